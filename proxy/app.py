@@ -1,0 +1,57 @@
+"""The proxy in front of stock vLLM servers: wiring only."""
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from proxy import __version__
+from proxy.auth import ApiKey
+from proxy.dialects import all_dialects
+from proxy.dialects.base import Gateway
+from proxy.dialects.endpoint import dialect_route
+from proxy.engine.http import HttpEngine, make_session
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.replica import Replica
+from proxy.fleet.tokenizers import Tokenizers
+from proxy.settings import Settings
+from proxy.types import Scope
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """A FastAPI application before the engines of `settings.upstreams`."""
+
+    template = settings.chat_template.read_text() if settings.chat_template else None
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with make_session(settings.connect_timeout_s) as session:
+            key = settings.upstream_api_key.get_secret_value() if settings.upstream_api_key else None
+            tokenizers = Tokenizers(settings.tokenizer, template, settings.trust_remote_code)
+            replicas = [
+                Replica(
+                    HttpEngine(url, session, key), tokenizers, settings.token_in, settings.watch_interval_s
+                )
+                for url in settings.upstreams
+            ]
+            fleet = Fleet(replicas)
+            with ThreadPoolExecutor(settings.encoder_threads, "encode") as encoders:
+                app.state.gateway = Gateway(fleet, encoders, settings.body_limit_bytes)
+                fleet.start()
+                try:
+                    yield
+                finally:
+                    await fleet.stop()
+
+    app = FastAPI(title="tokenproxy", version=__version__, lifespan=lifespan)
+
+    def gateway(scope: Scope) -> Gateway:
+        found: Gateway = app.state.gateway
+        return found
+
+    for dialect in all_dialects():
+        app.router.routes.append(dialect_route(dialect, gateway))
+    if settings.api_key is not None:
+        app.add_middleware(ApiKey, key=settings.api_key.get_secret_value())
+    return app

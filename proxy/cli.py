@@ -1,0 +1,158 @@
+"""The command `tokenproxy`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from proxy import __version__
+
+_DESCRIPTION = """\
+Token-exact multi-turn chat for vLLM: append to the ids the engine saw, never re-tokenise them.
+
+  tokenproxy vllm MODEL            vLLM with the token routes inside its own API server
+  tokenproxy serve --upstream URL  the same routes in front of stock vLLM servers
+  tokenproxy demo                  a small real model on this machine, and proof that its tokens stay exact
+"""
+
+_VLLM = """\
+Start vLLM with the token routes beside its OpenAI routes. Everything behind `tokenproxy vllm` is given to
+`vllm serve` as it is, --api-server-count included.
+
+  tokenproxy vllm Qwen/Qwen3-0.6B --enable-auto-tool-choice --tool-call-parser hermes
+  tokenproxy vllm --help=all       all flags of vLLM
+"""
+
+_SERVE = """\
+Put the token routes in front of one or more stock vLLM servers that serve the same model. All other routes of
+the servers pass through. At start, and whenever a server comes back, the proxy asks it how it takes
+exact prompts; the answer is in the log and at /ready.
+
+  tokenproxy serve --upstream http://127.0.0.1:8000
+  tokenproxy serve --upstream http://a:8000/v1 --upstream http://b:8000/v1 --host 0.0.0.0 --port 8100
+  tokenproxy serve --config config/replicas.yaml
+
+Every flag is also a setting of the file (--body-limit-bytes is `body_limit_bytes`) and of the environment
+(TOKENPROXY_BODY_LIMIT_BYTES). A flag wins over the environment, and that over the file.
+"""
+
+_DEMO = """\
+Write a small model (SmolLM2-135M) to the cache, start a real vLLM with it on the CPU, and hold the same
+conversation over the token route and over the stock chat route. A table shows, turn by turn, which prompts
+continue exactly where the model stopped. Exit code 1 if a turn of the token route does not.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["vllm"]:
+        return _vllm(arguments[1:])
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    code: int = options.run(options)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("tokenproxy", description=_DESCRIPTION, formatter_class=kind)
+    parser.add_argument("--version", action="version", version=f"tokenproxy {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser(
+        "vllm", help="vLLM with the token routes inside", description=_VLLM, formatter_class=kind
+    )
+    _add_serve(
+        commands.add_parser("serve", help="in front of vLLM", description=_SERVE, formatter_class=kind)
+    )
+    _add_demo(commands.add_parser("demo", help="see it work", description=_DEMO, formatter_class=kind))
+    return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--upstream", action="append", metavar="URL", help="a vLLM server, with or without /v1; repeatable")
+    add("--config", type=Path, metavar="FILE", help="YAML file with settings")
+    add("--host", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, help="port to listen on (default: 8100; 0 picks a free one)")
+    add("--api-key", metavar="KEY", help="clients must send this key")
+    add("--upstream-api-key", metavar="KEY", help="key for the vLLM servers (their --api-key)")
+    add("--tokenizer", metavar="NAME", help="folder or hub name (default: the servers' model)")
+    add("--chat-template", type=Path, metavar="FILE", help="template file, if the servers use another one")
+    add("--trust-remote-code", action="store_true", default=None, help="let the tokenizer bring code")
+    add("--token-in", choices=("auto", "chat", "generate"), help="how servers take ids (default: auto)")
+    add("--body-limit-bytes", type=int, metavar="N", help="largest request body (default: 64 MiB)")
+    add("--connect-timeout-s", type=float, metavar="S", help="wait for a connection (default: 5)")
+    add("--watch-interval-s", type=float, metavar="S", help="between health checks (default: 5)")
+    add("--encoder-threads", type=int, metavar="N", help="threads that tokenise (default: 2)")
+    add("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
+    parser.set_defaults(run=_serve)
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--serve", action="store_true", help="only start the model and keep it running until Ctrl-C")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=0, help="port to listen on (default: a free one)")
+    add("--url", metavar="URL", help="use a server that runs already")
+    add("--api-server-count", type=int, default=2, metavar="N", help="API processes (default: %(default)s)")
+    add("--log", type=Path, metavar="FILE", help="keep vLLM's log in this file")
+    parser.set_defaults(run=_demo)
+
+
+def _vllm(arguments: list[str]) -> int:
+    from proxy.vllm_launcher import VllmMissing, serve
+
+    if not arguments or arguments in (["-h"], ["--help"]):
+        print("usage: tokenproxy vllm MODEL [flags of vllm serve]\n\n" + _VLLM)
+        return 0 if arguments else 2
+    try:
+        serve(arguments, plugin=True)
+    except VllmMissing as error:
+        return _fail(str(error))
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from proxy.server import run
+    from proxy.settings import SettingsError, load_settings
+
+    flags: dict[str, Any] = vars(options).copy()
+    for name in ("command", "run", "config"):
+        flags.pop(name)
+    flags["upstreams"] = flags.pop("upstream")
+    try:
+        settings = load_settings(options.config, **flags)
+    except SettingsError as error:
+        return _fail(str(error))
+    if not settings.upstreams:
+        return _fail(
+            "no engine to stand before: give --upstream http://HOST:PORT, or `upstreams` in --config FILE"
+        )
+    return run(settings)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from proxy.demo.main import run_demo
+
+    return run_demo(
+        host=options.host,
+        port=options.port,
+        serve=options.serve,
+        keep_log=options.log,
+        api_server_count=options.api_server_count,
+        url=options.url,
+    )
+
+
+def _fail(message: str) -> int:
+    print(f"tokenproxy: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

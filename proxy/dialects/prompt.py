@@ -1,0 +1,164 @@
+"""The fields that carry an exact prompt, shared by the routes that take one."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from proxy.dialects.base import Gateway
+from proxy.errors import BadRequest, Unsupported
+from proxy.fields import given, read, read_messages
+from proxy.fleet.replica import Replica
+from proxy.types import Fields
+from tokenization import InvalidIds, InvalidMessages, TemplateUnsupported, TokenizationError, ids
+from tokenization.chat import close_of
+from tokenization.messages import TEXT_PARTS
+
+ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
+_TEXT_PARTS = TEXT_PARTS | {"tool_reference"}
+
+
+@dataclass(slots=True)
+class Prompt:
+    """Ids as a client sent them."""
+
+    field: str
+    """What the client called them."""
+    raw: bytes
+    """The JSON array, checked."""
+    count: int
+
+
+@dataclass(slots=True)
+class Append:
+    """Messages to put behind a prompt, and everything their rendering depends on."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    template_kwargs: dict[str, Any]
+
+
+class _Peek(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def take_prompt(fields: Fields) -> Prompt | None:
+    """Take the ids out of `fields`, under whichever of their names.
+
+    Raises:
+        BadRequest: they are given twice, empty, or no list of non-negative integers.
+    """
+    present = [name for name in ALIASES if given(fields, name) is not None]
+    if len(present) > 1:
+        raise BadRequest(f"give the prompt once: `{present[0]}` or `{present[1]}`", param=present[1])
+    for name in ALIASES:
+        if name not in present:
+            fields.pop(name, None)
+    if not present:
+        return None
+    field = present[0]
+    raw = bytes(fields.pop(field))
+    try:
+        return Prompt(field, raw, ids.check(raw))
+    except InvalidIds as error:
+        raise BadRequest(f"`{field}` {error}", param=field) from error
+
+
+def take_append(fields: Fields) -> Append | None:
+    """Take `append_messages` out of `fields`, with copies of what else shapes the rendering.
+
+    Raises:
+        BadRequest: it holds no messages, or stands beside a field that it cannot be combined with.
+    """
+    messages = read_messages(fields, "append_messages")
+    fields.pop("append_messages", None)
+    if messages is None:
+        return None
+    if given(fields, "chat_template") is not None:
+        raise BadRequest("`append_messages` uses the server's chat template", param="chat_template")
+    if read(fields, "continue_final_message", bool):
+        raise BadRequest(
+            "`continue_final_message` cannot be combined with `append_messages`",
+            param="continue_final_message",
+        )
+    add_generation_prompt = read(fields, "add_generation_prompt", bool)
+    return Append(
+        messages,
+        read(fields, "tools", list[dict[str, Any]]),
+        add_generation_prompt is not False,
+        template_kwargs(fields),
+    )
+
+
+def template_kwargs(fields: Fields) -> dict[str, Any]:
+    """What a request passes to the template, gathered as vLLM gathers it.
+
+    Raises:
+        BadRequest: one of the fields holds something else than it should.
+    """
+    kwargs = read(fields, "chat_template_kwargs", dict[str, Any]) or {}
+    documents = read(fields, "documents", list[dict[str, Any]])
+    if documents is not None:
+        kwargs["documents"] = documents
+    effort = read(fields, "reasoning_effort", str)
+    if effort is not None:
+        kwargs.setdefault("enable_thinking", effort != "none")
+        kwargs["reasoning_effort"] = effort
+    return kwargs
+
+
+def refuse_media(fields: Fields, name: str) -> None:
+    """Refuse messages with images or other media beside ids: the engine would ignore the ids.
+
+    Raises:
+        BadRequest: there is such a part, or the field holds no list of messages.
+    """
+    for index, message in enumerate(read(fields, name, list[_Peek]) or []):
+        content = bytes(message.content)
+        if not content.startswith(b"["):
+            continue
+        for part in msgspec.json.decode(content):
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind not in _TEXT_PARTS:
+                raise BadRequest(
+                    f"message {index} of `{name}` holds a part of type {kind!r}: "
+                    "images and other media are not supported beside prompt ids",
+                    param=name,
+                )
+
+
+async def extend(prompt: Prompt, append: Append, replica: Replica, gateway: Gateway) -> tuple[bytes, int]:
+    """The next prompt as a JSON array, and how many ids were put behind `prompt`.
+
+    Raises:
+        BadRequest: the template refuses the messages.
+        Unsupported: there is no tokenizer here, or no exact append for this template.
+    """
+    tokenizer = await replica.tokenizer()
+
+    def encode() -> list[int]:
+        suffix = tokenizer.suffix(
+            append.messages,
+            tools=append.tools,
+            add_generation_prompt=append.add_generation_prompt,
+            **append.template_kwargs,
+        )
+        return [*close_of(ids.last(prompt.raw), suffix), *suffix.ids]
+
+    try:
+        added = await gateway.in_thread(encode)
+    except InvalidMessages as error:
+        raise BadRequest(f"`append_messages`: {error}", param="append_messages") from error
+    except TemplateUnsupported as error:
+        raise Unsupported(
+            f"cannot append exactly: {error}", param="append_messages", code="template_unsupported"
+        ) from error
+    except TokenizationError as error:
+        raise BadRequest(str(error), param="append_messages") from error
+    return ids.join(prompt.raw, added), len(added)
+
+
+def needs_ids(fields: Fields) -> BadRequest:
+    """The error for a request that should carry ids and carries none."""
+    return BadRequest("`append_messages` needs the ids it is put behind, in `prompt_ids`", param="prompt_ids")

@@ -1,0 +1,140 @@
+"""An engine in the same process: vLLM's own routes, called as an ASGI application.
+
+Only public surfaces are used: the routes that vLLM registered before the plugin, with its own exception
+handlers and state. A request goes through the same validation, parsers and cancellation as one from
+the network; what is skipped is the socket.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from proxy.engine.protocol import Answer, Call
+from proxy.errors import EngineBroken
+from proxy.types import ASGIApp, Headers, Message, Scope
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_QUEUED_CHUNKS = 64
+
+
+def inner_app(app: "FastAPI") -> "FastAPI":
+    """vLLM's routes as they stand now, as an application of their own that shares vLLM's state."""
+    from fastapi import FastAPI
+
+    inner = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    inner.router.routes[:] = list(app.router.routes)
+    inner.state = app.state
+    # vLLM registers its handlers after the plugins' routes: share the mapping instead of copying it
+    inner.exception_handlers = app.exception_handlers
+    return inner
+
+
+class InProcessEngine:
+    """vLLM, called without a socket."""
+
+    def __init__(self, app: ASGIApp, name: str = "in-process") -> None:
+        self.name = name
+        self._app = app
+
+    async def send(self, call: Call) -> Answer:
+        """See `Engine.send`."""
+        answer = InProcessAnswer(self._app, call)
+        await answer.start()
+        return answer
+
+    async def aclose(self) -> None:
+        """Nothing is held."""
+
+
+class InProcessAnswer:
+    """One call of the application, running as a task; closing it is the client's disconnect."""
+
+    def __init__(self, app: ASGIApp, call: Call) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self._call = call
+        self._body_given = False
+        self._left = asyncio.Event()
+        self._queue: asyncio.Queue[Message | None] = asyncio.Queue(_QUEUED_CHUNKS)
+        self._task = asyncio.create_task(self._run(app))
+        self._ended = False
+
+    async def start(self) -> None:
+        """Wait for status and headers."""
+        try:
+            message = await self._queue.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if message is None:
+            self._ended = True
+            raise self._broken()
+        self.status = message["status"]
+        self.headers = [(name.lower(), value) for name, value in message.get("headers", [])]
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as the application sends it."""
+        while not self._ended:
+            message = await self._queue.get()
+            if message is None:
+                self._ended = True
+                raise self._broken()
+            if not message.get("more_body", False):
+                self._ended = True
+            if body := message.get("body", b""):
+                yield bytes(body)
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    async def aclose(self) -> None:
+        """Tell the application that its client is gone, as a server would, and let it finish."""
+        self._left.set()
+        while not self._task.done():
+            while not self._queue.empty():
+                self._queue.get_nowait()
+            await asyncio.wait([self._task], timeout=0.05)
+        if not self._task.cancelled():
+            self._task.exception()  # vLLM has logged and answered it; asked for so that asyncio does not warn
+
+    async def _run(self, app: ASGIApp) -> None:
+        try:
+            await app(self._scope(app), self._receive, self._queue.put)
+        finally:
+            await self._queue.put(None)
+
+    async def _receive(self) -> Message:
+        if not self._body_given:
+            self._body_given = True
+            return {"type": "http.request", "body": self._call.body, "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    def _scope(self, app: ASGIApp) -> Scope:
+        path, _, query = self._call.path.partition("?")
+        length = (b"content-length", str(len(self._call.body)).encode())
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": self._call.method,
+            "scheme": "http",
+            "path": unquote(path),
+            "raw_path": path.encode(),
+            "query_string": query.encode(),
+            "root_path": "",
+            "headers": [*(pair for pair in self._call.headers if pair[0] != b"content-length"), length],
+            "client": ("127.0.0.1", 0),
+            "server": ("127.0.0.1", 0),
+            "state": {},
+        }
+
+    def _broken(self) -> EngineBroken:
+        cause = self._task.exception() if self._task.done() and not self._task.cancelled() else None
+        broken = EngineBroken("the engine broke off in the middle of its answer")
+        broken.__cause__ = cause
+        return broken

@@ -1,0 +1,112 @@
+"""Everything the proxy answers with an error object, and the status it answers with.
+
+    ApiError
+    ├── BadRequest         400  what the client sent is wrong; `param` names the field
+    ├── Unauthorized       401  the API key is missing or wrong
+    ├── NotFound           404  no such model, session or route
+    ├── BodyTooLarge       413  the request body is over the limit
+    ├── Unsupported        501  no engine here can do it; the message says what to upgrade or enable
+    ├── EngineBroken       502  the engine closed the connection or answered nonsense
+    ├── EngineUnavailable  503  no engine answers; comes with Retry-After
+    └── EngineTimeout      504  the engine did not answer in time
+
+The wire format is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
+"""
+
+import msgspec
+
+
+class ApiError(Exception):
+    """Base of all errors that reach the client as an error object."""
+
+    status = 500
+    kind = "InternalServerError"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        """The error object as JSON."""
+        return error_body(self.message, self.kind, self.param, self.code or self.status)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Response headers beside the body."""
+        headers = [(b"content-type", b"application/json")]
+        if self.retry_after is not None:
+            headers.append((b"retry-after", str(self.retry_after).encode()))
+        return headers
+
+
+class BadRequest(ApiError):
+    """What the client sent is wrong."""
+
+    status = 400
+    kind = "BadRequestError"
+
+
+class Unauthorized(ApiError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    kind = "AuthenticationError"
+
+
+class NotFound(ApiError):
+    """No such model, session or route."""
+
+    status = 404
+    kind = "NotFoundError"
+
+
+class BodyTooLarge(ApiError):
+    """The request body is over the limit."""
+
+    status = 413
+    kind = "RequestEntityTooLargeError"
+
+
+class Unsupported(ApiError):
+    """No engine here can do it."""
+
+    status = 501
+    kind = "NotImplementedError"
+
+
+class EngineBroken(ApiError):
+    """The engine closed the connection or answered nonsense."""
+
+    status = 502
+    kind = "BadGatewayError"
+
+
+class EngineUnavailable(ApiError):
+    """No engine answers."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+
+    def __init__(self, message: str, *, retry_after: int = 2) -> None:
+        super().__init__(message, retry_after=retry_after)
+
+
+class EngineTimeout(ApiError):
+    """The engine did not answer in time."""
+
+    status = 504
+    kind = "GatewayTimeoutError"
+
+
+def error_body(message: str, kind: str, param: str | None, code: str | int) -> bytes:
+    """An OpenAI error object as JSON."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})

@@ -1,0 +1,80 @@
+"""JSON objects taken apart at their top level only.
+
+A request may carry 100k ids in one field. Its values stay bytes: they are looked at where a route
+needs them and joined again for the engine, so nothing is parsed for the sake of passing it on.
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from proxy.errors import BadRequest
+from proxy.types import Fields
+
+T = TypeVar("T")
+
+_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+NULL = b"null"
+
+
+def parse(body: bytes) -> Fields:
+    """The fields of a JSON object.
+
+    Raises:
+        BadRequest: the body is not JSON, or JSON but not an object; `param` is `body`.
+    """
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise BadRequest("the request body must be a JSON object", param="body") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the request body is not valid JSON: {error}", param="body") from error
+
+
+def join(fields: Fields) -> bytes:
+    """The fields as one JSON object; values are copied as they are."""
+    parts = []
+    for name, value in fields.items():
+        parts.append(msgspec.json.encode(name) + b":" + bytes(value))
+    return b"{" + b",".join(parts) + b"}"
+
+
+def raw(value: object) -> msgspec.Raw:
+    """A Python value as a field."""
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def given(fields: Fields, name: str) -> bytes | None:
+    """The bytes of a field, or None where it is missing or null."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    content = bytes(value)
+    return None if content == NULL else content
+
+
+def read(fields: Fields, name: str, kind: type[T]) -> T | None:
+    """A field as a value of `kind`, or None where it is missing or null.
+
+    Raises:
+        BadRequest: it holds something else; `param` is the field's name.
+    """
+    content = given(fields, name)
+    if content is None:
+        return None
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"`{name}`: {error}", param=name) from error
+
+
+def read_messages(fields: Fields, name: str) -> list[dict[str, Any]] | None:
+    """A field that holds a non-empty list of messages, or None where it is missing or null.
+
+    Raises:
+        BadRequest: it holds something else, or nothing; `param` is the field's name.
+    """
+    messages = read(fields, name, list[dict[str, Any]])
+    if messages is not None and not messages:
+        raise BadRequest(f"`{name}` must not be empty", param=name)
+    return messages

@@ -1,0 +1,1 @@
+"""The engines behind one address: choose one, watch them all. Knows no wire format."""

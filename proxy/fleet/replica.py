@@ -1,0 +1,169 @@
+"""One engine of the fleet: what it can do, and whether it answers."""
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Any
+
+from proxy.engine.discovery import NO_TOKEN_IN, Capabilities, Model, alive, discover, list_models
+from proxy.engine.protocol import Engine
+from proxy.errors import ApiError, EngineUnavailable
+from proxy.fleet.tokenizers import Tokenizers
+from tokenization import ChatTokenizer
+
+log = logging.getLogger("tokenproxy")
+
+DISCOVERY_TIMEOUT_S = 60.0
+RETRY_S = 1.0
+
+
+class Replica:
+    """An engine, watched by a task of its own.
+
+    Ready means: it answered, and what it can do is known. A replica that stops answering is asked
+    anew when it comes back, because another version with other flags may have come in its place.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizers: Tokenizers, token_in: str, watch_interval_s: float
+    ) -> None:
+        self.engine = engine
+        self.capabilities: Capabilities | None = None
+        self._tokenizers = tokenizers
+        self._tokenizer: asyncio.Task[ChatTokenizer] | None = None
+        self._token_in = token_in
+        self._interval_s = watch_interval_s
+        self._problem = "not asked yet"
+        self._asked = asyncio.Event()
+        self._suspect = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests may go here."""
+        return self.capabilities is not None
+
+    def start(self) -> None:
+        """Begin to watch. Must be called inside a running event loop."""
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Stop watching and close connections."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait([self._watcher])
+        await self.engine.aclose()
+
+    async def asked(self) -> None:
+        """Wait until the engine was asked once, whatever came of it."""
+        await self._asked.wait()
+
+    def mark_down(self, problem: ApiError) -> None:
+        """Nothing listens there any more."""
+        if self.capabilities is not None:
+            log.warning("%s is down: %s", self.engine.name, problem.message)
+        self.capabilities = None
+        self._problem = problem.message
+        self._suspect.set()
+
+    def suspect(self) -> None:
+        """Something broke there: ask for its health now instead of at the next interval."""
+        self._suspect.set()
+
+    async def serves(self, model: str) -> bool:
+        """Whether the engine knows a model of that name, base or LoRA; the list is asked for again if not."""
+        known = self.capabilities
+        if known is not None and model in known.models:
+            return True
+        models = await list_models(self.engine)
+        if known is not None and self.capabilities is known:
+            self.capabilities = replace(known, models=tuple(m.name for m in models))
+        return any(m.name == model for m in models)
+
+    async def tokenizer(self) -> ChatTokenizer:
+        """The tokenizer for this engine's model, checked against the engine.
+
+        Raises:
+            Unsupported: there is none that can be trusted; the message says what to set.
+            EngineUnavailable: the engine went away.
+        """
+        if self.capabilities is None:
+            raise EngineUnavailable(self._problem)
+        if self._tokenizer is None or (self._tokenizer.done() and self._tokenizer.exception() is not None):
+            self._tokenizer = self._load_tokenizer(self.capabilities.model)
+        return await asyncio.shield(self._tokenizer)
+
+    def report(self) -> dict[str, Any]:
+        """This replica's part of `GET /ready`."""
+        known = self.capabilities
+        if known is None:
+            return {"engine": self.engine.name, "ready": False, "problem": self._problem}
+        report: dict[str, Any] = {
+            "engine": self.engine.name,
+            "ready": True,
+            "version": known.version,
+            "model": known.model.name if known.model else None,
+            "token_in": known.token_in.name if known.token_in else None,
+        }
+        if known.token_in is None:
+            report["problem"] = NO_TOKEN_IN
+        task = self._tokenizer
+        if task is None or not task.done():
+            report["append"] = "loading"
+        else:
+            error = task.exception()
+            report["append"] = "ready" if error is None else str(error)
+        return report
+
+    async def _watch(self) -> None:
+        while True:
+            if self.capabilities is None:
+                await self._ask()
+            pause = self._interval_s if self.ready else RETRY_S
+            self._suspect.clear()
+            try:
+                async with asyncio.timeout(pause):
+                    await self._suspect.wait()
+            except TimeoutError:
+                pass
+            if self.ready and not await alive(self.engine):
+                self.mark_down(EngineUnavailable(f"{self.engine.name} does not answer /health"))
+
+    async def _ask(self) -> None:
+        try:
+            async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
+                if not await alive(self.engine):
+                    raise EngineUnavailable(f"{self.engine.name} does not answer /health")
+                known = await discover(self.engine, self._token_in)
+        except ApiError as error:
+            self._problem = error.message
+        except TimeoutError:
+            self._problem = f"{self.engine.name} did not answer within {DISCOVERY_TIMEOUT_S:.0f} s"
+        else:
+            self._announce(known)
+            self.capabilities = known
+            self._tokenizer = self._load_tokenizer(known.model)
+        if self.capabilities is None and not self._asked.is_set():
+            log.warning("%s is not ready: %s", self.engine.name, self._problem)
+        self._asked.set()
+
+    def _load_tokenizer(self, model: Model | None) -> "asyncio.Task[ChatTokenizer]":
+        task = asyncio.create_task(self._tokenizers.for_engine(self.engine, model))
+        task.add_done_callback(self._tokenizer_loaded)
+        return task
+
+    def _tokenizer_loaded(self, task: "asyncio.Task[ChatTokenizer]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("%s: append_messages is off: %s", self.engine.name, error)
+
+    def _announce(self, known: Capabilities) -> None:
+        spelling = known.token_in.name if known.token_in else "none"
+        log.info(
+            "%s is ready: vLLM %s, model %s, takes exact prompts by: %s",
+            self.engine.name,
+            known.version,
+            known.model.name if known.model else "unknown",
+            spelling,
+        )
+        if known.token_in is None:
+            log.warning("%s: %s", self.engine.name, NO_TOKEN_IN)

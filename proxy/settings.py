@@ -1,0 +1,95 @@
+"""One tree of settings: file < environment < flags.
+
+Every setting has a name that is the same everywhere: `body_limit_bytes` in the file,
+`TOKENPROXY_BODY_LIMIT_BYTES` in the environment, `--body-limit-bytes` on the command line.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+from proxy.engine.http import normalise_base_url
+
+ENV_PREFIX = "TOKENPROXY_"
+
+
+class SettingsError(Exception):
+    """A setting is missing or wrong; the message names it and says what it should be."""
+
+
+class Settings(BaseSettings):
+    """Settings of the proxy; inside vLLM those apply that concern no socket of its own."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", env_ignore_empty=True)
+
+    upstreams: list[str] = Field(default=[], description="base URLs of vLLM servers, with or without /v1")
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=8100, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    api_key: SecretStr | None = Field(default=None, description="key that clients must send as Bearer token")
+    upstream_api_key: SecretStr | None = Field(
+        default=None, description="key for the engines; without it the client's Authorization is passed on"
+    )
+    body_limit_bytes: int = Field(default=64 * 2**20, ge=1, description="largest request body")
+    tokenizer: str | None = Field(
+        default=None, description="folder or hub name of the tokenizer (default: the engine's model)"
+    )
+    chat_template: Path | None = Field(
+        default=None, description="Jinja file, where the engine runs with --chat-template"
+    )
+    trust_remote_code: bool = Field(default=False, description="let the tokenizer bring its own code")
+    token_in: Literal["auto", "chat", "generate"] = Field(
+        default="auto", description="how engines take exact prompts: found out, or forced"
+    )
+    connect_timeout_s: float = Field(default=5.0, gt=0, description="seconds to wait for a connection")
+    watch_interval_s: float = Field(default=5.0, gt=0, description="seconds between health checks")
+    encoder_threads: int = Field(default=2, ge=1, description="threads that tokenise")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="log level")
+
+    @field_validator("upstreams", mode="after")
+    @classmethod
+    def _normalise(cls, urls: list[str]) -> list[str]:
+        return [normalise_base_url(url) for url in urls]
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags before environment before file."""
+        file = settings_cls.model_config.get("yaml_file")
+        sources = (init_settings, env_settings)
+        return (*sources, YamlConfigSettingsSource(settings_cls, file)) if file else sources
+
+
+def load_settings(file: Path | None = None, **flags: Any) -> Settings:
+    """Settings from a YAML file, the environment and flags that were given.
+
+    Raises:
+        SettingsError: the file cannot be read, or a setting is wrong.
+    """
+    if file is not None and not file.is_file():
+        raise SettingsError(f"no settings file at {file}")
+
+    class FileSettings(Settings):
+        model_config = SettingsConfigDict(yaml_file=file)
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return FileSettings(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"]) or "settings"
+        raise SettingsError(f"{name}: {first['msg']}") from error
+    except ValueError as error:
+        raise SettingsError(str(error)) from error

@@ -1,0 +1,18 @@
+"""Aliases shared by all rooms."""
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+Headers = list[tuple[bytes, bytes]]
+"""Header pairs as ASGI carries them: lower-case names, bytes."""
+
+Fields = dict[str, msgspec.Raw]
+"""The top level of a JSON object, each value still the bytes that arrived."""

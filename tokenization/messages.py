@@ -1,0 +1,84 @@
+"""Messages in the shape chat templates expect.
+
+OpenAI clients and chat templates differ in three places: content may arrive as text parts, tool-call
+arguments as JSON text, and reasoning under two names. The conversion here follows what vLLM does before it
+renders, so that text appended here equals text rendered there.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenization.errors import InvalidMessages
+
+Message = Mapping[str, Any]
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+_KEPT = ("name", "tool_call_id", "task")
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as a template sees them: text content, arguments as objects, both reasoning names.
+
+    Raises:
+        InvalidMessages: a message is no object, has no role, or holds something that is not text.
+    """
+    return [_convert(message, index) for index, message in enumerate(messages)]
+
+
+def _convert(message: Message, index: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidMessages(f"message {index} must be an object")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidMessages(f"message {index} needs a role")
+    result: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), index)}
+    for key in _KEPT:
+        if isinstance(message.get(key), str):
+            result[key] = message[key]
+    reasoning = message.get("reasoning", message.get("reasoning_content"))
+    if isinstance(reasoning, str):
+        result["reasoning"] = result["reasoning_content"] = reasoning
+    calls = message.get("tool_calls")
+    if calls:
+        result["tool_calls"] = [_convert_call(call, index) for call in calls]
+    return result
+
+
+def text_of(content: object, index: int) -> str:
+    """The text of a message's content; text parts are joined by line feeds.
+
+    Raises:
+        InvalidMessages: the content is neither text, null nor a list of text parts.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidMessages(f"content of message {index} must be a string or a list of parts")
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and part.get("type", "text") in TEXT_PARTS:
+            text = part.get("text", part.get(str(part.get("type", "text"))))
+            if not isinstance(text, str):
+                raise InvalidMessages(f"a text part in message {index} holds no text")
+            texts.append(text)
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise InvalidMessages(f"message {index} holds a part of type {kind!r}; only text can be appended")
+    return "\n".join(texts)
+
+
+def _convert_call(call: object, index: int) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise InvalidMessages(f"tool calls of message {index} must be objects with a function")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}
