@@ -93,6 +93,7 @@ class _Derender:
         status, completion = await self._ask(fields)
         if status != 200:
             return BytesAnswer(status, list(JSON_HEADERS), join(completion))
+        _restore_id(completion)
         if "usage" in generated:
             completion["usage"] = generated["usage"]
         sampled = read(generated, "choices", list[Fields]) or []
@@ -132,6 +133,7 @@ class _Derender:
             )
         self._states[index] = derendered["stream_state"]
         chunk = parse(bytes(derendered["chunk"]))
+        _restore_id(chunk)
         if choice is None and given(event, "usage") is not None:
             chunk["usage"] = event["usage"]
         made = read(chunk, "choices", list[Fields]) or []
@@ -171,6 +173,12 @@ class _Derender:
             return answer.status, parse(await answer.read())
         finally:
             await answer.aclose()
+
+
+def _restore_id(completion: Fields) -> None:
+    """Take off what the generate route puts before the id that render gave."""
+    identity = read(completion, "id", str) or ""
+    completion["id"] = raw(identity.removeprefix("generate-tokens-"))
 
 
 def _json(headers: Headers) -> Headers:

@@ -66,7 +66,8 @@ class BytesAnswer:
 
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
         self.status = status
-        self.headers = headers
+        self.headers = [pair for pair in headers if pair[0] != b"content-length"]
+        self.headers.append((b"content-length", b"%d" % len(body)))
         self.body = body
 
     async def chunks(self) -> AsyncIterator[bytes]:

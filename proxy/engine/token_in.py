@@ -122,6 +122,9 @@ def rename_param(body: bytes, status: int, field: str) -> bytes:
         for name in _ID_SPELLINGS:
             message = message.replace(name, field)
         param = field
+    elif "maximum model length" in message:
+        # the words that clients look for; the generate route has others than the chat route
+        message, param = f"the prompt exceeds the model's maximum context length: {message}", field
     elif param in (None, "input_tokens"):
         param = _param_from(message, status, field)
     return error_body(message, kind, param, status)
