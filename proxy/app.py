@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 
 from proxy import __version__
 from proxy.auth import ApiKey
@@ -12,6 +12,7 @@ from proxy.dialects import all_dialects
 from proxy.dialects.base import Gateway
 from proxy.dialects.endpoint import dialect_route
 from proxy.engine.http import HttpEngine, make_session
+from proxy.errors import ApiError
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.replica import Replica
 from proxy.fleet.tokenizers import Tokenizers
@@ -49,6 +50,11 @@ def create_app(settings: Settings) -> FastAPI:
     def gateway(scope: Scope) -> Gateway:
         found: Gateway = app.state.gateway
         return found
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        problem = ApiError("an unexpected error in the proxy; its log has the details")
+        return Response(problem.body(), problem.status, media_type="application/json")
 
     for dialect in all_dialects():
         app.router.routes.append(dialect_route(dialect, gateway))

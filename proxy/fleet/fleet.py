@@ -6,7 +6,7 @@ from typing import Any
 
 from proxy.engine.discovery import NO_TOKEN_IN
 from proxy.engine.protocol import Answer, Call
-from proxy.errors import EngineBroken, EngineUnavailable, Unsupported
+from proxy.errors import EngineBroken, EngineTimeout, EngineUnavailable, Unsupported
 from proxy.fleet.replica import Replica
 
 FIRST_ANSWER_TIMEOUT_S = 30.0
@@ -51,13 +51,15 @@ class Fleet:
     async def on_replica(
         self, work: Callable[[Replica], Awaitable[Answer]], *, token_in: bool = False
     ) -> Answer:
-        """Do `work` on the next replica; one that nothing listens on is passed over.
+        """Do `work` on the next replica; one that accepts no connection is passed over.
 
         Args:
             token_in: whether the replica must take exact prompts.
 
         Raises:
             EngineUnavailable: no replica answers.
+            EngineTimeout: no replica accepted a connection in time.
+            EngineBroken: a replica broke after it got the request.
             Unsupported: replicas answer, but none takes exact prompts.
         """
         ready = [replica for replica in self.replicas if replica.ready]
@@ -70,15 +72,21 @@ class Fleet:
                 raise Unsupported(NO_TOKEN_IN, param="prompt_ids", code="no_token_in")
             ready = able
         self._next += 1
+        slow: EngineTimeout | None = None
         for turn in range(len(ready)):
             replica = ready[(self._next + turn) % len(ready)]
             try:
                 return await work(replica)
             except EngineUnavailable as error:
                 replica.mark_down(error)
+            except EngineTimeout as error:
+                slow = error
+                replica.suspect()
             except EngineBroken:
                 replica.suspect()
                 raise
+        if slow is not None:
+            raise slow
         problems = "; ".join(str(report.get("problem", "")) for report in self.report())
         raise EngineUnavailable(f"no engine answers: {problems}")
 

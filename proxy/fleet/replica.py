@@ -7,7 +7,7 @@ from typing import Any
 
 from proxy.engine.discovery import NO_TOKEN_IN, Capabilities, Model, alive, discover, list_models
 from proxy.engine.protocol import Engine
-from proxy.errors import ApiError, EngineUnavailable
+from proxy.errors import ApiError, EngineUnavailable, Unsupported
 from proxy.fleet.tokenizers import Tokenizers
 from tokenization import ChatTokenizer
 
@@ -49,9 +49,11 @@ class Replica:
 
     async def stop(self) -> None:
         """Stop watching and close connections."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.wait([self._watcher])
+        tasks = [task for task in (self._watcher, self._tokenizer) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
         await self.engine.aclose()
 
     async def asked(self) -> None:
@@ -89,7 +91,7 @@ class Replica:
         """
         if self.capabilities is None:
             raise EngineUnavailable(self._problem)
-        if self._tokenizer is None or (self._tokenizer.done() and self._tokenizer.exception() is not None):
+        if self._tokenizer is None or _went_away(self._tokenizer):
             self._tokenizer = self._load_tokenizer(self.capabilities.model)
         return await asyncio.shield(self._tokenizer)
 
@@ -167,3 +169,11 @@ class Replica:
         )
         if known.token_in is None:
             log.warning("%s: %s", self.engine.name, NO_TOKEN_IN)
+
+
+def _went_away(task: "asyncio.Task[ChatTokenizer]") -> bool:
+    """Whether loading failed for want of an engine; what is unsupported stays so until an engine comes back."""
+    if not task.done() or task.cancelled():
+        return task.cancelled()
+    error = task.exception()
+    return error is not None and not isinstance(error, Unsupported)

@@ -58,7 +58,7 @@ class Tokenizers:
         try:
             tokenizer = await asyncio.shield(self._loading[source])
         except TokenizationError as error:
-            del self._loading[source]
+            self._loading.pop(source, None)
             raise Unsupported(
                 f"appending needs the model's tokenizer: {error}; set `tokenizer` to a folder with it",
                 param="append_messages",

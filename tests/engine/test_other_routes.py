@@ -1,5 +1,6 @@
 """Every other route of the engine, untouched, beside the token routes."""
 
+import openai
 import pytest
 
 from tests.engine.conftest import INSIDE, Served
@@ -17,7 +18,8 @@ def test_openai_sdk_routes(server: Served) -> None:
         temperature=0,
         stream=True,
     )
-    assert "".join(c.choices[0].delta.content or "" for c in streamed) == chat.choices[0].message.content
+    assert isinstance(streamed, openai.Stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == chat.choices[0].message.content
     assert getattr(chat, "prompt_token_ids", None) is None
     completion = client.completions.create(model="smollm2", prompt="One, two,", max_tokens=3)
     assert completion.choices[0].text
