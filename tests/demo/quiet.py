@@ -1,0 +1,2 @@
+def quiet(_line: str) -> None:
+    """Takes a progress line and says nothing."""

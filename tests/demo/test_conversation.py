@@ -1,0 +1,177 @@
+from typing import Any, cast
+
+import pytest
+from fastapi import FastAPI
+from openai import OpenAI
+from openai.types.chat import ChatCompletion
+
+from proxy.demo.conversation import SCRIPT, Step, StockRoute, TokenRoute, common_prefix, converse, ids_of
+from proxy.demo.errors import ConversationError
+from tests.demo.quiet import quiet
+from tests.utils import run_server
+
+
+def completion(prompt_ids, token_ids, *, calls=(), cached=0, finish="stop"):
+    """A chat completion as the SDK would parse it."""
+    message: dict[str, Any] = {"role": "assistant", "content": None if calls else "text"}
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"call-{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for index, (name, arguments) in enumerate(calls)
+        ]
+    return ChatCompletion.model_validate(
+        {
+            "id": "x",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "m",
+            "prompt_token_ids": prompt_ids,
+            "choices": [{"index": 0, "finish_reason": finish, "message": message, "token_ids": token_ids}],
+            "usage": {
+                "prompt_tokens": len(prompt_ids or []),
+                "completion_tokens": len(token_ids or []),
+                "total_tokens": 0,
+                "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
+            },
+        }
+    )
+
+
+class ScriptedRoute:
+    """Gives the completions it was made with; keeps what it was asked."""
+
+    name = "scripted route"
+
+    def __init__(self, *answers):
+        self._answers = iter(answers)
+        self.asked = []
+
+    def ask(self, new, **options):
+        self.asked.append((new, options))
+        return next(self._answers)
+
+
+class RecordingClient:
+    """Stands for the SDK's client: the token route's `post` and the stock route's `create`."""
+
+    def __init__(self, *answers):
+        self._answers = iter(answers)
+        self.sent = []
+        self.chat = self
+        self.completions = self
+
+    def post(self, path, *, body, cast_to):
+        assert (path, cast_to) == ("/chat/completions/tokens", ChatCompletion)
+        self.sent.append(body)
+        return next(self._answers)
+
+    def create(self, *, messages, **options):
+        self.sent.append({"messages": list(messages)} | options)
+        return next(self._answers)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "length"),
+    [
+        ([], [], 0),
+        ([1], [], 0),
+        ([1, 2], [1, 2, 3], 2),
+        ([1, 2, 3], [1, 2], 2),
+        ([1, 2, 3], [1, 9, 3], 1),
+        ([9, 2], [1, 2], 0),
+        ([1, 2], [1, 2], 2),
+    ],
+)
+def test_common_prefix(left, right, length):
+    assert common_prefix(left, right) == length
+
+
+def test_accounting_of_exact_and_drifted_turns():
+    route = ScriptedRoute(
+        completion([1, 2, 3], [4, 5]),
+        completion([1, 2, 3, 4, 5, 6, 7], [8], cached=4, finish="length"),
+        completion([1, 2, 3, 4, 5, 6, 7, 9, 10], [11], cached=None),
+    )
+    script = [Step("answer", "a"), Step("answer", "b"), Step("answer", "c")]
+    result = converse(route, "m", script, say=quiet)
+    first, second, third = result.turns
+    assert (first.exact, first.before, first.reused, first.appended, first.completion) == (None, 0, 0, 3, 2)
+    assert (second.exact, second.before, second.reused, second.appended) == (True, 5, 5, 2)
+    assert (second.cached, second.finish_reason) == (4, "length")
+    assert (third.exact, third.before, third.reused, third.appended, third.cached) == (False, 8, 7, 2, None)
+    assert (result.follow_ups, result.exact) == (2, 1)
+
+
+def test_a_prompt_that_lost_its_end_is_not_exact():
+    route = ScriptedRoute(completion([1, 2, 3], [4, 5]), completion([1, 2, 3, 4], [6]))
+    result = converse(route, "m", [Step("answer", "a"), Step("answer", "b")], say=quiet)
+    assert result.turns[1].exact is False
+    assert result.turns[1].appended == 0
+
+
+def test_tool_results_go_back_in_order_before_the_user():
+    call = ("calculator", '{"a": 2, "operator": "*", "b": 3}')
+    route = ScriptedRoute(completion([1], [2], calls=[call, call]), completion([1, 2, 3], [4]))
+    result = converse(route, "m", [Step("tools", "a"), Step("answer", "b")], say=quiet)
+    assert result.turns[0].tool_calls == 2
+    assert route.asked[1][0] == [
+        {"role": "tool", "tool_call_id": "call-0", "content": '{"value": 6}'},
+        {"role": "tool", "tool_call_id": "call-1", "content": '{"value": 6}'},
+        {"role": "user", "content": "b"},
+    ]
+
+
+def test_a_turn_whose_call_was_cut_short_goes_on():
+    route = ScriptedRoute(completion([1], [2], finish="length"), completion([1, 2, 3], [4]))
+    converse(route, "m", [Step("tools", "a"), Step("answer", None)], say=quiet)
+    assert [message["role"] for message in route.asked[1][0]] == ["user"]
+
+
+def test_sampling_options():
+    route = ScriptedRoute(completion([1], [2]), completion([1, 2, 3], [4]))
+    converse(route, "m", [Step("tools", "a"), Step("answer", "b")], say=quiet)
+    first, second = (options for _, options in route.asked)
+    assert (first["tool_choice"], second["tool_choice"]) == ("required", "auto")
+    assert first["seed"] != second["seed"]
+    assert first["temperature"] >= 1.0
+    assert first["tools"] == second["tools"]
+
+
+def test_the_script_has_follow_ups_of_both_kinds():
+    assert len(SCRIPT) >= 7
+    assert {step.kind for step in SCRIPT[1:]} == {"tools", "answer"}
+
+
+def test_token_route_sends_its_ids_back_and_only_new_messages():
+    client = RecordingClient(completion([1, 2], [3]), completion([1, 2, 3, 4], [5]))
+    route = TokenRoute(cast(Any, client))
+    route.ask([{"role": "user", "content": "a"}], model="m")
+    route.ask([{"role": "user", "content": "b"}], model="m")
+    assert client.sent == [
+        {"model": "m", "messages": [{"role": "user", "content": "a"}]},
+        {"model": "m", "prompt_ids": [1, 2, 3], "append_messages": [{"role": "user", "content": "b"}]},
+    ]
+
+
+def test_stock_route_sends_all_messages_back_as_the_sdk_returned_them():
+    client = RecordingClient(completion([1, 2], [3], calls=[("get_weather", "{}")]), completion([1], [5]))
+    route = StockRoute(cast(Any, client))
+    route.ask([{"role": "user", "content": "a"}], model="m")
+    route.ask([{"role": "tool", "tool_call_id": "call-0", "content": "{}"}], model="m")
+    user, assistant, tool = client.sent[1]["messages"]
+    assert (user["role"], tool["role"]) == ("user", "tool")
+    assert assistant["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": "{}"}
+    assert client.sent[0]["extra_body"] == {"return_token_ids": True}
+
+
+@pytest.mark.parametrize(("prompt_ids", "token_ids"), [(None, [1]), ([1], None)])
+def test_missing_ids_are_an_error(prompt_ids, token_ids):
+    with pytest.raises(ConversationError, match="token_ids"):
+        ids_of(completion(prompt_ids, token_ids))
+
+
+def test_a_server_without_the_route_says_what_to_start():
+    with run_server(FastAPI()) as url:
+        route = TokenRoute(OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
+        with pytest.raises(ConversationError, match="tokenproxy vllm"):
+            converse(route, "m", [Step("answer", "a")], say=quiet)

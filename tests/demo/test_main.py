@@ -1,0 +1,83 @@
+import os
+import signal
+import threading
+
+import pytest
+
+from proxy.demo import main
+from proxy.demo.conversation import Conversation, Turn
+from proxy.demo.errors import ConversationError
+from proxy.demo.main import run_demo
+
+
+def conversation(name, *, exact):
+    first = Turn(1, "tools", 10, 5, 0, 0, 0, 0.1, "tool_calls", 1)
+    second = Turn(2, "answer", 20, 5, 15, 15 if exact else 12, 0, 0.1, "stop", 0)
+    return Conversation(name, (first, second))
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server that answers; the test says which routes are exact."""
+
+    def answer(*, token_exact, stock_exact):
+        exact = {"token route": token_exact, "stock chat route": stock_exact}
+        monkeypatch.setattr(main, "_served_model", lambda client, url: "m")
+        monkeypatch.setattr(
+            main, "converse", lambda route, model, say: conversation(route.name, exact=exact[route.name])
+        )
+
+    return answer
+
+
+def demo(**options):
+    return run_demo("127.0.0.1", 0, **({"serve": False, "keep_log": None, "url": "http://x/v1/"} | options))
+
+
+def test_exit_code_0_when_the_token_route_is_exact(server, capsys):
+    server(token_exact=True, stock_exact=False)
+    assert demo() == 0
+    assert "token route: 1 of 1 follow-up turns exact (100%)" in capsys.readouterr().out
+
+
+def test_exit_code_1_when_a_turn_of_the_token_route_drifts(server, capsys):
+    server(token_exact=False, stock_exact=True)
+    assert demo() == 1
+    assert "token route: 0 of 1 follow-up turns exact" in capsys.readouterr().out
+
+
+def test_exit_code_2_when_nothing_answers(capsys):
+    assert demo(url="http://127.0.0.1:9") == 2
+    captured = capsys.readouterr()
+    assert "no OpenAI server answers at http://127.0.0.1:9" in captured.err
+    assert captured.out == ""
+
+
+def test_exit_code_2_when_a_turn_is_refused(server, monkeypatch, capsys):
+    server(token_exact=True, stock_exact=True)
+
+    def refuse(route, model, say):
+        raise ConversationError("refused")
+
+    monkeypatch.setattr(main, "converse", refuse)
+    assert demo() == 2
+    assert "refused" in capsys.readouterr().err
+
+
+def test_serve_and_url_exclude_each_other(capsys):
+    assert demo(serve=True) == 2
+    assert "--serve" in capsys.readouterr().err
+
+
+def test_sigterm_ends_it_like_ctrl_c_and_the_old_handler_returns(server, monkeypatch, capsys):
+    server(token_exact=True, stock_exact=True)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def wait(route, model, say):
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(10)
+
+    monkeypatch.setattr(main, "converse", wait)
+    assert demo() == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == before
