@@ -16,7 +16,7 @@ class ApiKey:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request."""
@@ -25,7 +25,8 @@ class ApiKey:
             return
         headers = scope["headers"]
         sent = next((value for name, value in headers if name == b"authorization"), b"")
-        if secrets.compare_digest(sent, self._expected):
+        scheme, _, key = sent.partition(b" ")
+        if scheme.lower() == b"bearer" and secrets.compare_digest(key.strip(), self._key):
             kept = [pair for pair in headers if pair[0] != b"authorization"]
             await self._app({**scope, "headers": kept}, receive, send)
         elif scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":

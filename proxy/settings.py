@@ -7,12 +7,13 @@ Every setting has a name that is the same everywhere: `body_limit_bytes` in the 
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    YamlConfigSettingsSource,
 )
 
 from proxy.engine.http import normalise_base_url
@@ -57,19 +58,12 @@ class Settings(BaseSettings):
     def _normalise(cls, urls: list[str]) -> list[str]:
         return [normalise_base_url(url) for url in urls]
 
+    @field_validator("chat_template", mode="after")
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags before environment before file."""
-        file = settings_cls.model_config.get("yaml_file")
-        sources = (init_settings, env_settings)
-        return (*sources, YamlConfigSettingsSource(settings_cls, file)) if file else sources
+    def _exists(cls, file: Path | None) -> Path | None:
+        if file is not None and not file.is_file():
+            raise ValueError(f"no file at {file}")
+        return file
 
 
 def load_settings(file: Path | None = None, **flags: Any) -> Settings:
@@ -78,11 +72,20 @@ def load_settings(file: Path | None = None, **flags: Any) -> Settings:
     Raises:
         SettingsError: the file cannot be read, or a setting is wrong.
     """
-    if file is not None and not file.is_file():
-        raise SettingsError(f"no settings file at {file}")
+    in_file = _read(file) if file is not None else {}
 
     class FileSettings(Settings):
-        model_config = SettingsConfigDict(yaml_file=file)
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            """Flags before environment before file."""
+            return init_settings, env_settings, InitSettingsSource(settings_cls, in_file)
 
     given = {name: value for name, value in flags.items() if value is not None}
     try:
@@ -93,3 +96,19 @@ def load_settings(file: Path | None = None, **flags: Any) -> Settings:
         raise SettingsError(f"{name}: {first['msg']}") from error
     except ValueError as error:
         raise SettingsError(str(error)) from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text())
+    except FileNotFoundError as error:
+        raise SettingsError(f"no settings file at {file}") from error
+    except OSError as error:
+        raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingsError(f"{file} must hold settings as `name: value`")
+    return content

@@ -206,8 +206,15 @@ class ChatTokenizer:
         return self._bridge([], tools, template_kwargs).stop_id
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text with nothing added around it. Releases the GIL while it works."""
-        ids: list[int] = self._own_backend().encode_batch_fast([text], add_special_tokens=False)[0].ids
+        """Ids of a text with nothing added around it. Releases the GIL while it works.
+
+        Raises:
+            InvalidMessages: the text holds half of a surrogate pair.
+        """
+        try:
+            ids: list[int] = self._own_backend().encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except TypeError as error:  # a lone surrogate: half of a character that was cut in two
+            raise InvalidMessages("the text holds something that is not Unicode") from error
         return ids
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from tokenization.errors import InvalidIds
 
 _PLAIN = b"0123456789, \t\r\n"
+_MOST_DIGITS = 20
+"""Of a number in 64 bits."""
 
 
 def check(raw: bytes) -> int:
@@ -50,8 +52,15 @@ def _complaint(raw: bytes, rest: bytes) -> str:
 
 
 def last(raw: bytes) -> int:
-    """The last id of a checked array."""
-    return int(raw[max(raw.rfind(b","), raw.find(b"[")) + 1 : raw.rfind(b"]")])
+    """The last id of a checked array.
+
+    Raises:
+        InvalidIds: it is larger than any id can be.
+    """
+    digits = raw[max(raw.rfind(b","), raw.find(b"[")) + 1 : raw.rfind(b"]")].strip()
+    if len(digits) > _MOST_DIGITS:
+        raise InvalidIds("must hold no ids beyond the vocabulary")
+    return int(digits)
 
 
 def join(raw: bytes, more: Sequence[int]) -> bytes:

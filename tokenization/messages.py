@@ -40,6 +40,8 @@ def _convert(message: Message, index: int) -> dict[str, Any]:
         result["reasoning"] = result["reasoning_content"] = reasoning
     calls = message.get("tool_calls")
     if calls:
+        if not isinstance(calls, list):
+            raise InvalidMessages(f"tool calls of message {index} must be a list")
         result["tool_calls"] = [_convert_call(call, index) for call in calls]
     return result
 
@@ -56,19 +58,19 @@ def text_of(content: object, index: int) -> str:
         return content
     if not isinstance(content, list):
         raise InvalidMessages(f"content of message {index} must be a string or a list of parts")
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, Mapping) and part.get("type", "text") in TEXT_PARTS:
-            text = part.get("text", part.get(str(part.get("type", "text"))))
-            if not isinstance(text, str):
-                raise InvalidMessages(f"a text part in message {index} holds no text")
-            texts.append(text)
-        else:
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise InvalidMessages(f"message {index} holds a part of type {kind!r}; only text can be appended")
-    return "\n".join(texts)
+    return "\n".join(_text_of_part(part, index) for part in content)
+
+
+def _text_of_part(part: object, index: int) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in TEXT_PARTS:
+        raise InvalidMessages(f"message {index} holds a part of type {kind!r}; only text can be appended")
+    text = part.get("text", part.get(kind))
+    if not isinstance(text, str):
+        raise InvalidMessages(f"a text part in message {index} holds no text")
+    return text
 
 
 def _convert_call(call: object, index: int) -> dict[str, Any]:

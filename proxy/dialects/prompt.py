@@ -10,12 +10,21 @@ from proxy.errors import BadRequest, Unsupported
 from proxy.fields import given, read, read_messages
 from proxy.fleet.replica import Replica
 from proxy.types import Fields
-from tokenization import InvalidIds, InvalidMessages, TemplateUnsupported, TokenizationError, ids
+from tokenization import InvalidIds, TemplateUnsupported, TokenizationError, ids
 from tokenization.chat import close_of
 from tokenization.messages import TEXT_PARTS
 
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
 _TEXT_PARTS = TEXT_PARTS | {"tool_reference"}
+_OURS = frozenset(
+    {
+        *("messages", "conversation", "new_messages", "prompt_ids", "history", "tools", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "finish_reason", "stop_reason"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+"""Arguments of the rendering itself, which are no variables of a template."""
 
 
 @dataclass(slots=True)
@@ -98,6 +107,11 @@ def template_kwargs(fields: Fields) -> dict[str, Any]:
         BadRequest: one of the fields holds something else than it should.
     """
     kwargs = read(fields, "chat_template_kwargs", dict[str, Any]) or {}
+    if taken := _OURS.intersection(kwargs):
+        raise BadRequest(
+            f"`chat_template_kwargs` cannot set {', '.join(sorted(taken))} beside `append_messages`",
+            param="chat_template_kwargs",
+        )
     documents = read(fields, "documents", list[dict[str, Any]])
     if documents is not None:
         kwargs["documents"] = documents
@@ -120,7 +134,7 @@ def refuse_media(fields: Fields, name: str) -> None:
             continue
         for part in msgspec.json.decode(content):
             kind = part.get("type", "text") if isinstance(part, dict) else "text"
-            if kind not in _TEXT_PARTS:
+            if not isinstance(kind, str) or kind not in _TEXT_PARTS:
                 raise BadRequest(
                     f"message {index} of `{name}` holds a part of type {kind!r}: "
                     "images and other media are not supported beside prompt ids",
@@ -148,14 +162,14 @@ async def extend(prompt: Prompt, append: Append, replica: Replica, gateway: Gate
 
     try:
         added = await gateway.in_thread(encode)
-    except InvalidMessages as error:
-        raise BadRequest(f"`append_messages`: {error}", param="append_messages") from error
     except TemplateUnsupported as error:
         raise Unsupported(
             f"cannot append exactly: {error}", param="append_messages", code="template_unsupported"
         ) from error
+    except InvalidIds as error:
+        raise BadRequest(f"`{prompt.field}` {error}", param=prompt.field) from error
     except TokenizationError as error:
-        raise BadRequest(str(error), param="append_messages") from error
+        raise BadRequest(f"`append_messages`: {error}", param="append_messages") from error
     return ids.join(prompt.raw, added), len(added)
 
 

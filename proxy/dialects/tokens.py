@@ -9,7 +9,7 @@ from proxy.dialects.prompt import Append, Prompt, extend, needs_ids, refuse_medi
 from proxy.engine.protocol import Answer, Call
 from proxy.engine.token_in import CHAT_PATH, TokenRequest
 from proxy.errors import BadRequest
-from proxy.fields import given, join, parse
+from proxy.fields import given, join, parse, read
 from proxy.fleet.replica import Replica
 from proxy.types import Fields, Headers
 
@@ -62,7 +62,7 @@ class Tokens(Dialect):
         if prompt is None:
             call = Call("POST", CHAT_PATH, incoming.headers, join(fields), repeatable=True)
             return said(await gateway.fleet.send(call), source="rendered", reused=0, reason="no_ids")
-        refuse_media(fields, "messages")
+        refuse_beside_ids(fields, prompt)
         return await self._complete(prompt, append, fields, incoming.headers, gateway)
 
     async def _complete(
@@ -107,6 +107,22 @@ def take_append_or_refuse(fields: Fields, prompt: Prompt | None) -> Append | Non
         whole = history.rstrip()[:-1] + b"," + appended.lstrip()[1:]
         fields["messages"] = msgspec.Raw(whole)
     return append
+
+
+def refuse_beside_ids(fields: Fields, prompt: Prompt) -> None:
+    """Refuse what would make an engine render messages and ignore the ids, or take other ids.
+
+    Raises:
+        BadRequest: there is such a field; `param` names it.
+    """
+    refuse_media(fields, "messages")
+    if "prompt_token_ids" in (read(fields, "kv_transfer_params", Fields) or {}):
+        raise BadRequest(
+            f"give the prompt once: in `{prompt.field}` or in `kv_transfer_params`",
+            param="kv_transfer_params.prompt_token_ids",
+        )
+    if read(fields, "echo", bool):
+        raise BadRequest(f"`echo` cannot be combined with `{prompt.field}`", param="echo")
 
 
 def said(

@@ -69,7 +69,7 @@ class GenerateTokenIn:
             await answer.aclose()
         if answer.status >= 400:
             return BytesAnswer(answer.status, answer.headers, content)
-        return parse(content)
+        return _from_engine(content, RENDER_PATH)
 
 
 class _Derender:
@@ -88,7 +88,7 @@ class _Derender:
 
     async def whole(self, body: bytes, headers: Headers) -> Answer:
         """A chat completion out of one whole response of generate."""
-        generated = parse(body)
+        generated = _from_engine(body, GENERATE_PATH)
         fields = {"generate_response": msgspec.Raw(body)}
         status, completion = await self._ask(fields)
         if status != 200:
@@ -98,6 +98,8 @@ class _Derender:
             completion["usage"] = generated["usage"]
         sampled = read(generated, "choices", list[Fields]) or []
         choices = read(completion, "choices", list[Fields]) or []
+        if len(choices) != len(sampled):
+            raise EngineBroken(f"{DERENDER_PATH} answered {len(choices)} choices for {len(sampled)}")
         for choice, source in zip(choices, sampled, strict=True):
             self._finish(choice, source, "message")
         completion["choices"] = raw(choices)
@@ -110,7 +112,7 @@ class _Derender:
             if data == b"[DONE]":
                 yield b"data: [DONE]\n\n"
                 continue
-            event = parse(data)
+            event = _from_engine(data, GENERATE_PATH)
             if "error" in event:
                 yield b"data: " + data + b"\n\n"
                 continue
@@ -131,8 +133,10 @@ class _Derender:
             raise EngineBroken(
                 f"derender answered {status}: {join(derendered).decode('utf-8', 'replace')[:300]}"
             )
+        if "chunk" not in derendered or "stream_state" not in derendered:
+            raise EngineBroken(f"{DERENDER_PATH} answered without a chunk")
         self._states[index] = derendered["stream_state"]
-        chunk = parse(bytes(derendered["chunk"]))
+        chunk = _from_engine(bytes(derendered["chunk"]), DERENDER_PATH)
         _restore_id(chunk)
         if choice is None and given(event, "usage") is not None:
             chunk["usage"] = event["usage"]
@@ -170,9 +174,17 @@ class _Derender:
         }
         answer = await self._engine.send(Call("POST", DERENDER_PATH, self._headers, join(fields), True))
         try:
-            return answer.status, parse(await answer.read())
+            return answer.status, _from_engine(await answer.read(), DERENDER_PATH)
         finally:
             await answer.aclose()
+
+
+def _from_engine(body: bytes, path: str) -> Fields:
+    """The fields of an answer; what the engine answers is never the client's fault."""
+    try:
+        return parse(body)
+    except BadRequest as error:
+        raise EngineBroken(f"{path} answered something that is no JSON object") from error
 
 
 def _restore_id(completion: Fields) -> None:

@@ -1,7 +1,8 @@
 """An engine on the other side of a socket: a stock vLLM server.
 
 vLLM closes idle connections after 5 s. The pool drops them one second earlier; for the race that
-is left, a repeatable request whose connection ends before the first byte of an answer is sent once more.
+is left, a repeatable request whose connection ends before the first byte of an answer is sent once more, on a
+connection of its own.
 """
 
 from collections.abc import AsyncIterator
@@ -33,10 +34,14 @@ _NOT_SENT = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
 
 
-def make_session(connect_timeout_s: float) -> aiohttp.ClientSession:
+def make_session(connect_timeout_s: float | None, *, keep_alive: bool = True) -> aiohttp.ClientSession:
     """A client session for any number of engines. Must be made inside a running event loop."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        connector=(
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+            if keep_alive
+            else aiohttp.TCPConnector(limit=0, force_close=True)
+        ),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
         auto_decompress=False,
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
@@ -51,38 +56,49 @@ class HttpEngine:
     def __init__(self, base_url: str, session: aiohttp.ClientSession, api_key: str | None = None) -> None:
         self.name = normalise_base_url(base_url)
         self._session = session
+        self._fresh: aiohttp.ClientSession | None = None
         self._authorization = f"Bearer {api_key}" if api_key else None
 
     async def send(self, call: Call) -> Answer:
         """See `Engine.send`."""
-        headers = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in call.headers if n not in _NOT_SENT]
+        headers = [
+            (name.decode("latin-1"), _text(value)) for name, value in call.headers if name not in _NOT_SENT
+        ]
         if self._authorization:
             headers = [pair for pair in headers if pair[0] != "authorization"]
             headers.append(("authorization", self._authorization))
         if call.body or call.method in ("POST", "PUT", "PATCH"):
             headers.append(("content-length", str(len(call.body))))
         url = URL(self.name + call.path, encoded=True)
-        attempts = 2 if call.repeatable else 1
+        session, again = self._session, call.repeatable
         while True:
-            attempts -= 1
             try:
-                response = await self._session.request(
+                response = await session.request(
                     call.method, url, headers=headers, data=_payload(call.body), allow_redirects=False
                 )
             except aiohttp.ClientConnectorError as error:
                 raise EngineUnavailable(f"no engine answers at {self.name}: {error.os_error}") from error
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if attempts:
-                    continue
-                raise EngineBroken(f"{self.name} closed the connection before it answered") from error
+                if not again:
+                    raise EngineBroken(f"{self.name} closed the connection before it answered") from error
+                session, again = self._fresh_session(), False
             except TimeoutError as error:
                 raise EngineTimeout(f"{self.name} took too long to accept a connection") from error
             except aiohttp.ClientError as error:
                 raise EngineBroken(f"{self.name}: {type(error).__name__}: {error}") from error
-            return HttpAnswer(response, self.name)
+            else:
+                return HttpAnswer(response, self.name)
 
     async def aclose(self) -> None:
-        """The session belongs to whoever made it."""
+        """Close what was opened here; the session belongs to whoever made it."""
+        if self._fresh is not None:
+            await self._fresh.close()
+
+    def _fresh_session(self) -> aiohttp.ClientSession:
+        """A session that takes no connection out of a pool: all of those may have been closed at once."""
+        if self._fresh is None:
+            self._fresh = make_session(self._session.timeout.sock_connect, keep_alive=False)
+        return self._fresh
 
 
 class HttpAnswer:
@@ -133,6 +149,14 @@ def normalise_base_url(url: str) -> str:
         raise ValueError(f"{url!r} is not an http(s) URL, like http://127.0.0.1:8000")
     root = str(parsed.with_query(None).with_fragment(None)).rstrip("/")
     return root.removesuffix("/v1").rstrip("/")
+
+
+def _text(value: bytes) -> str:
+    """A header's value in the form that goes out as the same bytes: aiohttp writes UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _payload(body: bytes) -> bytes | AsyncIterator[bytes] | None:

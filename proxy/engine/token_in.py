@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from proxy.engine.protocol import JSON_HEADERS, Answer, BytesAnswer, Call, Engine
-from proxy.errors import BadRequest, error_body
+from proxy.errors import error_body
 from proxy.fields import join, raw, read
 from proxy.types import Fields, Headers
 
@@ -67,21 +67,9 @@ class ChatTokenIn:
 
 
 def chat_body(request: TokenRequest) -> bytes:
-    """The chat request that carries the ids.
-
-    Raises:
-        BadRequest: the client uses `kv_transfer_params.prompt_token_ids` itself, or asks for `echo`,
-            for which the engine would render the messages and ignore the ids.
-    """
+    """The chat request that carries the ids, beside what else the client wants of the KV transfer."""
     fields = dict(request.fields)
     transfer = read(fields, "kv_transfer_params", Fields) or {}
-    if "prompt_token_ids" in transfer:
-        raise BadRequest(
-            f"give the prompt once: in `{request.field}` or in `kv_transfer_params`",
-            param="kv_transfer_params.prompt_token_ids",
-        )
-    if read(fields, "echo", bool):
-        raise BadRequest(f"`echo` cannot be combined with `{request.field}`", param="echo")
     fields.setdefault("messages", _NO_MESSAGES)
     transfer["prompt_token_ids"] = msgspec.Raw(request.prompt_ids)
     fields["kv_transfer_params"] = msgspec.Raw(join(transfer))
