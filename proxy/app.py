@@ -10,7 +10,7 @@ from proxy import __version__
 from proxy.auth import ApiKey
 from proxy.dialects import all_dialects
 from proxy.dialects.base import Gateway
-from proxy.dialects.endpoint import dialect_route
+from proxy.dialects.endpoint import dialect_routes
 from proxy.engine.http import HttpEngine, make_session
 from proxy.errors import ApiError
 from proxy.fleet.fleet import Fleet
@@ -57,7 +57,7 @@ def create_app(settings: Settings) -> FastAPI:
         return Response(problem.body(), problem.status, media_type="application/json")
 
     for dialect in all_dialects():
-        app.router.routes.append(dialect_route(dialect, gateway))
+        app.router.routes.extend(dialect_routes(dialect, gateway))
     if settings.api_key is not None:
         app.add_middleware(ApiKey, key=settings.api_key.get_secret_value())
     return app

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from proxy.dialects import all_dialects
 from proxy.dialects.base import Gateway
-from proxy.dialects.endpoint import dialect_route
+from proxy.dialects.endpoint import dialect_routes
 from proxy.engine.inprocess import InProcessEngine, inner_app
 from proxy.errors import EngineUnavailable
 from proxy.fleet.fleet import Fleet
@@ -42,7 +42,7 @@ class TokenProxyPlugin:
         self._engine = InProcessEngine(inner_app(app))
         for dialect in all_dialects():
             if dialect.inside_vllm:
-                app.router.routes.append(dialect_route(dialect, self._ready_gateway))
+                app.router.routes.extend(dialect_routes(dialect, self._ready_gateway))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start to ask the engine what it can do; called when it is up."""

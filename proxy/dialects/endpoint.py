@@ -71,24 +71,28 @@ class DialectRoute(APIRoute):
         return endpoint
 
 
-def dialect_route(dialect: Dialect, gateway: Callable[[Scope], Gateway]) -> DialectRoute:
-    """The route that serves a dialect."""
+def dialect_routes(dialect: Dialect, gateway: Callable[[Scope], Gateway]) -> list[DialectRoute]:
+    """The routes that serve a dialect: one for each method, the first of which is in the OpenAPI page."""
     serving = Endpoint(dialect, gateway)
 
     async def endpoint(request: Request) -> Response:
         return serving
 
-    return DialectRoute(
-        dialect.path,
-        endpoint,
-        methods=list(dialect.methods),
-        name=type(dialect).__name__,
-        summary=dialect.summary or None,
-        description=dialect.answer.__doc__ or "",
-        openapi_extra=dialect.openapi or None,
-        include_in_schema=not dialect.catches_all,
-        response_model=None,
-    )
+    methods = [dialect.methods] if dialect.catches_all else [(method,) for method in dialect.methods]
+    return [
+        DialectRoute(
+            dialect.path,
+            endpoint,
+            methods=list(some),
+            name=type(dialect).__name__,
+            summary=dialect.summary or None,
+            description=dialect.answer.__doc__ or "",
+            openapi_extra=dialect.openapi or None,
+            include_in_schema=not dialect.catches_all and some == methods[0],
+            response_model=None,
+        )
+        for some in methods
+    ]
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:

@@ -16,11 +16,18 @@ from proxy.dialects.prompt import (
     template_kwargs,
 )
 from proxy.engine.protocol import JSON_HEADERS, Answer, BytesAnswer, Call
-from proxy.errors import BadRequest, NotFound, Unsupported
+from proxy.errors import BadRequest, EngineBroken, NotFound, Unsupported
 from proxy.fields import given, join, parse, raw, read, read_messages
 from proxy.fleet.replica import Replica
 from proxy.types import Fields, Headers
-from tokenization import InvalidIds, PrefixMismatch, TemplateUnsupported, ids, replace_prefix_tokens
+from tokenization import (
+    ChatTokenizer,
+    InvalidIds,
+    PrefixMismatch,
+    TemplateUnsupported,
+    ids,
+    replace_prefix_tokens,
+)
 
 _PATH = "/tokenize"
 
@@ -65,9 +72,7 @@ async def _append(
     strings = read(fields, "return_token_strs", bool) or False
 
     def check() -> list[str] | None:
-        values = msgspec.json.decode(tokens, type=list[int])
-        if (largest := max(values)) >= tokenizer.vocab_size:
-            raise BadRequest(f"Token id {largest} is out of vocabulary", param=prompt.field)
+        values = _in_vocabulary(tokens, tokenizer, prompt.field)
         return tokenizer.token_strings(values) if strings else None
 
     token_strs = await gateway.in_thread(check)
@@ -114,7 +119,7 @@ async def _keep_prefix(fields: Fields, headers: Headers, replica: Replica, gatew
 
     def splice() -> list[int]:
         stop = tokenizer.stop_id(tools=tools, **kwargs)
-        values = msgspec.json.decode(prefix, type=list[int])
+        values = _in_vocabulary(prefix, tokenizer, field)
         return replace_prefix_tokens(stop, values, before["tokens"], whole["tokens"])
 
     try:
@@ -139,8 +144,24 @@ async def _rendered(fields: Fields, headers: Headers, replica: Replica) -> dict[
         await answer.aclose()
     if answer.status != 200:
         return BytesAnswer(answer.status, list(JSON_HEADERS), body)
-    rendered: dict[str, Any] = msgspec.json.decode(body)
+    try:
+        rendered = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise EngineBroken(f"{_PATH} answered something that is no JSON object") from error
+    if not isinstance(rendered.get("tokens"), list):
+        raise EngineBroken(f"{_PATH} answered without tokens")
     return rendered
+
+
+def _in_vocabulary(raw: bytes, tokenizer: ChatTokenizer, field: str) -> list[int]:
+    """Checked ids as integers; BadRequest, naming `field`, if one of them does not exist."""
+    try:
+        values = msgspec.json.decode(raw, type=list[int])
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"`{field}` holds an id that is out of vocabulary", param=field) from error
+    if (largest := max(values)) >= tokenizer.vocab_size:
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param=field)
+    return values
 
 
 def _json(value: object) -> BytesAnswer:

@@ -69,8 +69,7 @@ class Tokens(Dialect):
         self, prompt: Prompt, append: Append | None, fields: Fields, headers: Headers, gateway: Gateway
     ) -> Answer:
         async def work(replica: Replica) -> Answer:
-            assert replica.capabilities is not None  # on_replica chose it
-            token_in = replica.capabilities.require_token_in()
+            token_in = replica.known().require_token_in()
             raw, appended = prompt.raw, 0
             if append is not None:
                 raw, appended = await extend(prompt, append, replica, gateway)

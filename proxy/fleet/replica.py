@@ -43,6 +43,16 @@ class Replica:
         """Whether requests may go here."""
         return self.capabilities is not None
 
+    def known(self) -> Capabilities:
+        """What the engine can do.
+
+        Raises:
+            EngineUnavailable: it is not known, or the engine went away meanwhile.
+        """
+        if self.capabilities is None:
+            raise EngineUnavailable(self._problem)
+        return self.capabilities
+
     def start(self) -> None:
         """Begin to watch. Must be called inside a running event loop."""
         self._watcher = asyncio.create_task(self._watch())
@@ -74,11 +84,11 @@ class Replica:
 
     async def serves(self, model: str) -> bool:
         """Whether the engine knows a model of that name, base or LoRA; the list is asked for again if not."""
-        known = self.capabilities
-        if known is not None and model in known.models:
+        known = self.known()
+        if model in known.models:
             return True
         models = await list_models(self.engine)
-        if known is not None and self.capabilities is known:
+        if self.capabilities is known:
             self.capabilities = replace(known, models=tuple(m.name for m in models))
         return any(m.name == model for m in models)
 
@@ -89,10 +99,9 @@ class Replica:
             Unsupported: there is none that can be trusted; the message says what to set.
             EngineUnavailable: the engine went away.
         """
-        if self.capabilities is None:
-            raise EngineUnavailable(self._problem)
+        known = self.known()
         if self._tokenizer is None or _went_away(self._tokenizer):
-            self._tokenizer = self._load_tokenizer(self.capabilities.model)
+            self._tokenizer = self._load_tokenizer(known.model)
         return await asyncio.shield(self._tokenizer)
 
     def report(self) -> dict[str, Any]:

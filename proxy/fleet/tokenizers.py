@@ -13,7 +13,7 @@ import msgspec
 from proxy.engine.discovery import Model, ask
 from proxy.engine.protocol import Engine
 from proxy.engine.token_in import json_call
-from proxy.errors import Unsupported
+from proxy.errors import EngineBroken, Unsupported
 from tokenization import ChatTokenizer, TokenizationError
 
 log = logging.getLogger("tokenproxy")
@@ -26,6 +26,10 @@ _CONVERSATIONS: list[list[dict[str, str]]] = [
     ],
     [{"role": "user", "content": "What is 2 + 2?"}],
 ]
+
+
+class _Rendered(msgspec.Struct):
+    tokens: list[int]
 
 
 class Tokenizers:
@@ -75,7 +79,12 @@ class Tokenizers:
             status, body = await ask(engine, json_call("/tokenize", {"messages": messages}))
             if status != 200:
                 continue
-            theirs = msgspec.json.decode(body).get("tokens")
+            try:
+                theirs = msgspec.json.decode(body, type=_Rendered).tokens
+            except msgspec.DecodeError as error:
+                raise EngineBroken(
+                    f"{engine.name} answers /tokenize with something else than tokens"
+                ) from error
             try:
                 ours = await asyncio.to_thread(tokenizer.render, messages)
             except TokenizationError:
