@@ -14,7 +14,8 @@ HTTP, engines or storage, and can be used on its own:
 """
 
 from tokenization.cache import CacheInfo
-from tokenization.chat import Appended, ChatTokenizer
+from tokenization.canonical import CanonicalMessage, canonical, chain
+from tokenization.chat import Appended, ChatTokenizer, Continuation
 from tokenization.errors import (
     InvalidIds,
     InvalidMessages,
@@ -22,18 +23,24 @@ from tokenization.errors import (
     TemplateUnsupported,
     TokenizationError,
     TokenizerUnavailable,
+    UnfinishedTurn,
 )
 from tokenization.splice import replace_prefix_tokens
 
 __all__ = [
     "Appended",
     "CacheInfo",
+    "CanonicalMessage",
     "ChatTokenizer",
+    "Continuation",
     "InvalidIds",
     "InvalidMessages",
     "PrefixMismatch",
     "TemplateUnsupported",
     "TokenizationError",
     "TokenizerUnavailable",
+    "UnfinishedTurn",
+    "canonical",
+    "chain",
     "replace_prefix_tokens",
 ]

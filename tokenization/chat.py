@@ -10,33 +10,56 @@ encoded, and it is cut out of the template's own rendering.
 
 import hashlib
 import json
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenization.cache import BoundedCache, CacheInfo
 from tokenization.errors import (
     InvalidIds,
     InvalidMessages,
     TemplateUnsupported,
+    TokenizationError,
     TokenizerUnavailable,
+    UnfinishedTurn,
 )
-from tokenization.messages import Message, for_template
+from tokenization.messages import Message
+from tokenization.template import Template, Tools
+from tokenization.turns import (
+    ASKING,
+    FIRST_RESULT,
+    SECOND_RESULT,
+    Cut,
+    Setting,
+    Tail,
+    Token,
+    close_start,
+    cut_after_other_stop,
+    cut_after_stop,
+    skeleton,
+    stand_ins,
+    tail,
+    two_results,
+)
 
-_MARK = "qZ7assistantZq"
-"""Text of the stand-in assistant turn; only its position in a rendering matters."""
+Unfinished = Literal["close", "continue", "reject"]
 
 
 @dataclass(frozen=True, slots=True)
-class Suffix:
-    """What follows a sampled turn: shared by every conversation that gets the same new messages."""
+class Continuation:
+    """What follows a sampled turn; independent of the ids before it."""
 
-    stop_id: int
-    """The token with which the template closes an assistant turn."""
-    ids: tuple[int, ...]
-    """Everything behind that token: separators, the new messages, the generation prompt."""
+    close_ids: tuple[int, ...]
+    """Ids that close the turn because the model did not sample them; empty if it did."""
+    suffix_ids: tuple[int, ...]
+    """Separators, new messages, generation prompt."""
+    notes: tuple[str, ...] = ()
+    """What the template would have shown otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +72,35 @@ class Appended:
     """Ids inserted to close the turn because the model did not sample them; empty if it did."""
     suffix_ids: list[int]
     """Ids of separators, new messages and generation prompt."""
+    notes: tuple[str, ...] = ()
+    """What the template would have shown otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Bridge:
-    """Where a template's rendering of a stand-in turn ends, for one set of tools and arguments."""
+class Ending:
+    """How a template ends an assistant turn and goes on."""
 
-    history: list[dict[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None
-    template_kwargs: dict[str, Any]
-    text: str
-    stop_id: int
-    stop_at: int
-    """Offset in `text` of the stop token that closes the stand-in turn."""
+    close: str
+    """What closes it; empty where the next message's opening does."""
+    stops: list[str]
+    """The token that ends it, and the one it is rewritten to when messages follow, if that differs."""
+    opening: str | None
+    """The token that follows a turn without a close of its own."""
+    behind: str
+    """Everything behind the close."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is known of one continuation, whatever the ids before it."""
+
+    key: bytes
+    close: Tail
+    """What stands behind the turn's own syntax."""
+    tokens: tuple[Token, ...]
+    alone: tuple[Token, ...]
+    syntax: frozenset[int]
+    """Tokens of the syntax between the last thing written and the close."""
 
 
 @dataclass
@@ -74,10 +113,18 @@ class ChatTokenizer:
     """Ids below this exist, in the tokenizer or in the model's embedding."""
     _tokenizer: Any
     _backend_json: str
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end a turn of this model: its EOS and what its generation config lists beside it."""
     _threads: threading.local = field(default_factory=threading.local)
-    _render_lock: threading.Lock = field(default_factory=threading.Lock)
-    _bridges: BoundedCache[bytes, _Bridge] = field(default_factory=lambda: BoundedCache(256))
-    _suffixes: BoundedCache[bytes, Suffix] = field(default_factory=lambda: BoundedCache(4096))
+    _found: BoundedCache[bytes, _Found] = field(default_factory=lambda: BoundedCache(4096))
+    _suffixes: BoundedCache[bytes, Continuation] = field(default_factory=lambda: BoundedCache(4096))
+
+    def __post_init__(self) -> None:
+        self._template = Template(self._tokenizer)
+        self._own = {added.content: number for number, added in self._tokenizer.added_tokens_decoder.items()}
+        self._names = {number: content for content, number in self._own.items()}
+        longest_first = sorted(self._own, key=len, reverse=True)
+        self._own_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @classmethod
     def load(
@@ -97,7 +144,7 @@ class ChatTokenizer:
         Raises:
             TokenizerUnavailable: nothing loadable there, no fast tokenizer, or no chat template.
         """
-        from transformers import AutoTokenizer, PretrainedConfig  # slow to import, so only when needed
+        from transformers import AutoTokenizer  # slow to import, so only when needed
 
         source = str(folder)
         try:
@@ -113,19 +160,21 @@ class ChatTokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise TokenizerUnavailable(f"{source!r} has no fast tokenizer (tokenizer.json)")
-        sizes = [len(tokenizer)]
-        try:
-            config, _ = PretrainedConfig.get_config_dict(source, revision=revision)
-            sizes += [c.get("vocab_size") or 0 for c in (config, config.get("text_config") or {})]
-        except OSError:
-            pass  # a folder with a tokenizer alone is fine: its own size holds
-        return cls(source, max(sizes), tokenizer, backend.to_str())
+        config, generation = (
+            _config(source, "config.json", revision),
+            _config(source, "generation_config.json", revision),
+        )
+        sizes = [c.get("vocab_size") or 0 for c in (config, config.get("text_config") or {})]
+        stops = generation.get("eos_token_id", config.get("eos_token_id"))
+        stops = stops if isinstance(stops, list) else [stops]
+        known = frozenset(stop for stop in [tokenizer.eos_token_id, *stops] if isinstance(stop, int))
+        return cls(source, max([len(tokenizer), *sizes]), tokenizer, backend.to_str(), known)
 
     def render(
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
@@ -134,15 +183,18 @@ class ChatTokenizer:
         Raises:
             InvalidMessages: the template refuses the messages.
         """
-        text = self._text(for_template(messages), tools, add_generation_prompt, template_kwargs)
-        return self.encode(text)
+        return self.encode(self._template.text(messages, tools, add_generation_prompt, template_kwargs))
 
     def append(
         self,
         prompt_ids: Sequence[int],
         new_messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        history: Sequence[Message] | None = None,
+        tools: Tools | None = None,
+        finish_reason: str | None = "stop",
+        stop_reason: str | int | None = None,
+        unfinished: Unfinished = "close",
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> Appended:
@@ -151,59 +203,121 @@ class ChatTokenizer:
         Args:
             prompt_ids: everything so far, sampled ids included.
             new_messages: what happened since the sampled turn: tool results, user text.
+            history: the messages that led to `prompt_ids`, the last assistant turn included; needed
+                only by templates that print details of earlier messages beside new ones.
+            finish_reason: how the turn ended, as the engine said it.
+            stop_reason: the stop string or token that ended it, as vLLM says it.
+            unfinished: what to do with a turn cut off by its length, a stop string or an abort: close it with
+                ids that were never sampled (to be masked), continue it (then there are no new
+                messages), or reject it.
 
         Raises:
             InvalidIds: no ids.
             InvalidMessages: the template refuses the new messages.
-            TemplateUnsupported: the template gives no safe place to append.
+            TemplateUnsupported: there is no place where it is certain what to append.
+            UnfinishedTurn: the turn was cut off, and `unfinished` is "reject".
         """
         if not prompt_ids:
             raise InvalidIds("must not be empty")
-        suffix = self.suffix(
-            new_messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
+        following = self.continuation(
+            prompt_ids[-1],
+            new_messages,
+            history=history,
+            tools=tools,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            unfinished=unfinished,
+            add_generation_prompt=add_generation_prompt,
+            **template_kwargs,
         )
-        close = close_of(prompt_ids[-1], suffix)
-        return Appended([*prompt_ids, *close, *suffix.ids], close, list(suffix.ids))
+        close, suffix = list(following.close_ids), list(following.suffix_ids)
+        return Appended([*prompt_ids, *close, *suffix], close, suffix, following.notes)
 
-    def suffix(
+    def continuation(
+        self,
+        last_id: int,
+        new_messages: Sequence[Message],
+        *,
+        history: Sequence[Message] | None = None,
+        tools: Tools | None = None,
+        finish_reason: str | None = "stop",
+        stop_reason: str | int | None = None,
+        unfinished: Unfinished = "close",
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> Continuation:
+        """What follows ids that end with `last_id`. Arguments and errors are those of `append`."""
+        cut_off = finish_reason in ("length", "abort") or isinstance(stop_reason, str)
+        if cut_off and unfinished == "reject":
+            raise UnfinishedTurn(f"the turn was cut off ({stop_reason or finish_reason})")
+        if cut_off and unfinished == "continue":
+            if new_messages:
+                raise InvalidMessages("a turn that is continued takes no new messages")
+            return Continuation((), ())
+        if not new_messages:
+            raise InvalidMessages("must not be empty")
+        if history is not None and (not history or history[-1].get("role") != "assistant"):
+            raise InvalidMessages("`history` must end with the assistant turn")
+        setting = Setting(tools, add_generation_prompt, template_kwargs)
+        found = self._continue(new_messages, history, setting)
+        cut = self._cut(found, last_id, stop_reason, cut_off)
+        prefix = cut.left
+        if not prefix and self._own_pattern.match(found.close.text[cut.at :]) is None:
+            prefix = self._names.get(last_id, "")
+        key = found.key + _digest(cut.at, cut.closed, prefix)
+        return self._suffixes.get_or_make(key, lambda: self._encode_behind(found, cut, prefix))
+
+    def ending(
         self,
         new_messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        history: Sequence[Message] | None = None,
+        tools: Tools | None = None,
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
-    ) -> Suffix:
-        """What follows the stop token of a sampled turn. Cached; the cost is that of `new_messages`.
+    ) -> Ending:
+        """How the last turn ends in the template's eyes. Arguments and errors are those of `append`."""
+        found = self._continue(new_messages, history, Setting(tools, add_generation_prompt, template_kwargs))
+        shared = found.close.shared
+        close = found.close.text[:shared]
+        following = next((token for token in found.tokens if token.start == shared), None)
+        shown = next((token for token in found.alone if token.start == shared), None)
+        stops = [token.id for token in found.tokens if token.end <= shared][-1:]
+        if shown is not None and following is not None and not close:
+            # the last turn ends with one token, an earlier one with another
+            close, shared = self._names[following.id], following.end
+            stops += [shown.id, following.id]
+        opening = self._names[following.id] if following is not None and not close else None
+        return Ending(close, [self._names[stop] for stop in stops], opening, found.close.text[shared:])
 
-        Raises: as `append`.
-        """
-        if not new_messages:
-            raise InvalidMessages("must not be empty")
-        converted = for_template(new_messages)
-        answered = _leading_results(converted)
-        key = _digest(converted, list(tools) if tools else None, template_kwargs, add_generation_prompt)
+    def text(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """The template's rendering of a conversation. Raises InvalidMessages."""
+        return self._template.text(messages, tools, add_generation_prompt, template_kwargs)
 
-        def make() -> Suffix:
-            found = [
-                self._behind(self._bridge(calls, tools, template_kwargs), converted, add_generation_prompt)
-                for calls in _stand_in_calls(answered)
-            ]
-            if any(other != found[0] for other in found[1:]):
-                raise TemplateUnsupported(
-                    "the template prints details of the tool calls beside their results, "
-                    "which ids and new messages alone do not tell"
-                )
-            return found[0]
+    def own_tokens(self, text: str) -> list[str]:
+        """The tokens in a text that no merge reaches across, in order."""
+        return [self._names[token.id] for token in self._tokens(text)]
 
-        return self._suffixes.get_or_make(key, make)
-
-    def stop_id(self, *, tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any) -> int:
+    def stop_id(self, *, tools: Tools | None = None, **template_kwargs: Any) -> int:
         """The token with which the template closes an assistant turn.
 
         Raises:
             TemplateUnsupported: it closes turns with text that is not a token of its own.
         """
-        return self._bridge([], tools, template_kwargs).stop_id
+        close = self._content_close(Setting(tools, False, template_kwargs))
+        tokens = self._tokens(close)
+        if not tokens:
+            raise TemplateUnsupported(
+                f"the template closes an assistant turn with {close!r}, which holds no token of its own"
+            )
+        return tokens[-1].id
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text with nothing added around it. Releases the GIL while it works.
@@ -226,82 +340,116 @@ class ChatTokenizer:
         """Hits and misses of the suffix cache."""
         return self._suffixes.info()
 
-    def _bridge(
-        self,
-        calls: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_kwargs: Mapping[str, Any],
-    ) -> _Bridge:
-        key = _digest(calls, list(tools) if tools else None, template_kwargs)
-        return self._bridges.get_or_make(key, lambda: self._find_bridge(calls, tools, dict(template_kwargs)))
+    def _cut(self, found: _Found, last_id: int, stop_reason: str | int | None, cut_off: bool) -> Cut:
+        shown = cut_after_stop(found.close, found.tokens, found.alone, last_id)
+        if shown is not None:
+            return shown
+        ends_turns = last_id in self.stop_ids or last_id == stop_reason
+        if cut_off or not ends_turns or last_id in found.syntax:
+            return Cut(0)
+        return cut_after_other_stop(found.close, found.tokens, found.alone, self._opening)
 
-    def _find_bridge(
-        self,
-        calls: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_kwargs: dict[str, Any],
-    ) -> _Bridge:
-        """Find how the template closes an assistant turn, by rendering one whose text is known."""
-        turn: dict[str, Any] = {"role": "assistant", "content": _MARK}
-        plain = [{"role": "user", "content": "."}, turn]
-        text = self._text(plain, tools, False, template_kwargs)
-        behind = text[text.rfind(_MARK) + len(_MARK) :]
-        if _MARK not in text or not behind:
-            raise TemplateUnsupported("the template puts nothing behind an assistant turn")
-        stop_id = self.encode(behind)[0]
-        stop_text = self._own_backend().id_to_token(stop_id)
-        if stop_id not in self._tokenizer.added_tokens_decoder or not behind.startswith(stop_text):
-            raise TemplateUnsupported(
-                f"the template closes an assistant turn with {behind!r}, "
-                "which does not begin with a token of its own"
+    def _continue(
+        self, new: Sequence[Message], history: Sequence[Message] | None, setting: Setting
+    ) -> _Found:
+        """What follows the last turn, in the smallest context that decides it."""
+        key = _digest(list(new), None if history is None else skeleton(history), _setting_key(setting))
+        return self._found.get_or_make(key, lambda: self._find(key, new, history, setting))
+
+    def _find(
+        self, key: bytes, new: Sequence[Message], history: Sequence[Message] | None, setting: Setting
+    ) -> _Found:
+        content_close = self._content_close(setting)
+        problem: TokenizationError | None = None
+        for group in stand_ins(new, history):
+            try:
+                found = [self._behind_syntax(key, c, new, setting, content_close) for c in group.contexts]
+            except TokenizationError as error:
+                problem = error
+                continue
+            for context in group.where_possible:
+                with suppress(TokenizationError):
+                    found.append(self._behind_syntax(key, context, new, setting, content_close))
+            if all(other.close == found[0].close for other in found):
+                return found[0]
+            problem = TemplateUnsupported(
+                "the template prints details of earlier messages beside the new ones: give `history`"
             )
-        if calls:
-            turn["tool_calls"] = calls
-            text = self._text(plain, tools, False, template_kwargs)
-        stop_at = text.rfind(stop_text)
-        if stop_at < text.rfind(_MARK):
-            raise TemplateUnsupported("the template does not close a turn that calls tools")
-        return _Bridge(plain, tools, template_kwargs, text, stop_id, stop_at)
+        assert problem is not None  # there is always a context
+        raise problem
 
-    def _behind(
-        self, bridge: _Bridge, converted: list[dict[str, Any]], add_generation_prompt: bool
-    ) -> Suffix:
-        """Encode what the template puts behind the stand-in turn's stop token."""
-        whole = self._text(
-            [*bridge.history, *converted], bridge.tools, add_generation_prompt, bridge.template_kwargs
-        )
-        if not whole.startswith(bridge.text):
-            raise TemplateUnsupported(
-                "the template rewrites an assistant turn when messages follow it, "
-                "so what it would put behind the sampled ids is not certain"
-            )
-        ids = self.encode(whole[bridge.stop_at :])
-        if ids[0] != bridge.stop_id:
-            raise TemplateUnsupported("the tokenizer merges the stop token with the text behind it")
-        return Suffix(bridge.stop_id, tuple(ids[1:]))
-
-    def _text(
+    def _behind_syntax(
         self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        template_kwargs: Mapping[str, Any],
-    ) -> str:
-        from jinja2 import TemplateError
+        key: bytes,
+        context: Sequence[Message],
+        new: Sequence[Message],
+        setting: Setting,
+        content_close: str,
+    ) -> _Found:
+        found = self._rounded(tail(self._template, context, new, setting))
+        tokens = self._tokens(found.text)
+        at = close_start(found, tokens, content_close)
+        close = found.without(at)
+        syntax = frozenset(token.id for token in tokens if token.end <= at)
+        return _Found(key, close, self._tokens(close.text), self._tokens(close.alone), syntax)
 
+    @cached_property
+    def _opening(self) -> frozenset[int]:
+        """Tokens that open a tool result: they stand before the second of two, and behind none."""
+        turn, results = two_results()
         try:
-            # transformers compiles and caches the template; its environment is not documented as thread safe
-            with self._render_lock:
-                text: str = self._tokenizer.apply_chat_template(
-                    messages,
-                    tools=list(tools) if tools else None,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                    **template_kwargs,
-                )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise InvalidMessages(f"the chat template refuses the messages: {error}") from error
-        return text
+            text = tail(self._template, turn, results, Setting(None, True, {})).text
+        except TokenizationError:
+            return frozenset()
+        first, second = text.find(FIRST_RESULT), text.find(SECOND_RESULT)
+        if not 0 <= first < second:
+            return frozenset()
+        tokens = self._tokens(text)
+        between = {token.id for token in tokens if first < token.start < second}
+        return frozenset(between - {token.id for token in tokens if token.start > second})
+
+    def _content_close(self, setting: Setting) -> str:
+        """How the template closes a turn that is only text."""
+        turn = [ASKING, {"role": "assistant", "content": "."}]
+        found = self._rounded(tail(self._template, turn, [ASKING], setting))
+        if found.shared:
+            return found.text[: found.shared]
+        match = self._own_pattern.match(found.text)
+        return match.group() if match and self._own_pattern.match(found.alone) else ""
+
+    def _rounded(self, found: Tail) -> Tail:
+        """The tail with its shared part ending at the edge of a token."""
+        for token in self._tokens(found.text):
+            if token.start < found.shared < token.end:
+                return Tail(found.text, token.start, found.alone)
+        return found
+
+    def _tokens(self, text: str) -> tuple[Token, ...]:
+        """Tokens of their own in a text."""
+        return tuple(
+            Token(self._own[m.group()], m.start(), m.end()) for m in self._own_pattern.finditer(text)
+        )
+
+    def _encode_behind(self, found: _Found, cut: Cut, prefix: str) -> Continuation:
+        """Encode what stands behind the cut, with the token before it as context where there is one."""
+        rest = found.close.text[cut.at :]
+        notes = ("turn_end_rewritten",) if cut.rewritten else ()
+        if not rest:
+            return Continuation((), (), notes)
+        if prefix:
+            first, *ids = self.encode(prefix + rest)
+            if first != self._own[prefix]:
+                raise TemplateUnsupported("the tokenizer merges the stop token with the text behind it")
+        elif self._own_pattern.match(rest) is not None:
+            ids = self.encode(rest)
+        else:
+            raise TemplateUnsupported(
+                f"the template goes on with {rest[:40]!r} where the turn was cut off, "
+                "and the tokenizer may merge that with what the model sampled"
+            )
+        closing = [t.id for t in found.tokens if cut.at <= t.start and t.end <= found.close.shared]
+        count = _covering(ids, closing)
+        return Continuation(tuple(ids[:count]), tuple(ids[count:]), notes)
 
     def _own_backend(self) -> Any:
         """This thread's copy of the tokenizer: one shared by threads fails with "Already borrowed"."""
@@ -313,29 +461,31 @@ class ChatTokenizer:
         return backend
 
 
-def close_of(last_id: int, suffix: Suffix) -> list[int]:
-    """Ids that close a turn which ended in `last_id`: none if the model sampled the stop token itself."""
-    return [] if last_id == suffix.stop_id else [suffix.stop_id]
+def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:
+    """A configuration file of the model; empty where there is none: a tokenizer alone is fine."""
+    from transformers.utils import cached_file
+
+    try:
+        file = cached_file(source, name, revision=revision)
+        content = json.loads(Path(file).read_text()) if file else {}
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
-def _leading_results(messages: Sequence[Message]) -> int:
-    """How many tool results stand at the head of `messages`."""
-    for count, message in enumerate(messages):
-        if message["role"] != "tool":
-            return count
-    return len(messages)
+def _covering(ids: Sequence[int], wanted: Sequence[int]) -> int:
+    """How many of the first ids it takes to hold `wanted` in order."""
+    position = 0
+    for token in wanted:
+        position = ids.index(token, position) + 1
+    return position
 
 
-def _stand_in_calls(count: int) -> list[list[dict[str, Any]]]:
-    """Tool calls for the stand-in turn, in two spellings: what follows must not depend on the spelling."""
-    if not count:
-        return [[]]
+def _setting_key(setting: Setting) -> object:
     return [
-        [
-            {"id": f"{spelling}{index}", "type": "function", "function": {"name": spelling, "arguments": {}}}
-            for index in range(count)
-        ]
-        for spelling in ("alpha", "omega")
+        list(setting.tools) if setting.tools else None,
+        dict(setting.kwargs),
+        setting.add_generation_prompt,
     ]
 
 

@@ -25,6 +25,10 @@ class TemplateUnsupported(TokenizationError):
     """The template gives no safe place to append after a sampled turn."""
 
 
+class UnfinishedTurn(TokenizationError):
+    """The turn was cut off, and such turns are to be rejected."""
+
+
 class PrefixMismatch(TokenizationError):
     """A history and the ids recorded for it do not belong together."""
 

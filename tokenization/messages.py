@@ -16,28 +16,38 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinkin
 _KEPT = ("name", "tool_call_id", "task")
 
 
-def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as a template sees them: text content, arguments as objects, both reasoning names.
+def for_template(messages: Sequence[Message], *, parts: bool = False) -> list[dict[str, Any]]:
+    """Messages as a template sees them: arguments as objects, both reasoning names, content as it takes it.
+
+    Args:
+        parts: whether content is a list of text parts, as vLLM gives it to templates that loop over it;
+            otherwise it is one text. Tool results are one text in either case.
 
     Raises:
         InvalidMessages: a message is no object, has no role, or holds something that is not text.
     """
-    return [_convert(message, index) for index, message in enumerate(messages)]
+    return [_convert(message, index, parts) for index, message in enumerate(messages)]
 
 
-def _convert(message: Message, index: int) -> dict[str, Any]:
+def _convert(message: Message, index: int, parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidMessages(f"message {index} must be an object")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidMessages(f"message {index} needs a role")
-    result: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), index)}
+    texts = texts_of(message.get("content"), index)
+    result: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if parts and role != "tool":
+        result["content"] = [{"type": "text", "text": text} for text in texts]
     for key in _KEPT:
         if isinstance(message.get(key), str):
             result[key] = message[key]
-    reasoning = message.get("reasoning", message.get("reasoning_content"))
+    reasoning = message.get("reasoning")
+    reasoning = message.get("reasoning_content") if reasoning is None else reasoning
     if isinstance(reasoning, str):
         result["reasoning"] = result["reasoning_content"] = reasoning
+    if role == "developer" and message.get("tools") is not None:
+        result["tools"] = message["tools"]
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list):
@@ -46,19 +56,19 @@ def _convert(message: Message, index: int) -> dict[str, Any]:
     return result
 
 
-def text_of(content: object, index: int) -> str:
-    """The text of a message's content; text parts are joined by line feeds.
+def texts_of(content: object, index: int) -> list[str]:
+    """The texts of a message's content: none of null, one of a string, one of each part.
 
     Raises:
         InvalidMessages: the content is neither text, null nor a list of text parts.
     """
     if content is None:
-        return ""
+        return []
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise InvalidMessages(f"content of message {index} must be a string or a list of parts")
-    return "\n".join(_text_of_part(part, index) for part in content)
+    return [_text_of_part(part, index) for part in content]
 
 
 def _text_of_part(part: object, index: int) -> str:
@@ -81,6 +91,8 @@ def _convert_call(call: object, index: int) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
-            arguments = {}
+        except (ValueError, RecursionError):
+            arguments = {}  # as vLLM does: text that is no JSON must not end a conversation
+    if not isinstance(arguments, Mapping):
+        arguments = {}
     return {**call, "function": {**function, "arguments": arguments}}

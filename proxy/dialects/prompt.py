@@ -11,7 +11,6 @@ from proxy.fields import given, read, read_messages
 from proxy.fleet.replica import Replica
 from proxy.types import Fields
 from tokenization import InvalidIds, TemplateUnsupported, TokenizationError, ids
-from tokenization.chat import close_of
 from tokenization.messages import TEXT_PARTS
 
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
@@ -46,6 +45,15 @@ class Append:
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool
     template_kwargs: dict[str, Any]
+    messages_before: bytes | None
+    """The history that led to the prompt, if the client gave it."""
+
+    def history(self) -> list[dict[str, Any]] | None:
+        """The history, if it ends with the turn that is appended to. Parsed on an encoder thread."""
+        if self.messages_before is None:
+            return None
+        messages: list[dict[str, Any]] = msgspec.json.decode(self.messages_before)
+        return messages if messages and messages[-1].get("role") == "assistant" else None
 
 
 class _Peek(msgspec.Struct):
@@ -97,6 +105,7 @@ def take_append(fields: Fields) -> Append | None:
         read(fields, "tools", list[dict[str, Any]]),
         add_generation_prompt is not False,
         template_kwargs(fields),
+        given(fields, "messages"),
     )
 
 
@@ -152,13 +161,15 @@ async def extend(prompt: Prompt, append: Append, replica: Replica, gateway: Gate
     tokenizer = await replica.tokenizer()
 
     def encode() -> list[int]:
-        suffix = tokenizer.suffix(
+        following = tokenizer.continuation(
+            ids.last(prompt.raw),
             append.messages,
+            history=append.history(),
             tools=append.tools,
             add_generation_prompt=append.add_generation_prompt,
             **append.template_kwargs,
         )
-        return [*close_of(ids.last(prompt.raw), suffix), *suffix.ids]
+        return [*following.close_ids, *following.suffix_ids]
 
     try:
         added = await gateway.in_thread(encode)

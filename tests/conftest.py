@@ -1,0 +1,72 @@
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import hypothesis
+import pytest
+
+from proxy.settings import ENV_PREFIX, Settings
+from tests.fake_vllm import FakeVllm, Variant
+from tests.tiny_model import TinyModel, make_tiny_model
+from tests.utils import Pair, run_proxy
+
+# a first example may wait for imports and caches; other work may slow the rest
+hypothesis.settings.register_profile("tokenproxy", deadline=None, max_examples=60)
+hypothesis.settings.load_profile("tokenproxy")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of whoever runs the tests do not count."""
+    for name in Settings.model_fields:
+        monkeypatch.delenv(ENV_PREFIX + name.upper(), raising=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny_model(Path(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+def pairs(tiny_model: TinyModel) -> Iterator[Callable[[Variant], Pair]]:
+    """One pair of each variant for the whole run: to start and stop one costs more than most tests."""
+    started: dict[Variant, Pair] = {}
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr("proxy.fleet.replica.RETRY_S", 0.05)
+
+        def pair(variant: Variant) -> Pair:
+            if variant not in started:
+                fake = stack.enter_context(FakeVllm(tiny_model, variant))
+                started[variant] = Pair(fake, stack.enter_context(run_proxy([fake])))
+            return started[variant]
+
+        yield pair
+
+
+@pytest.fixture(params=[Variant.CHAT])
+def pair(request: pytest.FixtureRequest, pairs: Callable[[Variant], Pair]) -> Iterator[Pair]:
+    """A shared pair, whose engine no test may kill."""
+    pair = pairs(request.param)
+    pair.settle()
+    yield pair
+    pair.settle()
+
+
+@pytest.fixture
+def fake(pair: Pair) -> FakeVllm:
+    """The engine of the shared pair."""
+    return pair.fake
+
+
+@pytest.fixture
+def client(pair: Pair) -> httpx.Client:
+    """A client of the proxy before `fake`."""
+    return pair.client
+
+
+@pytest.fixture
+def mortal(tiny_model: TinyModel) -> Iterator[FakeVllm]:
+    """An engine of the test's own, with no proxy before it."""
+    with FakeVllm(tiny_model) as engine:
+        yield engine

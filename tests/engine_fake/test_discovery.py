@@ -1,0 +1,94 @@
+import pytest
+
+from proxy.engine.discovery import alive, discover
+from proxy.engine.http import HttpEngine
+from proxy.errors import EngineBroken, EngineUnavailable, Unsupported
+from tests.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Variant
+
+_CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    "variant, wanted, found",
+    [
+        (Variant.CHAT, "auto", "chat"),
+        (Variant.CHAT, "chat", "chat"),
+        (Variant.CHAT, "generate", None),
+        (Variant.SCALE_OUT, "auto", "generate"),
+        (Variant.SCALE_OUT, "generate", "generate"),
+        (Variant.SCALE_OUT, "chat", None),
+        (Variant.NEITHER, "auto", None),
+    ],
+)
+async def test_spellings(
+    engine: HttpEngine, fake: FakeVllm, variant: Variant, wanted: str, found: str | None
+) -> None:
+    fake.variant = variant
+    token_in = (await discover(engine, wanted)).token_in
+    assert (token_in and token_in.name) == found
+
+
+async def test_an_engine_without_any(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.variant = Variant.NEITHER
+    with pytest.raises(Unsupported, match=r"upgrade vLLM .* or start it with --enable-scale-out") as caught:
+        (await discover(engine)).require_token_in()
+    assert (caught.value.code, caught.value.param) == ("no_token_in", "prompt_ids")
+
+
+async def test_what_the_engine_is(engine: HttpEngine, fake: FakeVllm) -> None:
+    known = await discover(engine)
+    assert known.version == "0.32.0+fake"
+    assert known.model is not None
+    assert (known.model.name, known.model.root, known.model.max_model_len) == (
+        "tiny",
+        fake.root,
+        MAX_MODEL_LEN,
+    )
+    assert set(known.models) == {"tiny", "adapter"}
+
+
+async def test_probes_are_small(engine: HttpEngine, fake: FakeVllm) -> None:
+    await discover(engine)
+    assert [seen.json["max_tokens"] for seen in fake.seen(_CHAT)] == [1]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/render", "/inference/v1/generate", "/v1/chat/completions/derender"]
+)
+async def test_generate_needs_all_three_routes(engine: HttpEngine, fake: FakeVllm, path: str) -> None:
+    fake.variant = Variant.SCALE_OUT
+    fake.canned[path] = Canned(b"{}", 404)
+    assert (await discover(engine)).token_in is None
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_an_engine_in_trouble_is_not_judged(engine: HttpEngine, fake: FakeVllm, status: int) -> None:
+    fake.canned[_CHAT] = Canned(b"", status)
+    with pytest.raises(EngineBroken, match=f"answers {status} .* asking again later"):
+        await discover(engine)
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"data": 5}', b'{"data": ["tiny", {}]}'])
+async def test_models_that_are_nonsense(engine: HttpEngine, fake: FakeVllm, body: bytes) -> None:
+    fake.canned["/v1/models"] = fake.canned["/version"] = Canned(body)
+    known = await discover(engine)
+    assert (known.model, known.models, known.version) == (None, (), "unknown")
+
+
+async def test_an_engine_that_wants_a_key(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.api_key = "secret"
+    with pytest.raises(EngineBroken, match="set `upstream_api_key`"):
+        await discover(engine)
+
+
+async def test_an_engine_that_is_gone(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.kill()
+    assert not await alive(engine)
+    with pytest.raises(EngineUnavailable):
+        await discover(engine)
+
+
+async def test_alive(engine: HttpEngine, fake: FakeVllm) -> None:
+    assert await alive(engine)
+    fake.healthy = False
+    assert not await alive(engine)

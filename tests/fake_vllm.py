@@ -1,0 +1,536 @@
+"""A fake vLLM on a real socket: the wire formats of the real one, and every way in which it can fail.
+
+It samples the ids it is told to, records all requests, and knows which of them were aborted. It renders with
+plain transformers, so that nothing under test checks itself.
+"""
+
+import asyncio
+import json
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, TypeVar
+
+from aiohttp import web
+
+from tests.tiny_model import END, HI, VOCAB_SIZE, TinyModel
+
+T = TypeVar("T")
+MAX_MODEL_LEN = 4096
+_PATIENCE_S = 10.0
+_TOO_LONG = (
+    f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, your prompt contains {{0}} "
+    "input tokens, which exceeds this limit even without any output tokens. Please reduce the length of the "
+    "input prompt. (parameter=input_tokens, value={0})"
+)
+_TOO_LONG_TO_GENERATE = (
+    f"The decoder prompt (length {{0}}) is longer than the maximum model length of {MAX_MODEL_LEN}. Make "
+    "sure that `max_model_len` is no smaller than the number of text tokens."
+)
+_SCALE_OUT_PATHS = ("/v1/chat/completions/render", "/inference/v1/generate", "/v1/chat/completions/derender")
+
+
+class Variant(StrEnum):
+    """How this engine takes exact prompts."""
+
+    CHAT = "chat"
+    """In `kv_transfer_params.prompt_token_ids` of the chat route."""
+    SCALE_OUT = "generate"
+    """By the scale-out routes; the chat route ignores the ids."""
+    NEITHER = "none"
+    """Not at all: scale-out routes answer 403, as vLLM does without --enable-scale-out."""
+
+
+@dataclass
+class Seen:
+    """A request as it arrived."""
+
+    method: str
+    target: str
+    """Path and query, as on the wire."""
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    reused: bool
+    """Whether its connection had carried a request before."""
+
+    @property
+    def path(self) -> str:
+        """The target without its query."""
+        return self.target.partition("?")[0]
+
+    @property
+    def json(self) -> Any:
+        """The parsed body."""
+        return json.loads(self.body)
+
+    def header(self, name: str) -> bytes | None:
+        """The value of a header, or None."""
+        return next((value for key, value in self.headers if key.lower() == name.encode()), None)
+
+
+@dataclass
+class Canned:
+    """A fixed answer for a path."""
+
+    body: bytes = b""
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Reply:
+    """How one generation goes. In a stream, positions count events; a whole answer is one event, number 0."""
+
+    ids: tuple[int, ...] = (*HI, END)
+    """What is sampled: "hi" and the stop token."""
+    error: Canned | None = None
+    """Answered instead of a completion."""
+    message: dict[str, Any] = field(default_factory=dict)
+    """Put into the message, or into the first delta."""
+    hold_at: int | None = None
+    """Wait for `release` before this event."""
+    break_at: int | None = None
+    """Break the connection instead of sending this event."""
+    how: Literal["close", "reset", "head", "inside", "chunked"] = "close"
+    """An orderly end, a TCP reset, an orderly end behind the head of the answer or inside the event, and the
+    last for an answer that does not announce its length."""
+
+
+def error_body(message: str, kind: str, param: str | None, code: int) -> bytes:
+    """An error object as vLLM writes it."""
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return json.dumps({"error": error}, separators=(",", ":")).encode()
+
+
+class FakeVllm:
+    """An engine in a thread of its own. It can be killed, and another started on its port."""
+
+    def __init__(
+        self, model: TinyModel, variant: Variant = Variant.CHAT, *, port: int = 0, api_key: str | None = None
+    ) -> None:
+        self.model = model
+        self.variant = variant
+        self.port = port
+        self.api_key = api_key
+        self.running = 0
+        self.reset()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._generations: dict[str, Reply] = {}
+        self._connections: set[object] = set()
+        self._rendering = threading.Lock()
+
+    def reset(self) -> None:
+        """Forget what was seen, and go well again."""
+        self.root = str(self.model.folder)
+        """What /v1/models says was loaded."""
+        self.chat_template: str | None = None
+        """What it was started with; None for the model's own."""
+        self.names = ["tiny", "adapter"]
+        self.healthy = True
+        self.slow_s = 0.0
+        """How long /health takes."""
+        self.requests: list[Seen] = []
+        self.aborted = 0
+        self.replies: deque[Reply] = deque()
+        """Scripts for the next generations, after which they go well."""
+        self.canned: dict[str, Canned] = {}
+        self.hang_up: Callable[[Seen], bool] = lambda seen: False
+        """Requests whose connection is closed without an answer."""
+        self._released = asyncio.Event()
+
+    def __enter__(self) -> "FakeVllm":
+        self._thread.start()
+        self._call(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def url(self) -> str:
+        """Its root."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        """End it at once, like SIGKILL: all connections break, nothing listens any more."""
+        if self._thread.is_alive():
+            self._call(self._stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_PATIENCE_S)
+            self._loop.close()
+
+    def release(self) -> None:
+        """Let everything that is held go on."""
+        self._loop.call_soon_threadsafe(self._released.set)
+
+    def close_idle(self) -> None:
+        """Close all connections, as vLLM closes those that were idle for 5 s."""
+        self._call(self._close_connections())
+
+    def seen(self, path: str) -> list[Seen]:
+        """The requests for a path, oldest first."""
+        return [request for request in self.requests if request.path == path]
+
+    def last(self, path: str = "/v1/chat/completions") -> Seen:
+        """The newest request for a path."""
+        return self.seen(path)[-1]
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_PATIENCE_S)
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0, auto_decompress=False
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def _stop(self) -> None:
+        await self._close_connections()
+        await self._runner.cleanup()
+
+    async def _close_connections(self) -> None:
+        assert self._runner.server is not None
+        for connection in self._runner.server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        peer = (request.transport or asyncio.Transport()).get_extra_info("peername")
+        seen = Seen(
+            request.method,
+            request.raw_path,
+            list(request.raw_headers),
+            await request.read(),
+            peer in self._connections,
+        )
+        self._connections.add(peer)
+        self.requests.append(seen)
+        if self.hang_up(seen):
+            raise _break(request, "reset")
+        if not self._allowed(seen):
+            return _respond(Canned(b'{"error":"Unauthorized"}', 401, {"content-type": "application/json"}))
+        if seen.path in self.canned:
+            return _respond(self.canned[seen.path])
+        if seen.path in _SCALE_OUT_PATHS and self.variant is not Variant.SCALE_OUT:
+            message = (
+                "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+            )
+            return _error(403, message, "PermissionDeniedError")
+        route = _ROUTES.get((seen.method, seen.path))
+        if route is None:
+            return _respond(Canned(b'{"detail":"Not Found"}', 404, {"content-type": "application/json"}))
+        return await route(self, request, seen)
+
+    def _allowed(self, seen: Seen) -> bool:
+        """vLLM guards these prefixes only."""
+        guarded = self.api_key is not None and seen.path.startswith(("/v1", "/inference"))
+        return not guarded or seen.header("authorization") == f"Bearer {self.api_key}".encode()
+
+    async def _health(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        await asyncio.sleep(self.slow_s)
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _version(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        return _json({"version": "0.32.0+fake"})
+
+    async def _models(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        base, *adapters = self.names
+        first = {"id": base, "root": self.root, "parent": None, "max_model_len": MAX_MODEL_LEN}
+        others = [{"id": name, "root": "/lora", "parent": base, "max_model_len": None} for name in adapters]
+        # the base model last: whoever wants it must look at `parent`
+        return _json({"object": "list", "data": [*others, first]})
+
+    async def _tokenize(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.json
+        ids = self._render(body) if "messages" in body else self.model.encode(body["prompt"])
+        strings = self.model.reference.convert_ids_to_tokens(ids) if body.get("return_token_strs") else None
+        return _json(
+            {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids, "token_strs": strings}
+        )
+
+    def _render(self, body: dict[str, Any]) -> list[int]:
+        with self._rendering:
+            return self.model.render(
+                body["messages"],
+                body.get("add_generation_prompt", True),
+                tools=body.get("tools"),
+                chat_template=self.chat_template,
+                **(body.get("chat_template_kwargs") or {}),
+            )
+
+    async def _chat(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.json
+        given: list[int] | None = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        prompt = given if given is not None and self.variant is Variant.CHAT else self._render(body)
+        refusal = self._refusal(body, prompt, "kv_transfer_params.prompt_token_ids")
+        if refusal is not None:
+            return refusal
+        reply = self._next_reply(body.get("max_tokens"))
+        if reply.error is not None:
+            return _respond(reply.error)
+        with_ids = bool(body.get("return_token_ids"))
+        choices = [_choice(self.model, index, reply, with_ids) for index in range(body.get("n", 1))]
+        if not body.get("stream"):
+            completion = _completion(choices, len(prompt), reply, body.get("model") or self.names[0])
+            completion["prompt_token_ids"] = prompt if with_ids else None
+            return await self._finish(request, reply, [json.dumps(completion).encode()], "application/json")
+        chunks = _chunks(self.model, reply, prompt if with_ids else None, len(choices))
+        if (body.get("stream_options") or {}).get("include_usage"):
+            chunks.append({"choices": [], "usage": _usage(len(prompt), reply)})
+        return await self._finish(request, reply, [*map(_event, chunks), b"data: [DONE]\n\n"])
+
+    def _refusal(self, body: dict[str, Any], prompt: list[int], param: str) -> web.Response | None:
+        model = body.get("model")
+        if model is not None and model not in self.names:
+            return _error(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
+        if any(token >= VOCAB_SIZE for token in prompt):
+            message = f"Token id {max(prompt)} is out of vocabulary (parameter={param})"
+            return _error(400, message, "BadRequestError", param)
+        if len(prompt) > MAX_MODEL_LEN:
+            if param == "token_ids":
+                return _error(400, _TOO_LONG_TO_GENERATE.format(len(prompt)), "BadRequestError")
+            return _error(400, _TOO_LONG.format(len(prompt)), "BadRequestError", "input_tokens")
+        return None
+
+    def _next_reply(self, max_tokens: int | None) -> Reply:
+        if max_tokens == 1:  # a probe: scripts are for the requests of tests
+            return Reply(ids=HI[:1])
+        return self.replies.popleft() if self.replies else Reply()
+
+    async def _render_chat(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.json
+        refusal = self._refusal(body, [], "")
+        if refusal is not None:
+            return refusal
+        sampling = {name: body[name] for name in ("max_tokens", "temperature", "n") if name in body}
+        passed = ("stream", "stream_options", "model", "cache_salt", "priority", "kv_transfer_params")
+        return _json(
+            {
+                "request_id": f"chatcmpl-{len(self.requests)}",
+                "token_ids": self._render(body),
+                "sampling_params": sampling,
+                "reasoning_ended": True,
+                **{name: body[name] for name in passed if name in body},
+            }
+        )
+
+    async def _generate(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.json
+        prompt, sampling = body["token_ids"], body["sampling_params"]
+        refusal = self._refusal(body, prompt, "token_ids")
+        if refusal is not None:
+            return refusal
+        reply = self._next_reply(sampling.get("max_tokens"))
+        if reply.error is not None:
+            return _respond(reply.error)
+        name = f"generate-tokens-{body.get('request_id', 'none')}"
+        self._generations[name] = reply
+        if not body.get("stream"):
+            choices = [
+                {
+                    "index": index,
+                    "finish_reason": _finish_reason(reply),
+                    "token_ids": list(reply.ids),
+                    "weight_versions": [{"version": "7", "start": 0, "end": len(reply.ids)}],
+                }
+                for index in range(sampling.get("n", 1))
+            ]
+            generated = {"request_id": name, "choices": choices, "usage": _usage(len(prompt), reply)}
+            return await self._finish(request, reply, [json.dumps(generated).encode()], "application/json")
+        events = []
+        for position, token in enumerate(reply.ids):
+            done = position == len(reply.ids) - 1
+            choices = [
+                {
+                    "index": index,
+                    "token_ids": [token],
+                    "finish_reason": _finish_reason(reply) if done else None,
+                }
+                for index in range(sampling.get("n", 1))
+            ]
+            events.append(_event({"request_id": name, "choices": choices}))
+        if (body.get("stream_options") or {}).get("include_usage"):
+            events.append(_event({"request_id": name, "choices": [], "usage": _usage(len(prompt), reply)}))
+        return await self._finish(request, reply, [*events, b"data: [DONE]\n\n"])
+
+    async def _derender(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.json
+        if not body.get("stream"):
+            generated = body["generate_response"]
+            reply = self._generations[generated["request_id"]]
+            choices = [_choice(self.model, c["index"], reply, False) for c in generated["choices"]]
+            model = body.get("model") or self.names[0]
+            completion = _completion(choices, body.get("prompt_tokens") or 0, reply, model)
+            return _json({**completion, "id": generated["request_id"]})
+        chunk = body["generate_chunk"]
+        state = body.get("stream_state") or {"output_token_ids": []}
+        reply = self._generations[chunk["request_id"]]
+        choices = []
+        for choice in chunk["choices"]:
+            text = self.model.decode(choice["token_ids"])
+            first = not state["output_token_ids"]
+            delta = {"content": text, **(reply.message if first else {})}
+            choices.append(
+                {"index": choice["index"], "delta": delta, "finish_reason": choice["finish_reason"]}
+            )
+            state["output_token_ids"] += choice["token_ids"]
+        made = {"id": chunk["request_id"], "object": "chat.completion.chunk", "choices": choices}
+        return _json({"chunk": made, "stream_state": state})
+
+    async def _finish(
+        self, request: web.Request, reply: Reply, events: list[bytes], kind: str = "text/event-stream"
+    ) -> web.StreamResponse:
+        """Send an answer as its script says, and notice when the client leaves."""
+        response = web.StreamResponse(headers={"content-type": kind})
+        stream = kind == "text/event-stream"
+        async with self._counted() as settle:
+            if stream:
+                await response.prepare(request)
+            for position, event in enumerate(events):
+                if position == reply.hold_at:
+                    await self._released.wait()
+                breaks = position == reply.break_at
+                if not stream and (not breaks or reply.how in ("head", "inside", "chunked")):
+                    if reply.how != "chunked":
+                        response.content_length = len(event)
+                    await response.prepare(request)
+                if breaks:
+                    settle()
+                    if reply.how in ("inside", "chunked"):
+                        await response.write(event[: len(event) // 2])
+                    raise _break(request, reply.how)
+                await response.write(event)
+            await response.write_eof()
+            settle()
+        return response
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[Callable[[], None]]:
+        """Counts a running generation, and an aborted one unless it was settled before."""
+        settled = False
+
+        def settle() -> None:
+            nonlocal settled
+            settled = True
+
+        self.running += 1
+        try:
+            yield settle
+        finally:
+            self.running -= 1
+            self.aborted += not settled
+
+
+_ROUTES = {
+    ("GET", "/health"): FakeVllm._health,
+    ("GET", "/version"): FakeVllm._version,
+    ("GET", "/v1/models"): FakeVllm._models,
+    ("POST", "/tokenize"): FakeVllm._tokenize,
+    ("POST", "/v1/chat/completions"): FakeVllm._chat,
+    ("POST", "/v1/chat/completions/render"): FakeVllm._render_chat,
+    ("POST", "/inference/v1/generate"): FakeVllm._generate,
+    ("POST", "/v1/chat/completions/derender"): FakeVllm._derender,
+}
+
+
+def _break(request: web.Request, how: str) -> BaseException:
+    """Break a connection; the result ends its handler without another word."""
+    transport = request.transport
+    assert transport is not None
+    if how == "reset":
+        # SO_LINGER of zero seconds makes the close a reset
+        linger = struct.pack("ii", 1, 0)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.abort()
+    else:
+        transport.close()
+    return asyncio.CancelledError()
+
+
+def _choice(model: TinyModel, index: int, reply: Reply, with_ids: bool) -> dict[str, Any]:
+    ids = list(reply.ids)
+    message = {"role": "assistant", "content": model.decode(ids), **reply.message}
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": _finish_reason(reply),
+        "stop_reason": None,
+        "token_ids": ids if with_ids else None,
+    }
+
+
+def _completion(choices: list[dict[str, Any]], prompt: int, reply: Reply, model: str) -> dict[str, Any]:
+    return {
+        "id": "chatcmpl-fake",
+        "object": "chat.completion",
+        "created": 1,
+        "model": model,
+        "choices": choices,
+        "usage": _usage(prompt, reply),
+    }
+
+
+def _chunks(model: TinyModel, reply: Reply, prompt: list[int] | None, n: int) -> list[dict[str, Any]]:
+    """One chunk with the role and the prompt's ids, then one for each sampled token and choice."""
+    head: dict[str, Any] = {"choices": []}
+    for index in range(n):
+        delta = {"role": "assistant", "content": "", **reply.message}
+        head["choices"].append({"index": index, "delta": delta, "finish_reason": None})
+    if prompt is not None:
+        head["prompt_token_ids"] = prompt
+    chunks = [head]
+    for position, token in enumerate(reply.ids):
+        finish = _finish_reason(reply) if position == len(reply.ids) - 1 else None
+        for index in range(n):
+            choice = {"index": index, "delta": {"content": model.decode([token])}, "finish_reason": finish}
+            if prompt is not None:
+                choice["token_ids"] = [token]
+            chunks.append({"choices": [choice]})
+    fixed = {"id": "chatcmpl-fake", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}
+    return [{**fixed, **chunk} for chunk in chunks]
+
+
+def _finish_reason(reply: Reply) -> str:
+    return "stop" if reply.ids[-1] == END else "length"
+
+
+def _usage(prompt: int, reply: Reply) -> dict[str, int]:
+    sampled = len(reply.ids)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _event(value: object) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def _json(value: object) -> web.Response:
+    return web.json_response(value)
+
+
+def _error(status: int, message: str, kind: str, param: str | None = None) -> web.Response:
+    headers = {"content-type": "application/json"}
+    return _respond(Canned(error_body(message, kind, param, status), status, headers))
+
+
+def _respond(canned: Canned) -> web.Response:
+    return web.Response(body=canned.body, status=canned.status, headers=canned.headers)
+
+
+def data_of(stream: bytes) -> Iterator[Any]:
+    """The parsed data of each event of a stream, without the last `[DONE]`."""
+    for event in stream.split(b"\n\n"):
+        if event and event != b"data: [DONE]":
+            yield json.loads(event.removeprefix(b"data: "))

@@ -1,0 +1,103 @@
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from proxy.engine.discovery import Model
+from proxy.engine.http import HttpEngine, make_session
+from proxy.errors import ApiError, Unsupported
+from proxy.fleet.tokenizers import Tokenizers
+from tests.fake_vllm import Canned, FakeVllm
+from tests.tiny_model import TinyModel
+from tokenization import ChatTokenizer
+
+_MISSING = Model("tiny", "/no/such/folder", None)
+
+
+@pytest.fixture
+async def engine(mortal: FakeVllm) -> AsyncIterator[HttpEngine]:
+    async with make_session(1.0) as session:
+        yield HttpEngine(mortal.url, session)
+
+
+@pytest.fixture
+def model(tiny_model: TinyModel) -> Model:
+    return Model("tiny", str(tiny_model.folder), None)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sources that were loaded."""
+    loaded: list[str] = []
+    load = ChatTokenizer.load
+
+    def counted(source: str, *args: Any, **kwargs: Any) -> ChatTokenizer:
+        loaded.append(source)
+        return load(source, *args, **kwargs)
+
+    monkeypatch.setattr(ChatTokenizer, "load", counted)
+    return loaded
+
+
+async def test_a_tokenizer_is_loaded_once(engine: HttpEngine, model: Model, loads: list[str]) -> None:
+    tokenizers = Tokenizers()
+    found = await asyncio.gather(*(tokenizers.for_engine(engine, model) for _ in range(3)))
+    assert found[0] is found[1] is found[2]
+    assert loads == [model.root]
+
+
+async def test_what_is_set_wins_over_what_the_engine_says(engine: HttpEngine, model: Model) -> None:
+    assert (await Tokenizers(model.root).for_engine(engine, _MISSING)).source == model.root
+    assert (await Tokenizers(model.root).for_engine(engine, None)).source == model.root
+
+
+async def test_an_engine_that_does_not_say_its_model(engine: HttpEngine) -> None:
+    with pytest.raises(Unsupported, match="set `tokenizer`") as caught:
+        await Tokenizers().for_engine(engine, None)
+    assert (caught.value.code, caught.value.param) == ("no_tokenizer", "append_messages")
+
+
+async def test_a_tokenizer_that_cannot_be_loaded(engine: HttpEngine, loads: list[str]) -> None:
+    """Every replica of the model learns why, and it is tried anew, as the folder may have come since."""
+    tokenizers = Tokenizers()
+    asking = (tokenizers.for_engine(engine, _MISSING) for _ in range(3))
+    problems = await asyncio.gather(*asking, return_exceptions=True)
+    assert [getattr(problem, "code", problem) for problem in problems] == ["no_tokenizer"] * 3
+    with pytest.raises(Unsupported, match="/no/such/folder"):
+        await tokenizers.for_engine(engine, _MISSING)
+    assert loads == ["/no/such/folder"] * 2
+
+
+async def test_another_template_than_the_engines(engine: HttpEngine, model: Model, mortal: FakeVllm) -> None:
+    mortal.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(Unsupported, match="renders other ids") as caught:
+        await Tokenizers().for_engine(engine, model)
+    assert caught.value.code == "tokenizer_mismatch"
+    await Tokenizers(None, mortal.chat_template).for_engine(engine, model)
+
+
+async def test_a_template_that_takes_one_turn_only(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
+    mortal.chat_template = (
+        "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}"
+        "{{ messages[0].content }}<|im_end|>"
+    )
+    await Tokenizers(None, mortal.chat_template).for_engine(engine, model)
+
+
+async def test_an_engine_that_renders_nothing(engine: HttpEngine, model: Model, mortal: FakeVllm) -> None:
+    mortal.canned["/tokenize"] = Canned(b"", 404)
+    with pytest.raises(Unsupported, match="renders no conversation") as caught:
+        await Tokenizers().for_engine(engine, model)
+    assert caught.value.code == "tokenizer_unchecked"
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}"])
+async def test_an_engine_that_answers_nonsense(
+    engine: HttpEngine, model: Model, mortal: FakeVllm, body: bytes
+) -> None:
+    mortal.canned["/tokenize"] = Canned(body)
+    with pytest.raises(ApiError):
+        await Tokenizers().for_engine(engine, model)

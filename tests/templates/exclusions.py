@@ -1,0 +1,90 @@
+"""Conversations that a template cannot hold, declared with the reason. A test checks that each is still true.
+
+What is not listed here is in the matrix.
+"""
+
+from tests.templates.oracle import Reason
+from tests.templates.shapes import SHAPES
+
+_CALLS = frozenset(shape.name for shape in SHAPES if shape.kind == "call")
+_PARALLEL = frozenset(name for name in _CALLS if name.startswith("parallel"))
+_RESULTS = _CALLS | {"content, then a result", "content after results"}
+_GEMMA4 = ("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5", "diffusion_gemma")
+
+_DECLARED: tuple[tuple[tuple[str, ...], frozenset[str], Reason, str], ...] = (
+    (
+        ("gemma", "gemma3", "cohere", "llava_next"),
+        _RESULTS,
+        Reason.REFUSED,
+        "know user and assistant alone, in turns",
+    ),
+    (
+        ("gemma",),
+        frozenset({"content after system", "content, tools declared"}),
+        Reason.REFUSED,
+        "has no system role",
+    ),
+    (
+        ("cohere2",),
+        frozenset({"content after results", "call after results", "call in a second round"}),
+        Reason.REFUSED,
+        "wants a user message between two assistant turns",
+    ),
+    (
+        ("cohere2",),
+        _CALLS - {"call after results", "call in a second round"},
+        Reason.TURN_NOT_PRINTED,
+        "prints no tool calls",
+    ),
+    (
+        ("cohere2", "phi3", "phi3_5", "idefics3", "smolvlm"),
+        frozenset({"content, then a result"}),
+        Reason.NEW_NOT_PRINTED,
+        "print no tool results",
+    ),
+    (
+        ("phi3", "phi3_5", "idefics3", "smolvlm", "qwen2_5_vl", "lfm2", "llama3"),
+        _CALLS,
+        Reason.TURN_NOT_PRINTED,
+        "print no tool calls",
+    ),
+    (
+        ("deepseek_r1_distill",),
+        _CALLS,
+        Reason.TURN_NOT_PRINTED,
+        "prints tool calls only where the content is null, and engines send an empty text",
+    ),
+    (
+        ("llama3_1", "llama3_2"),
+        _PARALLEL,
+        Reason.REFUSED,
+        "allow one tool call in a turn",
+    ),
+    (("gptoss",), _PARALLEL, Reason.TURN_NOT_PRINTED, "prints the first tool call of a turn"),
+    (
+        ("gptoss",),
+        frozenset({"content, then a result"}),
+        Reason.REFUSED,
+        "wants a call before a result",
+    ),
+    (
+        _GEMMA4,
+        frozenset({"content, then a result"}),
+        Reason.NEW_NOT_PRINTED,
+        "print results at the call they belong to",
+    ),
+    (
+        _GEMMA4,
+        frozenset({"content and call"}),
+        Reason.REORDERED,
+        "print the content of a turn behind the results of its calls",
+    ),
+)
+
+EXCLUDED: dict[tuple[str, str], tuple[Reason, str]] = {
+    (template, shape): (reason, why)
+    for templates, shapes, reason, why in _DECLARED
+    for template in templates
+    for shape in shapes
+}
+"""(template, shape) to the reason, in one word for the test and in a sentence for the reader."""

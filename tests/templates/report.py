@@ -1,0 +1,91 @@
+"""How many cells of the matrix come out exact, by family and kind of conversation.
+
+python -m tests.templates.report
+"""
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.templates.families import FAMILIES
+from tests.templates.matrix import Matrix, Outcome, Verdict, complaints
+from tests.templates.shapes import SHAPES
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcomes of the matrix, counted."""
+
+    outcomes: list[Outcome]
+
+    def counts(self, family: str = "", group: str = "") -> Counter[Verdict]:
+        """Cells by verdict, of all families and groups or of one."""
+        return Counter(
+            outcome.verdict
+            for outcome in self.outcomes
+            if family in ("", outcome.cell.pairing.template.family.name)
+            and group in ("", outcome.cell.shape.group)
+        )
+
+    @property
+    def refused_share(self) -> float:
+        """Refused cells of those that are not excluded."""
+        return share(self.counts(), Verdict.REFUSED)
+
+    def without_history(self) -> Counter[Verdict]:
+        """The same cells by what becomes of them without history."""
+        return Counter(outcome.without_history for outcome in self.outcomes)
+
+    def markdown(self) -> str:
+        """A table of families and groups of conversations."""
+        groups = list(dict.fromkeys(shape.group for shape in SHAPES))
+        rows = {family.name: family.name for family in FAMILIES} | {"all": ""}
+        entries = [
+            [title, *(_entry(self.counts(family, group)) for group in [*groups, ""])]
+            for title, family in rows.items()
+        ]
+        lines = [_line(row) for row in (["family", *groups, "all"], ["---"] * (len(groups) + 2), *entries)]
+        blind = self.without_history()
+        return "\n".join(
+            [
+                *lines,
+                "",
+                f"Refused: {self.refused_share:.1%}. Without history: {blind[Verdict.EXACT]} exact, "
+                f"{blind[Verdict.REFUSED]} refused, {blind[Verdict.WRONG]} wrong.",
+            ]
+        )
+
+
+def report(say: Callable[[str], object] = lambda line: None) -> Report:
+    """Run the whole matrix. `say` is told which cells are not exact."""
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = Matrix(Path(folder)).all_outcomes()
+    for verdict in (Verdict.WRONG, Verdict.REFUSED):
+        say(complaints(outcomes, verdict))
+    return Report(outcomes)
+
+
+def share(counts: Counter[Verdict], verdict: Verdict) -> float:
+    """The part of the cells that are not excluded that has a verdict."""
+    tried = counts.total() - counts[Verdict.EXCLUDED]
+    return counts[verdict] / tried if tried else 0.0
+
+
+def _entry(counts: Counter[Verdict]) -> str:
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+
+
+def _line(entries: list[str]) -> str:
+    return f"| {' | '.join(entries)} |"
+
+
+def main() -> None:
+    """Print the table, and what is not exact."""
+    print(report(lambda line: print(line, file=sys.stderr)).markdown())
+
+
+if __name__ == "__main__":
+    main()

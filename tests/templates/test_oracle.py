@@ -1,0 +1,162 @@
+# ruff: noqa: RUF001 - DeepSeek spells its tokens with full-width bars
+"""The judge against what a person reads in the templates, and against whole renderings."""
+
+import pytest
+
+from tests.templates.families import TEMPLATES
+from tests.templates.matrix import Matrix
+from tests.templates.oracle import Impossible
+from tests.templates.pairing import PAIRINGS, Pairing
+from tests.templates.sampling import ENDINGS, sampled_ids
+from tests.templates.shapes import SHAPES
+
+_SHAPES = {shape.name: shape for shape in SHAPES}
+_RESULT = '{"newsun": true, "high": 24.50}'
+_JSON_RESULT = r'"{\"newsun\": true, \"high\": 24.50}"'
+
+# template, conversation, ending: the end of the sampled text, and all that is appended
+_BY_HAND = {
+    ("qwen3", "reasoning", "own stop"): (
+        "\n</think>\n\nIt is sunny in Zürich today, with a light wind from the west.<|im_end|>",
+        "\n<|im_start|>user\nAnd newest tomorrow?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    ("qwen3", "parallel calls", "own stop"): (
+        '"unit": "°C"}}\n</tool_call><|im_end|>',
+        f"\n<|im_start|>user\n<tool_response>\n{_RESULT}\n</tool_response>\n<tool_response>\nnewclock says\n"
+        "  nine 九 o'clock\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    ),
+    ("qwen3", "content", "alternate stop"): (
+        "from the west.<|endoftext|>",
+        "\n<|im_start|>user\nAnd newest tomorrow?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    ("qwen3", "content", "length"): (
+        "with a ligh",
+        "<|im_end|>\n<|im_start|>user\nAnd newest tomorrow?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    ("gptoss", "reasoning", "own stop"): (
+        "<|start|>assistant<|channel|>final<|message|>It is sunny in Zürich today, with a light wind "
+        "from the west.<|return|>",
+        "<|start|>user<|message|>And newest tomorrow?<|end|><|start|>assistant",
+    ),
+    ("gptoss", "content", "stop string"): (
+        "with a ligh END",
+        "<|end|><|start|>user<|message|>And newest tomorrow?<|end|><|start|>assistant",
+    ),
+    ("gptoss", "call", "own stop"): (
+        ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Zürich", '
+        '"days": [1, false, null], "unit": "°C"}<|call|>',
+        "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
+        f"{_JSON_RESULT}<|end|><|start|>assistant",
+    ),
+    ("gptoss", "call", "length"): (
+        '"unit": "°C"}',
+        "<|call|><|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
+        f"{_JSON_RESULT}<|end|><|start|>assistant",
+    ),
+    ("glm4moe", "content", "own stop"): ("from the west.<|user|>", "\nAnd newest tomorrow?<|assistant|>"),
+    ("glm4moe", "content", "alternate stop"): (
+        "from the west.<|endoftext|>",
+        "<|user|>\nAnd newest tomorrow?<|assistant|>",
+    ),
+    ("glm4moe", "call", "own stop"): (
+        "°C</arg_value>\n</tool_call><|observation|>",
+        f"\n<tool_response>\n{_RESULT}\n</tool_response><|assistant|>",
+    ),
+    ("glm4moe", "call", "abort"): (
+        "°C</arg_value>\n</tool_call>",
+        f"<|observation|>\n<tool_response>\n{_RESULT}\n</tool_response><|assistant|>",
+    ),
+    ("gemma4", "content", "own stop"): (
+        "from the west.<turn|>",
+        "\n<|turn>user\nAnd newest tomorrow?<turn|>\n<|turn>model\n",
+    ),
+    ("gemma4", "parallel calls, results swapped", "own stop"): (
+        'unit:<|"|>°C<|"|>}<tool_call|><|tool_response>',
+        'response:clock{value:<|"|>newclock says\n  nine 九 o\'clock<|"|>}<tool_response|>'
+        f'<|tool_response>response:weather{{value:<|"|>{_RESULT}<|"|>}}<tool_response|>',
+    ),
+    ("gemma4", "call, then result and user", "length"): (
+        'unit:<|"|>°C<|"|>}<tool_call|>',
+        f'<|tool_response>response:weather{{value:<|"|>{_RESULT}<|"|>}}<tool_response|>'
+        "<|turn>user\nAnd newest tomorrow?<turn|>\n<|turn>model\n",
+    ),
+    ("gemma4_v5", "call, then result and user", "length"): (
+        'unit:<|"|>°C<|"|>}<tool_call|>',
+        f'<|tool_response>response:weather{{value:<|"|>{_RESULT}<|"|>}}<tool_response|><turn|>\n'
+        "<|turn>user\nAnd newest tomorrow?<turn|>\n<|turn>model\n",
+    ),
+    ("llama3_1", "call", "own stop"): (
+        '"unit": "°C"}}<|eot_id|>',
+        f"<|start_header_id|>ipython<|end_header_id|>\n\n{_JSON_RESULT}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    ("deepseekv3", "call", "own stop"): (
+        '"unit": "°C"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
+        f"<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>{_RESULT}<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
+    ),
+    ("deepseekv3", "call after results", "own stop"): (
+        '"unit": "°C"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
+        f"<｜tool▁output▁begin｜>{_RESULT}<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
+    ),
+    ("phi3", "content", "length"): (
+        "with a ligh",
+        # the tokens swallow the line feed behind them
+        "<|end|><|user|>And newest tomorrow?<|end|><|assistant|>",
+    ),
+    ("phi3", "content", "own stop"): (
+        "from the west.<|end|>",
+        # this line feed was swallowed by the token that was sampled
+        "<|user|>And newest tomorrow?<|end|><|assistant|>",
+    ),
+    ("cohere2", "content", "part of the close"): (
+        "from the west.<|END_RESPONSE|>",
+        "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|USER_TOKEN|>And newest tomorrow?<|END_OF_TURN_TOKEN|>"
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>",
+    ),
+    ("nemotron_3_nano", "reasoning", "length in reasoning"): (
+        "The user asks about Zürich, so I",
+        "<|im_end|>\n<|im_start|>user\nAnd newest tomorrow?<|im_end|>\n<|im_start|>assistant\n<think>\n",
+    ),
+    ("nemotron_3_nano", "call", "own stop"): (
+        "</function>\n</tool_call>\n<|im_end|>",
+        f"\n<|im_start|>user\n<tool_response>\n{_RESULT}\n</tool_response>\n<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("cell", _BY_HAND, ids=" | ".join)
+def test_what_a_person_reads(matrix: Matrix, cell: tuple[str, str, str]) -> None:
+    template, shape, ending = cell
+    trial = matrix.trial(Pairing(TEMPLATES[template], "bytes"))
+    turn = trial.turn(_SHAPES[shape], "none")
+    sampled = ENDINGS[ending](turn)
+    text, appended = _BY_HAND[cell]
+    assert sampled.text.endswith(text)
+    assert trial.oracle.decode(trial.oracle.appended(turn.behind, sampled.taken)) == appended
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS, ids=lambda pairing: pairing.name)
+def test_ids_behind_a_turn_are_those_of_the_whole_rendering(matrix: Matrix, pairing: Pairing) -> None:
+    """The oracle encodes only what stands behind the turn; the engine would encode everything."""
+    trial = matrix.trial(pairing)
+    for shape in SHAPES:
+        try:
+            behind = trial.turn(shape, "none").behind
+        except Impossible:
+            continue
+        whole = trial.oracle.render([*shape.history, *shape.new], shape, {})
+        assert whole.endswith(behind.text), shape.name
+        ids = trial.oracle.encode(behind.text)
+        assert trial.oracle.encode(whole)[-len(ids) :] == ids, shape.name
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS, ids=lambda pairing: pairing.name)
+def test_sampled_ids_are_odd_ids_of_the_sampled_text(matrix: Matrix, pairing: Pairing) -> None:
+    oracle = matrix.trial(pairing).oracle
+    text = ENDINGS["own stop"](matrix.trial(pairing).turn(_SHAPES["odd text"], "none")).text
+    ids = sampled_ids(text, "a seed", oracle)
+    assert ids == sampled_ids(text, "a seed", oracle) != sampled_ids(text, "another seed", oracle)
+    assert ids != oracle.encode(text)
+    if pairing.tokenizer == "bytes":
+        assert oracle.decode(ids) == text

@@ -1,0 +1,45 @@
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy import __version__
+
+
+@pytest.fixture
+def page(client: httpx.Client) -> Any:
+    return client.get("/openapi.json").json()
+
+
+def test_the_page_shows_the_routes_of_the_proxy(page: Any) -> None:
+    assert page["info"] == {"title": "tokenproxy", "version": __version__}
+    assert set(page["paths"]) == {"/v1/chat/completions/tokens", "/tokenize", "/ready", "/health"}
+
+
+def test_operations_have_names_of_their_own(page: Any) -> None:
+    names = [operation["operationId"] for path in page["paths"].values() for operation in path.values()]
+    assert len(set(names)) == len(names)
+
+
+def test_the_page_names_the_fields_of_the_token_route(page: Any) -> None:
+    body = page["paths"]["/v1/chat/completions/tokens"]["post"]["requestBody"]
+    schema = body["content"]["application/json"]["schema"]
+    names = {"prompt_ids", "tokens", "prompt_token_ids", "append_messages", "messages", "return_token_ids"}
+    assert names <= set(schema["properties"])
+
+
+def test_the_pages_are_the_proxys_own(client: httpx.Client) -> None:
+    assert [client.get(path).status_code for path in ("/openapi.json", "/docs")] == [200, 200]
+
+
+def test_an_unexpected_error_is_an_error_object(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*args: Any) -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("proxy.dialects.tokens.Tokens.answer", fail)
+    answer = client.post("/v1/chat/completions/tokens", json={})
+    assert answer.status_code == 500
+    assert list(answer.json()["error"]) == ["message", "type", "param", "code"]
+    assert "secret detail" not in answer.text

@@ -1,0 +1,162 @@
+import os
+import re
+import signal
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+from pathlib import Path
+
+import httpx
+import pytest
+
+from proxy.cli import main
+from proxy.settings import Settings
+from tests.fake_vllm import Canned, FakeVllm
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings with which the server would have run."""
+    settings: list[Settings] = []
+
+    def run(given: Settings) -> int:
+        settings.append(given)
+        return 0
+
+    monkeypatch.setattr("proxy.server.run", run)
+    return settings
+
+
+def test_version(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["--version"])
+    assert exited.value.code == 0
+    assert capsys.readouterr().out == f"tokenproxy {version('tokenproxy')}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--help"], ["vllm", "serve", "demo", "never re-tokenise"]),
+        (["serve", "--help"], ["--upstream URL", "--config FILE", "TOKENPROXY_", "pass through"]),
+        (["demo", "--help"], ["--serve", "--port", "--log FILE", "Exit code 1"]),
+        (["vllm", "--help"], ["tokenproxy vllm MODEL", "vllm serve", "--api-server-count"]),
+        (["vllm", "-h"], ["tokenproxy vllm MODEL"]),
+    ],
+)
+def test_help(arguments: list[str], expected: list[str], capsys: Capture) -> None:
+    try:
+        code: object = main(arguments)
+    except SystemExit as exited:
+        code = exited.code
+    text = capsys.readouterr().out
+    assert code == 0
+    assert [words for words in expected if words not in text] == []
+
+
+@pytest.mark.parametrize("arguments, words", [([], "COMMAND"), (["vllm"], "tokenproxy vllm MODEL")])
+def test_without_what_is_needed_it_shows_help(arguments: list[str], words: str, capsys: Capture) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["serve"], "--upstream http://HOST:PORT"),
+        (["serve", "--config", "missing.yaml"], "no settings file at missing.yaml"),
+        (["serve", "--upstream", "localhost:8000"], "upstreams.*not an http"),
+        (["serve", "--upstream", "http://a:1", "--port", "70000"], "port: "),
+        (["serve", "--upstream", "http://a:1", "--chat-template", "missing.jinja"], "missing.jinja"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: list[str], words: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uvicorn.Server.run", lambda server: pytest.fail("it began to serve"))
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.search(f"^tokenproxy: .*{words}", line)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["serve", "--nonsense"], ["serve", "--token-in", "guess"]]
+)
+def test_what_is_not_known(arguments: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(arguments)
+    assert exited.value.code == 2
+    assert "usage: tokenproxy" in capsys.readouterr().err
+
+
+def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.touch()
+    flags = {
+        "--host": "0.0.0.0",
+        "--port": "1",
+        "--api-key": "a",
+        "--upstream-api-key": "b",
+        "--tokenizer": "c",
+        "--chat-template": str(template),
+        "--token-in": "chat",
+        "--body-limit-bytes": "2",
+        "--connect-timeout-s": "3.5",
+        "--watch-interval-s": "4.5",
+        "--encoder-threads": "5",
+        "--log-level": "debug",
+    }
+    upstreams = ["--upstream", "http://a:1", "--upstream", "http://b:2/v1"]
+    pairs = [word for pair in flags.items() for word in pair]
+    assert main(["serve", *upstreams, *pairs, "--trust-remote-code"]) == 0
+    [settings] = served
+    assert settings.upstreams == ["http://a:1", "http://b:2"]
+    assert settings.trust_remote_code is True
+    for flag, value in flags.items():
+        name = flag[2:].replace("-", "_")
+        found = getattr(settings, name)
+        found = found.get_secret_value() if "key" in name else found
+        assert str(found) == value
+    assert settings.model_fields_set == set(Settings.model_fields)
+
+
+def test_upstreams_may_stand_in_the_file(served: list[Settings], tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("upstreams: [http://a:1]\nport: 1\n")
+    assert main(["serve", "--config", str(path), "--port", "2"]) == 0
+    assert (served[0].upstreams, served[0].port) == (["http://a:1"], 2)
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    assert main(["vllm", "some-model"]) == 2
+    assert "pip install 'tokenproxy[vllm]'" in capsys.readouterr().err
+
+
+def test_the_command_is_installed() -> None:
+    [script] = entry_points(group="console_scripts", name="tokenproxy")
+    assert script.load() is main
+
+
+def test_serve_as_a_process(mortal: FakeVllm) -> None:
+    mortal.canned["/v1/models"] = Canned(b'{"data": []}')  # no model, no tokenizer to load
+    mortal.canned["/v1/embeddings"] = Canned(b"[1]")
+    command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", mortal.url, "--port", "0"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        try:
+            address = next(
+                found for line in process.stderr if (found := re.search(r"running on (http\S+)", line))
+            )
+            client = httpx.Client(base_url=address[1], trust_env=False)
+            assert client.post("/v1/embeddings").text == "[1]"
+            process.send_signal(signal.SIGTERM)
+            assert "Application shutdown complete" in process.stderr.read()
+            # uvicorn ends in order and then hands the signal on
+            assert process.wait(20) == -signal.SIGTERM
+        finally:
+            process.kill()

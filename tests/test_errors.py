@@ -1,0 +1,40 @@
+import inspect
+import json
+import re
+
+import pytest
+
+from proxy import errors
+from proxy.errors import ApiError, EngineUnavailable
+
+_CLASSES = [
+    value
+    for value in vars(errors).values()
+    if inspect.isclass(value) and issubclass(value, ApiError) and value is not ApiError
+]
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    documented = re.findall(r"── (\w+) +(\d{3})  \w", errors.__doc__ or "")
+    assert documented == [(kind.__name__, str(kind.status)) for kind in _CLASSES]
+
+
+def test_statuses_and_types_tell_errors_apart() -> None:
+    assert len({kind.status for kind in _CLASSES}) == len({kind.kind for kind in _CLASSES}) == len(_CLASSES)
+
+
+@pytest.mark.parametrize("kind", _CLASSES)
+def test_the_wire_format_is_that_of_openai(kind: type[ApiError]) -> None:
+    error = json.loads(kind('what "is" wrong').body())["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert error == {"message": 'what "is" wrong', "type": kind.kind, "param": None, "code": kind.status}
+
+
+def test_param_and_code() -> None:
+    error = json.loads(errors.NotFound("no", param="model", code="model_not_found").body())["error"]
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+def test_when_to_come_back() -> None:
+    assert (b"retry-after", b"2") in EngineUnavailable("down").headers()
+    assert errors.EngineBroken("broken").headers() == [(b"content-type", b"application/json")]

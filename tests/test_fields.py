@@ -1,0 +1,91 @@
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.errors import BadRequest
+from proxy.fields import given as given_field
+from proxy.fields import join, parse, raw, read, read_messages
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+_SPELLINGS = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 2}, {"ensure_ascii": False}])
+
+
+@given(st.dictionaries(st.text(), _VALUES), _SPELLINGS)
+def test_values_survive_byte_for_byte(value: dict[str, Any], spelling: dict[str, Any]) -> None:
+    body = json.dumps(value, **spelling).encode()
+    fields = parse(body)
+    assert json.loads(join(fields)) == value
+    for content in fields.values():
+        assert bytes(content) in body
+        assert bytes(content) in join(fields)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "123456789012345678901234567890",
+        "1.10",
+        "-0",
+        "1E+400",
+        '"\\u00e9\\/\\ud83d\\ude00"',
+        '"é"',
+        "[ 1,\n2 ]",
+        '{"a": 1, "a": 2}',
+    ],
+)
+def test_spellings_that_a_parser_would_change(spelling: str) -> None:
+    fields = parse(f'{{ "x" : {spelling} , "y":null}}'.encode())
+    assert bytes(fields["x"]) == spelling.encode()
+    assert join(fields) == f'{{"x":{spelling},"y":null}}'.encode()
+
+
+def test_of_duplicate_names_the_last_counts_as_in_other_parsers() -> None:
+    body = b'{"a": 1, "b": 2, "a": 3}'
+    assert json.loads(join(parse(body))) == json.loads(body) == {"a": 3, "b": 2}
+
+
+@pytest.mark.parametrize("body", [b"[]", b"7", b'"{}"', b"null", b"true"])
+def test_a_body_that_is_no_object(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="must be a JSON object") as caught:
+        parse(body)
+    assert caught.value.param == "body"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"a": }', b'{"a": 1} {', b"{'a': 1}", b'{"\xff": 1}'])
+def test_a_body_that_is_no_json(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="not valid JSON") as caught:
+        parse(body)
+    assert caught.value.param == "body"
+
+
+@pytest.mark.parametrize("body, expected", [(b'{"a": 0}', b"0"), (b'{"a": null}', None), (b"{}", None)])
+def test_null_counts_as_missing(body: bytes, expected: bytes | None) -> None:
+    assert given_field(parse(body), "a") == expected
+
+
+def test_read() -> None:
+    fields = parse(b'{"a": [1], "b": null}')
+    assert read(fields, "a", list[int]) == [1]
+    assert read(fields, "b", list[int]) is read(fields, "c", list[int]) is None
+    with pytest.raises(BadRequest, match="`a`: Expected") as caught:
+        read(fields, "a", str)
+    assert caught.value.param == "a"
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", "[1]", '"text"', "[[]]"])
+def test_messages_are_objects_in_a_list(value: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read_messages(parse(b'{"messages": %s}' % value.encode()), "messages")
+    assert caught.value.param == "messages"
+
+
+def test_raw() -> None:
+    assert isinstance(raw({"a": [1, "é"]}), msgspec.Raw)
+    assert bytes(raw({"a": [1, "é"]})) == '{"a":[1,"é"]}'.encode()

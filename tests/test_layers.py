@@ -1,0 +1,40 @@
+"""The rooms of the code: imports go down, never up."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[1]
+_ROOMS = ["proxy.dialects", "proxy.fleet", "proxy.engine", "tokenization"]
+"""From the top; what wires them together stands above all."""
+_FOR_ALL = ["proxy.errors", "proxy.fields", "proxy.types"]
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return {name for name in found if name.split(".")[0] in ("proxy", "tokenization")}
+
+
+def _is_in(module: str, rooms: list[str]) -> bool:
+    return any(module == room or module.startswith(room + ".") for room in rooms)
+
+
+@pytest.mark.parametrize("rank, room", list(enumerate(_ROOMS)))
+def test_a_room_knows_only_those_below(rank: int, room: str) -> None:
+    files = sorted((_ROOT / room.replace(".", "/")).glob("*.py"))
+    assert files
+    allowed = _ROOMS[rank:] + ([] if room == "tokenization" else _FOR_ALL)
+    upward = {(path.name, name) for path in files for name in _imports(path) if not _is_in(name, allowed)}
+    assert upward == set()
+
+
+@pytest.mark.parametrize("module", _FOR_ALL)
+def test_what_all_share_knows_none_of_them(module: str) -> None:
+    path = (_ROOT / module.replace(".", "/")).with_suffix(".py")
+    assert not [name for name in _imports(path) if not _is_in(name, _FOR_ALL)]

@@ -1,0 +1,638 @@
+import copy
+import itertools
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenization import InvalidMessages
+from tokenization.canonical import MAX_DEPTH, CanonicalMessage, canonical, chain, extend, start
+
+Json = dict[str, Any]
+
+
+def _user(content: object) -> Json:
+    return {"role": "user", "content": content}
+
+
+def _turn(content: object = None, **fields: object) -> Json:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def _call(arguments: object, **fields: object) -> Json:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}, **fields}
+
+
+def _calls(*arguments: object) -> Json:
+    return _turn(tool_calls=[_call(each) for each in arguments])
+
+
+def _text(text: object, **fields: object) -> Json:
+    return {"type": "text", "text": text, **fields}
+
+
+def _image(url: str, **fields: object) -> Json:
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def _variants(make: Callable[[Any], Json], *values: object) -> list[Json]:
+    return [make(value) for value in values]
+
+
+def _x(value: str) -> Json:
+    """A turn whose call has `value`, a JSON text, as its one argument."""
+    return _calls(f'{{"x": {value}}}')
+
+
+def _nested(depth: int, inside: str = "") -> str:
+    return "[" * depth + inside + "]" * depth
+
+
+SAME: list[list[Json]] = [
+    # content
+    [{"role": "assistant"}, *_variants(_turn, "", None, [], [""], [_text("")], [_text(None)])],
+    _variants(_user, "a", ["a"], [_text("a")], [{"text": "a"}], [{"type": None, "text": "a"}]),
+    _variants(_user, "a", [_text("a", cache_control={"type": "ephemeral"})], [_text("a", note=1)]),
+    _variants(_user, "a", [{"type": "input_text", "text": "a"}], [{"type": "output_text", "text": "a"}]),
+    _variants(_turn, "a", [{"type": "refusal", "refusal": "a"}], [{"type": "thinking", "thinking": "a"}]),
+    _variants(_user, "a\nb", ["a", "b"], [_text("a"), _text("b")], ["a", _text(None), "b"]),
+    _variants(_user, ["a\nb", _image("x"), "c"], ["a", "b", _image("x"), _text("c")]),
+    [
+        _user([_image("x")]),
+        _user([_image("x", detail=None)]),
+        _user([{"image_url": {"url": "x"}, "type": "image_url", "uuid": None}]),
+        _user([{**_image("x"), "cache_control": {"type": "ephemeral"}}]),
+    ],
+    # fields that are absent, and fields that reach no prompt
+    [
+        _turn("a"),
+        _turn("a", name=None, refusal=None, reasoning=None, reasoning_content=None, tool_calls=None),
+        _turn("a", refusal="", reasoning="", reasoning_content="", tool_calls=[], annotations=[], index=3),
+        _turn("a", function_call=None, audio=None, tools=[{"x": 1}], tool_call_id=None),
+    ],
+    [{"role": "developer", "tools": []}, {"role": "developer", "tools": None}, {"role": "developer"}],
+    # reasoning
+    [
+        _turn("a", reasoning="r"),
+        _turn("a", reasoning_content="r"),
+        _turn("a", reasoning=None, reasoning_content="r"),
+        _turn("a", reasoning="r", reasoning_content="r"),
+        _turn("a", reasoning="r", reasoning_content=None),
+    ],
+    # tool calls
+    [
+        _calls('{"x": 1, "y": [1, {"a": null, "b": "\\u00e9"}]}'),
+        _calls('{"y":[1,{"b":"é","a":null}],"x":1}'),
+        _calls('\n{ "y" : [ 1 , { "b" : "\\u00E9" , "a" : null } ] ,\t"x" : 1 }\n'),
+        _calls({"x": 1, "y": [1, {"b": "é", "a": None}]}),
+        _calls({"y": (1, {"a": None, "b": "é"}), "x": 1}),
+    ],
+    _variants(_calls, "{}", " { } ", {}, "", None),
+    [*_variants(_x, "1.0", "1.00", "10e-1"), _calls({"x": 1.0})],
+    _variants(_x, "0", "-0"),
+    [_x(str(2**90)), _calls({"x": 2**90})],
+    _variants(_calls, '"\\ud83d\\ude00"', '"😀"'),
+    _variants(_calls, "[1, 2]", "[1,2]", [1, 2]),
+    _variants(_calls, _nested(MAX_DEPTH), _nested(MAX_DEPTH, " ")),
+    _variants(_calls, '["' + "[" * 200 + '"]', '[ "' + "[" * 200 + '" ]'),
+    _variants(_calls, '["' + '\\"[' * 200 + '"]', '[ "' + '\\"[' * 200 + '" ]'),
+    _variants(_calls, "[" + "[]," * 200 + "1]", "[" + "[ ], " * 200 + "1]"),
+    [
+        _turn(tool_calls=[_call("{}")]),
+        _turn(tool_calls=[_call("{}", type=None)]),
+        _turn(tool_calls=[{"id": "1", "function": {"name": "f"}}]),
+        _turn(tool_calls=[_call("{}", index=0)]),
+        _turn(tool_calls=(_call("{}"),)),
+    ],
+    _variants(
+        lambda call: _turn(tool_calls=[call]),
+        {"type": "custom", "custom": {"name": "f", "input": "x"}, "id": "1"},
+        {"id": "1", "type": "custom", "custom": {"input": "x", "name": "f"}, "function": None},
+    ),
+]
+"""Groups of spellings of one message."""
+
+DIFFERENT: list[list[Json]] = [
+    # text
+    _variants(_user, "", "a", "a ", " a", "a\n", "A", "a\nb", "a b", "a\r\nb", "a\x00", "null", "[]"),
+    _variants(_user, "é", "e\u0301"),
+    _variants(_user, "\ud83d\ude00", "😀", "\ud83d", "\ude00\ud83d"),
+    _variants(_user, ["a", ""], ["a"], ["", "a"], ["a", "", ""]),
+    _variants(_turn, "a", "a ", "\na"),
+    # roles
+    _variants(
+        lambda role: {"role": role, "content": "a"},
+        *("system", "developer", "user", "assistant", "tool", "User", "user "),
+    ),
+    # a text that looks like a part, a call or an encoding is not one
+    _variants(_user, '[{"type": "text", "text": "a"}]', [_text("a")]),
+    _variants(_user, "s1:a", "a", "s1:as1:b", ["s1:a", "s1:b"]),
+    [_turn("a", name="bc"), _turn("ab", name="c"), _turn("abc", name=""), _turn("abc")],
+    [_turn("a"), _turn("b"), *(_turn("a", **{key: "b"}) for key in ("reasoning", "refusal", "name", "task"))],
+    [_turn("", reasoning='b","content":"a'), _turn("a", reasoning="b")],
+    [_turn("<think>r</think>a"), _turn("a", reasoning="r")],
+    # reasoning
+    [_turn("a"), _turn("a", reasoning="r"), _turn("a", reasoning="s"), _turn("a", reasoning="r ")],
+    [_turn("a", reasoning="", reasoning_content="r"), _turn("a", reasoning="r")],
+    # other parts
+    _variants(
+        _user,
+        [_image("x")],
+        [_image("y")],
+        [_image("x", detail="low")],
+        [_image("x"), _image("x")],
+        ["x"],
+        [],
+        ["", _image("x")],
+        ["a", _image("x")],
+        [_image("x"), "a"],
+        [{"type": "audio_url", "audio_url": {"url": "x"}}],
+        [{"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}],
+        [{"type": "input_audio", "input_audio": {"data": "x", "format": "mp3"}}],
+        [{**_image("x"), "uuid": "1"}],
+        [{**_image("x"), "uuid": "2"}],
+        [_text("x", uuid="1", image_url="x")],
+        [_text("x", uuid="1", image_url="y")],
+        [{"image_url": "x"}],
+        [{"image_url": "y"}],
+        [{"text": "a", "image_url": "x"}],
+        [{"text": "a", "image_url": "y"}],
+        [{"type": "tool_reference", "name": "x"}],
+        [{"type": ["text"], "text": "x"}],
+    ),
+    # names and ids
+    [{"role": "tool", "content": "a", "tool_call_id": each} for each in ("1", "2", "", 1, None)],
+    [{"role": "tool", "content": "a", "name": "1"}, {"role": "tool", "content": "a", "tool_call_id": "1"}],
+    [{"role": "developer", "tools": tools} for tools in ([], [{"a": 1, "b": 2}], [{"b": 2, "a": 1}])],
+    # tool calls
+    _variants(
+        lambda calls: _turn(tool_calls=calls),
+        None,
+        [_call("{}")],
+        [_call("{}", id="2")],
+        [_call("{}", id=None)],
+        [_call("{}", id=1)],
+        [_call("{}", type="custom")],
+        [_call("{}", function={"name": "g", "arguments": "{}"})],
+        [_call("{}", function={"arguments": "{}"})],
+        [_call("{}"), _call("{}")],
+        [_call("{}"), _call("{}", id="2")],
+        [_call("{}", id="2"), _call("{}")],
+    ),
+    [_calls('{"x":1}', "{}"), _calls("{}", '{"x":1}'), _calls('{"x":1}{}')],
+    # arguments that are JSON
+    _variants(_x, "1", "1.0", "1.5", "-1", "0", "0.0", "-0.0", "true", "false", "null", "{}", '""'),
+    _variants(_x, "[]", "[1]", "[null]", "[[]]", "[[],[]]", "[[[]]]", "[1,2]", "[2,1]", "[[1],2]", "[1,[2]]"),
+    _variants(_x, '"1"', '"1.0"', '"true"', '"null"', '" "', '"a"', '"a "', r'"\n"', r'"\\n"', '"{}"'),
+    _variants(_calls, '{"x": 1}', '{"y": 1}', '{"x": 1, "y": 1}', "{}", '{"": 1}', '"x"', "1"),
+    _variants(_calls, *({"x": number} for number in (2**64, 2**64 + 1, float(2**64), 0))),
+    _variants(_calls, {"x": 10**5000}, {"x": 10**5000 + 1}),
+    _variants(_calls, r'"\ud83d"', r'"\ude00"', r'"\ud83d\ude00"', '"\ud83d\ude00"'),
+    # arguments that are not JSON, or that a parser would lose something of: the text counts
+    _variants(_calls, "{'x': False}", "{'x': false}", "{'x':False}", '{"x": False}', '{"x": false}', " "),
+    _variants(_calls, "abc", '"abc"', "abc ", "\ufeff{}", "{}"),
+    _variants(_calls, '{"x":1,"x":2}', '{"x":2,"x":2}', '{"x":2}', '{"x": 2, "x": 2}', r'{"x":2,"\u0078":2}'),
+    _variants(_x, "NaN", "NaN ", "Infinity", "-Infinity", "1e400", "1e400 ", "1e401", "-1e400"),
+    _variants(_calls, "1" * 5000, "1" * 4999 + "2", " " + "1" * 5000),
+    _variants(_calls, _nested(MAX_DEPTH + 1), _nested(MAX_DEPTH + 1, " "), _nested(MAX_DEPTH)),
+    _variants(_calls, _nested(100_000), _nested(100_000, "1")),
+    _variants(_calls, *('"[' * 1000 + end for end in ("", "\\", '\\"'))),
+]
+"""Groups in which no message is the same as another."""
+
+INVALID: list[tuple[Any, str]] = [
+    ("text", "message 3 must be an object"),
+    (None, "message 3 must be an object"),
+    ([], "message 3 must be an object"),
+    ({}, "message 3 needs a role"),
+    ({"content": "a"}, "message 3 needs a role"),
+    ({"role": "", "content": "a"}, "message 3 needs a role"),
+    ({"role": None}, "message 3 needs a role"),
+    ({"role": 5}, "message 3 needs a role"),
+    (_user(5), "content of message 3 must be a string or a list of parts"),
+    (_user(False), "content of message 3"),
+    (_user(_text("a")), "content of message 3"),
+    (_user([5]), "message 3 holds a part of type 'int'"),
+    (_user([None]), "message 3 holds a part of type 'NoneType'"),
+    (_user([_text(5)]), "a text part in message 3 holds no text"),
+    (_user([{"type": "refusal", "refusal": ["no"]}]), "a text part in message 3 holds no text"),
+    (_user([{"type": "image_pil", "image_pil": object()}]), "type 'object' is not JSON"),
+    (_user([{"type": "image_url", 1: "a"}]), "names in an object must be strings"),
+    (_turn(tool_calls="f"), "tool calls of message 3 must be a list"),
+    (_turn(tool_calls={}), "tool calls of message 3 must be a list"),
+    (_turn(tool_calls=5), "tool calls of message 3 must be a list"),
+    (_turn(tool_calls=["f"]), "tool calls of message 3 must be objects with a function"),
+    (_turn(tool_calls=[{"id": "1"}]), "tool calls of message 3 must be objects with a function"),
+    (_turn(tool_calls=[{"function": "f"}]), "tool calls of message 3 must be objects with a function"),
+    (_calls({"x": {1, 2}}), "type 'set' is not JSON"),
+    (_calls({"x": b"a"}), "type 'bytes' is not JSON"),
+    (_calls({1: "a"}), "names in an object must be strings"),
+    (_turn(name=object()), "type 'object' is not JSON"),
+]
+
+
+@pytest.mark.parametrize("spellings", SAME)
+def test_spellings_of_one_message(spellings: list[Json]) -> None:
+    assert len({canonical(message) for message in spellings}) == 1
+
+
+@pytest.mark.parametrize("messages", DIFFERENT)
+def test_different_messages(messages: list[Json]) -> None:
+    for one, other in itertools.combinations(messages, 2):
+        assert canonical(one).strict != canonical(other).strict, (one, other)
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        ["", "s", "s0:", "s1:"],
+        ["", {}, {"": ""}, {"": {}}],
+        [[], [[]], [[], []], ""],
+        [None, "n", True, "t", False, "f"],
+        [1, 31, False, -1, 1.0, "1"],
+        [0.0, -0.0, 0, 1e22, 10**22],
+    ],
+)
+def test_no_value_imitates_the_edge_between_two(leaves: list[Any]) -> None:
+    values = [values for length in range(5) for values in itertools.product(leaves, repeat=length)]
+    assert len({canonical(_calls(list(each))).strict for each in values}) == len(values)
+
+
+@pytest.mark.parametrize("message, complaint", INVALID)
+def test_what_is_no_message(message: Any, complaint: str) -> None:
+    with pytest.raises(InvalidMessages, match=complaint):
+        canonical(message, 3)
+
+
+def test_nesting_has_no_limit_in_parsed_values() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    digests = {canonical(_calls({"x": value})).strict for value in (deep, [deep])}
+    assert len(digests | {canonical(_user([{"type": "audio", "x": deep}])).strict}) == 3
+    assert canonical(_turn(reasoning=deep)).loose == canonical(_turn()).strict
+
+
+def test_the_depth_of_the_stack_does_not_matter() -> None:
+    def called_from(depth: int) -> CanonicalMessage:
+        return called_from(depth - 1) if depth else canonical(_calls(_nested(MAX_DEPTH, " ")))
+
+    assert called_from(500) == canonical(_calls(_nested(MAX_DEPTH)))
+
+
+def test_a_text_of_unclosed_strings_is_read_in_one_pass() -> None:
+    canonical(_calls("[" * 200 + '"' + '\\"' * 1_000_000 + "\\"))
+
+
+# ---- the loose digest ----
+
+
+@pytest.mark.parametrize(
+    "recorded, sent",
+    [
+        (_turn("a", reasoning="r"), _turn("a")),
+        (_turn("a", reasoning="r"), _turn("a", reasoning_content="")),
+        (_turn("\n\na ", reasoning="r"), _turn("a")),
+        (_turn("\n\na ", reasoning="r\n"), _turn("a", reasoning_content="r")),
+        (_turn("\n\na"), _turn([_text("a")])),
+        (_turn("\n", tool_calls=[_call('{"x": 1}')]), _turn(None, tool_calls=[_call('{"x":1}')])),
+        (_turn(" ", reasoning="r"), {"role": "assistant"}),
+        (_turn([_image("x"), " "], reasoning="r"), _turn([_image("x"), " "])),
+        (_turn("a", reasoning="\n"), _turn("a")),
+    ],
+)
+def test_what_clients_do_to_an_assistant_turn(recorded: Json, sent: Json) -> None:
+    record, copied = canonical(recorded), canonical(sent)
+    assert copied.strict != record.strict
+    assert copied.loose == record.loose
+    assert copied.is_copy_of(record)
+
+
+@pytest.mark.parametrize(
+    "recorded, sent",
+    [
+        (_turn("a", reasoning="r"), _turn("a", reasoning="s")),
+        (_turn("a"), _turn("a", reasoning="r")),
+    ],
+)
+def test_edited_reasoning_is_no_copy(recorded: Json, sent: Json) -> None:
+    assert canonical(sent).loose == canonical(recorded).loose
+    assert not canonical(sent).is_copy_of(canonical(recorded))
+
+
+@pytest.mark.parametrize(
+    "recorded, sent",
+    [
+        (_turn("a b"), _turn("a  b")),
+        (_turn("a"), _turn("b")),
+        (_turn("a", refusal="r"), _turn("a")),
+        (_turn("a", refusal="r"), _turn("a", refusal="r ")),
+        (_calls("abc"), _calls("abc ")),
+        (_calls('{"x": "a"}'), _calls('{"x": "a "}')),
+        (_user("a"), _user("a ")),
+        (_user("a"), {**_user("a"), "reasoning": "r"}),
+        ({"role": "tool", "content": "a\n"}, {"role": "tool", "content": "a"}),
+        ({"role": "system", "content": "a\n"}, {"role": "system", "content": "a"}),
+        (_turn([" a", _image("x")]), _turn(["a", _image("x")])),
+    ],
+)
+def test_what_the_loose_digest_does_not_forgive(recorded: Json, sent: Json) -> None:
+    assert canonical(sent).loose != canonical(recorded).loose
+    assert not canonical(sent).is_copy_of(canonical(recorded))
+
+
+def test_a_message_with_nothing_to_forgive_has_one_digest() -> None:
+    for message in (_user(" a "), _turn("a"), _calls("{}"), {**_user("a"), "reasoning": "r"}):
+        made = canonical(message)
+        assert made.loose == made.strict
+        assert made.reasoning == b""
+
+
+def test_digests_outlive_the_process_that_made_them() -> None:
+    """They are stored: whoever changes one of these loses the conversations recorded before."""
+    made = canonical(_turn("a ", reasoning="r", tool_calls=[_call('{"x": 1}')]))
+    assert made.strict.hex() == "3e73886cd3a8b5eb3ac6410914594af3"
+    assert made.loose.hex() == "5f7a96750a0af3f238181e0b845c7c0c"
+    assert made.reasoning.hex() == "518ed53b2d4ee54f936e563825865053"
+    assert start().hex() == "daa743d46245bdb44ac663436768aa01"
+    assert extend(start(), made.strict).hex() == "e83e9132e1c4e5585a9204ba30b1b398"
+
+
+# ---- the digest of a conversation ----
+
+MESSAGES = [{"role": "system", "content": "s"}, _user("u"), _turn("a ", reasoning="r"), _user("v")]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": 1, "b": 2}}}
+SWAPPED = {"type": "function", "function": {"name": "f", "parameters": {"b": 2, "a": 1}}}
+OTHER = {"type": "function", "function": {"name": "g"}}
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ({}, {"tools": None}),
+        ({}, {"tools": []}),
+        ({}, {"template_kwargs": None}),
+        ({}, {"template_kwargs": {}}),
+        ({}, {"model": None, "session": None}),
+        ({"tools": [TOOL]}, {"tools": (copy.deepcopy(TOOL),)}),
+        ({"template_kwargs": {"a": 1, "b": 2}}, {"template_kwargs": {"b": 2, "a": 1}}),
+    ],
+)
+def test_equal_surroundings(one: Json, other: Json) -> None:
+    assert start(**one) == start(**other)
+
+
+def test_different_surroundings() -> None:
+    surroundings: list[Json] = [
+        {},
+        {"tools": [TOOL]},
+        {"tools": [SWAPPED]},
+        {"tools": [TOOL, OTHER]},
+        {"tools": [OTHER, TOOL]},
+        {"tools": [{**TOOL, "strict": None}]},
+        *_variants(lambda value: {"template_kwargs": {"a": value}}, None, True, 1, 1.0, "1", [], {}, ""),
+        {"template_kwargs": {"a": {"x": 1, "y": 2}}},
+        {"template_kwargs": {"a": {"y": 2, "x": 1}}},
+        {"template_kwargs": {"b": 1}},
+        {"model": ""},
+        {"model": "m"},
+        {"session": ""},
+        {"session": "m"},
+        {"model": "m", "session": "m"},
+    ]
+    assert len({start(**each) for each in surroundings}) == len(surroundings)
+
+
+def test_surroundings_that_are_not_json() -> None:
+    with pytest.raises(InvalidMessages, match="type 'object' is not JSON"):
+        start(tools=[{"type": object()}])
+    with pytest.raises(InvalidMessages, match="type 'set' is not JSON"):
+        start(template_kwargs={"a": set()})
+
+
+def test_a_chain_is_made_of_its_links() -> None:
+    digest = start(tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s")
+    links = [digest := extend(digest, canonical(message).strict) for message in MESSAGES]
+    assert chain(MESSAGES, tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s") == links
+    assert chain([], tools=None, template_kwargs=None) == []
+
+
+def test_the_loose_chain_goes_on_where_the_strict_one_ends() -> None:
+    sent = [*MESSAGES[:2], _turn("a"), MESSAGES[3]]
+    strict = [chain(each, tools=None, template_kwargs=None) for each in (MESSAGES, sent)]
+    assert [one == other for one, other in zip(*strict, strict=True)] == [True, True, False, False]
+    loose = [chain(each, tools=None, template_kwargs=None, loose=True) for each in (MESSAGES, sent)]
+    assert loose[0] == loose[1] == strict[1]
+
+
+def test_a_chain_says_which_message_is_none() -> None:
+    with pytest.raises(InvalidMessages, match="message 1 needs a role"):
+        chain([_user("a"), {"content": "a"}], tools=None, template_kwargs=None)
+
+
+# ---- for all messages ----
+
+_ANY_TEXT = st.text(st.characters(exclude_categories=()))
+_SHORT = st.text("ab \n", max_size=3)
+_NUMBERS = (
+    st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([0, 1, 0.0, 1.0])
+)
+_JSON = st.recursive(
+    st.none() | st.booleans() | _NUMBERS | _ANY_TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_SHORT, inner, max_size=4),
+    max_leaves=12,
+)
+_OBJECTS = st.dictionaries(_SHORT | _ANY_TEXT, _JSON, max_size=4)
+_SEEDS = st.randoms(use_true_random=False)
+_PLAIN = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "tool"]),
+        "content": _SHORT,
+        "reasoning": _SHORT,
+        "refusal": _SHORT,
+        "name": st.none() | _SHORT,
+        "tool_call_id": st.none() | _SHORT,
+        "tool_calls": st.lists(
+            st.tuples(
+                _SHORT,
+                _SHORT,
+                st.dictionaries(_SHORT, st.sampled_from([0, False, 0.0, None, ""]), max_size=2),
+            ),
+            max_size=2,
+        ),
+    }
+)
+"""What a message says, in a form where nothing has two spellings."""
+
+
+def _shuffled(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, dict):
+        keys = list(value)
+        rng.shuffle(keys)
+        return {key: _shuffled(value[key], rng) for key in keys}
+    return [_shuffled(item, rng) for item in value] if isinstance(value, list) else value
+
+
+def _respelled(value: Any, rng: random.Random) -> Any:
+    """A JSON value as an object, or as JSON text in some style."""
+    value = _shuffled(value, rng)
+    if rng.random() < 0.3:
+        return value
+    separators = rng.choice([(",", ":"), (", ", ": "), ("\n,", "\t:\r")])
+    # pairs of surrogates would become one character on the way through escapes
+    return json.dumps(value, indent=rng.choice([None, 0, 2]), separators=separators, ensure_ascii=False)
+
+
+def _spelled(plain: Json, rng: random.Random) -> Json:
+    """One of the messages that say what `plain` says."""
+    message: Json = {"role": plain["role"], "unknown": rng.random()}
+    texts = plain["content"].split("\n")
+    spellings: list[Any] = [
+        plain["content"],
+        texts,
+        [_text(text) for text in texts],
+        [_text(plain["content"])],
+    ]
+    message["content"] = rng.choice(spellings if plain["content"] else [*spellings, None, []])
+    message[rng.choice(["reasoning", "reasoning_content"])] = plain["reasoning"] or rng.choice(["", None])
+    message["refusal"] = plain["refusal"] or rng.choice(["", None])
+    message |= {
+        key: plain[key] for key in ("name", "tool_call_id") if plain[key] is not None or rng.random() < 0.5
+    }
+    calls: list[Json] = [
+        {
+            "id": each,
+            "function": {"name": name, "arguments": _respelled(arguments, rng)},
+            "index": rng.random(),
+        }
+        for each, name, arguments in plain["tool_calls"]
+    ]
+    message["tool_calls"] = calls or rng.choice([None, calls])
+    return _shuffled(message, rng) if rng.random() < 0.5 else message
+
+
+def _meaning(plain: Json) -> str:
+    return json.dumps(plain, sort_keys=True)
+
+
+@given(_OBJECTS, _SEEDS)
+def test_the_spelling_of_arguments_does_not_count(arguments: Json, rng: random.Random) -> None:
+    assert canonical(_calls(_respelled(arguments, rng))) == canonical(_calls(arguments))
+
+
+@given(_OBJECTS, _OBJECTS)
+def test_the_value_of_arguments_counts(one: Json, other: Json) -> None:
+    same = json.dumps(one, sort_keys=True, ensure_ascii=False) == json.dumps(
+        other, sort_keys=True, ensure_ascii=False
+    )
+    assert (canonical(_calls(one)) == canonical(_calls(other))) == same
+
+
+@given(_PLAIN, _PLAIN, _SEEDS)
+def test_messages_are_equal_exactly_when_they_say_the_same(
+    one: Json, other: Json, rng: random.Random
+) -> None:
+    assert canonical(_spelled(one, rng)) == canonical(_spelled(one, rng))
+    assert (canonical(_spelled(one, rng)) == canonical(_spelled(other, rng))) == (
+        _meaning(one) == _meaning(other)
+    )
+
+
+@given(_PLAIN, _PLAIN, st.data())
+def test_a_change_of_any_field_counts(one: Json, other: Json, data: st.DataObject) -> None:
+    field = data.draw(st.sampled_from(sorted(one)))
+    changed = {**one, field: other[field]}
+    rng = data.draw(_SEEDS)
+    equal = canonical(_spelled(one, rng)) == canonical(_spelled(changed, rng))
+    assert equal == (_meaning(one) == _meaning(changed))
+
+
+@given(_PLAIN, _PLAIN, _SEEDS)
+def test_loose_is_strict_without_reasoning_and_outer_space(
+    one: Json, other: Json, rng: random.Random
+) -> None:
+    def forgiven(plain: Json) -> Json:
+        if plain["role"] != "assistant":
+            return plain
+        return {**plain, "content": plain["content"].strip(), "reasoning": ""}
+
+    first, second = canonical(_spelled(one, rng)), canonical(_spelled(other, rng))
+    assert first.loose == canonical(_spelled(forgiven(one), rng)).strict
+    assert (first.loose == second.loose) == (_meaning(forgiven(one)) == _meaning(forgiven(other)))
+    if first.strict == second.strict:
+        assert first == second
+        assert first.is_copy_of(second)
+    if first.is_copy_of(second):
+        assert first.loose == second.loose
+
+
+@given(st.lists(_PLAIN, max_size=5), st.integers(0, 5), st.booleans(), _SEEDS)
+def test_a_chain_of_a_prefix_is_a_prefix_of_the_chain(
+    plain: list[Json], cut: int, loose: bool, rng: random.Random
+) -> None:
+    def made(messages: list[Json]) -> list[bytes]:
+        return chain(
+            [_spelled(each, rng) for each in messages], tools=[TOOL], template_kwargs={}, loose=loose
+        )
+
+    assert made(plain[:cut]) == made(plain)[:cut]
+
+
+@given(st.lists(_PLAIN, min_size=1, max_size=5), _PLAIN, st.data())
+def test_an_edit_changes_the_chain_from_there_on(plain: list[Json], other: Json, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(plain) - 1))
+    rng = data.draw(_SEEDS)
+    edited = [*plain[:at], other, *plain[at + 1 :]]
+    chains = [
+        chain([_spelled(p, rng) for p in each], tools=None, template_kwargs=None) for each in (plain, edited)
+    ]
+    same = [one == two for one, two in zip(*chains, strict=True)]
+    same_there = _meaning(plain[at]) == _meaning(other)
+    assert same == [True] * at + [same_there] * (len(plain) - at)
+
+
+_NAMES = ["type", "text", "uuid", "image_url", "refusal", "thinking", "cache_control", "function", "name"]
+_WORDS = st.sampled_from(
+    ["user", "assistant", "developer", "text", "refusal", "thinking", "function", "image_url", "{"]
+)
+_WILD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | _ANY_TEXT | _WORDS | st.binary(max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from(_NAMES) | st.integers() | st.text(), inner, max_size=4)
+    ),
+)
+_WILD_PARTS = st.lists(
+    st.dictionaries(st.sampled_from(["type", "text", "uuid", "image_url"]), _WORDS | _WILD)
+)
+_WILD_CALLS = st.lists(
+    st.fixed_dictionaries({"function": st.dictionaries(st.sampled_from(["name", "arguments"]), _WILD)})
+)
+_WILD_MESSAGES = st.fixed_dictionaries(
+    {"role": _WORDS},
+    optional={
+        "content": _WILD_PARTS | _WILD,
+        "tool_calls": _WILD_CALLS | _WILD,
+        **dict.fromkeys(
+            ["name", "reasoning", "reasoning_content", "refusal", "tools", "tool_call_id"], _WILD
+        ),
+    },
+)
+
+
+@given(_WILD_MESSAGES | _WILD)
+def test_whatever_arrives_is_a_message_or_an_invalid_one(message: Any) -> None:
+    before = repr(message)
+    try:
+        made = canonical(message)
+    except InvalidMessages:
+        made = None
+    assert repr(message) == before
+    if made is not None:
+        assert made == canonical(copy.deepcopy(message))
+        assert (len(made.strict), len(made.loose), len(made.reasoning) in (0, 16)) == (16, 16, True)

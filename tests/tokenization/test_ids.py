@@ -1,0 +1,85 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenization import InvalidIds, ids
+
+_IDS = st.lists(st.integers(0, 2**70), min_size=1)
+_SPELLINGS = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 2}, {"indent": "\t"}])
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+def _dumps(value: object, spelling: dict[str, Any]) -> bytes:
+    return json.dumps(value, **spelling).encode()
+
+
+@given(_IDS, _SPELLINGS)
+def test_check_counts(values: list[int], spelling: dict[str, Any]) -> None:
+    assert ids.check(_dumps(values, spelling)) == len(values)
+
+
+@given(_JSON | st.lists(_JSON), _SPELLINGS)
+def test_check_accepts_nothing_but_ids(value: Any, spelling: dict[str, Any]) -> None:
+    raw = _dumps(value, spelling)
+    if isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value):
+        assert ids.check(raw) == len(value)
+    else:
+        with pytest.raises(InvalidIds):
+            ids.check(raw)
+
+
+@pytest.mark.parametrize(
+    "raw, complaint",
+    [
+        (b"[]", "must not be empty"),
+        (b"[ \n]", "must not be empty"),
+        (b"7", "must be a list of integers"),
+        (b'"[7]"', "must be a list of integers"),
+        (b'{"7": 7}', "must be a list of integers"),
+        (b'["7"]', "not strings"),
+        (b"[1, true]", "not booleans"),
+        (b"[false]", "not booleans"),
+        (b"[1, null]", "not null"),
+        (b"[1.0]", "not floats"),
+        (b"[1e3]", "not floats"),
+        (b"[1E3]", "not floats"),
+        (b"[-1]", "no negative ids"),
+        (b"[[1]]", "must be a flat list"),
+        (b"[1, []]", "must be a flat list"),
+        (b"[{}]", "must be a flat list"),
+    ],
+)
+def test_check_says_what_is_wrong(raw: bytes, complaint: str) -> None:
+    with pytest.raises(InvalidIds, match=complaint):
+        ids.check(raw)
+
+
+@given(st.lists(st.integers(0, 2**63), min_size=1), _SPELLINGS)
+def test_last(values: list[int], spelling: dict[str, Any]) -> None:
+    assert ids.last(_dumps(values, spelling)) == values[-1]
+
+
+@pytest.mark.parametrize("digits", [30, 5000])
+def test_last_of_what_no_vocabulary_holds(digits: int) -> None:
+    """Python itself refuses to read numbers of more than 4300 digits."""
+    with pytest.raises(InvalidIds, match="beyond the vocabulary"):
+        ids.last(b"[1, " + b"9" * digits + b" ]")
+
+
+@given(_IDS, st.lists(st.integers(0, 2**31)), _SPELLINGS)
+def test_join_appends_and_copies(values: list[int], more: list[int], spelling: dict[str, Any]) -> None:
+    raw = _dumps(values, spelling)
+    joined = ids.join(raw, more)
+    assert json.loads(joined) == values + more
+    assert joined.startswith(raw[:-1])
+
+
+@given(st.lists(st.integers(0, 2**70)))
+def test_dump(values: list[int]) -> None:
+    assert json.loads(ids.dump(values)) == values

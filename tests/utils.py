@@ -1,0 +1,109 @@
+"""The real proxy on a real socket: ASGI transports buffer whole bodies and know no disconnects."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from proxy.app import create_app
+from proxy.settings import Settings
+from tests.fake_vllm import FakeVllm, Variant
+
+_PATIENCE_S = 10.0
+_NOTHING_KEPT = httpx.Limits(max_keepalive_connections=0)
+"""Each request of a test has its own connection, so that none suffers from what another did to it."""
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until something holds that another thread brings about."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+class _Server(uvicorn.Server):
+    """Looks for its end every few milliseconds instead of ten times a second."""
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        while not self.should_exit:  # noqa: ASYNC110 - uvicorn sets a flag from a signal handler
+            await asyncio.sleep(0.005)
+
+
+@contextmanager
+def run_server(app: FastAPI) -> Iterator[str]:
+    """Serve an application from a thread on a free port; yields its URL."""
+    config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
+    server = _Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive())
+        assert server.started, "the server did not start"
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(_PATIENCE_S)
+
+
+@contextmanager
+def run_app(settings: Settings) -> Iterator[httpx.Client]:
+    """Serve the proxy; yields a client of it, which knows its address as `base_url`."""
+    with (
+        run_server(create_app(settings)) as url,
+        httpx.Client(base_url=url, timeout=_PATIENCE_S, trust_env=False, limits=_NOTHING_KEPT) as client,
+    ):
+        yield client
+
+
+@contextmanager
+def run_proxy(engines: Sequence[FakeVllm], **settings: Any) -> Iterator[httpx.Client]:
+    """Serve the proxy before `engines`, and wait until it knows all of them and their tokenizers."""
+    settings = {"watch_interval_s": 0.1, **settings}
+    with run_app(Settings(upstreams=[engine.url for engine in engines], **settings)) as client:
+        wait_until(lambda: all(_known(engine) for engine in client.get("/ready").json()["engines"]))
+        yield client
+
+
+def _known(engine: dict[str, Any]) -> bool:
+    return bool(engine["ready"]) and engine["append"] != "loading"
+
+
+@dataclass
+class Pair:
+    """An engine, and a client of the proxy before it."""
+
+    fake: FakeVllm
+    client: httpx.Client
+
+    def settle(self) -> None:
+        """Forget what a test did, and wait until the proxy found the engine well again."""
+        wait_until(lambda: not self.fake.running)
+        self.fake.reset()
+        wait_until(lambda: self.client.get("/ready").status_code == 200)
+
+
+EVERY_SPELLING = pytest.mark.parametrize("pair", [Variant.CHAT, Variant.SCALE_OUT], indirect=True, ids=str)
+"""Marks tests of what clients cannot tell apart: how the engine takes ids."""
+
+
+@contextmanager
+def send_and_keep(
+    url: httpx.URL, path: str, body: bytes, announced: int | None = None
+) -> Iterator[socket.socket]:
+    """Send a POST request and wait for nothing; leaving the block is the client's disconnect."""
+    length = len(body) if announced is None else announced
+    with socket.create_connection((url.host, url.port or 80), timeout=_PATIENCE_S) as connection:
+        head = f"POST {path} HTTP/1.1\r\nhost: proxy\r\ncontent-length: {length}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        yield connection
