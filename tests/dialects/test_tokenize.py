@@ -81,6 +81,20 @@ def test_a_required_prefix_keeps_the_models_own_tokens(
     assert body["max_model_len"] == MAX_MODEL_LEN
 
 
+def test_a_required_prefix_renders_up_to_the_last_assistant_turn(
+    client: httpx.Client, fake: FakeVllm
+) -> None:
+    request = {
+        "messages": [*_TURNS, *_NEXT],
+        "required_prefix_token_ids": [1],
+        "tools": [{"type": "function"}],
+    }
+    client.post("/tokenize", json=request)
+    whole, before = (seen.json for seen in fake.seen("/tokenize"))
+    assert whole == {"messages": request["messages"], "tools": request["tools"]}
+    assert before == {"messages": _TURNS, "tools": request["tools"], "add_generation_prompt": False}
+
+
 def test_a_required_prefix_with_token_strings(client: httpx.Client) -> None:
     request = {"messages": _TURNS, "required_prefix_token_ids": [74, END], "return_token_strs": True}
     body = client.post("/tokenize", json=request).json()

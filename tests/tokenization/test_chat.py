@@ -152,6 +152,14 @@ def test_many_threads_at_once(tokenizer: ChatTokenizer) -> None:
         assert list(threads.map(work, texts)) == [expected[text] for text in texts]
 
 
+def test_each_thread_has_a_tokenizer_of_its_own(tokenizer: ChatTokenizer) -> None:
+    """One that threads share may fail with "Already borrowed"."""
+    mine = tokenizer._own_backend()
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(tokenizer._own_backend).result() is not mine
+    assert tokenizer._own_backend() is mine
+
+
 _TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
 _UNSUPPORTED = {
     "goes on with 'toolsun'": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
