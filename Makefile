@@ -1,6 +1,6 @@
 # What a person and CI run. `make` alone lists the targets; ARGS goes to pytest, e.g. make test-fast ARGS="-k splice".
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-fast lint format bench clean
+.PHONY: help install demo serve test test-fast lint format templates bench clean
 
 PORT ?= 8000
 ARGS ?=
@@ -31,8 +31,12 @@ format: install  ## let ruff fix and format the code
 	@.venv/bin/ruff check --fix .
 	@.venv/bin/ruff format .
 
+templates: install  ## count what is exact for which chat template, and renew the table in the README
+	@.venv/bin/python -m tests.templates.report --readme
+
 bench: install  ## measure what the proxy adds to a request
 	@.venv/bin/python benchmarks/overhead.py
+	@.venv/bin/python benchmarks/append.py
 
 clean:  ## remove caches and build output; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* htmlcov

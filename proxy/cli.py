@@ -13,6 +13,7 @@ Token-exact multi-turn chat for vLLM: append to the ids the engine saw, never re
 
   tokenproxy vllm MODEL            vLLM with the token routes inside its own API server
   tokenproxy serve --upstream URL  the same routes in front of stock vLLM servers
+  tokenproxy check MODEL           what can be appended exactly with a chat template
   tokenproxy demo                  a small real model on this machine, and proof that its tokens stay exact
 """
 
@@ -35,6 +36,16 @@ exact prompts; the answer is in the log and at /ready.
 
 Every flag is also a setting of the file (--body-limit-bytes is `body_limit_bytes`) and of the environment
 (TOKENPROXY_BODY_LIMIT_BYTES). A flag wins over the environment, and that over the file.
+"""
+
+_CHECK = """\
+Find out about a chat template: how it closes turns, which tokens end them, what stands between them, whether
+it rewrites its history, and to which shapes of conversation messages can be appended exactly.
+
+  tokenproxy check Qwen/Qwen3-0.6B         a hub name or a model folder
+  tokenproxy check template.jinja --json   a template alone; its special tokens are guessed from the text
+
+Exit code 0 if every shape is exact, 1 if some are refused, 2 if there is no such template.
 """
 
 _DEMO = """\
@@ -69,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(
         commands.add_parser("serve", help="in front of vLLM", description=_SERVE, formatter_class=kind)
     )
+    _add_check(
+        commands.add_parser("check", help="examine a template", description=_CHECK, formatter_class=kind)
+    )
     _add_demo(commands.add_parser("demo", help="see it work", description=_DEMO, formatter_class=kind))
     return parser
 
@@ -91,6 +105,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--encoder-threads", type=int, metavar="N", help="threads that tokenise (default: 2)")
     add("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
     parser.set_defaults(run=_serve)
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="MODEL_OR_TEMPLATE", help="model folder, hub name or .jinja file")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=_check)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -134,6 +154,20 @@ def _serve(options: argparse.Namespace) -> int:
             "no engine to stand before: give --upstream http://HOST:PORT, or `upstreams` in --config FILE"
         )
     return run(settings)
+
+
+def _check(options: argparse.Namespace) -> int:
+    import json
+
+    from tokenization import TokenizerUnavailable
+    from tokenization.check import check, load_for_check, table
+
+    try:
+        report = check(load_for_check(options.source))
+    except TokenizerUnavailable as error:
+        return _fail(str(error))
+    print(json.dumps(report.as_dict(), ensure_ascii=False, indent=2) if options.json else table(report))
+    return 0 if report.exact else 1
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -19,7 +19,9 @@ def test_openai_sdk_routes(server: Served) -> None:
         stream=True,
     )
     assert isinstance(streamed, openai.Stream)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == chat.choices[0].message.content
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == chat.choices[0].message.content
+    )
     assert getattr(chat, "prompt_token_ids", None) is None
     completion = client.completions.create(model="smollm2", prompt="One, two,", max_tokens=3)
     assert completion.choices[0].text

@@ -1,6 +1,7 @@
 """How many cells of the matrix come out exact, by family and kind of conversation.
 
-python -m tests.templates.report
+python -m tests.templates.report            prints the tables, and what is not exact
+python -m tests.templates.report --readme   puts the short one into README.md
 """
 
 import sys
@@ -13,6 +14,9 @@ from pathlib import Path
 from tests.templates.families import FAMILIES
 from tests.templates.matrix import Matrix, Outcome, Verdict, complaints
 from tests.templates.shapes import SHAPES
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- templates: made by `make templates` -->", "<!-- end of templates -->"
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,23 @@ class Report:
             ]
         )
 
+    def summary(self) -> str:
+        """A short table for the README: families, and all kinds of conversation together."""
+        rows = {family.name: family.name for family in FAMILIES} | {"all": ""}
+        verdicts = (Verdict.EXACT, Verdict.REFUSED, Verdict.WRONG, Verdict.EXCLUDED)
+        lines = [_line(["family", *map(str, verdicts)]), _line(["---", *["---:"] * len(verdicts)])]
+        for title, family in rows.items():
+            counts = self.counts(family)
+            lines.append(_line([title, *(str(counts[verdict]) for verdict in verdicts)]))
+        return "\n".join(lines)
+
+
+def put_into(page: str, summary: str) -> str:
+    """The page with the table between its marks replaced."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{summary}\n{END}{after}"
+
 
 def report(say: Callable[[str], object] = lambda line: None) -> Report:
     """Run the whole matrix. `say` is told which cells are not exact."""
@@ -83,8 +104,12 @@ def _line(entries: list[str]) -> str:
 
 
 def main() -> None:
-    """Print the table, and what is not exact."""
-    print(report(lambda line: print(line, file=sys.stderr)).markdown())
+    """Print the table, and what is not exact; or put the short table into the README."""
+    counted = report(lambda line: print(line, file=sys.stderr))
+    if "--readme" in sys.argv:
+        README.write_text(put_into(README.read_text(), counted.summary()))
+    else:
+        print(counted.markdown())
 
 
 if __name__ == "__main__":

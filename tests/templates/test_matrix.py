@@ -6,7 +6,7 @@ import pytest
 
 from tests.templates.matrix import Cell, Matrix, Verdict, complaints
 from tests.templates.pairing import PAIRINGS, Pairing
-from tests.templates.report import Report
+from tests.templates.report import README, Report, put_into
 from tests.templates.shapes import SHAPES
 from tokenization import Appended, TemplateUnsupported
 
@@ -24,6 +24,12 @@ def test_little_is_refused(matrix: Matrix) -> None:
     counted = Report(matrix.all_outcomes())
     refused = complaints(counted.outcomes, Verdict.REFUSED)
     assert counted.refused_share < _REFUSED_AT_MOST, f"{counted.markdown()}\n{refused}"
+
+
+def test_the_readme_shows_what_was_counted(matrix: Matrix) -> None:
+    """`make templates` renews it."""
+    page = README.read_text()
+    assert put_into(page, Report(matrix.all_outcomes()).summary()) == page
 
 
 Answer = Callable[[list[int], list[int]], Appended]
