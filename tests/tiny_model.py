@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END = 2
@@ -79,4 +79,4 @@ def make_tiny_model(folder: Path, chat_template: str = CHATML) -> TinyModel:
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": VOCAB_SIZE}))
-    return TinyModel(folder, fast)
+    return TinyModel(folder, AutoTokenizer.from_pretrained(folder))

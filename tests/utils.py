@@ -18,7 +18,7 @@ from proxy.app import create_app
 from proxy.settings import Settings
 from tests.fake_vllm import FakeVllm, Variant
 
-_PATIENCE_S = 10.0
+_PATIENCE_S = 20.0
 _NOTHING_KEPT = httpx.Limits(max_keepalive_connections=0)
 """Each request of a test has its own connection, so that none suffers from what another did to it."""
 

@@ -8,44 +8,26 @@ Sampled ids are never decoded. Only the text that the template puts behind the l
 encoded, and it is cut out of the template's own rendering.
 """
 
-import hashlib
 import json
-import re
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenization.cache import BoundedCache, CacheInfo
+from tokenization.discovery import Discovery, Ending, Found, digest
 from tokenization.errors import (
     InvalidIds,
     InvalidMessages,
     TemplateUnsupported,
-    TokenizationError,
     TokenizerUnavailable,
     UnfinishedTurn,
 )
 from tokenization.messages import Message
+from tokenization.notes import TURN_END_REWRITTEN, differences
 from tokenization.template import Template, Tools
-from tokenization.turns import (
-    ASKING,
-    FIRST_RESULT,
-    SECOND_RESULT,
-    Cut,
-    Setting,
-    Tail,
-    Token,
-    close_start,
-    cut_after_other_stop,
-    cut_after_stop,
-    skeleton,
-    stand_ins,
-    tail,
-    two_results,
-)
+from tokenization.turns import Cut, Setting, cut_after_other_stop, cut_after_stop
 
 Unfinished = Literal["close", "continue", "reject"]
 
@@ -76,33 +58,6 @@ class Appended:
     """What the template would have shown otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a template ends an assistant turn and goes on."""
-
-    close: str
-    """What closes it; empty where the next message's opening does."""
-    stops: list[str]
-    """The token that ends it, and the one it is rewritten to when messages follow, if that differs."""
-    opening: str | None
-    """The token that follows a turn without a close of its own."""
-    behind: str
-    """Everything behind the close."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What is known of one continuation, whatever the ids before it."""
-
-    key: bytes
-    close: Tail
-    """What stands behind the turn's own syntax."""
-    tokens: tuple[Token, ...]
-    alone: tuple[Token, ...]
-    syntax: frozenset[int]
-    """Tokens of the syntax between the last thing written and the close."""
-
-
 @dataclass
 class ChatTokenizer:
     """A fast tokenizer with its chat template. Safe to use from several threads."""
@@ -116,15 +71,13 @@ class ChatTokenizer:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a turn of this model: its EOS and what its generation config lists beside it."""
     _threads: threading.local = field(default_factory=threading.local)
-    _found: BoundedCache[bytes, _Found] = field(default_factory=lambda: BoundedCache(4096))
     _suffixes: BoundedCache[bytes, Continuation] = field(default_factory=lambda: BoundedCache(4096))
 
     def __post_init__(self) -> None:
         self._template = Template(self._tokenizer)
         self._own = {added.content: number for number, added in self._tokenizer.added_tokens_decoder.items()}
         self._names = {number: content for content, number in self._own.items()}
-        longest_first = sorted(self._own, key=len, reverse=True)
-        self._own_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._discovery = Discovery(self._template, self._own)
 
     @classmethod
     def load(
@@ -231,7 +184,11 @@ class ChatTokenizer:
             **template_kwargs,
         )
         close, suffix = list(following.close_ids), list(following.suffix_ids)
-        return Appended([*prompt_ids, *close, *suffix], close, suffix, following.notes)
+        notes = following.notes
+        if history:
+            setting = Setting(tools, add_generation_prompt, template_kwargs)
+            notes += differences(self._template, history[-1], new_messages, setting)
+        return Appended([*prompt_ids, *close, *suffix], close, suffix, notes)
 
     def continuation(
         self,
@@ -259,12 +216,12 @@ class ChatTokenizer:
         if history is not None and (not history or history[-1].get("role") != "assistant"):
             raise InvalidMessages("`history` must end with the assistant turn")
         setting = Setting(tools, add_generation_prompt, template_kwargs)
-        found = self._continue(new_messages, history, setting)
+        found = self._discovery.follow(new_messages, history, setting)
         cut = self._cut(found, last_id, stop_reason, cut_off)
         prefix = cut.left
-        if not prefix and self._own_pattern.match(found.close.text[cut.at :]) is None:
+        if not prefix and not self._discovery.starts_with_own_token(found.close.text[cut.at :]):
             prefix = self._names.get(last_id, "")
-        key = found.key + _digest(cut.at, cut.closed, prefix)
+        key = found.key + digest(cut.at, cut.closed, prefix)
         return self._suffixes.get_or_make(key, lambda: self._encode_behind(found, cut, prefix))
 
     def ending(
@@ -277,18 +234,12 @@ class ChatTokenizer:
         **template_kwargs: Any,
     ) -> Ending:
         """How the last turn ends in the template's eyes. Arguments and errors are those of `append`."""
-        found = self._continue(new_messages, history, Setting(tools, add_generation_prompt, template_kwargs))
-        shared = found.close.shared
-        close = found.close.text[:shared]
-        following = next((token for token in found.tokens if token.start == shared), None)
-        shown = next((token for token in found.alone if token.start == shared), None)
-        stops = [token.id for token in found.tokens if token.end <= shared][-1:]
-        if shown is not None and following is not None and not close:
-            # the last turn ends with one token, an earlier one with another
-            close, shared = self._names[following.id], following.end
-            stops += [shown.id, following.id]
-        opening = self._names[following.id] if following is not None and not close else None
-        return Ending(close, [self._names[stop] for stop in stops], opening, found.close.text[shared:])
+        setting = Setting(tools, add_generation_prompt, template_kwargs)
+        return self._discovery.ending(new_messages, history, setting)
+
+    def assistant_header(self) -> str:
+        """What the template puts between a closed message and an assistant's text; may be empty."""
+        return self._discovery.assistant_header()
 
     def text(
         self,
@@ -303,7 +254,7 @@ class ChatTokenizer:
 
     def own_tokens(self, text: str) -> list[str]:
         """The tokens in a text that no merge reaches across, in order."""
-        return [self._names[token.id] for token in self._tokens(text)]
+        return [self._names[token.id] for token in self._discovery.tokens(text)]
 
     def stop_id(self, *, tools: Tools | None = None, **template_kwargs: Any) -> int:
         """The token with which the template closes an assistant turn.
@@ -311,8 +262,8 @@ class ChatTokenizer:
         Raises:
             TemplateUnsupported: it closes turns with text that is not a token of its own.
         """
-        close = self._content_close(Setting(tools, False, template_kwargs))
-        tokens = self._tokens(close)
+        close = self._discovery.content_close(Setting(tools, False, template_kwargs))
+        tokens = self._discovery.tokens(close)
         if not tokens:
             raise TemplateUnsupported(
                 f"the template closes an assistant turn with {close!r}, which holds no token of its own"
@@ -331,6 +282,11 @@ class ChatTokenizer:
             raise InvalidMessages("the text holds something that is not Unicode") from error
         return ids
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included: for people and comparisons, never to be encoded again."""
+        text: str = self._own_backend().decode(list(ids), skip_special_tokens=False)
+        return text
+
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's spelling of each id."""
         backend = self._own_backend()
@@ -340,107 +296,26 @@ class ChatTokenizer:
         """Hits and misses of the suffix cache."""
         return self._suffixes.info()
 
-    def _cut(self, found: _Found, last_id: int, stop_reason: str | int | None, cut_off: bool) -> Cut:
+    def _cut(self, found: Found, last_id: int, stop_reason: str | int | None, cut_off: bool) -> Cut:
         shown = cut_after_stop(found.close, found.tokens, found.alone, last_id)
         if shown is not None:
             return shown
         ends_turns = last_id in self.stop_ids or last_id == stop_reason
         if cut_off or not ends_turns or last_id in found.syntax:
             return Cut(0)
-        return cut_after_other_stop(found.close, found.tokens, found.alone, self._opening)
+        return cut_after_other_stop(found.close, found.tokens, found.alone, self._discovery.opening)
 
-    def _continue(
-        self, new: Sequence[Message], history: Sequence[Message] | None, setting: Setting
-    ) -> _Found:
-        """What follows the last turn, in the smallest context that decides it."""
-        key = _digest(list(new), None if history is None else skeleton(history), _setting_key(setting))
-        return self._found.get_or_make(key, lambda: self._find(key, new, history, setting))
-
-    def _find(
-        self, key: bytes, new: Sequence[Message], history: Sequence[Message] | None, setting: Setting
-    ) -> _Found:
-        content_close = self._content_close(setting)
-        problem: TokenizationError | None = None
-        for group in stand_ins(new, history):
-            try:
-                found = [self._behind_syntax(key, c, new, setting, content_close) for c in group.contexts]
-            except TokenizationError as error:
-                problem = error
-                continue
-            for context in group.where_possible:
-                with suppress(TokenizationError):
-                    found.append(self._behind_syntax(key, context, new, setting, content_close))
-            if all(other.close == found[0].close for other in found):
-                return found[0]
-            problem = TemplateUnsupported(
-                "the template prints details of earlier messages beside the new ones: give `history`"
-            )
-        assert problem is not None  # there is always a context
-        raise problem
-
-    def _behind_syntax(
-        self,
-        key: bytes,
-        context: Sequence[Message],
-        new: Sequence[Message],
-        setting: Setting,
-        content_close: str,
-    ) -> _Found:
-        found = self._rounded(tail(self._template, context, new, setting))
-        tokens = self._tokens(found.text)
-        at = close_start(found, tokens, content_close)
-        close = found.without(at)
-        syntax = frozenset(token.id for token in tokens if token.end <= at)
-        return _Found(key, close, self._tokens(close.text), self._tokens(close.alone), syntax)
-
-    @cached_property
-    def _opening(self) -> frozenset[int]:
-        """Tokens that open a tool result: they stand before the second of two, and behind none."""
-        turn, results = two_results()
-        try:
-            text = tail(self._template, turn, results, Setting(None, True, {})).text
-        except TokenizationError:
-            return frozenset()
-        first, second = text.find(FIRST_RESULT), text.find(SECOND_RESULT)
-        if not 0 <= first < second:
-            return frozenset()
-        tokens = self._tokens(text)
-        between = {token.id for token in tokens if first < token.start < second}
-        return frozenset(between - {token.id for token in tokens if token.start > second})
-
-    def _content_close(self, setting: Setting) -> str:
-        """How the template closes a turn that is only text."""
-        turn = [ASKING, {"role": "assistant", "content": "."}]
-        found = self._rounded(tail(self._template, turn, [ASKING], setting))
-        if found.shared:
-            return found.text[: found.shared]
-        match = self._own_pattern.match(found.text)
-        return match.group() if match and self._own_pattern.match(found.alone) else ""
-
-    def _rounded(self, found: Tail) -> Tail:
-        """The tail with its shared part ending at the edge of a token."""
-        for token in self._tokens(found.text):
-            if token.start < found.shared < token.end:
-                return Tail(found.text, token.start, found.alone)
-        return found
-
-    def _tokens(self, text: str) -> tuple[Token, ...]:
-        """Tokens of their own in a text."""
-        return tuple(
-            Token(self._own[m.group()], m.start(), m.end()) for m in self._own_pattern.finditer(text)
-        )
-
-    def _encode_behind(self, found: _Found, cut: Cut, prefix: str) -> Continuation:
+    def _encode_behind(self, found: Found, cut: Cut, prefix: str) -> Continuation:
         """Encode what stands behind the cut, with the token before it as context where there is one."""
         rest = found.close.text[cut.at :]
-        notes = ("turn_end_rewritten",) if cut.rewritten else ()
+        notes = (TURN_END_REWRITTEN,) if cut.rewritten else ()
         if not rest:
             return Continuation((), (), notes)
         if prefix:
             first, *ids = self.encode(prefix + rest)
             if first != self._own[prefix]:
                 raise TemplateUnsupported("the tokenizer merges the stop token with the text behind it")
-        elif self._own_pattern.match(rest) is not None:
+        elif self._discovery.starts_with_own_token(rest):
             ids = self.encode(rest)
         else:
             raise TemplateUnsupported(
@@ -479,17 +354,3 @@ def _covering(ids: Sequence[int], wanted: Sequence[int]) -> int:
     for token in wanted:
         position = ids.index(token, position) + 1
     return position
-
-
-def _setting_key(setting: Setting) -> object:
-    return [
-        list(setting.tools) if setting.tools else None,
-        dict(setting.kwargs),
-        setting.add_generation_prompt,
-    ]
-
-
-def _digest(*parts: object) -> bytes:
-    """A key for JSON-like values; order inside objects counts, because templates print it."""
-    text = json.dumps(parts, ensure_ascii=False, default=repr)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenization.chat import ChatTokenizer, Ending
+from tokenization.chat import ChatTokenizer
+from tokenization.discovery import Ending
 from tokenization.errors import TokenizationError
 from tokenization.messages import Message
 from tokenization.turns import MARK

@@ -71,7 +71,7 @@ def tail(template: Template, turn: Sequence[Message], new: Sequence[Message], se
             continue
         if MARK in whole and MARK in alone:
             behind, ending = _behind_mark(whole), _behind_mark(alone)
-            return Tail(behind, _shared(behind, ending), ending)
+            return Tail(behind, shared_length(behind, ending), ending)
     if refused is not None:
         raise refused
     raise TemplateUnsupported("the template prints nothing of an assistant turn")
@@ -101,7 +101,8 @@ def _behind_mark(text: str) -> str:
     return text[text.rfind(MARK) + len(MARK) :]
 
 
-def _shared(one: str, other: str) -> int:
+def shared_length(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return index

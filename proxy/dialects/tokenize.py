@@ -13,7 +13,6 @@ from proxy.dialects.prompt import (
     refuse_media,
     take_append,
     take_prompt,
-    template_kwargs,
 )
 from proxy.engine.protocol import JSON_HEADERS, Answer, BytesAnswer, Call
 from proxy.errors import BadRequest, EngineBroken, NotFound, Unsupported
@@ -114,13 +113,10 @@ async def _keep_prefix(fields: Fields, headers: Headers, replica: Replica, gatew
     if isinstance(before, BytesAnswer):
         return before
     tokenizer = await replica.tokenizer()
-    tools = read(fields, "tools", list[dict[str, Any]])
-    kwargs = template_kwargs(fields)
 
     def splice() -> list[int]:
-        stop = tokenizer.stop_id(tools=tools, **kwargs)
         values = _in_vocabulary(prefix, tokenizer, field)
-        return replace_prefix_tokens(stop, values, before["tokens"], whole["tokens"])
+        return replace_prefix_tokens(tokenizer, values, before["tokens"], whole["tokens"])
 
     try:
         tokens = await gateway.in_thread(splice)

@@ -95,11 +95,22 @@ def test_a_required_prefix_renders_up_to_the_last_assistant_turn(
     assert before == {"messages": _TURNS, "tools": request["tools"], "add_generation_prompt": False}
 
 
-def test_a_required_prefix_with_token_strings(client: httpx.Client) -> None:
-    request = {"messages": _TURNS, "required_prefix_token_ids": [74, END], "return_token_strs": True}
+def test_a_required_prefix_with_token_strings(client: httpx.Client, tiny_model: TinyModel) -> None:
+    prefix = [*tiny_model.render(_TURNS[:1]), 74, END]
+    request = {"messages": _TURNS, "required_prefix_token_ids": prefix, "return_token_strs": True}
     body = client.post("/tokenize", json=request).json()
-    assert body["token_strs"][:2] == ["h", "<|im_end|>"]
+    assert body["token_strs"][len(prefix) - 2 : len(prefix)] == ["h", "<|im_end|>"]
     assert len(body["token_strs"]) == len(body["tokens"])
+
+
+def test_a_required_prefix_of_another_question(client: httpx.Client, tiny_model: TinyModel) -> None:
+    """The client edited a message that no model sampled."""
+    edited = [{**_TURNS[0], "content": "Something else"}, *_TURNS[1:]]
+    prefix = [*tiny_model.render(_TURNS[:1]), 74, END]
+    answer = client.post("/tokenize", json={"messages": edited, "required_prefix_token_ids": prefix})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "prefix_mismatch")
+    assert "was edited" in error["message"]
 
 
 _BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenization import PrefixMismatch, replace_prefix_tokens
+from tests.tiny_model import END, TinyModel
+from tokenization import ChatTokenizer, PrefixMismatch, replace_prefix_tokens
 
 _EOS = 2
 _IDS = st.lists(st.integers(3, 50))
@@ -59,3 +62,57 @@ def test_what_does_not_belong_together(
 ) -> None:
     with pytest.raises(PrefixMismatch, match=complaint):
         replace_prefix_tokens(_EOS, [11, 220, 2], template_prefix, template)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: TinyModel) -> ChatTokenizer:
+    return ChatTokenizer.load(tiny_model.folder)
+
+
+_QUESTION = {"role": "user", "content": "What is the weather?"}
+_ANSWER = {"role": "assistant", "content": "It rains."}
+
+
+def _splice(
+    tokenizer: ChatTokenizer, sampled: list[int], history: list[dict[str, str]], end: int = END
+) -> list[int]:
+    prompt = tokenizer.render([_QUESTION])
+    rendered = tokenizer.render(history, add_generation_prompt=False)
+    return replace_prefix_tokens(
+        tokenizer, [*prompt, *sampled, end], rendered, tokenizer.render([*history, _QUESTION])
+    )
+
+
+def test_with_a_tokenizer_the_turns_own_text_may_differ(tokenizer: ChatTokenizer) -> None:
+    whole = tokenizer.render([_QUESTION, _ANSWER, _QUESTION])
+    rendered = tokenizer.render([_QUESTION, _ANSWER], add_generation_prompt=False)
+    behind = whole[len(rendered) - 1 :]
+    assert _splice(tokenizer, [74, 75], [_QUESTION, _ANSWER]) == [
+        *tokenizer.render([_QUESTION]),
+        74,
+        75,
+        END,
+        *behind,
+    ]
+
+
+def test_another_stop_token_stands_for_the_templates(tokenizer: ChatTokenizer) -> None:
+    other = next(number for number in range(END) if number != END)
+    knowing = replace(tokenizer, stop_ids=frozenset({END, other}))
+    spliced = _splice(knowing, [74], [_QUESTION, _ANSWER], other)
+    asked = len(tokenizer.render([_QUESTION]))
+    assert spliced[asked : asked + 2] == [74, other]
+    assert spliced[asked + 2] != END
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [{**_QUESTION, "content": "What is the time?"}, _ANSWER],
+        [{"role": "system", "content": "Be brief."}, _QUESTION, _ANSWER],
+        [_QUESTION, _ANSWER, _QUESTION, _ANSWER],
+    ],
+)
+def test_edited_messages_are_noticed(tokenizer: ChatTokenizer, history: list[dict[str, str]]) -> None:
+    with pytest.raises(PrefixMismatch):
+        _splice(tokenizer, [74], history)
