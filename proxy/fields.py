@@ -27,7 +27,7 @@ def parse(body: bytes) -> Fields:
         return _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise BadRequest("the request body must be a JSON object", param="body") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the request body is not valid JSON: {error}", param="body") from error
 
 
@@ -64,7 +64,7 @@ def read(fields: Fields, name: str, kind: type[T]) -> T | None:
         return None
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"`{name}`: {error}", param=name) from error
 
 

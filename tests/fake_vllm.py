@@ -5,6 +5,7 @@ plain transformers, so that nothing under test checks itself.
 """
 
 import asyncio
+import copy
 import json
 import socket
 import struct
@@ -262,7 +263,7 @@ class FakeVllm:
     def _render(self, body: dict[str, Any]) -> list[int]:
         with self._rendering:
             return self.model.render(
-                body["messages"],
+                as_rendered(body["messages"]),
                 body.get("add_generation_prompt", True),
                 tools=body.get("tools"),
                 chat_template=self.chat_template,
@@ -534,3 +535,14 @@ def data_of(stream: bytes) -> Iterator[Any]:
     for event in stream.split(b"\n\n"):
         if event and event != b"data: [DONE]":
             yield json.loads(event.removeprefix(b"data: "))
+
+
+def as_rendered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as vLLM hands them to a template: the arguments of tool calls are objects."""
+    messages = copy.deepcopy(messages)
+    for message in messages:
+        for call in message.get("tool_calls") or []:
+            arguments = call["function"].get("arguments")
+            if isinstance(arguments, str):
+                call["function"]["arguments"] = json.loads(arguments)
+    return messages

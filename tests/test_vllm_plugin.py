@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from proxy.vllm_plugin import TokenProxyPlugin
-from tests.fake_vllm import data_of
+from tests.fake_vllm import as_rendered, data_of
 from tests.tiny_model import END, TinyModel
 from tests.utils import run_server, wait_until
 
@@ -57,7 +57,7 @@ class Server:
     async def tokenize(self, request: Request) -> Any:
         """Never called from outside in vLLM, which lets a plugin's route take the place of its own."""
         messages = (await request.json())["messages"]
-        return {"tokens": self.model.render(messages, chat_template=self.template)}
+        return {"tokens": self.model.render(as_rendered(messages), chat_template=self.template)}
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()

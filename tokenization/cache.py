@@ -41,12 +41,21 @@ class BoundedCache(Generic[K, V]):
                 return self._entries[key]
             self._misses += 1
         value = make()
+        self.put(key, value)
+        return value
+
+    def get(self, key: K) -> V | None:
+        """The value under `key`, or None."""
+        with self._lock:
+            return self._entries.get(key)
+
+    def put(self, key: K, value: V) -> None:
+        """Keep a value under `key`."""
         with self._lock:
             self._entries[key] = value
             self._entries.move_to_end(key)
             while len(self._entries) > self._max_size:
                 self._entries.popitem(last=False)
-        return value
 
     def info(self) -> CacheInfo:
         """Hits, misses, entries held and entries allowed."""

@@ -24,7 +24,7 @@ from tokenization.errors import (
     TokenizerUnavailable,
     UnfinishedTurn,
 )
-from tokenization.messages import Message
+from tokenization.messages import Message, for_template
 from tokenization.notes import TURN_END_REWRITTEN, differences
 from tokenization.template import Template, Tools
 from tokenization.turns import Cut, Setting, cut_after_other_stop, cut_after_stop
@@ -71,7 +71,7 @@ class ChatTokenizer:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a turn of this model: its EOS and what its generation config lists beside it."""
     _threads: threading.local = field(default_factory=threading.local)
-    _suffixes: BoundedCache[bytes, Continuation] = field(default_factory=lambda: BoundedCache(4096))
+    _suffixes: BoundedCache[bytes, Continuation] = field(default_factory=lambda: BoundedCache(1024))
 
     def __post_init__(self) -> None:
         self._template = Template(self._tokenizer)
@@ -213,8 +213,10 @@ class ChatTokenizer:
             return Continuation((), ())
         if not new_messages:
             raise InvalidMessages("must not be empty")
-        if history is not None and (not history or history[-1].get("role") != "assistant"):
-            raise InvalidMessages("`history` must end with the assistant turn")
+        if history is not None:
+            for_template(history[:1])
+            if not history or for_template(history[-1:])[0]["role"] != "assistant":
+                raise InvalidMessages("`history` must end with the assistant turn")
         setting = Setting(tools, add_generation_prompt, template_kwargs)
         found = self._discovery.follow(new_messages, history, setting)
         cut = self._cut(found, last_id, stop_reason, cut_off)

@@ -70,7 +70,9 @@ class Discovery:
         self._names = {number: content for content, number in own_tokens.items()}
         longest_first = sorted(own_tokens, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._found: BoundedCache[bytes, Found] = BoundedCache(4096)
+        self._found: BoundedCache[bytes, Found] = BoundedCache(1024)
+        # shapes of new messages for which earlier messages were seen not to matter: seen once is enough
+        self._settled: BoundedCache[bytes, bool] = BoundedCache(4096)
 
     def starts_with_own_token(self, text: str) -> bool:
         """Whether the text begins at the edge of a token."""
@@ -86,7 +88,17 @@ class Discovery:
         Raises: as `ChatTokenizer.append`.
         """
         key = digest(list(new), None if history is None else skeleton(history), _setting_key(setting))
-        return self._found.get_or_make(key, lambda: self._find(key, new, history, setting))
+        try:
+            return self._found.get_or_make(key, lambda: self._find(key, new, history, setting))
+        except TokenizationError:
+            if history is None:
+                raise
+        # the shape of the history does not decide it: the history itself does
+        whole = digest(list(new), list(history), _setting_key(setting))
+        close = self.content_close(setting)
+        return self._found.get_or_make(
+            whole, lambda: self._behind_syntax(whole, history, new, setting, close)
+        )
 
     def ending(self, new: Sequence[Message], history: Sequence[Message] | None, setting: Setting) -> Ending:
         """How the last turn ends, for a person to read. Raises: as `follow`."""
@@ -144,22 +156,25 @@ class Discovery:
         self, key: bytes, new: Sequence[Message], history: Sequence[Message] | None, setting: Setting
     ) -> Found:
         content_close = self.content_close(setting)
+        shape = digest(_shape(new), None if history is None else skeleton(history), _setting_key(setting))
         problem: TokenizationError | None = None
-        for group in stand_ins(new, history):
+        for number, group in enumerate(stand_ins(new, history)):
+            longer = [] if self._settled.get(shape + bytes([number])) else group.longer
             try:
                 found = [self._behind_syntax(key, c, new, setting, content_close) for c in group.contexts]
             except TokenizationError as error:
                 problem = error
                 continue
-            for context in group.where_possible:
+            for context in [*group.where_possible, *longer]:
                 with suppress(TokenizationError):
                     found.append(self._behind_syntax(key, context, new, setting, content_close))
             if all(other.close == found[0].close for other in found):
+                self._settled.put(shape + bytes([number]), True)
                 return found[0]
             problem = TemplateUnsupported(
                 "the template prints details of earlier messages beside the new ones: give `history`"
             )
-        assert problem is not None  # there is always a context
+        assert problem is not None  # there is always a group
         raise problem
 
     def _behind_syntax(
@@ -183,6 +198,10 @@ class Discovery:
             if token.start < found.shared < token.end:
                 return Tail(found.text, token.start, found.alone)
         return found
+
+
+def _shape(new: Sequence[Message]) -> list[object]:
+    return [[message.get("role"), sorted(message)] for message in new]
 
 
 def _setting_key(setting: Setting) -> object:

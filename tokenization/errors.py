@@ -4,6 +4,7 @@ TokenizationError
 ├── InvalidIds            the ids are not a non-empty list of non-negative integers
 ├── InvalidMessages       the messages cannot be rendered by this template
 ├── TemplateUnsupported   the template gives no safe place to append after a sampled turn
+├── UnfinishedTurn        the turn was cut off, and such turns are to be rejected
 ├── PrefixMismatch        a history and its recorded ids do not belong together
 └── TokenizerUnavailable  no tokenizer or chat template could be loaded
 """

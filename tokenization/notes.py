@@ -9,7 +9,7 @@ from typing import Any
 from tokenization.errors import TokenizationError
 from tokenization.messages import Message
 from tokenization.template import Template
-from tokenization.turns import ASKING, MARK, Setting
+from tokenization.turns import ASKING, Setting, free_mark
 
 TURN_END_REWRITTEN = "turn_end_rewritten"
 THINKING_STRIPPED = "thinking_stripped"
@@ -25,9 +25,10 @@ def differences(
     """
     found = []
     if turn.get("reasoning") or turn.get("reasoning_content"):
-        marked = {**turn, "reasoning": MARK, "reasoning_content": MARK}
+        mark = free_mark([turn], new, setting)
+        marked = {**turn, "reasoning": mark, "reasoning_content": mark}
         alone, followed = _text(template, marked, [], setting), _text(template, marked, new, setting)
-        if MARK in alone and followed and MARK not in followed:
+        if mark in alone and followed and mark not in followed:
             found.append(THINKING_STRIPPED)
     arguments = [_arguments(call) for call in turn.get("tool_calls") or []]
     written = [text for text in arguments if isinstance(text, str)]

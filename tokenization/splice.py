@@ -57,6 +57,8 @@ def replace_prefix_tokens(
     kept = list(model_prefix_token_ids)
     others: frozenset[int] = frozenset()
     if not isinstance(tokenizer_or_eos, int):
+        if tokenizer_or_eos.decode(template_prefix_token_ids[cut + 1 :]).strip():
+            raise PrefixMismatch("the last stop token in the rendering does not end the last assistant turn")
         others = tokenizer_or_eos.stop_ids - {eos}
         _check_messages(tokenizer_or_eos, eos, kept, template_prefix_token_ids[: cut + 1])
     if kept[-1] in others:

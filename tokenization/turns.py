@@ -59,7 +59,8 @@ def tail(template: Template, turn: Sequence[Message], new: Sequence[Message], se
         TemplateUnsupported: the template prints nothing of an assistant turn.
     """
     refused: InvalidMessages | None = None
-    for marked in _marked(turn[-1]):
+    mark = free_mark(turn, new, setting)
+    for marked in _marked(turn[-1], mark):
         context = [*turn[:-1], marked]
         try:
             whole = template.text(
@@ -69,36 +70,45 @@ def tail(template: Template, turn: Sequence[Message], new: Sequence[Message], se
         except InvalidMessages as error:
             refused = error
             continue
-        if MARK in whole and MARK in alone:
-            behind, ending = _behind_mark(whole), _behind_mark(alone)
+        if mark in whole and mark in alone:
+            behind, ending = _behind(whole, mark), _behind(alone, mark)
             return Tail(behind, shared_length(behind, ending), ending)
     if refused is not None:
         raise refused
     raise TemplateUnsupported("the template prints nothing of an assistant turn")
 
 
-def _marked(turn: Message) -> list[dict[str, Any]]:
+def free_mark(turn: Sequence[Message], new: Sequence[Message], setting: Setting) -> str:
+    """A mark that occurs in nothing that is rendered."""
+    source = repr((turn, new, setting.tools, setting.kwargs))
+    mark = MARK
+    while mark in source:
+        mark += "q"
+    return mark
+
+
+def _marked(turn: Message, mark: str) -> list[dict[str, Any]]:
     """The turn with the mark as the last thing written, in the forms that templates tell apart."""
-    content = {**turn, "content": MARK}
+    content = {**turn, "content": mark}
     content.pop("reasoning", None)
     content.pop("reasoning_content", None)
     calls = turn.get("tool_calls")
     if not calls:
         return [content]
-    marked_calls = [*calls[:-1], _marked_call(calls[-1])]
+    marked_calls = [*calls[:-1], _marked_call(calls[-1], mark)]
     # some templates print no call beside content, and some print more behind a turn that has any
-    like_it = MARK if turn.get("content") else turn.get("content")
-    texts = dict.fromkeys((like_it, "", None, MARK))
+    like_it = mark if turn.get("content") else turn.get("content")
+    texts = dict.fromkeys((like_it, "", None, mark))
     return [*({**content, "content": text, "tool_calls": marked_calls} for text in texts), content]
 
 
-def _marked_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = {**call["function"], "arguments": {"q": MARK}}
+def _marked_call(call: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    function = {**call["function"], "arguments": {"q": mark}}
     return {**call, "function": function}
 
 
-def _behind_mark(text: str) -> str:
-    return text[text.rfind(MARK) + len(MARK) :]
+def _behind(text: str, mark: str) -> str:
+    return text[text.rfind(mark) + len(mark) :]
 
 
 def shared_length(one: str, other: str) -> int:
@@ -210,10 +220,12 @@ class StandIns:
     contexts: list[list[dict[str, Any]]]
     where_possible: list[list[dict[str, Any]]] = field(default_factory=list)
     """Contexts that a template may refuse."""
+    longer: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The same turn behind more conversation, which a template may refuse too."""
 
 
 def stand_ins(new: Sequence[Message], history: Sequence[Message] | None) -> Iterator[StandIns]:
-    """Contexts for the rendering of `new`, the cheapest and most shared first.
+    """Contexts for the rendering of `new`, the most shared first.
 
     Where those of one group lead to different tails, or the template refuses them, the next group is tried.
     """
@@ -222,12 +234,22 @@ def stand_ins(new: Sequence[Message], history: Sequence[Message] | None) -> Iter
     if history is None:
         two = [_stand_in(leading, spelling, results, ".") for spelling in ("alpha", "omega")]
         others = [_stand_in(leading, "alpha", results, content) for content in ("", None)]
-        yield StandIns(two, [*others, _stand_in(0, "alpha", [], ".")] if leading else [])
+        yield StandIns(two, [*others, _stand_in(0, "alpha", [], ".")] if leading else [], _longer(two[0]))
         return
     calls, content = history[-1].get("tool_calls") or [], _presence(history[-1])
-    yield StandIns([_stand_in(len(calls), spelling, results, content) for spelling in ("alpha", "omega")])
-    yield StandIns([skeleton(history)])
-    yield StandIns([[dict(message) for message in history]])
+    two = [_stand_in(len(calls), spelling, results, content) for spelling in ("alpha", "omega")]
+    yield StandIns(two, longer=_longer(two[0]))
+    bones = skeleton(history)
+    yield StandIns([bones], longer=_longer(bones))
+
+
+def _longer(context: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    bare = [message for message in context if message["role"] not in ("system", "developer")]
+    system, earlier = (
+        {"role": "system", "content": "qZsystemZq"},
+        [ASKING, {"role": "assistant", "content": "."}],
+    )
+    return [[*earlier, *bare], [system, *bare], [system, *earlier, *bare]]
 
 
 def _presence(turn: Message) -> str | None:

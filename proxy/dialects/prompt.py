@@ -15,10 +15,18 @@ from tokenization.messages import TEXT_PARTS
 
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
 _TEXT_PARTS = TEXT_PARTS | {"tool_reference"}
+_MEDIA_KEYS = frozenset(
+    {
+        *("audio_embeds", "audio_url", "input_audio", "prompt_embeds", "video_embeds", "video_url"),
+        *("image_embeds", "image_pil", "image_url", "input_image"),
+    }
+)
+"""Keys by which vLLM takes a part for media whatever its type; it then ignores the ids."""
 _OURS = frozenset(
     {
         *("messages", "conversation", "new_messages", "prompt_ids", "history", "tools", "chat_template"),
         *("add_generation_prompt", "continue_final_message", "finish_reason", "stop_reason"),
+        *("self", "last_id", "unfinished"),
         *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
         *("return_assistant_tokens_mask", "tokenizer_kwargs"),
     }
@@ -49,10 +57,16 @@ class Append:
     """The history that led to the prompt, if the client gave it."""
 
     def history(self) -> list[dict[str, Any]] | None:
-        """The history, if it ends with the turn that is appended to. Parsed on an encoder thread."""
+        """The history, if it ends with the turn that is appended to.
+
+        Raises:
+            BadRequest: it is no list of messages.
+        """
         if self.messages_before is None:
             return None
-        messages: list[dict[str, Any]] = msgspec.json.decode(self.messages_before)
+        messages = (
+            read({"messages": msgspec.Raw(self.messages_before)}, "messages", list[dict[str, Any]]) or []
+        )
         return messages if messages and messages[-1].get("role") == "assistant" else None
 
 
@@ -138,12 +152,12 @@ def refuse_media(fields: Fields, name: str) -> None:
         BadRequest: there is such a part, or the field holds no list of messages.
     """
     for index, message in enumerate(read(fields, name, list[_Peek]) or []):
-        content = bytes(message.content)
-        if not content.startswith(b"["):
+        if not bytes(message.content).startswith(b"["):
             continue
-        for part in msgspec.json.decode(content):
+        for part in read({name: message.content}, name, list[Any]) or []:
             kind = part.get("type", "text") if isinstance(part, dict) else "text"
-            if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+            media = _MEDIA_KEYS.intersection(part) if isinstance(part, dict) else ()
+            if media or not isinstance(kind, str) or kind not in _TEXT_PARTS:
                 raise BadRequest(
                     f"message {index} of `{name}` holds a part of type {kind!r}: "
                     "images and other media are not supported beside prompt ids",

@@ -114,19 +114,21 @@ async def _keep_prefix(fields: Fields, headers: Headers, replica: Replica, gatew
         return before
     tokenizer = await replica.tokenizer()
 
-    def splice() -> list[int]:
+    strings = read(fields, "return_token_strs", bool) or False
+
+    def splice() -> tuple[list[int], list[str] | None]:
         values = _in_vocabulary(prefix, tokenizer, field)
-        return replace_prefix_tokens(tokenizer, values, before["tokens"], whole["tokens"])
+        spliced = replace_prefix_tokens(tokenizer, values, before["tokens"], whole["tokens"])
+        return spliced, tokenizer.token_strings(spliced) if strings else None
 
     try:
-        tokens = await gateway.in_thread(splice)
+        tokens, token_strs = await gateway.in_thread(splice)
     except PrefixMismatch as error:
         raise BadRequest(f"`{field}`: {error}", param=field, code="prefix_mismatch") from error
     except TemplateUnsupported as error:
         raise Unsupported(
             f"cannot keep the prefix: {error}", param=field, code="template_unsupported"
         ) from error
-    token_strs = tokenizer.token_strings(tokens) if read(fields, "return_token_strs", bool) else None
     return _json({**whole, "tokens": tokens, "count": len(tokens), "token_strs": token_strs})
 
 
@@ -142,7 +144,7 @@ async def _rendered(fields: Fields, headers: Headers, replica: Replica) -> dict[
         return BytesAnswer(answer.status, list(JSON_HEADERS), body)
     try:
         rendered = msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise EngineBroken(f"{_PATH} answered something that is no JSON object") from error
     if not isinstance(rendered.get("tokens"), list):
         raise EngineBroken(f"{_PATH} answered without tokens")

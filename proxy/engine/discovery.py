@@ -165,6 +165,6 @@ async def _takes_ids_in_generate(engine: Engine) -> bool:
 def _json(body: bytes) -> dict[str, object]:
     try:
         value = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -41,6 +41,7 @@ class GenerateTokenIn:
             )
         chat = dict(request.fields)
         chat.setdefault("messages", _STAND_IN)
+        derender, stream = _Derender(engine, request, chat), read(request.fields, "stream", bool)
         rendered = await self._render(engine, chat, request)
         if isinstance(rendered, BytesAnswer):
             return rendered
@@ -50,8 +51,7 @@ class GenerateTokenIn:
         answer = await engine.send(Call("POST", GENERATE_PATH, _json(request.headers), join(rendered), True))
         if answer.status >= 400:
             return await named_errors(answer, request.field)
-        derender = _Derender(engine, request, chat)
-        if read(request.fields, "stream", bool):
+        if stream:
             return StreamAnswer(200, list(answer.headers), derender.stream(answer), answer)
         try:
             body = await answer.read()
@@ -96,8 +96,8 @@ class _Derender:
         _restore_id(completion)
         if "usage" in generated:
             completion["usage"] = generated["usage"]
-        sampled = read(generated, "choices", list[Fields]) or []
-        choices = read(completion, "choices", list[Fields]) or []
+        sampled = _choices(generated, GENERATE_PATH)
+        choices = _choices(completion, DERENDER_PATH)
         if len(choices) != len(sampled):
             raise EngineBroken(f"{DERENDER_PATH} answered {len(choices)} choices for {len(sampled)}")
         for choice, source in zip(choices, sampled, strict=True):
@@ -116,7 +116,7 @@ class _Derender:
             if "error" in event:
                 yield b"data: " + data + b"\n\n"
                 continue
-            choices = read(event, "choices", list[Fields]) or []
+            choices = _choices(event, GENERATE_PATH)
             if not choices:
                 yield b"data: " + await self._chunk(event, None) + b"\n\n"
             for choice in choices:
@@ -140,7 +140,7 @@ class _Derender:
         _restore_id(chunk)
         if choice is None and given(event, "usage") is not None:
             chunk["usage"] = event["usage"]
-        made = read(chunk, "choices", list[Fields]) or []
+        made = _choices(chunk, DERENDER_PATH)
         if choice is not None and made:
             self._finish(made[0], choice, "delta")
             chunk["choices"] = raw(made)
@@ -185,6 +185,14 @@ def _from_engine(body: bytes, path: str) -> Fields:
         return parse(body)
     except BadRequest as error:
         raise EngineBroken(f"{path} answered something that is no JSON object") from error
+
+
+def _choices(answer: Fields, path: str) -> list[Fields]:
+    """The choices of an answer of the engine."""
+    try:
+        return read(answer, "choices", list[Fields]) or []
+    except BadRequest as error:
+        raise EngineBroken(f"{path} answered choices that are no list of objects") from error
 
 
 def _restore_id(completion: Fields) -> None:

@@ -98,10 +98,10 @@ def rename_param(body: bytes, status: int, field: str) -> bytes:
     """An engine's error object with `param` set to what the client called the field at fault."""
     try:
         error = msgspec.json.decode(body)["error"]
-        message = error["message"] if isinstance(error, dict) else str(error)
+        message = str(error["message"] or error) if isinstance(error, dict) else str(error)
         kind = error.get("type") or "BadRequestError" if isinstance(error, dict) else "BadRequestError"
         param = error.get("param") if isinstance(error, dict) else None
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         text = body.decode("utf-8", "replace")[:500]
         return error_body(f"the engine answered {status}: {text}", "BadGatewayError", None, status)
     param = param.removeprefix("body.") if isinstance(param, str) else None

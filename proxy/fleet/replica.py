@@ -14,6 +14,7 @@ from tokenization import ChatTokenizer
 log = logging.getLogger("tokenproxy")
 
 DISCOVERY_TIMEOUT_S = 60.0
+HEALTH_TIMEOUT_S = 5.0
 RETRY_S = 1.0
 
 
@@ -137,19 +138,30 @@ class Replica:
                     await self._suspect.wait()
             except TimeoutError:
                 pass
-            if self.ready and not await alive(self.engine):
+            if self.ready and not await self._well():
                 self.mark_down(EngineUnavailable(f"{self.engine.name} does not answer /health"))
+
+    async def _well(self) -> bool:
+        """Whether the engine says, in time, that it is healthy."""
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                return await alive(self.engine)
+        except TimeoutError:
+            return False
 
     async def _ask(self) -> None:
         try:
             async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
-                if not await alive(self.engine):
+                if not await self._well():
                     raise EngineUnavailable(f"{self.engine.name} does not answer /health")
                 known = await discover(self.engine, self._token_in)
         except ApiError as error:
             self._problem = error.message
         except TimeoutError:
             self._problem = f"{self.engine.name} did not answer within {DISCOVERY_TIMEOUT_S:.0f} s"
+        except Exception as error:
+            log.exception("asking %s what it can do failed", self.engine.name)
+            self._problem = f"{self.engine.name}: {type(error).__name__}: {error}"
         else:
             self._announce(known)
             self.capabilities = known
