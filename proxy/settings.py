@@ -5,13 +5,14 @@ Every setting has a name that is the same everywhere: `body_limit_bytes` in the 
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
@@ -30,12 +31,14 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", env_ignore_empty=True)
 
-    upstreams: list[str] = Field(default=[], description="base URLs of vLLM servers, with or without /v1")
+    upstreams: Annotated[list[str], NoDecode] = Field(
+        default=[], description="base URLs of vLLM servers, with or without /v1"
+    )
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8100, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     api_key: SecretStr | None = Field(default=None, description="key that clients must send as Bearer token")
     upstream_api_key: SecretStr | None = Field(
-        default=None, description="key for the engines; without it the client's Authorization is passed on"
+        default=None, description="key for the engines (their --api-key); the proxy's own questions need it"
     )
     body_limit_bytes: int = Field(default=64 * 2**20, ge=1, description="largest request body")
     tokenizer: str | None = Field(
@@ -52,6 +55,12 @@ class Settings(BaseSettings):
     watch_interval_s: float = Field(default=5.0, gt=0, description="seconds between health checks")
     encoder_threads: int = Field(default=2, ge=1, description="threads that tokenise")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="log level")
+
+    @field_validator("upstreams", mode="before")
+    @classmethod
+    def _split(cls, urls: object) -> object:
+        """The environment holds them with commas between."""
+        return [url.strip() for url in urls.split(",") if url.strip()] if isinstance(urls, str) else urls
 
     @field_validator("upstreams", mode="after")
     @classmethod

@@ -32,7 +32,7 @@ def test_what_is_given_nowhere_has_its_default(file: Path) -> None:
 
 
 def test_upstreams_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENPROXY_UPSTREAMS", '["http://a:1/v1/", "http://b:2"]')
+    monkeypatch.setenv("TOKENPROXY_UPSTREAMS", "http://a:1/v1/, http://b:2")
     assert load_settings().upstreams == ["http://a:1", "http://b:2"]
 
 
@@ -64,7 +64,7 @@ def test_errors_name_the_setting(flags: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, value", [("port", "many"), ("upstreams", "http://a:1"), ("trust_remote_code", "perhaps")]
+    "name, value", [("port", "many"), ("upstreams", "a:1"), ("trust_remote_code", "perhaps")]
 )
 def test_errors_in_the_environment_name_the_setting(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
@@ -79,7 +79,7 @@ def test_errors_in_the_environment_name_the_setting(
     [
         ("prot: 1", "prot"),
         ("port: many", "port"),
-        ("upstreams: http://a:1", "upstreams"),
+        ("upstreams: a:1", "upstreams"),
         ("port: [1", "settings.yaml"),
         ("- port", "settings.yaml"),
         ("port", "settings.yaml"),

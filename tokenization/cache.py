@@ -25,7 +25,9 @@ class BoundedCache(Generic[K, V]):
     which is harmless because a value depends on nothing but its key.
     """
 
-    def __init__(self, max_size: int) -> None:
+    def __init__(self, max_size: int, small_enough: Callable[[V], bool] = lambda value: True) -> None:
+        """`small_enough` says which values are kept: what is large is seldom asked for twice."""
+        self._small_enough = small_enough
         self._entries: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()
         self._max_size = max_size
@@ -50,7 +52,9 @@ class BoundedCache(Generic[K, V]):
             return self._entries.get(key)
 
     def put(self, key: K, value: V) -> None:
-        """Keep a value under `key`."""
+        """Keep a value under `key`, if it is small enough."""
+        if not self._small_enough(value):
+            return
         with self._lock:
             self._entries[key] = value
             self._entries.move_to_end(key)

@@ -71,7 +71,9 @@ class ChatTokenizer:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a turn of this model: its EOS and what its generation config lists beside it."""
     _threads: threading.local = field(default_factory=threading.local)
-    _suffixes: BoundedCache[bytes, Continuation] = field(default_factory=lambda: BoundedCache(1024))
+    _suffixes: BoundedCache[bytes, Continuation] = field(
+        default_factory=lambda: BoundedCache(1024, lambda following: len(following.suffix_ids) <= 2_048)
+    )
 
     def __post_init__(self) -> None:
         self._template = Template(self._tokenizer)

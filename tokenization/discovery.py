@@ -70,7 +70,9 @@ class Discovery:
         self._names = {number: content for content, number in own_tokens.items()}
         longest_first = sorted(own_tokens, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._found: BoundedCache[bytes, Found] = BoundedCache(1024)
+        self._found: BoundedCache[bytes, Found] = BoundedCache(
+            1024, lambda found: len(found.close.text) <= 16_384
+        )
         # shapes of new messages for which earlier messages were seen not to matter: seen once is enough
         self._settled: BoundedCache[bytes, bool] = BoundedCache(4096)
 
