@@ -134,8 +134,8 @@ class FakeVllm:
         """What it was started with; None for the model's own."""
         self.names = ["tiny", "adapter"]
         self.healthy = True
-        self.slow_s = 0.0
-        """How long /health takes."""
+        self.slow_s: dict[str, float] = {}
+        """How long answers of a path take."""
         self.requests: list[Seen] = []
         self.aborted = 0
         self.replies: deque[Reply] = deque()
@@ -217,6 +217,7 @@ class FakeVllm:
         )
         self._connections.add(peer)
         self.requests.append(seen)
+        await asyncio.sleep(self.slow_s.get(seen.path, 0))
         if self.hang_up(seen):
             raise _break(request, "reset")
         if not self._allowed(seen):
@@ -239,7 +240,6 @@ class FakeVllm:
         return not guarded or seen.header("authorization") == f"Bearer {self.api_key}".encode()
 
     async def _health(self, request: web.Request, seen: Seen) -> web.StreamResponse:
-        await asyncio.sleep(self.slow_s)
         return web.Response(status=200 if self.healthy else 503)
 
     async def _version(self, request: web.Request, seen: Seen) -> web.StreamResponse:

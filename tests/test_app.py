@@ -4,6 +4,10 @@ import httpx
 import pytest
 
 from proxy import __version__
+from proxy.app import create_app
+from proxy.settings import Settings
+from tests.fake_vllm import FakeVllm
+from tests.utils import run_server
 
 
 @pytest.fixture
@@ -30,6 +34,13 @@ def test_the_page_names_the_fields_of_the_token_route(page: Any) -> None:
 
 def test_the_pages_are_the_proxys_own(client: httpx.Client) -> None:
     assert [client.get(path).status_code for path in ("/openapi.json", "/docs")] == [200, 200]
+
+
+def test_behind_a_proxy_that_takes_a_prefix_off(fake: FakeVllm) -> None:
+    app = create_app(Settings(upstreams=[fake.url]))
+    with run_server(app, root_path="/prefix") as url:
+        assert httpx.get(f"{url}/v1/models?a=1", trust_env=False).status_code == 200
+    assert "/v1/models?a=1" in [seen.target for seen in fake.requests]
 
 
 def test_an_unexpected_error_is_an_error_object(

@@ -103,6 +103,11 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         load_settings(tmp_path / "missing.yaml")
 
 
+def test_a_file_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot read the settings file"):
+        load_settings(tmp_path)
+
+
 def test_keys_are_not_shown() -> None:
     settings = load_settings(api_key="hidden", upstream_api_key="hidden")
     assert "hidden" not in repr(settings) + str(settings)

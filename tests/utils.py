@@ -41,9 +41,11 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def run_server(app: FastAPI) -> Iterator[str]:
+def run_server(app: FastAPI, root_path: str = "") -> Iterator[str]:
     """Serve an application from a thread on a free port; yields its URL."""
-    config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, port=0, root_path=root_path, log_level="warning", timeout_graceful_shutdown=1
+    )
     server = _Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

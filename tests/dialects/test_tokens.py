@@ -1,3 +1,4 @@
+import inspect
 from typing import Any
 
 import httpx
@@ -6,6 +7,7 @@ import pytest
 from tests.fake_vllm import MAX_MODEL_LEN, FakeVllm, Reply, data_of
 from tests.tiny_model import END, HI, VOCAB_SIZE, TinyModel
 from tests.utils import EVERY_SPELLING
+from tokenization import ChatTokenizer
 
 _TOKENS = "/v1/chat/completions/tokens"
 _PROMPT = [1, 74, 75]
@@ -136,6 +138,11 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt_ids": [1], "messages": [{"role": "user", "content": [{"type": ["text"]}]}]},
         "messages",
     ),
+    "an image under a text's type": (
+        {"prompt_ids": [1], "messages": [{"role": "user", "content": [{"text": "a", "image_url": "b"}]}]},
+        "messages",
+    ),
+    "a history that is none": ({"prompt_ids": [1], "messages": [5], "append_messages": _NEXT}, "messages"),
     "messages that are none": ({"prompt_ids": [1], "messages": "Hi"}, "messages"),
     "append without ids": ({"append_messages": _NEXT}, "prompt_ids"),
     "append beside messages": ({"messages": _HISTORY, "append_messages": _NEXT}, "prompt_ids"),
@@ -185,6 +192,23 @@ def test_bad_requests(client: httpx.Client, fields: dict[str, Any], param: str) 
     assert (answer.status_code, error["code"], error["type"]) == (400, 400, "BadRequestError")
     assert error["param"] == param
     assert _said(answer) == {}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(inspect.signature(ChatTokenizer.continuation).parameters) - {"template_kwargs"})
+)
+def test_arguments_of_the_tokenizer_are_no_arguments_of_a_template(client: httpx.Client, name: str) -> None:
+    """Passed on as they are, they would reach the function instead of the template."""
+    request = {"prompt_ids": [1], "append_messages": _NEXT, "chat_template_kwargs": {name: "x"}}
+    answer = client.post(_TOKENS, json=request)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize("name", ["messages", "append_messages", "tools", "kv_transfer_params", "anything"])
+def test_values_that_are_nested_too_deeply(client: httpx.Client, name: str) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    body = f'{{"prompt_ids": [1], "{name}": {deep}}}'
+    assert client.post(_TOKENS, content=body.encode()).status_code == 400
 
 
 def test_an_id_of_many_digits(client: httpx.Client) -> None:

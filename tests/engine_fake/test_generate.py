@@ -144,6 +144,16 @@ def test_a_step_that_answers_nonsense(fake: FakeVllm, client: httpx.Client, path
     assert (answer.status_code, answer.json()["error"]["type"]) == (502, "BadGatewayError")
 
 
+@pytest.mark.parametrize("body", [b'{"choices": 5}', b'{"choices": [5]}', b'{"choices": []}'])
+@pytest.mark.parametrize("path", [_GENERATE, _DERENDER])
+def test_choices_that_do_not_match(fake: FakeVllm, client: httpx.Client, path: str, body: bytes) -> None:
+    if path == _GENERATE:
+        fake.canned[_DERENDER] = Canned(b'{"choices": [{}]}')
+    fake.canned[path] = Canned(body)
+    answer = _post(client)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "BadGatewayError")
+
+
 @pytest.mark.parametrize(
     "canned", [Canned(b'{"error": {"message": "no"}}', 400), Canned(b"<html>"), Canned(b"{}")]
 )

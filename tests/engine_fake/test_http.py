@@ -57,6 +57,7 @@ async def test_headers_go_as_they_came(engine: HttpEngine, fake: FakeVllm) -> No
         (b"x-one", b"1"),
         (b"x-one", b"2"),
         (b"x-utf8", "Zoë".encode()),
+        (b"x-latin1", "Zoë".encode("latin-1")),
         (b"authorization", b"Bearer client"),
         (b"content-type", b"application/json"),
         (b"user-agent", b"client/1"),
@@ -179,6 +180,18 @@ async def test_an_engine_that_dies_of_a_request_gets_it_twice_at_most(
     with pytest.raises(EngineBroken, match="before it answered"):
         await _ask(engine, _chat(repeatable=True))
     assert len(fake.requests) == 2
+
+
+async def test_what_is_no_http() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"220 mail.example.org ESMTP\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, make_session(1.0) as session:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(EngineBroken):
+            await HttpEngine(f"http://127.0.0.1:{port}", session).send(Call("GET", "/"))
 
 
 async def test_nothing_listens(engine: HttpEngine, fake: FakeVllm) -> None:

@@ -1,3 +1,4 @@
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -6,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.engine.discovery import discover
 from proxy.engine.protocol import Answer, BytesAnswer
 from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable
 from proxy.fleet.fleet import Fleet
@@ -117,7 +119,7 @@ def test_no_engine_from_the_start() -> None:
 
 def test_a_request_that_comes_before_the_engine_was_asked_waits(start: Callable[..., FakeVllm]) -> None:
     engine = start()
-    engine.slow_s = 0.3
+    engine.slow_s["/health"] = 0.3
     with run_app(Settings(upstreams=["http://127.0.0.1:9", engine.url])) as client:
         assert client.post(_TOKENS, json=_IDS).status_code == 200
 
@@ -180,6 +182,43 @@ def test_engines_are_watched(start: Callable[..., FakeVllm]) -> None:
         wait_until(lambda: client.get("/ready").status_code == 200)
 
 
+def test_an_engine_that_hangs_is_down(
+    start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.fleet.replica.HEALTH_TIMEOUT_S", 0.1)
+    engine = start()
+    with run_proxy([engine], watch_interval_s=0.02) as client:
+        engine.slow_s["/health"] = _NEVER_S
+        wait_until(lambda: _state(client) == ["down"])
+        engine.slow_s.clear()
+        wait_until(lambda: _state(client) == ["chat"])
+
+
+def test_an_engine_that_does_not_finish_answering(
+    start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.fleet.replica.DISCOVERY_TIMEOUT_S", 0.1)
+    engine = start()
+    engine.slow_s["/v1/models"] = _NEVER_S
+    with run_app(Settings(upstreams=[engine.url])) as client:
+        wait_until(lambda: "did not answer within" in client.get("/ready").text)
+        engine.slow_s.clear()
+        wait_until(lambda: _state(client) == ["chat"])
+
+
+def test_what_nobody_expected_does_not_end_the_watch(
+    start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*args: Any) -> None:
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr("proxy.fleet.replica.discover", fail)
+    with run_app(Settings(upstreams=[start().url])) as client:
+        wait_until(lambda: "RuntimeError: unexpected" in client.get("/ready").text)
+        monkeypatch.setattr("proxy.fleet.replica.discover", discover)
+        wait_until(lambda: _state(client) == ["chat"])
+
+
 def test_an_engine_in_trouble_is_asked_again(start: Callable[..., FakeVllm]) -> None:
     engine = start()
     engine.canned[_CHAT] = Canned(b"", 500)
@@ -207,6 +246,9 @@ class _Stub:
 
     def report(self) -> dict[str, Any]:
         return {"problem": "stub"}
+
+    async def asked(self) -> None:
+        await asyncio.Event().wait()
 
 
 async def _work(replica: Any) -> Answer:
@@ -240,3 +282,9 @@ async def test_when_all_are_slow_it_is_a_timeout() -> None:
     replicas: Any = [_Stub(EngineTimeout("slow")), _Stub(EngineUnavailable("gone"))]
     with pytest.raises(EngineTimeout):
         await Fleet(replicas).on_replica(_work)
+
+
+async def test_waiting_for_a_first_answer_has_an_end() -> None:
+    replicas: Any = [_Stub(None)]
+    replicas[0].ready = False
+    await asyncio.wait_for(Fleet(replicas).wait_asked(0.01), 5)

@@ -9,7 +9,7 @@ from proxy.engine.http import HttpEngine, make_session
 from proxy.errors import ApiError, Unsupported
 from proxy.fleet.tokenizers import Tokenizers
 from tests.fake_vllm import Canned, FakeVllm
-from tests.tiny_model import TinyModel
+from tests.tiny_model import CHATML, TinyModel
 from tokenization import ChatTokenizer
 
 _MISSING = Model("tiny", "/no/such/folder", None)
@@ -87,6 +87,25 @@ async def test_a_template_that_takes_one_turn_only(
     await Tokenizers(None, mortal.chat_template).for_engine(engine, model)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("message.role + '\\n'", "message.role + ('\\n' if loop.first else ':')"),
+        ("'<tool_call>'", "'<call>'"),
+        ("'<|im_start|>' + message.role", "'<|im_start|>' + message.role | replace('tool', 'user')"),
+    ],
+    ids=["second message", "tool calls", "tool results"],
+)
+async def test_templates_that_differ_only_further_on(
+    engine: HttpEngine, model: Model, mortal: FakeVllm, change: tuple[str, str]
+) -> None:
+    changed = CHATML.replace("message.role + '\n'", "message.role + '\\n'").replace(*change)
+    assert changed != CHATML
+    mortal.chat_template = changed
+    with pytest.raises(Unsupported, match="renders other ids"):
+        await Tokenizers().for_engine(engine, model)
+
+
 async def test_an_engine_that_renders_nothing(engine: HttpEngine, model: Model, mortal: FakeVllm) -> None:
     mortal.canned["/tokenize"] = Canned(b"", 404)
     with pytest.raises(Unsupported, match="renders no conversation") as caught:
@@ -94,7 +113,7 @@ async def test_an_engine_that_renders_nothing(engine: HttpEngine, model: Model, 
     assert caught.value.code == "tokenizer_unchecked"
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}"])
+@pytest.mark.parametrize("body", [b"<html>", b"\xff", b"[]", b"{}", b'{"tokens": "1"}'])
 async def test_an_engine_that_answers_nonsense(
     engine: HttpEngine, model: Model, mortal: FakeVllm, body: bytes
 ) -> None:

@@ -23,3 +23,10 @@ def test_what_fails_is_not_kept() -> None:
     with pytest.raises(ZeroDivisionError):
         cache.get_or_make("a", lambda: 1 // 0)
     assert cache.get_or_make("a", lambda: 1) == 1
+
+
+def test_what_is_large_is_not_kept() -> None:
+    cache: BoundedCache[str, int] = BoundedCache(2, lambda value: value < 10)
+    assert [cache.get_or_make("a", lambda: 10), cache.get_or_make("a", lambda: 1)] == [10, 1]
+    cache.put("b", 10)
+    assert (cache.get("a"), cache.get("b"), cache.info().size) == (1, None, 1)

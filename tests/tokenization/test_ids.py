@@ -12,6 +12,7 @@ _SPELLINGS = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 2}, {"i
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
 )
 
 

@@ -1,0 +1,1 @@
+"""What the proxy costs, measured: `python benchmarks/overhead.py`."""

@@ -1,0 +1,446 @@
+"""What does an append cost, and does a long history make it dearer? The command; `--help` says how."""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if __name__ == "__main__":
+    # of a program run by its path, Python puts the folder on the search path: this package is one above
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import uvloop
+
+from benchmarks.report import _table, _verdict, machine
+from proxy.demo.checkpoint import ensure_checkpoint
+from proxy.demo.errors import DemoError
+from tokenization import Appended, ChatTokenizer, Continuation, TokenizationError
+
+_DESCRIPTION = """\
+Measure what it costs to append a tool result of 200 tokens to a conversation that is already ids, and what
+it costs to render and encode the whole conversation instead, after 1k, 8k, 32k and 128k tokens.
+
+The model is the demo's (SmolLM2, its ChatML template), with a tool declared. The conversation is an agent's:
+a question, a command, its output, an answer, and so on; it ends with a command whose output is to be
+appended. Before anything is timed, it is checked that both lead to the same ids.
+
+  append        the whole next prompt as a list. It holds a copy of the ids before: the only part of an append
+                that grows with the history.
+  continuation  what `append` puts behind those ids, without the copy: for callers that keep them as bytes.
+  new           a result never seen before: rendered and encoded.
+  repeated      a result seen before: a cache answers.
+  history=      with the messages that led to the ids, which some templates need; otherwise without.
+  render        the whole conversation from its messages, the new result included.
+
+Everything is gone through in rounds, so that a busy minute of the machine spoils no length alone, and medians
+are compared. Then such calls run on a thread at 128k, while a task on the event loop wants to wake up every
+millisecond; its longest wait is how long other requests stand still. `first of its thread` is the first call
+on a new thread, later ones are on a thread that has made one. `asleep` is a thread that only sleeps.
+
+The aims: an append at 128k takes at most twice as long as at 1k, and at most a hundredth of a render; it
+keeps the event loop waiting for at most 5 ms. A missed aim does not change the exit code: machines differ.
+
+Run it where nothing else runs. Linux only: it reads /proc.
+"""
+
+_EXAMPLES = """\
+examples:
+  python benchmarks/append.py                  everything: about a minute
+  python benchmarks/append.py --quick          does it run: ten seconds, and numbers that mean little
+  python benchmarks/append.py --json out.json  every sample by itself, for another program
+"""
+
+LENGTHS = (1_000, 8_000, 32_000, 128_000)
+SHORT, LONG = LENGTHS[0], LENGTHS[-1]
+RESULT_TOKENS = 200
+GROWTH, GAIN, WAIT_MS = 2.0, 100.0, 5.0
+"""Aims: append at 128k over append at 1k; render over append at 128k; longest wait of the event loop."""
+
+QUIET = 0.05
+"""Share of the machine that other programs may have before the numbers are doubtful."""
+
+_SEED = 20
+_TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "run",
+            "description": "Run a shell command in the repository and return what it prints",
+            "parameters": {
+                "type": "object",
+                "properties": {"command": {"type": "string"}, "timeout_s": {"type": "integer"}},
+                "required": ["command"],
+            },
+        },
+    },
+)
+_SYSTEM = {"role": "system", "content": "You fix bugs in a Python repository. Run commands, then explain."}
+_VOCABULARY = (
+    "the a request response stream token prompt cache engine worker queue lock thread buffer header test "
+    "fails returns raises when before after because only never always same wrong first last empty missing "
+    "router session timeout retry offset length index value config default handler parser message turn"
+)
+_RENDER, _FIRST = "render", "append, first of its thread"
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much to measure."""
+
+    rounds: int
+    appends: int
+    """Of each kind, at each length, in each round."""
+    renders: int
+    """At each length in each round."""
+    waits: int
+    """Calls beside a ticking event loop, of each kind."""
+
+
+FULL = Effort(rounds=10, appends=20, renders=2, waits=50)
+QUICK = Effort(rounds=1, appends=5, renders=1, waits=3)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    options = _parser().parse_args(argv)
+    if sys.platform != "linux":
+        return _fail("Linux only: it reads /proc")
+    try:
+        tokenizer = ChatTokenizer.load(ensure_checkpoint())
+        measured = measure(tokenizer, QUICK if options.quick else FULL)
+    except (DemoError, TokenizationError, WrongIds) as error:
+        return _fail(str(error))
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("tokenizers", "transformers", "uvloop"))
+    about = {**machine(), "libraries": libraries, "others": f"{measured.others:.0%}"}
+    print(as_text(measured, about))
+    if measured.others > QUIET:
+        print(f"\nOther programs had {measured.others:.0%} of the cores: measure again when they rest.")
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(measured, about), indent=1) + "\n")
+    return 0
+
+
+class WrongIds(Exception):
+    """Appending and rendering lead to different prompts, so that their times must not be compared."""
+
+
+class Author:
+    """Writes the conversation: always the same, and no text twice."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._random = random.Random(_SEED)
+        self._words = _VOCABULARY.split()
+
+    def result(self) -> Messages:
+        """What a command printed, of `RESULT_TOKENS` tokens."""
+        lines = (self._log_line() for _ in range(RESULT_TOKENS))
+        printed = self._cut("\n".join(lines), RESULT_TOKENS)
+        return [{"role": "tool", "tool_call_id": "call_0", "content": printed}]
+
+    def results(self, count: int, *, new: bool) -> list[Messages]:
+        """Different results, or one `count` times."""
+        return [self.result() for _ in range(count)] if new else [self.result()] * count
+
+    def history(self, length: int) -> tuple[Messages, list[int]]:
+        """Messages that end with a tool call, and their ids as an engine has them: about `length`."""
+        messages, fixed = [_SYSTEM], self._count([])
+        missing = length - fixed
+        while True:
+            turns = [*self._question(self._prose(30)), *self.result(), self._says(self._prose(120))]
+            ending = self._question("")
+            size, least = self._count(turns) - fixed, self._count(ending) - fixed
+            if size + least > missing:
+                break
+            messages += turns
+            missing -= size
+        messages += self._question(self._prose(missing - least))
+        ids = self._tokenizer.render(messages, tools=_TOOLS, add_generation_prompt=False)
+        stop = self._tokenizer.stop_id(tools=_TOOLS)
+        return messages, ids[: len(ids) - ids[::-1].index(stop)]
+
+    def _question(self, content: str) -> Messages:
+        path, number = f"src/{self._word()}/{self._word()}.py", self._random.randrange(1, 900)
+        arguments = json.dumps({"command": f"sed -n {number},{number + 40}p {path}", "timeout_s": 30})
+        call = {"id": "call_0", "type": "function", "function": {"name": "run", "arguments": arguments}}
+        return [{"role": "user", "content": content}, {**self._says(None), "tool_calls": [call]}]
+
+    def _says(self, content: str | None) -> dict[str, Any]:
+        return {"role": "assistant", "content": content}
+
+    def _prose(self, tokens: int) -> str:
+        return self._cut(" ".join(self._word() for _ in range(tokens)), tokens)
+
+    def _log_line(self) -> str:
+        seconds, code = self._random.uniform(0, 99), self._random.getrandbits(32)
+        said = " ".join(self._word() for _ in range(6))
+        return f"{seconds:.3f} {self._word()}.py:{self._random.randrange(900)} [{code:08x}] {said}"
+
+    def _word(self) -> str:
+        return self._random.choice(self._words)
+
+    def _cut(self, text: str, tokens: int) -> str:
+        """The first tokens of a text of ASCII, in which a vocabulary's letter is a letter."""
+        spelled = self._tokenizer.token_strings(self._tokenizer.encode(text)[:tokens])
+        return text[: sum(map(len, spelled))]
+
+    def _count(self, messages: Messages) -> int:
+        together = [_SYSTEM, *messages]
+        return len(self._tokenizer.render(together, tools=_TOOLS, add_generation_prompt=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A conversation to append to."""
+
+    tokenizer: ChatTokenizer
+    messages: Messages
+    ids: list[int]
+
+    def render(self, new: Messages) -> list[int]:
+        """The next prompt from nothing but messages."""
+        return self.tokenizer.render([*self.messages, *new], tools=_TOOLS)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to append."""
+
+    copies: bool
+    """`append`, which copies the ids before; otherwise `continuation`."""
+    new: bool
+    """Whether each call gets a result that was never seen before."""
+    history: bool
+    """Whether it is told the messages that led to the ids."""
+
+    @property
+    def name(self) -> str:
+        """As the tables have it."""
+        kind = "new" if self.new else "repeated"
+        return f"{'append' if self.copies else 'continuation'}, {kind}{', history=' if self.history else ''}"
+
+    def call(self, past: Past, new: Messages) -> Appended | Continuation:
+        """Append `new`."""
+        history = past.messages if self.history else None
+        if self.copies:
+            return past.tokenizer.append(past.ids, new, history=history, tools=_TOOLS)
+        return past.tokenizer.continuation(past.ids[-1], new, history=history, tools=_TOOLS)
+
+
+WAYS = tuple(Way(*chosen) for chosen in product((True, False), repeat=3))
+
+
+@dataclass(slots=True)
+class Times:
+    """Milliseconds of each call of one kind, by the length of the history."""
+
+    name: str
+    ms: dict[int, list[float]] = field(default_factory=lambda: {length: [] for length in LENGTHS})
+
+    def p50(self, length: int) -> float:
+        """The median call."""
+        return median(self.ms[length])
+
+    @property
+    def growth(self) -> float:
+        """How many times as long it takes at 128k as at 1k."""
+        return self.p50(LONG) / self.p50(SHORT)
+
+
+@dataclass(slots=True)
+class Measured:
+    """Everything that was measured."""
+
+    tokens: dict[int, int]
+    """Ids of each history, under the length that was wanted."""
+    appends: list[Times]
+    render: Times
+    waits: dict[str, list[float]]
+    """Longest wait of the event loop beside each call at 128k, in milliseconds."""
+    others: float
+    """Share of the machine that other programs had."""
+
+    def gain(self, times: Times) -> float:
+        """How many times as long a render takes at 128k."""
+        return self.render.p50(LONG) / times.p50(LONG)
+
+
+def measure(tokenizer: ChatTokenizer, effort: Effort) -> Measured:
+    """Write the conversations, check that both ways agree on them, and run all rounds.
+
+    Raises:
+        WrongIds: they do not agree.
+    """
+    author = Author(tokenizer)
+    pasts = {length: Past(tokenizer, *author.history(length)) for length in LENGTHS}
+    for past in pasts.values():
+        check_same(past, author.result())
+    appends, render = [Times(way.name) for way in WAYS], Times(_RENDER)
+    start, others_s = time.monotonic(), _others_s()
+    for number in range(effort.rounds):
+        print(f"round {number + 1} of {effort.rounds} ...", file=sys.stderr)
+        for length, past in pasts.items():
+            for way, times in zip(WAYS, appends, strict=True):
+                results = author.results(effort.appends + 1, new=way.new)
+                times.ms[length] += timed(partial(way.call, past), results)
+            render.ms[length] += timed(past.render, author.results(effort.renders + 1, new=True))
+    print("the event loop ...", file=sys.stderr)
+    waits = uvloop.run(all_waits(pasts[LONG], author, effort.waits))
+    cores_s = len(os.sched_getaffinity(0)) * (time.monotonic() - start)
+    tokens = {length: len(past.ids) for length, past in pasts.items()}
+    return Measured(tokens, appends, render, waits, (_others_s() - others_s) / cores_s)
+
+
+def check_same(past: Past, new: Messages) -> None:
+    """Append in every way, and render.
+
+    Raises:
+        WrongIds: the prompts differ.
+    """
+    rendered = past.render(new)
+    for way in WAYS:
+        behind = way.call(past, new)
+        if [*past.ids, *behind.close_ids, *behind.suffix_ids] != rendered:
+            raise WrongIds(f"{way.name}: not the ids of a render after {len(past.ids)} tokens")
+
+
+def timed(call: Callable[[Messages], object], results: Sequence[Messages]) -> list[float]:
+    """Milliseconds of a call with each of the results but the first, which warms up."""
+    call(results[0])
+    taken = []
+    for result in results[1:]:
+        start = time.perf_counter_ns()
+        call(result)
+        taken.append((time.perf_counter_ns() - start) / 1e6)
+    return taken
+
+
+async def all_waits(past: Past, author: Author, count: int) -> dict[str, list[float]]:
+    """Longest wait of the event loop, in milliseconds, beside each of `count` calls of each kind."""
+    untold, told = (Way(copies=True, new=True, history=history) for history in (False, True))
+    calls: dict[str, Callable[[Messages], object]] = {
+        "asleep": lambda _: time.sleep(0.001),
+        untold.name: partial(untold.call, past),
+        told.name: partial(told.call, past),
+        _RENDER: past.render,
+    }
+    waits: dict[str, list[float]] = {name: [] for name in (*calls, _FIRST)}
+    for _ in range(count):
+        with ThreadPoolExecutor(1) as thread:
+            waits[_FIRST].append(await longest_wait(thread, partial(untold.call, past, author.result())))
+            for name, call in calls.items():
+                waits[name].append(await longest_wait(thread, partial(call, author.result())))
+    return waits
+
+
+async def longest_wait(thread: ThreadPoolExecutor, work: Callable[[], object]) -> float:
+    """Milliseconds between two ticks of a task that wants one each millisecond, while `work` runs."""
+    ticks: list[float] = []
+    ticking = asyncio.create_task(_tick(ticks))
+    await asyncio.sleep(0.005)
+    before = len(ticks) - 1
+    await asyncio.get_running_loop().run_in_executor(thread, work)
+    await asyncio.sleep(0.005)  # the tick that was kept waiting
+    ticking.cancel()
+    return 1000 * max(later - earlier for earlier, later in pairwise(ticks[before:]))
+
+
+async def _tick(ticks: list[float]) -> None:
+    while True:
+        ticks.append(time.perf_counter())
+        await asyncio.sleep(0.001)
+
+
+def _others_s() -> float:
+    """Seconds that the cores of this process have run anything else."""
+    fields = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+    busy = {name: sum(map(int, ticks[:3])) for name, *ticks in fields}
+    ours = os.times()
+    cores: int = sum(busy[f"cpu{core}"] for core in os.sched_getaffinity(0))
+    return cores / os.sysconf("SC_CLK_TCK") - ours.user - ours.system
+
+
+def as_json(measured: Measured, about: dict[str, str]) -> dict[str, Any]:
+    """Everything, for another program."""
+    rows = [*measured.appends, measured.render]
+    return {
+        "machine": about,
+        "tokens": measured.tokens,
+        "aims": {"growth": GROWTH, "gain": GAIN, "wait_ms": WAIT_MS},
+        "growth": {times.name: times.growth for times in rows},
+        "gain": {times.name: measured.gain(times) for times in measured.appends},
+        "wait_ms": {name: median(waits) for name, waits in measured.waits.items()},
+        "samples": {"ms": {times.name: times.ms for times in rows}, "wait_ms": measured.waits},
+    }
+
+
+def as_text(measured: Measured, about: dict[str, str]) -> str:
+    """Markdown tables that also read well on a terminal."""
+    tokens = ", ".join(f"{count:,}" for count in measured.tokens.values())
+    lengths = [f"{length // 1000}k" for length in LENGTHS]
+    times = [
+        ["ms, median, after", *lengths],
+        *(
+            [row.name, *(f"{row.p50(n):.3f}" for n in LENGTHS)]
+            for row in [*measured.appends, measured.render]
+        ),
+    ]
+    grows, gains = f"128k / 1k (<= {GROWTH:g}x)", f"render / it, at 128k (>= {GAIN:g}x)"
+    ratios = [
+        ["ratio", grows, "", gains, ""],
+        *(_ratio_row(row, measured.gain(row)) for row in measured.appends),
+        [_RENDER, f"{measured.render.growth:.0f}x", "", "", ""],
+    ]
+    loop = [
+        ["event loop, beside", "longest wait, median", "worst", "aim", ""],
+        *(_wait_row(name, waits) for name, waits in measured.waits.items()),
+    ]
+    head = [
+        f"{about['cores']} cores of {about['cpu']}; other programs had {about['others']} of them",
+        f"Python {about['python']}, {about['libraries']}",
+        f"histories of {tokens} ids; results of {RESULT_TOKENS}",
+    ]
+    return "\n".join([*head, "", _table(times), "", _table(ratios), "", _table(loop)])
+
+
+def _ratio_row(times: Times, gain: float) -> list[str]:
+    grown, gained = _verdict(times.growth <= GROWTH), _verdict(gain >= GAIN)
+    return [times.name, f"{times.growth:.2f}x", grown, f"{gain:,.0f}x", gained]
+
+
+def _wait_row(name: str, waits: Sequence[float]) -> list[str]:
+    row = [name, f"{median(waits):.1f} ms", f"{max(waits):.1f} ms"]
+    if not name.startswith("append"):
+        return [*row, "-", ""]
+    return [*row, f"<= {WAIT_MS:g} ms", _verdict(median(waits) <= WAIT_MS)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=kind)
+    parser.add_argument("--quick", action="store_true", help="only see that it runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to this file")
+    return parser
+
+
+def _fail(message: str) -> int:
+    print(f"append.py: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The processes around the client: the no-op engine, and the proxy as `tokenproxy serve` runs it.
+
+Linux only: processes are pinned to cores, and their CPU time is read from /proc.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+_LISTENS = re.compile(r"running on http://127\.0\.0\.1:(\d+)")
+_START_TIMEOUT_S = 120.0
+
+
+class StartError(Exception):
+    """A process did not come up; the message holds what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Who runs where. The proxy has a core of its own wherever there are two."""
+
+    engine: int
+    client: int
+    proxy: int
+
+    @classmethod
+    def pick(cls) -> "Cores":
+        """From those that this process may use; with two, engine and client share the first."""
+        free = sorted(os.sched_getaffinity(0))
+        return cls(engine=free[0], client=free[-2:][0], proxy=free[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """A running proxy."""
+
+    pid: int
+    port: int
+
+    core: int
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU it has used, all threads, in user and kernel mode."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def others_s(self) -> float:
+        """Seconds that its core has run anything else."""
+        lines = Path("/proc/stat").read_text().splitlines()
+        user, nice, system = next(line for line in lines if line.startswith(f"cpu{self.core} ")).split()[1:4]
+        return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK") - self.cpu_s()
+
+
+@contextmanager
+def pinned(core: int) -> Iterator[None]:
+    """Keep this process, and the ones it starts, on one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def noop_engine(core: int, tokenizer: Path | None) -> Iterator[int]:
+    """Run the no-op engine; gives its port."""
+    command = [sys.executable, "-m", "benchmarks.noop", *(["--model", str(tokenizer)] if tokenizer else [])]
+    process = _start(command, core, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.strip():
+            raise StartError("the no-op engine did not start")
+        yield int(line)
+    finally:
+        _end(process)
+
+
+@contextmanager
+def proxy(core: int, engine_port: int, log: Path) -> Iterator[Proxy]:
+    """Run the proxy before the engine, and wait until it has asked the engine and loaded its tokenizer."""
+    engine = f"http://127.0.0.1:{engine_port}"
+    command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", engine, "--port", "0"]
+    with log.open("wb") as out:
+        process = _start(command, core, stdout=out, stderr=out)
+    try:
+        port = _wait_ready(process, log)
+        yield Proxy(process.pid, port, core)
+    finally:
+        _end(process)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The smallest tokenizer with a chat template: each message is one token.
+
+    With it the proxy loads what it loads in earnest, so that its heap is of the usual size.
+    """
+    token = {"id": 0, "content": "<turn>", "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    model = {"type": "WordLevel", "vocab": {"<turn>": 0}, "unk_token": "<turn>"}
+    absent = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    whole = {"version": "1.0", **dict.fromkeys(absent), "added_tokens": [{**token, **flags}], "model": model}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<turn>",
+        "chat_template": "{% for message in messages %}<turn>{% endfor %}",
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _start(command: list[str], core: int, **streams: Any) -> "subprocess.Popen[bytes]":
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TOKENPROXY_")}
+    with pinned(core):  # inherited, so that it holds for every thread from the first on
+        return subprocess.Popen(command, cwd=_ROOT, env={**kept, "HF_HUB_OFFLINE": "1"}, **streams)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _wait_ready(process: "subprocess.Popen[bytes]", log: Path) -> int:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        listens = _LISTENS.search(log.read_text())
+        if listens and _settled(int(listens[1])):
+            return int(listens[1])
+        time.sleep(0.05)
+    raise StartError("the proxy did not become ready:\n" + log.read_text()[-3000:])
+
+
+def _settled(port: int) -> bool:
+    """Whether the engine was asked, and nothing is loading that would disturb the measurement."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/ready")
+        answer = connection.getresponse()
+        state = json.loads(answer.read())
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+    return answer.status == 200 and all(engine.get("append") != "loading" for engine in state["engines"])
