@@ -125,6 +125,9 @@ class Replica:
         else:
             error = task.exception()
             report["append"] = "ready" if error is None else str(error)
+            if error is None:
+                cache = task.result().cache_info()
+                report["append_cache"] = {"hits": cache.hits, "misses": cache.misses}
         return report
 
     async def _watch(self) -> None:

@@ -24,6 +24,7 @@ def test_an_engine_that_is_ready(fake: FakeVllm, client: httpx.Client, method: s
                     "model": "tiny",
                     "token_in": "chat",
                     "append": "ready",
+                    "append_cache": {"hits": 0, "misses": 0},
                 }
             ],
         }
