@@ -41,7 +41,8 @@ appended. Before anything is timed, it is checked that both lead to the same ids
   continuation  what `append` puts behind those ids, without the copy: for callers that keep them as bytes.
   new           a result never seen before: rendered and encoded.
   repeated      a result seen before: a cache answers.
-  history=      with the messages that led to the ids, which some templates need; otherwise without.
+  history=      with the messages that led to the ids, which some templates need; otherwise without. With them
+                `append` also notes what the template would have shown otherwise, anew in each call.
   render        the whole conversation from its messages, the new result included.
 
 Everything is gone through in rounds, so that a busy minute of the machine spoils no length alone, and medians

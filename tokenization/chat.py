@@ -256,10 +256,6 @@ class ChatTokenizer:
         """The template's rendering of a conversation. Raises InvalidMessages."""
         return self._template.text(messages, tools, add_generation_prompt, template_kwargs)
 
-    def own_tokens(self, text: str) -> list[str]:
-        """The tokens in a text that no merge reaches across, in order."""
-        return [self._names[token.id] for token in self._discovery.tokens(text)]
-
     def stop_id(self, *, tools: Tools | None = None, **template_kwargs: Any) -> int:
         """The token with which the template closes an assistant turn.
 

@@ -152,7 +152,7 @@ def normalise_base_url(url: str) -> str:
 
 
 def _text(value: bytes) -> str:
-    """A header's value in the form that goes out as the same bytes: aiohttp writes UTF-8."""
+    """A header's value for aiohttp, which writes UTF-8: that goes out as the same bytes, Latin-1 as UTF-8."""
     try:
         return value.decode()
     except UnicodeDecodeError:
