@@ -332,7 +332,11 @@ class ChatTokenizer:
         if backend is None:
             from tokenizers import Tokenizer
 
-            backend = self._threads.backend = Tokenizer.from_str(self._backend_json)
+            backend = Tokenizer.from_str(self._backend_json)
+            # a tokenizer.json may ask for both; engines encode whole prompts, and nothing else
+            backend.no_truncation()
+            backend.no_padding()
+            self._threads.backend = backend
         return backend
 
 

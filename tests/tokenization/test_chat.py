@@ -1,3 +1,5 @@
+import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -272,3 +274,15 @@ def test_what_cannot_be_loaded(
 def test_a_folder_with_a_tokenizer_alone(tmp_path: Path, tiny_model: TinyModel) -> None:
     tiny_model.reference.save_pretrained(tmp_path)
     assert ChatTokenizer.load(tmp_path).vocab_size == len(tiny_model.reference)
+
+
+def test_truncation_and_padding_of_the_tokenizers_file_are_not_done(
+    tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
+    """Engines encode whole prompts."""
+    shutil.copytree(tokenizer.source, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "truncation": cut}))
+    text = "longer than four tokens " * 10
+    assert ChatTokenizer.load(tmp_path).encode(text) == tokenizer.encode(text)
