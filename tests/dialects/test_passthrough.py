@@ -55,7 +55,7 @@ def test_large_bodies_both_ways(fake: FakeVllm, client: httpx.Client) -> None:
 
 def test_percent_encoding_is_kept(fake: FakeVllm, client: httpx.Client) -> None:
     client.get("/v1/files/a%2Fb%20c?q=%C3%A9+1")
-    assert fake.requests[-1].target == "/v1/files/a%2Fb%20c?q=%C3%A9+1"
+    assert fake.last("/v1/files/a%2Fb%20c").target == "/v1/files/a%2Fb%20c?q=%C3%A9+1"
 
 
 def test_stock_routes(fake: FakeVllm, client: httpx.Client) -> None:
