@@ -1,8 +1,8 @@
 """What makes a turn fit to be trained on.
 
 A turn is a sample only if the number of its ids equals that of its log-probabilities and of its mask's
-entries, and the engine says nothing that contradicts them. What does not add up is refused with one of the words
-below, never padded.
+entries, and the engine says nothing that contradicts them. What does not add up is refused with one of the
+words below, never padded.
 """
 
 PROBLEMS = {

@@ -13,8 +13,11 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
+
+T = TypeVar("T", int, float)
 
 ABORTED = "abort"
 """The finish reason of a turn whose client left, or whose engine broke, before its end."""
@@ -29,7 +32,7 @@ class WeightSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sampled completion, as the difference to the turn it continues. A request with n > 1 makes n turns."""
+    """One sampled completion, as the difference to the turn it continues; n > 1 makes n of them."""
 
     id: str
     """32 hexadecimal digits that sort by time; see `new_id`."""
@@ -99,32 +102,31 @@ def new_id() -> str:
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Token ids as little-endian 32-bit integers."""
-    return _little(array("i", ids))
+    return _pack(array("i", ids))
 
 
 def unpack_ids(packed: bytes) -> list[int]:
     """The inverse of `pack_ids`."""
-    return _unpack("i", packed).tolist()
+    return _unpack(array("i"), packed).tolist()
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:
     """Log-probabilities as little-endian 32-bit floats, the engine's own precision."""
-    return _little(array("f", logprobs))
+    return _pack(array("f", logprobs))
 
 
 def unpack_logprobs(packed: bytes) -> list[float]:
     """The inverse of `pack_logprobs`."""
-    return _unpack("f", packed).tolist()
+    return _unpack(array("f"), packed).tolist()
 
 
-def _little(values: "array[int] | array[float]") -> bytes:
+def _pack(values: "array[Any]") -> bytes:
     if sys.byteorder == "big":
         values.byteswap()
     return values.tobytes()
 
 
-def _unpack(kind: str, packed: bytes) -> "array[int] | array[float]":
-    values: array[int] | array[float] = array(kind)
+def _unpack(values: "array[T]", packed: bytes) -> "array[T]":
     values.frombytes(packed)
     if sys.byteorder == "big":
         values.byteswap()
