@@ -6,22 +6,14 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Gateway
+from proxy.engine.media import media_kind
 from proxy.errors import BadRequest, Unsupported
 from proxy.fields import given, read, read_messages
 from proxy.fleet.replica import Replica
 from proxy.types import Fields
 from tokenization import InvalidIds, TemplateUnsupported, TokenizationError, ids
-from tokenization.messages import TEXT_PARTS
 
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
-_TEXT_PARTS = TEXT_PARTS | {"tool_reference"}
-_MEDIA_KEYS = frozenset(
-    {
-        *("audio_embeds", "audio_url", "input_audio", "prompt_embeds", "video_embeds", "video_url"),
-        *("image_embeds", "image_pil", "image_url", "input_image"),
-    }
-)
-"""Keys by which vLLM takes a part for media whatever its type; it then ignores the ids."""
 _OURS = frozenset(
     {
         *("messages", "conversation", "new_messages", "prompt_ids", "history", "tools", "chat_template"),
@@ -154,15 +146,12 @@ def refuse_media(fields: Fields, name: str) -> None:
     for index, message in enumerate(read(fields, name, list[_Peek]) or []):
         if not bytes(message.content).startswith(b"["):
             continue
-        for part in read({name: message.content}, name, list[Any]) or []:
-            kind = part.get("type", "text") if isinstance(part, dict) else "text"
-            media = _MEDIA_KEYS.intersection(part) if isinstance(part, dict) else ()
-            if media or not isinstance(kind, str) or kind not in _TEXT_PARTS:
-                raise BadRequest(
-                    f"message {index} of `{name}` holds a part of type {kind!r}: "
-                    "images and other media are not supported beside prompt ids",
-                    param=name,
-                )
+        if kind := media_kind(read({name: message.content}, name, list[Any])):
+            raise BadRequest(
+                f"message {index} of `{name}` holds a part of type {kind}: "
+                "images and other media are not supported beside prompt ids",
+                param=name,
+            )
 
 
 async def extend(prompt: Prompt, append: Append, replica: Replica, gateway: Gateway) -> tuple[bytes, int]:
