@@ -8,14 +8,15 @@ from fastapi import FastAPI, Request, Response
 
 from proxy import __version__
 from proxy.auth import ApiKey
-from proxy.dialects import all_dialects
 from proxy.dialects.base import Gateway
-from proxy.dialects.endpoint import dialect_routes
+from proxy.dialects.mount import mount
 from proxy.engine.http import HttpEngine, make_session
 from proxy.errors import ApiError
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.replica import Replica
 from proxy.fleet.tokenizers import Tokenizers
+from proxy.gateway import make_gateway
+from proxy.metrics import Metrics
 from proxy.settings import Settings
 from proxy.types import Scope
 
@@ -38,11 +39,14 @@ def create_app(settings: Settings) -> FastAPI:
             ]
             fleet = Fleet(replicas)
             with ThreadPoolExecutor(settings.encoder_threads, "encode") as encoders:
-                app.state.gateway = Gateway(fleet, encoders, settings.body_limit_bytes)
+                gateway = make_gateway(settings, fleet, encoders, Metrics())
+                await gateway.rollouts.open()
+                app.state.gateway = gateway
                 fleet.start()
                 try:
                     yield
                 finally:
+                    await gateway.rollouts.aclose()
                     await fleet.stop()
 
     app = FastAPI(title="tokenproxy", version=__version__, lifespan=lifespan)
@@ -56,8 +60,7 @@ def create_app(settings: Settings) -> FastAPI:
         problem = ApiError("an unexpected error in the proxy; its log has the details")
         return Response(problem.body(), problem.status, media_type="application/json")
 
-    for dialect in all_dialects():
-        app.router.routes.extend(dialect_routes(dialect, gateway))
+    mount(app, gateway, inside_vllm=False)
     if settings.api_key is not None:
         app.add_middleware(ApiKey, key=settings.api_key.get_secret_value())
     return app

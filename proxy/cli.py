@@ -14,6 +14,7 @@ Token-exact multi-turn chat for vLLM: append to the ids the engine saw, never re
   tokenproxy vllm MODEL            vLLM with the token routes inside its own API server
   tokenproxy serve --upstream URL  the same routes in front of stock vLLM servers
   tokenproxy check MODEL           what can be appended exactly with a chat template
+  tokenproxy export --out FILE     recorded conversations as training samples
   tokenproxy demo                  a small real model on this machine, and proof that its tokens stay exact
 """
 
@@ -46,6 +47,21 @@ it rewrites its history, and to which shapes of conversation messages can be app
   tokenproxy check template.jinja --json   a template alone; its special tokens are guessed from the text
 
 Exit code 0 if every shape is exact, 1 if some are refused, 2 if there is no such template.
+"""
+
+_EXPORT = """\
+Write what was recorded as training samples: one for each conversation, and for each branch of it, with exact
+ids, loss mask and the log-probabilities they were sampled with. Turns whose evidence does not add up are
+refused by name, in the table at the end, never padded.
+
+  tokenproxy export --out samples.jsonl                       from where the proxy keeps its rollouts
+  tokenproxy export --store sqlite:rollouts.db --out samples.jsonl
+  tokenproxy export --out samples.parquet --layout verl       typed columns, with a trainer's own field names
+  tokenproxy export --out - --session run-7 --session run-8   to stdout, two sessions only
+  tokenproxy export --out - | head -1 | python -m json.tool   look at one sample
+
+The file appears when it is complete, and replaces one of the same name. docs/samples.md explains the fields.
+Exit code 0 if the export ran, even if there was nothing; 1 if the store or the file failed; 2 for wrong use.
 """
 
 _DEMO = """\
@@ -83,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(
         commands.add_parser("check", help="examine a template", description=_CHECK, formatter_class=kind)
     )
+    _add_export(
+        commands.add_parser("export", help="training samples", description=_EXPORT, formatter_class=kind)
+    )
     _add_demo(commands.add_parser("demo", help="see it work", description=_DEMO, formatter_class=kind))
     return parser
 
@@ -100,6 +119,14 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", default=None, help="let the tokenizer bring code")
     add("--token-in", choices=("auto", "chat", "generate"), help="how servers take ids (default: auto)")
     add("--body-limit-bytes", type=int, metavar="N", help="largest request body (default: 64 MiB)")
+    add("--store", metavar="URL", help="where turns are recorded: sqlite:///FILE, redis://HOST/0 or memory:")
+    add("--store-max-bytes", type=int, metavar="N", help="turns kept; the oldest used go (default: 1 GiB)")
+    add("--store-max-age-s", type=float, metavar="S", help="kept after their last use (default: 7 days)")
+    add(
+        "--record-logprobs",
+        action=argparse.BooleanOptionalAction,
+        help="record log-probabilities, whether clients want them or not (default: yes)",
+    )
     add("--connect-timeout-s", type=float, metavar="S", help="wait for a connection (default: 5)")
     add("--watch-interval-s", type=float, metavar="S", help="between health checks (default: 5)")
     add("--encoder-threads", type=int, metavar="N", help="threads that tokenise (default: 2)")
@@ -111,6 +138,34 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="MODEL_OR_TEMPLATE", help="model folder, hub name or .jinja file")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=_check)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--out", required=True, metavar="FILE", help="file to write; - is stdout")
+    add("--store", metavar="URL", help="where the proxy keeps its rollouts (default: the setting `store`)")
+    add("--format", choices=("jsonl", "parquet"), help="(default: parquet if FILE ends so, else jsonl)")
+    add(
+        "--layout",
+        choices=("plain", "trl", "verl", "prime-rl", "skyrl"),
+        default="plain",
+        help="whose field names (default: %(default)s, with everything that is known)",
+    )
+    add(
+        "--session",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="only this one; repeatable (default: all)",
+    )
+    add(
+        "--shared",
+        choices=("once", "each"),
+        default="once",
+        help="train turns that several samples share once, or in each of them (default: %(default)s)",
+    )
+    add("--config", type=Path, metavar="FILE", help="YAML file with settings")
+    parser.set_defaults(run=_export)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -168,6 +223,15 @@ def _check(options: argparse.Namespace) -> int:
         return _fail(str(error))
     print(json.dumps(report.as_dict(), ensure_ascii=False, indent=2) if options.json else table(report))
     return 0 if report.exact else 1
+
+
+def _export(options: argparse.Namespace) -> int:
+    from proxy.export_command import UsageError, run_export
+
+    try:
+        return run_export(options)
+    except UsageError as error:
+        return _fail(str(error))
 
 
 def _demo(options: argparse.Namespace) -> int:

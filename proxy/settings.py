@@ -4,6 +4,7 @@ Every setting has a name that is the same everywhere: `body_limit_bytes` in the 
 `TOKENPROXY_BODY_LIMIT_BYTES` in the environment, `--body-limit-bytes` on the command line.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,8 +19,16 @@ from pydantic_settings import (
 )
 
 from proxy.engine.http import normalise_base_url
+from proxy.rollout.store import Limits
+from proxy.rollout.stores import make_store
 
 ENV_PREFIX = "TOKENPROXY_"
+
+
+def default_store() -> str:
+    """A database in the user's state folder, shared by all processes of this machine."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return f"sqlite:///{Path(state) / 'tokenproxy' / 'rollouts.db'}"
 
 
 class SettingsError(Exception):
@@ -51,6 +60,17 @@ class Settings(BaseSettings):
     token_in: Literal["auto", "chat", "generate"] = Field(
         default="auto", description="how engines take exact prompts: found out, or forced"
     )
+    store: str = Field(
+        default_factory=default_store,
+        description="where turns are recorded: sqlite:///FILE, redis://HOST:PORT/DB or memory:",
+    )
+    store_max_bytes: int = Field(default=2**30, ge=1, description="bytes of turns kept; the oldest used go")
+    store_max_age_s: float = Field(
+        default=7 * 86_400.0, gt=0, description="seconds after its last use that a rollout is kept"
+    )
+    record_logprobs: bool = Field(
+        default=True, description="ask engines for log-probabilities, whatever clients want, to record them"
+    )
     connect_timeout_s: float = Field(default=5.0, gt=0, description="seconds to wait for a connection")
     watch_interval_s: float = Field(default=5.0, gt=0, description="seconds between health checks")
     encoder_threads: int = Field(default=2, ge=1, description="threads that tokenise")
@@ -66,6 +86,12 @@ class Settings(BaseSettings):
     @classmethod
     def _normalise(cls, urls: list[str]) -> list[str]:
         return [normalise_base_url(url) for url in urls]
+
+    @field_validator("store", mode="after")
+    @classmethod
+    def _store_exists(cls, url: str) -> str:
+        make_store(url, Limits())
+        return url
 
     @field_validator("chat_template", mode="after")
     @classmethod

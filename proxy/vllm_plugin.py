@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client import REGISTRY, CollectorRegistry
 
-from proxy.dialects import all_dialects
 from proxy.dialects.base import Gateway
-from proxy.dialects.endpoint import dialect_routes
+from proxy.dialects.mount import mount
 from proxy.engine.inprocess import InProcessEngine, inner_app
 from proxy.errors import EngineUnavailable
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.replica import Replica
 from proxy.fleet.tokenizers import Tokenizers
+from proxy.gateway import make_gateway
+from proxy.metrics import Metrics
 from proxy.settings import load_settings
 from proxy.types import Scope
 
@@ -33,16 +35,16 @@ class TokenProxyPlugin:
     name = "tokenproxy"
     required_tasks = ("generate",)
 
-    def __init__(self) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        """`registry` is where counters go: the one whose page vLLM serves."""
+        self._registry = registry
         self._engine: InProcessEngine | None = None
         self._gateway: Gateway | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Mount the routes beside, and where paths are equal in place of, vLLM's own."""
         self._engine = InProcessEngine(inner_app(app))
-        for dialect in all_dialects():
-            if dialect.inside_vllm:
-                app.router.routes.extend(dialect_routes(dialect, self._ready_gateway))
+        mount(app, self._ready_gateway, inside_vllm=True)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start to ask the engine what it can do; called when it is up."""
@@ -57,8 +59,10 @@ class TokenProxyPlugin:
         replica = Replica(self._engine, tokenizers, settings.token_in, settings.watch_interval_s)
         fleet = Fleet([replica])
         encoders = ThreadPoolExecutor(settings.encoder_threads, "encode")
-        self._gateway = Gateway(fleet, encoders, settings.body_limit_bytes)
+        gateway = make_gateway(settings, fleet, encoders, Metrics(self._registry))
+        await gateway.rollouts.open()
         fleet.start()
+        self._gateway = gateway
 
     def _ready_gateway(self, scope: Scope) -> Gateway:
         if self._gateway is None:

@@ -16,6 +16,14 @@ hypothesis.settings.register_profile("tokenproxy", deadline=None, max_examples=6
 hypothesis.settings.load_profile("tokenproxy")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is recorded here, and by programs started here, is not put beside the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings of whoever runs the tests do not count."""

@@ -93,6 +93,8 @@ class Reply:
     """Answered instead of a completion."""
     message: dict[str, Any] = field(default_factory=dict)
     """Put into the message, or into the first delta."""
+    logprobs_short: int = 0
+    """How many log-probabilities are missing."""
     hold_at: int | None = None
     """Wait for `release` before this event."""
     break_at: int | None = None
@@ -281,12 +283,13 @@ class FakeVllm:
         if reply.error is not None:
             return _respond(reply.error)
         with_ids = bool(body.get("return_token_ids"))
-        choices = [_choice(self.model, index, reply, with_ids) for index in range(body.get("n", 1))]
+        logprobs = bool(body.get("logprobs"))
+        choices = [_choice(self.model, i, reply, with_ids, logprobs) for i in range(body.get("n", 1))]
         if not body.get("stream"):
             completion = _completion(choices, len(prompt), reply, body.get("model") or self.names[0])
             completion["prompt_token_ids"] = prompt if with_ids else None
             return await self._finish(request, reply, [json.dumps(completion).encode()], "application/json")
-        chunks = _chunks(self.model, reply, prompt if with_ids else None, len(choices))
+        chunks = _chunks(self.model, reply, prompt if with_ids else None, len(choices), logprobs)
         if (body.get("stream_options") or {}).get("include_usage"):
             chunks.append({"choices": [], "usage": _usage(len(prompt), reply)})
         return await self._finish(request, reply, [*map(_event, chunks), b"data: [DONE]\n\n"])
@@ -460,13 +463,15 @@ def _break(request: web.Request, how: str) -> BaseException:
     return asyncio.CancelledError()
 
 
-def _choice(model: TinyModel, index: int, reply: Reply, with_ids: bool) -> dict[str, Any]:
+def _choice(
+    model: TinyModel, index: int, reply: Reply, with_ids: bool, logprobs: bool = False
+) -> dict[str, Any]:
     ids = list(reply.ids)
     message = {"role": "assistant", "content": model.decode(ids), **reply.message}
     return {
         "index": index,
         "message": message,
-        "logprobs": None,
+        "logprobs": _logprobs(reply, ids) if logprobs else None,
         "finish_reason": _finish_reason(reply),
         "stop_reason": None,
         "token_ids": ids if with_ids else None,
@@ -484,7 +489,19 @@ def _completion(choices: list[dict[str, Any]], prompt: int, reply: Reply, model:
     }
 
 
-def _chunks(model: TinyModel, reply: Reply, prompt: list[int] | None, n: int) -> list[dict[str, Any]]:
+def _logprobs(reply: Reply, ids: list[int]) -> dict[str, Any]:
+    """Of each id, as vLLM writes them; `Reply.logprobs_short` leaves some out."""
+    return {
+        "content": [
+            {"token": str(token), "logprob": -token / 8, "bytes": [], "top_logprobs": []}
+            for token in ids[: len(ids) - reply.logprobs_short]
+        ]
+    }
+
+
+def _chunks(
+    model: TinyModel, reply: Reply, prompt: list[int] | None, n: int, logprobs: bool
+) -> list[dict[str, Any]]:
     """One chunk with the role and the prompt's ids, then one for each sampled token and choice."""
     head: dict[str, Any] = {"choices": []}
     for index in range(n):
@@ -499,6 +516,7 @@ def _chunks(model: TinyModel, reply: Reply, prompt: list[int] | None, n: int) ->
             choice = {"index": index, "delta": {"content": model.decode([token])}, "finish_reason": finish}
             if prompt is not None:
                 choice["token_ids"] = [token]
+            choice["logprobs"] = _logprobs(reply, [token]) if logprobs else None
             chunks.append({"choices": [choice]})
     fixed = {"id": "chatcmpl-fake", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}
     return [{**fixed, **chunk} for chunk in chunks]

@@ -17,7 +17,12 @@ def page(client: httpx.Client) -> Any:
 
 def test_the_page_shows_the_routes_of_the_proxy(page: Any) -> None:
     assert page["info"] == {"title": "tokenproxy", "version": __version__}
-    assert set(page["paths"]) == {"/v1/chat/completions/tokens", "/tokenize", "/ready", "/health"}
+    assert set(page["paths"]) == {
+        *("/v1/chat/completions", "/v1/chat/completions/tokens", "/tokenize"),
+        *("/v1/sessions", "/v1/sessions/{session}"),
+        *("/v1/sessions/{session}/samples", "/v1/sessions/{session}/reward"),
+        *("/ready", "/health", "/metrics"),
+    }
 
 
 def test_operations_have_names_of_their_own(page: Any) -> None:

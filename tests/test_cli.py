@@ -103,6 +103,9 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
         "--chat-template": str(template),
         "--token-in": "chat",
         "--body-limit-bytes": "2",
+        "--store": "memory:",
+        "--store-max-bytes": "6",
+        "--store-max-age-s": "7.5",
         "--connect-timeout-s": "3.5",
         "--watch-interval-s": "4.5",
         "--encoder-threads": "5",
@@ -110,10 +113,11 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
     }
     upstreams = ["--upstream", "http://a:1", "--upstream", "http://b:2/v1"]
     pairs = [word for pair in flags.items() for word in pair]
-    assert main(["serve", *upstreams, *pairs, "--trust-remote-code"]) == 0
+    assert main(["serve", *upstreams, *pairs, "--trust-remote-code", "--no-record-logprobs"]) == 0
     [settings] = served
     assert settings.upstreams == ["http://a:1", "http://b:2"]
     assert settings.trust_remote_code is True
+    assert settings.record_logprobs is False
     for flag, value in flags.items():
         name = flag[2:].replace("-", "_")
         found = getattr(settings, name)

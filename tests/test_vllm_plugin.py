@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CollectorRegistry
 
 from proxy.vllm_plugin import TokenProxyPlugin
 from tests.fake_vllm import as_rendered, data_of
@@ -29,7 +30,7 @@ class Server:
         """What the engine renders with."""
         self.aborted = 0
         self.args = Namespace(tokenizer=str(model.folder), chat_template=chat_template)
-        self.plugin = TokenProxyPlugin()
+        self.plugin = TokenProxyPlugin(CollectorRegistry())
 
         @asynccontextmanager
         async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -8,10 +8,12 @@ Sampled ids are never decoded. Only the text that the template puts behind the l
 encoded, and it is cut out of the template's own rendering.
 """
 
+import hashlib
 import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,6 +82,15 @@ class ChatTokenizer:
         self._own = {added.content: number for number, added in self._tokenizer.added_tokens_decoder.items()}
         self._names = {number: content for content, number in self._own.items()}
         self._discovery = Discovery(self._template, self._own)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits, the same wherever vocabulary, merges and chat template are the same."""
+        template = self._tokenizer.chat_template
+        shown = template if isinstance(template, str) else json.dumps(template, sort_keys=True, default=repr)
+        both = hashlib.blake2b(self._backend_json.encode(), digest_size=16)
+        both.update(b"\0" + shown.encode("utf-8", "surrogatepass"))
+        return both.hexdigest()
 
     @classmethod
     def load(

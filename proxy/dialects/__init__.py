@@ -5,7 +5,9 @@ vLLM and in front of it.
 """
 
 import importlib
+import inspect
 import pkgutil
+from collections.abc import Iterator
 
 from proxy.dialects.base import Dialect
 
@@ -14,5 +16,12 @@ def all_dialects() -> list[Dialect]:
     """One of each dialect, those that catch everything last."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    kinds = sorted(Dialect.__subclasses__(), key=lambda kind: (kind.catches_all, kind.path))
+    kinds = sorted(_concrete(Dialect), key=lambda kind: (kind.catches_all, kind.path))
     return [kind() for kind in kinds]
+
+
+def _concrete(kind: type) -> Iterator[type[Dialect]]:
+    for sub in kind.__subclasses__():
+        if not inspect.isabstract(sub):
+            yield sub
+        yield from _concrete(sub)

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, TypeVar
 
 from proxy.engine.protocol import Answer
 from proxy.fleet.fleet import Fleet
+from proxy.rollout.retries import Retries
+from proxy.rollout.rollouts import Rollouts
 from proxy.types import Headers
 
 T = TypeVar("T")
@@ -33,6 +35,10 @@ class Gateway:
     encoders: ThreadPoolExecutor
     """Threads that tokenise: the event loop never does."""
     body_limit_bytes: int
+    rollouts: Rollouts
+    retries: Retries
+    record_logprobs: bool = True
+    """Whether log-probabilities are asked of the engine for the record, though no client wants them."""
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` on an encoder thread."""
@@ -59,3 +65,8 @@ class Dialect(ABC):
         Raises:
             ApiError: becomes the error object that the client gets.
         """
+
+    @property
+    def description(self) -> str:
+        """What the OpenAPI page says of the route."""
+        return type(self).answer.__doc__ or ""

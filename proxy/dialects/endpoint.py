@@ -86,7 +86,7 @@ def dialect_routes(dialect: Dialect, gateway: Callable[[Scope], Gateway]) -> lis
             methods=list(some),
             name=type(dialect).__name__,
             summary=dialect.summary or None,
-            description=dialect.answer.__doc__ or "",
+            description=dialect.description,
             openapi_extra=dialect.openapi or None,
             include_in_schema=not dialect.catches_all and some == methods[0],
             response_model=None,

@@ -11,7 +11,7 @@ from proxy.errors import BadRequest, Unsupported
 from proxy.fields import given, read, read_messages
 from proxy.fleet.replica import Replica
 from proxy.types import Fields
-from tokenization import InvalidIds, TemplateUnsupported, TokenizationError, ids
+from tokenization import ChatTokenizer, InvalidIds, TemplateUnsupported, TokenizationError, ids
 
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
 _OURS = frozenset(
@@ -190,3 +190,14 @@ async def extend(prompt: Prompt, append: Append, replica: Replica, gateway: Gate
 def needs_ids(fields: Fields) -> BadRequest:
     """The error for a request that should carry ids and carries none."""
     return BadRequest("`append_messages` needs the ids it is put behind, in `prompt_ids`", param="prompt_ids")
+
+
+def in_vocabulary(raw: bytes, tokenizer: ChatTokenizer, field: str) -> list[int]:
+    """Checked ids as integers; BadRequest, naming `field`, if one of them does not exist."""
+    try:
+        values = msgspec.json.decode(raw, type=list[int])
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"`{field}` holds an id that is out of vocabulary", param=field) from error
+    if (largest := max(values)) >= tokenizer.vocab_size:
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param=field)
+    return values

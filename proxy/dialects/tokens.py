@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from proxy.dialects.base import Dialect, Gateway, Incoming
+from proxy.dialects.headers import said
 from proxy.dialects.prompt import Append, Prompt, extend, needs_ids, refuse_media, take_append, take_prompt
 from proxy.engine.protocol import Answer, Call
 from proxy.engine.token_in import CHAT_PATH, TokenRequest
@@ -122,17 +123,3 @@ def refuse_beside_ids(fields: Fields, prompt: Prompt) -> None:
         )
     if read(fields, "echo", bool):
         raise BadRequest(f"`echo` cannot be combined with `{prompt.field}`", param="echo")
-
-
-def said(
-    answer: Answer, *, source: str, reused: int, appended: int | None = None, reason: str | None = None
-) -> Answer:
-    """The answer with the headers that say how its prompt came about."""
-    if answer.status < 400:
-        answer.headers.append((b"x-prompt-source", source.encode()))
-        answer.headers.append((b"x-prompt-reused", str(reused).encode()))
-        if appended is not None:
-            answer.headers.append((b"x-prompt-appended", str(appended).encode()))
-        if reason is not None:
-            answer.headers.append((b"x-prompt-reason", reason.encode()))
-    return answer

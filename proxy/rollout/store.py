@@ -52,7 +52,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     """Sorts by time, as `turn.new_id`."""
     key: bytes
-    """Digest of the request."""
+    """What it is found by."""
+    request: bytes = b""
+    """Digest of everything that was asked."""
     failed: bool = False
     """Whether the client got an error, or left: then the next retry of an equal request runs anew."""
     turns: tuple[str, ...] = ()

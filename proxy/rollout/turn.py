@@ -35,7 +35,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sampled completion, as the difference to the turn it continues; n > 1 makes n of them."""
 
     id: str
-    """32 hexadecimal digits that sort by time; see `new_id`."""
+    """32 hexadecimal digits that sort by the time of the request; see `turn_id`."""
     rollout: str
     """The session's id, or one made for a conversation without a session."""
     parent: str | None = None
@@ -97,7 +97,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def new_id() -> str:
     """A name nobody else has; later ones sort behind earlier ones, to the clock's precision."""
-    return f"{time.time_ns():016x}{secrets.token_hex(8)}"
+    return f"{time.time_ns():016x}{secrets.token_hex(6)}0000"
+
+
+def turn_id(request: str, choice: int) -> str:
+    """The id of a turn, known before anything is sampled. The first choice has the request's own."""
+    return f"{request[:-4]}{choice:04x}"
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -45,7 +45,10 @@ def test_the_first_chunk_arrives_before_the_engine_sends_the_second(
     assert fake.aborted == 0
 
 
-@pytest.mark.parametrize("path, body", [(_TOKENS, {"tokens": [1, 74]}), (_CHAT, {"messages": _HI})])
+_ALL = {"return_token_ids": True, "logprobs": True}
+
+
+@pytest.mark.parametrize("path, body", [(_TOKENS, {"tokens": [1, 74]}), (_CHAT, {"messages": _HI, **_ALL})])
 def test_the_engines_bytes_are_not_changed(
     fake: FakeVllm, client: httpx.Client, path: str, body: Body
 ) -> None:

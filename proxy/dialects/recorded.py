@@ -1,0 +1,147 @@
+"""How a chat completion ends: its turn is recorded, and its answer kept for a retry, whatever ends it."""
+
+from collections.abc import AsyncIterator
+
+from proxy.dialects.base import Gateway
+from proxy.dialects.completions import DONE, ChunkReader, Wanted
+from proxy.engine.protocol import Answer, BytesAnswer
+from proxy.engine.sse import events
+from proxy.errors import ApiError
+from proxy.rollout.plan import Plan
+from proxy.rollout.retries import KEPT_BYTES, Attempt
+from proxy.rollout.store import StoreError
+from proxy.types import Headers
+
+_WORTH_A_RETRY = frozenset({408, 409, 429})
+"""Statuses below 500 on which SDKs send a request again."""
+
+
+class Conclusion:
+    """What becomes of one attempt. The first word counts; without a store nothing is kept."""
+
+    def __init__(self, gateway: Gateway, attempt: Attempt) -> None:
+        self._rollouts = gateway.rollouts
+        self._retries = gateway.retries
+        self._attempt = attempt
+        self._open = False
+
+    async def begin(self) -> Answer | None:
+        """The answer that an equal request got before, if this is a repetition of it.
+
+        Raises:
+            BadRequest: see `Retries.begin`.
+        """
+        try:
+            replay = await self._retries.begin(self._attempt)
+        except StoreError as error:
+            self._rollouts.complain("a retry cannot be told from a new request", error)
+            return None
+        if replay is None:
+            self._open = True
+            if self._attempt.again:
+                self._rollouts.metrics.retries.labels("run_anew").inc()
+            return None
+        self._rollouts.metrics.retries.labels("answered_again").inc()
+        headers = [*replay.headers, (b"x-request-replayed", b"true")]
+        return BytesAnswer(replay.status, headers, replay.body)
+
+    async def done(self, status: int, headers: Headers, body: bytes) -> None:
+        """The answer is complete."""
+        if self._open:
+            self._open = False
+            try:
+                await self._retries.done(self._attempt, status, headers, body)
+            except StoreError as error:
+                self._rollouts.complain("an answer was not kept for a retry", error)
+
+    def refused(self, status: int) -> None:
+        """The engine answered with an error."""
+        if status >= 500 or status in _WORTH_A_RETRY:
+            self.failed()
+        elif self._open:
+            self._open = False
+            self._retries.abandon(self._attempt)
+
+    def failed(self) -> None:
+        """There is no answer worth keeping: the client left, or the engine broke."""
+        if self._open:
+            self._open = False
+            self._rollouts.spawn(self._remember_failure(), "record")
+
+    async def _remember_failure(self) -> None:
+        try:
+            await self._retries.failed(self._attempt)
+        except StoreError as error:
+            self._rollouts.complain("a failed request was not remembered", error)
+
+
+class RecordedStream:
+    """A stream that goes on to the client event by event, while its turn is taken out of it.
+
+    The turn is recorded before the client gets the event that ends it, so that whoever acts on that finds it.
+    """
+
+    def __init__(
+        self, answer: Answer, plan: Plan, wanted: Wanted, gateway: Gateway, conclusion: Conclusion
+    ) -> None:
+        self.status = answer.status
+        self.headers = answer.headers
+        self._answer = answer
+        self._plan = plan
+        self._reader = ChunkReader(wanted)
+        self._rollouts = gateway.rollouts
+        self._conclusion = conclusion
+        self._recorded = False
+        self._sent: list[bytes] = []
+        self._sent_bytes = 0
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The events as the engine sends them."""
+        try:
+            async for data in events(self._answer.chunks()):
+                if data == DONE:
+                    await self._complete()
+                    yield b"data: [DONE]\n\n"
+                    continue
+                kept = self._reader.take(data)
+                if self._reader.finished:
+                    await self._record()
+                if kept is not None:
+                    event = b"data: " + kept + b"\n\n"
+                    self._keep(event)
+                    yield event
+        except ApiError:
+            await self._record(aborted=True)
+            raise
+        await self._record(aborted=True)
+
+    async def read(self) -> bytes:
+        """All events."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    async def aclose(self) -> None:
+        """Record what was sampled so far if the client left before the end, and close the engine's answer."""
+        if not self._recorded:
+            self._recorded = True
+            self._rollouts.record_later(self._plan, self._reader.result(aborted=True))
+        self._conclusion.failed()
+        await self._answer.aclose()
+
+    async def _record(self, *, aborted: bool = False) -> None:
+        if not self._recorded:
+            self._recorded = True
+            # a client that leaves now must not undo what is being written
+            await self._rollouts.surely(
+                self._rollouts.record(self._plan, self._reader.result(aborted=aborted))
+            )
+
+    async def _complete(self) -> None:
+        await self._record(aborted=True)
+        if self._reader.finished and self._sent_bytes <= KEPT_BYTES:
+            body = b"".join([*self._sent, b"data: [DONE]\n\n"])
+            await self._conclusion.done(self.status, self.headers, body)
+
+    def _keep(self, event: bytes) -> None:
+        self._sent_bytes += len(event)
+        if self._sent_bytes <= KEPT_BYTES:
+            self._sent.append(event)

@@ -1,0 +1,169 @@
+"""A chat request as a conversation: each message by its digests, and the conversation up to each message.
+
+The bytes of a message decide its digests, so those of messages seen before are looked up: a history costs its
+scan and one hash over each message, and only what is new is parsed.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import msgspec
+
+from proxy.engine.media import media_kind
+from tokenization import CanonicalMessage, canonical
+from tokenization.cache import BoundedCache
+from tokenization.canonical import extend, start
+
+_split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_parse = msgspec.json.Decoder(dict[str, Any]).decode
+_NOTHING = start()
+
+
+class Digested(NamedTuple):
+    """What is kept of a message that was seen."""
+
+    message: CanonicalMessage
+    assistant: bool
+    media: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What shapes the rendering of a conversation beside its messages."""
+
+    tools: bytes = b""
+    """The request's tools as JSON; empty if none."""
+    template_kwargs: bytes = b""
+    """What goes to the template, as JSON; empty if nothing."""
+    add_generation_prompt: bool = True
+
+    def read_tools(self) -> list[dict[str, Any]] | None:
+        """The tools, parsed."""
+        return msgspec.json.decode(self.tools, type=list[dict[str, Any]]) if self.tools else None
+
+    def read_template_kwargs(self) -> dict[str, Any]:
+        """The template's arguments, parsed."""
+        return msgspec.json.decode(self.template_kwargs, type=dict[str, Any]) if self.template_kwargs else {}
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request for the next turn of a conversation, as a dialect understood it."""
+
+    messages: bytes
+    """JSON array of messages."""
+    setting: Setting
+    model: str | None
+    session: str | None
+    special: str = ""
+    """Why the engine must render this request whatever its history; empty if nothing speaks for it."""
+
+
+class Digester:
+    """Turns requests into conversations, and remembers the digests of messages. Safe across threads."""
+
+    def __init__(self, remembered: int = 65_536) -> None:
+        self._messages: BoundedCache[bytes, Digested] = BoundedCache(remembered)
+        self._starts: BoundedCache[bytes, bytes] = BoundedCache(1024)
+
+    def read(self, asked: Asked, model: str) -> "Conversation":
+        """The conversation of a request.
+
+        Args:
+            model: which model and tokenizer: ids of another one mean something else.
+
+        Raises:
+            msgspec.DecodeError, UnicodeDecodeError: the messages are no JSON array of objects.
+            InvalidMessages: one of them is no message.
+        """
+        raws = [bytes(raw) for raw in _split(asked.messages)]
+        messages = [self._digested(raw, index) for index, raw in enumerate(raws)]
+        return Conversation(raws, messages, asked.setting, self._start(asked.setting, model))
+
+    def _digested(self, raw: bytes, index: int) -> Digested:
+        key = hashlib.blake2b(raw, digest_size=16).digest()
+        found = self._messages.get(key)
+        if found is None:
+            message = _parse(raw)
+            made = canonical(message, index)
+            media = media_kind(message.get("content")) is not None
+            found = Digested(made, message["role"] == "assistant", media)
+            self._messages.put(key, found)
+        return found
+
+    def _start(self, setting: Setting, model: str) -> bytes:
+        shown = hashlib.blake2b(digest_size=16)
+        for part in (setting.tools, setting.template_kwargs, model.encode()):
+            shown.update(len(part).to_bytes(8, "little") + part)
+        return self._starts.get_or_make(
+            shown.digest(),
+            lambda: start(
+                tools=setting.read_tools(), template_kwargs=setting.read_template_kwargs(), model=model
+            ),
+        )
+
+
+@dataclass
+class Conversation:
+    """Messages with their digests. What is not needed is not computed."""
+
+    raws: list[bytes]
+    """Each message as the client spelled it."""
+    messages: list[Digested]
+    setting: Setting
+    start: bytes
+    """Digest of everything but the messages."""
+
+    @cached_property
+    def loose(self) -> list[bytes]:
+        """Digest of the conversation up to and including each message, whatever clients drop or strip."""
+        return _chain(self.start, [made.message.loose for made in self.messages])
+
+    @cached_property
+    def strict(self) -> list[bytes]:
+        """The same, as this client spells it."""
+        return _chain(self.start, [made.message.strict for made in self.messages])
+
+    @cached_property
+    def content(self) -> list[bytes]:
+        """As `loose`, whatever tools, template arguments and model stand beside the messages."""
+        return _chain(_NOTHING, [made.message.loose for made in self.messages])
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Where a recorded turn may end: assistant messages that others follow, the last one first."""
+        last = len(self.messages) - 1
+        return [i for i in range(last - 1, -1, -1) if self.messages[i].assistant]
+
+    @property
+    def ends_with_assistant(self) -> bool:
+        """Whether nothing was said since the last turn."""
+        return bool(self.messages) and self.messages[-1].assistant
+
+    @property
+    def media(self) -> bool:
+        """Whether a message holds images or other media."""
+        return any(made.media for made in self.messages)
+
+    def parse(self, first: int, behind: int) -> list[dict[str, Any]]:
+        """The messages from `first` to before `behind` as objects."""
+        return [_parse(raw) for raw in self.raws[first:behind]]
+
+    def json(self, first: int) -> bytes:
+        """The messages from `first` on as a JSON array, as they were spelled."""
+        return b"[" + b",".join(self.raws[first:]) + b"]"
+
+    def reasonings(self, first: int, behind: int) -> list[bytes]:
+        """Digests of the reasoning of the assistant messages from `first` to before `behind`."""
+        return [made.message.reasoning for made in self.messages[first:behind] if made.assistant]
+
+
+def _chain(start_digest: bytes, digests: Sequence[bytes]) -> list[bytes]:
+    found = []
+    for digest in digests:
+        start_digest = extend(start_digest, digest)
+        found.append(start_digest)
+    return found

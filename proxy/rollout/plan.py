@@ -1,0 +1,36 @@
+"""How the prompt of one request comes about."""
+
+from dataclasses import dataclass, field
+
+from proxy.rollout.conversation import Asked, Conversation
+from proxy.rollout.known import Known
+from proxy.rollout.turn import new_id
+
+
+@dataclass(slots=True)
+class Plan:
+    """How the prompt of a request comes about, and where its turn will stand."""
+
+    asked: Asked
+    conversation: Conversation | None
+    """None for messages that could not be read."""
+    model: str
+    rollout: str
+    source: str = "rendered"
+    reason: str = ""
+    prompt: bytes = b""
+    """The prompt as a JSON array of ids; empty where the engine renders it."""
+    parent: Known | None = None
+    added: list[int] = field(default_factory=list)
+    """Ids behind those of the parent."""
+    end: int = -1
+    """Index of the parent's message in the request."""
+    candidates: int = 1
+    named: bool = True
+    """Whether the session was named by a client."""
+    request: str = field(default_factory=new_id)
+
+    @property
+    def reused(self) -> int:
+        """Ids of the prompt that are those of the turn it continues."""
+        return self.parent.count if self.parent else 0

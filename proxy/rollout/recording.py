@@ -1,0 +1,93 @@
+"""From a plan and what the engine answered to the turns that are stored."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from proxy.rollout.conversation import Conversation
+from proxy.rollout.evidence import Outcome, Sampled, problem_of
+from proxy.rollout.match import keys_of
+from proxy.rollout.plan import Plan
+from proxy.rollout.turn import ABORTED, Turn, pack_ids, pack_logprobs, turn_id
+from tokenization import CanonicalMessage, TokenizationError, canonical
+from tokenization.canonical import extend
+
+_NOT_SAID = CanonicalMessage(b"", b"", b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A turn with what finds it again."""
+
+    turn: Turn
+    keys: list[bytes]
+    prompt: bytes
+    """The whole prompt as a JSON array; empty if unknown."""
+    completion: Sequence[int]
+
+
+def recorded(plan: Plan, outcome: Outcome) -> list[Recorded]:
+    """The turns of an answer. Choices of which nothing was sampled make none."""
+    return [
+        _turn(plan, outcome, sampled)
+        for sampled in outcome.choices
+        if sampled.ids or sampled.finish_reason not in (None, ABORTED)
+    ]
+
+
+def _turn(plan: Plan, outcome: Outcome, sampled: Sampled) -> Recorded:
+    conversation = plan.conversation
+    assert conversation is not None  # the caller looked
+    problem = problem_of(outcome, sampled, plan.prompt, conversation.media)
+    # what the engine did counts, not what it was asked to do
+    parent = None if problem == "prompt_mismatch" else plan.parent
+    prompt = plan.prompt if parent else outcome.prompt_ids or b""
+    appended = plan.added if parent else _ids(prompt)
+    completion = sampled.ids or []
+    first = plan.end + 1 if parent else 0
+    try:
+        own = canonical(sampled.message)
+    except TokenizationError:
+        own = _NOT_SAID
+    turn = Turn(
+        id=turn_id(plan.request, sampled.index),
+        rollout=plan.rollout,
+        parent=parent.turn if parent else None,
+        request=plan.request,
+        choice=sampled.index,
+        created=time.time(),
+        model=plan.model,
+        tools=b"" if parent else conversation.setting.tools,
+        template_kwargs=b"" if parent else conversation.setting.template_kwargs,
+        messages=conversation.json(first),
+        message=msgspec.json.encode(sampled.message),
+        appended=pack_ids(appended),
+        completion=pack_ids(completion),
+        logprobs=pack_logprobs(sampled.logprobs or ()),
+        prompt_tokens=len(appended) + (parent.count if parent else 0),
+        source=plan.source,
+        reason=plan.reason,
+        finish_reason=sampled.finish_reason,
+        stop_reason=sampled.stop_reason,
+        problem=problem,
+        weight_versions=sampled.weight_versions,
+        routed_experts=sampled.routed_experts,
+        strict_before=conversation.strict[-1] if conversation.strict else conversation.start,
+        strict=own.strict,
+        reasonings=(*conversation.reasonings(first, len(conversation.raws)), own.reasoning),
+    )
+    keys = [] if own is _NOT_SAID else _keys(plan, conversation, own)
+    return Recorded(turn, keys, prompt, completion)
+
+
+def _keys(plan: Plan, conversation: Conversation, own: CanonicalMessage) -> list[bytes]:
+    loose = extend(conversation.loose[-1] if conversation.loose else conversation.start, own.loose)
+    content = extend(conversation.content[-1] if conversation.content else b"", own.loose)
+    named = plan.asked.session if plan.named else None
+    return keys_of((loose, content), own, plan.rollout, named)
+
+
+def _ids(raw: bytes) -> list[int]:
+    return msgspec.json.decode(raw, type=list[int]) if raw else []

@@ -1,0 +1,144 @@
+"""A request that is sent again is answered once: it gets the first answer, and no fork is made.
+
+What counts as sent again:
+
+- an `Idempotency-Key` that was seen. While its first request is being answered, by this process, others wait;
+- `x-stainless-retry-count` above 0, which the OpenAI SDKs send, with a request equal to an earlier one. Equal
+  requests are common (a group of rollouts begins with one prompt), so it takes the place of one that failed
+  if any did, and else of the newest that was answered.
+
+A failed request (an error, a client that left) leaves nothing to repeat: its retry runs anew.
+"""
+
+import asyncio
+import hashlib
+import zlib
+from dataclasses import dataclass, field
+
+from proxy.errors import BadRequest
+from proxy.rollout.store import Answer, Store
+from proxy.rollout.turn import new_id
+from proxy.types import Headers
+
+KEPT_BYTES = 4 * 2**20
+"""Longer answers are not kept; their retries run anew."""
+_KEY, _COUNT, _AUTHORIZATION = b"idempotency-key", b"x-stainless-retry-count", b"authorization"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One sending of a request."""
+
+    key: bytes
+    """What its answer is kept under."""
+    request: bytes
+    """Digest of everything that was asked."""
+    named: bool
+    """Whether the client named it by an Idempotency-Key."""
+    again: bool
+    """Whether the client says that it sent this before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """An answer that was given before."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+def attempt_of(headers: Headers, body: bytes, session: str | None) -> Attempt:
+    """Who asks for what, by its digest. Clients with different credentials never get each other's answers."""
+    given = dict(headers)
+    request = hashlib.blake2b(digest_size=16, person=b"request")
+    for part in (given.get(_AUTHORIZATION, b""), (session or "").encode(), body):
+        request.update(len(part).to_bytes(8, "little") + part)
+    again = given.get(_COUNT, b"0").strip() not in (b"", b"0")
+    name = given.get(_KEY, b"")
+    if not name:
+        return Attempt(request.digest(), request.digest(), False, again)
+    key = hashlib.blake2b(name + b"\0" + given.get(_AUTHORIZATION, b""), digest_size=16, person=b"named")
+    return Attempt(key.digest(), request.digest(), True, again)
+
+
+@dataclass
+class Retries:
+    """Finds earlier answers, and keeps new ones. One per application."""
+
+    store: Store
+    _running: dict[bytes, asyncio.Event] = field(default_factory=dict)
+
+    async def begin(self, attempt: Attempt) -> Replay | None:
+        """The answer that an equal request got before; None if this one is to run.
+
+        Whoever gets None must call `done`, `failed` or `abandon`.
+
+        Raises:
+            BadRequest: the Idempotency-Key was used for another request.
+            StoreError: the store does not answer.
+        """
+        if attempt.named:
+            while (running := self._running.get(attempt.key)) is not None:
+                await running.wait()
+            self._running[attempt.key] = asyncio.Event()
+        replay: Replay | None = None
+        try:
+            if attempt.named or attempt.again:
+                replay = await self._earlier(attempt)
+        except BaseException:
+            self._release(attempt)
+            raise
+        if replay is not None:
+            self._release(attempt)
+        return replay
+
+    async def done(self, attempt: Attempt, status: int, headers: Headers, body: bytes) -> None:
+        """Keep an answer. Raises StoreError."""
+        try:
+            if len(body) <= KEPT_BYTES:
+                packed = await asyncio.to_thread(zlib.compress, body, 1)
+                await self.store.add_answer(
+                    Answer(
+                        id=new_id(),
+                        key=attempt.key,
+                        request=attempt.request,
+                        status=status,
+                        headers=tuple(headers),
+                        body=packed,
+                    )
+                )
+        finally:
+            self._release(attempt)
+
+    def abandon(self, attempt: Attempt) -> None:
+        """The request was refused: there is nothing to repeat, and nothing that would go better."""
+        self._release(attempt)
+
+    async def failed(self, attempt: Attempt) -> None:
+        """Remember that a request got no answer worth keeping. Raises StoreError."""
+        self._release(attempt)
+        if not attempt.named:
+            answer = Answer(id=new_id(), key=attempt.key, request=attempt.request, failed=True)
+            await self.store.add_answer(answer)
+
+    async def _earlier(self, attempt: Attempt) -> Replay | None:
+        answers = await self.store.answers(attempt.key)
+        if attempt.named and answers and answers[0].request != attempt.request:
+            raise BadRequest(
+                "this `Idempotency-Key` was used for another request: send a new key with a new request",
+                param="Idempotency-Key",
+            )
+        for answer in answers:
+            if answer.failed and await self.store.take_answer(answer):
+                return None
+        given = next((answer for answer in answers if not answer.failed), None)
+        if given is None:
+            return None
+        body = await asyncio.to_thread(zlib.decompress, given.body)
+        return Replay(given.status, list(given.headers), body)
+
+    def _release(self, attempt: Attempt) -> None:
+        running = self._running.pop(attempt.key, None) if attempt.named else None
+        if running is not None:
+            running.set()
