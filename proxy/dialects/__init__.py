@@ -21,6 +21,7 @@ def all_dialects() -> list[Dialect]:
 
 
 def _concrete(kind: type) -> Iterator[type[Dialect]]:
+    sub: type
     for sub in kind.__subclasses__():
         if not inspect.isabstract(sub):
             yield sub

@@ -7,26 +7,23 @@ template puts behind them, and what is sampled is recorded before the client has
 import msgspec
 
 from proxy.dialects.base import Dialect, Gateway, Incoming
-from proxy.dialects.completions import Wanted, take_whole
-from proxy.dialects.headers import said
+from proxy.dialects.completions import Wanted
+from proxy.dialects.headers import placed, said
 from proxy.dialects.prefix import FIELD as PREFIX_FIELD
 from proxy.dialects.prefix import complete_with_prefix
 from proxy.dialects.prompt import template_kwargs
-from proxy.dialects.recorded import Conclusion, RecordedStream
+from proxy.dialects.recorded import Conclusion, recorded_answer
 from proxy.dialects.session_fields import apply_session, session_of
-from proxy.engine.protocol import Answer, BytesAnswer, Call, is_event_stream
+from proxy.engine.protocol import Answer, Call
 from proxy.engine.token_in import CHAT_PATH, TokenRequest
-from proxy.errors import BadRequest, EngineBroken
+from proxy.errors import BadRequest
 from proxy.fields import given, join, parse, raw, read
 from proxy.fleet.replica import Replica
 from proxy.rollout.conversation import Asked, Setting
-from proxy.rollout.plan import Plan
 from proxy.rollout.retries import attempt_of
 from proxy.types import Fields, Headers
 
 _TRUE = msgspec.Raw(b"true")
-_LARGE = 65_536
-"""Bytes of a body that is read on a thread."""
 _SPECIAL = ("echo", "continue_final_message", "add_special_tokens", "return_prompt_text", "use_beam_search")
 """Fields that ask for another rendering, or for something that ids cannot give."""
 
@@ -43,14 +40,14 @@ class Chat(Dialect):
         if given(fields, PREFIX_FIELD) is not None:
             return await complete_with_prefix(fields, incoming.headers, gateway)
         session = session_of(incoming.headers)
-        wanted = Wanted(_flag(fields, "return_token_ids"), _flag(fields, "logprobs"))
+        wanted = wanted_of(fields)
         if session is not None:
             await apply_session(fields, session, gateway)
         conclusion = Conclusion(gateway, attempt_of(incoming.headers, incoming.body, session))
         replay = await conclusion.begin()
         if replay is not None:
             return replay
-        turn = _Request(fields, _understood(fields, session), wanted, incoming.headers, gateway, conclusion)
+        turn = _Request(fields, understood(fields, session), wanted, incoming.headers, gateway, conclusion)
         try:
             return await gateway.fleet.on_replica(turn.complete)
         except BaseException:
@@ -81,43 +78,33 @@ class _Request:
     async def complete(self, replica: Replica) -> Answer:
         """Plan the prompt, run the completion on one replica, record what comes back."""
         plan = await self._gateway.rollouts.plan(self._asked, replica)
-        fields = {**self._fields, "return_token_ids": _TRUE}
-        if self._gateway.record_logprobs and given(fields, "top_logprobs") is None:
-            fields["logprobs"] = _TRUE
+        fields = with_evidence(self._fields, self._gateway)
         if plan.prompt:
             request = TokenRequest(plan.prompt, fields, self._headers, "messages")
             answer = await replica.known().require_token_in().complete(replica.engine, request)
         else:
             call = Call("POST", CHAT_PATH, self._headers, join(fields), repeatable=True)
             answer = await replica.engine.send(call)
-        if answer.status >= 400:
-            self._conclusion.refused(answer.status)
-            return answer
-        _say(answer, plan)
-        if is_event_stream(answer.headers):
-            return RecordedStream(answer, plan, self._wanted, self._gateway, self._conclusion)
-        return await self._whole(answer, plan)
-
-    async def _whole(self, answer: Answer, plan: Plan) -> Answer:
-        try:
-            body = await answer.read()
-        finally:
-            await answer.aclose()
-        try:
-            if len(body) < _LARGE:
-                outcome, mine = take_whole(body, self._wanted)
-            else:
-                outcome, mine = await self._gateway.in_thread(lambda: take_whole(body, self._wanted))
-        except BadRequest as error:
-            raise EngineBroken(f"{CHAT_PATH} answered something that is no chat completion") from error
-        await self._gateway.rollouts.surely(
-            self._gateway.rollouts.record(plan, outcome),
-            self._conclusion.done(answer.status, answer.headers, mine),
-        )
-        return BytesAnswer(answer.status, answer.headers, mine)
+        appended = len(plan.added) if plan.source == "extended" else None
+        said(answer, source=plan.source, reused=plan.reused, appended=appended, reason=plan.reason or None)
+        placed(answer, plan)
+        return await recorded_answer(answer, plan, self._wanted, self._gateway, self._conclusion)
 
 
-def _understood(fields: Fields, session: str | None) -> Asked:
+def wanted_of(fields: Fields) -> Wanted:
+    """What the client wants to see of what is recorded."""
+    return Wanted(_flag(fields, "return_token_ids"), _flag(fields, "logprobs"))
+
+
+def with_evidence(fields: Fields, gateway: Gateway) -> Fields:
+    """A request that asks the engine for what is recorded."""
+    asking = {**fields, "return_token_ids": _TRUE}
+    if gateway.record_logprobs and given(fields, "top_logprobs") is None:
+        asking["logprobs"] = _TRUE
+    return asking
+
+
+def understood(fields: Fields, session: str | None) -> Asked:
     """What a request asks of the conversation; `special` where it cannot be known or kept."""
     special = _special(fields)
     setting = Setting()
@@ -147,14 +134,4 @@ def _special(fields: Fields) -> str:
 
 
 def _flag(fields: Fields, name: str) -> bool:
-    return given(fields, name) == b"true"
-
-
-def _say(answer: Answer, plan: Plan) -> None:
-    """What the client is told about its prompt."""
-    appended = len(plan.added) if plan.prompt else None
-    said(answer, source=plan.source, reused=plan.reused, appended=appended, reason=plan.reason or None)
-    answer.headers.append((b"x-session-id", plan.rollout.encode()))
-    answer.headers.append((b"x-turn-id", plan.request.encode()))
-    if plan.candidates > 1:
-        answer.headers.append((b"x-prompt-candidates", str(plan.candidates).encode()))
+    return given(fields, name) not in (None, b"false", b"0")

@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterator
 
 from proxy.dialects.base import Gateway
-from proxy.dialects.completions import DONE, ChunkReader, Wanted
-from proxy.engine.protocol import Answer, BytesAnswer
+from proxy.dialects.completions import DONE, ChunkReader, Wanted, take_whole
+from proxy.engine.protocol import Answer, BytesAnswer, is_event_stream
 from proxy.engine.sse import events
-from proxy.errors import ApiError
+from proxy.errors import ApiError, BadRequest, EngineBroken
 from proxy.rollout.plan import Plan
 from proxy.rollout.retries import KEPT_BYTES, Attempt
 from proxy.rollout.store import StoreError
@@ -14,6 +14,8 @@ from proxy.types import Headers
 
 _WORTH_A_RETRY = frozenset({408, 409, 429})
 """Statuses below 500 on which SDKs send a request again."""
+_LARGE = 65_536
+"""Bytes of a body that is read on a thread."""
 
 
 class Conclusion:
@@ -73,6 +75,36 @@ class Conclusion:
             await self._retries.failed(self._attempt)
         except StoreError as error:
             self._rollouts.complain("a failed request was not remembered", error)
+
+
+async def recorded_answer(
+    answer: Answer, plan: Plan, wanted: Wanted, gateway: Gateway, conclusion: Conclusion
+) -> Answer:
+    """The answer for the client, which records its turn on the way.
+
+    Raises:
+        EngineBroken: the engine answered something that is no chat completion.
+    """
+    if answer.status >= 400:
+        conclusion.refused(answer.status)
+        return answer
+    if is_event_stream(answer.headers):
+        return RecordedStream(answer, plan, wanted, gateway, conclusion)
+    try:
+        body = await answer.read()
+    finally:
+        await answer.aclose()
+    try:
+        if len(body) < _LARGE:
+            outcome, mine = take_whole(body, wanted)
+        else:
+            outcome, mine = await gateway.in_thread(lambda: take_whole(body, wanted))
+    except BadRequest as error:
+        raise EngineBroken("the engine answered something that is no chat completion") from error
+    await gateway.rollouts.surely(
+        gateway.rollouts.record(plan, outcome), conclusion.done(answer.status, answer.headers, mine)
+    )
+    return BytesAnswer(answer.status, answer.headers, mine)
 
 
 class RecordedStream:

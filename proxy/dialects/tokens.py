@@ -1,18 +1,24 @@
 """`POST /v1/chat/completions/tokens`: a chat completion whose prompt is exact ids."""
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
 
 from proxy.dialects.base import Dialect, Gateway, Incoming
-from proxy.dialects.headers import said
+from proxy.dialects.chat import understood, wanted_of, with_evidence
+from proxy.dialects.headers import placed, said
 from proxy.dialects.prompt import Append, Prompt, extend, needs_ids, refuse_media, take_append, take_prompt
+from proxy.dialects.recorded import Conclusion, recorded_answer
+from proxy.dialects.session_fields import apply_session, session_of
 from proxy.engine.protocol import Answer, Call
 from proxy.engine.token_in import CHAT_PATH, TokenRequest
 from proxy.errors import BadRequest
 from proxy.fields import given, join, parse, read
 from proxy.fleet.replica import Replica
-from proxy.types import Fields, Headers
+from proxy.rollout.plan import Plan
+from proxy.rollout.retries import attempt_of
+from proxy.types import Fields
 
 _TRUE = msgspec.Raw(b"true")
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -57,30 +63,93 @@ class Tokens(Dialect):
         """A chat completion, or its stream of chunks, with `prompt_token_ids` and `choices[].token_ids`."""
         fields = parse(incoming.body)
         prompt = take_prompt(fields)
+        new = given(fields, "append_messages")
         append = take_append_or_refuse(fields, prompt)
         if given(fields, "return_token_ids") is None:
             fields["return_token_ids"] = _TRUE
+        if prompt is not None:
+            refuse_beside_ids(fields, prompt)
+        session = session_of(incoming.headers)
+        if session is not None:
+            return await _Recorded(prompt, append, new, fields, session, incoming, gateway).answer()
         if prompt is None:
             call = Call("POST", CHAT_PATH, incoming.headers, join(fields), repeatable=True)
             return said(await gateway.fleet.send(call), source="rendered", reused=0, reason="no_ids")
-        refuse_beside_ids(fields, prompt)
-        return await self._complete(prompt, append, fields, incoming.headers, gateway)
 
-    async def _complete(
-        self, prompt: Prompt, append: Append | None, fields: Fields, headers: Headers, gateway: Gateway
-    ) -> Answer:
         async def work(replica: Replica) -> Answer:
-            token_in = replica.known().require_token_in()
-            raw, appended = prompt.raw, 0
-            if append is not None:
-                raw, appended = await extend(prompt, append, replica, gateway)
-            request = TokenRequest(raw, fields, headers, prompt.field)
-            answer = await token_in.complete(replica.engine, request)
-            if append is None:
-                return said(answer, source="given", reused=prompt.count, appended=0, reason="ids_given")
-            return said(answer, source="extended", reused=prompt.count, appended=appended)
+            raw, appended = await _whole_prompt(prompt, append, replica, gateway)
+            request = TokenRequest(raw, fields, incoming.headers, prompt.field)
+            answer = await replica.known().require_token_in().complete(replica.engine, request)
+            return _say(answer, prompt, append, appended)
 
         return await gateway.fleet.on_replica(work, token_in=True)
+
+
+@dataclass
+class _Recorded:
+    """A request of a session: its turn is recorded behind the turn whose ids it goes on from."""
+
+    prompt: Prompt | None
+    append: Append | None
+    new: bytes | None
+    """The messages to append as they were spelled."""
+    fields: Fields
+    session: str
+    incoming: Incoming
+    gateway: Gateway
+
+    async def answer(self) -> Answer:
+        """As without a session; a retry is answered once."""
+        wanted = wanted_of(self.fields)
+        await apply_session(self.fields, self.session, self.gateway)
+        conclusion = Conclusion(
+            self.gateway, attempt_of(self.incoming.headers, self.incoming.body, self.session)
+        )
+        if (replay := await conclusion.begin()) is not None:
+            return replay
+        asking = with_evidence(self.fields, self.gateway)
+
+        async def work(replica: Replica) -> Answer:
+            answer, plan = await self._ask(replica, asking)
+            return await recorded_answer(answer, plan, wanted, self.gateway, conclusion)
+
+        try:
+            return await self.gateway.fleet.on_replica(work, token_in=self.prompt is not None)
+        except BaseException:
+            conclusion.failed()
+            raise
+
+    async def _ask(self, replica: Replica, asking: Fields) -> tuple[Answer, Plan]:
+        headers = [pair for pair in self.incoming.headers if pair[0] != b"accept-encoding"]
+        asked = understood(self.fields, self.session)
+        rollouts = self.gateway.rollouts
+        if self.prompt is None:
+            asked.special = "no_ids"
+            plan = await rollouts.plan_given(asked, replica, b"", "rendered")
+            call = Call("POST", CHAT_PATH, headers, join(asking), repeatable=True)
+            answer = said(await replica.engine.send(call), source="rendered", reused=0, reason="no_ids")
+            return placed(answer, plan), plan
+        raw, appended = await _whole_prompt(self.prompt, self.append, replica, self.gateway)
+        asked.messages = self.new or b"[]"
+        asked.special = "" if self.append else "ids_given"
+        plan = await rollouts.plan_given(asked, replica, raw, "extended" if self.append else "given")
+        request = TokenRequest(raw, asking, headers, self.prompt.field)
+        answer = await replica.known().require_token_in().complete(replica.engine, request)
+        return placed(_say(answer, self.prompt, self.append, appended), plan), plan
+
+
+async def _whole_prompt(
+    prompt: Prompt, append: Append | None, replica: Replica, gateway: Gateway
+) -> tuple[bytes, int]:
+    """The prompt with what is appended, and the number of ids that are."""
+    replica.known().require_token_in()
+    return (prompt.raw, 0) if append is None else await extend(prompt, append, replica, gateway)
+
+
+def _say(answer: Answer, prompt: Prompt, append: Append | None, appended: int) -> Answer:
+    if append is None:
+        return said(answer, source="given", reused=prompt.count, appended=0, reason="ids_given")
+    return said(answer, source="extended", reused=prompt.count, appended=appended)
 
 
 def take_append_or_refuse(fields: Fields, prompt: Prompt | None) -> Append | None:

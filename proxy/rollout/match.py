@@ -16,7 +16,7 @@ from proxy.rollout.known import Known, KnownTurns, read_known
 from proxy.rollout.store import Store
 from tokenization import CanonicalMessage
 
-Kind = Literal[b"conversation", b"content", b"message"]
+Kind = Literal[b"conversation", b"content", b"message", b"rollout"]
 _FIRST_LOOKUP = 1
 _LOOKUP = 64
 
@@ -44,6 +44,11 @@ def index_key(kind: Kind, scope: str, digest: bytes) -> bytes:
     return hashlib.blake2b(scope.encode() + b"\0" + digest, digest_size=16, person=kind).digest()
 
 
+def rollout_key(rollout: str) -> bytes:
+    """The key of all turns of a rollout: what is found are its newest."""
+    return index_key(b"rollout", rollout, b"")
+
+
 def keys_of(
     extended: tuple[bytes, bytes], message: CanonicalMessage, rollout: str, session: str | None
 ) -> list[bytes]:
@@ -60,6 +65,7 @@ def keys_of(
         index_key(b"conversation", scope, loose),
         index_key(b"content", scope, content),
         index_key(b"message", scope, message.loose),
+        rollout_key(rollout),
     ]
     if session is None:  # a client may come back with the id it was told
         keys.append(index_key(b"conversation", rollout, loose))
@@ -96,6 +102,22 @@ class Matcher:
                         return Match(known, end, candidates, "history_edited" if edited else "")
             tried, size = tried + size, _LOOKUP
         return Match(None, -1, reason=await self._explain(conversation, scope))
+
+    async def longest_prefix(self, prompt: bytes, rollout: str) -> Known | None:
+        """Of the newest turns of a rollout the one with the most ids that a prompt begins with.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        best: Known | None = None
+        key = rollout_key(rollout)
+        for turn in (await self._store.find([key])).get(key, []):
+            known = await self.load(turn)
+            if known is None or not known.usable or (best is not None and best.count >= known.count):
+                continue
+            if prompt[: len(known.raw) - 1] == known.raw[:-1] and prompt[len(known.raw) - 1 :][:1] in b",]":
+                best = known
+        return best
 
     async def load(self, turn: str) -> Known | None:
         """A turn with its ids, from memory or from the store; None if it is gone.

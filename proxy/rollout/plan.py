@@ -26,6 +26,8 @@ class Plan:
     end: int = -1
     """Index of the parent's message in the request."""
     candidates: int = 1
+    whole: bool = True
+    """Whether the request's messages are the whole conversation, so that it can be found by them."""
     named: bool = True
     """Whether the session was named by a client."""
     request: str = field(default_factory=new_id)

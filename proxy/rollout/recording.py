@@ -8,7 +8,7 @@ import msgspec
 
 from proxy.rollout.conversation import Conversation
 from proxy.rollout.evidence import Outcome, Sampled, problem_of
-from proxy.rollout.match import keys_of
+from proxy.rollout.match import keys_of, rollout_key
 from proxy.rollout.plan import Plan
 from proxy.rollout.turn import ABORTED, Turn, pack_ids, pack_logprobs, turn_id
 from tokenization import CanonicalMessage, TokenizationError, canonical
@@ -83,6 +83,8 @@ def _turn(plan: Plan, outcome: Outcome, sampled: Sampled) -> Recorded:
 
 
 def _keys(plan: Plan, conversation: Conversation, own: CanonicalMessage) -> list[bytes]:
+    if not plan.whole:
+        return [rollout_key(plan.rollout)]
     loose = extend(conversation.loose[-1] if conversation.loose else conversation.start, own.loose)
     content = extend(conversation.content[-1] if conversation.content else b"", own.loose)
     named = plan.asked.session if plan.named else None

@@ -77,15 +77,10 @@ class Rollouts:
         """How the prompt of a request comes about. What goes wrong on the way is a reason to render."""
         base = replica.known().model
         model = asked.model or (base.name if base else "")
-        try:
-            tokenizer: ChatTokenizer | None = await replica.tokenizer()
-            refusal = ""
-        except Unsupported as error:
-            tokenizer, refusal = None, error.code or "no_tokenizer"
-        identity = f"{tokenizer.fingerprint if tokenizer else ''}/{model}"
+        tokenizer, refusal = await _tokenizer(replica)
         plan = Plan(asked, None, model, asked.session or new_id())
         try:
-            plan.conversation = await self._read(asked, identity)
+            plan.conversation = await self._read(asked, _identity(tokenizer, model))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError):
             plan.reason = "unreadable"
             return self._counted(plan)
@@ -99,10 +94,41 @@ class Rollouts:
         if match.known is not None:
             plan.rollout = match.known.rollout
         plan.reason = match.reason
+        if asked.special == "ids_given":
+            plan.source = "given"
         if plan.reason != "first_turn":
             plan.reason = self._forbidden(plan, replica) or refusal or match.reason
         if match.known is not None and tokenizer is not None and plan.reason in ("", "history_edited"):
             await self._extend(plan, match, tokenizer)
+        return self._counted(plan)
+
+    async def plan_given(self, asked: Asked, replica: Replica, prompt: bytes, source: str) -> Plan:
+        """Where the turn of a request stands whose client sent ids.
+
+        Args:
+            asked: its `messages` are those that the ids behind the parent's were made of.
+            prompt: the prompt as it goes to the engine; empty where the engine renders messages.
+
+        """
+        base = replica.known().model
+        model = asked.model or (base.name if base else "")
+        prompt = prompt.translate(None, b" \t\r\n")  # so that equal ids are equal bytes
+        plan = Plan(asked, None, model, asked.session or new_id(), source, asked.special, prompt)
+        try:
+            plan.conversation = await self._read(asked, _identity((await _tokenizer(replica))[0], model))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError):
+            return self._counted(plan)  # the engine refuses them, or never looks at them
+        plan.whole = not prompt
+        try:
+            if asked.session is not None:
+                plan.named = await self._named(asked.session)
+            if prompt:
+                plan.parent = await self._matcher.longest_prefix(prompt, plan.rollout)
+        except StoreError as error:
+            self.complain("a turn is recorded without the one before it", error)
+        if prompt:
+            known = len(plan.parent.raw) if plan.parent else 0
+            plan.added = await self._in_thread(lambda: _ids_behind(prompt, known))
         return self._counted(plan)
 
     async def record(self, plan: Plan, outcome: Outcome) -> list[str]:
@@ -225,6 +251,25 @@ class Rollouts:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+async def _tokenizer(replica: Replica) -> tuple[ChatTokenizer | None, str]:
+    """The tokenizer of an engine, or the reason why there is none."""
+    try:
+        return await replica.tokenizer(), ""
+    except Unsupported as error:
+        return None, error.code or "no_tokenizer"
+
+
+def _identity(tokenizer: ChatTokenizer | None, model: str) -> str:
+    """What ids mean something to: two models of one name may have different tokenizers."""
+    return f"{tokenizer.fingerprint if tokenizer else ''}/{model}"
+
+
+def _ids_behind(prompt: bytes, known: int) -> list[int]:
+    """The ids of a JSON array behind those of an array of `known` bytes that it begins with; all for 0."""
+    tail = b"[" + prompt[known:] if known else prompt
+    return msgspec.json.decode(tail, type=list[int])
 
 
 def _extended(
