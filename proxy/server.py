@@ -1,11 +1,16 @@
 """Run the proxy as a server of its own."""
 
+import asyncio
 import logging
 
 import uvicorn
 
 from proxy.app import create_app
+from proxy.rollout.store import Limits, StoreError
+from proxy.rollout.stores import make_store
 from proxy.settings import Settings
+
+log = logging.getLogger("tokenproxy")
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -13,6 +18,11 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def run(settings: Settings) -> int:
     """Serve until a signal ends it; returns the exit code."""
     logging.basicConfig(level=settings.log_level.upper(), format=_LOG_FORMAT)
+    try:
+        asyncio.run(_try_store(settings))
+    except StoreError as error:
+        log.error("the proxy cannot record turns: %s", error)
+        return 1
     config = uvicorn.Config(
         create_app(settings),
         host=settings.host,
@@ -26,3 +36,10 @@ def run(settings: Settings) -> int:
     server = uvicorn.Server(config)
     server.run()
     return 0 if server.started else 1
+
+
+async def _try_store(settings: Settings) -> None:
+    """Open the store and close it again: what is wrong with it is said before a port is taken."""
+    store = make_store(settings.store, Limits())
+    await store.open()
+    await store.aclose()

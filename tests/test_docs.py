@@ -11,12 +11,15 @@ import tokenization
 from proxy import errors
 from proxy.dialects import all_dialects
 from proxy.dialects.prompt import ALIASES
+from proxy.metrics import Metrics
+from proxy.rollout.reasons import REASONS
 from proxy.vllm_plugin import CONFIG_VARIABLE
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("**/*.md"))]
 _TEXT = "\n".join(page.read_text() for page in _PAGES)
 _SOURCES = "\n".join(path.read_text() for path in sorted((_ROOT / "proxy").glob("**/*.py")))
+_HEADERS = set(re.findall(r'b"(x-(?:prompt-\w+|session-id|turn-id|request-replayed))"', _SOURCES))
 _BLOCKS = [
     pytest.param(code, id=f"{page.name}-{index}")
     for page in _PAGES
@@ -34,16 +37,21 @@ def test_routes(path: str) -> None:
     assert _say(f"{path}`")
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r'b"(x-prompt-\w+)"', _SOURCES))))
+@pytest.mark.parametrize("name", sorted(_HEADERS))
 def test_headers(name: str) -> None:
-    assert _say(f"`{name.title()}`")
+    assert _say(f"`{name.title().replace('-Id', '-ID')}`")
 
 
 def test_there_are_headers() -> None:
-    assert len(set(re.findall(r'b"(x-prompt-\w+)"', _SOURCES))) == 4
+    assert len(_HEADERS) == 8
 
 
-@pytest.mark.parametrize("word", sorted(set(re.findall(r'(?:reason|source)="([a-z_]+)"', _SOURCES))))
+@pytest.mark.parametrize("family", [family.name for family in Metrics().registry.collect()])
+def test_counters(family: str) -> None:
+    assert _say(f"`{family}_total`")
+
+
+@pytest.mark.parametrize("word", sorted({*REASONS, "extended", "rendered", "given"}))
 def test_values_of_headers(word: str) -> None:
     assert _say(f"`{word}`")
 

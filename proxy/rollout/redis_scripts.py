@@ -49,8 +49,8 @@ local function remove(rollout)
         redis.call('UNLINK', p .. 'turn:' .. turn)
     end
     local size = tonumber(redis.call('HGET', p .. 'rollout:' .. rollout, 'size') or 0)
-    redis.call('HINCRBY', p .. 'totals', 'turns', -#turns)
-    redis.call('HINCRBY', p .. 'totals', 'size', -size)
+    redis.call('HINCRBY', p .. 'totals', 'turns', 0 - #turns)
+    redis.call('HINCRBY', p .. 'totals', 'size', 0 - size)
     redis.call('DEL', p .. 'turns:' .. rollout, p .. 'rollout:' .. rollout, p .. 'rewards:' .. rollout)
     redis.call('ZREM', p .. 'used', rollout)
     return #turns, size, keys
@@ -169,7 +169,7 @@ _DROP = (
 local p = KEYS[1]
 local function drop(member)
     local id, key = unpack(unpack_keys(member))
-    redis.call('HINCRBY', p .. 'totals', 'answers', -redis.call('HSTRLEN', p .. 'answers:' .. key, id))
+    redis.call('HINCRBY', p .. 'totals', 'answers', 0 - redis.call('HSTRLEN', p .. 'answers:' .. key, id))
     redis.call('HDEL', p .. 'answers:' .. key, id)
     redis.call('ZREM', p .. 'answers', member)
 end

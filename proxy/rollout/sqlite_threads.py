@@ -109,6 +109,8 @@ class Database:
                     prepare(connection)
                 for _ in range(_READERS):
                     self._idle.put(self._connect())
+                # `transaction` waits instead: SQLite sleeps up to 0.1 s at a time, and the unlucky starve
+                connection.execute("PRAGMA busy_timeout = 0")
             except BaseException:
                 connection.close()
                 raise
