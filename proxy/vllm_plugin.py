@@ -26,6 +26,8 @@ from proxy.metrics import Metrics
 from proxy.settings import load_settings
 from proxy.types import Scope
 
+log = logging.getLogger("tokenproxy")
+
 CONFIG_VARIABLE = "TOKENPROXY_CONFIG"
 
 
@@ -58,6 +60,11 @@ class TokenProxyPlugin:
         tokenizers = Tokenizers(source, template, trust, revision)
         replica = Replica(self._engine, tokenizers, settings.token_in, settings.watch_interval_s)
         fleet = Fleet([replica])
+        if settings.store == "memory:" and (getattr(args, "api_server_count", 1) or 1) > 1:
+            log.warning(
+                "`store` is memory: and there are %d API server processes: a conversation is recognised only "
+                "by the process that recorded it", args.api_server_count,
+            )  # fmt: skip
         encoders = ThreadPoolExecutor(settings.encoder_threads, "encode")
         gateway = make_gateway(settings, fleet, encoders, Metrics(self._registry))
         await gateway.rollouts.open()

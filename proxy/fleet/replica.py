@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ log = logging.getLogger("tokenproxy")
 DISCOVERY_TIMEOUT_S = 60.0
 HEALTH_TIMEOUT_S = 5.0
 RETRY_S = 1.0
+LOAD_AGAIN_S = 30.0
+"""How long after a tokenizer could not be had it is tried again: a hub may have been out of reach."""
 
 
 class Replica:
@@ -32,6 +35,7 @@ class Replica:
         self.capabilities: Capabilities | None = None
         self._tokenizers = tokenizers
         self._tokenizer: asyncio.Task[ChatTokenizer] | None = None
+        self._failed_at: float | None = None
         self._token_in = token_in
         self._interval_s = watch_interval_s
         self._problem = "not asked yet"
@@ -101,7 +105,9 @@ class Replica:
             EngineUnavailable: the engine went away.
         """
         known = self.known()
-        if self._tokenizer is None or _went_away(self._tokenizer):
+        again = self._failed_at is not None and time.monotonic() - self._failed_at >= LOAD_AGAIN_S
+        if self._tokenizer is None or again or _went_away(self._tokenizer):
+            self._failed_at = None
             self._tokenizer = self._load_tokenizer(known.model)
         return await asyncio.shield(self._tokenizer)
 
@@ -180,7 +186,8 @@ class Replica:
 
     def _tokenizer_loaded(self, task: "asyncio.Task[ChatTokenizer]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("%s: append_messages is off: %s", self.engine.name, error)
+            self._failed_at = time.monotonic()
+            log.warning("%s: nothing can be appended: %s", self.engine.name, error)
 
     def _announce(self, known: Capabilities) -> None:
         spelling = known.token_in.name if known.token_in else "none"

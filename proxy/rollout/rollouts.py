@@ -32,6 +32,8 @@ log = logging.getLogger("tokenproxy")
 T = TypeVar("T")
 
 EVICTION_INTERVAL_S = 60.0
+TOKENIZER_TIMEOUT_S = 30.0
+"""Longer than it takes to load one; a hub that does not answer must not hold every request."""
 _SMALL = 16_384
 """Bytes of messages that are read on the event loop: sooner done than handed to a thread."""
 
@@ -256,7 +258,10 @@ class Rollouts:
 async def _tokenizer(replica: Replica) -> tuple[ChatTokenizer | None, str]:
     """The tokenizer of an engine, or the reason why there is none."""
     try:
-        return await replica.tokenizer(), ""
+        async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
+            return await replica.tokenizer(), ""
+    except TimeoutError:
+        return None, "no_tokenizer"
     except Unsupported as error:
         return None, error.code or "no_tokenizer"
 

@@ -32,7 +32,7 @@ def make_store(url: str, limits: Limits) -> Store:
 
         return RedisStore(f"{_REDIS[scheme]}:{rest}", limits)
     known = "; ".join(f"{form} ({meaning})" for form, meaning in STORE_URLS.items())
-    raise ValueError(f"no store has a URL like {scheme}{colon}{'...' if rest else ''}. There are: {known}")
+    raise ValueError(f"no store has a URL like '{scheme}{colon}{'...' if rest else ''}'. There are: {known}")
 
 
 def _path(rest: str) -> Path | None:
