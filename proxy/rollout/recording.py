@@ -11,7 +11,7 @@ from proxy.rollout.evidence import Outcome, Sampled, problem_of
 from proxy.rollout.match import keys_of, rollout_key
 from proxy.rollout.plan import Plan
 from proxy.rollout.turn import ABORTED, Turn, pack_ids, pack_logprobs, turn_id
-from tokenization import CanonicalMessage, TokenizationError, canonical
+from tokenization import CanonicalMessage, TokenizationError, canonical, ids
 from tokenization.canonical import extend
 
 _NOT_SAID = CanonicalMessage(b"", b"", b"")
@@ -43,7 +43,7 @@ def _turn(plan: Plan, outcome: Outcome, sampled: Sampled) -> Recorded:
     problem = problem_of(outcome, sampled, plan.prompt, conversation.media)
     # what the engine did counts, not what it was asked to do
     parent = None if problem == "prompt_mismatch" else plan.parent
-    prompt = plan.prompt if parent else outcome.prompt_ids or b""
+    prompt = plan.prompt if parent else ids.compact(outcome.prompt_ids or b"")
     appended = plan.added if parent else _ids(prompt)
     completion = sampled.ids or []
     first = plan.end + 1 if parent else 0

@@ -114,7 +114,7 @@ class Rollouts:
         """
         base = replica.known().model
         model = asked.model or (base.name if base else "")
-        prompt = prompt.translate(None, b" \t\r\n")  # so that equal ids are equal bytes
+        prompt = ids.compact(prompt)
         plan = Plan(asked, None, model, asked.session or new_id(), source, asked.special, prompt)
         try:
             plan.conversation = await self._read(asked, _identity((await _tokenizer(replica))[0], model))

@@ -84,3 +84,8 @@ def test_join_appends_and_copies(values: list[int], more: list[int], spelling: d
 @given(st.lists(st.integers(0, 2**70)))
 def test_dump(values: list[int]) -> None:
     assert json.loads(ids.dump(values)) == values
+
+
+@pytest.mark.parametrize("raw", [b"[1,2]", b"[ 1,\t2 ]", b"[1\n,\r\n2]"])
+def test_compact(raw: bytes) -> None:
+    assert ids.compact(raw) == b"[1,2]"
