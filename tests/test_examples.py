@@ -1,0 +1,78 @@
+"""The examples without a server: they say what they do, stand in their table, and fail in one clear line."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from proxy.demo.stack import free_port
+from tests.tiny_model import TinyModel
+
+_FOLDER = Path(__file__).parents[1] / "examples"
+_FLAGS = {
+    "agent.py": {"--url", "--model", "--stream", "--session"},
+    "environment.py": {"--url", "--model", "--turns", "--seed"},
+    "environment_async.py": {"--url", "--model", "--tokenizer", "--games", "--turns"},
+}
+_MOST_LINES = 120
+
+every_example = pytest.mark.parametrize("name", sorted(_FLAGS))
+
+
+def _run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(_FOLDER / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_no_example_is_forgotten_here() -> None:
+    assert {path.name for path in _FOLDER.glob("*.py")} == set(_FLAGS)
+
+
+@every_example
+def test_help_teaches(name: str) -> None:
+    run = _run(name, "--help")
+    assert run.returncode == 0, run.stderr
+    assert set(re.findall(r"(?m)^  (?:-h, )?(--\w+)", run.stdout)) == _FLAGS[name] | {"--help"}
+    description = ast.get_docstring(ast.parse((_FOLDER / name).read_text()))
+    assert description is not None
+    assert description in run.stdout
+    assert "http://127.0.0.1:8000" in run.stdout
+    assert "smollm2" in run.stdout
+
+
+@every_example
+def test_an_example_is_short_and_complete_in_itself(name: str) -> None:
+    source = (_FOLDER / name).read_text()
+    assert len(source.splitlines()) < _MOST_LINES
+    imported = {
+        module.split(".")[0]
+        for node in ast.walk(ast.parse(source))
+        for module in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+    }
+    assert imported - sys.stdlib_module_names <= {"openai", "tokenization"}
+
+
+@every_example
+def test_the_table_lists_it(name: str) -> None:
+    rows = [line for line in (_FOLDER / "README.md").read_text().splitlines() if line.startswith("| [")]
+    assert len(rows) == len(_FLAGS)
+    assert any(row.startswith(f"| [{name}]({name}) |") for row in rows)
+
+
+@every_example
+def test_a_server_that_is_not_there(name: str, tiny_model: TinyModel) -> None:
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    given = {"--tokenizer": str(tiny_model.folder)} if "--tokenizer" in _FLAGS[name] else {}
+    run = _run(name, "--url", url, *(word for pair in given.items() for word in pair))
+    assert run.returncode == 2, run.stderr
+    assert run.stderr == f"{name}: no server answers at {url}; --url names another one\n"
+    assert run.stdout == ""
