@@ -24,6 +24,7 @@ from proxy.rollout.export import (
 )
 from proxy.rollout.layouts import LAYOUTS
 from proxy.rollout.memory import MemoryStore
+from proxy.rollout.sqlite import SqliteStore
 from proxy.rollout.store import Limits, Store, StoreError
 from proxy.rollout.stores import make_store
 from proxy.settings import SettingsError, load_settings
@@ -77,6 +78,8 @@ def _store(options: argparse.Namespace) -> Store:
             "only the proxy that fills it can read the store memory: - ask it for "
             "/v1/sessions/{session}/samples, or give --store URL"
         )
+    if isinstance(store, SqliteStore) and not store.file.exists():
+        raise UsageError(f"there is no store at {store.file}: give --store URL, as the proxy was given it")
     return store
 
 

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from proxy.rollout.packed import goal, implicit_session, in_path_order, pack_answer, pack_keys, pack_turn
+from proxy.rollout.packed import (
+    goal,
+    implicit_session,
+    in_path_order,
+    pack_answer,
+    pack_keys,
+    pack_turn,
+    together,
+)
 from proxy.rollout.store import FOUND_AT_MOST, Answer, Evicted, Limits, Session, Usage
 from proxy.rollout.turn import Turn
 
@@ -167,8 +175,7 @@ class MemoryStore:
         oldest = now - self._limits.max_age_s
         sessions = [rollout.session for rollout in self._rollouts.values()]
         old = self._bury([session.id for session in sessions if session.used < oldest])
-        large = self._shrink(keep=None)
-        return Evicted(old.rollouts + large.rollouts, old.turns + large.turns, old.size + large.size)
+        return together(old, self._shrink(keep=None))
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""

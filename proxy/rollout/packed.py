@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from proxy.rollout.store import Answer, Limits, Session
+from proxy.rollout.store import Answer, Evicted, Limits, Session
 from proxy.rollout.turn import Turn
 
 _TURN = msgspec.msgpack.Decoder(Turn)
@@ -54,6 +54,11 @@ def implicit_session(rollout: str, now: float) -> Session:
 def goal(limits: Limits) -> int:
     """Bytes that may be left once turns have to leave."""
     return limits.max_bytes * 9 // 10
+
+
+def together(one: Evicted, other: Evicted) -> Evicted:
+    """The sum of both."""
+    return Evicted(one.rollouts + other.rollouts, one.turns + other.turns, one.size + other.size)
 
 
 def in_path_order(turn_id: str, turns: dict[str, Turn]) -> list[Turn]:

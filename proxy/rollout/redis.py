@@ -17,7 +17,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from proxy.rollout import redis_scripts
-from proxy.rollout.packed import goal, pack_keys, pack_turn, unpack_turn
+from proxy.rollout.packed import goal, pack_keys, pack_turn, together, unpack_turn
+from proxy.rollout.room import Room, repeat
 from proxy.rollout.store import FOUND_AT_MOST, Answer, Evicted, Limits, Session, StoreError, Usage
 from proxy.rollout.turn import Turn
 
@@ -55,6 +56,7 @@ class RedisStore:
         at = pool.connection_kwargs
         scheme = url.partition(":")[0]
         self._name = f"{scheme}://{at.get('host', 'localhost')}:{at.get('port', 6379)}/{at.get('db', 0)}"
+        self._room = Room()
         self._redis: Any = Redis.from_pool(pool)
 
     async def open(self) -> None:
@@ -207,11 +209,10 @@ class RedisStore:
         old_answers = (redis_scripts.AGE_ANSWERS, repr(now - self._limits.answer_age_s), _BATCH)
         while await self._run(*old_answers) == _BATCH:
             pass
-        oldest = repr(now - self._limits.max_age_s)
-        old = await self._repeat(redis_scripts.AGE, oldest, self._limits.evicted_keys, _BATCH)
+        aged = (redis_scripts.AGE, repr(now - self._limits.max_age_s), self._limits.evicted_keys, _BATCH)
+        old = await repeat(lambda: self._evict_some(*aged))
         usage = await self.usage()
-        large = await self._shrink("") if usage.size > self._limits.max_bytes else Evicted()
-        return Evicted(old.rollouts + large.rollouts, old.turns + large.turns, old.size + large.size)
+        return together(old, await self._shrink("") if usage.size > self._limits.max_bytes else Evicted())
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""
@@ -223,19 +224,12 @@ class RedisStore:
         return Usage(rollouts, int(turns or 0), int(size or 0))
 
     async def _shrink(self, keep: str) -> Evicted:
-        """Bury the oldest used; `keep` last, and only if the rest is not enough."""
         limits = self._limits
-        return await self._repeat(
-            redis_scripts.SHRINK, keep, goal(limits), limits.max_bytes, limits.evicted_keys, _BATCH
-        )
+        args = (keep, goal(limits), limits.max_bytes, limits.evicted_keys, _BATCH)
+        return await self._room.make(lambda: self._evict_some(redis_scripts.SHRINK, *args))
 
-    async def _repeat(self, script: str, *args: Any) -> Evicted:
-        """Run a script in steps until it says that nothing is left to do."""
-        total, more = Evicted(), True
-        while more:
-            rollouts, turns, size, more = await self._run(script, *args)
-            total = Evicted(total.rollouts + rollouts, total.turns + turns, total.size + size)
-        return total
+    async def _evict_some(self, script: str, *args: Any) -> Evicted:
+        return Evicted(*await self._run(script, *args))
 
     async def _run(self, script: str, *args: Any) -> Any:
         with self._explained():

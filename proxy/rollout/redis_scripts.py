@@ -105,8 +105,8 @@ end
 while left > goal and turns < batch do
     local rollout = redis.call('ZRANGE', p .. 'used', skipped, skipped)[1]
     if not rollout then
-        if left > most and keep ~= '' then leave(keep) end
-        left = goal
+        if left > most and redis.call('EXISTS', p .. 'turns:' .. keep) == 1 then leave(keep) end
+        break
     elseif rollout == keep or redis.call('EXISTS', p .. 'turns:' .. rollout) == 0 then
         skipped = skipped + 1
     else
@@ -114,11 +114,12 @@ while left > goal and turns < batch do
     end
 end
 bury(keys, tombstones)
-return {rollouts, turns, size, left > goal and 1 or 0}
+return {rollouts, turns, size}
 """
 )
 """A rollout to spare or '', bytes to reach, bytes allowed, tombstones, turns in one step.
-Returns how many rollouts, turns, bytes left, and whether there is more to do."""
+The rollout to spare goes last, and only if the rest was not enough. Returns how many rollouts, turns and bytes
+left the store; none when there is nothing more to do."""
 
 AGE = (
     _REMOVE
@@ -133,10 +134,10 @@ for _, rollout in ipairs(old) do
     for _, key in ipairs(its) do keys[#keys + 1] = key end
 end
 bury(keys, tombstones)
-return {rollouts, turns, size, rollouts < #old and 1 or (#old == batch and 1 or 0)}
+return {rollouts, turns, size}
 """
 )
-"""Time of use to go before, tombstones, turns in one step. Returns as SHRINK."""
+"""Time before which those last used go, tombstones, turns in one step. Returns as SHRINK."""
 
 DELETE = (
     _REMOVE
@@ -217,4 +218,4 @@ end
 return #old
 """
 )
-"""Time to go before, answers in one step. Returns how many went."""
+"""Time before which those kept go, answers in one step. Returns how many went."""

@@ -1,85 +1,52 @@
-"""A store in a file that all processes of one machine share: the default.
-
-Turns are MessagePack beside the columns that queries need; `totals` holds running sums, so that no write has
-to add anything up.
-"""
+"""A store in a file that all processes of one machine share: the default."""
 
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, nan
 from pathlib import Path
 
 from proxy.rollout.packed import (
-    goal,
-    implicit_session,
     in_path_order,
     pack_answer,
     pack_keys,
     pack_turn,
+    together,
     unpack_answer,
-    unpack_keys,
     unpack_turn,
 )
-from proxy.rollout.sqlite_threads import Database
-from proxy.rollout.store import FOUND_AT_MOST, Answer, Evicted, Limits, Session, StoreError, Usage
-from proxy.rollout.turn import Turn
-
-SCHEMA_VERSION = 1
-_APPLICATION_ID = 0x746F6B70
-_SCHEMA = f"""
-CREATE TABLE turns (
-    id TEXT NOT NULL UNIQUE, rollout TEXT NOT NULL, parent TEXT, size INTEGER NOT NULL,
-    keys BLOB NOT NULL, packed BLOB NOT NULL
-);
-CREATE INDEX turns_of_rollout ON turns (rollout, id);
-CREATE TABLE keys (key BLOB NOT NULL, turn TEXT NOT NULL, PRIMARY KEY (key, turn)) WITHOUT ROWID;
-CREATE TABLE sessions (
-    id TEXT NOT NULL PRIMARY KEY, explicit INTEGER NOT NULL, created REAL NOT NULL, used REAL NOT NULL,
-    turns INTEGER NOT NULL, size INTEGER NOT NULL, defaults BLOB NOT NULL, overrides BLOB NOT NULL,
-    metadata BLOB NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX sessions_by_use ON sessions (used, id);
-CREATE TABLE rewards (
-    rollout TEXT NOT NULL, turn TEXT NOT NULL, reward REAL, PRIMARY KEY (rollout, turn)
-) WITHOUT ROWID;
-CREATE TABLE evicted (seq INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE);
-CREATE TABLE answers (
-    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, key BLOB NOT NULL, since REAL NOT NULL,
-    size INTEGER NOT NULL, packed BLOB NOT NULL
-);
-CREATE INDEX answers_by_key ON answers (key, id);
-CREATE TABLE totals (turns INTEGER NOT NULL, size INTEGER NOT NULL, answers INTEGER NOT NULL);
-INSERT INTO totals VALUES (0, 0, 0);
-PRAGMA application_id = {_APPLICATION_ID};
-PRAGMA user_version = {SCHEMA_VERSION};
-"""
-_PATH = """
-WITH RECURSIVE up (id) AS (
-    VALUES (?) UNION SELECT turns.parent FROM up JOIN turns USING (id) WHERE turns.parent IS NOT NULL
+from proxy.rollout.room import Room, repeat
+from proxy.rollout.sqlite_tables import (
+    PATH,
+    SESSION,
+    bury_much,
+    bury_old,
+    drop_answers,
+    held,
+    make_session,
+    prepare,
+    remove,
+    remove_answers,
+    save_session,
+    session_of,
 )
-SELECT id, packed FROM up JOIN turns USING (id)
-"""
-_SESSION = "id, explicit, created, used, turns, size, defaults, overrides, metadata"
-_SAVE_SESSION = f"""
-INSERT INTO sessions ({_SESSION}) VALUES (?, ?, ?, ?, 0, 0, ?, ?, ?)
-ON CONFLICT (id) DO UPDATE SET explicit = excluded.explicit, created = excluded.created,
-    used = excluded.used, defaults = excluded.defaults, overrides = excluded.overrides,
-    metadata = excluded.metadata
-"""
+from proxy.rollout.sqlite_threads import Database
+from proxy.rollout.store import FOUND_AT_MOST, Answer, Evicted, Limits, Session, Usage
+from proxy.rollout.turn import Turn
 
 
 class SqliteStore:
     """A file on a local disk. Its folder is made if need be."""
 
     def __init__(self, path: Path, limits: Limits) -> None:
-        self._path = path
+        self.file = path
         self._limits = limits
         self._database = Database(path)
+        self._room = Room()
 
     async def open(self) -> None:
         """See `Store.open`."""
-        await self._database.open(self._prepare)
+        await self._database.open(lambda connection: prepare(connection, self.file))
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
@@ -96,7 +63,7 @@ class SqliteStore:
             rows.append(((turn.id, turn.rollout, turn.parent, size, packed_keys, packed), of_turn))
         rollout, now = turns[0].rollout, time.time()
 
-        def work(connection: sqlite3.Connection) -> Evicted:
+        def work(connection: sqlite3.Connection) -> int:
             added, size = 0, 0
             for row, of_turn in rows:
                 cursor = connection.execute("INSERT OR IGNORE INTO turns VALUES (?, ?, ?, ?, ?, ?)", row)
@@ -107,16 +74,17 @@ class SqliteStore:
                         "INSERT OR IGNORE INTO keys VALUES (?, ?)", [(key, row[0]) for key in of_turn]
                     )
             if not added:
-                return Evicted()
-            _make_session(connection, rollout, now)
+                return 0
+            make_session(connection, rollout, now)
             connection.execute(
                 "UPDATE sessions SET used = max(used, ?), turns = turns + ?, size = size + ? WHERE id = ?",
                 (now, added, size, rollout),
             )
             connection.execute("UPDATE totals SET turns = turns + ?, size = size + ?", (added, size))
-            return self._shrink(connection, keep=rollout)
+            return held(connection)
 
-        return await self._database.write(work)
+        size = await self._database.write(work)
+        return await self._shrink(rollout) if size > self._limits.max_bytes else Evicted()
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, list[str]]:
         """See `Store.find`."""
@@ -141,7 +109,7 @@ class SqliteStore:
         """See `Store.path`."""
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
-            rows = connection.execute(_PATH, (turn_id,)).fetchall()
+            rows = connection.execute(PATH, (turn_id,)).fetchall()
             return in_path_order(turn_id, {row[0]: unpack_turn(row[1]) for row in rows})
 
         return await self._database.read(work)
@@ -157,15 +125,15 @@ class SqliteStore:
 
     async def save_session(self, session: Session) -> None:
         """See `Store.save_session`."""
-        await self._database.write(lambda connection: _save_session(connection, session))
+        await self._database.write(lambda connection: save_session(connection, session))
 
     async def session(self, rollout: str) -> Session | None:
         """See `Store.session`."""
 
         def work(connection: sqlite3.Connection) -> Session | None:
-            query = f"SELECT {_SESSION} FROM sessions WHERE id = ?"
+            query = f"SELECT {SESSION} FROM sessions WHERE id = ?"
             rows = connection.execute(query, (rollout,)).fetchall()
-            return _session(rows[0]) if rows else None
+            return session_of(rows[0]) if rows else None
 
         return await self._database.read(work)
 
@@ -173,9 +141,9 @@ class SqliteStore:
         """See `Store.sessions`."""
 
         def work(connection: sqlite3.Connection) -> list[Session]:
-            query = f"SELECT {_SESSION} FROM sessions WHERE used < ? ORDER BY used DESC, id DESC LIMIT ?"
+            query = f"SELECT {SESSION} FROM sessions WHERE used < ? ORDER BY used DESC, id DESC LIMIT ?"
             rows = connection.execute(query, (inf if before is None else before, limit))
-            return [_session(row) for row in rows.fetchall()]
+            return [session_of(row) for row in rows.fetchall()]
 
         return await self._database.read(work)
 
@@ -184,7 +152,7 @@ class SqliteStore:
 
         def work(connection: sqlite3.Connection) -> bool:
             known = connection.execute("SELECT 1 FROM sessions WHERE id = ?", (rollout,)).fetchall()
-            _remove(connection, [rollout])
+            remove(connection, [rollout])
             return bool(known)
 
         return await self._database.write(work)
@@ -194,7 +162,7 @@ class SqliteStore:
         rows, now = [(rollout, turn, reward) for turn, reward in rewards.items()], time.time()
 
         def work(connection: sqlite3.Connection) -> None:
-            _make_session(connection, rollout, now)
+            make_session(connection, rollout, now)
             connection.executemany("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?)", rows)
 
         await self._database.write(work)
@@ -219,7 +187,7 @@ class SqliteStore:
             insert = "INSERT OR IGNORE INTO answers (id, key, since, size, packed) VALUES (?, ?, ?, ?, ?)"
             if connection.execute(insert, row).rowcount:
                 connection.execute("UPDATE totals SET answers = answers + ?", (len(packed),))
-                self._drop_answers(connection, since=0.0)
+                drop_answers(connection, self._limits, since=0.0)
 
         await self._database.write(work)
 
@@ -238,135 +206,29 @@ class SqliteStore:
 
         def work(connection: sqlite3.Connection) -> bool:
             rows = connection.execute("SELECT seq, size FROM answers WHERE id = ?", (answer.id,)).fetchall()
-            _remove_answers(connection, rows)
+            remove_answers(connection, rows)
             return bool(rows)
 
         return await self._database.write(work)
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
-        now = time.time()
-
-        def work(connection: sqlite3.Connection) -> Evicted:
-            self._drop_answers(connection, since=now - self._limits.answer_age_s)
-            query = "SELECT id FROM sessions WHERE used < ?"
-            old = connection.execute(query, (now - self._limits.max_age_s,)).fetchall()
-            by_age = self._bury(connection, [row[0] for row in old])
-            by_size = self._shrink(connection, keep=None)
-            return Evicted(
-                by_age.rollouts + by_size.rollouts, by_age.turns + by_size.turns, by_age.size + by_size.size
-            )
-
-        return await self._database.write(work)
+        now, limits = time.time(), self._limits
+        oldest_answer, oldest = now - limits.answer_age_s, now - limits.max_age_s
+        await self._database.write(lambda connection: drop_answers(connection, limits, since=oldest_answer))
+        old = await repeat(
+            lambda: self._database.write(lambda connection: bury_old(connection, limits, oldest))
+        )
+        usage = await self.usage()
+        return together(old, await self._shrink(None) if usage.size > limits.max_bytes else Evicted())
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""
         query = "SELECT (SELECT count(*) FROM sessions), turns, size FROM totals"
         return await self._database.read(lambda connection: Usage(*connection.execute(query).fetchone()))
 
-    def _prepare(self, connection: sqlite3.Connection) -> None:
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        application = connection.execute("PRAGMA application_id").fetchone()[0]
-        if application == _APPLICATION_ID and version == SCHEMA_VERSION:
-            return
-        if application == _APPLICATION_ID:
-            raise StoreError(
-                f"{self._path} has version {version} of the tables, and this program knows {SCHEMA_VERSION}: "
-                "move the file away, or name another"
-            )
-        if version or connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-            raise StoreError(f"{self._path} is another program's database: name another file")
-        # executescript would commit
-        for statement in filter(str.strip, _SCHEMA.split(";")):
-            connection.execute(statement)
+    async def _shrink(self, keep: str | None) -> Evicted:
+        def work(connection: sqlite3.Connection) -> Evicted:
+            return bury_much(connection, self._limits, keep)
 
-    def _shrink(self, connection: sqlite3.Connection, keep: str | None) -> Evicted:
-        """Bury the oldest used if too much is held; `keep` last, and only if the rest is not enough."""
-        left = connection.execute("SELECT size FROM totals").fetchone()[0]
-        if left <= self._limits.max_bytes:
-            return Evicted()
-        chosen = []
-        cursor = connection.execute("SELECT id, size FROM sessions WHERE turns > 0 ORDER BY used, id")
-        for rollout, size in cursor:
-            if left <= goal(self._limits):
-                break
-            if rollout != keep:
-                chosen.append(rollout)
-                left -= size
-        cursor.close()
-        if keep is not None and left > self._limits.max_bytes:
-            chosen.append(keep)
-        return self._bury(connection, chosen)
-
-    def _bury(self, connection: sqlite3.Connection, rollouts: Sequence[str]) -> Evicted:
-        turns, size, keys = _remove(connection, rollouts)
-        if keys:
-            rows = [(key,) for key in keys]
-            connection.executemany("INSERT OR REPLACE INTO evicted (key) VALUES (?)", rows)
-            last = connection.execute("SELECT max(seq) FROM evicted").fetchone()[0]
-            connection.execute("DELETE FROM evicted WHERE seq <= ?", (last - self._limits.evicted_keys,))
-        return Evicted(len(rollouts), turns, size)
-
-    def _drop_answers(self, connection: sqlite3.Connection, since: float) -> None:
-        """Let the oldest answers go: those kept before `since`, and those that are too much."""
-        left = connection.execute("SELECT answers FROM totals").fetchone()[0]
-        dropped = []
-        cursor = connection.execute("SELECT seq, size, since FROM answers ORDER BY seq")
-        for seq, size, kept_since in cursor:
-            if kept_since >= since and left <= self._limits.answer_bytes:
-                break
-            dropped.append((seq, size))
-            left -= size
-        cursor.close()
-        _remove_answers(connection, dropped)
-
-
-def _session(row: tuple[str, int, float, float, int, int, bytes, bytes, bytes]) -> Session:
-    rollout, explicit, created, used, turns, size, defaults, overrides, metadata = row
-    return Session(
-        id=rollout,
-        explicit=bool(explicit),
-        created=created,
-        used=used,
-        turns=turns,
-        size=size,
-        defaults=defaults,
-        overrides=overrides,
-        metadata=metadata,
-    )
-
-
-def _save_session(connection: sqlite3.Connection, session: Session) -> None:
-    row = (session.id, session.explicit, session.created, session.used)
-    connection.execute(_SAVE_SESSION, (*row, session.defaults, session.overrides, session.metadata))
-
-
-def _make_session(connection: sqlite3.Connection, rollout: str, now: float) -> None:
-    """Make the session of a rollout that has none."""
-    if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (rollout,)).fetchall():
-        _save_session(connection, implicit_session(rollout, now))
-
-
-def _remove(connection: sqlite3.Connection, rollouts: Iterable[str]) -> tuple[int, int, list[bytes]]:
-    """Let rollouts go; returns the number of their turns, their bytes and their keys."""
-    turns, size = 0, 0
-    keys: list[bytes] = []
-    for rollout in rollouts:
-        rows = connection.execute("SELECT id, size, keys FROM turns WHERE rollout = ?", (rollout,)).fetchall()
-        found = [(key, turn_id) for turn_id, _, packed in rows for key in unpack_keys(packed)]
-        connection.executemany("DELETE FROM keys WHERE key = ? AND turn = ?", found)
-        connection.execute("DELETE FROM turns WHERE rollout = ?", (rollout,))
-        connection.execute("DELETE FROM rewards WHERE rollout = ?", (rollout,))
-        connection.execute("DELETE FROM sessions WHERE id = ?", (rollout,))
-        turns += len(rows)
-        size += sum(row[1] for row in rows)
-        keys.extend(key for key, _ in found)
-    connection.execute("UPDATE totals SET turns = turns - ?, size = size - ?", (turns, size))
-    return turns, size, keys
-
-
-def _remove_answers(connection: sqlite3.Connection, answers: Sequence[tuple[int, int]]) -> None:
-    """Let answers go, given by number and size."""
-    connection.executemany("DELETE FROM answers WHERE seq = ?", [(seq,) for seq, _ in answers])
-    size = sum(size for _, size in answers)
-    connection.execute("UPDATE totals SET answers = answers - ?", (size,))
+        return await self._room.make(lambda: self._database.write(work))

@@ -21,6 +21,7 @@ from proxy.rollout.memory import MemoryStore
 from proxy.rollout.samples import samples_of
 from proxy.rollout.sqlite import SqliteStore
 from proxy.rollout.store import Limits, Session, Store, StoreError
+from proxy.rollout.stores import make_store
 from proxy.rollout.turn import Turn
 from tests.rollout.trees import child, root
 
@@ -270,9 +271,16 @@ def test_stdout_holds_rows_alone(url: str, capsys: Capture) -> None:
     assert "rollouts" in said.err
 
 
+async def _opened(url: str) -> None:
+    store = make_store(url, Limits())
+    await store.open()
+    await store.aclose()
+
+
 def test_an_empty_store_gives_an_empty_file(tmp_path: Path, capsys: Capture) -> None:
-    out = tmp_path / "out.jsonl"
-    assert main(["export", "--store", f"sqlite:///{tmp_path / 'new.db'}", "--out", str(out)]) == 0
+    out, url = tmp_path / "out.jsonl", f"sqlite:///{tmp_path / 'new.db'}"
+    asyncio.run(_opened(url))
+    assert main(["export", "--store", url, "--out", str(out)]) == 0
     assert out.read_bytes() == b""
     assert "nothing to export" in capsys.readouterr().out
 
@@ -283,6 +291,7 @@ def test_an_empty_store_gives_an_empty_file(tmp_path: Path, capsys: Capture) -> 
         (["--out", "-", "--format", "parquet"], "--out FILE.parquet"),
         (["--out", "OUT", "--session", "nobody"], "nobody"),
         (["--out", "OUT", "--store", "nonsense://x"], "nonsense"),
+        (["--out", "OUT", "--store", "sqlite:missing.db"], "missing.db"),
         (["--out", "OUT", "--store", "memory:"], "/v1/sessions/{session}/samples"),
         (["--out", "OUT", "--config", "missing.yaml"], "missing.yaml"),
     ],
