@@ -77,6 +77,9 @@ class _Request:
 
     async def complete(self, replica: Replica) -> Answer:
         """Plan the prompt, run the completion on one replica, record what comes back."""
+        token_in = replica.known().token_in
+        if token_in is not None and not token_in.takes(self._fields):
+            self._asked.special = self._asked.special or "special_request"
         plan = await self._gateway.rollouts.plan(self._asked, replica)
         fields = with_evidence(self._fields, self._gateway)
         if plan.prompt:
@@ -93,7 +96,10 @@ class _Request:
 
 def wanted_of(fields: Fields) -> Wanted:
     """What the client wants to see of what is recorded."""
-    return Wanted(_flag(fields, "return_token_ids"), _flag(fields, "logprobs"))
+    options = _stream_options(fields)
+    usage = _flag(options, "include_usage")
+    running = usage and _flag(options, "continuous_usage_stats")
+    return Wanted(_flag(fields, "return_token_ids"), _flag(fields, "logprobs"), usage, running)
 
 
 def with_evidence(fields: Fields, gateway: Gateway) -> Fields:
@@ -101,7 +107,18 @@ def with_evidence(fields: Fields, gateway: Gateway) -> Fields:
     asking = {**fields, "return_token_ids": _TRUE}
     if gateway.record_logprobs and given(fields, "top_logprobs") is None:
         asking["logprobs"] = _TRUE
+    if _flag(fields, "stream"):
+        usage = {"include_usage": _TRUE, "continuous_usage_stats": _TRUE}
+        asking["stream_options"] = msgspec.Raw(join({**_stream_options(fields), **usage}))
     return asking
+
+
+def _stream_options(fields: Fields) -> Fields:
+    """What a stream is to hold; what is no object is the engine's to refuse."""
+    try:
+        return read(fields, "stream_options", Fields) or {}
+    except BadRequest:
+        return {}
 
 
 def understood(fields: Fields, session: str | None) -> Asked:
@@ -110,6 +127,8 @@ def understood(fields: Fields, session: str | None) -> Asked:
     setting = Setting()
     try:
         kwargs = template_kwargs(fields)
+        if (template := read(fields, "chat_template", str)) is not None:
+            kwargs["chat_template"] = template
         setting = Setting(
             given(fields, "tools") or b"",
             bytes(raw(kwargs)) if kwargs else b"",
@@ -118,7 +137,16 @@ def understood(fields: Fields, session: str | None) -> Asked:
         model = read(fields, "model", str)
     except BadRequest:
         model, special = None, special or "special_request"
-    return Asked(given(fields, "messages") or b"", setting, model, session, special)
+    choices = _count(fields)
+    return Asked(given(fields, "messages") or b"", setting, model, session, choices, special)
+
+
+def _count(fields: Fields) -> int:
+    """How many completions are asked for; what is no number is the engine's to refuse."""
+    try:
+        return max(1, read(fields, "n", int) or 1)
+    except BadRequest:
+        return 1
 
 
 def _special(fields: Fields) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.errors import EngineBroken
+from proxy.errors import BadRequest, EngineBroken
 from proxy.fields import NULL, given, join, parse, read
 from proxy.rollout.evidence import Outcome, Sampled
 from proxy.rollout.turn import ABORTED, WeightSpan
@@ -39,11 +39,20 @@ class Wanted:
 
     ids: bool
     logprobs: bool
+    usage: bool = False
+    """Of a stream: how many tokens it had, at its end."""
+    running_usage: bool = False
+    """Of a stream: how many tokens it had so far, in each chunk."""
 
     @property
     def all(self) -> bool:
-        """Whether the engine's answer can go on as it is."""
+        """Whether the engine's whole answer can go on as it is."""
         return self.ids and self.logprobs
+
+    @property
+    def every_chunk(self) -> bool:
+        """Whether the engine's chunks can go on as they are."""
+        return self.all and self.usage and self.running_usage
 
 
 def take_whole(body: bytes, wanted: Wanted) -> tuple[Outcome, bytes]:
@@ -72,13 +81,17 @@ def take_whole(body: bytes, wanted: Wanted) -> tuple[Outcome, bytes]:
 
 @dataclass
 class ChunkReader:
-    """Takes what was sampled out of the chunks of a stream, one after the other."""
+    """Takes what was sampled out of the chunks of a stream, one after the other.
+
+    The stream must hold usage in each chunk: it tells whether all ids came.
+    """
 
     wanted: Wanted
-    outcome: Outcome = field(default_factory=Outcome)
-    broken: str = ""
-    """The engine's words on why the stream ends early; empty if it does not."""
+    expected: int = 1
+    """How many choices there will be."""
+    _prompt_ids: bytes | None = None
     _choices: dict[int, "_Streamed"] = field(default_factory=dict)
+    _ended: int = 0
 
     def take(self, data: bytes) -> bytes | None:
         """The event's data for the client; None if nothing is left of it that it asked for.
@@ -88,51 +101,63 @@ class ChunkReader:
         """
         try:
             fields = parse(data)
-            if "error" in fields:
-                self.broken = bytes(fields["error"]).decode(errors="replace")[:500]
-                return data
-            return self._take(fields, data)
-        except EngineBroken:
-            raise
-        except Exception as error:
+            return data if "error" in fields else self._take(fields, data)
+        except (BadRequest, AttributeError, TypeError, ValueError) as error:
             raise EngineBroken(f"the engine streamed something that is no chunk: {error}") from error
 
     @property
-    def finished(self) -> bool:
-        """Whether every choice that began has ended."""
-        return bool(self._choices) and all(c.sampled.finish_reason for c in self._choices.values())
+    def complete(self) -> bool:
+        """Whether every choice has ended."""
+        return self._ended >= self.expected
 
-    def result(self, *, aborted: bool = False) -> Outcome:
-        """What came so far; choices without an end are aborted ones where the stream was."""
-        for _, choice in sorted(self._choices.items()):
-            sampled = choice.sampled
-            sampled.message = choice.message()
-            if sampled.finish_reason is None and aborted:
-                sampled.finish_reason = ABORTED
-        self.outcome.choices = [choice.sampled for _, choice in sorted(self._choices.items())]
-        return self.outcome
+    def ended(self) -> Outcome:
+        """The choices that ended since this was asked last."""
+        return self._outcome([choice for choice in self._choices.values() if choice.sampled.finish_reason])
+
+    def rest(self) -> Outcome:
+        """The choices that were not given out yet; what is without an end was broken off."""
+        rest = [choice for choice in self._choices.values() if not choice.given_out]
+        for choice in rest:
+            choice.sampled.finish_reason = choice.sampled.finish_reason or ABORTED
+        return self._outcome(rest)
+
+    def _outcome(self, choices: list["_Streamed"]) -> Outcome:
+        outcome = Outcome(self._prompt_ids)
+        for choice in choices:
+            if not choice.given_out:
+                choice.given_out = True
+                self._ended += 1
+                outcome.choices.append(choice.result())
+        return outcome
 
     def _take(self, fields: Fields, data: bytes) -> bytes | None:
-        if (prompt := given(fields, "prompt_token_ids")) is not None:
-            self.outcome.prompt_ids = prompt
-        self.outcome.completion_tokens = _counted(fields) or self.outcome.completion_tokens
+        prompt = given(fields, "prompt_token_ids")
+        self._prompt_ids = prompt if prompt is not None else self._prompt_ids
         choices = read(fields, "choices", list[Fields]) or []
-        said = not choices  # a chunk about usage alone goes on
+        said = False
         for choice in choices:
             delta = read(choice, "delta", dict[str, Any]) or {}
             index = read(choice, "index", int) or 0
             streamed = self._choices.setdefault(index, _Streamed(Sampled(index)))
-            streamed.add(delta)
+            streamed.add(delta, with_ids=given(choice, "token_ids") is not None)
             _take(choice, streamed.sampled)
+            if len(choices) == 1 and (counted := _counted(fields)) is not None:
+                streamed.sampled.counted = counted
             said = said or bool(delta) or given(choice, "finish_reason") is not None
-        if self.wanted.all:
-            return data
-        if not said and not self.wanted.ids and not self.wanted.logprobs:
+        return data if self.wanted.every_chunk else self._left(fields, choices, said)
+
+    def _left(self, fields: Fields, choices: list[Fields], said: bool) -> bytes | None:
+        """What is left of a chunk for the client."""
+        if not choices and not self.wanted.usage:
+            return None
+        if choices and not said and not self.wanted.ids and not self.wanted.logprobs:
             return None  # sent for its ids alone
         for choice in choices:
             _leave_out(choice, self.wanted)
-        if not self.wanted.ids and prompt is not None:
+        if not self.wanted.ids and given(fields, "prompt_token_ids") is not None:
             fields["prompt_token_ids"] = _NULL
+        if choices and not self.wanted.running_usage:
+            fields.pop("usage", None)
         fields["choices"] = _list(choices)
         return join(fields)
 
@@ -142,11 +167,15 @@ class _Streamed:
     """A choice whose message comes in pieces."""
 
     sampled: Sampled
+    given_out: bool = False
+    _without_ids: bool = False
     _texts: dict[str, list[str]] = field(default_factory=dict)
     _calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, delta: dict[str, Any]) -> None:
+    def add(self, delta: dict[str, Any], *, with_ids: bool) -> None:
         """Put a delta behind what came before, as the OpenAI SDKs do."""
+        said = any(value for name, value in delta.items() if name != "role")
+        self._without_ids = self._without_ids or (said and not with_ids)
         for name in ("content", "reasoning", "reasoning_content", "refusal"):
             if isinstance(text := delta.get(name), str):
                 self._texts.setdefault(name, []).append(text)
@@ -161,8 +190,14 @@ class _Streamed:
             if isinstance(arguments := function.get("arguments"), str):
                 call["function"]["arguments"] = call["function"].get("arguments", "") + arguments
 
-    def message(self) -> dict[str, Any]:
-        """The message as far as it came."""
+    def result(self) -> Sampled:
+        """What was sampled, as far as it came. Text without ids makes the ids worth nothing."""
+        self.sampled.message = self._message()
+        if self._without_ids:
+            self.sampled.ids = None
+        return self.sampled
+
+    def _message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None}
         message |= {name: "".join(texts) for name, texts in self._texts.items()}
         if self._calls:

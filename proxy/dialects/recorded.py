@@ -6,7 +6,8 @@ from proxy.dialects.base import Gateway
 from proxy.dialects.completions import DONE, ChunkReader, Wanted, take_whole
 from proxy.engine.protocol import Answer, BytesAnswer, is_event_stream
 from proxy.engine.sse import events
-from proxy.errors import ApiError, BadRequest, EngineBroken
+from proxy.errors import BadRequest, EngineBroken
+from proxy.rollout.evidence import Outcome
 from proxy.rollout.plan import Plan
 from proxy.rollout.retries import KEPT_BYTES, Attempt
 from proxy.rollout.store import StoreError
@@ -110,20 +111,19 @@ async def recorded_answer(
 class RecordedStream:
     """A stream that goes on to the client event by event, while its turn is taken out of it.
 
-    The turn is recorded before the client gets the event that ends it, so that whoever acts on that finds it.
+    A turn is recorded before the client gets the event that ends it, so that whoever acts on that finds it.
     """
 
     def __init__(
         self, answer: Answer, plan: Plan, wanted: Wanted, gateway: Gateway, conclusion: Conclusion
     ) -> None:
         self.status = answer.status
-        self.headers = answer.headers
+        self.headers = [pair for pair in answer.headers if pair[0] != b"content-length"]
         self._answer = answer
         self._plan = plan
-        self._reader = ChunkReader(wanted)
+        self._reader = ChunkReader(wanted, plan.choices)
         self._rollouts = gateway.rollouts
         self._conclusion = conclusion
-        self._recorded = False
         self._sent: list[bytes] = []
         self._sent_bytes = 0
 
@@ -136,16 +136,14 @@ class RecordedStream:
                     yield b"data: [DONE]\n\n"
                     continue
                 kept = self._reader.take(data)
-                if self._reader.finished:
-                    await self._record()
+                await self._record(self._reader.ended())
                 if kept is not None:
                     event = b"data: " + kept + b"\n\n"
                     self._keep(event)
                     yield event
-        except ApiError:
-            await self._record(aborted=True)
-            raise
-        await self._record(aborted=True)
+        finally:
+            # the client left, or the engine broke or fell silent: nothing of what came is lost
+            await self._record(self._reader.rest())
 
     async def read(self) -> bytes:
         """All events."""
@@ -153,23 +151,20 @@ class RecordedStream:
 
     async def aclose(self) -> None:
         """Record what was sampled so far if the client left before the end, and close the engine's answer."""
-        if not self._recorded:
-            self._recorded = True
-            self._rollouts.record_later(self._plan, self._reader.result(aborted=True))
+        rest = self._reader.rest()
+        if rest.choices:
+            self._rollouts.record_later(self._plan, rest)
         self._conclusion.failed()
         await self._answer.aclose()
 
-    async def _record(self, *, aborted: bool = False) -> None:
-        if not self._recorded:
-            self._recorded = True
-            # a client that leaves now must not undo what is being written
-            await self._rollouts.surely(
-                self._rollouts.record(self._plan, self._reader.result(aborted=aborted))
-            )
+    async def _record(self, outcome: Outcome) -> None:
+        if outcome.choices:
+            await self._rollouts.surely(self._rollouts.record(self._plan, outcome))
 
     async def _complete(self) -> None:
-        await self._record(aborted=True)
-        if self._reader.finished and self._sent_bytes <= KEPT_BYTES:
+        complete = self._reader.complete
+        await self._record(self._reader.rest())
+        if complete and self._sent_bytes <= KEPT_BYTES:
             body = b"".join([*self._sent, b"data: [DONE]\n\n"])
             await self._conclusion.done(self.status, self.headers, body)
 

@@ -31,9 +31,13 @@ class GenerateTokenIn:
 
     name: ClassVar[str] = "generate"
 
+    def takes(self, fields: Fields) -> bool:
+        """See `TokenIn.takes`: no stop strings, behind which derender decodes the text again."""
+        return given(fields, "stop") in (None, b"[]", b'""')
+
     async def complete(self, engine: Engine, request: TokenRequest) -> Answer:
         """See `TokenIn.complete`. Stop strings are refused: derender decodes the text behind them again."""
-        if given(request.fields, "stop") not in (None, b"[]", b'""'):
+        if not self.takes(request.fields):
             raise BadRequest(
                 "`stop` strings need an engine whose chat route takes `kv_transfer_params.prompt_token_ids`; "
                 "use `stop_token_ids`, or upgrade vLLM",

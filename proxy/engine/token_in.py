@@ -42,6 +42,10 @@ class TokenIn(Protocol):
 
     name: ClassVar[str]
 
+    def takes(self, fields: Fields) -> bool:
+        """Whether a chat completion with these fields can be run on ids."""
+        ...
+
     async def complete(self, engine: Engine, request: TokenRequest) -> Answer:
         """Run the completion. The answer is a chat completion or its stream of chunks.
 
@@ -58,6 +62,10 @@ class ChatTokenIn:
     """
 
     name: ClassVar[str] = "chat"
+
+    def takes(self, fields: Fields) -> bool:
+        """See `TokenIn.takes`: everything."""
+        return True
 
     async def complete(self, engine: Engine, request: TokenRequest) -> Answer:
         """See `TokenIn.complete`."""

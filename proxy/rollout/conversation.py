@@ -58,8 +58,19 @@ class Asked:
     setting: Setting
     model: str | None
     session: str | None
+    choices: int = 1
+    """How many completions it asks for."""
     special: str = ""
     """Why the engine must render this request whatever its history; empty if nothing speaks for it."""
+
+
+class Begin(NamedTuple):
+    """Digests of what stands beside the messages: together, and of each part by itself."""
+
+    whole: bytes
+    tools: bytes
+    template_kwargs: bytes
+    model: bytes
 
 
 class Digester:
@@ -67,7 +78,7 @@ class Digester:
 
     def __init__(self, remembered: int = 65_536) -> None:
         self._messages: BoundedCache[bytes, Digested] = BoundedCache(remembered)
-        self._starts: BoundedCache[bytes, bytes] = BoundedCache(1024)
+        self._begins: BoundedCache[bytes, Begin] = BoundedCache(1024)
 
     def read(self, asked: Asked, model: str) -> "Conversation":
         """The conversation of a request.
@@ -81,7 +92,7 @@ class Digester:
         """
         raws = [bytes(raw) for raw in _split(asked.messages)]
         messages = [self._digested(raw, index) for index, raw in enumerate(raws)]
-        return Conversation(raws, messages, asked.setting, self._start(asked.setting, model))
+        return Conversation(raws, messages, asked.setting, self._begin(asked.setting, model))
 
     def _digested(self, raw: bytes, index: int) -> Digested:
         key = hashlib.blake2b(raw, digest_size=16).digest()
@@ -94,16 +105,21 @@ class Digester:
             self._messages.put(key, found)
         return found
 
-    def _start(self, setting: Setting, model: str) -> bytes:
+    def _begin(self, setting: Setting, model: str) -> Begin:
         shown = hashlib.blake2b(digest_size=16)
         for part in (setting.tools, setting.template_kwargs, model.encode()):
             shown.update(len(part).to_bytes(8, "little") + part)
-        return self._starts.get_or_make(
-            shown.digest(),
-            lambda: start(
-                tools=setting.read_tools(), template_kwargs=setting.read_template_kwargs(), model=model
-            ),
-        )
+
+        def make() -> Begin:
+            tools, kwargs = setting.read_tools(), setting.read_template_kwargs()
+            return Begin(
+                start(tools=tools, template_kwargs=kwargs, model=model),
+                start(tools=tools),
+                start(template_kwargs=kwargs),
+                start(model=model),
+            )
+
+        return self._begins.get_or_make(shown.digest(), make)
 
 
 @dataclass
@@ -114,18 +130,18 @@ class Conversation:
     """Each message as the client spelled it."""
     messages: list[Digested]
     setting: Setting
-    start: bytes
-    """Digest of everything but the messages."""
+    begin: Begin
+    """Digests of everything but the messages."""
 
     @cached_property
     def loose(self) -> list[bytes]:
         """Digest of the conversation up to and including each message, whatever clients drop or strip."""
-        return _chain(self.start, [made.message.loose for made in self.messages])
+        return _chain(self.begin.whole, [made.message.loose for made in self.messages])
 
     @cached_property
     def strict(self) -> list[bytes]:
         """The same, as this client spells it."""
-        return _chain(self.start, [made.message.strict for made in self.messages])
+        return _chain(self.begin.whole, [made.message.strict for made in self.messages])
 
     @cached_property
     def content(self) -> list[bytes]:

@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 
-from proxy.rollout.turn import ABORTED, WeightSpan
+from proxy.rollout.turn import WeightSpan
 
 PROBLEMS = {
     "no_prompt_ids": "the engine returned no prompt ids",
     "no_completion_ids": "the engine returned no ids of the completion",
     "no_logprobs": "the engine returned no log-probabilities",
+    "ids_missing": "the engine returned fewer ids than log-probabilities",
     "logprobs_mismatch": "the numbers of ids and log-probabilities differ",
     "usage_mismatch": "the engine counted another number of tokens than it returned ids",
     "prompt_mismatch": "the engine used another prompt than the one it was given",
@@ -40,6 +41,8 @@ class Sampled:
     """One for each id; None if the engine gave none."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    counted: int | None = None
+    """Number of ids as the engine counted them."""
     weight_versions: tuple[WeightSpan, ...] = ()
     routed_experts: str | None = None
 
@@ -66,18 +69,20 @@ def problem_of(outcome: Outcome, sampled: Sampled, sent: bytes, media: bool) -> 
     Args:
         sent: the prompt that the engine was given as a JSON array of ids; empty if it rendered messages.
     """
-    if outcome.prompt_ids is None:
+    if outcome.prompt_ids is None or not outcome.prompt_ids.strip(b"[] \t\r\n"):
         return "no_prompt_ids"
     if sent and not same_ids(sent, outcome.prompt_ids):
         return "prompt_mismatch"
     if sampled.ids is None:
         return "no_completion_ids"
-    counted = sum(len(choice.ids or ()) for choice in outcome.choices)
-    aborted = any(choice.finish_reason == ABORTED for choice in outcome.choices)
-    if outcome.completion_tokens not in (None, counted) and not aborted:
+    count = len(sampled.ids)
+    if len(sampled.logprobs or ()) > count:
+        return "ids_missing"
+    together = sum(len(choice.ids or ()) for choice in outcome.choices)
+    if sampled.counted not in (None, count) or outcome.completion_tokens not in (None, together):
         return "usage_mismatch"
     if media:
         return "media"
     if sampled.logprobs is None:
         return "no_logprobs"
-    return "" if len(sampled.logprobs) == len(sampled.ids) else "logprobs_mismatch"
+    return "" if len(sampled.logprobs) == count else "logprobs_mismatch"

@@ -89,7 +89,9 @@ class KnownTurns:
                 self._bytes -= len(self._turns.pop(turn).raw)
 
 
-UNUSABLE = frozenset({"no_prompt_ids", "no_completion_ids", "usage_mismatch", "prompt_mismatch", "media"})
+UNUSABLE = frozenset(
+    {"no_prompt_ids", "no_completion_ids", "ids_missing", "usage_mismatch", "prompt_mismatch", "media"}
+)
 """Problems of a turn that keep others from being built on its ids."""
 
 

@@ -1,24 +1,28 @@
 """Which recorded turn a request continues.
 
-The longest recorded conversation wins. Candidates come by the loose digest, which forgives dropped reasoning
-and stripped text; each is then checked message by message. Among equal texts with different ids those in
-the spelling of the client come first, then the newest; that there were others is reported.
+The longest recorded conversation wins. Candidates come by the exact spelling first, then by the loose digest,
+which forgives dropped reasoning and stripped text; each is then checked message by message. Among equal texts
+with different ids those come first whose earlier messages the client spelled alike, then the newest; that
+there were others is reported.
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
-
-import msgspec
 
 from proxy.rollout.conversation import Conversation
 from proxy.rollout.known import Known, KnownTurns, read_known
 from proxy.rollout.store import Store
-from tokenization import CanonicalMessage
 
-Kind = Literal[b"conversation", b"content", b"message", b"rollout"]
+Kind = Literal["exact", "conversation", "content", "message", "rollout"]
+"""What a key is made of: the conversation as it was spelled; whatever clients drop or strip; whatever stands
+beside its messages; the turn's own message alone; the rollout alone."""
 _FIRST_LOOKUP = 1
 _LOOKUP = 64
+_EXPLAINING = 4
+"""Recorded turns that are looked at to say what changed."""
+_SETTINGS = ("tools_changed", "template_kwargs_changed", "model_changed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +45,23 @@ def index_key(kind: Kind, scope: str, digest: bytes) -> bytes:
     Args:
         scope: the session; "" for conversations without one.
     """
-    return hashlib.blake2b(scope.encode() + b"\0" + digest, digest_size=16, person=kind).digest()
+    return hashlib.blake2b(scope.encode() + b"\0" + digest, digest_size=16, person=kind.encode()).digest()
 
 
 def rollout_key(rollout: str) -> bytes:
     """The key of all turns of a rollout: what is found are its newest."""
-    return index_key(b"rollout", rollout, b"")
+    return index_key("rollout", rollout, b"")
 
 
-def keys_of(
-    extended: tuple[bytes, bytes], message: CanonicalMessage, rollout: str, session: str | None
-) -> list[bytes]:
+def keys_of(digests: Mapping[Kind, bytes], rollout: str, session: str | None) -> list[bytes]:
     """The keys under which a turn is found again.
 
     Args:
-        extended: loose and content digest of the conversation with the turn's own message.
-        message: the turn's own message.
-        session: as a client named it; None if none did.
+        session: as a client named it; None if none did: its clients may name none, or what they were told.
     """
-    loose, content = extended
-    scope = session or ""
-    keys = [
-        index_key(b"conversation", scope, loose),
-        index_key(b"content", scope, content),
-        index_key(b"message", scope, message.loose),
-        rollout_key(rollout),
-    ]
-    if session is None:  # a client may come back with the id it was told
-        keys.append(index_key(b"conversation", rollout, loose))
-    return keys
+    scopes = [session] if session is not None else ["", rollout]
+    keys = [index_key(kind, scope, digest) for scope in scopes for kind, digest in digests.items()]
+    return [*keys, rollout_key(rollout)]
 
 
 class Matcher:
@@ -91,15 +83,16 @@ class Matcher:
         size = _FIRST_LOOKUP
         while tried < len(ends):
             some = ends[tried : tried + size]
-            keys = {end: index_key(b"conversation", scope, conversation.loose[end]) for end in some}
-            found = await self._store.find(list(keys.values()))
+            exact = {end: index_key("exact", scope, conversation.strict[end]) for end in some}
+            loose = {end: index_key("conversation", scope, conversation.loose[end]) for end in some}
+            found = await self._store.find([*exact.values(), *loose.values()])
             for end in some:
-                if turns := found.get(keys[end]):
-                    chosen = await self._choose(turns, conversation, end)
-                    if chosen is not None:
-                        edited = any(other > end for other in ends)
-                        known, candidates = chosen
-                        return Match(known, end, candidates, "history_edited" if edited else "")
+                chosen = await self._choose(found.get(exact[end], []), conversation, end)
+                if chosen is None:
+                    chosen = await self._choose(found.get(loose[end], []), conversation, end)
+                if chosen is not None:
+                    edited = any(other > end for other in ends)
+                    return Match(chosen[0], end, chosen[1], "history_edited" if edited else "")
             tried, size = tried + size, _LOOKUP
         return Match(None, -1, reason=await self._explain(conversation, scope))
 
@@ -135,15 +128,15 @@ class Matcher:
         self, turns: list[str], conversation: Conversation, end: int
     ) -> tuple[Known, int] | None:
         """The best of the candidates, and how many that recency alone decided between."""
-        exact: list[Known] = []
-        loose: list[Known] = []
+        alike: list[Known] = []
+        others: list[Known] = []
         for turn in turns:
             known = await self.load(turn)
             if known is None or not _continues(conversation, end, known):
                 continue
-            same = known.lineage.strict == conversation.messages[end].message.strict
-            (exact if same else loose).append(known)
-        best = exact or loose
+            same = known.lineage.strict_before == _before(conversation, end)
+            (alike if same else others).append(known)
+        best = alike or others
         return (best[0], len({known.raw for known in best})) if best else None
 
     async def _explain(self, conversation: Conversation, scope: str) -> str:
@@ -152,47 +145,42 @@ class Matcher:
         if not ends:
             return "ends_with_assistant"
         last = ends[0]
-        conversations = [index_key(b"conversation", scope, conversation.loose[end]) for end in ends]
+        conversations = [index_key("conversation", scope, conversation.loose[end]) for end in ends]
         if await self._store.evicted(conversations[:_LOOKUP]):
             return "evicted"
-        content = index_key(b"content", scope, conversation.content[last])
-        message = index_key(b"message", scope, conversation.messages[last].message.loose)
+        content = index_key("content", scope, conversation.content[last])
+        message = index_key("message", scope, conversation.messages[last].message.loose)
         found = await self._store.find([content, message])
         if turns := found.get(content):
-            return await self._changed(turns[0], conversation)
+            return await self._changed(turns[:_EXPLAINING], conversation)
         return "history_edited" if found.get(message) else "no_match"
 
-    async def _changed(self, turn: str, conversation: Conversation) -> str:
-        """What changed beside the messages since a turn with the same ones."""
-        path = await self._store.path(turn)
-        if not path:
+    async def _changed(self, turns: list[str], conversation: Conversation) -> str:
+        """What changed since turns with the same messages, as far as clients may respell those."""
+        settings = [path[-1].settings for turn in turns if (path := await self._store.path(turn))]
+        if not settings:
             return "no_match"
-        setting = conversation.setting
-        if not _same_json(path[0].tools, setting.tools):
-            return "tools_changed"
-        if not _same_json(path[0].template_kwargs, setting.template_kwargs):
-            return "template_kwargs_changed"
-        return "model_changed"
+        now = conversation.begin[1:]
+        if now in settings:
+            return "history_edited"  # in what the digest forgives: the reasoning differs
+        differing = zip(_SETTINGS, settings[0], now, strict=True)
+        return next(reason for reason, before, after in differing if before != after)
+
+
+def _before(conversation: Conversation, end: int) -> bytes:
+    """Digest of the messages before one, as this client spells them."""
+    return conversation.strict[end - 1] if end else conversation.begin.whole
 
 
 def _continues(conversation: Conversation, end: int, known: Known) -> bool:
-    """Whether a turn found by its loose digest is the one that the client sent back."""
+    """Whether a turn found by a digest is the one that the client sent back."""
     own = conversation.messages[end].message
     if own.reasoning not in (b"", known.lineage.reasonings[-1]):
         return False
-    before = conversation.strict[end - 1] if end else conversation.start
-    if before == known.lineage.strict_before:
+    if known.lineage.strict_before == _before(conversation, end):
         return True  # spelled as in the request of that turn, and checked then
     sent = conversation.reasonings(0, end + 1)
     recorded = known.lineage.all_reasonings()
     return len(sent) == len(recorded) and all(
         mine in (b"", theirs) for mine, theirs in zip(sent, recorded, strict=True)
     )
-
-
-def _same_json(left: bytes, right: bytes) -> bool:
-    return left == right or _read(left) == _read(right)
-
-
-def _read(value: bytes) -> object:
-    return msgspec.json.decode(value) if value else None

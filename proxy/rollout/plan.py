@@ -26,6 +26,8 @@ class Plan:
     end: int = -1
     """Index of the parent's message in the request."""
     candidates: int = 1
+    choices: int = 1
+    """How many completions were asked for."""
     whole: bool = True
     """Whether the request's messages are the whole conversation, so that it can be found by them."""
     named: bool = True

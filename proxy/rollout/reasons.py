@@ -6,7 +6,7 @@ REASONS = {
     "evicted": "the conversation was recorded, and had to make room since",
     "history_edited": "a message differs from what was recorded; what stands before it is kept exactly",
     "tools_changed": "the tools differ from those that the conversation began with",
-    "template_kwargs_changed": "the template's arguments differ from those that the conversation began with",
+    "template_kwargs_changed": "the template or its arguments differ from those of the conversation so far",
     "model_changed": "the conversation was held with another model, adapter or tokenizer",
     "unusable_turn": "the turn to continue was recorded without its exact ids",
     "media": "the messages hold images or other media: the engine must render them",

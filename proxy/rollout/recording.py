@@ -8,7 +8,7 @@ import msgspec
 
 from proxy.rollout.conversation import Conversation
 from proxy.rollout.evidence import Outcome, Sampled, problem_of
-from proxy.rollout.match import keys_of, rollout_key
+from proxy.rollout.match import Kind, keys_of, rollout_key
 from proxy.rollout.plan import Plan
 from proxy.rollout.turn import ABORTED, Turn, pack_ids, pack_logprobs, turn_id
 from tokenization import CanonicalMessage, TokenizationError, canonical, ids
@@ -74,7 +74,8 @@ def _turn(plan: Plan, outcome: Outcome, sampled: Sampled) -> Recorded:
         problem=problem,
         weight_versions=sampled.weight_versions,
         routed_experts=sampled.routed_experts,
-        strict_before=conversation.strict[-1] if conversation.strict else conversation.start,
+        settings=conversation.begin[1:],
+        strict_before=_last(conversation.strict, conversation),
         strict=own.strict,
         reasonings=(*conversation.reasonings(first, len(conversation.raws)), own.reasoning),
     )
@@ -85,10 +86,17 @@ def _turn(plan: Plan, outcome: Outcome, sampled: Sampled) -> Recorded:
 def _keys(plan: Plan, conversation: Conversation, own: CanonicalMessage) -> list[bytes]:
     if not plan.whole:
         return [rollout_key(plan.rollout)]
-    loose = extend(conversation.loose[-1] if conversation.loose else conversation.start, own.loose)
-    content = extend(conversation.content[-1] if conversation.content else b"", own.loose)
-    named = plan.asked.session if plan.named else None
-    return keys_of((loose, content), own, plan.rollout, named)
+    digests: dict[Kind, bytes] = {
+        "exact": extend(_last(conversation.strict, conversation), own.strict),
+        "conversation": extend(_last(conversation.loose, conversation), own.loose),
+        "content": extend(_last(conversation.content, conversation), own.loose),
+        "message": own.loose,
+    }
+    return keys_of(digests, plan.rollout, plan.asked.session if plan.named else None)
+
+
+def _last(chain: Sequence[bytes], conversation: Conversation) -> bytes:
+    return chain[-1] if chain else conversation.begin.whole
 
 
 def _ids(raw: bytes) -> list[int]:

@@ -118,8 +118,8 @@ return {rollouts, turns, size}
 """
 )
 """A rollout to spare or '', bytes to reach, bytes allowed, tombstones, turns in one step.
-The rollout to spare goes last, and only if the rest was not enough. Returns how many rollouts, turns and bytes
-left the store; none when there is nothing more to do."""
+The rollout to spare goes last, and only if the rest was not enough. Returns how many rollouts, turns and
+bytes left the store; none when there is nothing more to do."""
 
 AGE = (
     _REMOVE

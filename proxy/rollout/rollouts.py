@@ -80,7 +80,7 @@ class Rollouts:
         base = replica.known().model
         model = asked.model or (base.name if base else "")
         tokenizer, refusal = await _tokenizer(replica)
-        plan = Plan(asked, None, model, asked.session or new_id())
+        plan = Plan(asked, None, model, asked.session or new_id(), choices=asked.choices)
         try:
             plan.conversation = await self._read(asked, _identity(tokenizer, model))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError):
@@ -116,6 +116,7 @@ class Rollouts:
         model = asked.model or (base.name if base else "")
         prompt = ids.compact(prompt)
         plan = Plan(asked, None, model, asked.session or new_id(), source, asked.special, prompt)
+        plan.choices = asked.choices
         try:
             plan.conversation = await self._read(asked, _identity((await _tokenizer(replica))[0], model))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError):

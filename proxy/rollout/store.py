@@ -121,7 +121,8 @@ class Store(Protocol):
             keys: for each turn the 16-byte keys under which `find` finds it.
 
         Returns:
-            what had to leave so that the limits hold.
+            what had to leave so that the limits hold. The turns' own rollout goes last, and only if it alone
+            takes more than all may.
         """
         ...
 
@@ -142,7 +143,7 @@ class Store(Protocol):
         ...
 
     async def save_session(self, session: Session) -> None:
-        """Make or describe a session: `turns` and `size` are the store's own and not taken over."""
+        """Make or describe a session: all is taken over but `turns` and `size`, which are the store's own."""
         ...
 
     async def session(self, rollout: str) -> Session | None:
@@ -158,7 +159,10 @@ class Store(Protocol):
         ...
 
     async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> None:
-        """Set the reward of turns, by their id, or of the whole rollout, by "". Others stay."""
+        """Set the reward of turns, by their id, or of the whole rollout, by "". Others stay.
+
+        The turns need not be known. The rollout's session is made (not explicit) where there is none.
+        """
         ...
 
     async def rewards(self, rollout: str) -> dict[str, float]:
@@ -178,7 +182,7 @@ class Store(Protocol):
         ...
 
     async def evict(self) -> Evicted:
-        """Let go of what is too old. Called now and then."""
+        """Let go of what is too old or too much. Called now and then."""
         ...
 
     async def usage(self) -> Usage:

@@ -77,6 +77,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     weight_versions: tuple[WeightSpan, ...] = ()
     routed_experts: str | None = None
     """As the engine returned it (base64 of an .npy array)."""
+    settings: tuple[bytes, ...] = ()
+    """Digests of tools, template arguments and model."""
     strict_before: bytes = b""
     """Digest of the request's messages as the client spelled them."""
     strict: bytes = b""
