@@ -5,6 +5,9 @@ import secrets
 from proxy.errors import Unauthorized
 from proxy.types import ASGIApp, Receive, Scope, Send
 
+_CHECKED = "tokenproxy.key_checked"
+"""Set in the scope of a request that was let through: it may come by again under another path."""
+
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
 
@@ -20,7 +23,7 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope.get(_CHECKED):
             await self._app(scope, receive, send)
             return
         headers = scope["headers"]
@@ -28,7 +31,7 @@ class ApiKey:
         scheme, _, key = sent.partition(b" ")
         if scheme.lower() == b"bearer" and secrets.compare_digest(key.strip(), self._key):
             kept = [pair for pair in headers if pair[0] != b"authorization"]
-            await self._app({**scope, "headers": kept}, receive, send)
+            await self._app({**scope, "headers": kept, _CHECKED: True}, receive, send)
         elif scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             await self._app(scope, receive, send)
         else:

@@ -4,24 +4,28 @@ The conversation that a request continues is recognised, its recorded ids are se
 template puts behind them, and what is sampled is recorded before the client has the end of the answer.
 """
 
+from dataclasses import replace
+
 import msgspec
 
 from proxy.dialects.base import Dialect, Gateway, Incoming
 from proxy.dialects.completions import Wanted
 from proxy.dialects.headers import placed, said
 from proxy.dialects.prefix import FIELD as PREFIX_FIELD
-from proxy.dialects.prefix import complete_with_prefix
+from proxy.dialects.prefix import keep_prefix
 from proxy.dialects.prompt import template_kwargs
 from proxy.dialects.recorded import Conclusion, recorded_answer
 from proxy.dialects.session_fields import apply_session, session_of
-from proxy.engine.protocol import Answer, Call
+from proxy.engine.protocol import Answer, BytesAnswer, Call
 from proxy.engine.token_in import CHAT_PATH, TokenRequest
 from proxy.errors import BadRequest
 from proxy.fields import given, join, parse, raw, read
 from proxy.fleet.replica import Replica
 from proxy.rollout.conversation import Asked, Setting
+from proxy.rollout.plan import Plan
 from proxy.rollout.retries import attempt_of
 from proxy.types import Fields, Headers
+from tokenization import ids
 
 _TRUE = msgspec.Raw(b"true")
 _SPECIAL = ("echo", "continue_final_message", "add_special_tokens", "return_prompt_text", "use_beam_search")
@@ -37,8 +41,6 @@ class Chat(Dialect):
     async def answer(self, incoming: Incoming, gateway: Gateway) -> Answer:
         """A chat completion, or its stream of chunks; ids and log-probabilities only where asked for."""
         fields = parse(incoming.body)
-        if given(fields, PREFIX_FIELD) is not None:
-            return await complete_with_prefix(fields, incoming.headers, gateway)
         session = session_of(incoming.headers)
         wanted = wanted_of(fields)
         if session is not None:
@@ -48,8 +50,10 @@ class Chat(Dialect):
         if replay is not None:
             return replay
         turn = _Request(fields, understood(fields, session), wanted, incoming.headers, gateway, conclusion)
+        prefix = given(fields, PREFIX_FIELD) is not None
+        work = turn.complete_with_prefix if prefix else turn.complete
         try:
-            return await gateway.fleet.on_replica(turn.complete)
+            return await gateway.fleet.on_replica(work, token_in=prefix)
         except BaseException:
             conclusion.failed()
             raise
@@ -88,6 +92,33 @@ class _Request:
         else:
             call = Call("POST", CHAT_PATH, self._headers, join(fields), repeatable=True)
             answer = await replica.engine.send(call)
+        return await self._recorded(answer, plan)
+
+    async def complete_with_prefix(self, replica: Replica) -> Answer:
+        """The same on the template's rendering with the ids that the client requires of its first part."""
+        kept = await keep_prefix(self._fields, self._headers, replica, self._gateway)
+        if isinstance(kept, BytesAnswer):
+            self._conclusion.refused(kept.status)
+            return kept
+        prompt = await self._gateway.in_thread(lambda: ids.dump(kept.tokens))
+        asked = replace(self._asked, special="prefix_given")
+        plan = await self._gateway.rollouts.plan_given(asked, replica, prompt, "given", whole=True)
+        fields = with_evidence(self._fields, self._gateway)
+        del fields[PREFIX_FIELD]
+        request = TokenRequest(prompt, fields, self._headers, PREFIX_FIELD)
+        answer = await replica.known().require_token_in().complete(replica.engine, request)
+        said(
+            answer,
+            source="given",
+            reused=kept.prefix,
+            appended=len(kept.tokens) - kept.prefix,
+            reason="prefix_given",
+        )
+        return await recorded_answer(
+            placed(answer, plan), plan, self._wanted, self._gateway, self._conclusion
+        )
+
+    async def _recorded(self, answer: Answer, plan: Plan) -> Answer:
         appended = len(plan.added) if plan.source == "extended" else None
         said(answer, source=plan.source, reused=plan.reused, appended=appended, reason=plan.reason or None)
         placed(answer, plan)

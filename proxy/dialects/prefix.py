@@ -6,10 +6,8 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Gateway
-from proxy.dialects.headers import said
 from proxy.dialects.prompt import in_vocabulary
-from proxy.engine.protocol import JSON_HEADERS, Answer, BytesAnswer, Call
-from proxy.engine.token_in import TokenRequest
+from proxy.engine.protocol import JSON_HEADERS, BytesAnswer, Call
 from proxy.errors import BadRequest, EngineBroken, Unsupported
 from proxy.fields import join, raw, read_messages
 from proxy.fleet.replica import Replica
@@ -36,24 +34,6 @@ class Kept:
     """The engine's own answer to `/tokenize`."""
 
 
-async def complete_with_prefix(fields: Fields, headers: Headers, gateway: Gateway) -> Answer:
-    """A chat completion on the prompt that `keep_prefix` makes."""
-
-    async def work(replica: Replica) -> Answer:
-        token_in = replica.known().require_token_in()
-        shaping = {name: fields[name] for name in (*_RENDERING, FIELD) if name in fields}
-        kept = await keep_prefix(shaping, headers, replica, gateway)
-        if isinstance(kept, BytesAnswer):
-            return kept
-        others = {name: value for name, value in fields.items() if name != FIELD}
-        prompt = await gateway.in_thread(lambda: ids.dump(kept.tokens))
-        answer = await token_in.complete(replica.engine, TokenRequest(prompt, others, headers, FIELD))
-        appended = len(kept.tokens) - kept.prefix
-        return said(answer, source="given", reused=kept.prefix, appended=appended, reason="prefix_given")
-
-    return await gateway.fleet.on_replica(work, token_in=True)
-
-
 async def keep_prefix(
     fields: Fields, headers: Headers, replica: Replica, gateway: Gateway
 ) -> Kept | BytesAnswer:
@@ -63,8 +43,8 @@ async def keep_prefix(
         BadRequest: the ids or messages are wrong, or do not belong together.
         Unsupported: the template gives no place to join them.
     """
-    fields = dict(fields)
-    prefix = bytes(fields.pop(FIELD))
+    prefix = bytes(fields[FIELD])
+    fields = {name: fields[name] for name in _RENDERING if name in fields}
     try:
         ids.check(prefix)
     except InvalidIds as error:

@@ -12,7 +12,7 @@ from proxy.rollout.store import StoreError
 from proxy.types import Fields, Headers
 
 HEADER = b"x-session-id"
-_NAME = re.compile(r"[A-Za-z0-9._~:@+=-]{1,200}")
+_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@+=-]{1,200}")
 
 
 def session_of(headers: Headers) -> str | None:

@@ -31,11 +31,11 @@ class _Rerouted(Response):
             await send_error(send, error)
             return
         root = scope.get("root_path", "")
-        raw = scope.get("raw_path") or scope["path"].encode()
+        raw = (scope.get("raw_path") or scope["path"].encode()).removeprefix(root.encode())
         headers = [pair for pair in scope["headers"] if pair[0] != HEADER]
         inner = {key: value for key, value in scope.items() if key not in _OF_THIS_ROUTE}
         inner["path"] = f"{root}/v1/{parameters['path']}"
-        inner["raw_path"] = root.encode() + b"/v1/" + raw.split(b"/v1/", 1)[1]
+        inner["raw_path"] = root.encode() + b"/v1/" + raw.split(b"/", 4)[4]
         inner["headers"] = [*headers, (HEADER, name.encode())]
         await self._app(inner, receive, send)
 

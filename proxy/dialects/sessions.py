@@ -56,12 +56,12 @@ class Sessions(_SessionRoute):
         """POST: `{"id", "defaults", "overrides", "metadata"}`, all optional. GET: `?limit=&before=`."""
         if incoming.method == "POST":
             return await _save(parse(incoming.body or b"{}"), gateway)
-        limit = int(_number(incoming, "limit", 100))
+        limit = _number(incoming, "limit", 100)
         if not 1 <= limit <= _MOST_LISTED:
             raise BadRequest(f"`limit` must be between 1 and {_MOST_LISTED}", param="limit")
         before = _number(incoming, "before", math.inf)
         listed = await gateway.rollouts.store.sessions(
-            limit=limit, before=None if math.isinf(before) else before
+            limit=int(limit), before=None if math.isinf(before) else before
         )
         return 200, {"object": "list", "data": [_described(session) for session in listed]}
 

@@ -125,14 +125,15 @@ class _Recorded:
         rollouts = self.gateway.rollouts
         if self.prompt is None:
             asked.special = "no_ids"
-            plan = await rollouts.plan_given(asked, replica, b"", "rendered")
+            plan = await rollouts.plan_given(asked, replica, b"", "rendered", whole=True)
             call = Call("POST", CHAT_PATH, headers, join(asking), repeatable=True)
             answer = said(await replica.engine.send(call), source="rendered", reused=0, reason="no_ids")
             return placed(answer, plan), plan
         raw, appended = await _whole_prompt(self.prompt, self.append, replica, self.gateway)
         asked.messages = self.new or b"[]"
         asked.special = "" if self.append else "ids_given"
-        plan = await rollouts.plan_given(asked, replica, raw, "extended" if self.append else "given")
+        source = "extended" if self.append else "given"
+        plan = await rollouts.plan_given(asked, replica, raw, source, whole=False)
         request = TokenRequest(raw, asking, headers, self.prompt.field)
         answer = await replica.known().require_token_in().complete(replica.engine, request)
         return placed(_say(answer, self.prompt, self.append, appended), plan), plan

@@ -54,6 +54,11 @@ class Known:
         """The turn's id."""
         return self.lineage.turn
 
+    def begins(self, prompt: bytes) -> bool:
+        """Whether a prompt, a compact JSON array, begins with these ids."""
+        end = len(self.raw) - 1
+        return self.usable and prompt[end : end + 1] in (b",", b"]") and prompt[:end] == self.raw[:end]
+
 
 class KnownTurns:
     """The turns used last, at most `max_bytes` of their ids. Safe across threads."""

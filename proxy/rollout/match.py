@@ -106,9 +106,9 @@ class Matcher:
         key = rollout_key(rollout)
         for turn in (await self._store.find([key])).get(key, []):
             known = await self.load(turn)
-            if known is None or not known.usable or (best is not None and best.count >= known.count):
+            if known is None or (best is not None and best.count >= known.count):
                 continue
-            if prompt[: len(known.raw) - 1] == known.raw[:-1] and prompt[len(known.raw) - 1 :][:1] in b",]":
+            if known.begins(prompt):
                 best = known
         return best
 

@@ -97,42 +97,54 @@ class Rollouts:
             plan.rollout = match.known.rollout
         plan.reason = match.reason
         if asked.special == "ids_given":
-            plan.source = "given"
-        if plan.reason != "first_turn":
+            plan.source, plan.reason = "given", asked.special
+        elif plan.reason != "first_turn":
             plan.reason = self._forbidden(plan, replica) or refusal or match.reason
         if match.known is not None and tokenizer is not None and plan.reason in ("", "history_edited"):
             await self._extend(plan, match, tokenizer)
         return self._counted(plan)
 
-    async def plan_given(self, asked: Asked, replica: Replica, prompt: bytes, source: str) -> Plan:
+    async def plan_given(
+        self, asked: Asked, replica: Replica, prompt: bytes, source: str, *, whole: bool
+    ) -> Plan:
         """Where the turn of a request stands whose client sent ids.
 
         Args:
-            asked: its `messages` are those that the ids behind the parent's were made of.
+            asked: `special` is the reason that is said.
             prompt: the prompt as it goes to the engine; empty where the engine renders messages.
-
+            whole: whether `asked.messages` are the conversation; if not, they are what the ids behind the
+                turn before were made of.
         """
         base = replica.known().model
         model = asked.model or (base.name if base else "")
         prompt = ids.compact(prompt)
         plan = Plan(asked, None, model, asked.session or new_id(), source, asked.special, prompt)
-        plan.choices = asked.choices
+        plan.choices, plan.whole = asked.choices, whole
         try:
-            plan.conversation = await self._read(asked, _identity((await _tokenizer(replica))[0], model))
+            identity = _identity((await _tokenizer(replica))[0], model)
+            plan.conversation = await self._read(asked, identity)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError):
             return self._counted(plan)  # the engine refuses them, or never looks at them
-        plan.whole = not prompt
         try:
             if asked.session is not None:
                 plan.named = await self._named(asked.session)
             if prompt:
-                plan.parent = await self._matcher.longest_prefix(prompt, plan.rollout)
+                await self._find_parent(plan, plan.conversation)
         except StoreError as error:
             self.complain("a turn is recorded without the one before it", error)
         if prompt:
             known = len(plan.parent.raw) if plan.parent else 0
             plan.added = await self._in_thread(lambda: _ids_behind(prompt, known))
         return self._counted(plan)
+
+    async def _find_parent(self, plan: Plan, conversation: Conversation) -> None:
+        """The turn whose ids a given prompt begins with."""
+        if plan.whole:
+            match = await self._matcher.match(conversation, plan.asked.session)
+            if match.known is not None and match.known.begins(plan.prompt):
+                plan.parent, plan.end, plan.rollout = match.known, match.end, match.known.rollout
+        else:
+            plan.parent = await self._matcher.longest_prefix(plan.prompt, plan.rollout)
 
     async def record(self, plan: Plan, outcome: Outcome) -> list[str]:
         """Record the turns of an answer; they are found from now on. Returns their ids.
@@ -274,8 +286,10 @@ def _identity(tokenizer: ChatTokenizer | None, model: str) -> str:
 
 def _ids_behind(prompt: bytes, known: int) -> list[int]:
     """The ids of a JSON array behind those of an array of `known` bytes that it begins with; all for 0."""
-    tail = b"[" + prompt[known:] if known else prompt
-    return msgspec.json.decode(tail, type=list[int])
+    if not known:
+        return msgspec.json.decode(prompt, type=list[int])
+    tail = prompt[known - 1 :]  # `,7,8]`, or `]` alone
+    return msgspec.json.decode(b"[" + tail.removeprefix(b","), type=list[int])
 
 
 def _extended(
