@@ -34,9 +34,10 @@ format: install  ## let ruff fix and format the code
 templates: install  ## count what is exact for which chat template, and renew the table in the README
 	@.venv/bin/python -m tests.templates.report --readme
 
-bench: install  ## measure what the proxy adds to a request
+bench: install  ## measure what the proxy adds to requests and to turns of conversations
 	@.venv/bin/python benchmarks/overhead.py
 	@.venv/bin/python benchmarks/append.py
+	@.venv/bin/python benchmarks/transparent.py
 
 clean:  ## remove caches and build output; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* htmlcov

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,9 @@ if __name__ == "__main__":
 
 import uvloop
 
-from benchmarks.report import _table, _verdict, machine
+from benchmarks.author import RESULT_TOKENS, TOOLS, Author, Messages
+from benchmarks.processes import others_s
+from benchmarks.report import machine, table, verdict
 from proxy.demo.checkpoint import ensure_checkpoint
 from proxy.demo.errors import DemoError
 from tokenization import Appended, ChatTokenizer, Continuation, TokenizationError
@@ -65,37 +66,13 @@ examples:
 
 LENGTHS = (1_000, 8_000, 32_000, 128_000)
 SHORT, LONG = LENGTHS[0], LENGTHS[-1]
-RESULT_TOKENS = 200
 GROWTH, GAIN, WAIT_MS = 2.0, 100.0, 5.0
 """Aims: append at 128k over append at 1k; render over append at 128k; longest wait of the event loop."""
 
 QUIET = 0.05
 """Share of the machine that other programs may have before the numbers are doubtful."""
 
-_SEED = 20
-_TOOLS = (
-    {
-        "type": "function",
-        "function": {
-            "name": "run",
-            "description": "Run a shell command in the repository and return what it prints",
-            "parameters": {
-                "type": "object",
-                "properties": {"command": {"type": "string"}, "timeout_s": {"type": "integer"}},
-                "required": ["command"],
-            },
-        },
-    },
-)
-_SYSTEM = {"role": "system", "content": "You fix bugs in a Python repository. Run commands, then explain."}
-_VOCABULARY = (
-    "the a request response stream token prompt cache engine worker queue lock thread buffer header test "
-    "fails returns raises when before after because only never always same wrong first last empty missing "
-    "router session timeout retry offset length index value config default handler parser message turn"
-)
 _RENDER, _FIRST = "render", "append, first of its thread"
-
-Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,71 +116,6 @@ class WrongIds(Exception):
     """Appending and rendering lead to different prompts, so that their times must not be compared."""
 
 
-class Author:
-    """Writes the conversation: always the same, and no text twice."""
-
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._random = random.Random(_SEED)
-        self._words = _VOCABULARY.split()
-
-    def result(self) -> Messages:
-        """What a command printed, of `RESULT_TOKENS` tokens."""
-        lines = (self._log_line() for _ in range(RESULT_TOKENS))
-        printed = self._cut("\n".join(lines), RESULT_TOKENS)
-        return [{"role": "tool", "tool_call_id": "call_0", "content": printed}]
-
-    def results(self, count: int, *, new: bool) -> list[Messages]:
-        """Different results, or one `count` times."""
-        return [self.result() for _ in range(count)] if new else [self.result()] * count
-
-    def history(self, length: int) -> tuple[Messages, list[int]]:
-        """Messages that end with a tool call, and their ids as an engine has them: about `length`."""
-        messages, fixed = [_SYSTEM], self._count([])
-        missing = length - fixed
-        while True:
-            turns = [*self._question(self._prose(30)), *self.result(), self._says(self._prose(120))]
-            ending = self._question("")
-            size, least = self._count(turns) - fixed, self._count(ending) - fixed
-            if size + least > missing:
-                break
-            messages += turns
-            missing -= size
-        messages += self._question(self._prose(missing - least))
-        ids = self._tokenizer.render(messages, tools=_TOOLS, add_generation_prompt=False)
-        stop = self._tokenizer.stop_id(tools=_TOOLS)
-        return messages, ids[: len(ids) - ids[::-1].index(stop)]
-
-    def _question(self, content: str) -> Messages:
-        path, number = f"src/{self._word()}/{self._word()}.py", self._random.randrange(1, 900)
-        arguments = json.dumps({"command": f"sed -n {number},{number + 40}p {path}", "timeout_s": 30})
-        call = {"id": "call_0", "type": "function", "function": {"name": "run", "arguments": arguments}}
-        return [{"role": "user", "content": content}, {**self._says(None), "tool_calls": [call]}]
-
-    def _says(self, content: str | None) -> dict[str, Any]:
-        return {"role": "assistant", "content": content}
-
-    def _prose(self, tokens: int) -> str:
-        return self._cut(" ".join(self._word() for _ in range(tokens)), tokens)
-
-    def _log_line(self) -> str:
-        seconds, code = self._random.uniform(0, 99), self._random.getrandbits(32)
-        said = " ".join(self._word() for _ in range(6))
-        return f"{seconds:.3f} {self._word()}.py:{self._random.randrange(900)} [{code:08x}] {said}"
-
-    def _word(self) -> str:
-        return self._random.choice(self._words)
-
-    def _cut(self, text: str, tokens: int) -> str:
-        """The first tokens of a text of ASCII, in which a vocabulary's letter is a letter."""
-        spelled = self._tokenizer.token_strings(self._tokenizer.encode(text)[:tokens])
-        return text[: sum(map(len, spelled))]
-
-    def _count(self, messages: Messages) -> int:
-        together = [_SYSTEM, *messages]
-        return len(self._tokenizer.render(together, tools=_TOOLS, add_generation_prompt=False))
-
-
 @dataclass(frozen=True, slots=True)
 class Past:
     """A conversation to append to."""
@@ -214,7 +126,7 @@ class Past:
 
     def render(self, new: Messages) -> list[int]:
         """The next prompt from nothing but messages."""
-        return self.tokenizer.render([*self.messages, *new], tools=_TOOLS)
+        return self.tokenizer.render([*self.messages, *new], tools=TOOLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +150,8 @@ class Way:
         """Append `new`."""
         history = past.messages if self.history else None
         if self.copies:
-            return past.tokenizer.append(past.ids, new, history=history, tools=_TOOLS)
-        return past.tokenizer.continuation(past.ids[-1], new, history=history, tools=_TOOLS)
+            return past.tokenizer.append(past.ids, new, history=history, tools=TOOLS)
+        return past.tokenizer.continuation(past.ids[-1], new, history=history, tools=TOOLS)
 
 
 WAYS = tuple(Way(*chosen) for chosen in product((True, False), repeat=3))
@@ -291,7 +203,7 @@ def measure(tokenizer: ChatTokenizer, effort: Effort) -> Measured:
     for past in pasts.values():
         check_same(past, author.result())
     appends, render = [Times(way.name) for way in WAYS], Times(_RENDER)
-    start, others_s = time.monotonic(), _others_s()
+    start, before_s = time.monotonic(), others_s()
     for number in range(effort.rounds):
         print(f"round {number + 1} of {effort.rounds} ...", file=sys.stderr)
         for length, past in pasts.items():
@@ -303,7 +215,7 @@ def measure(tokenizer: ChatTokenizer, effort: Effort) -> Measured:
     waits = uvloop.run(all_waits(pasts[LONG], author, effort.waits))
     cores_s = len(os.sched_getaffinity(0)) * (time.monotonic() - start)
     tokens = {length: len(past.ids) for length, past in pasts.items()}
-    return Measured(tokens, appends, render, waits, (_others_s() - others_s) / cores_s)
+    return Measured(tokens, appends, render, waits, (others_s() - before_s) / cores_s)
 
 
 def check_same(past: Past, new: Messages) -> None:
@@ -366,15 +278,6 @@ async def _tick(ticks: list[float]) -> None:
         await asyncio.sleep(0.001)
 
 
-def _others_s() -> float:
-    """Seconds that the cores of this process have run anything else."""
-    fields = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
-    busy = {name: sum(map(int, ticks[:3])) for name, *ticks in fields}
-    ours = os.times()
-    cores: int = sum(busy[f"cpu{core}"] for core in os.sched_getaffinity(0))
-    return cores / os.sysconf("SC_CLK_TCK") - ours.user - ours.system
-
-
 def as_json(measured: Measured, about: dict[str, str]) -> dict[str, Any]:
     """Everything, for another program."""
     rows = [*measured.appends, measured.render]
@@ -415,11 +318,11 @@ def as_text(measured: Measured, about: dict[str, str]) -> str:
         f"Python {about['python']}, {about['libraries']}",
         f"histories of {tokens} ids; results of {RESULT_TOKENS}",
     ]
-    return "\n".join([*head, "", _table(times), "", _table(ratios), "", _table(loop)])
+    return "\n".join([*head, "", table(times), "", table(ratios), "", table(loop)])
 
 
 def _ratio_row(times: Times, gain: float) -> list[str]:
-    grown, gained = _verdict(times.growth <= GROWTH), _verdict(gain >= GAIN)
+    grown, gained = verdict(times.growth <= GROWTH), verdict(gain >= GAIN)
     return [times.name, f"{times.growth:.2f}x", grown, f"{gain:,.0f}x", gained]
 
 
@@ -427,7 +330,7 @@ def _wait_row(name: str, waits: Sequence[float]) -> list[str]:
     row = [name, f"{median(waits):.1f} ms", f"{max(waits):.1f} ms"]
     if not name.startswith("append"):
         return [*row, "-", ""]
-    return [*row, f"<= {WAIT_MS:g} ms", _verdict(median(waits) <= WAIT_MS)]
+    return [*row, f"<= {WAIT_MS:g} ms", verdict(median(waits) <= WAIT_MS)]
 
 
 def _parser() -> argparse.ArgumentParser:

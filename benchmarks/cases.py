@@ -17,7 +17,7 @@ MANY = 100_000
 PACE_S = 0.005
 """Between the chunks of a paced stream: a fast engine's time per token."""
 
-_HEADERS = {
+HEADERS = {
     "host": "127.0.0.1",
     "accept-encoding": "gzip, deflate",
     "connection": "keep-alive",
@@ -62,7 +62,7 @@ class Case:
 
     def headers(self) -> dict[str, str]:
         """What a client sends beside the body."""
-        return {**_HEADERS, "x-answer": self.answer}
+        return {**HEADERS, "x-answer": self.answer}
 
     def payload(self) -> bytes:
         """The body as JSON, as compact as httpx makes it."""
@@ -70,10 +70,14 @@ class Case:
 
     def request(self) -> bytes:
         """The whole HTTP request."""
-        payload = self.payload()
-        headers = {**self.headers(), "content-length": str(len(payload))}
-        lines = [f"POST {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-        return "\r\n".join(lines).encode() + b"\r\n\r\n" + payload
+        return http_request(self.path, self.headers(), self.payload())
+
+
+def http_request(path: str, headers: dict[str, str], payload: bytes) -> bytes:
+    """A whole HTTP request."""
+    headers = {**headers, "content-length": str(len(payload))}
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + payload
 
 
 def cases() -> list[Case]:

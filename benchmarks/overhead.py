@@ -22,8 +22,9 @@ _DESCRIPTION = """\
 Measure what the proxy adds over a direct connection to an engine that does nothing.
 
 Three processes: the engine (canned answers from a raw socket server), the proxy exactly as `tokenproxy serve`
-runs it, and this client. The proxy is pinned to one core; engine and client have others, or share the one
-that is left. All cases are gone through in rounds, so that a busy minute of the machine spoils no case alone:
+runs it, recording to a new SQLite file, and this client. The proxy is pinned to one core; engine and client
+have others, or share the one that is left. All cases are gone through in rounds, so that a busy minute of the
+machine spoils no case alone:
 
   added latency  requests one after the other on a kept-alive connection, in turns direct and through the
                  proxy. `added p50` is the median through the proxy minus the direct median.

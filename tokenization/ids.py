@@ -9,6 +9,8 @@ Every function takes bytes that a JSON parser has already accepted as one value.
 
 from collections.abc import Sequence
 
+import msgspec
+
 from tokenization.errors import InvalidIds
 
 _PLAIN = b"0123456789, \t\r\n"
@@ -69,7 +71,7 @@ def join(raw: bytes, more: Sequence[int]) -> bytes:
     """A checked array with `more` ids behind it; the earlier bytes are copied, not re-encoded."""
     if not more:
         return raw
-    return raw[: raw.rfind(b"]")] + b"," + ",".join(map(str, more)).encode() + b"]"
+    return b"".join((memoryview(raw)[: raw.rfind(b"]")], b",", memoryview(dump(more))[1:]))
 
 
 def compact(raw: bytes) -> bytes:
@@ -79,4 +81,4 @@ def compact(raw: bytes) -> bytes:
 
 def dump(ids: Sequence[int]) -> bytes:
     """Ids as a compact JSON array."""
-    return b"[" + ",".join(map(str, ids)).encode() + b"]"
+    return msgspec.json.encode(ids)

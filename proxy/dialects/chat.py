@@ -18,12 +18,12 @@ from proxy.dialects.recorded import Conclusion, recorded_answer
 from proxy.dialects.session_fields import apply_session, session_of
 from proxy.engine.protocol import Answer, BytesAnswer, Call
 from proxy.engine.token_in import CHAT_PATH, TokenRequest
-from proxy.errors import BadRequest
+from proxy.errors import ApiError, BadRequest
 from proxy.fields import given, join, parse, raw, read
 from proxy.fleet.replica import Replica
 from proxy.rollout.conversation import Asked, Setting
 from proxy.rollout.plan import Plan
-from proxy.rollout.retries import attempt_of
+from proxy.rollout.retries import Attempt
 from proxy.types import Fields, Headers
 from tokenization import ids
 
@@ -45,7 +45,7 @@ class Chat(Dialect):
         wanted = wanted_of(fields)
         if session is not None:
             await apply_session(fields, session, gateway)
-        conclusion = Conclusion(gateway, attempt_of(incoming.headers, incoming.body, session))
+        conclusion = Conclusion(gateway, Attempt(incoming.headers, incoming.body, session))
         replay = await conclusion.begin()
         if replay is not None:
             return replay
@@ -54,6 +54,9 @@ class Chat(Dialect):
         work = turn.complete_with_prefix if prefix else turn.complete
         try:
             return await gateway.fleet.on_replica(work, token_in=prefix)
+        except ApiError as error:
+            await conclusion.refused(error.status)
+            raise
         except BaseException:
             conclusion.failed()
             raise
@@ -98,7 +101,7 @@ class _Request:
         """The same on the template's rendering with the ids that the client requires of its first part."""
         kept = await keep_prefix(self._fields, self._headers, replica, self._gateway)
         if isinstance(kept, BytesAnswer):
-            self._conclusion.refused(kept.status)
+            await self._conclusion.refused(kept.status)
             return kept
         prompt = await self._gateway.in_thread(lambda: ids.dump(kept.tokens))
         asked = replace(self._asked, special="prefix_given")
@@ -136,7 +139,7 @@ def wanted_of(fields: Fields) -> Wanted:
 def with_evidence(fields: Fields, gateway: Gateway) -> Fields:
     """A request that asks the engine for what is recorded."""
     asking = {**fields, "return_token_ids": _TRUE}
-    if gateway.record_logprobs and given(fields, "top_logprobs") is None:
+    if gateway.record_logprobs and given(fields, "top_logprobs") in (None, b"0"):
         asking["logprobs"] = _TRUE
     if _flag(fields, "stream"):
         usage = {"include_usage": _TRUE, "continuous_usage_stats": _TRUE}

@@ -57,10 +57,11 @@ class Conclusion:
             except StoreError as error:
                 self._rollouts.complain("an answer was not kept for a retry", error)
 
-    def refused(self, status: int) -> None:
-        """The engine answered with an error."""
-        if status >= 500 or status in _WORTH_A_RETRY:
-            self.failed()
+    async def refused(self, status: int) -> None:
+        """There is an error for the client; a retry that comes at once is to find it remembered."""
+        if self._open and (status >= 500 or status in _WORTH_A_RETRY):
+            self._open = False
+            await self._remember_failure()
         elif self._open:
             self._open = False
             self._retries.abandon(self._attempt)
@@ -87,7 +88,7 @@ async def recorded_answer(
         EngineBroken: the engine answered something that is no chat completion.
     """
     if answer.status >= 400:
-        conclusion.refused(answer.status)
+        await conclusion.refused(answer.status)
         return answer
     if is_event_stream(answer.headers):
         return RecordedStream(answer, plan, wanted, gateway, conclusion)

@@ -13,11 +13,11 @@ from proxy.dialects.recorded import Conclusion, recorded_answer
 from proxy.dialects.session_fields import apply_session, session_of
 from proxy.engine.protocol import Answer, Call
 from proxy.engine.token_in import CHAT_PATH, TokenRequest
-from proxy.errors import BadRequest
+from proxy.errors import ApiError, BadRequest
 from proxy.fields import given, join, parse, read
 from proxy.fleet.replica import Replica
 from proxy.rollout.plan import Plan
-from proxy.rollout.retries import attempt_of
+from proxy.rollout.retries import Attempt
 from proxy.types import Fields
 
 _TRUE = msgspec.Raw(b"true")
@@ -103,7 +103,7 @@ class _Recorded:
         wanted = wanted_of(self.fields)
         await apply_session(self.fields, self.session, self.gateway)
         conclusion = Conclusion(
-            self.gateway, attempt_of(self.incoming.headers, self.incoming.body, self.session)
+            self.gateway, Attempt(self.incoming.headers, self.incoming.body, self.session)
         )
         if (replay := await conclusion.begin()) is not None:
             return replay
@@ -115,6 +115,9 @@ class _Recorded:
 
         try:
             return await self.gateway.fleet.on_replica(work, token_in=self.prompt is not None)
+        except ApiError as error:
+            await conclusion.refused(error.status)
+            raise
         except BaseException:
             conclusion.failed()
             raise

@@ -6,7 +6,7 @@ costs. What was recorded or read lately is kept whole here, bounded by bytes. No
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from proxy.rollout.turn import Turn, unpack_ids
@@ -106,12 +106,12 @@ def make_known(turn: Turn, parent: Known | None, prompt: bytes, completion: Sequ
     Args:
         prompt: its whole prompt as a JSON array; empty if unknown.
     """
-    usable = turn.problem not in UNUSABLE and bool(prompt) and (parent is None or parent.usable)
+    usable = turn.problem not in UNUSABLE and len(prompt) > 2 and (parent is None or parent.usable)
     return Known(
         _lineage(turn, parent.lineage if parent else None),
         turn.rollout,
         turn.model,
-        ids.join(prompt, completion) if prompt else b"[]",
+        ids.join(prompt, completion) if len(prompt) > 2 else b"[]",
         turn.prompt_tokens + len(completion),
         turn.finish_reason,
         turn.stop_reason,
@@ -119,28 +119,32 @@ def make_known(turn: Turn, parent: Known | None, prompt: bytes, completion: Sequ
     )
 
 
-def read_known(path: Sequence[Turn]) -> Known:
-    """The last turn of a path out of a store."""
-    tokens: list[int] = []
-    lineage: Lineage | None = None
-    usable = True
-    for turn in path:
-        tokens += unpack_ids(turn.appended)
-        tokens += unpack_ids(turn.completion)
+def read_known(path: Sequence[Turn], at_hand: Callable[[str], Known | None] = lambda turn: None) -> Known:
+    """The last turn of a path out of a store; what is at hand of it is not joined again."""
+    base: Known | None = None
+    first = len(path)
+    while first > 0 and (base := at_hand(path[first - 1].id)) is None:
+        first -= 1
+    lineage = base.lineage if base else None
+    count, usable = (base.count, base.usable) if base else (0, True)
+    parts: list[bytes] = []
+    for turn in path[first:]:
         lineage = _lineage(turn, lineage)
-        usable = usable and turn.problem not in UNUSABLE
+        parts += turn.appended, turn.completion
+        count += (len(turn.appended) + len(turn.completion)) // 4
+        adds_up = count == turn.prompt_tokens + turn.completion_tokens
+        usable = usable and adds_up and turn.problem not in UNUSABLE
     assert lineage is not None  # a path has at least one turn
-    last = path[-1]
-    whole = len(tokens) == last.prompt_tokens + last.completion_tokens
+    tokens, last = unpack_ids(b"".join(parts)), path[-1]
     return Known(
         lineage,
         last.rollout,
         last.model,
-        ids.dump(tokens),
-        len(tokens),
+        ids.join(base.raw, tokens) if base else ids.dump(tokens),
+        count,
         last.finish_reason,
         last.stop_reason,
-        usable and whole and bool(tokens),
+        usable and count > 0,
     )
 
 

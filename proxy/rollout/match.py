@@ -6,20 +6,28 @@ with different ids those come first whose earlier messages the client spelled al
 there were others is reported.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from proxy.rollout.conversation import Conversation
 from proxy.rollout.known import Known, KnownTurns, read_known
-from proxy.rollout.store import Store
+from proxy.rollout.store import FOUND_AT_MOST, Store
+from proxy.rollout.turn import Turn, pack_ids
+from tokenization.canonical import extend
 
-Kind = Literal["exact", "conversation", "content", "message", "rollout"]
+Kind = Literal["exact", "conversation", "content", "exchange", "message", "rollout"]
 """What a key is made of: the conversation as it was spelled; whatever clients drop or strip; whatever stands
-beside its messages; the turn's own message alone; the rollout alone."""
+beside its messages; the turn's own message and the one before it; its own alone; the rollout alone."""
 _FIRST_LOOKUP = 1
 _LOOKUP = 64
+_DISTINCT = 120
+"""Bytes of a message that nobody else will have sampled by chance."""
 _EXPLAINING = 4
 """Recorded turns that are looked at to say what changed."""
 _SETTINGS = ("tools_changed", "template_kwargs_changed", "model_changed")
@@ -64,12 +72,24 @@ def keys_of(digests: Mapping[Kind, bytes], rollout: str, session: str | None) ->
     return [*keys, rollout_key(rollout)]
 
 
+def exchange(conversation: Conversation, last: int, own: bytes | None = None) -> bytes:
+    """Digest of an assistant's message and the one before it.
+
+    Args:
+        last: the index of the message.
+        own: its loose digest, if it is not one of the conversation's.
+    """
+    before = conversation.messages[last - 1].message.loose if last else b""
+    return extend(before, own if own is not None else conversation.messages[last].message.loose)
+
+
 class Matcher:
     """Finds the turns that requests continue."""
 
-    def __init__(self, store: Store, known: KnownTurns) -> None:
+    def __init__(self, store: Store, known: KnownTurns, executor: Executor | None = None) -> None:
         self._store = store
         self._known = known
+        self._executor = executor
 
     async def match(self, conversation: Conversation, session: str | None) -> Match:
         """The longest recorded conversation that a request continues.
@@ -97,18 +117,28 @@ class Matcher:
         return Match(None, -1, reason=await self._explain(conversation, scope))
 
     async def longest_prefix(self, prompt: bytes, rollout: str) -> Known | None:
-        """Of the newest turns of a rollout the one with the most ids that a prompt begins with.
+        """Of the turns of a rollout the one with the most ids that a prompt begins with.
+
+        The newest are looked at first; if none of them is it, all are.
 
         Raises:
             StoreError: the store does not answer.
         """
-        best: Known | None = None
         key = rollout_key(rollout)
-        for turn in (await self._store.find([key])).get(key, []):
+        newest = (await self._store.find([key])).get(key, [])
+        best = await self._longest(newest, prompt)
+        if best is None and len(newest) == FOUND_AT_MOST:
+            turns = await self._store.turns(rollout)
+            packed = pack_ids(msgspec.json.decode(prompt, type=list[int]))
+            best = await self._longest([turn.id for turn in turns if _stands_in(packed, turn)], prompt)
+        return best
+
+    async def _longest(self, turns: list[str], prompt: bytes) -> Known | None:
+        best: Known | None = None
+        for turn in turns:
             known = await self.load(turn)
-            if known is None or (best is not None and best.count >= known.count):
-                continue
-            if known.begins(prompt):
+            longer = known is not None and (best is None or known.count > best.count)
+            if known is not None and longer and known.begins(prompt):
                 best = known
         return best
 
@@ -120,7 +150,8 @@ class Matcher:
         """
         known = self._known.get(turn)
         if known is None and (path := await self._store.path(turn)):
-            known = read_known(path)
+            joining = asyncio.get_running_loop().run_in_executor
+            known = await joining(self._executor, read_known, path, self._known.get)
             self._known.put(known)
         return known
 
@@ -137,6 +168,7 @@ class Matcher:
             same = known.lineage.strict_before == _before(conversation, end)
             (alike if same else others).append(known)
         best = alike or others
+        best = [known for known in best if known.usable] or best
         return (best[0], len({known.raw for known in best})) if best else None
 
     async def _explain(self, conversation: Conversation, scope: str) -> str:
@@ -149,11 +181,13 @@ class Matcher:
         if await self._store.evicted(conversations[:_LOOKUP]):
             return "evicted"
         content = index_key("content", scope, conversation.content[last])
-        message = index_key("message", scope, conversation.messages[last].message.loose)
-        found = await self._store.find([content, message])
+        known = [index_key("exchange", scope, exchange(conversation, last))]
+        if scope or len(conversation.raws[last]) >= _DISTINCT:
+            known.append(index_key("message", scope, conversation.messages[last].message.loose))
+        found = await self._store.find([content, *known])
         if turns := found.get(content):
             return await self._changed(turns[:_EXPLAINING], conversation)
-        return "history_edited" if found.get(message) else "no_match"
+        return "history_edited" if found else "no_match"
 
     async def _changed(self, turns: list[str], conversation: Conversation) -> str:
         """What changed since turns with the same messages, as far as clients may respell those."""
@@ -184,3 +218,9 @@ def _continues(conversation: Conversation, end: int, known: Known) -> bool:
     return len(sent) == len(recorded) and all(
         mine in (b"", theirs) for mine, theirs in zip(sent, recorded, strict=True)
     )
+
+
+def _stands_in(packed: bytes, turn: Turn) -> bool:
+    """Whether what a turn sampled stands at its place in a prompt of packed ids."""
+    start = 4 * turn.prompt_tokens
+    return packed[start : start + len(turn.completion)] == turn.completion != b""

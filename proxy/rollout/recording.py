@@ -8,7 +8,7 @@ import msgspec
 
 from proxy.rollout.conversation import Conversation
 from proxy.rollout.evidence import Outcome, Sampled, problem_of
-from proxy.rollout.match import Kind, keys_of, rollout_key
+from proxy.rollout.match import Kind, exchange, keys_of, rollout_key
 from proxy.rollout.plan import Plan
 from proxy.rollout.turn import ABORTED, Turn, pack_ids, pack_logprobs, turn_id
 from tokenization import CanonicalMessage, TokenizationError, canonical, ids
@@ -91,6 +91,7 @@ def _keys(plan: Plan, conversation: Conversation, own: CanonicalMessage) -> list
         "conversation": extend(_last(conversation.loose, conversation), own.loose),
         "content": extend(_last(conversation.content, conversation), own.loose),
         "message": own.loose,
+        "exchange": exchange(conversation, len(conversation.messages), own.loose),
     }
     return keys_of(digests, plan.rollout, plan.asked.session if plan.named else None)
 

@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import zlib
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from proxy.errors import BadRequest
 from proxy.rollout.store import Answer, Store
@@ -25,18 +26,42 @@ KEPT_BYTES = 4 * 2**20
 _KEY, _COUNT, _AUTHORIZATION = b"idempotency-key", b"x-stainless-retry-count", b"authorization"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Attempt:
-    """One sending of a request."""
+    """One sending of a request. Clients with different credentials never get each other's answers."""
 
-    key: bytes
-    """What its answer is kept under."""
-    request: bytes
-    """Digest of everything that was asked."""
-    named: bool
-    """Whether the client named it by an Idempotency-Key."""
-    again: bool
-    """Whether the client says that it sent this before."""
+    headers: Headers
+    body: bytes
+    session: str | None
+
+    @cached_property
+    def named(self) -> bool:
+        """Whether the client named it by an Idempotency-Key."""
+        return bool(self._given(_KEY))
+
+    @cached_property
+    def again(self) -> bool:
+        """Whether the client says that it sent this before."""
+        return self._given(_COUNT).strip() not in (b"", b"0")
+
+    @cached_property
+    def key(self) -> bytes:
+        """What its answer is kept under: 16 bytes."""
+        if not self.named:
+            return self.request
+        name = self._given(_KEY) + b"\0" + self._given(_AUTHORIZATION)
+        return hashlib.blake2b(name, digest_size=16, person=b"named").digest()
+
+    @cached_property
+    def request(self) -> bytes:
+        """Digest of everything that was asked: 16 bytes. A millisecond for a megabyte."""
+        request = hashlib.blake2b(digest_size=16, person=b"request")
+        for part in (self._given(_AUTHORIZATION), (self.session or "").encode(), self.body):
+            request.update(len(part).to_bytes(8, "little") + part)
+        return request.digest()
+
+    def _given(self, header: bytes) -> bytes:
+        return next((value for name, value in self.headers if name == header), b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +71,6 @@ class Replay:
     status: int
     headers: Headers
     body: bytes
-
-
-def attempt_of(headers: Headers, body: bytes, session: str | None) -> Attempt:
-    """Who asks for what, by its digest. Clients with different credentials never get each other's answers."""
-    given = dict(headers)
-    request = hashlib.blake2b(digest_size=16, person=b"request")
-    for part in (given.get(_AUTHORIZATION, b""), (session or "").encode(), body):
-        request.update(len(part).to_bytes(8, "little") + part)
-    again = given.get(_COUNT, b"0").strip() not in (b"", b"0")
-    name = given.get(_KEY, b"")
-    if not name:
-        return Attempt(request.digest(), request.digest(), False, again)
-    key = hashlib.blake2b(name + b"\0" + given.get(_AUTHORIZATION, b""), digest_size=16, person=b"named")
-    return Attempt(key.digest(), request.digest(), True, again)
 
 
 @dataclass
@@ -95,19 +106,20 @@ class Retries:
 
     async def done(self, attempt: Attempt, status: int, headers: Headers, body: bytes) -> None:
         """Keep an answer. Raises StoreError."""
+
+        def make() -> Answer:
+            return Answer(
+                id=new_id(),
+                key=attempt.key,
+                request=attempt.request,
+                status=status,
+                headers=tuple(headers),
+                body=zlib.compress(body, 1),
+            )
+
         try:
             if len(body) <= KEPT_BYTES:
-                packed = await asyncio.to_thread(zlib.compress, body, 1)
-                await self.store.add_answer(
-                    Answer(
-                        id=new_id(),
-                        key=attempt.key,
-                        request=attempt.request,
-                        status=status,
-                        headers=tuple(headers),
-                        body=packed,
-                    )
-                )
+                await self.store.add_answer(await asyncio.to_thread(make))
         finally:
             self._release(attempt)
 

@@ -49,7 +49,7 @@ class Rollouts:
         self._executor = executor
         self._digester = Digester()
         self._known = KnownTurns(known_bytes)
-        self._matcher = Matcher(store, self._known)
+        self._matcher = Matcher(store, self._known, executor)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -306,7 +306,8 @@ def _extended(
         **setting.read_template_kwargs(),
         "tools": setting.read_tools(),
         "finish_reason": known.finish_reason,
-        "stop_reason": known.stop_reason,
+        # a stop token that only this request named ends no turn in the template's eyes
+        "stop_reason": known.stop_reason if isinstance(known.stop_reason, str) else None,
         "add_generation_prompt": setting.add_generation_prompt,
     }
     try:

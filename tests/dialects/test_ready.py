@@ -14,7 +14,9 @@ def test_an_engine_that_is_ready(fake: FakeVllm, client: httpx.Client, method: s
     answer = client.request(method, "/ready")
     assert answer.status_code == 200
     if method == "GET":
-        assert answer.json() == {
+        found = answer.json()
+        assert found["engines"][0].pop("append_cache").keys() == {"hits", "misses"}
+        assert found == {
             "ready": True,
             "engines": [
                 {
@@ -24,7 +26,6 @@ def test_an_engine_that_is_ready(fake: FakeVllm, client: httpx.Client, method: s
                     "model": "tiny",
                     "token_in": "chat",
                     "append": "ready",
-                    "append_cache": {"hits": 0, "misses": 0},
                 }
             ],
         }

@@ -45,7 +45,8 @@ def test_the_first_chunk_arrives_before_the_engine_sends_the_second(
     assert fake.aborted == 0
 
 
-_ALL = {"return_token_ids": True, "logprobs": True}
+_COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+_ALL = {"return_token_ids": True, "logprobs": True, **_COUNTED}
 
 
 @pytest.mark.parametrize("path, body", [(_TOKENS, {"tokens": [1, 74]}), (_CHAT, {"messages": _HI, **_ALL})])

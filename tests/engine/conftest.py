@@ -4,6 +4,8 @@ The same test bodies run against the routes inside vLLM (two API server processe
 front of a stock vLLM; some also against the proxy made to use vLLM's generate route.
 """
 
+import json
+import signal
 import subprocess
 import sys
 import time
@@ -61,16 +63,20 @@ def model() -> Path:
 
 @pytest.fixture(scope="session")
 def thinking_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with two of its unused special tokens renamed to the marks of reasoning."""
+    """The same model with two of its unused special tokens made ordinary ones: the marks of reasoning."""
     folder = tmp_path_factory.mktemp("thinking")
     for file in model.iterdir():
         (folder / file.name).symlink_to(file)
-    tokenizer = (model / "tokenizer.json").read_text()
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
     (folder / "tokenizer.json").unlink()
-    for unused, mark in (("<jupyter_start>", "<think>"), ("<jupyter_text>", "</think>")):
-        assert unused in tokenizer
-        tokenizer = tokenizer.replace(unused, mark)
-    (folder / "tokenizer.json").write_text(tokenizer)
+    marks = {"<jupyter_start>": "<think>", "<jupyter_text>": "</think>"}
+    for token in tokenizer["added_tokens"]:
+        if token["content"] in marks:
+            # special ones are not shown to the parser of whole answers
+            token |= {"content": marks[token["content"]], "special": False}
+    for unused, mark in marks.items():
+        tokenizer["model"]["vocab"][mark] = tokenizer["model"]["vocab"].pop(unused)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 
 
@@ -130,18 +136,46 @@ every_spelling = pytest.mark.parametrize("server", [INSIDE, FRONT, GENERATE], in
 """For tests that must also hold where ids go in by the generate route."""
 
 
+class ProxyProcess:
+    """`tokenproxy serve` as a process of its own, which can be killed and started again on the same port."""
+
+    def __init__(self, upstream: str, *flags: str) -> None:
+        """Nothing runs yet; `flags` are those of the command."""
+        port = free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", upstream, "--port", str(port)]
+        self._command = [*command, *flags]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it is ready."""
+        self._process = subprocess.Popen(self._command)
+        wait_ready(self.url)
+
+    def kill(self) -> None:
+        """End it with no chance to tidy up."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End it in order; it does nothing when none runs."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, by: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.send_signal(by)
+            process.wait(30)
+
+
 @contextmanager
 def run_proxy(upstream: str, *flags: str) -> Iterator[str]:
     """`tokenproxy serve` as a process of its own; the value is its URL, once it is ready."""
-    port = free_port("127.0.0.1")
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", upstream, "--port", str(port)]
-    with subprocess.Popen([*command, *flags]) as process:
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_ready(url)
-            yield url
-        finally:
-            process.terminate()
+    proxy = ProxyProcess(upstream, *flags)
+    try:
+        proxy.start()
+        yield proxy.url
+    finally:
+        proxy.stop()
 
 
 def wait_ready(url: str, timeout_s: float = 120.0) -> dict[str, object]:

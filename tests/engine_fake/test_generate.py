@@ -54,7 +54,7 @@ def test_a_whole_completion(fake: FakeVllm, client: httpx.Client) -> None:
     assert completion["model"] == "adapter"
     assert completion["id"].startswith("chatcmpl-")
     assert completion["prompt_token_ids"] == _PROMPT
-    assert completion["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert completion["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
     for index, choice in enumerate(completion["choices"]):
         assert (choice["index"], choice["message"]["content"]) == (index, "hi")
         assert (choice["token_ids"], choice["finish_reason"]) == ([*HI, END], "stop")
@@ -67,7 +67,7 @@ def test_a_stream(fake: FakeVllm, client: httpx.Client) -> None:
     assert answer.content.endswith(b"data: [DONE]\n\n")
     *chunks, usage = data_of(answer.content)
     assert usage["choices"] == []
-    assert usage["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert usage["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [_PROMPT] + [None] * 5
     assert all(chunk["id"].startswith("chatcmpl-") for chunk in chunks)
     for index in range(2):

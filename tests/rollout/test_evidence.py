@@ -17,17 +17,25 @@ _CASES: dict[str, tuple[Outcome, str]] = {
     "nothing counted": (_outcome(None), ""),
     "two choices counted together": (_outcome(3, _SENT, Sampled(1, ids=[9], finish_reason="stop")), ""),
     "no prompt": (_outcome(2, None), "no_prompt_ids"),
-    "an empty prompt": (_outcome(2, b"[]"), "prompt_mismatch"),
+    "an empty prompt": (_outcome(2, b"[]"), "no_prompt_ids"),
     "another prompt": (_outcome(2, b"[5,7]"), "prompt_mismatch"),
     "a longer prompt": (_outcome(2, b"[5,6,7]"), "prompt_mismatch"),
     "no ids": (_outcome(ids=None), "no_completion_ids"),
     "no ids and nothing counted": (_outcome(None, ids=None, logprobs=None), "no_completion_ids"),
-    "one id too few": (_outcome(ids=[7]), "usage_mismatch"),
+    "one id too few": (_outcome(ids=[7]), "ids_missing"),
     "one id too many": (_outcome(ids=[7, 8, 9]), "usage_mismatch"),
-    "aborted, and counted differently": (_outcome(5, finish_reason="abort"), ""),
+    "one id too few, and one log-probability": (_outcome(ids=[7], logprobs=[0.0]), "usage_mismatch"),
+    "one id too few, counted for the choice": (
+        _outcome(None, ids=[7], logprobs=[0.0], counted=2),
+        "usage_mismatch",
+    ),
+    "one id too few in another choice": (
+        _outcome(3, _SENT, Sampled(1, ids=[], finish_reason="stop")),
+        "usage_mismatch",
+    ),
     "no logprobs": (_outcome(logprobs=None), "no_logprobs"),
     "one logprob too few": (_outcome(logprobs=[0.0]), "logprobs_mismatch"),
-    "one logprob too many": (_outcome(logprobs=[0.0, 0.0, 0.0]), "logprobs_mismatch"),
+    "one logprob too many": (_outcome(logprobs=[0.0, 0.0, 0.0]), "ids_missing"),
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from proxy.errors import BadRequest
 from proxy.rollout.memory import MemoryStore
-from proxy.rollout.retries import KEPT_BYTES, Attempt, Retries, attempt_of
+from proxy.rollout.retries import KEPT_BYTES, Attempt, Retries
 from proxy.rollout.store import Limits, StoreError
 from proxy.types import Headers
 
@@ -19,7 +19,7 @@ def retries() -> Retries:
 
 
 def _attempt(*headers: tuple[bytes, bytes], body: bytes = b"{}", session: str | None = None) -> Attempt:
-    return attempt_of(list(headers), body, session)
+    return Attempt(list(headers), body, session)
 
 
 async def _answer(retries: Retries, attempt: Attempt, body: bytes = b"first") -> None:

@@ -27,6 +27,7 @@ _EVERYTHING = make_turn(
     problem="media",
     weight_versions=(WeightSpan("7", 0, 1), WeightSpan("8", 1, 2)),
     routed_experts="AAAA",
+    settings=(b"t" * 16, b"k" * 16, b"m" * 16),
     strict_before=b"\x00" * 16,
     strict=b"\xff" * 16,
     reasonings=(b"a" * 16, b""),
