@@ -20,7 +20,6 @@ ANSWER = "answer"
 """All of a request, but for HTTP and JSON towards the client."""
 STAGES = {
     "read fields": "proxy.dialects.chat:parse",
-    "digest for retries": "proxy.dialects.chat:attempt_of",
     "digest messages": "proxy.rollout.rollouts:Rollouts._read",
     "match": "proxy.rollout.match:Matcher.match",
     "append": "proxy.rollout.rollouts:Rollouts._extend",

@@ -133,7 +133,9 @@ def wanted_of(fields: Fields) -> Wanted:
     options = _stream_options(fields)
     usage = _flag(options, "include_usage")
     running = usage and _flag(options, "continuous_usage_stats")
-    return Wanted(_flag(fields, "return_token_ids"), _flag(fields, "logprobs"), usage, running)
+    reasoning = given(fields, "include_reasoning") not in (b"false", b"0")
+    ids_wanted, logprobs = _flag(fields, "return_token_ids"), _flag(fields, "logprobs")
+    return Wanted(ids_wanted and reasoning, logprobs and reasoning, usage, running, reasoning)
 
 
 def with_evidence(fields: Fields, gateway: Gateway) -> Fields:
@@ -141,10 +143,19 @@ def with_evidence(fields: Fields, gateway: Gateway) -> Fields:
     asking = {**fields, "return_token_ids": _TRUE}
     if gateway.record_logprobs and given(fields, "top_logprobs") in (None, b"0"):
         asking["logprobs"] = _TRUE
+    if not wanted_of(fields).reasoning and not _constrained(fields):
+        asking["include_reasoning"] = _TRUE  # vLLM hides ids with it; it is taken out of the answer here
     if _flag(fields, "stream"):
         usage = {"include_usage": _TRUE, "continuous_usage_stats": _TRUE}
         asking["stream_options"] = msgspec.Raw(join({**_stream_options(fields), **usage}))
     return asking
+
+
+def _constrained(fields: Fields) -> bool:
+    """Whether a grammar shapes the answer: whether reasoning is included tells vLLM when it begins."""
+    names = ("response_format", "structured_outputs")
+    free = (None, b'"none"', b'"auto"')
+    return any(given(fields, name) for name in names) or given(fields, "tool_choice") not in free
 
 
 def _stream_options(fields: Fields) -> Fields:

@@ -17,6 +17,8 @@ from proxy.types import Fields
 
 _NULL = msgspec.Raw(NULL)
 DONE = b"[DONE]"
+_ECHO = b'"prompt_token_ids":['
+_ID_BYTES = b"[]0123456789, \t\r\n"
 
 
 class _Logprob(msgspec.Struct):
@@ -43,11 +45,13 @@ class Wanted:
     """Of a stream: how many tokens it had, at its end."""
     running_usage: bool = False
     """Of a stream: how many tokens it had so far, in each chunk."""
+    reasoning: bool = True
+    """If not, ids and log-probabilities are not wanted either: they would tell it."""
 
     @property
     def all(self) -> bool:
         """Whether the engine's whole answer can go on as it is."""
-        return self.ids and self.logprobs
+        return self.ids and self.logprobs and self.reasoning
 
     @property
     def every_chunk(self) -> bool:
@@ -61,8 +65,8 @@ def take_whole(body: bytes, wanted: Wanted) -> tuple[Outcome, bytes]:
     Raises:
         BadRequest: the body is no chat completion; its caller knows that the engine is to blame.
     """
-    fields = parse(body)
-    outcome = Outcome(prompt_ids=given(fields, "prompt_token_ids"), completion_tokens=_counted(fields))
+    prompt_ids, fields = _parse_around_prompt(body)
+    outcome = Outcome(prompt_ids, completion_tokens=_counted(fields))
     choices = read(fields, "choices", list[Fields]) or []
     for choice in choices:
         sampled = Sampled(read(choice, "index", int) or 0)
@@ -73,10 +77,30 @@ def take_whole(body: bytes, wanted: Wanted) -> tuple[Outcome, bytes]:
         return outcome, body
     for choice in choices:
         _leave_out(choice, wanted)
-    if not wanted.ids and "prompt_token_ids" in fields:
-        fields["prompt_token_ids"] = _NULL
+        if not wanted.reasoning:
+            _hide_reasoning(choice, "message")
+    if "prompt_token_ids" in fields:
+        echo = prompt_ids if wanted.ids and prompt_ids is not None else NULL
+        fields["prompt_token_ids"] = msgspec.Raw(echo)
     fields["choices"] = _list(choices)
     return outcome, join(fields)
+
+
+def _parse_around_prompt(body: bytes) -> tuple[bytes | None, Fields]:
+    """The echoed prompt and the fields of a completion. The echo, most of the bytes, is cut out unparsed.
+
+    Its name with its quotes can stand in no JSON string, and that it was a field of the completion itself is
+    seen by the null that stands there afterwards.
+    """
+    start = body.find(_ECHO) + len(_ECHO) - 1
+    end = body.find(b"]", start) + 1
+    if start >= len(_ECHO) - 1 and end:
+        fields = parse(body[:start] + NULL + body[end:])
+        prompt = body[start:end]
+        if bytes(fields.get("prompt_token_ids", b"")) == NULL and not prompt.translate(None, _ID_BYTES):
+            return prompt, fields
+    fields = parse(body)
+    return given(fields, "prompt_token_ids"), fields
 
 
 @dataclass
@@ -143,6 +167,8 @@ class ChunkReader:
             _take(choice, streamed.sampled)
             if len(choices) == 1 and (counted := _counted(fields)) is not None:
                 streamed.sampled.counted = counted
+            if not self.wanted.reasoning:
+                delta = _hide_reasoning(choice, "delta")
             said = said or bool(delta) or given(choice, "finish_reason") is not None
         return data if self.wanted.every_chunk else self._left(fields, choices, said)
 
@@ -230,6 +256,18 @@ def _leave_out(choice: Fields, wanted: Wanted) -> None:
         choice["token_ids"] = _NULL
     if not wanted.logprobs and "logprobs" in choice:
         choice["logprobs"] = _NULL
+
+
+def _hide_reasoning(choice: Fields, name: str) -> Fields:
+    """The message or delta of a choice without its reasoning."""
+    message = read(choice, name, Fields) or {}
+    for kept in ("reasoning", "reasoning_content"):
+        if kept in message:
+            message[kept] = _NULL
+    if name == "delta":  # whose fields are those that are said
+        message = {key: value for key, value in message.items() if bytes(value) != NULL}
+    choice[name] = msgspec.Raw(join(message))
+    return message
 
 
 def _counted(fields: Fields) -> int | None:

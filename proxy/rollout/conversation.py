@@ -5,14 +5,14 @@ scan and one hash over each message, and only what is new is parsed.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
 
 from proxy.engine.media import media_kind
+from proxy.rollout.warm import Warm
 from tokenization import CanonicalMessage, canonical
 from tokenization.cache import BoundedCache
 from tokenization.canonical import extend, start
@@ -20,6 +20,7 @@ from tokenization.canonical import extend, start
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _parse = msgspec.json.Decoder(dict[str, Any]).decode
 _NOTHING = start()
+SPACE = b" \t\r\n"
 
 
 class Digested(NamedTuple):
@@ -74,11 +75,16 @@ class Begin(NamedTuple):
 
 
 class Digester:
-    """Turns requests into conversations, and remembers the digests of messages. Safe across threads."""
+    """Turns requests into conversations, and remembers what it has read. Safe across threads.
 
-    def __init__(self, remembered: int = 65_536) -> None:
+    A request mostly holds the bytes of the one before it and some more: then only what is new is read.
+    """
+
+    def __init__(self, remembered: int = 65_536, warm_bytes: int = 64 * 2**20) -> None:
+        """`remembered` messages are not digested again, and `warm_bytes` of whole conversations not read."""
         self._messages: BoundedCache[bytes, Digested] = BoundedCache(remembered)
         self._begins: BoundedCache[bytes, Begin] = BoundedCache(1024)
+        self._warm = Warm(warm_bytes)
 
     def read(self, asked: Asked, model: str) -> "Conversation":
         """The conversation of a request.
@@ -90,9 +96,17 @@ class Digester:
             msgspec.DecodeError, UnicodeDecodeError: the messages are no JSON array of objects.
             InvalidMessages: one of them is no message.
         """
-        raws = [bytes(raw) for raw in _split(asked.messages)]
-        messages = [self._digested(raw, index) for index, raw in enumerate(raws)]
-        return Conversation(raws, messages, asked.setting, self._begin(asked.setting, model))
+        begin = self._begin(asked.setting, model)
+        before = self._warm.longest(begin.whole, asked.messages)
+        if before is None:
+            made, new = Conversation([], [], asked.setting, begin), asked.messages
+        else:
+            made, new = before.copy(asked.setting), before.behind(asked.messages)
+        for raw in _split(new):
+            made.add(bytes(raw), self._digested(bytes(raw), len(made.raws)))
+        made.stem = asked.messages.rstrip(SPACE)[:-1]
+        self._warm.put(made, before)
+        return made
 
     def _digested(self, raw: bytes, index: int) -> Digested:
         key = hashlib.blake2b(raw, digest_size=16).digest()
@@ -124,7 +138,7 @@ class Digester:
 
 @dataclass
 class Conversation:
-    """Messages with their digests. What is not needed is not computed."""
+    """Messages with their digests."""
 
     raws: list[bytes]
     """Each message as the client spelled it."""
@@ -132,21 +146,44 @@ class Conversation:
     setting: Setting
     begin: Begin
     """Digests of everything but the messages."""
+    loose: list[bytes] = field(default_factory=list)
+    """Digest of the conversation up to and including each message, whatever clients drop or strip."""
+    strict: list[bytes] = field(default_factory=list)
+    """The same, as this client spells it."""
+    content: list[bytes] = field(default_factory=list)
+    """As `loose`, whatever tools, template arguments and model stand beside the messages."""
+    stem: bytes = b""
+    """The array as it came, without its end."""
 
-    @cached_property
-    def loose(self) -> list[bytes]:
-        """Digest of the conversation up to and including each message, whatever clients drop or strip."""
-        return _chain(self.begin.whole, [made.message.loose for made in self.messages])
+    def add(self, raw: bytes, made: Digested) -> None:
+        """Put a message behind the others."""
+        first = not self.raws
+        self.raws.append(raw)
+        self.messages.append(made)
+        self.loose.append(extend(self.begin.whole if first else self.loose[-1], made.message.loose))
+        self.strict.append(extend(self.begin.whole if first else self.strict[-1], made.message.strict))
+        self.content.append(extend(_NOTHING if first else self.content[-1], made.message.loose))
 
-    @cached_property
-    def strict(self) -> list[bytes]:
-        """The same, as this client spells it."""
-        return _chain(self.begin.whole, [made.message.strict for made in self.messages])
+    def copy(self, setting: Setting) -> "Conversation":
+        """The same messages for another request."""
+        return Conversation(
+            list(self.raws),
+            list(self.messages),
+            setting,
+            self.begin,
+            list(self.loose),
+            list(self.strict),
+            list(self.content),
+        )
 
-    @cached_property
-    def content(self) -> list[bytes]:
-        """As `loose`, whatever tools, template arguments and model stand beside the messages."""
-        return _chain(_NOTHING, [made.message.loose for made in self.messages])
+    def begins(self, messages: bytes) -> bool:
+        """Whether an array of messages holds these and others behind them, byte for byte."""
+        end = len(self.stem)
+        return messages.startswith(self.stem) and messages[end : end + 64].lstrip(SPACE)[:1] == b","
+
+    def behind(self, messages: bytes) -> bytes:
+        """The messages behind these in an array that `begins` with them, as an array."""
+        return b"[" + messages[len(self.stem) :].lstrip(SPACE)[1:]
 
     @cached_property
     def ends(self) -> list[int]:
@@ -175,11 +212,3 @@ class Conversation:
     def reasonings(self, first: int, behind: int) -> list[bytes]:
         """Digests of the reasoning of the assistant messages from `first` to before `behind`."""
         return [made.message.reasoning for made in self.messages[first:behind] if made.assistant]
-
-
-def _chain(start_digest: bytes, digests: Sequence[bytes]) -> list[bytes]:
-    found = []
-    for digest in digests:
-        start_digest = extend(start_digest, digest)
-        found.append(start_digest)
-    return found

@@ -200,12 +200,9 @@ class Rollouts:
             self._known.put(make_known(one.turn, parent, one.prompt, one.completion))
 
     async def _read(self, asked: Asked, identity: str) -> Conversation:
-        def read() -> Conversation:
-            conversation = self._digester.read(asked, identity)
-            _ = conversation.loose, conversation.strict  # computed here, off the event loop
-            return conversation
-
-        return read() if len(asked.messages) < _SMALL else await self._in_thread(read)
+        if len(asked.messages) < _SMALL:
+            return self._digester.read(asked, identity)
+        return await self._in_thread(lambda: self._digester.read(asked, identity))
 
     async def _named(self, session: str) -> bool:
         """Whether a client named the session; one that is new is made."""
