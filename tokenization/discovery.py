@@ -73,6 +73,7 @@ class Discovery:
         self._found: BoundedCache[bytes, Found] = BoundedCache(
             1024, lambda found: len(found.close.text) <= 16_384
         )
+        self._content_closes: BoundedCache[bytes, str] = BoundedCache(256)
         # shapes of new messages for which earlier messages were seen not to matter: seen once is enough
         self._settled: BoundedCache[bytes, bool] = BoundedCache(4096)
 
@@ -132,6 +133,10 @@ class Discovery:
 
     def content_close(self, setting: Setting) -> str:
         """How the template closes a turn that is only text."""
+        key = digest(_setting_key(setting))
+        return self._content_closes.get_or_make(key, lambda: self._find_content_close(setting))
+
+    def _find_content_close(self, setting: Setting) -> str:
         turn = [ASKING, {"role": "assistant", "content": "."}]
         found = self._rounded(tail(self._template, turn, [ASKING], setting))
         if found.shared:
