@@ -8,7 +8,7 @@ from tests.templates.shapes import SHAPES
 
 _CALLS = frozenset(shape.name for shape in SHAPES if shape.kind == "call")
 _PARALLEL = frozenset(name for name in _CALLS if name.startswith("parallel"))
-_RESULTS = _CALLS | {"content, then a result", "content after results"}
+_RESULTS = _CALLS | {"content, then a result", "content after results", "an edited call and its result"}
 _GEMMA4 = ("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5", "diffusion_gemma")
 
 _DECLARED: tuple[tuple[tuple[str, ...], frozenset[str], Reason, str], ...] = (
@@ -20,21 +20,38 @@ _DECLARED: tuple[tuple[tuple[str, ...], frozenset[str], Reason, str], ...] = (
     ),
     (
         ("gemma",),
-        frozenset({"content after system", "content, tools declared"}),
+        frozenset({"content after system", "content, tools declared", "an edited answer with reasoning"}),
         Reason.REFUSED,
         "has no system role",
     ),
     (
         ("cohere2",),
-        frozenset({"content after results", "call after results", "call in a second round"}),
+        frozenset(
+            {
+                *("content after results", "call after results", "call in a second round"),
+                *("an edited call and its result", "after a call, an edited call"),
+            }
+        ),
         Reason.REFUSED,
         "wants a user message between two assistant turns",
     ),
     (
         ("cohere2",),
-        _CALLS - {"call after results", "call in a second round"},
+        _CALLS - {"call after results", "call in a second round", "after a call, an edited call"},
         Reason.TURN_NOT_PRINTED,
         "prints no tool calls",
+    ),
+    (
+        ("phi3", "phi3_5", "idefics3", "smolvlm"),
+        frozenset({"an edited call and its result"}),
+        Reason.NEW_NOT_PRINTED,
+        "print no tool results",
+    ),
+    (
+        ("deepseekv3", "llama3_1", "llama3_2", "muse_glimmer"),
+        frozenset({"after a call, an edited call"}),
+        Reason.NEW_NOT_PRINTED,
+        "print no text beside a call",
     ),
     (
         ("cohere2", "phi3", "phi3_5", "idefics3", "smolvlm"),

@@ -162,4 +162,41 @@ SHAPES = (
         [_SUN],
         with_tools=True,
     ),
+    # what follows an edited turn: the edit itself is new, and what was said after it
+    Shape(
+        "forks",
+        "an edited answer among the new",
+        [_ASK, _assistant(_ANSWER)],
+        [_user("And newest in Oslo?"), _assistant("newly sunny."), _user("newer still?")],
+    ),
+    Shape(
+        "forks",
+        "an edited answer with reasoning",
+        [_SYSTEM, _ASK, _assistant(_ANSWER, reasoning_content=_WONDER)],
+        [
+            _user("And newest in Oslo?"),
+            _assistant("newly sunny.", reasoning_content="newly looked at"),
+            _user("newer still?"),
+        ],
+    ),
+    Shape(
+        "forks",
+        "an edited call and its result",
+        [_ASK, _assistant(_ANSWER)],
+        [
+            _user("Is it newly late in Oslo?"),
+            {**_LATE, "content": "newly asked"},
+            _result(3, "newclock 23:58"),
+            _assistant("newly late."),
+            _THEN,
+        ],
+        with_tools=True,
+    ),
+    Shape(
+        "forks",
+        "after a call, an edited call",
+        [_ASK, _ONE],
+        [_SUN, {**_LATE, "content": "newly asked"}, _result(3, "newclock 23:58")],
+        with_tools=True,
+    ),
 )
