@@ -66,8 +66,9 @@ Exit code 0 if the export ran, even if there was nothing; 1 if the store or the 
 
 _DEMO = """\
 Write a small model (SmolLM2-135M) to the cache, start a real vLLM with it on the CPU, and hold the same
-conversation over the token route and over the stock chat route. A table shows, turn by turn, which prompts
-continue exactly where the model stopped. Exit code 1 if a turn of the token route does not.
+conversation with a plain OpenAI client over the chat route, over a chat route that recognises nothing, as a
+stock server's, and with ids over the token route. A table shows, turn by turn, which prompts continue exactly
+where the model stopped. Exit code 1 if one of the chat or the token route does not.
 """
 
 

@@ -1,4 +1,4 @@
-"""The same conversation over the token route and over the stock chat route, and what became of its ids.
+"""The same conversation over the token route, the chat route and a stock one, and what became of its ids.
 
 For every turn after the first, a prompt is exact if it begins with the ids of the turn before:
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
+from uuid import uuid4
 
 from openai import NotFoundError, OpenAI, OpenAIError
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
@@ -137,10 +138,10 @@ class TokenRoute:
         return completion
 
 
-class StockRoute:
-    """Keeps messages, as every OpenAI client does: the server renders and tokenises all of them again."""
+class ChatRoute:
+    """Keeps messages, as every OpenAI client does, and sends all of them back at every turn."""
 
-    name = "stock chat route"
+    name = "chat route"
 
     def __init__(self, client: OpenAI) -> None:
         self._client = client
@@ -155,6 +156,19 @@ class StockRoute:
         said = completion.choices[0].message.to_dict()
         self._messages.append(cast(ChatCompletionMessageParam, said))
         return completion
+
+
+class StockRoute(ChatRoute):
+    """The same on a server that recognises nothing: it renders and tokenises all messages again.
+
+    Every turn names another session, so the conversation is unknown each time.
+    """
+
+    name = "stock chat route"
+
+    def ask(self, new: Messages, **options: Any) -> ChatCompletion:
+        """See `Route.ask`."""
+        return super().ask(new, extra_headers={"X-Session-ID": f"stock-{uuid4()}"}, **options)
 
 
 def converse(

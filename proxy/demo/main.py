@@ -1,4 +1,4 @@
-"""`tokenproxy demo`: a real stack on this machine, one conversation over two routes, and what it shows."""
+"""`tokenproxy demo`: a real stack on this machine, one conversation over three routes, and what it shows."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ from types import FrameType
 from openai import OpenAI, OpenAIError
 
 from proxy.demo.checkpoint import ensure_checkpoint
-from proxy.demo.conversation import StockRoute, TokenRoute, converse
+from proxy.demo.conversation import ChatRoute, StockRoute, TokenRoute, converse
 from proxy.demo.errors import ConversationError, DemoError, EngineStartError
 from proxy.demo.progress import Say, say_stderr
 from proxy.demo.stack import MODEL_NAME, EngineProcess
-from proxy.demo.table import render
+from proxy.demo.table import render, summary
 
 _EXACT, _BROKEN, _NOT_RUN = 0, 1, 2
 
@@ -37,7 +37,7 @@ def run_demo(
     api_server_count: int = 2,
     url: str | None = None,
 ) -> int:
-    """Start a stack, show on it that the token route keeps its ids, and stop it.
+    """Start a stack, show on it that token and chat route keep their ids, and stop it.
 
     Results go to stdout, progress to stderr.
 
@@ -50,7 +50,7 @@ def run_demo(
         url: use this running server, with or without `/v1`, instead of starting one.
 
     Returns:
-        0 if every follow-up turn of the token route was exact; 1 if one was not; 2 if the stack did not
+        0 if every follow-up turn of both routes was exact; 1 if one was not; 2 if the stack did not
         start or did not answer; 130 if it was interrupted before that was known.
     """
     say = say_stderr
@@ -80,7 +80,7 @@ def run_demo(
 
 
 def _compare(url: str, say: Say) -> int:
-    """Hold both conversations and print the table.
+    """Hold the conversations and print the table.
 
     Raises:
         ConversationError: the server does not answer, or does not have the routes.
@@ -90,11 +90,13 @@ def _compare(url: str, say: Say) -> int:
     client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     model = _served_model(client, url)
     started = time.monotonic()
-    ours = converse(TokenRoute(client), model, say=say)
-    theirs = converse(StockRoute(client), model, say=say)
-    print(render(ours, theirs))
-    say(f"both conversations took {time.monotonic() - started:.0f} s")
-    return _EXACT if ours.exact == ours.follow_ups else _BROKEN
+    tokens = converse(TokenRoute(client), model, say=say)
+    chat = converse(ChatRoute(client), model, say=say)
+    stock = converse(StockRoute(client), model, say=say)
+    print(render(chat, stock))
+    print(summary(tokens))
+    say(f"the three conversations took {time.monotonic() - started:.0f} s")
+    return _EXACT if all(ours.exact == ours.follow_ups for ours in (tokens, chat)) else _BROKEN
 
 
 def _served_model(client: OpenAI, url: str) -> str:

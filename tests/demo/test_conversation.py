@@ -5,7 +5,16 @@ from fastapi import FastAPI
 from openai import OpenAI
 from openai.types.chat import ChatCompletion
 
-from proxy.demo.conversation import SCRIPT, Step, StockRoute, TokenRoute, common_prefix, converse, ids_of
+from proxy.demo.conversation import (
+    SCRIPT,
+    ChatRoute,
+    Step,
+    StockRoute,
+    TokenRoute,
+    common_prefix,
+    converse,
+    ids_of,
+)
 from proxy.demo.errors import ConversationError
 from tests.demo.quiet import quiet
 from tests.utils import run_server
@@ -153,15 +162,18 @@ def test_token_route_sends_its_ids_back_and_only_new_messages():
     ]
 
 
-def test_stock_route_sends_all_messages_back_as_the_sdk_returned_them():
+@pytest.mark.parametrize("route_class", [ChatRoute, StockRoute])
+def test_chat_routes_send_all_messages_back_as_the_sdk_returned_them(route_class):
     client = RecordingClient(completion([1, 2], [3], calls=[("get_weather", "{}")]), completion([1], [5]))
-    route = StockRoute(cast(Any, client))
+    route = route_class(cast(Any, client))
     route.ask([{"role": "user", "content": "a"}], model="m")
     route.ask([{"role": "tool", "tool_call_id": "call-0", "content": "{}"}], model="m")
     user, assistant, tool = client.sent[1]["messages"]
     assert (user["role"], tool["role"]) == ("user", "tool")
     assert assistant["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": "{}"}
     assert client.sent[0]["extra_body"] == {"return_token_ids": True}
+    sessions = {sent.get("extra_headers", {}).get("X-Session-ID") for sent in client.sent}
+    assert len(sessions) == 2 if route_class is StockRoute else sessions == {None}
 
 
 @pytest.mark.parametrize(("prompt_ids", "token_ids"), [(None, [1]), ([1], None)])

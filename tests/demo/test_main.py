@@ -20,8 +20,8 @@ def conversation(name, *, exact):
 def server(monkeypatch):
     """A server that answers; the test says which routes are exact."""
 
-    def answer(*, token_exact, stock_exact):
-        exact = {"token route": token_exact, "stock chat route": stock_exact}
+    def answer(*, token_exact, chat_exact=True, stock_exact=False):
+        exact = {"token route": token_exact, "chat route": chat_exact, "stock chat route": stock_exact}
         monkeypatch.setattr(main, "_served_model", lambda client, url: "m")
         monkeypatch.setattr(
             main, "converse", lambda route, model, say: conversation(route.name, exact=exact[route.name])
@@ -34,16 +34,19 @@ def demo(**options):
     return run_demo("127.0.0.1", 0, **({"serve": False, "keep_log": None, "url": "http://x/v1/"} | options))
 
 
-def test_exit_code_0_when_the_token_route_is_exact(server, capsys):
-    server(token_exact=True, stock_exact=False)
+def test_exit_code_0_when_our_routes_are_exact(server, capsys):
+    server(token_exact=True, chat_exact=True, stock_exact=False)
     assert demo() == 0
-    assert "token route: 1 of 1 follow-up turns exact (100%)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "token route: 1 of 1 follow-up turns exact (100%)" in shown
+    assert "\nchat route: 1 of 1 follow-up turns exact (100%)" in shown
 
 
-def test_exit_code_1_when_a_turn_of_the_token_route_drifts(server, capsys):
-    server(token_exact=False, stock_exact=True)
+@pytest.mark.parametrize("drifting", ["token", "chat"])
+def test_exit_code_1_when_a_turn_of_ours_drifts(server, capsys, drifting):
+    server(**{"token_exact": True, "chat_exact": True, f"{drifting}_exact": False, "stock_exact": True})
     assert demo() == 1
-    assert "token route: 0 of 1 follow-up turns exact" in capsys.readouterr().out
+    assert f"{drifting} route: 0 of 1 follow-up turns exact" in capsys.readouterr().out
 
 
 def test_exit_code_2_when_nothing_answers(capsys):

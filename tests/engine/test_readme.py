@@ -1,4 +1,4 @@
-"""What the README promises, run as it is written."""
+"""What the pages promise, run as it is written."""
 
 import re
 from pathlib import Path
@@ -9,14 +9,15 @@ from proxy.demo.main import run_demo
 from proxy.demo.stack import EngineProcess
 from tests.engine.conftest import Served
 
-_README = (Path(__file__).parents[2] / "README.md").read_text()
+_ROOT = Path(__file__).parents[2]
+_PAGES = "".join((_ROOT / page).read_text() for page in ("README.md", "docs/conversations.md"))
 _BLOCKS = [
-    block for block in re.findall(r"```python\n(.*?)```", _README, re.DOTALL) if "127.0.0.1:8000" in block
+    block for block in re.findall(r"```python\n(.*?)```", _PAGES, re.DOTALL) if "127.0.0.1:8000" in block
 ]
 
 
 def test_there_are_examples() -> None:
-    assert len(_BLOCKS) == 2
+    assert len(_BLOCKS) == 4
 
 
 @pytest.mark.parametrize("block", _BLOCKS)
@@ -31,4 +32,6 @@ def test_the_demo_shows_a_hundred_per_cent(
         host="127.0.0.1", port=0, serve=False, keep_log=None, api_server_count=2, url=engines["plugin"].url
     )
     assert code == 0
-    assert re.search(r"token route: (\d+) of \1 follow-up turns exact \(100\s?%\)", capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    for route in ("token route", "\nchat route"):
+        assert re.search(rf"{route}: (\d+) of \1 follow-up turns exact \(100\s?%\)", shown)
