@@ -18,6 +18,14 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from tests.fake_scale_out import (
+    derendered_chunk_of,
+    derendered_of,
+    generated_chunks_of,
+    generated_of,
+    refused_by_derender,
+    sampling_of,
+)
 from tests.fake_wire import (
     Canned,
     Reply,
@@ -29,9 +37,6 @@ from tests.fake_wire import (
     echoed,
     error_body,
     event_of,
-    piece_of,
-    steps_of,
-    usage_of,
 )
 from tests.tiny_model import HI, VOCAB_SIZE, TinyModel
 
@@ -308,14 +313,15 @@ class FakeVllm:
         refusal = self._refusal(body, [], "")
         if refusal is not None:
             return refusal
-        sampling = {name: body[name] for name in ("max_tokens", "temperature", "n") if name in body}
+        prompt = self._render(body)
         passed = ("stream", "stream_options", "model", "cache_salt", "priority", "kv_transfer_params")
         return _json(
             {
                 "request_id": f"chatcmpl-{len(self.requests)}",
-                "token_ids": self._render(body),
-                "sampling_params": sampling,
+                "token_ids": prompt,
+                "sampling_params": sampling_of(body, MAX_MODEL_LEN - len(prompt)),
                 "reasoning_ended": True,
+                "output_mode": "tokens",
                 **{name: body[name] for name in passed if name in body},
             }
         )
@@ -329,56 +335,21 @@ class FakeVllm:
         reply = self._next_reply(sampling.get("max_tokens"))
         if reply.error is not None:
             return _respond(reply.error)
-        name, n = f"generate-tokens-{body.get('request_id', 'none')}", sampling.get("n") or 1
+        name = f"generate-tokens-{body.get('request_id', 'none')}"
         self._generations[name] = reply
         if not body.get("stream"):
-            choices = [
-                {
-                    "index": index,
-                    "finish_reason": one.finish_reason,
-                    "token_ids": one.told,
-                    "weight_versions": [{"version": "7", "start": 0, "end": len(one.ids)}],
-                }
-                for index, one in enumerate(reply.choices(n))
-            ]
-            generated = {"request_id": name, "choices": choices, "usage": usage_of(len(prompt), reply, n)}
+            generated = generated_of(self.model, reply, name, len(prompt), body)
             return await self._finish(request, reply, [json.dumps(generated).encode()], "application/json")
-        events = []
-        for step in steps_of(reply, n):
-            choices = [
-                {
-                    "index": index,
-                    "token_ids": [one.ids[at]],
-                    "finish_reason": one.finish_reason if at == len(one.ids) - 1 else None,
-                }
-                for index, one, at in step
-            ]
-            events.append(event_of({"request_id": name, "choices": choices}))
-        if (body.get("stream_options") or {}).get("include_usage"):
-            usage = usage_of(len(prompt), reply, n)
-            events.append(event_of({"request_id": name, "choices": [], "usage": usage}))
-        return await self._finish(request, reply, [*events, b"data: [DONE]\n\n"])
+        chunks = generated_chunks_of(self.model, reply, name, len(prompt), body)
+        return await self._finish(request, reply, [*map(event_of, chunks), b"data: [DONE]\n\n"])
 
     async def _derender(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         body = seen.json
-        if not body.get("stream"):
-            generated = body["generate_response"]
-            scripts = self._generations[generated["request_id"]].choices(len(generated["choices"]))
-            choices = [choice_of(self.model, index, one, False) for index, one in enumerate(scripts)]
-            model = body.get("model") or self.names[0]
-            completion = completion_of(choices, body.get("prompt_tokens") or 0, scripts[0], model)
-            return _json({**completion, "id": generated["request_id"]})
-        chunk = body["generate_chunk"]
-        state = body.get("stream_state") or {"output_token_ids": []}
-        reply, choices = self._generations[chunk["request_id"]], []
-        for choice in chunk["choices"]:
-            one = reply.choices(choice["index"] + 1)[-1]
-            piece = piece_of(self.model, one, len(state["output_token_ids"]))
-            piece.pop("stop_reason", None)
-            choices.append({"index": choice["index"], **piece})
-            state["output_token_ids"] += choice["token_ids"]
-        made = {"id": chunk["request_id"], "object": "chat.completion.chunk", "choices": choices}
-        return _json({"chunk": made, "stream_state": state})
+        if refusal := refused_by_derender(body):
+            return _error(400, refusal, "BadRequestError")
+        made = derendered_chunk_of if body.get("stream") else derendered_of
+        name = (body.get("generate_response") or body.get("generate_chunk"))["request_id"]
+        return _json(made(self.model, self._generations[name], body.get("model") or self.names[0], body))
 
     async def _finish(
         self, request: web.Request, reply: Reply, events: list[bytes], kind: str = "text/event-stream"

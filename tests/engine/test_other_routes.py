@@ -46,7 +46,9 @@ def test_plain_routes(server: Served) -> None:
     with server.http() as http:
         assert http.get("/health").status_code == 200
         assert http.get("/version").json()["version"]
-        assert "vllm:num_requests_running" in http.get("/metrics").text
+        counted = http.get("/metrics").text
+        assert "tokenproxy_prompts_total" in counted
+        assert ("vllm:num_requests_running" in counted) == (server.url == server.engine.url)
         assert http.get("/no/such/route").status_code == 404
         assert http.get("/v1/chat/completions").status_code == 405
         embeddings = http.post("/v1/embeddings", json={"model": "smollm2", "input": "Hi"})

@@ -12,6 +12,9 @@ _TOKENS = "/v1/chat/completions/tokens"
 _RENDER, _GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
 _DERENDER = "/v1/chat/completions/derender"
 _PROMPT = [1, 74, 75]
+_STAND_IN = [{"role": "user", "content": "."}]
+_ROLE = {"role": "assistant", "content": ""}
+_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": None}}
 
 
 pytestmark = pytest.mark.parametrize("pair", [Variant.SCALE_OUT], indirect=True, ids=str)
@@ -26,15 +29,37 @@ def _post(client: httpx.Client, **fields: Any) -> httpx.Response:
     return client.post(_TOKENS, json={"prompt_ids": _PROMPT, **fields})
 
 
+def _usage(sampled: int) -> dict[str, int]:
+    return {"prompt_tokens": 3, "completion_tokens": sampled, "total_tokens": 3 + sampled}
+
+
+def _message_of(answer: httpx.Response, stream: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The message, put together if it was streamed, and the one choice or its pieces behind the first."""
+    if not stream:
+        [choice] = answer.json()["choices"]
+        return choice["message"], [choice]
+    head, *pieces = [choice for chunk in data_of(answer.content) for choice in chunk["choices"]]
+    message = dict(head["delta"])
+    for piece in pieces:
+        message["content"] += piece["delta"].pop("content", "")
+        message |= piece["delta"]
+    return message, pieces
+
+
+def _canned_stream(fake: FakeVllm, events: list[dict[str, Any]]) -> None:
+    body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    fake.canned[_GENERATE] = Canned(body + b"data: [DONE]\n\n", 200, {"content-type": "text/event-stream"})
+
+
 def test_three_steps(fake: FakeVllm, client: httpx.Client) -> None:
-    fields = {"model": "tiny", "temperature": 0.5, "cache_salt": "s", "priority": 3}
+    fields = {"model": "tiny", "temperature": 0.5, "cache_salt": "s", "priority": 3, "max_tokens": 7}
     assert _post(client, **fields).status_code == 200
     assert [seen.path for seen in fake.requests if seen.method == "POST"] == [_RENDER, _GENERATE, _DERENDER]
     rendered, generated, derendered = (fake.last(path).json for path in (_RENDER, _GENERATE, _DERENDER))
     assert {name: rendered[name] for name in fields} == fields
     assert rendered["messages"] == [{"role": "user", "content": "."}]
     assert generated["token_ids"] == _PROMPT
-    assert generated["sampling_params"] == {"temperature": 0.5}
+    assert generated["sampling_params"] == {"temperature": 0.5, "max_tokens": 7}
     assert (generated["cache_salt"], generated["priority"]) == ("s", 3)
     assert generated["reasoning_ended"] is None
     assert (derendered["prompt_token_ids"], derendered["prompt_tokens"]) == (_PROMPT, len(_PROMPT))
@@ -54,7 +79,8 @@ def test_a_whole_completion(fake: FakeVllm, client: httpx.Client) -> None:
     assert completion["model"] == "adapter"
     assert completion["id"].startswith("chatcmpl-")
     assert completion["prompt_token_ids"] == _PROMPT
-    assert completion["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert completion["usage"] == {**_usage(6), "prompt_tokens_details": {"cached_tokens": 1}}
+    assert completion["created"] == 5
     for index, choice in enumerate(completion["choices"]):
         assert (choice["index"], choice["message"]["content"]) == (index, "hi")
         assert (choice["token_ids"], choice["finish_reason"]) == ([*HI, END], "stop")
@@ -66,15 +92,51 @@ def test_a_stream(fake: FakeVllm, client: httpx.Client) -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.content.endswith(b"data: [DONE]\n\n")
     *chunks, usage = data_of(answer.content)
-    assert usage["choices"] == []
-    assert usage["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
-    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [_PROMPT] + [None] * 5
+    assert usage == {
+        **{name: chunks[0][name] for name in ("id", "object", "created", "model")},
+        "choices": [],
+        "usage": {**_usage(6), "prompt_tokens_details": {"cached_tokens": 1}},
+    }
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [_PROMPT] * 2 + [None] * 6
     assert all(chunk["id"].startswith("chatcmpl-") for chunk in chunks)
+    assert len({chunk["created"] for chunk in chunks}) == 1
     for index in range(2):
-        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        head, *mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert head == {"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}
         assert [token for choice in mine for token in choice["token_ids"]] == [*HI, END]
-        assert "".join(choice["delta"]["content"] for choice in mine) == "hi"
+        assert [choice["delta"] for choice in mine] == [{"content": "h"}, {"content": "i"}, {}]
         assert [choice["finish_reason"] for choice in mine] == [None, None, "stop"]
+        assert mine[-1]["weight_versions"] == [{"version": "7", "start": 0, "end": 3}]
+
+
+def test_chunks_have_the_keys_of_the_chat_route(client: httpx.Client) -> None:
+    answer = _post(client, stream=True, model="tiny", logprobs=True)
+    first, *chunks, last = data_of(answer.content)
+    fixed = {"id", "object", "created", "model", "choices"}
+    assert first.keys() == fixed | {"prompt_token_ids", "prompt_text"}
+    assert all(chunk.keys() == fixed for chunk in chunks)
+    assert first["choices"][0].keys() == {"index", "delta", "logprobs", "finish_reason"}
+    told = {*first["choices"][0], "token_ids"}
+    assert all(choice.keys() == told for chunk in chunks for choice in chunk["choices"])
+    assert last["choices"][0].keys() == told | {"stop_reason", "weight_versions"}
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["generate counts", "generate does not count"])
+def test_running_usage(fake: FakeVllm, client: httpx.Client, counted: bool) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    if not counted:
+        _post(client)
+        known = fake.last(_DERENDER).json["generate_response"]["request_id"]
+        choices = [{"index": index, "token_ids": [74], "finish_reason": None} for index in (0, 1, 0)]
+        _canned_stream(fake, [{"request_id": known, "choices": [choice]} for choice in choices])
+    answer = _post(client, stream=True, n=2, stream_options=options)
+    counts: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in data_of(answer.content):
+        for choice in chunk["choices"]:
+            counts[choice["index"]].append(chunk["usage"]["completion_tokens"])
+            assert chunk["usage"]["prompt_tokens"] == 3
+            assert chunk["usage"]["total_tokens"] == 3 + counts[choice["index"]][-1]
+    assert counts == ({0: [0, 1, 2, 3], 1: [0, 1, 2, 3]} if counted else {0: [0, 1, 2], 1: [0, 1]})
 
 
 def test_every_choice_of_a_stream_has_its_own_state(fake: FakeVllm, client: httpx.Client) -> None:
@@ -87,6 +149,72 @@ def test_every_choice_of_a_stream_has_its_own_state(fake: FakeVllm, client: http
     assert states == {index: [None, [HI[0]], list(HI)] for index in range(2)}
 
 
+@pytest.mark.parametrize("asked, limit", [({"max_tokens": 16}, 16), ({"max_tokens": 17}, 17), ({}, None)])
+def test_a_limit_that_render_leaves_out(
+    fake: FakeVllm, client: httpx.Client, asked: dict[str, int], limit: int | None
+) -> None:
+    """16 is the default of vLLM's sampling parameters; without a limit generate runs to the context's end."""
+    _post(client, **asked)
+    sampling = fake.last(_GENERATE).json["sampling_params"]
+    assert sampling["max_tokens"] == (limit or MAX_MODEL_LEN - len(fake.model.render(_STAND_IN)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "ids, stop, fields, text",
+    [
+        ((*HI, END), None, {}, "hi"),
+        ((END,), None, {}, ""),
+        ((*HI, END), None, {"include_stop_str_in_output": True}, "hi"),
+        ((*HI, 76), 76, {"stop_token_ids": [76]}, "hi"),
+        ((*HI, 76), 76, {"stop_token_ids": [76], "include_stop_str_in_output": True}, "hij"),
+    ],
+)
+def test_the_stop_token_is_in_the_ids_only(
+    fake: FakeVllm,
+    client: httpx.Client,
+    stream: bool,
+    ids: tuple[int, ...],
+    stop: int | None,
+    fields: dict[str, Any],
+    text: str,
+) -> None:
+    fake.replies.append(Reply(ids, stop=stop, finish="stop"))
+    answer = _post(client, stream=stream, **fields)
+    [message, choices] = _message_of(answer, stream)
+    assert message["role"] == "assistant"
+    assert message["content"] == text
+    assert [token for choice in choices for token in choice["token_ids"]] == list(ids)
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", stop)
+
+
+def test_a_choice_without_any_id(fake: FakeVllm, client: httpx.Client) -> None:
+    """Aborted before the first token; the others are whole."""
+    fake.replies.append(Reply(others=(Reply((), finish="abort"),)))
+    first, second = _post(client, n=2).json()["choices"]
+    assert (first["message"]["content"], first["finish_reason"]) == ("hi", "stop")
+    assert (second["message"], second["token_ids"]) == ({"role": "assistant", "content": ""}, [])
+    assert second["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("top", [None, 1])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_logprobs(client: httpx.Client, stream: bool, top: int | None, as_ids: bool) -> None:
+    asked = {"logprobs": True, "top_logprobs": top, "return_tokens_as_token_ids": as_ids}
+    _, choices = _message_of(_post(client, stream=stream, **asked), stream)
+    entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    for entry, token in zip(entries, [*HI, END], strict=True):
+        name = f"token_id:{token}" if as_ids else str(token)
+        shown = {"token": name, "logprob": -token / 8, "bytes": None if as_ids else list(name.encode())}
+        assert entry == {**shown, "top_logprobs": [shown] if top else []}
+
+
+def test_no_logprobs(fake: FakeVllm, client: httpx.Client) -> None:
+    assert _post(client).json()["choices"][0]["logprobs"] is None
+    assert fake.last(_GENERATE).json["output_mode"] == "tokens"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_without_ids(fake: FakeVllm, client: httpx.Client, stream: bool) -> None:
     answer = _post(client, stream=stream, return_token_ids=False)
@@ -96,29 +224,55 @@ def test_without_ids(fake: FakeVllm, client: httpx.Client, stream: bool) -> None
         assert all(choice.get("token_ids") is None for choice in chunk["choices"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "tool_choice, reason",
+    "tool_choice, finish, whole, streamed",
     [
-        (None, "tool_calls"),
-        ("auto", "tool_calls"),
-        ("required", "tool_calls"),
-        ({"type": "function"}, "stop"),
+        (None, "stop", "tool_calls", "tool_calls"),
+        ("auto", "stop", "tool_calls", "tool_calls"),
+        ("auto", "length", "tool_calls", "length"),
+        ("required", "stop", "tool_calls", "tool_calls"),
+        ("required", "length", "length", "length"),
     ],
 )
 def test_calls_end_a_turn_as_they_do_in_the_chat_route(
-    fake: FakeVllm, client: httpx.Client, tool_choice: object, reason: str
+    fake: FakeVllm,
+    client: httpx.Client,
+    stream: bool,
+    tool_choice: object,
+    finish: str,
+    whole: str,
+    streamed: str,
 ) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    fake.replies.append(Reply(message={"tool_calls": [call]}))
-    [choice] = _post(client, tool_choice=tool_choice).json()["choices"]
-    assert choice["message"]["tool_calls"] == [call]
-    assert choice["finish_reason"] == reason
+    """vLLM itself tells calls that were cut short apart in streams only, unless calls are required."""
+    fake.replies.append(Reply(finish=finish, message={"content": None, "tool_calls": [_CALL]}))
+    message, choices = _message_of(_post(client, stream=stream, tool_choice=tool_choice), stream)
+    numbered = {"index": 0, "id": "1", "type": "function", "function": {"name": "f"}}
+    assert message["tool_calls"] == [numbered if stream else _CALL]
+    assert choices[-1]["finish_reason"] == (streamed if stream else whole)
+
+
+def test_a_named_call_ends_like_a_text(fake: FakeVllm, client: httpx.Client) -> None:
+    fake.replies.append(Reply(message={"tool_calls": [_CALL]}))
+    [choice] = _post(client, tool_choice={"type": "function"}).json()["choices"]
+    assert (choice["message"]["tool_calls"], choice["finish_reason"]) == ([_CALL], "stop")
+
+
+def test_one_call_only(fake: FakeVllm, client: httpx.Client) -> None:
+    fake.replies.append(Reply(message={"tool_calls": [_CALL, {**_CALL, "id": "2"}]}))
+    [choice] = _post(client, parallel_tool_calls=False).json()["choices"]
+    assert choice["message"]["tool_calls"] == [_CALL]
 
 
 @pytest.mark.parametrize("stop", ["x", ["x"]])
 def test_stop_strings_are_refused(fake: FakeVllm, client: httpx.Client, stop: object) -> None:
     answer = _post(client, stop=stop)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop")
+
+
+def test_chosen_logprobs_are_refused(client: httpx.Client) -> None:
+    answer = _post(client, logprob_token_ids=[5])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprob_token_ids")
 
 
 @pytest.mark.parametrize("stop", [None, [], ""])
@@ -167,8 +321,7 @@ def test_a_stream_that_cannot_be_derendered(fake: FakeVllm, client: httpx.Client
 
 def test_errors_of_the_engine_in_a_stream_are_passed_on(fake: FakeVllm, client: httpx.Client) -> None:
     error = {"error": {"message": "out of memory", "type": "InternalServerError", "param": None, "code": 500}}
-    body = b"data: " + json.dumps(error).encode() + b"\n\ndata: [DONE]\n\n"
-    fake.canned[_GENERATE] = Canned(body, 200, {"content-type": "text/event-stream"})
+    _canned_stream(fake, [error])
     assert list(data_of(_post(client, stream=True).content)) == [error]
 
 
