@@ -9,20 +9,24 @@ def said(
 ) -> Answer:
     """The answer with the headers that say how its prompt came about."""
     if answer.status < 400:
-        answer.headers.append((b"x-prompt-source", source.encode()))
-        answer.headers.append((b"x-prompt-reused", str(reused).encode()))
-        if appended is not None:
-            answer.headers.append((b"x-prompt-appended", str(appended).encode()))
-        if reason is not None:
-            answer.headers.append((b"x-prompt-reason", reason.encode()))
+        _say(answer, b"x-prompt-source", source)
+        _say(answer, b"x-prompt-reused", str(reused))
+        _say(answer, b"x-prompt-appended", None if appended is None else str(appended))
+        _say(answer, b"x-prompt-reason", reason)
     return answer
 
 
 def placed(answer: Answer, plan: Plan) -> Answer:
     """The answer with the headers that say where its turn is recorded."""
     if answer.status < 400:
-        answer.headers.append((b"x-session-id", plan.rollout.encode()))
-        answer.headers.append((b"x-turn-id", plan.request.encode()))
-        if plan.candidates > 1:
-            answer.headers.append((b"x-prompt-candidates", str(plan.candidates).encode()))
+        _say(answer, b"x-session-id", plan.rollout)
+        _say(answer, b"x-turn-id", plan.request)
+        _say(answer, b"x-prompt-candidates", str(plan.candidates) if plan.candidates > 1 else None)
     return answer
+
+
+def _say(answer: Answer, name: bytes, value: str | None) -> None:
+    """Set a header or take it off: an engine that is such a proxy itself has said it of its own prompt."""
+    answer.headers = [pair for pair in answer.headers if pair[0] != name]
+    if value is not None:
+        answer.headers.append((name, value.encode()))

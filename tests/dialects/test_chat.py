@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from proxy.settings import Settings
 from tests.dialects.talk import Message, Talk, call, result, user
 from tests.fake_vllm import Reply, Variant
 from tests.tiny_model import END, HI
-from tests.utils import EVERY_SPELLING
+from tests.utils import EVERY_SPELLING, Pair, run_app, wait_until
 
 Make = Callable[..., Talk]
 SPLIT = (74, 71, 78, 78, 81, END)
@@ -375,3 +376,16 @@ def test_json_is_read_as_json(talk: Make) -> None:
     made.pair.fake.replies.append(Reply())
     answer = made.pair.client.post("/v1/chat/completions", content=body.encode())
     assert answer.headers["x-prompt-source"] == "extended"
+
+
+def test_a_proxy_before_a_proxy(pair: Pair) -> None:
+    """Each keeps the conversation, and the client is told of the nearer one's prompt, once."""
+    with run_app(Settings(upstreams=[str(pair.client.base_url)], store="memory:")) as outer:
+        wait_until(lambda: outer.get("/ready").status_code == 200)
+        messages = [user("Hi")]
+        for source in ("rendered", "extended"):
+            answer = outer.post("/v1/chat/completions", json={"messages": messages})
+            for name in ("x-prompt-source", "x-prompt-reused", "x-session-id", "x-turn-id"):
+                assert len(answer.headers.get_list(name, split_commas=True)) == 1
+            assert answer.headers["x-prompt-source"] == source
+            messages += [answer.json()["choices"][0]["message"], user("more")]
