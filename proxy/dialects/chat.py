@@ -182,16 +182,18 @@ def understood(fields: Fields, session: str | None) -> Asked:
         model = read(fields, "model", str)
     except BadRequest:
         model, special = None, special or "special_request"
-    choices = _count(fields)
-    return Asked(given(fields, "messages") or b"", setting, model, session, choices, special)
+    choices = _number(fields, "n") or 1
+    temperature = _number(fields, "temperature")
+    messages = given(fields, "messages") or b""
+    return Asked(messages, setting, model, session, max(1, int(choices)), temperature, special)
 
 
-def _count(fields: Fields) -> int:
-    """How many completions are asked for; what is no number is the engine's to refuse."""
+def _number(fields: Fields, name: str) -> float | None:
+    """A number of a request; what is none is the engine's to refuse."""
     try:
-        return max(1, read(fields, "n", int) or 1)
+        return read(fields, name, float)
     except BadRequest:
-        return 1
+        return None
 
 
 def _special(fields: Fields) -> str:

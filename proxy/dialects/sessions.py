@@ -204,6 +204,7 @@ def _shown(turn: Turn, reward: float | None, with_ids: bool) -> dict[str, Any]:
         "completion_tokens": turn.completion_tokens,
         "finish_reason": turn.finish_reason,
         "stop_reason": turn.stop_reason,
+        "temperature": turn.temperature,
         "problem": turn.problem or None,
         "reward": reward,
         "messages": msgspec.Raw(turn.messages),

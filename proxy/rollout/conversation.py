@@ -61,6 +61,8 @@ class Asked:
     session: str | None
     choices: int = 1
     """How many completions it asks for."""
+    temperature: float | None = None
+    """What it is to be sampled with; None leaves that to the engine."""
     special: str = ""
     """Why the engine must render this request whatever its history; empty if nothing speaks for it."""
 

@@ -71,6 +71,7 @@ def _turn(plan: Plan, outcome: Outcome, sampled: Sampled) -> Recorded:
         reason=plan.reason,
         finish_reason=sampled.finish_reason,
         stop_reason=sampled.stop_reason,
+        temperature=plan.asked.temperature,
         problem=problem,
         weight_versions=sampled.weight_versions,
         routed_experts=sampled.routed_experts,

@@ -42,6 +42,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Why its prompt is not an extension of all that was said before; empty if it is."""
     finish_reason: str | None = None
     """As the engine said it; `abort` if the turn was broken off, with the ids sampled until then."""
+    temperature: float | None = None
+    """What the turn was sampled with, if the request or its session said so."""
     stop_reason: str | int | None = None
     """The stop string or token that ended the turn, as vLLM says it."""
     reward: float | None = None
@@ -264,6 +266,7 @@ def _span(turn: Turn, start: int, trained: bool, reward: float | None) -> TurnSp
         reason=turn.reason,
         finish_reason=turn.finish_reason,
         stop_reason=turn.stop_reason,
+        temperature=turn.temperature,
         reward=reward,
         weight_versions=[
             WeightSpan(span.version, start + span.start, start + span.end) for span in turn.weight_versions

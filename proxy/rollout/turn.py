@@ -72,6 +72,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """As the engine said it; `abort` if it could not say it."""
     stop_reason: str | int | None = None
     """The stop string or token that ended the turn, as vLLM says it."""
+    temperature: float | None = None
+    """What the request asked for; None if it left that to the engine."""
     problem: str = ""
     """Why the turn cannot be trained on, one of `proxy.rollout.evidence.PROBLEMS`; empty if it can."""
     weight_versions: tuple[WeightSpan, ...] = ()

@@ -298,3 +298,15 @@ def test_ids_that_are_just_those_of_the_turn_before(talk: Make, name: str, strea
     assert answer.status_code == 200, answer.text
     last = _get(made.pair.client, name, ids="true")["turns"][-1]
     assert (last["parent"], last["appended_ids"], last["reused"]) == (first.turn, [], len(made.ids))
+
+
+@pytest.mark.parametrize("asked, session, recorded", [(0.5, 1.5, 1.5), (0.5, None, 0.5), (None, None, None)])
+def test_the_temperature_of_a_turn_is_recorded(
+    client: httpx.Client, asked: float | None, session: float | None, recorded: float | None
+) -> None:
+    overrides = {} if session is None else {"temperature": session}
+    name = client.post("/v1/sessions", json={"overrides": overrides}).json()["id"]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": asked}
+    client.post("/v1/chat/completions", json=body, headers={"x-session-id": name})
+    [sample] = client.get(f"/v1/sessions/{name}/samples").json()["samples"]
+    assert sample["turns"][0]["temperature"] == recorded

@@ -64,6 +64,7 @@ def test_what_a_turn_says_of_itself_arrives() -> None:
         reason="tools_changed",
         source="rendered",
         stop_reason=7,
+        temperature=1.5,
         routed_experts="bnB5",
     )
     [sample] = samples_of([a, b], {"b": 2.0}).samples
@@ -71,6 +72,7 @@ def test_what_a_turn_says_of_itself_arrives() -> None:
     assert first.weight_versions == [WeightSpan("v1", 0, 2)]
     assert second.weight_versions == [WeightSpan("v1", 4, 5), WeightSpan("v2", 5, 6)]
     assert (second.source, second.reason, second.stop_reason) == ("rendered", "tools_changed", 7)
+    assert second.temperature == 1.5
     assert (first.routed_experts, second.routed_experts) == (None, "bnB5")
     assert (first.reward, second.reward) == (None, 2.0)
 

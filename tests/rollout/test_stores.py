@@ -24,6 +24,7 @@ _EVERYTHING = make_turn(
     reason="history_edited",
     finish_reason="stop",
     stop_reason=151645,
+    temperature=0.7,
     problem="media",
     weight_versions=(WeightSpan("7", 0, 1), WeightSpan("8", 1, 2)),
     routed_experts="AAAA",
