@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from proxy.rollout.store import Answer, Evicted, Limits, Session
-from proxy.rollout.turn import Turn
+from proxy.rollout.turn import Turn, made_up
 
 _TURN = msgspec.msgpack.Decoder(Turn)
 _ANSWER = msgspec.msgpack.Decoder(Answer)
@@ -48,7 +48,7 @@ def unpack_keys(packed: bytes) -> list[bytes]:
 
 def implicit_session(rollout: str, now: float) -> Session:
     """The session of a conversation that came without one."""
-    return Session(id=rollout, explicit=False, created=now, used=now)
+    return Session(id=rollout, explicit=not made_up(rollout), created=now, used=now)
 
 
 def goal(limits: Limits) -> int:

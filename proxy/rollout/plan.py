@@ -30,8 +30,6 @@ class Plan:
     """How many completions were asked for."""
     whole: bool = True
     """Whether the request's messages are the whole conversation, so that it can be found by them."""
-    named: bool = True
-    """Whether the session was named by a client."""
     request: str = field(default_factory=new_id)
 
     @property

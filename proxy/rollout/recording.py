@@ -10,7 +10,7 @@ from proxy.rollout.conversation import Conversation
 from proxy.rollout.evidence import Outcome, Sampled, problem_of
 from proxy.rollout.match import Kind, exchange, keys_of, rollout_key
 from proxy.rollout.plan import Plan
-from proxy.rollout.turn import ABORTED, Turn, pack_ids, pack_logprobs, turn_id
+from proxy.rollout.turn import ABORTED, Turn, made_up, pack_ids, pack_logprobs, turn_id
 from tokenization import CanonicalMessage, TokenizationError, canonical, ids
 from tokenization.canonical import extend
 
@@ -94,7 +94,7 @@ def _keys(plan: Plan, conversation: Conversation, own: CanonicalMessage) -> list
         "message": own.loose,
         "exchange": exchange(conversation, len(conversation.messages), own.loose),
     }
-    return keys_of(digests, plan.rollout, plan.asked.session if plan.named else None)
+    return keys_of(digests, plan.rollout, None if made_up(plan.rollout) else plan.rollout)
 
 
 def _last(chain: Sequence[bytes], conversation: Conversation) -> bytes:

@@ -20,7 +20,7 @@ from proxy.rollout import redis_scripts
 from proxy.rollout.packed import goal, pack_keys, pack_turn, together, unpack_turn
 from proxy.rollout.room import Room, repeat
 from proxy.rollout.store import FOUND_AT_MOST, Answer, Evicted, Limits, Session, StoreError, Usage
-from proxy.rollout.turn import Turn
+from proxy.rollout.turn import Turn, made_up
 
 PREFIX = b"tokenproxy:"
 SCHEMA_VERSION = b"1"
@@ -169,7 +169,7 @@ class RedisStore:
         name, now = _name("rollout", rollout), time.time()
         with self._explained():
             async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.hsetnx(name, "explicit", 0)
+                pipeline.hsetnx(name, "explicit", int(not made_up(rollout)))
                 pipeline.hsetnx(name, "created", repr(now))
                 pipeline.zadd(PREFIX + b"used", {rollout: now}, nx=True)
                 for turn, reward in rewards.items():

@@ -78,7 +78,8 @@ if turns == 0 then
     return 0
 end
 if not redis.call('ZSCORE', p .. 'used', rollout) then
-    redis.call('HSET', p .. 'rollout:' .. rollout, 'explicit', 0, 'created', now)
+    local made_up = #rollout == 32 and string.find(rollout, '^[0-9a-f]+0000$')
+    redis.call('HSET', p .. 'rollout:' .. rollout, 'explicit', made_up and 0 or 1, 'created', now)
 end
 redis.call('ZADD', p .. 'used', 'GT', now, rollout)
 redis.call('HINCRBY', p .. 'rollout:' .. rollout, 'turns', turns)

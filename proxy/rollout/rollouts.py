@@ -7,7 +7,6 @@ Law, for every plan that extends a turn:
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from proxy.rollout.known import Known, KnownTurns, make_known
 from proxy.rollout.match import Match, Matcher
 from proxy.rollout.plan import Plan
 from proxy.rollout.recording import Recorded, recorded
-from proxy.rollout.store import Session, Store, StoreError
+from proxy.rollout.store import Store, StoreError
 from proxy.rollout.turn import new_id
 from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported, TokenizationError, ids
 
@@ -87,8 +86,6 @@ class Rollouts:
             plan.reason = "unreadable"
             return self._counted(plan)
         try:
-            if asked.session is not None:
-                plan.named = await self._named(asked.session)
             match = await self._matcher.match(plan.conversation, asked.session)
         except StoreError as error:
             self.complain("the prompt of a request is rendered", error)
@@ -126,8 +123,6 @@ class Rollouts:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError):
             return self._counted(plan)  # the engine refuses them, or never looks at them
         try:
-            if asked.session is not None:
-                plan.named = await self._named(asked.session)
             if prompt:
                 await self._find_parent(plan, plan.conversation)
         except StoreError as error:
@@ -203,14 +198,6 @@ class Rollouts:
         if len(asked.messages) < _SMALL:
             return self._digester.read(asked, identity)
         return await self._in_thread(lambda: self._digester.read(asked, identity))
-
-    async def _named(self, session: str) -> bool:
-        """Whether a client named the session; one that is new is made."""
-        found = await self.store.session(session)
-        if found is None:
-            now = time.time()
-            await self.store.save_session(Session(id=session, created=now, used=now))
-        return found is None or found.explicit
 
     def _forbidden(self, plan: Plan, replica: Replica) -> str:
         """Why the engine must render this request, whatever was recorded."""

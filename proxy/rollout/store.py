@@ -117,7 +117,7 @@ class Store(Protocol):
         """Record turns, all or none of them.
 
         Args:
-            turns: of one rollout; its session is made (not explicit) where there is none.
+            turns: of one rollout, whose session is made where there is none: explicit unless `made_up`.
             keys: for each turn the 16-byte keys under which `find` finds it.
 
         Returns:
@@ -161,7 +161,7 @@ class Store(Protocol):
     async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> None:
         """Set the reward of turns, by their id, or of the whole rollout, by "". Others stay.
 
-        The turns need not be known. The rollout's session is made (not explicit) where there is none.
+        The turns need not be known. The rollout's session is made where there is none.
         """
         ...
 

@@ -8,6 +8,7 @@ Only the difference to the parent is kept, so a conversation of n tokens takes O
 it has.
 """
 
+import re
 import secrets
 import sys
 import time
@@ -18,6 +19,8 @@ from typing import Any, TypeVar
 import msgspec
 
 T = TypeVar("T", int, float)
+
+_MADE_UP = re.compile(r"[0-9a-f]{28}0000")
 
 ABORTED = "abort"
 """The finish reason of a turn whose client left, or whose engine broke, before its end."""
@@ -102,6 +105,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def new_id() -> str:
     """A name nobody else has; later ones sort behind earlier ones, to the clock's precision."""
     return f"{time.time_ns():016x}{secrets.token_hex(6)}0000"
+
+
+def made_up(rollout: str) -> bool:
+    """Whether a rollout has an id of `new_id`, because no client named it."""
+    return _MADE_UP.fullmatch(rollout) is not None
 
 
 def turn_id(request: str, choice: int) -> str:

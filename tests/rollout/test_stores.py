@@ -175,14 +175,15 @@ async def test_usage_counts_bytes(store: Store) -> None:
     assert 3 * 1000 < usage.size < 3 * 1400
 
 
-async def test_adding_makes_a_session_that_nobody_named(store: Store) -> None:
+@pytest.mark.parametrize("rollout, named", [("r", True), (f"{7:028x}0000", False), (f"{7:032x}", True)])
+async def test_adding_makes_a_session(store: Store, rollout: str, named: bool) -> None:
     before = time.time()
-    await store.add([make_turn()], [[]])
-    session = await store.session("r")
+    await store.add([make_turn(rollout)], [[]])
+    session = await store.session(rollout)
     assert session is not None
     assert before <= session.created <= session.used <= time.time()
     expected = Session(
-        id="r", explicit=False, created=session.created, used=session.used, turns=1, size=session.size
+        id=rollout, explicit=named, created=session.created, used=session.used, turns=1, size=session.size
     )
     assert session == expected
 
@@ -264,7 +265,7 @@ async def test_rewards_add_up(store: Store) -> None:
 async def test_rewards_of_an_unknown_rollout_make_it(store: Store) -> None:
     await store.set_rewards("new", {"": 1.0})
     session = await store.session("new")
-    assert session is not None and not session.explicit and session.turns == 0
+    assert session is not None and session.explicit and session.turns == 0
     assert await store.rewards("new") == {"": 1.0}
 
 
