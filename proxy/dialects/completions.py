@@ -116,6 +116,9 @@ class ChunkReader:
     _prompt_ids: bytes | None = None
     _choices: dict[int, "_Streamed"] = field(default_factory=dict)
     _ended: int = 0
+    _held: bytes | None = None
+    _held_at: bytes = b""
+    _fingerprint: bytes | None = None
 
     def take(self, data: bytes) -> bytes | None:
         """The event's data for the client; None if nothing is left of it that it asked for.
@@ -128,6 +131,19 @@ class ChunkReader:
             return data if "error" in fields else self._take(fields, data)
         except (BadRequest, AttributeError, TypeError, ValueError) as error:
             raise EngineBroken(f"the engine streamed something that is no chunk: {error}") from error
+
+    def held(self, data: bytes) -> bytes | None:
+        """The chunk that ends the last choice, once the event behind it has come; None before and after.
+
+        Asked for usage, vLLM says its fingerprint beside that, and otherwise at the end of the choice: for
+        clients that want no usage it is moved there.
+        """
+        if self._held is None or data == self._held_at:
+            return None
+        held, self._held = self._held, None
+        if self._fingerprint is None:
+            return held
+        return held[:-1] + b',"system_fingerprint":' + self._fingerprint + b"}"
 
     @property
     def complete(self) -> bool:
@@ -170,11 +186,19 @@ class ChunkReader:
             if not self.wanted.reasoning:
                 delta = _hide_reasoning(choice, "delta")
             said = said or bool(delta) or given(choice, "finish_reason") is not None
-        return data if self.wanted.every_chunk else self._left(fields, choices, said)
+        if self.wanted.every_chunk:
+            return data
+        kept = self._left(fields, choices, said)
+        last = all(c.sampled.finish_reason for c in self._choices.values())
+        if kept is None or self.wanted.usage or not last or len(self._choices) < self.expected:
+            return kept
+        self._held, self._held_at = kept, data
+        return None
 
     def _left(self, fields: Fields, choices: list[Fields], said: bool) -> bytes | None:
         """What is left of a chunk for the client."""
         if not choices and not self.wanted.usage:
+            self._fingerprint = given(fields, "system_fingerprint")
             return None
         if choices and not said and not self.wanted.ids and not self.wanted.logprobs:
             return None  # sent for its ids alone

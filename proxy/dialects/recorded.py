@@ -6,7 +6,7 @@ from proxy.dialects.base import Gateway
 from proxy.dialects.completions import DONE, ChunkReader, Wanted, take_whole
 from proxy.engine.protocol import Answer, BytesAnswer, is_event_stream
 from proxy.engine.sse import events
-from proxy.errors import BadRequest, EngineBroken
+from proxy.errors import ApiError, BadRequest, EngineBroken
 from proxy.rollout.evidence import Outcome
 from proxy.rollout.plan import Plan
 from proxy.rollout.retries import KEPT_BYTES, Attempt
@@ -132,16 +132,19 @@ class RecordedStream:
         """The events as the engine sends them."""
         try:
             async for data in events(self._answer.chunks()):
+                kept = None if data == DONE else self._reader.take(data)
+                await self._record(self._reader.ended())
+                if (last := self._reader.held(data)) is not None:
+                    yield self._event(last)
+                if kept is not None:
+                    yield self._event(kept)
                 if data == DONE:
                     await self._complete()
                     yield b"data: [DONE]\n\n"
-                    continue
-                kept = self._reader.take(data)
-                await self._record(self._reader.ended())
-                if kept is not None:
-                    event = b"data: " + kept + b"\n\n"
-                    self._keep(event)
-                    yield event
+        except ApiError:
+            if (last := self._reader.held(DONE)) is not None:
+                yield self._event(last)
+            raise
         finally:
             # the client left, or the engine broke or fell silent: nothing of what came is lost
             await self._record(self._reader.rest())
@@ -169,7 +172,10 @@ class RecordedStream:
             body = b"".join([*self._sent, b"data: [DONE]\n\n"])
             await self._conclusion.done(self.status, self.headers, body)
 
-    def _keep(self, event: bytes) -> None:
+    def _event(self, data: bytes) -> bytes:
+        """An event for the client, which is kept for a retry if it is not too long."""
+        event = b"data: " + data + b"\n\n"
         self._sent_bytes += len(event)
         if self._sent_bytes <= KEPT_BYTES:
             self._sent.append(event)
+        return event
