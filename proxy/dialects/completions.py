@@ -17,22 +17,55 @@ from proxy.types import Fields
 
 _NULL = msgspec.Raw(NULL)
 DONE = b"[DONE]"
+_REASONING = ("reasoning", "reasoning_content")
 _ECHO = b'"prompt_token_ids":['
 _ID_BYTES = b"[]0123456789, \t\r\n"
 
 
-class _Logprob(msgspec.Struct):
+class _Logprob(msgspec.Struct, gc=False):
     logprob: float
 
 
-class _Logprobs(msgspec.Struct):
+class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Logprob] | None = None
 
 
-class _Span(msgspec.Struct):
+class _Span(msgspec.Struct, gc=False):
     version: str | int
     start: int
     end: int
+
+
+class _Usage(msgspec.Struct, gc=False):
+    completion_tokens: int | None = None
+
+
+class _Choice(msgspec.Struct):
+    """What is read of a choice, whole or a piece of one; the rest only goes on."""
+
+    index: int = 0
+    message: dict[str, Any] | None = None
+    delta: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    routed_experts: str | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Completion(msgspec.Struct):
+    """What is read of a completion or a chunk."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    prompt_token_ids: msgspec.Raw = _NULL
+    system_fingerprint: msgspec.Raw = _NULL
+    error: msgspec.Raw = _NULL
+
+
+_read_completion = msgspec.json.Decoder(_Completion).decode
+_read_choices = msgspec.json.Decoder(list[Fields]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +98,22 @@ def take_whole(body: bytes, wanted: Wanted) -> tuple[Outcome, bytes]:
     Raises:
         BadRequest: the body is no chat completion; its caller knows that the engine is to blame.
     """
-    prompt_ids, fields = _parse_around_prompt(body)
-    outcome = Outcome(prompt_ids, completion_tokens=_counted(fields))
-    choices = read(fields, "choices", list[Fields]) or []
-    for choice in choices:
-        sampled = Sampled(read(choice, "index", int) or 0)
-        sampled.message = read(choice, "message", dict[str, Any]) or {}
+    prompt_ids, rest = _around_prompt(body)
+    completion = _read(rest)
+    if prompt_ids is None:
+        prompt_ids = _unless_null(completion.prompt_token_ids)
+    outcome = Outcome(prompt_ids, completion_tokens=_counted(completion))
+    for choice in completion.choices or []:
+        sampled = Sampled(choice.index, choice.message or {})
         _take(choice, sampled)
         outcome.choices.append(sampled)
-    if wanted.all:
-        return outcome, body
+    return outcome, body if wanted.all else _without(rest, prompt_ids, wanted)
+
+
+def _without(rest: bytes, prompt_ids: bytes | None, wanted: Wanted) -> bytes:
+    """A completion with what the client wants of it. `rest` may lack the prompt's ids."""
+    fields = parse(rest)
+    choices = _read_choices(fields.get("choices", b"[]"))
     for choice in choices:
         _leave_out(choice, wanted)
         if not wanted.reasoning:
@@ -83,24 +122,22 @@ def take_whole(body: bytes, wanted: Wanted) -> tuple[Outcome, bytes]:
         echo = prompt_ids if wanted.ids and prompt_ids is not None else NULL
         fields["prompt_token_ids"] = msgspec.Raw(echo)
     fields["choices"] = _list(choices)
-    return outcome, join(fields)
+    return join(fields)
 
 
-def _parse_around_prompt(body: bytes) -> tuple[bytes | None, Fields]:
-    """The echoed prompt and the fields of a completion. The echo, most of the bytes, is cut out unparsed.
+def _around_prompt(body: bytes) -> tuple[bytes | None, bytes]:
+    """The echoed prompt, most of the bytes, cut out unparsed, and the completion with null in its place.
 
-    Its name with its quotes can stand in no JSON string, and that it was a field of the completion itself is
-    seen by the null that stands there afterwards.
+    The echo's name with its quotes can stand in no JSON string; that it was a field of the completion itself
+    is seen by the null that a parser finds there. Where anything is in doubt nothing is cut.
     """
     start = body.find(_ECHO) + len(_ECHO) - 1
     end = body.find(b"]", start) + 1
-    if start >= len(_ECHO) - 1 and end:
-        fields = parse(body[:start] + NULL + body[end:])
-        prompt = body[start:end]
-        if bytes(fields.get("prompt_token_ids", b"")) == NULL and not prompt.translate(None, _ID_BYTES):
-            return prompt, fields
-    fields = parse(body)
-    return given(fields, "prompt_token_ids"), fields
+    if start < len(_ECHO) - 1 or not end or body[start:end].translate(None, _ID_BYTES):
+        return None, body
+    rest = body[:start] + NULL + body[end:]
+    own = bytes(parse(rest).get("prompt_token_ids", b"")) == NULL
+    return (body[start:end], rest) if own else (None, body)
 
 
 @dataclass
@@ -127,8 +164,8 @@ class ChunkReader:
             EngineBroken: the data is no chunk.
         """
         try:
-            fields = parse(data)
-            return data if "error" in fields else self._take(fields, data)
+            chunk = _read(data)
+            return self._take(chunk, data) if _unless_null(chunk.error) is None else data
         except (BadRequest, AttributeError, TypeError, ValueError) as error:
             raise EngineBroken(f"the engine streamed something that is no chunk: {error}") from error
 
@@ -170,40 +207,43 @@ class ChunkReader:
                 outcome.choices.append(choice.result())
         return outcome
 
-    def _take(self, fields: Fields, data: bytes) -> bytes | None:
-        prompt = given(fields, "prompt_token_ids")
-        self._prompt_ids = prompt if prompt is not None else self._prompt_ids
-        choices = read(fields, "choices", list[Fields]) or []
+    def _take(self, chunk: _Completion, data: bytes) -> bytes | None:
+        self._prompt_ids = _unless_null(chunk.prompt_token_ids) or self._prompt_ids
+        choices = chunk.choices or []
         said = False
         for choice in choices:
-            delta = read(choice, "delta", dict[str, Any]) or {}
-            index = read(choice, "index", int) or 0
-            streamed = self._choices.setdefault(index, _Streamed(Sampled(index)))
-            streamed.add(delta, with_ids=given(choice, "token_ids") is not None)
+            delta = choice.delta or {}
+            streamed = self._choices.get(choice.index)
+            if streamed is None:
+                streamed = self._choices[choice.index] = _Streamed(Sampled(choice.index))
+            streamed.add(delta, with_ids=choice.token_ids is not None)
             _take(choice, streamed.sampled)
-            if len(choices) == 1 and (counted := _counted(fields)) is not None:
+            if len(choices) == 1 and (counted := _counted(chunk)) is not None:
                 streamed.sampled.counted = counted
-            if not self.wanted.reasoning:
-                delta = _hide_reasoning(choice, "delta")
-            said = said or bool(delta) or given(choice, "finish_reason") is not None
+            shown = delta if self.wanted.reasoning else delta.keys() - set(_REASONING)
+            said = said or bool(shown) or choice.finish_reason is not None
         if self.wanted.every_chunk:
             return data
-        kept = self._left(fields, choices, said)
-        last = all(c.sampled.finish_reason for c in self._choices.values())
-        if kept is None or self.wanted.usage or not last or len(self._choices) < self.expected:
+        if not choices and not self.wanted.usage:
+            self._fingerprint = _unless_null(chunk.system_fingerprint)
+            return None
+        if choices and not said and not self.wanted.ids and not self.wanted.logprobs:
+            return None  # sent for its ids alone
+        kept = self._left(data)
+        last = all(streamed.sampled.finish_reason for streamed in self._choices.values())
+        if self.wanted.usage or not last or len(self._choices) < self.expected:
             return kept
         self._held, self._held_at = kept, data
         return None
 
-    def _left(self, fields: Fields, choices: list[Fields], said: bool) -> bytes | None:
+    def _left(self, data: bytes) -> bytes:
         """What is left of a chunk for the client."""
-        if not choices and not self.wanted.usage:
-            self._fingerprint = given(fields, "system_fingerprint")
-            return None
-        if choices and not said and not self.wanted.ids and not self.wanted.logprobs:
-            return None  # sent for its ids alone
+        fields = parse(data)
+        choices = _read_choices(fields.get("choices", b"[]"))
         for choice in choices:
             _leave_out(choice, self.wanted)
+            if not self.wanted.reasoning:
+                _hide_reasoning(choice, "delta")
         if not self.wanted.ids and given(fields, "prompt_token_ids") is not None:
             fields["prompt_token_ids"] = _NULL
         if choices and not self.wanted.running_usage:
@@ -255,24 +295,33 @@ class _Streamed:
         return message
 
 
-def _take(choice: Fields, sampled: Sampled) -> None:
+def _take(choice: _Choice, sampled: Sampled) -> None:
     """Ids, log-probabilities and the end of a choice, behind what it had before."""
-    tokens = read(choice, "token_ids", list[int])
-    if tokens is not None:
+    if choice.token_ids is not None:
         sampled.ids = sampled.ids or []
-        sampled.ids += tokens
-    logprobs = read(choice, "logprobs", _Logprobs)
-    if logprobs is not None and logprobs.content is not None:
+        sampled.ids += choice.token_ids
+    if choice.logprobs is not None and choice.logprobs.content is not None:
         sampled.logprobs = sampled.logprobs or []
-        sampled.logprobs += [entry.logprob for entry in logprobs.content]
-    if (reason := read(choice, "finish_reason", str)) is not None:
-        sampled.finish_reason = reason
-    if (stop := read(choice, "stop_reason", str | int)) is not None:  # type: ignore[arg-type]
-        sampled.stop_reason = stop
-    if (experts := read(choice, "routed_experts", str)) is not None:
-        sampled.routed_experts = experts
-    for span in read(choice, "weight_versions", list[_Span]) or []:
+        sampled.logprobs += [entry.logprob for entry in choice.logprobs.content]
+    sampled.finish_reason = choice.finish_reason or sampled.finish_reason
+    if choice.stop_reason is not None:
+        sampled.stop_reason = choice.stop_reason
+    sampled.routed_experts = choice.routed_experts or sampled.routed_experts
+    for span in choice.weight_versions or ():
         sampled.weight_versions += (WeightSpan(str(span.version), span.start, span.end),)
+
+
+def _read(body: bytes) -> _Completion:
+    """What is read of a completion. Raises BadRequest."""
+    try:
+        return _read_completion(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"no chat completion: {error}") from error
+
+
+def _unless_null(value: msgspec.Raw) -> bytes | None:
+    content = bytes(value)
+    return None if content == NULL else content
 
 
 def _leave_out(choice: Fields, wanted: Wanted) -> None:
@@ -282,22 +331,19 @@ def _leave_out(choice: Fields, wanted: Wanted) -> None:
         choice["logprobs"] = _NULL
 
 
-def _hide_reasoning(choice: Fields, name: str) -> Fields:
-    """The message or delta of a choice without its reasoning."""
+def _hide_reasoning(choice: Fields, name: str) -> None:
+    """Take the reasoning out of a choice's message or delta."""
     message = read(choice, name, Fields) or {}
-    for kept in ("reasoning", "reasoning_content"):
+    for kept in _REASONING:
         if kept in message:
             message[kept] = _NULL
     if name == "delta":  # whose fields are those that are said
         message = {key: value for key, value in message.items() if bytes(value) != NULL}
     choice[name] = msgspec.Raw(join(message))
-    return message
 
 
-def _counted(fields: Fields) -> int | None:
-    usage = read(fields, "usage", dict[str, Any]) or {}
-    count = usage.get("completion_tokens")
-    return count if isinstance(count, int) else None
+def _counted(completion: _Completion) -> int | None:
+    return completion.usage.completion_tokens if completion.usage is not None else None
 
 
 def _list(choices: list[Fields]) -> msgspec.Raw:

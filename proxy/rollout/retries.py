@@ -23,6 +23,8 @@ from proxy.types import Headers
 
 KEPT_BYTES = 4 * 2**20
 """Longer answers are not kept; their retries run anew."""
+_SMALL = 16_384
+"""Bytes that are digested and compressed on the event loop: sooner done than handed to a thread."""
 _KEY, _COUNT, _AUTHORIZATION = b"idempotency-key", b"x-stainless-retry-count", b"authorization"
 
 
@@ -119,7 +121,8 @@ class Retries:
 
         try:
             if len(body) <= KEPT_BYTES:
-                await self.store.add_answer(await asyncio.to_thread(make))
+                small = len(body) + len(attempt.body) < _SMALL
+                await self.store.add_answer(make() if small else await asyncio.to_thread(make))
         finally:
             self._release(attempt)
 

@@ -34,7 +34,7 @@ EVICTION_INTERVAL_S = 60.0
 TOKENIZER_TIMEOUT_S = 30.0
 """Longer than it takes to load one; a hub that does not answer must not hold every request."""
 _SMALL = 16_384
-"""Bytes of messages that are read on the event loop: sooner done than handed to a thread."""
+"""Bytes that are read on the event loop: sooner done than handed to a thread."""
 
 
 class Rollouts:
@@ -148,7 +148,11 @@ class Rollouts:
         """
         if plan.conversation is None or not outcome.choices:
             return []
-        made = await self._in_thread(lambda: recorded(plan, outcome))
+        read = len(outcome.prompt_ids or b"") + 8 * sum(len(one.ids or ()) for one in outcome.choices)
+        if read < _SMALL:
+            made = recorded(plan, outcome)
+        else:
+            made = await self._in_thread(lambda: recorded(plan, outcome))
         if not made:
             return []
         try:
