@@ -19,7 +19,6 @@ _NULL = msgspec.Raw(NULL)
 DONE = b"[DONE]"
 _REASONING = ("reasoning", "reasoning_content")
 _ECHO = b'"prompt_token_ids":['
-_ID_BYTES = b"[]0123456789, \t\r\n"
 
 
 class _Logprob(msgspec.Struct, gc=False):
@@ -133,10 +132,13 @@ def _around_prompt(body: bytes) -> tuple[bytes | None, bytes]:
     """
     start = body.find(_ECHO) + len(_ECHO) - 1
     end = body.find(b"]", start) + 1
-    if start < len(_ECHO) - 1 or not end or body[start:end].translate(None, _ID_BYTES):
+    if start < len(_ECHO) - 1 or not end:
         return None, body
     rest = body[:start] + NULL + body[end:]
-    own = bytes(parse(rest).get("prompt_token_ids", b"")) == NULL
+    try:
+        own = bytes(parse(rest).get("prompt_token_ids", b"")) == NULL
+    except BadRequest:
+        own = False
     return (body[start:end], rest) if own else (None, body)
 
 

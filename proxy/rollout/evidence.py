@@ -69,7 +69,7 @@ def problem_of(outcome: Outcome, sampled: Sampled, sent: bytes, media: bool) -> 
     Args:
         sent: the prompt that the engine was given as a JSON array of ids; empty if it rendered messages.
     """
-    if outcome.prompt_ids is None or not outcome.prompt_ids.strip(b"[] \t\r\n"):
+    if outcome.prompt_ids is None or not outcome.prompt_ids[:64].strip(b"[] \t\r\n"):
         return "no_prompt_ids"
     if sent and not same_ids(sent, outcome.prompt_ids):
         return "prompt_mismatch"
