@@ -39,7 +39,6 @@ class Known:
 
     lineage: Lineage
     rollout: str
-    model: str
     raw: bytes
     """Prompt and completion as a JSON array."""
     count: int
@@ -110,7 +109,6 @@ def make_known(turn: Turn, parent: Known | None, prompt: bytes, completion: Sequ
     return Known(
         _lineage(turn, parent.lineage if parent else None),
         turn.rollout,
-        turn.model,
         ids.join(prompt, completion) if len(prompt) > 2 else b"[]",
         turn.prompt_tokens + len(completion),
         turn.finish_reason,
@@ -139,7 +137,6 @@ def read_known(path: Sequence[Turn], at_hand: Callable[[str], Known | None] = la
     return Known(
         lineage,
         last.rollout,
-        last.model,
         ids.join(base.raw, tokens) if base else ids.dump(tokens),
         count,
         last.finish_reason,
