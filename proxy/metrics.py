@@ -19,7 +19,9 @@ class Metrics:
         self.ambiguous = self._counter("ambiguous_prompts", "Prompts where recency chose among equal texts.")
         self.retries = self._counter("retries", "Repeated requests, by what became of them.", "result")
         self.evicted = self._counter("evicted_rollouts", "Rollouts that left the store to keep its limits.")
-        self.store_errors = self._counter("store_errors", "Times the store of turns did not answer.")
+        self.store_errors = self._counter(
+            "store_errors", "Times the store did not answer, or a turn was not recorded."
+        )
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"tokenproxy_{name}", meaning, labels, registry=self.registry)

@@ -149,10 +149,15 @@ class Rollouts:
         if plan.conversation is None or not outcome.choices:
             return []
         read = len(outcome.prompt_ids or b"") + 8 * sum(len(one.ids or ()) for one in outcome.choices)
-        if read < _SMALL:
-            made = recorded(plan, outcome)
-        else:
-            made = await self._in_thread(lambda: recorded(plan, outcome))
+        try:
+            if read < _SMALL:
+                made = recorded(plan, outcome)
+            else:
+                made = await self._in_thread(lambda: recorded(plan, outcome))
+        except Exception:  # the boundary: whatever an engine says, the client gets its answer
+            self.metrics.store_errors.inc()
+            log.exception("a turn of rollout %s could not be recorded", plan.rollout)
+            return []
         if not made:
             return []
         try:

@@ -90,3 +90,13 @@ async def test_recording_twice_changes_nothing(rollouts: Rollouts) -> None:
     for _ in range(2):
         await rollouts.record(plan, _outcome())
     assert len(await rollouts.store.turns("s")) == 1
+
+
+async def test_ids_that_are_none_cost_no_client_its_answer(
+    rollouts: Rollouts, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome = _outcome()
+    outcome.choices[0].ids = [2**40]
+    assert await rollouts.record(_plan(), outcome) == []
+    assert rollouts.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 1
+    assert "could not be recorded" in caplog.text
