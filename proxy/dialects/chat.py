@@ -18,7 +18,7 @@ from proxy.dialects.recorded import Conclusion, recorded_answer
 from proxy.dialects.session_fields import apply_session, session_of
 from proxy.engine.protocol import Answer, BytesAnswer, Call
 from proxy.engine.token_in import CHAT_PATH, TokenRequest
-from proxy.errors import ApiError, BadRequest
+from proxy.errors import BadRequest
 from proxy.fields import given, join, parse, raw, read
 from proxy.fleet.replica import Replica
 from proxy.rollout.conversation import Asked, Setting
@@ -52,14 +52,8 @@ class Chat(Dialect):
         turn = _Request(fields, understood(fields, session), wanted, incoming.headers, gateway, conclusion)
         prefix = given(fields, PREFIX_FIELD) is not None
         work = turn.complete_with_prefix if prefix else turn.complete
-        try:
+        async with conclusion.watched():
             return await gateway.fleet.on_replica(work, token_in=prefix)
-        except ApiError as error:
-            await conclusion.refused(error.status)
-            raise
-        except BaseException:
-            conclusion.failed()
-            raise
 
 
 class _Request:

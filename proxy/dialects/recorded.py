@@ -1,6 +1,7 @@
 """How a chat completion ends: its turn is recorded, and its answer kept for a retry, whatever ends it."""
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from proxy.dialects.base import Gateway
 from proxy.dialects.completions import DONE, ChunkReader, Wanted, take_whole
@@ -47,6 +48,18 @@ class Conclusion:
         self._rollouts.metrics.retries.labels("answered_again").inc()
         headers = [*replay.headers, (b"x-request-replayed", b"true")]
         return BytesAnswer(replay.status, headers, replay.body)
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """What fails inside, or is left by its client, leaves no answer worth keeping."""
+        try:
+            yield
+        except ApiError as error:
+            await self.refused(error.status)
+            raise
+        except BaseException:
+            self.failed()
+            raise
 
     async def done(self, status: int, headers: Headers, body: bytes) -> None:
         """The answer is complete."""

@@ -13,7 +13,7 @@ from proxy.dialects.recorded import Conclusion, recorded_answer
 from proxy.dialects.session_fields import apply_session, session_of
 from proxy.engine.protocol import Answer, Call
 from proxy.engine.token_in import CHAT_PATH, TokenRequest
-from proxy.errors import ApiError, BadRequest
+from proxy.errors import BadRequest
 from proxy.fields import given, join, parse, read
 from proxy.fleet.replica import Replica
 from proxy.rollout.plan import Plan
@@ -113,14 +113,8 @@ class _Recorded:
             answer, plan = await self._ask(replica, asking)
             return await recorded_answer(answer, plan, wanted, self.gateway, conclusion)
 
-        try:
+        async with conclusion.watched():
             return await self.gateway.fleet.on_replica(work, token_in=self.prompt is not None)
-        except ApiError as error:
-            await conclusion.refused(error.status)
-            raise
-        except BaseException:
-            conclusion.failed()
-            raise
 
     async def _ask(self, replica: Replica, asking: Fields) -> tuple[Answer, Plan]:
         headers = [pair for pair in self.incoming.headers if pair[0] != b"accept-encoding"]
