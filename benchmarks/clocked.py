@@ -20,29 +20,29 @@ ANSWER = "answer"
 """All of a request, but for HTTP and JSON towards the client."""
 STAGES = {
     "read fields": "proxy.dialects.chat:parse",
-    "digest messages": "proxy.rollout.rollouts:Rollouts._read",
-    "match": "proxy.rollout.match:Matcher.match",
-    "append": "proxy.rollout.rollouts:Rollouts._extend",
+    "digest messages": "proxy.history.rollouts:Rollouts._read",
+    "match": "proxy.history.matcher:Matcher.match",
+    "append": "proxy.history.rollouts:Rollouts._extend",
     "write request": "proxy.engine.token_in:chat_body",
     "engine, head": "proxy.engine.http:HttpEngine.send",
     "engine, body": "proxy.engine.http:HttpAnswer.read",
-    "read answer": "proxy.dialects.recorded:take_whole",
-    "make turn": "proxy.rollout.rollouts:recorded",
+    "read answer": "proxy.turn.serve:take_whole",
+    "make turn": "proxy.history.rollouts:recorded",
     "commit": "{store}.add",
-    "keep at hand": "proxy.rollout.rollouts:make_known",
+    "keep at hand": "proxy.history.rollouts:make_known",
 }
 """One after the other, each with the function that is timed."""
 INSIDE = {
     "match: find": "{store}.find",
     "match: path": "{store}.path",
-    "match: join": "proxy.rollout.match:read_known",
-    "beside: keep answer": "proxy.dialects.recorded:Conclusion.done",
+    "match: join": "proxy.history.matcher:read_known",
+    "beside: keep answer": "proxy.turn.serve:Conclusion.done",
 }
 """Parts of stages, and what runs beside them."""
 _STORES = (
-    "proxy.rollout.memory:MemoryStore",
-    "proxy.rollout.sqlite:SqliteStore",
-    *(("proxy.rollout.redis:RedisStore",) if find_spec("redis") else ()),
+    "proxy.stores.memory:MemoryStore",
+    "proxy.stores.sqlite:SqliteStore",
+    *(("proxy.stores.redis:RedisStore",) if find_spec("redis") else ()),
 )
 
 Span = tuple[str, int, int]

@@ -7,17 +7,17 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request, Response
 
 from proxy import __version__
-from proxy.auth import ApiKey
-from proxy.dialects.base import Gateway
-from proxy.dialects.mount import mount
 from proxy.engine.http import HttpEngine, make_session
 from proxy.errors import ApiError
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.replica import Replica
 from proxy.fleet.tokenizers import Tokenizers
-from proxy.gateway import make_gateway
 from proxy.metrics import Metrics
+from proxy.routes.auth import ApiKey
+from proxy.routes.mount import mount
+from proxy.services import make_services
 from proxy.settings import Settings
+from proxy.turn.services import Services
 from proxy.types import Scope
 
 
@@ -39,7 +39,7 @@ def create_app(settings: Settings) -> FastAPI:
             ]
             fleet = Fleet(replicas)
             with ThreadPoolExecutor(settings.encoder_threads, "encode") as encoders:
-                gateway = make_gateway(settings, fleet, encoders, Metrics())
+                gateway = make_services(settings, fleet, encoders, Metrics())
                 await gateway.rollouts.open()
                 app.state.gateway = gateway
                 fleet.start()
@@ -51,8 +51,8 @@ def create_app(settings: Settings) -> FastAPI:
 
     app = FastAPI(title="tokenproxy", version=__version__, lifespan=lifespan)
 
-    def gateway(scope: Scope) -> Gateway:
-        found: Gateway = app.state.gateway
+    def gateway(scope: Scope) -> Services:
+        found: Services = app.state.gateway
         return found
 
     @app.exception_handler(Exception)

@@ -11,7 +11,8 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from proxy.rollout.export import (
+from proxy.history.store import Limits, Store, StoreError
+from proxy.samples.export import (
     JsonLines,
     Parquet,
     ParquetMissing,
@@ -22,12 +23,11 @@ from proxy.rollout.export import (
     table,
     whole_file,
 )
-from proxy.rollout.layouts import LAYOUTS
-from proxy.rollout.memory import MemoryStore
-from proxy.rollout.sqlite import SqliteStore
-from proxy.rollout.store import Limits, Store, StoreError
-from proxy.rollout.stores import make_store
+from proxy.samples.layouts import LAYOUTS
 from proxy.settings import SettingsError, load_settings
+from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
+from proxy.stores.urls import make_store
 
 STDOUT = "-"
 _QUIET_S = 2.0

@@ -6,9 +6,9 @@ import logging
 import uvicorn
 
 from proxy.app import create_app
-from proxy.rollout.store import Limits, StoreError
-from proxy.rollout.stores import make_store
+from proxy.history.store import Limits, StoreError
 from proxy.settings import Settings
+from proxy.stores.urls import make_store
 
 log = logging.getLogger("tokenproxy")
 

@@ -19,8 +19,8 @@ from pydantic_settings import (
 )
 
 from proxy.engine.http import normalise_base_url
-from proxy.rollout.store import Limits
-from proxy.rollout.stores import make_store
+from proxy.history.store import Limits
+from proxy.stores.urls import make_store
 
 ENV_PREFIX = "TOKENPROXY_"
 

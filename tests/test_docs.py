@@ -9,10 +9,10 @@ import pytest
 
 import tokenization
 from proxy import errors
-from proxy.dialects import all_dialects
-from proxy.dialects.prompt import ALIASES
+from proxy.history.reasons import REASONS
 from proxy.metrics import Metrics
-from proxy.rollout.reasons import REASONS
+from proxy.routes.all_routes import all_routes
+from proxy.turn.prompt_fields import ALIASES
 from proxy.vllm_plugin import CONFIG_VARIABLE
 
 _ROOT = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ def _say(words: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", _TEXT) is not None
 
 
-@pytest.mark.parametrize("path", [d.path for d in all_dialects() if not d.catches_all])
+@pytest.mark.parametrize("path", [d.path for d in all_routes() if not d.catches_all])
 def test_routes(path: str) -> None:
     assert _say(f"{path}`")
 

@@ -6,9 +6,19 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[1]
-_ROOMS = ["proxy.dialects", "proxy.rollout", "proxy.fleet", "proxy.engine", "tokenization"]
+_ROOMS = [
+    "proxy.routes",
+    "proxy.dialects",
+    "proxy.turn",
+    "proxy.stores",
+    "proxy.samples",
+    "proxy.history",
+    "proxy.fleet",
+    "proxy.engine",
+    "tokenization",
+]
 """From the top; what wires them together stands above all."""
-_FOR_ALL = ["proxy.errors", "proxy.fields", "proxy.metrics", "proxy.types"]
+_FOR_ALL = ["proxy.errors", "proxy.fields", "proxy.http", "proxy.metrics", "proxy.types"]
 
 
 def _imports(path: Path) -> set[str]:

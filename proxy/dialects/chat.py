@@ -8,22 +8,23 @@ from dataclasses import replace
 
 import msgspec
 
-from proxy.dialects.base import Dialect, Gateway, Incoming
-from proxy.dialects.completions import Wanted
-from proxy.dialects.headers import placed, said
-from proxy.dialects.prefix import FIELD as PREFIX_FIELD
-from proxy.dialects.prefix import keep_prefix
-from proxy.dialects.prompt import template_kwargs
-from proxy.dialects.recorded import Conclusion, recorded_answer
-from proxy.dialects.session_fields import apply_session, session_of
-from proxy.engine.protocol import Answer, BytesAnswer, Call
 from proxy.engine.token_in import CHAT_PATH, TokenRequest
 from proxy.errors import BadRequest
 from proxy.fields import given, join, parse, raw, read
 from proxy.fleet.replica import Replica
-from proxy.rollout.conversation import Asked, Setting
-from proxy.rollout.plan import Plan
-from proxy.rollout.retries import Attempt
+from proxy.history.conversation import Asked, Setting
+from proxy.history.plan import Plan
+from proxy.history.retries import Attempt
+from proxy.http import BytesResponse, Request, Response
+from proxy.routes.base import Route
+from proxy.turn.completion import Wanted
+from proxy.turn.prompt_fields import template_kwargs
+from proxy.turn.prompt_headers import placed, said
+from proxy.turn.required_prefix import FIELD as PREFIX_FIELD
+from proxy.turn.required_prefix import keep_prefix
+from proxy.turn.serve import Conclusion, recorded_answer
+from proxy.turn.services import Services
+from proxy.turn.session_fields import apply_session, session_of
 from proxy.types import Fields, Headers
 from tokenization import ids
 
@@ -32,13 +33,13 @@ _SPECIAL = ("echo", "continue_final_message", "add_special_tokens", "return_prom
 """Fields that ask for another rendering, or for something that ids cannot give."""
 
 
-class Chat(Dialect):
+class Chat(Route):
     """Answers as the engine would, and lets it go on from the ids it knows."""
 
     path = CHAT_PATH
     summary = "Chat completion, token-exact over turns"
 
-    async def answer(self, incoming: Incoming, gateway: Gateway) -> Answer:
+    async def answer(self, incoming: Request, gateway: Services) -> Response:
         """A chat completion, or its stream of chunks; ids and log-probabilities only where asked for."""
         fields = parse(incoming.body)
         session = session_of(incoming.headers)
@@ -65,7 +66,7 @@ class _Request:
         asked: Asked,
         wanted: Wanted,
         headers: Headers,
-        gateway: Gateway,
+        gateway: Services,
         conclusion: Conclusion,
     ) -> None:
         self._fields = fields
@@ -76,7 +77,7 @@ class _Request:
         self._gateway = gateway
         self._conclusion = conclusion
 
-    async def complete(self, replica: Replica) -> Answer:
+    async def complete(self, replica: Replica) -> Response:
         """Plan the prompt, run the completion on one replica, record what comes back."""
         token_in = replica.known().token_in
         if token_in is not None and not token_in.takes(self._fields):
@@ -87,14 +88,14 @@ class _Request:
             request = TokenRequest(plan.prompt, fields, self._headers, "messages")
             answer = await replica.known().require_token_in().complete(replica.engine, request)
         else:
-            call = Call("POST", CHAT_PATH, self._headers, join(fields), repeatable=True)
+            call = Request("POST", CHAT_PATH, self._headers, join(fields), repeatable=True)
             answer = await replica.engine.send(call)
         return await self._recorded(answer, plan)
 
-    async def complete_with_prefix(self, replica: Replica) -> Answer:
+    async def complete_with_prefix(self, replica: Replica) -> Response:
         """The same on the template's rendering with the ids that the client requires of its first part."""
         kept = await keep_prefix(self._fields, self._headers, replica, self._gateway)
-        if isinstance(kept, BytesAnswer):
+        if isinstance(kept, BytesResponse):
             await self._conclusion.refused(kept.status)
             return kept
         prompt = await self._gateway.in_thread(lambda: ids.dump(kept.tokens))
@@ -115,7 +116,7 @@ class _Request:
             placed(answer, plan), plan, self._wanted, self._gateway, self._conclusion
         )
 
-    async def _recorded(self, answer: Answer, plan: Plan) -> Answer:
+    async def _recorded(self, answer: Response, plan: Plan) -> Response:
         appended = len(plan.added) if plan.source == "extended" else None
         said(answer, source=plan.source, reused=plan.reused, appended=appended, reason=plan.reason or None)
         placed(answer, plan)
@@ -132,7 +133,7 @@ def wanted_of(fields: Fields) -> Wanted:
     return Wanted(ids_wanted and reasoning, logprobs and reasoning, usage, running, reasoning)
 
 
-def with_evidence(fields: Fields, gateway: Gateway) -> Fields:
+def with_evidence(fields: Fields, gateway: Services) -> Fields:
     """A request that asks the engine for what is recorded."""
     asking = {**fields, "return_token_ids": _TRUE}
     if gateway.record_logprobs and given(fields, "top_logprobs") in (None, b"0"):

@@ -5,26 +5,27 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from proxy.dialects.base import Dialect, Gateway, Incoming
 from proxy.dialects.chat import understood, wanted_of, with_evidence
-from proxy.dialects.headers import placed, said
-from proxy.dialects.prompt import Append, Prompt, extend, needs_ids, refuse_media, take_append, take_prompt
-from proxy.dialects.recorded import Conclusion, recorded_answer
-from proxy.dialects.session_fields import apply_session, session_of
-from proxy.engine.protocol import Answer, Call
 from proxy.engine.token_in import CHAT_PATH, TokenRequest
 from proxy.errors import BadRequest
 from proxy.fields import given, join, parse, read
 from proxy.fleet.replica import Replica
-from proxy.rollout.plan import Plan
-from proxy.rollout.retries import Attempt
+from proxy.history.plan import Plan
+from proxy.history.retries import Attempt
+from proxy.http import Request, Response
+from proxy.routes.base import Route
+from proxy.turn.prompt_fields import Append, Prompt, extend, needs_ids, refuse_media, take_append, take_prompt
+from proxy.turn.prompt_headers import placed, said
+from proxy.turn.serve import Conclusion, recorded_answer
+from proxy.turn.services import Services
+from proxy.turn.session_fields import apply_session, session_of
 from proxy.types import Fields
 
 _TRUE = msgspec.Raw(b"true")
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
 
-class Tokens(Dialect):
+class Tokens(Route):
     """Takes ids, or messages for a first turn; always answers with ids unless told not to."""
 
     path = "/v1/chat/completions/tokens"
@@ -59,7 +60,7 @@ class Tokens(Dialect):
         }
     }
 
-    async def answer(self, incoming: Incoming, gateway: Gateway) -> Answer:
+    async def answer(self, incoming: Request, gateway: Services) -> Response:
         """A chat completion, or its stream of chunks, with `prompt_token_ids` and `choices[].token_ids`."""
         fields = parse(incoming.body)
         prompt = take_prompt(fields)
@@ -73,10 +74,10 @@ class Tokens(Dialect):
         if session is not None:
             return await _Recorded(prompt, append, new, fields, session, incoming, gateway).answer()
         if prompt is None:
-            call = Call("POST", CHAT_PATH, incoming.headers, join(fields), repeatable=True)
+            call = Request("POST", CHAT_PATH, incoming.headers, join(fields), repeatable=True)
             return said(await gateway.fleet.send(call), source="rendered", reused=0, reason="no_ids")
 
-        async def work(replica: Replica) -> Answer:
+        async def work(replica: Replica) -> Response:
             raw, appended = await _whole_prompt(prompt, append, replica, gateway)
             request = TokenRequest(raw, fields, incoming.headers, prompt.field)
             answer = await replica.known().require_token_in().complete(replica.engine, request)
@@ -95,10 +96,10 @@ class _Recorded:
     """The messages to append as they were spelled."""
     fields: Fields
     session: str
-    incoming: Incoming
-    gateway: Gateway
+    incoming: Request
+    gateway: Services
 
-    async def answer(self) -> Answer:
+    async def answer(self) -> Response:
         """As without a session; a retry is answered once."""
         wanted = wanted_of(self.fields)
         await apply_session(self.fields, self.session, self.gateway)
@@ -109,21 +110,21 @@ class _Recorded:
             return replay
         asking = with_evidence(self.fields, self.gateway)
 
-        async def work(replica: Replica) -> Answer:
+        async def work(replica: Replica) -> Response:
             answer, plan = await self._ask(replica, asking)
             return await recorded_answer(answer, plan, wanted, self.gateway, conclusion)
 
         async with conclusion.watched():
             return await self.gateway.fleet.on_replica(work, token_in=self.prompt is not None)
 
-    async def _ask(self, replica: Replica, asking: Fields) -> tuple[Answer, Plan]:
+    async def _ask(self, replica: Replica, asking: Fields) -> tuple[Response, Plan]:
         headers = [pair for pair in self.incoming.headers if pair[0] != b"accept-encoding"]
         asked = understood(self.fields, self.session)
         rollouts = self.gateway.rollouts
         if self.prompt is None:
             asked.special = "no_ids"
             plan = await rollouts.plan_given(asked, replica, b"", "rendered", whole=True)
-            call = Call("POST", CHAT_PATH, headers, join(asking), repeatable=True)
+            call = Request("POST", CHAT_PATH, headers, join(asking), repeatable=True)
             answer = said(await replica.engine.send(call), source="rendered", reused=0, reason="no_ids")
             return placed(answer, plan), plan
         raw, appended = await _whole_prompt(self.prompt, self.append, replica, self.gateway)
@@ -137,14 +138,14 @@ class _Recorded:
 
 
 async def _whole_prompt(
-    prompt: Prompt, append: Append | None, replica: Replica, gateway: Gateway
+    prompt: Prompt, append: Append | None, replica: Replica, gateway: Services
 ) -> tuple[bytes, int]:
     """The prompt with what is appended, and the number of ids that are."""
     replica.known().require_token_in()
     return (prompt.raw, 0) if append is None else await extend(prompt, append, replica, gateway)
 
 
-def _say(answer: Answer, prompt: Prompt, append: Append | None, appended: int) -> Answer:
+def _say(answer: Response, prompt: Prompt, append: Append | None, appended: int) -> Response:
     if append is None:
         return said(answer, source="given", reused=prompt.count, appended=0, reason="ids_given")
     return said(answer, source="extended", reused=prompt.count, appended=appended)

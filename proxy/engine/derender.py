@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from proxy.engine.protocol import JSON_HEADERS, Answer, BytesAnswer, Call, Engine
+from proxy.engine.protocol import Engine
 from proxy.engine.sse import events
 from proxy.engine.token_in import TokenRequest, error_headers
 from proxy.errors import BadRequest, EngineBroken
 from proxy.fields import NULL, given, join, parse, raw, read
+from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.types import Fields, Headers
 from tokenization import ids
 
@@ -78,7 +79,7 @@ class Derender:
         self._states: dict[int, msgspec.Raw] = {}
         self._sampled: Counter[int] = Counter()
 
-    async def whole(self, body: bytes, headers: Headers) -> Answer:
+    async def whole(self, body: bytes, headers: Headers) -> Response:
         """A chat completion out of one whole response of generate.
 
         Raises:
@@ -92,7 +93,7 @@ class Derender:
         response.pop("output_mode", None)
         status, completion = await self._ask({"generate_response": msgspec.Raw(join(response))})
         if status != 200:
-            return BytesAnswer(status, list(JSON_HEADERS), join(completion))
+            return BytesResponse(status, list(JSON_HEADERS), join(completion))
         completion["id"] = _chat_id(completion)
         for name in ("usage", "created"):
             if given(generated, name) is not None:
@@ -104,9 +105,9 @@ class Derender:
             self._complete(choice, source, said=bool(tokens))
         completion["choices"] = raw(choices)
         completion["prompt_token_ids"] = self._prompt if self._with_ids else _NULL
-        return BytesAnswer(200, error_headers(headers), join(completion))
+        return BytesResponse(200, error_headers(headers), join(completion))
 
-    async def stream(self, answer: Answer) -> AsyncIterator[bytes]:
+    async def stream(self, answer: Response) -> AsyncIterator[bytes]:
         """Chunks of a chat completion out of the events of generate.
 
         Raises:
@@ -237,7 +238,7 @@ class Derender:
             "prompt_token_ids": self._prompt,
             "chat_request": self._chat,
         }
-        answer = await self._engine.send(Call("POST", DERENDER_PATH, self._headers, join(fields), True))
+        answer = await self._engine.send(Request("POST", DERENDER_PATH, self._headers, join(fields), True))
         try:
             return answer.status, from_engine(await answer.read(), DERENDER_PATH)
         finally:

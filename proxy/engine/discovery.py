@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import msgspec
 
 from proxy.engine.generate import DERENDER_PATH, GENERATE_PATH, RENDER_PATH, GenerateTokenIn
-from proxy.engine.protocol import Call, Engine
+from proxy.engine.protocol import Engine
 from proxy.engine.token_in import CHAT_PATH, ChatTokenIn, TokenIn, json_call
 from proxy.errors import ApiError, EngineBroken, Unsupported
+from proxy.http import Request
 
 log = logging.getLogger("tokenproxy")
 
@@ -73,13 +74,13 @@ async def discover(engine: Engine, wanted: str = "auto") -> Capabilities:
     return Capabilities(await _version(engine), models[0] if models else None, names, token_in)
 
 
-async def ask(engine: Engine, call: Call) -> tuple[int, bytes]:
+async def ask(engine: Engine, request: Request) -> tuple[int, bytes]:
     """Status and body of one request.
 
     Raises:
         ApiError: the engine does not answer.
     """
-    answer = await engine.send(call)
+    answer = await engine.send(request)
     try:
         return answer.status, await answer.read()
     finally:
@@ -89,7 +90,7 @@ async def ask(engine: Engine, call: Call) -> tuple[int, bytes]:
 async def alive(engine: Engine) -> bool:
     """Whether the engine says it is healthy."""
     try:
-        status, _ = await ask(engine, Call("GET", "/health"))
+        status, _ = await ask(engine, Request("GET", "/health"))
     except ApiError:
         return False
     return status == 200
@@ -102,7 +103,7 @@ async def list_models(engine: Engine) -> list[Model]:
         EngineBroken: the engine wants an API key that it was not given.
         ApiError: the engine does not answer.
     """
-    status, body = await ask(engine, Call("GET", "/v1/models"))
+    status, body = await ask(engine, Request("GET", "/v1/models"))
     if status == 401:
         raise EngineBroken(f"{engine.name} asks for an API key: set `upstream_api_key`")
     data = _json(body).get("data") if status == 200 else None
@@ -123,7 +124,7 @@ async def list_models(engine: Engine) -> list[Model]:
 
 
 async def _version(engine: Engine) -> str:
-    _, body = await ask(engine, Call("GET", "/version"))
+    _, body = await ask(engine, Request("GET", "/version"))
     return str(_json(body).get("version", "unknown"))
 
 

@@ -13,10 +13,11 @@ from typing import ClassVar
 import msgspec
 
 from proxy.engine.derender import DERENDER_PATH, GENERATE_PATH, Derender, from_engine, json_headers, of_engine
-from proxy.engine.protocol import Answer, BytesAnswer, Call, Engine, StreamAnswer
+from proxy.engine.protocol import Engine
 from proxy.engine.token_in import TokenRequest, named_errors
 from proxy.errors import BadRequest
 from proxy.fields import NULL, given, join, raw, read
+from proxy.http import BytesResponse, Request, Response, StreamResponse
 from proxy.types import Fields
 
 __all__ = ["DERENDER_PATH", "GENERATE_PATH", "RENDER_PATH", "GenerateTokenIn"]
@@ -45,7 +46,7 @@ class GenerateTokenIn:
         """See `TokenIn.takes`: no stop strings, and no log-probabilities of chosen ids."""
         return _refused(fields) is None
 
-    async def complete(self, engine: Engine, request: TokenRequest) -> Answer:
+    async def complete(self, engine: Engine, request: TokenRequest) -> Response:
         """See `TokenIn.complete`."""
         refused = _refused(request.fields)
         if refused is not None:
@@ -54,33 +55,33 @@ class GenerateTokenIn:
         chat.setdefault("messages", _STAND_IN)
         stream = read(request.fields, "stream", bool)
         rendered = await self._render(engine, chat, request)
-        if isinstance(rendered, BytesAnswer):
+        if isinstance(rendered, BytesResponse):
             return rendered
         sampling = of_engine(rendered, "sampling_params", Fields, RENDER_PATH) or {}
         derender = Derender(engine, request, chat, sampling)
         body = join(_to_generate(rendered, sampling, request))
-        answer = await engine.send(Call("POST", GENERATE_PATH, json_headers(request.headers), body, True))
+        answer = await engine.send(Request("POST", GENERATE_PATH, json_headers(request.headers), body, True))
         if answer.status >= 400:
             return await named_errors(answer, request.field)
         if stream:
             headers = [pair for pair in answer.headers if pair[0] != b"content-length"]
-            return StreamAnswer(200, headers, derender.stream(answer), answer)
+            return StreamResponse(200, headers, derender.stream(answer), answer)
         try:
             content = await answer.read()
         finally:
             await answer.aclose()
         return await derender.whole(content, answer.headers)
 
-    async def _render(self, engine: Engine, chat: Fields, request: TokenRequest) -> Fields | BytesAnswer:
+    async def _render(self, engine: Engine, chat: Fields, request: TokenRequest) -> Fields | BytesResponse:
         body = join({**chat, "messages": _STAND_IN})
-        answer = await engine.send(Call("POST", RENDER_PATH, json_headers(request.headers), body, True))
+        answer = await engine.send(Request("POST", RENDER_PATH, json_headers(request.headers), body, True))
         answer = await named_errors(answer, request.field)
         try:
             content = await answer.read()
         finally:
             await answer.aclose()
         if answer.status >= 400:
-            return BytesAnswer(answer.status, answer.headers, content)
+            return BytesResponse(answer.status, answer.headers, content)
         return from_engine(content, RENDER_PATH)
 
 

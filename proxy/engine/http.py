@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import aiohttp
 from yarl import URL
 
-from proxy.engine.protocol import Answer, Call
 from proxy.errors import EngineBroken, EngineTimeout, EngineUnavailable
+from proxy.http import Request, Response
 from proxy.types import Headers
 
 KEEPALIVE_S = 4.0
@@ -59,22 +59,22 @@ class HttpEngine:
         self._fresh: aiohttp.ClientSession | None = None
         self._authorization = f"Bearer {api_key}" if api_key else None
 
-    async def send(self, call: Call) -> Answer:
+    async def send(self, request: Request) -> Response:
         """See `Engine.send`."""
         headers = [
-            (name.decode("latin-1"), _text(value)) for name, value in call.headers if name not in _NOT_SENT
+            (name.decode("latin-1"), _text(value)) for name, value in request.headers if name not in _NOT_SENT
         ]
         if self._authorization:
             headers = [pair for pair in headers if pair[0] != "authorization"]
             headers.append(("authorization", self._authorization))
-        if call.body or call.method in ("POST", "PUT", "PATCH"):
-            headers.append(("content-length", str(len(call.body))))
-        url = URL(self.name + call.path, encoded=True)
-        session, again = self._session, call.repeatable
+        if request.body or request.method in ("POST", "PUT", "PATCH"):
+            headers.append(("content-length", str(len(request.body))))
+        url = URL(self.name + request.path, encoded=True)
+        session, again = self._session, request.repeatable
         while True:
             try:
                 response = await session.request(
-                    call.method, url, headers=headers, data=_payload(call.body), allow_redirects=False
+                    request.method, url, headers=headers, data=_payload(request.body), allow_redirects=False
                 )
             except aiohttp.ClientConnectorError as error:
                 raise EngineUnavailable(f"no engine answers at {self.name}: {error.os_error}") from error
@@ -87,7 +87,7 @@ class HttpEngine:
             except aiohttp.ClientError as error:
                 raise EngineBroken(f"{self.name}: {type(error).__name__}: {error}") from error
             else:
-                return HttpAnswer(response, self.name)
+                return HttpResponse(response, self.name)
 
     async def aclose(self) -> None:
         """Close what was opened here; the session belongs to whoever made it."""
@@ -101,7 +101,7 @@ class HttpEngine:
         return self._fresh
 
 
-class HttpAnswer:
+class HttpResponse:
     """A response as it comes from the socket."""
 
     def __init__(self, response: aiohttp.ClientResponse, name: str) -> None:

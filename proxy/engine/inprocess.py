@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from proxy.engine.protocol import Answer, Call
 from proxy.errors import EngineBroken
+from proxy.http import Request, Response
 from proxy.types import ASGIApp, Headers, Message, Scope
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class InProcessEngine:
         self.name = name
         self._app = app
 
-    async def send(self, call: Call) -> Answer:
+    async def send(self, request: Request) -> Response:
         """See `Engine.send`."""
-        answer = InProcessAnswer(self._app, call)
+        answer = InProcessResponse(self._app, request)
         await answer.start()
         return answer
 
@@ -49,13 +49,13 @@ class InProcessEngine:
         """Nothing is held."""
 
 
-class InProcessAnswer:
+class InProcessResponse:
     """One call of the application, running as a task; closing it is the client's disconnect."""
 
-    def __init__(self, app: ASGIApp, call: Call) -> None:
+    def __init__(self, app: ASGIApp, request: Request) -> None:
         self.status = 0
         self.headers: Headers = []
-        self._call = call
+        self._request = request
         self._body_given = False
         self._left = asyncio.Event()
         self._queue: asyncio.Queue[Message | None] = asyncio.Queue(_QUEUED_CHUNKS)
@@ -110,24 +110,24 @@ class InProcessAnswer:
     async def _receive(self) -> Message:
         if not self._body_given:
             self._body_given = True
-            return {"type": "http.request", "body": self._call.body, "more_body": False}
+            return {"type": "http.request", "body": self._request.body, "more_body": False}
         await self._left.wait()
         return {"type": "http.disconnect"}
 
     def _scope(self, app: ASGIApp) -> Scope:
-        path, _, query = self._call.path.partition("?")
-        length = (b"content-length", str(len(self._call.body)).encode())
+        path, _, query = self._request.path.partition("?")
+        length = (b"content-length", str(len(self._request.body)).encode())
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1",
-            "method": self._call.method,
+            "method": self._request.method,
             "scheme": "http",
             "path": unquote(path),
             "raw_path": path.encode(),
             "query_string": query.encode(),
             "root_path": "",
-            "headers": [*(pair for pair in self._call.headers if pair[0] != b"content-length"), length],
+            "headers": [*(pair for pair in self._request.headers if pair[0] != b"content-length"), length],
             "client": ("127.0.0.1", 0),
             "server": ("127.0.0.1", 0),
             "state": {},

@@ -10,9 +10,10 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from proxy.engine.protocol import JSON_HEADERS, Answer, BytesAnswer, Call, Engine
+from proxy.engine.protocol import Engine
 from proxy.errors import error_body
 from proxy.fields import join, raw, read
+from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.types import Fields, Headers
 
 CHAT_PATH = "/v1/chat/completions"
@@ -46,7 +47,7 @@ class TokenIn(Protocol):
         """Whether a chat completion with these fields can be run on ids."""
         ...
 
-    async def complete(self, engine: Engine, request: TokenRequest) -> Answer:
+    async def complete(self, engine: Engine, request: TokenRequest) -> Response:
         """Run the completion. The answer is a chat completion or its stream of chunks.
 
         Raises:
@@ -67,10 +68,10 @@ class ChatTokenIn:
         """See `TokenIn.takes`: everything."""
         return True
 
-    async def complete(self, engine: Engine, request: TokenRequest) -> Answer:
+    async def complete(self, engine: Engine, request: TokenRequest) -> Response:
         """See `TokenIn.complete`."""
         body = chat_body(request)
-        call = Call("POST", CHAT_PATH, request.headers, body, repeatable=True)
+        call = Request("POST", CHAT_PATH, request.headers, body, repeatable=True)
         return await named_errors(await engine.send(call), request.field)
 
 
@@ -84,7 +85,7 @@ def chat_body(request: TokenRequest) -> bytes:
     return join(fields)
 
 
-async def named_errors(answer: Answer, field: str) -> Answer:
+async def named_errors(answer: Response, field: str) -> Response:
     """The answer, with the client's own name for the ids in an error that is about them."""
     if answer.status < 400:
         return answer
@@ -92,7 +93,9 @@ async def named_errors(answer: Answer, field: str) -> Answer:
         body = await answer.read()
     finally:
         await answer.aclose()
-    return BytesAnswer(answer.status, error_headers(answer.headers), rename_param(body, answer.status, field))
+    return BytesResponse(
+        answer.status, error_headers(answer.headers), rename_param(body, answer.status, field)
+    )
 
 
 def error_headers(headers: Headers) -> Headers:
@@ -134,6 +137,6 @@ def _param_from(message: str, status: int, field: str) -> str | None:
     return None
 
 
-def json_call(path: str, value: object) -> Call:
+def json_call(path: str, value: object) -> Request:
     """A JSON request of the proxy's own."""
-    return Call("POST", path, list(JSON_HEADERS), bytes(raw(value)), repeatable=True)
+    return Request("POST", path, list(JSON_HEADERS), bytes(raw(value)), repeatable=True)

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from proxy.engine.discovery import NO_TOKEN_IN
-from proxy.engine.protocol import Answer, Call
 from proxy.errors import EngineBroken, EngineTimeout, EngineUnavailable, Unsupported
 from proxy.fleet.replica import Replica
+from proxy.http import Request, Response
 
 FIRST_ANSWER_TIMEOUT_S = 30.0
 
@@ -44,13 +44,13 @@ class Fleet:
             for task in asked:
                 task.cancel()
 
-    async def send(self, call: Call) -> Answer:
+    async def send(self, request: Request) -> Response:
         """Send a request to the next replica. Raises as `on_replica` and `Engine.send`."""
-        return await self.on_replica(lambda replica: replica.engine.send(call))
+        return await self.on_replica(lambda replica: replica.engine.send(request))
 
     async def on_replica(
-        self, work: Callable[[Replica], Awaitable[Answer]], *, token_in: bool = False
-    ) -> Answer:
+        self, work: Callable[[Replica], Awaitable[Response]], *, token_in: bool = False
+    ) -> Response:
         """Do `work` on the next replica; one that accepts no connection is passed over.
 
         Args:

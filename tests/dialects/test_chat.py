@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from proxy.settings import Settings
-from tests.dialects.talk import Message, Talk, call, result, user
 from tests.fake_vllm import Reply, Variant
+from tests.talk import Message, Talk, call, result, user
 from tests.tiny_model import END, HI
 from tests.utils import EVERY_SPELLING, Pair, run_app, wait_until
 

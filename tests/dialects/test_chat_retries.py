@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.dialects.talk import CHAT, Talk, user
 from tests.fake_vllm import Canned, Reply, error_body
+from tests.talk import CHAT, Talk, user
 from tests.tiny_model import END
 from tests.utils import EVERY_SPELLING, send_and_keep, wait_until
 

@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.rollout.memory import MemoryStore
-from proxy.rollout.store import Limits, StoreError
-from tests.dialects.talk import CHAT, Talk, user
+from proxy.history.store import Limits, StoreError
+from proxy.stores.memory import MemoryStore
 from tests.fake_vllm import FakeVllm, Reply
+from tests.talk import CHAT, Talk, user
 from tests.tiny_model import END, TinyModel
 from tests.utils import Pair, run_proxy
 
@@ -114,7 +114,7 @@ def failing(
     mortal: FakeVllm, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[_Failing, Callable[..., Talk], httpx.Client]]:
     store = _Failing(MemoryStore(Limits()))
-    monkeypatch.setattr("proxy.gateway.make_store", lambda url, limits: store)
+    monkeypatch.setattr("proxy.services.make_store", lambda url, limits: store)
     with run_proxy([mortal], store="memory:") as client:
         yield store, lambda **fields: Talk(Pair(mortal, client), tiny_model, **fields), client
 

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.dialects.talk import CHAT, Message, Talk, call, result, user
 from tests.fake_vllm import Canned, Reply, data_of
+from tests.talk import CHAT, Message, Talk, call, result, user
 from tests.tiny_model import END
 from tests.utils import EVERY_SPELLING, send_and_keep, wait_until
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.dialects.talk import Message, Talk, user
 from tests.fake_vllm import Reply, Variant
+from tests.talk import Message, Talk, user
 from tests.tiny_model import END, TinyModel
 from tests.utils import Pair
 

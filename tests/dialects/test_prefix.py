@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.dialects.talk import CHAT, GENERATE, Talk, call, result, sent_ids, user
 from tests.fake_vllm import FakeVllm, Reply, Variant
+from tests.talk import CHAT, GENERATE, Talk, call, result, sent_ids, user
 from tests.tiny_model import END, VOCAB_SIZE, TinyModel
 from tests.utils import EVERY_SPELLING, run_proxy
 

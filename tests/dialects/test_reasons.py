@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.rollout.memory import MemoryStore
-from proxy.rollout.reasons import REASONS
-from proxy.rollout.store import StoreError
-from tests.dialects.talk import CHAT, Answered, Message, Talk, assembled, sent_ids, user
+from proxy.history.reasons import REASONS
+from proxy.history.store import StoreError
+from proxy.stores.memory import MemoryStore
 from tests.fake_vllm import Canned, FakeVllm, Reply, Variant
+from tests.talk import CHAT, Answered, Message, Talk, assembled, sent_ids, user
 from tests.tiny_model import CHATML, END, TinyModel, make_tiny_model
 from tests.utils import Pair, run_proxy
 

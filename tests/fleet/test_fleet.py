@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from proxy.engine.discovery import discover
-from proxy.engine.protocol import Answer, BytesAnswer
 from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable
 from proxy.fleet.fleet import Fleet
+from proxy.http import BytesResponse, Response
 from proxy.settings import Settings
 from tests.fake_vllm import Canned, FakeVllm, Reply, Variant
 from tests.tiny_model import TinyModel
@@ -251,10 +251,10 @@ class _Stub:
         await asyncio.Event().wait()
 
 
-async def _work(replica: Any) -> Answer:
+async def _work(replica: Any) -> Response:
     if replica.outcome is not None:
         raise replica.outcome
-    return BytesAnswer(200, [], b"")
+    return BytesResponse(200, [], b"")
 
 
 @pytest.mark.parametrize(

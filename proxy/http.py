@@ -1,0 +1,92 @@
+"""HTTP messages as values: a request goes in, a response of byte chunks comes out.
+
+The same types serve both sides: what a client sent to the proxy, and what the proxy sends to an engine.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from proxy.types import Headers
+
+JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
+
+
+@dataclass(slots=True)
+class Request:
+    """One HTTP request, its body read."""
+
+    method: str
+    path: str
+    """Percent-encoded as it arrived, with the query string."""
+    headers: Headers = field(default_factory=list)
+    body: bytes = b""
+    repeatable: bool = False
+    """Whether it may be sent to the engine again if that hangs up before it responds."""
+
+
+class Response(Protocol):
+    """One HTTP response. Whoever receives it must `aclose` it; closing early aborts the engine's work."""
+
+    status: int
+    headers: Headers
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises EngineBroken if the engine hangs up before its end."""
+        ...
+
+    async def read(self) -> bytes:
+        """The whole body. Raises EngineBroken if the engine hangs up before its end."""
+        ...
+
+    async def aclose(self) -> None:
+        """Give the connection back, or close it if the body was not read to its end."""
+        ...
+
+
+class BytesResponse:
+    """A response whose body is in memory."""
+
+    def __init__(self, status: int, headers: Headers, body: bytes) -> None:
+        self.status = status
+        self.headers = [pair for pair in headers if pair[0] != b"content-length"]
+        self.headers.append((b"content-length", b"%d" % len(body)))
+        self.body = body
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body in one piece."""
+        yield self.body
+
+    async def read(self) -> bytes:
+        """The body."""
+        return self.body
+
+    async def aclose(self) -> None:
+        """Nothing to give back."""
+
+
+class StreamResponse:
+    """A response whose chunks are made one after the other from another response."""
+
+    def __init__(self, status: int, headers: Headers, chunks: AsyncIterator[bytes], source: Response) -> None:
+        self.status = status
+        self.headers = headers
+        self._chunks = chunks
+        self._source = source
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The chunks as they are made."""
+        return self._chunks
+
+    async def read(self) -> bytes:
+        """All chunks."""
+        return b"".join([chunk async for chunk in self._chunks])
+
+    async def aclose(self) -> None:
+        """Close the response that feeds this one."""
+        await self._source.aclose()
+
+
+def is_event_stream(headers: Headers) -> bool:
+    """Whether a body is a stream of server-sent events."""
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)

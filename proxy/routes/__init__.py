@@ -1,0 +1,1 @@
+"""HTTP routes: the ASGI endpoint, the list of routes, authentication, sessions, status, pass-through."""

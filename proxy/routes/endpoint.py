@@ -1,0 +1,206 @@
+"""From ASGI to a dialect and back: bodies, broken streams, clients that leave.
+
+A request is served by one task. A second one listens for the client's disconnect and cancels the first;
+closing the engine's answer on the way out is what makes vLLM abort.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import fastapi
+from fastapi.routing import APIRoute
+
+from proxy.engine.sse import whole_events
+from proxy.errors import ApiError, BodyTooLarge, EngineBroken
+from proxy.http import Request, Response, is_event_stream
+from proxy.routes.base import Route
+from proxy.routes.stream_errors import error_event
+from proxy.turn.services import Services
+from proxy.types import Receive, Scope, Send
+
+log = logging.getLogger("tokenproxy")
+
+
+class ClientGone(Exception):
+    """The client left before its answer was complete."""
+
+
+class Endpoint(fastapi.Response):
+    """A dialect as an ASGI application (a Response, so that FastAPI's routing runs it as it is)."""
+
+    def __init__(self, dialect: Route, gateway: Callable[[Scope], Services]) -> None:
+        self._dialect = dialect
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        try:
+            gateway = self._gateway(scope)
+            body = await read_body(scope, receive, gateway.body_limit_bytes)
+        except ClientGone:
+            return
+        except ApiError as error:
+            await send_error(send, error)
+            return
+        watch = _ClientWatch(receive)
+        async with watch:
+            await self._serve(_incoming(scope, body), gateway, send)
+
+    async def _serve(self, incoming: Request, gateway: Services, send: Send) -> None:
+        try:
+            answer = await self._dialect.answer(incoming, gateway)
+        except ApiError as error:
+            await send_error(send, error)
+            return
+        try:
+            if is_event_stream(answer.headers):
+                await _send_events(answer, incoming.path, send)
+            else:
+                await _send_body(answer, send)
+        finally:
+            await answer.aclose()
+
+
+class EndpointRoute(APIRoute):
+    """A FastAPI route that leaves the request to its endpoint: no parsing, no validation, no copies."""
+
+    def get_route_handler(self) -> Callable[[fastapi.Request], Awaitable[fastapi.Response]]:  # type: ignore[override]
+        """The endpoint itself, without FastAPI's handling of parameters."""
+        endpoint: Callable[[fastapi.Request], Awaitable[fastapi.Response]] = self.endpoint
+        return endpoint
+
+
+def endpoint_routes(dialect: Route, gateway: Callable[[Scope], Services]) -> list[EndpointRoute]:
+    """The routes that serve a dialect: one for each method, the first of which is in the OpenAPI page."""
+    serving = Endpoint(dialect, gateway)
+
+    async def endpoint(request: fastapi.Request) -> fastapi.Response:
+        return serving
+
+    methods = [dialect.methods] if dialect.catches_all else [(method,) for method in dialect.methods]
+    return [
+        EndpointRoute(
+            dialect.path,
+            endpoint,
+            methods=list(some),
+            name=type(dialect).__name__,
+            summary=dialect.summary or None,
+            description=dialect.description,
+            openapi_extra=dialect.openapi or None,
+            include_in_schema=not dialect.catches_all and some == methods[0],
+            response_model=None,
+        )
+        for some in methods
+    ]
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The request's body.
+
+    Raises:
+        BodyTooLarge: it is over the limit, as announced or as counted.
+        ClientGone: the client left before it was complete.
+    """
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"the request body is over the limit of {limit} bytes (`body_limit_bytes`)", param="body"
+    )
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """Send an error object."""
+    body = error.body()
+    headers = [*error.headers(), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_events(answer: Response, path: str, send: Send) -> None:
+    await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+    try:
+        async for chunk in whole_events(answer.chunks()):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    except ApiError as error:
+        log.warning("a stream of %s ends with an error: %s", path, error.message)
+        await send({"type": "http.response.body", "body": error_event(path, error), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_body(answer: Response, send: Send) -> None:
+    """Send a body that is no event stream. Its head goes out with the first bytes, so that an engine that
+    breaks before them is still an error object."""
+    chunks = answer.chunks()
+    started = False
+    try:
+        async for chunk in chunks:
+            if not started:
+                started = True
+                await send(
+                    {"type": "http.response.start", "status": answer.status, "headers": answer.headers}
+                )
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    except EngineBroken as error:
+        if started:
+            raise  # the server then cuts the connection: a short body must not look complete
+        await send_error(send, error)
+        return
+    if not started:
+        await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+class _ClientWatch:
+    """Cancels the task inside its `async with` when the client disconnects."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task: asyncio.Task[Any] = task
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
+        self._watcher.cancel()
+        if self._gone and kind is asyncio.CancelledError:
+            self._task.uncancel()
+            return True
+        return False
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._task.cancel()
+
+
+def _incoming(scope: Scope, body: bytes) -> Request:
+    path = scope.get("raw_path") or scope["path"].encode()
+    root = scope.get("root_path", "").encode()
+    if root and path.startswith(root):
+        path = path[len(root) :]
+    query: bytes = scope.get("query_string", b"")
+    target = path.decode("latin-1") + ("?" + query.decode("latin-1") if query else "")
+    return Request(scope["method"], target, list(scope["headers"]), body)

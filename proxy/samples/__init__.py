@@ -1,0 +1,1 @@
+"""Recorded trees of turns become training samples."""

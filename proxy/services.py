@@ -1,0 +1,28 @@
+"""What both ways to run put together from the settings: wiring only."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from proxy.fleet.fleet import Fleet
+from proxy.history.retries import Retries
+from proxy.history.rollouts import Rollouts
+from proxy.history.store import Limits
+from proxy.metrics import Metrics
+from proxy.settings import Settings
+from proxy.stores.urls import make_store
+from proxy.turn.services import Services
+
+
+def make_services(
+    settings: Settings, fleet: Fleet, encoders: ThreadPoolExecutor, metrics: Metrics
+) -> Services:
+    """What the dialects work with. Its rollouts are to be opened before the first request."""
+    limits = Limits(max_bytes=settings.store_max_bytes, max_age_s=settings.store_max_age_s)
+    store = make_store(settings.store, limits)
+    return Services(
+        fleet,
+        encoders,
+        settings.body_limit_bytes,
+        Rollouts(store, encoders, metrics),
+        Retries(store),
+        settings.record_logprobs,
+    )

@@ -1,0 +1,1 @@
+"""Where turns are kept: in memory, in SQLite, in Redis."""

@@ -1,0 +1,44 @@
+"""Which store a URL means."""
+
+from pathlib import Path
+
+from proxy.history.store import Limits, Store
+from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
+
+STORE_URLS = {
+    "memory:": "in this process; gone when it ends",
+    "sqlite:///absolute/path.db": "a file for all processes of one machine; sqlite:relative/path.db too",
+    "redis://host:6379/0": "Redis or Valkey, for several machines; valkey:// too, with TLS rediss:// and valkeys://",
+}
+"""The forms of URLs, with what each is for."""
+_REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
+
+
+def make_store(url: str, limits: Limits) -> Store:
+    """The store behind a URL, not yet open.
+
+    Raises:
+        ValueError: there is no such store; the message says which there are, and quotes no password.
+    """
+    scheme, colon, rest = url.partition(":")
+    if colon and scheme == "memory" and not rest:
+        return MemoryStore(limits)
+    if colon and scheme == "sqlite" and (path := _path(rest)):
+        return SqliteStore(path, limits)
+    if colon and scheme in _REDIS:
+        # read only by those who use it: it takes longer than all the rest here
+        from proxy.stores.redis import RedisStore
+
+        return RedisStore(f"{_REDIS[scheme]}:{rest}", limits)
+    known = "; ".join(f"{form} ({meaning})" for form, meaning in STORE_URLS.items())
+    raise ValueError(f"no store has a URL like '{scheme}{colon}{'...' if rest else ''}'. There are: {known}")
+
+
+def _path(rest: str) -> Path | None:
+    """`///absolute` or `relative`; None for a host, and for no path."""
+    if rest.startswith("//"):
+        rest = rest[2:]
+        if not rest.startswith("/"):
+            return None
+    return Path(rest).expanduser().absolute() if rest.strip("/") else None

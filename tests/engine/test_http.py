@@ -1,0 +1,263 @@
+import asyncio
+import gzip
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from proxy.engine.http import HttpEngine, make_session, normalise_base_url
+from proxy.errors import EngineBroken, EngineTimeout, EngineUnavailable
+from proxy.http import Request, Response
+from tests.fake_vllm import Canned, FakeVllm, Reply
+from tests.utils import wait_until
+
+_CHAT = "/v1/chat/completions"
+_HI = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def _chat(*, stream: bool = True, repeatable: bool = False) -> Request:
+    return Request("POST", _CHAT, [], json.dumps({**_HI, "stream": stream}).encode(), repeatable)
+
+
+async def _ask(engine: HttpEngine, call: Request) -> tuple[Response, bytes]:
+    answer = await engine.send(call)
+    try:
+        return answer, await answer.read()
+    finally:
+        await answer.aclose()
+
+
+@pytest.mark.parametrize(
+    "url, root",
+    [
+        ("http://host:8000", "http://host:8000"),
+        ("http://host:8000/", "http://host:8000"),
+        ("http://host:8000/v1", "http://host:8000"),
+        ("http://host:8000/v1/", "http://host:8000"),
+        ("https://host/models/a/v1", "https://host/models/a"),
+        ("https://host/models/v11", "https://host/models/v11"),
+        ("http://host:8000/v1?key=1#part", "http://host:8000"),
+        ("http://[::1]:8000/v1", "http://[::1]:8000"),
+    ],
+)
+def test_base_urls(url: str, root: str) -> None:
+    assert normalise_base_url(url) == root
+
+
+@pytest.mark.parametrize("url", ["host:8000", "localhost", "ftp://host", "http://", "/v1", ""])
+def test_what_is_no_base_url(url: str) -> None:
+    with pytest.raises(ValueError, match="is not an http"):
+        normalise_base_url(url)
+
+
+async def test_headers_go_as_they_came(engine: HttpEngine, fake: FakeVllm) -> None:
+    sent = [
+        (b"x-one", b"1"),
+        (b"x-one", b"2"),
+        (b"x-utf8", "Zoë".encode()),
+        (b"authorization", b"Bearer client"),
+        (b"content-type", b"application/json"),
+        (b"user-agent", b"client/1"),
+    ]
+    hop_by_hop = [
+        (b"connection", b"close"),
+        (b"te", b"trailers"),
+        (b"expect", b"100-continue"),
+        (b"host", b"me"),
+    ]
+    await _ask(engine, Request("POST", "/anything", sent + hop_by_hop, b"{}"))
+    names = {name for name, _ in sent}
+    arrived = [(name.lower(), value) for name, value in fake.last("/anything").headers]
+    assert [pair for pair in arrived if pair[0] in names] == sent
+    assert {name for name, _ in arrived} == names | {b"host", b"content-length"}
+
+
+async def test_headers_that_are_no_utf8_go_on_as_utf8(engine: HttpEngine, fake: FakeVllm) -> None:
+    """The HTTP client writes nothing else; such bytes in headers have been obsolete for long."""
+    await _ask(engine, Request("GET", "/anything", [(b"x-latin1", "Zoë".encode("latin-1"))]))
+    assert fake.last("/anything").header("x-latin1") == "Zoë".encode()
+
+
+async def test_no_header_is_made_up(engine: HttpEngine, fake: FakeVllm) -> None:
+    await _ask(engine, Request("GET", "/anything"))
+    assert [name.lower() for name, _ in fake.last("/anything").headers] == [b"host"]
+
+
+async def test_the_engines_key_replaces_the_clients(fake: FakeVllm) -> None:
+    async with make_session(1.0) as session:
+        engine = HttpEngine(fake.url, session, "engine")
+        await _ask(engine, Request("GET", "/anything", [(b"authorization", b"Bearer client")]))
+    assert [value for name, value in fake.last("/anything").headers if name.lower() == b"authorization"] == [
+        b"Bearer engine"
+    ]
+
+
+async def test_the_target_goes_as_it_came(engine: HttpEngine, fake: FakeVllm) -> None:
+    target = "/a%2Fb/%e4%B8%AD;x=1?q=1+2%20&q=%2F&empty=&+"
+    await _ask(engine, Request("GET", target))
+    assert fake.requests[-1].target == target
+
+
+@pytest.mark.parametrize("size", [0, 1, 256 * 1024, 256 * 1024 + 1, 2_000_000])
+async def test_bodies_of_any_size(engine: HttpEngine, fake: FakeVllm, size: int) -> None:
+    body = bytes(range(256)) * (size // 256 + 1)
+    await _ask(engine, Request("POST", "/anything", [], body[:size]))
+    seen = fake.last("/anything")
+    assert seen.body == body[:size]
+    assert seen.header("content-length") == str(size).encode()
+    assert seen.header("transfer-encoding") is None
+
+
+@pytest.mark.parametrize(
+    "canned",
+    [
+        Canned(gzip.compress(b"{}"), 200, {"content-encoding": "gzip", "content-type": "application/json"}),
+        Canned(b"", 307, {"location": "/elsewhere"}),
+        Canned(b"", 204, {}),
+        Canned(b"\x00\xff", 418, {"x-odd": "yes", "set-cookie": "a=1"}),
+    ],
+    ids=["compressed", "redirect", "no content", "teapot"],
+)
+async def test_answers_come_as_they_are(engine: HttpEngine, fake: FakeVllm, canned: Canned) -> None:
+    fake.canned["/anything"] = canned
+    answer, body = await _ask(engine, Request("GET", "/anything"))
+    assert (answer.status, body) == (canned.status, canned.body)
+    assert {(k.encode(), v.encode()) for k, v in canned.headers.items()} <= set(answer.headers)
+
+
+async def test_headers_of_one_connection_end_with_it(engine: HttpEngine, fake: FakeVllm) -> None:
+    own = {"keep-alive": "timeout=5", "proxy-authenticate": "Basic", "trailer": "x", "server": "s"}
+    others = {"x-other": "1", "content-type": "text/plain"}
+    fake.canned["/anything"] = Canned(b"", 200, {**own, **others})
+    answer, _ = await _ask(engine, Request("GET", "/anything"))
+    assert {name for name, _ in answer.headers} == {b"x-other", b"content-length", b"content-type"}
+    stream, _ = await _ask(engine, _chat())
+    assert {name for name, _ in stream.headers} == {b"content-type"}
+
+
+async def test_cookies_of_one_client_are_not_sent_for_another(fake: FakeVllm) -> None:
+    fake.canned["/anything"] = Canned(b"", 200, {"set-cookie": "a=1"})
+    async with make_session(1.0) as session:
+        engine = HttpEngine(fake.url.replace("127.0.0.1", "localhost"), session)
+        for _ in range(2):
+            await _ask(engine, Request("GET", "/anything"))
+    assert len(fake.seen("/anything")) == 2
+    assert fake.last("/anything").header("cookie") is None
+
+
+async def test_connections_are_kept(engine: HttpEngine, fake: FakeVllm) -> None:
+    for _ in range(3):
+        await _ask(engine, _chat())
+    assert [seen.reused for seen in fake.requests] == [False, True, True]
+
+
+async def test_an_engine_that_closed_an_idle_connection(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.hang_up = lambda seen: seen.reused
+    await _ask(engine, _chat(repeatable=True))
+    answer, _ = await _ask(engine, _chat(repeatable=True))
+    assert answer.status == 200
+    assert [seen.reused for seen in fake.requests] == [False, True, False]
+
+
+async def test_an_engine_that_closed_all_idle_connections(engine: HttpEngine, fake: FakeVllm) -> None:
+    for answer in [await engine.send(_chat()) for _ in range(3)]:
+        await answer.read()
+        await answer.aclose()
+    fake.hang_up = lambda seen: seen.reused
+    answer, _ = await _ask(engine, _chat(repeatable=True))
+    assert answer.status == 200
+
+
+async def test_what_may_not_be_repeated_is_sent_once(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.hang_up = lambda seen: seen.reused
+    await _ask(engine, _chat())
+    with pytest.raises(EngineBroken, match="before it answered"):
+        await _ask(engine, _chat())
+    assert len(fake.requests) == 2
+
+
+async def test_an_engine_that_dies_of_a_request_gets_it_twice_at_most(
+    engine: HttpEngine, fake: FakeVllm
+) -> None:
+    fake.hang_up = lambda seen: True
+    with pytest.raises(EngineBroken, match="before it answered"):
+        await _ask(engine, _chat(repeatable=True))
+    assert len(fake.requests) == 2
+
+
+async def test_what_is_no_http() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"220 mail.example.org ESMTP\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, make_session(1.0) as session:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(EngineBroken):
+            await HttpEngine(f"http://127.0.0.1:{port}", session).send(Request("GET", "/"))
+
+
+async def test_nothing_listens(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.kill()
+    with pytest.raises(EngineUnavailable, match=f"no engine answers at {fake.url}"):
+        await _ask(engine, _chat())
+
+
+@pytest.fixture
+def deaf_port() -> Iterator[int]:
+    """A port whose queue of connections is full, so that a new one hangs."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+async def test_a_connection_that_is_not_accepted(deaf_port: int) -> None:
+    async with make_session(0.2) as session:
+        with pytest.raises(EngineTimeout, match="too long to accept"):
+            await HttpEngine(f"http://127.0.0.1:{deaf_port}", session).send(_chat())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [Reply(break_at=1, how="close"), Reply(break_at=1, how="reset"), Reply(break_at=1, how="inside")],
+    ids=lambda reply: reply.how,
+)
+async def test_an_answer_that_breaks_off(engine: HttpEngine, fake: FakeVllm, reply: Reply) -> None:
+    reply.hold_at = 1
+    fake.replies.extend([reply, reply])
+    answer = await engine.send(_chat())
+    chunks = answer.chunks()
+    received = await anext(chunks)
+    fake.release()
+    with pytest.raises(EngineBroken, match="middle of its answer"):
+        async for chunk in chunks:
+            received += chunk
+    assert received.startswith(b"data: {")
+    await answer.aclose()
+    with pytest.raises(EngineBroken, match="middle of its answer"):
+        await _ask(engine, _chat())
+
+
+async def test_closing_early_aborts(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(hold_at=2))
+    answer = await engine.send(_chat())
+    await anext(answer.chunks())
+    assert (fake.running, fake.aborted) == (1, 0)
+    await answer.aclose()
+    await asyncio.to_thread(wait_until, lambda: (fake.running, fake.aborted) == (0, 1))
+
+
+async def test_cancelling_before_an_answer_aborts(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(hold_at=0))
+    sending = asyncio.create_task(engine.send(_chat(stream=False)))
+    await asyncio.to_thread(wait_until, lambda: fake.running)
+    sending.cancel()
+    await asyncio.to_thread(wait_until, lambda: (fake.running, fake.aborted) == (0, 1))

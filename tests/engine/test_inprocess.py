@@ -1,0 +1,222 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from fastapi import FastAPI, HTTPException
+from fastapi import Request as FastapiRequest
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from proxy.engine.inprocess import InProcessEngine, inner_app
+from proxy.errors import EngineBroken
+from proxy.http import Request
+from proxy.types import Receive, Scope, Send
+
+
+class App:
+    """An application like vLLM's, which knows what became of its streams."""
+
+    def __init__(self) -> None:
+        self.app = FastAPI()
+        self.app.state.secret = "shared"
+        self.go = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.aborted = False
+        self.app.post("/echo")(self.echo)
+        self.app.get("/stream")(self.stream)
+        self.app.get("/flood")(self.flood)
+        self.app.get("/wait")(self.wait)
+        self.app.get("/missing")(self.missing)
+        self.app.get("/crash")(self.crash)
+        self.app.exception_handler(ValueError)(self.on_value_error)
+
+    async def echo(self, request: FastapiRequest) -> Response:
+        seen = {
+            "secret": request.app.state.secret,
+            "path": request.url.path,
+            "query": request.url.query,
+            "headers": [[name.decode(), value.decode()] for name, value in request.headers.raw],
+            "body": (await request.body()).decode(),
+        }
+        return JSONResponse(seen, status_code=201, headers={"X-Answer": "yes"})
+
+    async def stream(self) -> Response:
+        async def chunks() -> AsyncIterator[bytes]:
+            try:
+                yield b"one"
+                await self.go.wait()
+                yield b"two"
+            except (asyncio.CancelledError, GeneratorExit):
+                self.aborted = True
+                raise
+            finally:
+                self.ended.set()
+
+        return StreamingResponse(chunks())
+
+    async def flood(self) -> Response:
+        async def chunks() -> AsyncIterator[bytes]:
+            while True:
+                yield b"more"
+
+        return StreamingResponse(chunks())
+
+    async def wait(self, request: FastapiRequest) -> Response:
+        """As vLLM waits for a whole completion: until it is there, or the client gone."""
+        while not self.go.is_set():
+            if await request.is_disconnected():
+                self.aborted = True
+                self.ended.set()
+                break
+            await asyncio.sleep(0.01)
+        return Response()
+
+    async def missing(self) -> Response:
+        raise HTTPException(404, "no such thing")
+
+    async def crash(self) -> Response:
+        raise ValueError("bad value")
+
+    async def on_value_error(self, request: FastapiRequest, error: Exception) -> Response:
+        return JSONResponse({"error": {"message": str(error), "code": 400}}, 400)
+
+
+@pytest.fixture
+def app() -> App:
+    return App()
+
+
+@pytest.fixture
+def engine(app: App) -> InProcessEngine:
+    return InProcessEngine(inner_app(app.app))
+
+
+async def _read(engine: InProcessEngine, path: str) -> tuple[int, bytes]:
+    answer = await engine.send(Request("GET", path))
+    body = await answer.read()
+    await answer.aclose()
+    return answer.status, body
+
+
+async def test_a_request_arrives_as_it_would_from_a_socket(engine: InProcessEngine) -> None:
+    headers = [(b"x-one", b"1"), (b"x-one", b"2"), (b"content-length", b"999")]
+    answer = await engine.send(Request("POST", "/echo?a=%2F&b=+", headers, b"{}"))
+    body = json.loads(await answer.read())
+    assert answer.status == 201
+    assert (b"x-answer", b"yes") in answer.headers
+    assert body == {
+        "secret": "shared",
+        "path": "/echo",
+        "query": "a=%2F&b=+",
+        "headers": [["x-one", "1"], ["x-one", "2"], ["content-length", "2"]],
+        "body": "{}",
+    }
+
+
+async def test_chunks_come_one_by_one(engine: InProcessEngine, app: App) -> None:
+    answer = await engine.send(Request("GET", "/stream"))
+    chunks = answer.chunks()
+    assert await anext(chunks) == b"one"
+    assert not app.ended.is_set()
+    app.go.set()
+    assert [chunk async for chunk in chunks] == [b"two"]
+    await answer.aclose()
+    assert app.ended.is_set()
+    assert not app.aborted
+
+
+async def test_closing_early_is_the_clients_disconnect(engine: InProcessEngine, app: App) -> None:
+    answer = await engine.send(Request("GET", "/stream"))
+    await anext(answer.chunks())
+    await asyncio.wait_for(answer.aclose(), 5)
+    assert app.ended.is_set()
+    assert app.aborted
+
+
+async def test_closing_early_frees_a_stream_that_waits_for_its_reader(app: App) -> None:
+    running = False
+
+    async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal running
+        running = True
+        try:
+            await app.app(scope, receive, send)
+        finally:
+            running = False
+
+    answer = await InProcessEngine(watched).send(Request("GET", "/flood"))
+    await asyncio.sleep(0.05)
+    assert running
+    await asyncio.wait_for(answer.aclose(), 5)
+    assert not running
+
+
+async def test_cancelling_before_an_answer_is_the_clients_disconnect(
+    engine: InProcessEngine, app: App
+) -> None:
+    sending = asyncio.create_task(engine.send(Request("GET", "/wait")))
+    await asyncio.sleep(0.05)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(sending, 5)
+    assert app.ended.is_set()
+    assert app.aborted
+
+
+@pytest.mark.parametrize(
+    "path, status, words",
+    [("/missing", 404, "no such thing"), ("/crash", 400, "bad value"), ("/none", 404, "Not")],
+)
+async def test_errors_are_the_applications_own(
+    engine: InProcessEngine, path: str, status: int, words: str
+) -> None:
+    found, body = await _read(engine, path)
+    assert found == status
+    assert words in body.decode()
+
+
+async def test_handlers_registered_later_count_too(app: App, engine: InProcessEngine) -> None:
+    async def handler(request: FastapiRequest, error: Exception) -> Response:
+        return Response("handled", 404)
+
+    app.app.exception_handler(HTTPException)(handler)
+    assert await _read(engine, "/missing") == (404, b"handled")
+
+
+async def test_an_exception_that_nobody_handles() -> None:
+    app = FastAPI()
+
+    @app.get("/")
+    async def fail() -> None:
+        raise RuntimeError("unexpected")
+
+    @app.exception_handler(Exception)
+    async def handle(request: FastapiRequest, error: Exception) -> Response:
+        return JSONResponse({"error": str(error)}, 500)
+
+    assert await _read(InProcessEngine(inner_app(app)), "/") == (500, b'{"error":"unexpected"}')
+
+
+async def test_an_application_that_dies_before_it_answers() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("dead")
+
+    with pytest.raises(EngineBroken) as caught:
+        await InProcessEngine(app).send(Request("GET", "/"))
+    assert isinstance(caught.value, EngineBroken)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+async def test_an_application_that_breaks_off(raises: bool) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        if raises:
+            raise RuntimeError("dead")
+
+    answer = await InProcessEngine(app).send(Request("GET", "/"))
+    chunks = answer.chunks()
+    assert await anext(chunks) == b"one"
+    with pytest.raises(EngineBroken, match="middle of its answer"):
+        await anext(chunks)
+    await answer.aclose()

@@ -1,0 +1,64 @@
+import math
+import struct
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.history.turn import Turn, WeightSpan, new_id, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from proxy.stores.packed import pack_keys, pack_turn, unpack_keys, unpack_turn
+
+_NUMBERS = st.integers(0, 2**31 - 1)
+_IDS = st.lists(_NUMBERS)
+_LOGPROBS = st.lists(st.floats(max_value=0.0, allow_nan=False, width=32))
+
+
+@given(_IDS)
+def test_ids_come_back(ids: list[int]) -> None:
+    assert unpack_ids(pack_ids(ids)) == ids
+
+
+@given(_IDS, _IDS)
+def test_packed_ids_are_joined_as_bytes(first: list[int], second: list[int]) -> None:
+    assert pack_ids(first) + pack_ids(second) == pack_ids(first + second)
+
+
+@given(_IDS)
+def test_ids_are_little_endian(ids: list[int]) -> None:
+    assert pack_ids(ids) == struct.pack(f"<{len(ids)}i", *ids)
+
+
+@given(_LOGPROBS)
+def test_logprobs_come_back(logprobs: list[float]) -> None:
+    assert unpack_logprobs(pack_logprobs(logprobs)) == logprobs
+    assert pack_logprobs(logprobs) == struct.pack(f"<{len(logprobs)}f", *logprobs)
+
+
+def test_logprobs_may_be_nan() -> None:
+    assert math.isnan(unpack_logprobs(pack_logprobs([math.nan]))[0])
+
+
+@given(
+    st.builds(
+        Turn,
+        choice=_NUMBERS,
+        prompt_tokens=_NUMBERS,
+        stop_reason=st.none() | st.text() | _NUMBERS,
+        weight_versions=st.lists(st.builds(WeightSpan, start=_NUMBERS, end=_NUMBERS)).map(tuple),
+    )
+)
+def test_turns_come_back(turn: Turn) -> None:
+    # as bytes, because NaN differs from itself
+    assert pack_turn(unpack_turn(pack_turn(turn))) == pack_turn(turn)
+
+
+@given(st.lists(st.binary(max_size=255), unique=True))
+def test_keys_come_back(keys: list[bytes]) -> None:
+    assert unpack_keys(pack_keys(keys)) == keys
+    assert pack_keys(keys * 2) == pack_keys(keys)
+
+
+def test_new_ids_sort_by_time() -> None:
+    ids = [new_id() for _ in range(100)]
+    assert len(set(ids)) == 100
+    assert all(len(name) == 32 and int(name, 16) for name in ids)
+    assert [name[:16] for name in ids] == sorted(name[:16] for name in ids)

@@ -1,0 +1,195 @@
+"""Real engines for the tests in this folder, each started once in a session and all at the same time.
+
+The same test bodies run against the routes inside vLLM (two API server processes) and against the proxy in
+front of a stock vLLM; some also against the proxy made to use vLLM's generate route.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from proxy.demo.checkpoint import ensure_checkpoint
+from proxy.demo.stack import EngineProcess, free_port
+
+INSIDE, FRONT, GENERATE = "inside vLLM", "in front of vLLM", "in front, by the generate route"
+START_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server with the token routes, and the engine that does its work."""
+
+    url: str
+    engine: EngineProcess
+
+    def client(self) -> OpenAI:
+        """An unmodified SDK client."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def http(self) -> httpx.Client:
+        """A plain HTTP client."""
+        return httpx.Client(base_url=self.url, timeout=120)
+
+    def running(self) -> float:
+        """How many requests the engine works on, by its own metric."""
+        lines = httpx.get(f"{self.engine.url}/metrics", timeout=30).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything here, and run what kills engines last."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+    items.sort(key=lambda item: item.get_closest_marker("kills_engine") is not None)
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """The embedded model's checkpoint."""
+    return ensure_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def thinking_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with two of its unused special tokens made ordinary ones: the marks of reasoning."""
+    folder = tmp_path_factory.mktemp("thinking")
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").unlink()
+    marks = {"<jupyter_start>": "<think>", "<jupyter_text>": "</think>"}
+    for token in tokenizer["added_tokens"]:
+        if token["content"] in marks:
+            # special ones are not shown to the parser of whole answers
+            token |= {"content": marks[token["content"]], "special": False}
+    for unused, mark in marks.items():
+        tokenizer["model"]["vocab"][mark] = tokenizer["model"]["vocab"].pop(unused)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engines(
+    request: pytest.FixtureRequest,
+    model: Path,
+    thinking_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, EngineProcess]]:
+    """All engines that the selected tests need, started side by side."""
+    logs = tmp_path_factory.mktemp("vllm")
+    wanted = {
+        "plugin": EngineProcess(model, plugin=True, api_server_count=2, log_file=logs / "plugin.log"),
+        "stock": EngineProcess(
+            model, plugin=False, extra_flags=["--enable-scale-out"], log_file=logs / "stock.log"
+        ),
+    }
+    if any("mortal_engine" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        wanted["mortal"] = EngineProcess(
+            thinking_model, extra_flags=["--reasoning-parser", "deepseek_r1"], log_file=logs / "mortal.log"
+        )
+    with ExitStack() as stack:
+        started = {name: stack.enter_context(engine) for name, engine in wanted.items()}
+        for engine in started.values():
+            engine.wait_ready(START_TIMEOUT_S)
+        for name in ("plugin", "mortal"):
+            if name in started:
+                wait_ready(started[name].url)
+        yield started
+
+
+@pytest.fixture(scope="session")
+def mortal_engine(engines: dict[str, EngineProcess]) -> EngineProcess:
+    """An engine with the plugin and a reasoning parser, which the last test that needs it may kill."""
+    return engines["mortal"]
+
+
+@pytest.fixture(scope="session")
+def proxies(engines: dict[str, EngineProcess]) -> Iterator[dict[str, str]]:
+    """The proxy before the stock engine, with the spelling found out and with the other one forced."""
+    stock = engines["stock"].url
+    with run_proxy(f"{stock}/v1/") as front, run_proxy(stock, "--token-in", "generate") as generate:
+        yield {FRONT: front, GENERATE: generate}
+
+
+@pytest.fixture(params=[INSIDE, FRONT])
+def server(request: pytest.FixtureRequest, engines: dict[str, EngineProcess]) -> Served:
+    """Each of the ways to run in turn."""
+    if request.param == INSIDE:
+        return Served(engines["plugin"].url, engines["plugin"])
+    proxies: dict[str, str] = request.getfixturevalue("proxies")
+    return Served(proxies[request.param], engines["stock"])
+
+
+every_spelling = pytest.mark.parametrize("server", [INSIDE, FRONT, GENERATE], indirect=True)
+"""For tests that must also hold where ids go in by the generate route."""
+
+
+class ProxyProcess:
+    """`tokenproxy serve` as a process of its own, which can be killed and started again on the same port."""
+
+    def __init__(self, upstream: str, *flags: str) -> None:
+        """Nothing runs yet; `flags` are those of the command."""
+        port = free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", upstream, "--port", str(port)]
+        self._command = [*command, *flags]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it is ready."""
+        self._process = subprocess.Popen(self._command)
+        wait_ready(self.url)
+
+    def kill(self) -> None:
+        """End it with no chance to tidy up."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End it in order; it does nothing when none runs."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, by: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.send_signal(by)
+            process.wait(30)
+
+
+@contextmanager
+def run_proxy(upstream: str, *flags: str) -> Iterator[str]:
+    """`tokenproxy serve` as a process of its own; the value is its URL, once it is ready."""
+    proxy = ProxyProcess(upstream, *flags)
+    try:
+        proxy.start()
+        yield proxy.url
+    finally:
+        proxy.stop()
+
+
+def wait_ready(url: str, timeout_s: float = 120.0) -> dict[str, object]:
+    """Wait until `/ready` says that an engine answers and that messages can be appended."""
+    deadline = time.monotonic() + timeout_s
+    state: object = None
+    while time.monotonic() < deadline:
+        try:
+            answer = httpx.get(f"{url}/ready", timeout=10)
+            state = answer.text
+            if answer.status_code == 200 and answer.json()["engines"][0]["append"] == "ready":
+                ready: dict[str, object] = answer.json()["engines"][0]
+                return ready
+        except httpx.TransportError as error:
+            state = error
+        time.sleep(0.2)
+    raise TimeoutError(f"{url} was not ready after {timeout_s:.0f} s: {state}")

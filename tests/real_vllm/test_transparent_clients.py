@@ -1,0 +1,184 @@
+"""Clients as they are: they rewrite what they got, send it twice, edit it, and meet servers that die.
+
+The reasoning engine's `</think>` is made likely, so that turns have both reasoning and words after it.
+"""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from proxy.demo.stack import EngineProcess
+from tests.real_vllm.conftest import ProxyProcess, Served, run_proxy
+from tests.real_vllm.rollouts import (
+    TOOL_OPTIONS,
+    Habit,
+    Message,
+    Talk,
+    check_samples,
+    check_seen,
+    check_talk,
+    open_client,
+    record,
+)
+from tests.stores.redis_server import run_redis
+
+END_OF_REASONING = 12
+"""Id of `</think>` in the reasoning engine's tokenizer."""
+THINKING: dict[str, Any] = {"logit_bias": {str(END_OF_REASONING): 14}, "max_tokens": 24}
+
+
+def without_reasoning(message: Message) -> Message:
+    """As clients do that know OpenAI's fields only."""
+    return {name: value for name, value in message.items() if not name.startswith("reasoning")}
+
+
+def in_parts(message: Message) -> Message:
+    """Content as a list of parts."""
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if text else message
+
+
+def stripped(message: Message) -> Message:
+    """No white space around what the model said."""
+    if message["role"] != "assistant" or not message.get("content"):
+        return message
+    return {**message, "content": message["content"].strip()}
+
+
+def reordered(message: Message) -> Message:
+    """Arguments as another JSON library spells them."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        try:
+            arguments = json.loads(call["function"]["arguments"])
+        except ValueError:  # a call that was cut short
+            calls.append(call)
+            continue
+        turned = dict(sorted(arguments.items(), reverse=True))
+        function = {**call["function"], "arguments": json.dumps(turned, indent=3)}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def everything(message: Message) -> Message:
+    """All of it at once."""
+    return in_parts(stripped(reordered(without_reasoning(message))))
+
+
+HABITS: tuple[Habit, ...] = (dict, without_reasoning, in_parts, stripped, reordered, everything)
+
+
+async def converse(talk: Talk, turns: int = 3, **options: Any) -> None:
+    """Turns of a conversation that begins like no other; tools are called in the first."""
+    talk.options = {"tools": TOOL_OPTIONS["tools"], "tool_choice": "none", **options}
+    for turn in range(turns):
+        calls = {**TOOL_OPTIONS} if turn == 0 else {}
+        await talk.say("And then?" if turn else f"The weather in {uuid4().hex}, please.", **calls)
+
+
+async def check_exact(talk: Talk) -> None:
+    """Every follow-up turn extended the one before, by all evidence."""
+    assert [turn.source for turn in talk.turns] == [
+        "rendered: first_turn",
+        *["extended"] * (len(talk.turns) - 1),
+    ]
+    assert await check_talk(talk) == 0
+
+
+@pytest.mark.parametrize("ids", [False, True], ids=["plain", "ids"])
+async def test_rewritten_messages_are_recognised(mortal_engine: EngineProcess, ids: bool) -> None:
+    extra: dict[str, Any] = {"extra_body": {"return_token_ids": True}} if ids else {}
+    async with open_client(f"{mortal_engine.url}/v1") as client:
+        talks = [Talk(client, number % 2 > 0, habit=habit) for number, habit in enumerate(HABITS)]
+        await asyncio.gather(*(converse(talk, **THINKING, **extra) for talk in talks))
+        for talk in talks:
+            await check_exact(talk)
+    spoken = [turn.message for talk in talks for turn in talk.turns[1:]]
+    assert sum(bool(message.get("reasoning")) and bool(message.get("content")) for message in spoken) >= 2
+
+
+async def test_a_retry_gets_the_first_answer_and_makes_no_fork(server: Served) -> None:
+    async with open_client(f"{server.url}/v1") as client:
+        talks = [Talk(client, stream) for stream in (False, True)]
+        for talk in talks:
+            talk.options = {"extra_body": {"return_token_ids": True}}
+            for text in (f"Say something about {uuid4().hex}.", "And then?", "Why?"):
+                turn = await talk.say(text)
+                said = talk.messages.pop()
+                [again] = await talk.ask(headers={"x-stainless-retry-count": "1"})
+                assert again.headers["x-request-replayed"] == "true"
+                assert (again.prompt_ids, again.ids) == (turn.prompt_ids, turn.ids)
+                assert (again.message, again.headers["x-turn-id"]) == (
+                    turn.message,
+                    turn.headers["x-turn-id"],
+                )
+                talk.messages.append(said)
+            await check_exact(talk)
+
+
+async def test_an_edited_turn_forks_there(server: Served) -> None:
+    """What stands before the edit is kept exactly; the record says that and why."""
+    async with open_client(f"{server.url}/v1") as client:
+        talk = Talk(client, options={"extra_body": {"return_token_ids": True}})
+        for text in (f"Say something about {uuid4().hex}.", "And then?", "Why?"):
+            await talk.say(text)
+        first, second, _ = talk.turns
+        talk.messages[3]["content"] = "Something else altogether."
+        edited = await talk.say("Really?")
+        before = first.prompt_ids + first.ids
+        assert edited.source == "extended: history_edited"
+        assert edited.headers["x-prompt-reused"] == str(len(before))
+        assert edited.prompt_ids[: len(before)] == before
+        assert edited.prompt_ids[: len(second.prompt_ids + second.ids)] != second.prompt_ids + second.ids
+        after = await talk.say("Go on.")
+        assert after.source == "extended"
+        kept = await record(talk)
+    assert kept.of(edited)["parent"] == kept.of(first)["id"]
+    assert kept.of(after)["parent"] == kept.of(edited)["id"]
+    for turn in talk.turns:
+        check_seen(kept, turn)
+    check_samples(kept)
+    assert len(kept.samples) == 2
+
+
+async def test_a_killed_proxy_knows_its_conversations_when_it_is_back(
+    engines: dict[str, EngineProcess], tmp_path: Path
+) -> None:
+    proxy = ProxyProcess(engines["stock"].url, "--store", f"sqlite:///{tmp_path / 'rollouts.db'}")
+    try:
+        proxy.start()
+        async with open_client(f"{proxy.url}/v1") as client:
+            talks = [Talk(client, stream) for stream in (False, True)]
+            await asyncio.gather(*(talk.say(f"Talk about {uuid4().hex}.") for talk in talks))
+            proxy.kill()
+            proxy.start()
+            await asyncio.gather(*(talk.say("And then?") for talk in talks))
+            for talk in talks:
+                await check_exact(talk)
+    finally:
+        proxy.stop()
+
+
+async def test_two_proxies_with_one_redis(engines: dict[str, EngineProcess], tmp_path: Path) -> None:
+    """The turns of every conversation go to one proxy and the other by turns."""
+    with ExitStack() as stack:
+        port = stack.enter_context(run_redis(tmp_path))
+        flags = ("--store", f"redis://127.0.0.1:{port}/0")
+        urls = [stack.enter_context(run_proxy(engines["stock"].url, *flags)) for _ in range(2)]
+        async with AsyncExitStack() as clients:
+            both = [await clients.enter_async_context(open_client(f"{url}/v1")) for url in urls]
+            talks = [Talk(both[0], stream) for stream in (False, True)]
+            for turn in range(4):
+                for talk in talks:
+                    talk.client = both[turn % 2]
+                    talk.options = {"extra_body": {"return_token_ids": True}}
+                await asyncio.gather(
+                    *(talk.say("And then?" if turn else f"Talk about {uuid4().hex}.") for talk in talks)
+                )
+            for talk in talks:
+                await check_exact(talk)

@@ -1,0 +1,52 @@
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from proxy.history.store import Store
+from tests.stores.redis_server import run_redis
+from tests.stores.store_utils import opened
+
+
+@pytest.fixture(scope="session")
+def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A server for the whole run: to start one for each test would cost more than the tests."""
+    with run_redis(tmp_path_factory.mktemp("redis")) as port:
+        yield port
+
+
+@pytest.fixture
+def redis_url(redis_port: int) -> str:
+    """The server, empty."""
+    with redis.Redis(port=redis_port) as client:
+        client.flushall()
+    return f"redis://127.0.0.1:{redis_port}/0"
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    return f"sqlite://{tmp_path}/folder/store.db"
+
+
+def _url(kind: str, request: pytest.FixtureRequest) -> str:
+    return "memory:" if kind == "memory" else str(request.getfixturevalue(f"{kind}_url"))
+
+
+@pytest.fixture(params=["memory", "sqlite", "redis"])
+def url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty store of each kind."""
+    return _url(request.param, request)
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def shared_url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty store of each kind that several processes can share."""
+    return _url(request.param, request)
+
+
+@pytest.fixture
+async def store(url: str) -> AsyncIterator[Store]:
+    """An empty store of each kind."""
+    async with opened(url) as store:
+        yield store
