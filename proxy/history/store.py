@@ -2,66 +2,131 @@
 
 What every store promises:
 
-- what a call changed is seen by every process that shares the store once the call has returned, and outlives
-  the end of this process (the memory store has only one process, and does not outlive it);
-- a turn is written once and never changed; writing the same turn again changes nothing;
-- turns of one rollout leave together, oldest used rollout first, when the limits are exceeded, and the keys
-  they were found by are remembered as evicted for a while.
+- what a call changed is visible to every process that shares the store once the call has returned, and
+  survives the end of this process (the memory store has only one process, and does not survive it);
+- a turn is written once; writing the same turn again changes nothing;
+- the limits hold after every call that adds something, without anybody's help: the rollouts used least
+  recently are evicted, each with all its turns, and the keys they were found by are remembered as evicted for
+  a while. A pinned rollout is never evicted.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from proxy.history.turn import Turn
 
 FOUND_AT_MOST = 16
-"""Turns that `find` gives for one key."""
+"""Groups that `find` returns for one key, and turns that it returns for one group."""
+
+MAX_DESCRIPTION_BYTES = 65_536
+"""Of a session's defaults, overrides and metadata together."""
 
 
 class StoreError(Exception):
-    """The store cannot be reached, or answered nonsense; the message says which and what to look at."""
+    """The store cannot be reached, or returned something unreadable; the message says what to check."""
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is known of a rollout beside its turns."""
+    """A rollout: what the store holds of it next to its turns."""
 
     id: str
+    """Unique in the store: see `session_id`."""
+    tenant: str = ""
+    """Digest of the credential it belongs to; empty where nobody asks for credentials."""
     explicit: bool = True
     """Whether a client named it; False for the rollout of a conversation without a session."""
+    ambiguous: bool = False
+    """Whether another rollout ever held an equal conversation, so that requests may have been confused."""
     created: float
     """Seconds since the epoch."""
     used: float
-    """When a turn was last added or its description last saved, in seconds since the epoch."""
+    """When a turn was last added or matched or its description last saved, in seconds since the epoch."""
     turns: int = 0
     size: int = 0
-    """Bytes its turns take, as the store counts them."""
+    """Bytes its turns and its description take, as the store counts them."""
     defaults: bytes = b"{}"
-    """JSON object: fields of a chat request that hold where a request does not set them."""
+    """JSON object: fields of a chat request that apply where a request does not set them."""
     overrides: bytes = b"{}"
-    """JSON object: fields of a chat request that hold whatever a request says."""
+    """JSON object: fields of a chat request that apply whatever a request sets."""
     metadata: bytes = b"{}"
-    """JSON object: the client's own words on it."""
+    """JSON object of the client's own."""
+
+    @property
+    def name(self) -> str:
+        """The id without the tenant: what clients know."""
+        return self.id.removeprefix(f"{self.tenant}/") if self.tenant else self.id
+
+
+def session_id(tenant: str, name: str) -> str:
+    """The id of a tenant's session in a store. Names hold no slash, so two tenants never share an id."""
+    return f"{tenant}/{name}" if tenant else name
+
+
+class IndexEntry(NamedTuple):
+    """One way in which a turn is found again."""
+
+    key: bytes
+    """16 bytes."""
+    ids: bytes = b""
+    """The turn's `ids_digest`, where a turn found by this key may be continued. Empty for keys that only
+    explain why nothing was found."""
+
+
+class Candidate(NamedTuple):
+    """A recorded turn that a request may continue."""
+
+    turn: str
+    rollout: str
+    open: bool
+    """Whether nobody has continued or claimed it yet."""
+
+
+class CandidateGroup(NamedTuple):
+    """The turns under one key that have equal ids."""
+
+    ids: bytes
+    """Their `ids_digest`; empty under keys that only explain."""
+    total: int
+    """How many there are."""
+    candidates: list[Candidate]
+    """At most FOUND_AT_MOST of them: open ones before others, then the newest first."""
+
+
+class Found(NamedTuple):
+    """What is under one key."""
+
+    total: int
+    """Turns in all groups, those not returned too."""
+    groups: list[CandidateGroup]
+    """At most FOUND_AT_MOST, the group with the newest turn first. If there are more than that, `ids` differ
+    anyway: nothing could decide between them."""
+
+
+class Cursor(NamedTuple):
+    """A place in the list of sessions, by use."""
+
+    used: float
+    id: str
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a request was answered, kept for a while so that a retry gets the same."""
+    """The response to a request, kept for a while so that a retry gets the same."""
 
     id: str
     """Sorts by time, as `turn.new_id`."""
     key: bytes
     """What it is found by."""
     request: bytes = b""
-    """Digest of everything that was asked."""
+    """Digest of the whole request."""
     failed: bool = False
-    """Whether the client got an error, or left: then the next retry of an equal request runs anew."""
-    turns: tuple[str, ...] = ()
+    """Whether the client got an error or left: then the next retry of an equal request runs anew."""
     status: int = 200
     headers: tuple[tuple[bytes, bytes], ...] = ()
     body: bytes = b""
-    """What was sent, compressed with zlib; empty if it was too long to keep."""
+    """What was sent, compressed with zlib."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +134,25 @@ class Limits:
     """How much a store holds."""
 
     max_bytes: int = 2**30
-    """Of turns. Exceeded, the oldest used rollouts go until nine tenths are left."""
+    """Of turns and session descriptions. If exceeded, the least recently used rollouts are evicted."""
     max_age_s: float = 7 * 86400.0
-    """A rollout that was not used for so long goes."""
-    answer_age_s: float = 600.0
-    """How long answers are kept."""
-    answer_bytes: int = 128 * 2**20
-    """Of answers; the oldest go first."""
+    """A rollout that was not used for so long is evicted."""
+    response_age_s: float = 600.0
+    """How long responses are kept."""
+    response_bytes: int = 128 * 2**20
+    """Of responses; the oldest are dropped first."""
     evicted_keys: int = 200_000
     """How many keys of evicted turns are remembered; the oldest are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a store holds."""
+    """How much a store holds."""
 
     rollouts: int
     turns: int
     size: int
-    """Bytes of turns."""
+    """Bytes of turns and session descriptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,41 +165,62 @@ class Evicted:
 
 
 class Store(Protocol):
-    """Keeps turns, sessions, rewards and answers. Every method may raise StoreError.
+    """Keeps turns, sessions, rewards and responses. Every method may raise StoreError.
 
     A store is made outside an event loop and used in one; `open` comes first.
     """
 
     async def open(self) -> None:
-        """Connect, and make what must exist."""
+        """Connect, and create what must exist."""
         ...
 
     async def aclose(self) -> None:
-        """Finish what was begun and let go of everything."""
+        """Finish what was begun and close everything."""
         ...
 
-    async def add(self, turns: Sequence[Turn], keys: Sequence[Sequence[bytes]]) -> Evicted:
-        """Record turns, all or none of them.
+    async def add(
+        self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]
+    ) -> Evicted:
+        """Record turns of one rollout, all or none of them.
+
+        The parents of the turns are no longer open. Where an entry has `ids` and its key already finds a turn
+        of another rollout, both sessions become ambiguous; so does the session of a turn whose reason is
+        `ambiguous`.
 
         Args:
-            turns: of one rollout, whose session is made where there is none: explicit unless `made_up`.
-            keys: for each turn the 16-byte keys under which `find` finds it.
+            session: created if the store does not hold one of this id; if it does, only `used` is updated.
+            entries: for each turn what finds it.
 
         Returns:
-            what had to leave so that the limits hold. The turns' own rollout goes last, and only if it alone
-            takes more than all may.
+            what was evicted so that the limits hold. The rollout itself is evicted last, and only if it alone
+            exceeds the limit.
         """
         ...
 
-    async def find(self, keys: Sequence[bytes]) -> dict[bytes, list[str]]:
-        """For each key that is known, the ids of its turns, newest first, at most FOUND_AT_MOST."""
+    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
+        """What is under each of the keys; those with nothing under them are missing."""
         ...
 
     async def evicted(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of the keys whose turns were evicted. A deleted session's are not among them."""
         ...
 
-    async def path(self, turn_id: str) -> list[Turn]:
+    async def claim(self, turn: str) -> bool:
+        """Make a turn no longer open, so that no other request takes it. False if it was not open."""
+        ...
+
+    async def release(self, turn: str) -> None:
+        """Make a claimed turn open again, unless a turn that continues it was recorded meanwhile."""
+        ...
+
+    async def pin(self, rollout: str, until: float) -> None:
+        """Mark a rollout as used now, and keep it from eviction until a time in seconds since the epoch.
+
+        Nothing happens if there is no such rollout. The latest `until` counts.
+        """
+        ...
+
+    async def path(self, turn: str) -> list[Turn]:
         """A turn and all it continues, the first turn first; empty if one of them is missing."""
         ...
 
@@ -142,26 +228,41 @@ class Store(Protocol):
         """All turns of a rollout in the order of their ids; empty if there is none."""
         ...
 
-    async def save_session(self, session: Session) -> None:
-        """Make or describe a session: all is taken over but `turns` and `size`, which are the store's own."""
+    async def newest(self, rollout: str, limit: int) -> list[str]:
+        """Ids of the newest turns of a rollout, newest first."""
+        ...
+
+    async def save_session(self, session: Session) -> Evicted:
+        """Create or describe a session. `turns`, `size` and `ambiguous` stay the store's own.
+
+        Returns:
+            what was evicted so that the limits hold.
+        """
         ...
 
     async def session(self, rollout: str) -> Session | None:
-        """A session or rollout."""
+        """A session by its id."""
         ...
 
-    async def sessions(self, *, limit: int, before: float | None = None) -> list[Session]:
-        """Sessions and rollouts, the last used first; with `before`, those used earlier than that."""
+    async def sessions(
+        self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
+    ) -> list[Session]:
+        """Sessions in descending order of (used, id).
+
+        Args:
+            tenant: whose; None for all.
+            before: only those after this place in the order.
+        """
         ...
 
     async def delete(self, rollout: str) -> bool:
         """Remove a rollout with its turns, keys, rewards. False if there is none."""
         ...
 
-    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> None:
+    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
         """Set the reward of turns, by their id, or of the whole rollout, by "". Others stay.
 
-        The turns need not be known. The rollout's session is made where there is none.
+        Returns False, and sets nothing, if there is no such rollout. The turns need not be known.
         """
         ...
 
@@ -169,20 +270,20 @@ class Store(Protocol):
         """The rewards of a rollout, as `set_rewards` took them."""
         ...
 
-    async def keep_response(self, answer: StoredResponse) -> None:
-        """Keep an answer for as long as the limits say."""
+    async def keep_response(self, response: StoredResponse) -> None:
+        """Keep a response for as long as the limits allow."""
         ...
 
-    async def answers(self, key: bytes) -> list[StoredResponse]:
-        """The answers under a key that were not taken, newest first."""
+    async def responses(self, key: bytes) -> list[StoredResponse]:
+        """The responses under a key that were not taken, newest first."""
         ...
 
-    async def take_response(self, answer: StoredResponse) -> bool:
-        """Take an answer out, so that nobody finds it again. False if somebody else was faster."""
+    async def take_response(self, response: StoredResponse) -> bool:
+        """Remove a response, so that nobody finds it again. False if somebody else was faster."""
         ...
 
     async def evict(self) -> Evicted:
-        """Let go of what is too old or too much. Called now and then."""
+        """Evict what is too old, responses too. Called from time to time."""
         ...
 
     async def usage(self) -> Usage:

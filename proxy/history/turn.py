@@ -4,11 +4,10 @@ Law, for every turn with a parent:
 
     prompt_ids(turn) == prompt_ids(parent) + completion_ids(parent) + turn.appended
 
-Only the difference to the parent is kept, so a conversation of n tokens takes O(n) bytes, however many turns
-it has.
+Only the difference to the parent is stored, so a conversation of n tokens takes O(n) bytes, however many
+turns it has. The n choices of one request share a prompt: one of their turns holds it, the others name it.
 """
 
-import re
 import secrets
 import sys
 import time
@@ -18,12 +17,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from proxy.history.vocabulary import ABORTED
+
 T = TypeVar("T", int, float)
-
-_MADE_UP = re.compile(r"[0-9a-f]{28}0000")
-
-ABORTED = "abort"
-"""The finish reason of a turn whose client left, or whose engine broke, before its end."""
 
 
 class WeightSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -40,9 +36,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     """32 hexadecimal digits that sort by the time of the request; see `turn_id`."""
     rollout: str
-    """The session's id, or one made for a conversation without a session."""
+    """Id of the session the turn belongs to: see `proxy.history.store.session_id`."""
     parent: str | None = None
-    """The turn whose ids this prompt begins with; None for one that begins anew."""
+    """The turn whose ids this prompt begins with; None if it begins a tree."""
     request: str
     """Shared by the n turns of one request."""
     choice: int = 0
@@ -51,16 +47,19 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds since the epoch when the turn was recorded."""
     model: str
     """The model or LoRA name the client asked for, or the engine's base model."""
-    tools: bytes = b""
-    """The request's tools as JSON; empty if none, and where a parent has the same."""
-    template_kwargs: bytes = b""
-    """What the request passed to the template, as JSON; empty if nothing, and where a parent has the same."""
+    prompt_turn: str | None = None
+    """The turn of the same request that holds `messages` and `appended` for this one; None if this one does.
+    Stores fill both in when they return the turn."""
+    tools: bytes | None = None
+    """The request's tools as JSON, b"" for none; None if they are those of the parent."""
+    template_kwargs: bytes | None = None
+    """The template's arguments as JSON, b"" for none; None if they are those of the parent."""
     messages: bytes = b"[]"
-    """JSON array: the messages that stand behind the parent's conversation, as the client sent them."""
+    """JSON array: the messages after the parent's conversation, as the client sent them."""
     message: bytes = b"{}"
     """JSON object: the assistant's message as the engine parsed it."""
     appended: bytes = b""
-    """Packed ids: the prompt behind the parent's ids; the whole prompt if there is no parent."""
+    """Packed ids: the prompt after the parent's ids; the whole prompt if there is no parent."""
     completion: bytes = b""
     """Packed ids that were sampled, the stop token included."""
     logprobs: bytes = b""
@@ -68,28 +67,35 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: int
     """Number of ids in the whole prompt."""
     source: str
-    """`extended`, `rendered` or `given`: how the prompt came about."""
+    """A `Source`."""
     reason: str = ""
-    """Why the prompt is not an extension of all that was said before; empty if it is."""
+    """A `Reason`; empty if the prompt extends the whole recorded history."""
     finish_reason: str | None = None
-    """As the engine said it; `abort` if it could not say it."""
+    """As the engine gave it; `abort` if the turn was broken off."""
     stop_reason: str | int | None = None
-    """The stop string or token that ended the turn, as vLLM says it."""
+    """The stop string or token that ended the turn, as vLLM gives it."""
     temperature: float | None = None
     """What the request asked for; None if it left that to the engine."""
+    logprobs_mode: str = ""
+    """The server's `--logprobs-mode`; empty if it could not be asked."""
     problem: str = ""
-    """Why the turn cannot be trained on, one of `proxy.history.evidence.PROBLEMS`; empty if it can."""
+    """A `Problem` that makes the turn untrainable; empty if it can be trained on."""
     weight_versions: tuple[WeightSpan, ...] = ()
     routed_experts: str | None = None
     """As the engine returned it (base64 of an .npy array)."""
-    settings: tuple[bytes, ...] = ()
-    """Digests of tools, template arguments and model."""
-    strict_before: bytes = b""
+    scope: tuple[bytes, ...] = ()
+    """Digests of the parts of the scope, as `Scope.parts`: they explain why a request does not match."""
+    spelling_before: bytes = b""
     """Digest of the request's messages as the client spelled them."""
-    strict: bytes = b""
+    spelling: bytes = b""
     """Digest of the assistant's message."""
     reasonings: tuple[bytes, ...] = ()
     """Digests of the reasoning of each assistant message in `messages` and then of `message`."""
+    calls: tuple[bytes, ...] = ()
+    """For each tool call of `message` the digest of its arguments, or b"" where they are no valid JSON; empty
+    if all are valid."""
+    ids_digest: bytes = b""
+    """16 bytes: blake2b of prompt and completion as packed ids, so turns with equal ids have equal digests."""
 
     @property
     def aborted(self) -> bool:
@@ -103,13 +109,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def new_id() -> str:
-    """A name nobody else has; later ones sort behind earlier ones, to the clock's precision."""
+    """A unique name of 32 hexadecimal digits; later names sort after earlier ones, to the clock's precision."""
     return f"{time.time_ns():016x}{secrets.token_hex(6)}0000"
-
-
-def made_up(rollout: str) -> bool:
-    """Whether a rollout has an id of `new_id`, because no client named it."""
-    return _MADE_UP.fullmatch(rollout) is not None
 
 
 def turn_id(request: str, choice: int) -> str:

@@ -1,0 +1,82 @@
+"""A completion as an engine returned it, and whether it can be trained on.
+
+A turn becomes a sample only if the number of its ids equals that of its log-probabilities and nothing that the
+engine returned contradicts them. What does not add up is refused with a `Problem`, never padded.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from proxy.history.turn import WeightSpan
+from proxy.history.vocabulary import Problem
+
+
+@dataclass(slots=True)
+class SampledChoice:
+    """One choice of a completion."""
+
+    index: int = 0
+    message: dict[str, Any] = field(default_factory=dict)
+    """The assistant's message as the engine parsed it."""
+    ids: list[int] | None = None
+    """What was sampled, the stop token included; None if the engine returned no ids."""
+    logprobs: list[float] | None = None
+    """One for each id; None if the engine returned none."""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    counted: int | None = None
+    """Number of ids as the engine counted them."""
+    weight_versions: tuple[WeightSpan, ...] = ()
+    routed_experts: str | None = None
+    unreadable: str = ""
+    """Name of the field of the evidence that could not be read; empty if all could."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """A completion, whole or as far as it came."""
+
+    prompt_ids: bytes | None = None
+    """The prompt as the engine echoed it, a JSON array; None if it did not."""
+    choices: list[SampledChoice] = field(default_factory=list)
+    completion_tokens: int | None = None
+    """Of all choices, as the engine counted them."""
+
+
+def same_ids(left: bytes, right: bytes) -> bool:
+    """Whether two JSON arrays hold the same ids; equal bytes, the usual case, are not parsed."""
+    return left == right or msgspec.json.decode(left) == msgspec.json.decode(right)
+
+
+def untrainable_reason(
+    completion: Completion, choice: SampledChoice, sent: bytes, *, media: bool
+) -> Problem | None:
+    """Why a choice cannot be trained on, the gravest problem first; None if it can.
+
+    Args:
+        sent: the prompt that the engine was given as a JSON array of ids; empty if it rendered messages.
+    """
+    if completion.prompt_ids is None or not completion.prompt_ids[:64].strip(b"[] \t\r\n"):
+        return Problem.NO_PROMPT_IDS
+    if sent and not same_ids(sent, completion.prompt_ids):
+        return Problem.PROMPT_MISMATCH
+    if choice.unreadable:
+        return Problem.UNREADABLE_EVIDENCE
+    if choice.ids is None:
+        return Problem.NO_COMPLETION_IDS
+    count = len(choice.ids)
+    if len(choice.logprobs or ()) > count:
+        return Problem.IDS_MISSING
+    together = sum(len(other.ids or ()) for other in completion.choices)
+    if choice.counted not in (None, count) or completion.completion_tokens not in (None, together):
+        return Problem.USAGE_MISMATCH
+    if media:
+        return Problem.MEDIA
+    if choice.logprobs is None:
+        return Problem.NO_LOGPROBS
+    if len(choice.logprobs) != count:
+        return Problem.LOGPROBS_MISMATCH
+    return None if all(map(math.isfinite, choice.logprobs)) else Problem.LOGPROBS_NOT_FINITE

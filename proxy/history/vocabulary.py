@@ -1,0 +1,99 @@
+"""The closed vocabularies of recorded turns: where a prompt came from, why, and what is wrong with a turn."""
+
+from enum import StrEnum
+
+
+class Source(StrEnum):
+    """Where a prompt came from: values of `X-Prompt-Source`."""
+
+    EXTENDED = "extended"
+    """Recorded ids, followed by what the chat template puts after them."""
+    RENDERED = "rendered"
+    """The engine rendered messages."""
+    GIVEN = "given"
+    """The client gave the ids."""
+
+
+class _Explained(StrEnum):
+    """A word with a sentence that explains it."""
+
+    meaning: str
+
+    def __new__(cls, word: str, meaning: str) -> "_Explained":
+        member = str.__new__(cls, word)
+        member._value_ = word
+        member.meaning = meaning
+        return member
+
+
+class Reason(_Explained):
+    """Why a prompt is not an extension of the whole recorded history: values of `X-Prompt-Reason`."""
+
+    FIRST_TURN = "first_turn", "the messages hold no assistant turn: there is nothing to continue"
+    NO_MATCH = "no_match", "no recorded turn ends at an assistant message of the request"
+    EVICTED = "evicted", "the conversation was recorded and has been evicted since"
+    HISTORY_EDITED = "history_edited", "a message differs from the recorded one; what precedes it stays exact"
+    CALL_REPAIRED = (
+        "call_repaired",
+        "the client completed the JSON of a recorded tool call that was cut off: same turn, sampled ids kept",
+    )
+    AMBIGUOUS = "ambiguous", "several recorded turns with different ids fit, and nothing decides between them"
+    TOOLS_CHANGED = "tools_changed", "the tools differ from those of the recorded conversation"
+    TEMPLATE_KWARGS_CHANGED = (
+        "template_kwargs_changed",
+        "the chat template's arguments differ from those of the recorded conversation",
+    )
+    RENDERING_CHANGED = (
+        "rendering_changed",
+        "another field that this engine's rendering prints differs from the recorded conversation",
+    )
+    MODEL_CHANGED = "model_changed", "the conversation was held with another model, adapter or tokenizer"
+    UNUSABLE_TURN = "unusable_turn", "the turn to continue was recorded without its exact ids"
+    MEDIA = "media", "the messages hold images or other media: the engine must render them"
+    ENDS_WITH_ASSISTANT = "ends_with_assistant", "the last message is an assistant's: nothing to append"
+    CUSTOM_TEMPLATE = "custom_template", "the request brings its own chat template"
+    SPECIAL_REQUEST = "special_request", "a field of the request asks for a rendering that ids cannot give"
+    TEMPLATE_UNSUPPORTED = (
+        "template_unsupported",
+        "for this template and these messages it is not certain what to append",
+    )
+    TEMPLATE_REFUSED = "template_refused", "the chat template refuses the new messages"
+    NO_TOKENIZER = "no_tokenizer", "the model's tokenizer could not be loaded by the proxy"
+    TOKENIZER_MISMATCH = "tokenizer_mismatch", "the proxy's tokenizer renders other ids than the engine"
+    TOKENIZER_UNCHECKED = (
+        "tokenizer_unchecked",
+        "the engine rendered no conversation to compare the tokenizer with",
+    )
+    NO_TOKEN_IN = "no_token_in", "the engine takes no prompt ids"
+    STORE_UNAVAILABLE = "store_unavailable", "the store of recorded turns does not respond"
+    UNREADABLE = "unreadable", "the messages are not those of a chat completion: see the engine's error"
+    NO_IDS = "no_ids", "the token route was given messages and no ids"
+    IDS_GIVEN = "ids_given", "the client gave the ids"
+    PREFIX_GIVEN = "prefix_given", "the client gave the ids of the first part; the template rendered the rest"
+
+
+class Problem(_Explained):
+    """What makes a turn untrainable."""
+
+    NO_PROMPT_IDS = "no_prompt_ids", "the engine returned no prompt ids"
+    NO_COMPLETION_IDS = "no_completion_ids", "the engine returned no completion ids"
+    NO_LOGPROBS = "no_logprobs", "the engine returned no log-probabilities"
+    IDS_MISSING = "ids_missing", "the engine returned fewer ids than log-probabilities"
+    LOGPROBS_MISMATCH = "logprobs_mismatch", "the numbers of ids and log-probabilities differ"
+    USAGE_MISMATCH = "usage_mismatch", "the engine counted another number of tokens than it returned ids"
+    PROMPT_MISMATCH = "prompt_mismatch", "the engine used another prompt than it was given"
+    MEDIA = "media", "the prompt holds images or other media, which ids alone do not describe"
+    LOGPROBS_NOT_FINITE = "logprobs_not_finite", "a log-probability is infinite or not a number"
+    UNREADABLE_EVIDENCE = (
+        "unreadable_evidence",
+        "the engine returned ids or log-probabilities of an unknown shape",
+    )
+    MISSING_PARENT = "missing_parent", "the turn continues one that is not stored"
+    PROMPT_LENGTH_MISMATCH = (
+        "prompt_length_mismatch",
+        "the prompt is not as long as the turn before and what was appended",
+    )
+
+
+ABORTED = "abort"
+"""The finish reason of a turn whose client left, or whose engine broke, before its end."""
