@@ -46,6 +46,8 @@ MAX_DEPTH = 100
 """JSON text nested deeper compares as text: a parser's own limit moves with the stack it is called on."""
 
 _DIGEST_SIZE = 16
+_ARGUMENTS_AT = 3
+"""Where the arguments stand in what `_call` makes of a function call."""
 _OWN_KEY_PARTS = frozenset({"refusal", "thinking"})
 # the closing quote is optional so that a text full of unclosed strings is still read in one pass
 _TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)
@@ -62,6 +64,30 @@ class CanonicalMessage:
     both ends. The same as `strict` if that changes nothing, and for every other role."""
     reasoning: bytes
     """16 bytes for an assistant's reasoning, stripped; empty if there is none."""
+    without_arguments: bytes = b""
+    """16 bytes: `loose` of the same message with no arguments in its tool calls; empty if it has no calls."""
+    arguments: tuple[bytes, ...] = ()
+    """For each tool call 17 bytes: b"j" and a digest of its JSON, or b"t" and a digest of other text."""
+
+    def repairs(self, recorded: tuple[bytes, ...]) -> bool | None:
+        """Whether this message completes tool calls whose recorded arguments are no JSON.
+
+        Clients complete a call that was cut off (LangChain does), so its arguments become JSON.
+
+        Args:
+            recorded: `arguments` of the recorded message, which has equal `without_arguments`.
+
+        Returns:
+            True if it does, False if all arguments are equal, None if arguments differ otherwise: an edit.
+        """
+        repaired = False
+        for ours, theirs in zip(self.arguments, recorded, strict=True):
+            if ours == theirs:
+                continue
+            if theirs[:1] != b"t" or ours[:1] != b"j":
+                return None
+            repaired = True
+        return repaired
 
     def is_copy_of(self, recorded: "CanonicalMessage") -> bool:
         """Whether this is `recorded` as a client sends it back: whole, stripped, or without its reasoning.
@@ -92,7 +118,18 @@ def canonical(message: Message, index: int = 0) -> CanonicalMessage:
     if "reasoning" in fields or content != fields["content"]:
         kept = {key: value for key, value in fields.items() if key != "reasoning"}
         loose = _digest(b"message", _pack({**kept, "content": content}))
-    return CanonicalMessage(strict, loose, _digest(b"reasoning", _pack(reasoning)) if reasoning else b"")
+    reasoning_digest = _digest(b"reasoning", _pack(reasoning)) if reasoning else b""
+    if "tool_calls" not in fields:
+        return CanonicalMessage(strict, loose, reasoning_digest)
+    calls = fields["tool_calls"]
+    bare = {key: value for key, value in fields.items() if key != "reasoning"}
+    bare |= {"content": content, "tool_calls": [call[:_ARGUMENTS_AT] for call in calls]}
+    arguments = tuple(
+        (b"t" if call[_ARGUMENTS_AT : _ARGUMENTS_AT + 1] == ["text"] else b"j")
+        + _digest(b"arguments", _pack(call[_ARGUMENTS_AT:]))
+        for call in calls
+    )
+    return CanonicalMessage(strict, loose, reasoning_digest, _digest(b"bare", _pack(bare)), arguments)
 
 
 def start(

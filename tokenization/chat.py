@@ -11,7 +11,7 @@ encoded, and it is cut out of the template's own rendering.
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -142,14 +142,14 @@ class ChatTokenizer:
         *,
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a whole conversation, as the engine would tokenise it.
 
         Raises:
             InvalidMessages: the template refuses the messages.
         """
-        return self.encode(self._template.text(messages, tools, add_generation_prompt, template_kwargs))
+        return self.encode(self._template.text(messages, tools, add_generation_prompt, template_kwargs or {}))
 
     def append(
         self,
@@ -162,7 +162,7 @@ class ChatTokenizer:
         stop_reason: str | int | None = None,
         unfinished: Unfinished = "close",
         add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> Appended:
         """The next prompt: `prompt_ids` untouched, then what the template puts behind them.
 
@@ -170,9 +170,11 @@ class ChatTokenizer:
             prompt_ids: everything so far, sampled ids included.
             new_messages: what happened since the sampled turn: tool results, user text.
             history: the messages that led to `prompt_ids`, the last assistant turn included; needed
-                only by templates that print details of earlier messages beside new ones.
+                only by templates that print details of earlier messages next to new ones.
             finish_reason: how the turn ended, as the engine said it.
             stop_reason: the stop string or token that ended it, as vLLM says it.
+            template_kwargs: variables of the template; any name is allowed, except those that `reserved`
+                returns.
             unfinished: what to do with a turn cut off by its length, a stop string or an abort: close it with
                 ids that were never sampled (to be masked), continue it (then there are no new
                 messages), or reject it.
@@ -194,12 +196,12 @@ class ChatTokenizer:
             stop_reason=stop_reason,
             unfinished=unfinished,
             add_generation_prompt=add_generation_prompt,
-            **template_kwargs,
+            template_kwargs=template_kwargs,
         )
         close, suffix = list(following.close_ids), list(following.suffix_ids)
         notes = following.notes
         if history:
-            setting = Setting(tools, add_generation_prompt, template_kwargs)
+            setting = Setting(tools, add_generation_prompt, template_kwargs or {})
             notes += differences(self._template, history[-1], new_messages, setting)
         return Appended([*prompt_ids, *close, *suffix], close, suffix, notes)
 
@@ -214,7 +216,7 @@ class ChatTokenizer:
         stop_reason: str | int | None = None,
         unfinished: Unfinished = "close",
         add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> Continuation:
         """What follows ids that end with `last_id`. Arguments and errors are those of `append`."""
         cut_off = finish_reason in ("length", "abort") or isinstance(stop_reason, str)
@@ -230,7 +232,7 @@ class ChatTokenizer:
             for_template(history[:1])
             if not history or for_template(history[-1:])[0]["role"] != "assistant":
                 raise InvalidMessages("`history` must end with the assistant turn")
-        setting = Setting(tools, add_generation_prompt, template_kwargs)
+        setting = Setting(tools, add_generation_prompt, template_kwargs or {})
         found = self._discovery.follow(new_messages, history, setting)
         cut = self._cut(found, last_id, stop_reason, cut_off)
         prefix = cut.left
@@ -246,11 +248,19 @@ class ChatTokenizer:
         history: Sequence[Message] | None = None,
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> Ending:
         """How the last turn ends in the template's eyes. Arguments and errors are those of `append`."""
-        setting = Setting(tools, add_generation_prompt, template_kwargs)
+        setting = Setting(tools, add_generation_prompt, template_kwargs or {})
         return self._discovery.ending(new_messages, history, setting)
+
+    def reserved(self, template_kwargs: Mapping[str, Any]) -> list[str]:
+        """Names in `template_kwargs` that are arguments of the rendering itself, not variables of a template.
+
+        An engine may give them effects that a template cannot have (`truncation`, `chat_template`, ...), so
+        nothing is appended to a conversation that sets one.
+        """
+        return sorted(self._template.own_arguments & template_kwargs.keys())
 
     def assistant_header(self) -> str:
         """What the template puts between a closed message and an assistant's text; may be empty."""
@@ -262,18 +272,18 @@ class ChatTokenizer:
         *,
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The template's rendering of a conversation. Raises InvalidMessages."""
-        return self._template.text(messages, tools, add_generation_prompt, template_kwargs)
+        return self._template.text(messages, tools, add_generation_prompt, template_kwargs or {})
 
-    def stop_id(self, *, tools: Tools | None = None, **template_kwargs: Any) -> int:
+    def stop_id(self, *, tools: Tools | None = None, template_kwargs: Mapping[str, Any] | None = None) -> int:
         """The token with which the template closes an assistant turn.
 
         Raises:
             TemplateUnsupported: it closes turns with text that is not a token of its own.
         """
-        close = self._discovery.content_close(Setting(tools, False, template_kwargs))
+        close = self._discovery.content_close(Setting(tools, False, template_kwargs or {}))
         tokens = self._discovery.tokens(close)
         if not tokens:
             raise TemplateUnsupported(

@@ -4,6 +4,7 @@ Engines hand a template messages in a shape of their own choosing: content as te
 objects. The shape that a template can take is found out by rendering, once.
 """
 
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -50,16 +51,29 @@ class Template:
         try:
             # the environment in which transformers compiles templates is not documented as thread safe
             with self._lock:
+                # the request's own fields win over variables of the same name, as they do in vLLM
                 text: str = self._tokenizer.apply_chat_template(
                     messages,
-                    tools=list(tools) if tools else None,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                    **kwargs,
+                    **{
+                        **kwargs,
+                        "tools": list(tools) if tools else None,
+                        "add_generation_prompt": add_generation_prompt,
+                        "tokenize": False,
+                    },
                 )
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
             raise InvalidMessages(f"the chat template refuses the messages: {error}") from error
         return text
+
+    @cached_property
+    def own_arguments(self) -> frozenset[str]:
+        """Names of the rendering's own arguments, whose values do not reach the template as variables.
+
+        `documents` and `add_generation_prompt` are both: they reach the template as they are.
+        """
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters.values()
+        names = {each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        return frozenset(names - {"documents", "add_generation_prompt"})
 
     @cached_property
     def _takes_parts(self) -> bool:

@@ -128,7 +128,7 @@ class Trial:
             "tools": TOOLS if cell.shape.with_tools else None,
             "finish_reason": sampled.finish_reason,
             "stop_reason": sampled.stop_reason(self.pairing.template.family.eos, id_of),
-            **KWARGS[cell.kwargs],
+            "template_kwargs": KWARGS[cell.kwargs],
         }
         try:
             out = self.subject.append(list(prompt_ids), cell.shape.new, **options)

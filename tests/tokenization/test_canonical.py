@@ -636,3 +636,47 @@ def test_whatever_arrives_is_a_message_or_an_invalid_one(message: Any) -> None:
     if made is not None:
         assert made == canonical(copy.deepcopy(message))
         assert (len(made.strict), len(made.loose), len(made.reasoning) in (0, 16)) == (16, 16, True)
+
+
+# --- tool calls that a client repaired
+
+_CUT = '{"city": "Par'
+
+
+def _calling(*arguments: object) -> dict[str, Any]:
+    calls = [
+        {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": text}}
+        for n, text in enumerate(arguments)
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+@pytest.mark.parametrize(
+    "recorded, sent, repaired",
+    [
+        ([_CUT], ['{"city": "Par"}'], True),
+        ([_CUT], [{"city": "Par"}], True),
+        ([_CUT], [_CUT], False),
+        (['{"a": 1}', _CUT], ['{"a":1}', "{}"], True),
+        (['{"a": 1}', _CUT], ['{"a":2}', "{}"], None),
+        ([_CUT], ['{"city": "Pa'], None),
+        (['{"a": 1}'], ['{"a": 2}'], None),
+        (['{"a": 1}'], ['{ "a" : 1 }'], False),
+    ],
+)
+def test_completed_json_of_a_cut_call_is_a_repair(
+    recorded: list[object], sent: list[object], repaired: bool | None
+) -> None:
+    before, after = canonical(_calling(*recorded)), canonical(_calling(*sent))
+    assert before.without_arguments == after.without_arguments != b""
+    assert after.repairs(before.arguments) is repaired
+
+
+def test_only_arguments_are_left_out() -> None:
+    plain = canonical(_calling("{}")).without_arguments
+    renamed = _calling("{}")
+    renamed["tool_calls"][0]["function"]["name"] = "g"
+    assert canonical(renamed).without_arguments != plain
+    assert canonical({**_calling("{}"), "content": "text"}).without_arguments != plain
+    assert canonical({**_calling("{}"), "reasoning": "so"}).without_arguments == plain
+    assert canonical({"role": "assistant", "content": "text"}).without_arguments == b""

@@ -70,8 +70,17 @@ _KWARGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tools": {"tools": _TOOLS},
     "no generation prompt": {"add_generation_prompt": False},
-    "template argument": {"enable_thinking": False},
+    "template argument": {"template_kwargs": {"enable_thinking": False}},
+    "template arguments with names of ours": {
+        "template_kwargs": {"finish_reason": "a", "history": 1, "new": 2}
+    },
 }
+
+
+def _flat(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments as transformers takes them."""
+    others = {name: value for name, value in kwargs.items() if name != "template_kwargs"}
+    return {**others, **kwargs.get("template_kwargs", {})}
 
 
 @pytest.mark.parametrize("kwargs", _KWARGS.values(), ids=_KWARGS)
@@ -80,10 +89,10 @@ def test_append_equals_the_rendering_of_the_whole_history(
     tokenizer: ChatTokenizer, tiny_model: TinyModel, turn: Message, new: list[Message], kwargs: dict[str, Any]
 ) -> None:
     history = [{"role": "user", "content": "What is the weather?"}, turn]
-    before = tiny_model.render(history, **{**kwargs, "add_generation_prompt": False})
+    before = tiny_model.render(history, **{**_flat(kwargs), "add_generation_prompt": False})
     sampled_to_its_end = before[: len(before) - before[::-1].index(END)]
     out = tokenizer.append(sampled_to_its_end, new, **kwargs)
-    assert out.prompt_ids == tiny_model.render([*history, *new], **kwargs)
+    assert out.prompt_ids == tiny_model.render([*history, *new], **_flat(kwargs))
 
 
 @pytest.mark.parametrize("kwargs", _KWARGS.values(), ids=_KWARGS)
@@ -92,7 +101,7 @@ def test_render_equals_transformers(
     tokenizer: ChatTokenizer, tiny_model: TinyModel, turn: Message, new: list[Message], kwargs: dict[str, Any]
 ) -> None:
     messages = [{"role": "user", "content": "Hi"}, turn, *new]
-    assert tokenizer.render(messages, **kwargs) == tiny_model.render(messages, **kwargs)
+    assert tokenizer.render(messages, **kwargs) == tiny_model.render(messages, **_flat(kwargs))
 
 
 @given(
