@@ -4,6 +4,7 @@ A request may carry 100k ids in one field. Its values stay bytes: they are looke
 needs them and joined again for the engine, so nothing is parsed for the sake of passing it on.
 """
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -51,13 +52,13 @@ def is_null(value: msgspec.Raw) -> bool:
     return view.nbytes == len(NULL) and view == NULL
 
 
-def given(fields: Fields, name: str) -> bytes | None:
+def given(fields: Mapping[str, msgspec.Raw], name: str) -> bytes | None:
     """The bytes of a field, or None where it is missing or null."""
     value = fields.get(name)
     return None if value is None or is_null(value) else bytes(value)
 
 
-def read(fields: Fields, name: str, kind: type[T]) -> T | None:
+def read(fields: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | None:
     """A field as a value of `kind`, or None where it is missing or null.
 
     Raises:

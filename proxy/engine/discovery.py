@@ -1,5 +1,6 @@
 """What one engine can do, found out by asking it."""
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -15,6 +16,14 @@ log = logging.getLogger("tokenproxy")
 
 _PROBE_IDS = [1, 0, 1, 1, 0]
 """Ids that every vocabulary has, in an order that no template renders."""
+
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+_PRINTABLE: tuple[tuple[str, object], ...] = (
+    ("tool_choice", "auto"),
+    ("tool_choice", "required"),
+    ("response_format", {"type": "json_object"}),
+)
+"""Fields of a chat request, with values, that some of vLLM's renderers and flags print."""
 
 NO_TOKEN_IN = (
     "this engine takes no prompt ids: upgrade vLLM to a version whose /v1/chat/completions honours "
@@ -43,6 +52,10 @@ class Capabilities:
     """All names it serves, LoRA adapters included."""
     token_in: TokenIn | None
     """How it takes exact prompts; None if it does not."""
+    printed: frozenset[str] = frozenset()
+    """Request fields that its rendering prints, next to messages, tools and template arguments."""
+    logprobs_mode: str = ""
+    """Its `--logprobs-mode`; empty if it cannot be asked."""
 
     def require_token_in(self) -> TokenIn:
         """The spelling of exact prompts.
@@ -71,7 +84,10 @@ async def discover(engine: Engine, wanted: str = "auto") -> Capabilities:
     elif wanted in ("auto", "generate") and await _takes_ids_in_generate(engine):
         token_in = GenerateTokenIn()
     names = tuple(model.name for model in models)
-    return Capabilities(await _version(engine), models[0] if models else None, names, token_in)
+    version, printed, mode = await asyncio.gather(
+        _version(engine), printed_fields(engine), _logprobs_mode(engine)
+    )
+    return Capabilities(version, models[0] if models else None, names, token_in, printed, mode)
 
 
 async def ask(engine: Engine, request: Request) -> tuple[int, bytes]:
@@ -126,6 +142,47 @@ async def list_models(engine: Engine) -> list[Model]:
 async def _version(engine: Engine) -> str:
     _, body = await ask(engine, Request("GET", "/version"))
     return str(_json(body).get("version", "unknown"))
+
+
+async def printed_fields(engine: Engine) -> frozenset[str]:
+    """The request fields that the engine's rendering prints, of those that some templates and flags print.
+
+    The prompts of one-token requests that differ in one field are compared. A field that the engine refuses
+    is printed in no prompt.
+
+    Raises:
+        ApiError: the engine does not respond.
+    """
+    baseline = await _prompt_ids(engine, {})
+    if baseline is None:
+        return frozenset()
+    names = [name for name, _ in _PRINTABLE]
+    prompts = await asyncio.gather(*(_prompt_ids(engine, {name: value}) for name, value in _PRINTABLE))
+    pairs = zip(names, prompts, strict=True)
+    return frozenset(name for name, prompt in pairs if prompt not in (None, baseline))
+
+
+async def _prompt_ids(engine: Engine, fields: dict[str, object]) -> object:
+    """The prompt of a small chat request with tools; None if the engine refuses it."""
+    request = {
+        "messages": [{"role": "user", "content": "."}],
+        "tools": [_TOOL],
+        "tool_choice": "none",
+        "max_tokens": 1,
+        "return_token_ids": True,
+        **fields,
+    }
+    status, body = await ask(engine, json_call(CHAT_PATH, request))
+    return _json(body).get("prompt_token_ids") if status == 200 else None
+
+
+async def _logprobs_mode(engine: Engine) -> str:
+    """vLLM reports its configuration only under VLLM_SERVER_DEV_MODE=1."""
+    status, body = await ask(engine, Request("GET", "/server_info?config_format=json"))
+    config = _json(body).get("vllm_config") if status == 200 else None
+    model = config.get("model_config") if isinstance(config, dict) else None
+    mode = model.get("logprobs_mode") if isinstance(model, dict) else None
+    return mode if isinstance(mode, str) else ""
 
 
 async def _takes_ids_in_chat(engine: Engine) -> bool:

@@ -8,6 +8,7 @@ trips, and in a stream one for every chunk, so it is the second choice.
 Answers are made to look like the chat route's (see `proxy.engine.derender`). What it cannot do is refused.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import msgspec
@@ -42,7 +43,7 @@ class GenerateTokenIn:
 
     name: ClassVar[str] = "generate"
 
-    def takes(self, fields: Fields) -> bool:
+    def takes(self, fields: Mapping[str, msgspec.Raw]) -> bool:
         """See `TokenIn.takes`: no stop strings, and no log-probabilities of chosen ids."""
         return _refused(fields) is None
 
@@ -100,6 +101,6 @@ def _to_generate(rendered: Fields, sampling: Fields, request: TokenRequest) -> F
     return {**rendered, **resolved}
 
 
-def _refused(fields: Fields) -> str | None:
+def _refused(fields: Mapping[str, msgspec.Raw]) -> str | None:
     """The first field that this spelling cannot keep."""
     return next((name for name in _REFUSED if given(fields, name) not in (None, b"[]", b'""')), None)

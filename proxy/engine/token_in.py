@@ -5,6 +5,7 @@ the server (`proxy.engine.discovery`), never by comparing version numbers.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -43,7 +44,7 @@ class TokenIn(Protocol):
 
     name: ClassVar[str]
 
-    def takes(self, fields: Fields) -> bool:
+    def takes(self, fields: Mapping[str, msgspec.Raw]) -> bool:
         """Whether a chat completion with these fields can be run on ids."""
         ...
 
@@ -64,7 +65,7 @@ class ChatTokenIn:
 
     name: ClassVar[str] = "chat"
 
-    def takes(self, fields: Fields) -> bool:
+    def takes(self, fields: Mapping[str, msgspec.Raw]) -> bool:
         """See `TokenIn.takes`: everything."""
         return True
 

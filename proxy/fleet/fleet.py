@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from proxy.engine.discovery import NO_TOKEN_IN
 from proxy.errors import EngineBroken, EngineTimeout, EngineUnavailable, Unsupported
 from proxy.fleet.replica import Replica
 from proxy.http import Request, Response
+
+T = TypeVar("T")
 
 FIRST_ANSWER_TIMEOUT_S = 30.0
 
@@ -48,9 +50,7 @@ class Fleet:
         """Send a request to the next replica. Raises as `on_replica` and `Engine.send`."""
         return await self.on_replica(lambda replica: replica.engine.send(request))
 
-    async def on_replica(
-        self, work: Callable[[Replica], Awaitable[Response]], *, token_in: bool = False
-    ) -> Response:
+    async def on_replica(self, work: Callable[[Replica], Awaitable[T]], *, token_in: bool = False) -> T:
         """Do `work` on the next replica; one that accepts no connection is passed over.
 
         Args:

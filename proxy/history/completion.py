@@ -1,7 +1,7 @@
 """A completion as an engine returned it, and whether it can be trained on.
 
-A turn becomes a sample only if the number of its ids equals that of its log-probabilities and nothing that the
-engine returned contradicts them. What does not add up is refused with a `Problem`, never padded.
+A turn becomes a sample only if the number of its ids equals that of its log-probabilities and nothing that
+the engine returned contradicts them. What does not add up is refused with a `Problem`, never padded.
 """
 
 import math

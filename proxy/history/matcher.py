@@ -1,226 +1,356 @@
 """Which recorded turn a request continues.
 
-The longest recorded conversation wins. Candidates come by the exact spelling first, then by the loose digest,
-which forgives dropped reasoning and stripped text; each is then checked message by message. Among equal texts
-with different ids those come first whose earlier messages the client spelled alike, then the newest; that
-there were others is reported.
+The longest recorded conversation wins. Turns are found by the exact spelling of the conversation first, then
+by a digest that ignores dropped reasoning and stripped text, then by one that ignores the arguments of tool
+calls that were cut off; each candidate is then checked. Turns with equal ids are one candidate. If candidates
+with different ids remain and nothing decides between them, none is taken: the prompt is rendered.
 """
 
 import asyncio
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 
+from proxy.history.cache import TurnCache
+from proxy.history.cached_turn import CachedTurn, read_turn
 from proxy.history.conversation import Conversation
-from proxy.history.known import Known, KnownTurns, read_known
-from proxy.history.store import FOUND_AT_MOST, Store
+from proxy.history.scope import Scope, changed_part
+from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexEntry, Store
 from proxy.history.turn import Turn, pack_ids
+from proxy.history.vocabulary import Reason
+from tokenization import CanonicalMessage
 from tokenization.canonical import extend
 
-Kind = Literal["exact", "conversation", "content", "exchange", "message", "rollout"]
-"""What a key is made of: the conversation as it was spelled; whatever clients drop or strip; whatever stands
-beside its messages; the turn's own message and the one before it; its own alone; the rollout alone."""
-_FIRST_LOOKUP = 1
+EXACT = "exact"
+"""Kind of key: the conversation as it was spelled."""
+LOOSE = "loose"
+"""Kind of key: the conversation, ignoring reasoning and white space around text of assistant messages."""
+BARE = "bare"
+"""Kind of key: as LOOSE, and without the arguments of the last message's tool calls."""
+_KINDS = (EXACT, LOOSE, BARE)
+CONTENT = "content"
+"""Kind of key: the last message alone, or with the one before it if it is short. Explains a miss."""
+
 _LOOKUP = 64
-_DISTINCT = 120
-"""Bytes of a message that nobody else will have sampled by chance."""
-_EXPLAINING = 4
-"""Recorded turns that are looked at to say what changed."""
-_SETTINGS = ("tools_changed", "template_kwargs_changed", "model_changed")
+"""Ends of turns that one lookup asks for."""
+_EXPLAINED = 4
+"""Recorded turns that are read to explain a miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What was found."""
+    """The recorded turn that a request continues, or why there is none."""
 
-    known: Known | None
-    """The turn that is continued."""
-    end: int
+    turn: CachedTurn | None = None
+    end: int = -1
     """Index of its message in the request; -1 if nothing was found."""
-    candidates: int = 1
-    """Turns of equal text and different ids among which only recency decided."""
-    reason: str = ""
+    reason: Reason | None = None
     """Why nothing was found, or not all of the history."""
+    candidates: int = 0
+    """Recorded turns with this text, whatever their ids."""
+    same_rollout: bool = True
+    """Whether the request belongs to the rollout of `turn`. If not, only the ids are reused."""
+    claimed: bool = False
+    """Whether `turn` was claimed for this request among several."""
 
 
-def index_key(kind: Kind, scope: str, digest: bytes) -> bytes:
-    """The key of a turn in a store: 16 bytes.
+class _Fit(NamedTuple):
+    """Turns with equal ids that a request may continue."""
 
-    Args:
-        scope: the session; "" for conversations without one.
-    """
-    return hashlib.blake2b(scope.encode() + b"\0" + digest, digest_size=16, person=kind.encode()).digest()
-
-
-def rollout_key(rollout: str) -> bytes:
-    """The key of all turns of a rollout: what is found are its newest."""
-    return index_key("rollout", rollout, b"")
+    key: bytes
+    """What they were found by."""
+    group: CandidateGroup
+    turn: CachedTurn
+    """One of them."""
+    repaired: bool
+    """Whether the client completed the JSON of one of its tool calls."""
 
 
-def keys_of(digests: Mapping[Kind, bytes], rollout: str, session: str | None) -> list[bytes]:
-    """The keys under which a turn is found again.
-
-    Args:
-        session: as a client named it; None if none did: its clients may name none, or what they were told.
-    """
-    scopes = [session] if session is not None else ["", rollout]
-    keys = [index_key(kind, scope, digest) for scope in scopes for kind, digest in digests.items()]
-    return [*keys, rollout_key(rollout)]
-
-
-def exchange(conversation: Conversation, last: int, own: bytes | None = None) -> bytes:
-    """Digest of an assistant's message and the one before it.
+def index_entries(
+    scope: Scope, conversation: Conversation, message: CanonicalMessage, distinctive: bool, ids: bytes
+) -> list[IndexEntry]:
+    """What finds a turn: three entries.
 
     Args:
-        last: the index of the message.
-        own: its loose digest, if it is not one of the conversation's.
+        conversation: the messages of its request.
+        message: the assistant's message.
+        distinctive: see `ParsedMessage.distinctive`.
+        ids: its `ids_digest`.
     """
-    before = conversation.messages[last - 1].message.loose if last else b""
-    return extend(before, own if own is not None else conversation.messages[last].message.loose)
+    end = len(conversation.messages)
+    before = conversation.loose_before(end)
+    cut_off = any(argument[:1] == b"t" for argument in message.arguments)
+    loose = (
+        scope.key(BARE, extend(before, message.without_arguments))
+        if cut_off
+        else scope.key(LOOSE, extend(before, message.loose))
+    )
+    return [
+        IndexEntry(scope.key(EXACT, extend(conversation.strict_before(end), message.strict)), ids),
+        IndexEntry(loose, ids),
+        IndexEntry(_content_key(scope, conversation, end, message, distinctive)),
+    ]
 
 
 class Matcher:
     """Finds the turns that requests continue."""
 
-    def __init__(self, store: Store, known: KnownTurns, executor: Executor | None = None) -> None:
+    def __init__(self, store: Store, cache: TurnCache, executor: Executor | None = None) -> None:
         self._store = store
-        self._known = known
+        self._cache = cache
         self._executor = executor
+        self._claiming: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
-    async def match(self, conversation: Conversation, session: str | None) -> Match:
+    async def match(self, conversation: Conversation, scope: Scope, rollout: str | None = None) -> Match:
         """The longest recorded conversation that a request continues.
 
-        Raises:
-            StoreError: the store does not answer.
-        """
-        if not any(made.assistant for made in conversation.messages):
-            return Match(None, -1, reason="first_turn")
-        scope, ends, tried = session or "", conversation.ends, 0
-        size = _FIRST_LOOKUP
-        while tried < len(ends):
-            some = ends[tried : tried + size]
-            exact = {end: index_key("exact", scope, conversation.strict[end]) for end in some}
-            loose = {end: index_key("conversation", scope, conversation.loose[end]) for end in some}
-            found = await self._store.find([*exact.values(), *loose.values()])
-            for end in some:
-                chosen = await self._choose(found.get(exact[end], []), conversation, end)
-                if chosen is None:
-                    chosen = await self._choose(found.get(loose[end], []), conversation, end)
-                if chosen is not None:
-                    edited = any(other > end for other in ends)
-                    return Match(chosen[0], end, chosen[1], "history_edited" if edited else "")
-            tried, size = tried + size, _LOOKUP
-        return Match(None, -1, reason=await self._explain(conversation, scope))
+        At most one key in 64 assistant messages is looked up in histories longer than that, and then those
+        around the longest one found: an edit far back costs a few lookups, not one for each message.
 
-    async def longest_prefix(self, prompt: bytes, rollout: str) -> Known | None:
+        Args:
+            rollout: only turns of this rollout; None for all in the scope.
+
+        Raises:
+            StoreError: the store does not respond.
+        """
+        if not conversation.holds_assistant:
+            return Match(reason=Reason.FIRST_TURN)
+        ends, looked_up = conversation.ends, 0
+        for batch in _batches(len(ends)):
+            found = await self._look_up([ends[i] for i in batch], conversation, scope, rollout)
+            if found is not None:
+                match, end = found
+                position = ends.index(end)
+                miss = max((i for i in batch if i < position), default=looked_up - 1)
+                between = ends[miss + 1 : position]
+                return await self._between(between, conversation, scope, rollout) or match
+            looked_up += len(batch)
+        if rollout is not None and (listed := await self._in_rollout(conversation, rollout)):
+            return listed
+        return Match(reason=await self._explain(conversation, scope, rollout))
+
+    async def load(self, turn_id: str) -> CachedTurn | None:
+        """A turn with its ids, from the cache or the store; None if it is gone.
+
+        Raises:
+            StoreError: the store does not respond.
+        """
+        turn = self._cache.turn(turn_id)
+        if turn is None and (path := await self._store.path(turn_id)):
+            run = asyncio.get_running_loop().run_in_executor
+            turn = await run(self._executor, read_turn, path, self._cache.turn)
+            self._cache.put(turn)
+        return turn
+
+    async def longest_prefix(self, prompt: bytes, rollout: str) -> CachedTurn | None:
         """Of the turns of a rollout the one with the most ids that a prompt begins with.
 
-        The newest are looked at first; if none of them is it, all are.
+        The newest turns are tried first; if none of them is it, all are.
 
         Raises:
-            StoreError: the store does not answer.
+            StoreError: the store does not respond.
         """
-        key = rollout_key(rollout)
-        newest = (await self._store.find([key])).get(key, [])
+        newest = await self._store.newest(rollout, FOUND_AT_MOST)
         best = await self._longest(newest, prompt)
         if best is None and len(newest) == FOUND_AT_MOST:
             turns = await self._store.turns(rollout)
             packed = pack_ids(msgspec.json.decode(prompt, type=list[int]))
-            best = await self._longest([turn.id for turn in turns if _stands_in(packed, turn)], prompt)
+            best = await self._longest([turn.id for turn in turns if _may_begin(turn, packed)], prompt)
         return best
 
-    async def _longest(self, turns: list[str], prompt: bytes) -> Known | None:
-        best: Known | None = None
-        for turn in turns:
-            known = await self.load(turn)
-            longer = known is not None and (best is None or known.count > best.count)
-            if known is not None and longer and known.begins(prompt):
-                best = known
+    async def _longest(self, turn_ids: Sequence[str], prompt: bytes) -> CachedTurn | None:
+        best: CachedTurn | None = None
+        for turn_id in turn_ids:
+            turn = await self.load(turn_id)
+            longer = turn is not None and (best is None or turn.count > best.count)
+            if turn is not None and longer and turn.begins(prompt):
+                best = turn
         return best
 
-    async def load(self, turn: str) -> Known | None:
-        """A turn with its ids, from memory or from the store; None if it is gone.
+    async def _between(
+        self, ends: Sequence[int], conversation: Conversation, scope: Scope, rollout: str | None
+    ) -> Match | None:
+        """The longest match among ends that lie between one that matched and one that did not."""
+        best: Match | None = None
+        while ends:
+            step = -(-len(ends) // _LOOKUP)
+            found = await self._look_up(ends[step - 1 :: step], conversation, scope, rollout)
+            if found is None:
+                ends = ends[len(ends) - len(ends) % step :] if step > 1 else []
+                continue
+            best, end = found
+            position = list(ends).index(end)
+            ends = ends[max(0, position - step + 1) : position]
+        return best
 
-        Raises:
-            StoreError: the store does not answer.
-        """
-        known = self._known.get(turn)
-        if known is None and (path := await self._store.path(turn)):
-            joining = asyncio.get_running_loop().run_in_executor
-            known = await joining(self._executor, read_known, path, self._known.get)
-            self._known.put(known)
-        return known
+    async def _look_up(
+        self, ends: Sequence[int], conversation: Conversation, scope: Scope, rollout: str | None
+    ) -> tuple[Match, int] | None:
+        """The match at the first of some ends that has one."""
+        keys = {end: _keys(scope, conversation, end) for end in ends}
+        found = await self._store.find([key for of_end in keys.values() for key in of_end])
+        for end in ends if found else ():
+            hits = [(key, found.get(key)) for key in keys[end]]
+            match = await self._choose(hits, conversation, end, rollout)
+            if match is not None:
+                return match, end
+        return None
 
     async def _choose(
-        self, turns: list[str], conversation: Conversation, end: int
-    ) -> tuple[Known, int] | None:
-        """The best of the candidates, and how many that recency alone decided between."""
-        alike: list[Known] = []
-        others: list[Known] = []
-        for turn in turns:
-            known = await self.load(turn)
-            if known is None or not _continues(conversation, end, known):
+        self,
+        found: Sequence[tuple[bytes, Found | None]],
+        conversation: Conversation,
+        end: int,
+        rollout: str | None,
+    ) -> Match | None:
+        """The turn that ends at one message, among what each kind of key found there."""
+        groups = [[_of_rollout(group, rollout) for group in hits.groups] if hits else [] for _, hits in found]
+        exact, others = groups[0], [group for of_kind in groups[1:] for group in of_kind]
+        candidates = sum(group.total for group in others or exact)
+        for kind, (key, _), of_kind in zip(_KINDS, found, groups, strict=False):
+            fitting: list[_Fit] = []
+            for group in of_kind:
+                turn = await self.load(group.candidates[0].turn) if group.candidates else None
+                repaired = _continues(conversation, end, turn, kind) if turn else None
+                if turn is not None and repaired is not None:
+                    fitting.append(_Fit(key, group, turn, repaired))
+            if not fitting:
                 continue
-            same = known.lineage.strict_before == _before(conversation, end)
-            (alike if same else others).append(known)
-        best = alike or others
-        best = [known for known in best if known.usable] or best
-        return (best[0], len({known.raw for known in best})) if best else None
+            best = [fit for fit in fitting if fit.turn.usable] or fitting[:1]
+            before = conversation.strict_before(end)
+            best = [fit for fit in best if fit.turn.spelling_before == before] or best
+            if len(best) > 1:
+                return Match(None, end, Reason.AMBIGUOUS, candidates)
+            edited = end != conversation.ends[0]
+            reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if best[0].repaired else None
+            return await self._take(best[0], Match(best[0].turn, end, reason, candidates))
+        return None
 
-    async def _explain(self, conversation: Conversation, scope: str) -> str:
-        """Why a history with assistant turns matches nothing."""
+    async def _take(self, fit: "_Fit", match: Match) -> Match:
+        """Which of the turns with equal ids is continued: where several rollouts hold one, an open one."""
+        group = fit.group
+        if _complete(group) and len({candidate.rollout for candidate in group.candidates}) == 1:
+            return match
+        # one request at a time: others of this process would race for the same candidates
+        async with self._claiming.setdefault(group.ids, asyncio.Lock()):
+            for candidate in await self._open_candidates(fit):
+                if await self._store.claim(candidate.turn):
+                    claimed = await self.load(candidate.turn)
+                    if claimed is not None:
+                        return replace(match, turn=claimed, claimed=True)
+        return replace(match, same_rollout=False)
+
+    async def _open_candidates(self, fit: "_Fit") -> list[Candidate]:
+        """The turns of a group that are open now."""
+        found = (await self._store.find([fit.key])).get(fit.key)
+        groups = [group for group in found.groups if group.ids == fit.group.ids] if found else []
+        return [candidate for group in groups for candidate in group.candidates if candidate.open]
+
+    async def _in_rollout(self, conversation: Conversation, rollout: str) -> Match | None:
+        """A match among the turns of one rollout, for keys under which there are too many turns to list."""
+        by_spelling = {
+            extend(turn.spelling_before, turn.spelling): turn.id for turn in await self._store.turns(rollout)
+        }
+        for end in conversation.ends:
+            turn_id = by_spelling.get(conversation.messages[end].strict)
+            turn = await self.load(turn_id) if turn_id else None
+            if turn is not None:
+                reason = None if end == conversation.ends[0] else Reason.HISTORY_EDITED
+                return Match(turn, end, reason, 1)
+        return None
+
+    async def _explain(self, conversation: Conversation, scope: Scope, rollout: str | None) -> Reason:
+        """Why a history with assistant messages matches nothing."""
         ends = conversation.ends
         if not ends:
-            return "ends_with_assistant"
+            return Reason.ENDS_WITH_ASSISTANT
         last = ends[0]
-        conversations = [index_key("conversation", scope, conversation.loose[end]) for end in ends]
-        if await self._store.evicted(conversations[:_LOOKUP]):
-            return "evicted"
-        content = index_key("content", scope, conversation.content[last])
-        known = [index_key("exchange", scope, exchange(conversation, last))]
-        if scope or len(conversation.raws[last]) >= _DISTINCT:
-            known.append(index_key("message", scope, conversation.messages[last].message.loose))
-        found = await self._store.find([content, *known])
-        if turns := found.get(content):
-            return await self._changed(turns[:_EXPLAINING], conversation)
-        return "history_edited" if found else "no_match"
-
-    async def _changed(self, turns: list[str], conversation: Conversation) -> str:
-        """What changed since turns with the same messages, as far as clients may respell those."""
-        settings = [path[-1].settings for turn in turns if (path := await self._store.path(turn))]
-        if not settings:
-            return "no_match"
-        now = conversation.begin[1:]
-        if now in settings:
-            return "history_edited"  # in what the digest forgives: the reasoning differs
-        differing = zip(_SETTINGS, settings[0], now, strict=True)
-        return next(reason for reason, before, after in differing if before != after)
+        loose = [scope.key(LOOSE, conversation.messages[end].loose) for end in ends[:_LOOKUP]]
+        if await self._store.evicted(loose):
+            return Reason.EVICTED
+        own = conversation.messages[last]
+        key = _content_key(scope, conversation, last, own.message, own.distinctive)
+        hits = (await self._store.find([key])).get(key)
+        candidates = [each for group in hits.groups for each in group.candidates] if hits else []
+        candidates = [each for each in candidates if rollout in (None, each.rollout)][:_EXPLAINED]
+        paths = [path for each in candidates if (path := await self._store.path(each.turn))]
+        if not paths:
+            return Reason.NO_MATCH
+        same_text = [
+            path[-1] for path in paths if path[-1].spelling_before == conversation.strict_before(last)
+        ]
+        if not same_text:
+            return Reason.HISTORY_EDITED
+        # an equal scope: the difference is in what the keys ignore, the reasoning
+        return changed_part(same_text[0].scope, scope.parts) or Reason.HISTORY_EDITED
 
 
-def _before(conversation: Conversation, end: int) -> bytes:
-    """Digest of the messages before one, as this client spells them."""
-    return conversation.strict[end - 1] if end else conversation.begin.whole
+def _batches(count: int) -> list[list[int]]:
+    """Positions in the list of ends to look up, batch by batch: the last, some before it, then a sample."""
+    near = min(count, 1 + _LOOKUP)
+    batches = [[0], list(range(1, near))]
+    if count > near:
+        step = -(-(count - near) // _LOOKUP)
+        # counted from the far end, so that the first turn of the conversation is among them
+        batches.append(sorted(range(count - 1, near - 1, -step)))
+    return [batch for batch in batches if batch]
 
 
-def _continues(conversation: Conversation, end: int, known: Known) -> bool:
-    """Whether a turn found by a digest is the one that the client sent back."""
-    own = conversation.messages[end].message
-    if own.reasoning not in (b"", known.lineage.reasonings[-1]):
+def _keys(scope: Scope, conversation: Conversation, end: int) -> list[bytes]:
+    parsed = conversation.messages[end]
+    keys = [scope.key(EXACT, parsed.strict), scope.key(LOOSE, parsed.loose)]
+    if parsed.message.arguments:
+        before = conversation.loose_before(end)
+        keys.append(scope.key(BARE, extend(before, parsed.message.without_arguments)))
+    return keys
+
+
+def _content_key(
+    scope: Scope, conversation: Conversation, index: int, message: CanonicalMessage, distinctive: bool
+) -> bytes:
+    before = b"" if distinctive or not index else conversation.messages[index - 1].message.loose
+    return scope.key(CONTENT, extend(before, message.loose), explains=True)
+
+
+def _of_rollout(group: CandidateGroup, rollout: str | None) -> CandidateGroup:
+    if rollout is None:
+        return group
+    kept = [candidate for candidate in group.candidates if candidate.rollout == rollout]
+    return CandidateGroup(group.ids, len(kept), kept)
+
+
+def _complete(group: CandidateGroup) -> bool:
+    """Whether all turns of a group were returned."""
+    return group.total <= len(group.candidates)
+
+
+def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str) -> bool | None:
+    """Whether a turn found by a digest is the one that the client sent back.
+
+    Returns:
+        None if it is another; else whether the client repaired a tool call of it.
+    """
+    if kind == EXACT:
         return False
-    if known.lineage.strict_before == _before(conversation, end):
-        return True  # spelled as in the request of that turn, and checked then
+    own = conversation.messages[end].message
+    repaired = own.repairs(turn.calls) if kind == BARE else False
+    if repaired is None or own.reasoning not in (b"", turn.lineage.reasonings[-1]):
+        return None
+    if turn.spelling_before == conversation.strict_before(end):
+        return repaired  # spelled as in the request of that turn, and checked then
     sent = conversation.reasonings(0, end + 1)
-    recorded = known.lineage.all_reasonings()
-    return len(sent) == len(recorded) and all(
-        mine in (b"", theirs) for mine, theirs in zip(sent, recorded, strict=True)
+    recorded = turn.lineage.all_reasonings()
+    fits = len(sent) == len(recorded) and all(
+        ours in (b"", theirs) for ours, theirs in zip(sent, recorded, strict=True)
     )
+    return repaired if fits else None
 
 
-def _stands_in(packed: bytes, turn: Turn) -> bool:
-    """Whether what a turn sampled stands at its place in a prompt of packed ids."""
+def _may_begin(turn: Turn, packed: bytes) -> bool:
+    """Whether the completion of a turn stands at its place in a prompt of packed ids."""
     start = 4 * turn.prompt_tokens
     return packed[start : start + len(turn.completion)] == turn.completion != b""

@@ -1,38 +1,111 @@
-"""How the prompt of one request comes about."""
+"""How the prompt of one request is made, and where its turn is recorded: frozen variants."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from proxy.history.conversation import Asked, Conversation
-from proxy.history.known import Known
+from proxy.errors import ApiError
+from proxy.history.cached_turn import CachedTurn
+from proxy.history.conversation import Conversation
+from proxy.history.scope import Scope
+from proxy.history.store import Session
 from proxy.history.turn import new_id
+from proxy.history.vocabulary import Reason, Source
+from tokenization import ChatTokenizer
 
 
-@dataclass(slots=True)
-class Plan:
-    """How the prompt of a request comes about, and where its turn will stand."""
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a plan needs to know of an engine."""
 
-    asked: Asked
-    conversation: Conversation | None
-    """None for messages that could not be read."""
-    model: str
-    rollout: str
-    source: str = "rendered"
-    reason: str = ""
-    prompt: bytes = b""
-    """The prompt as a JSON array of ids; empty where the engine renders it."""
-    parent: Known | None = None
-    added: list[int] = field(default_factory=list)
-    """Ids behind those of the parent."""
-    end: int = -1
-    """Index of the parent's message in the request."""
-    candidates: int = 1
-    choices: int = 1
-    """How many completions were asked for."""
-    whole: bool = True
-    """Whether the request's messages are the whole conversation, so that it can be found by them."""
-    request: str = field(default_factory=new_id)
+    name: str
+    """Its base model."""
+    tokenizer: ChatTokenizer | None
+    tokenizer_error: ApiError | None = None
+    """Why there is no tokenizer; its code is the reason."""
+    refused: Reason | None = None
+    """Why the engine takes no prompt ids for this request; None if it does."""
+    printed: frozenset[str] = frozenset()
+    """Request fields that its rendering prints, next to messages, tools and template arguments."""
+    logprobs_mode: str = ""
+    """Its `--logprobs-mode`; empty if it could not be asked."""
 
     @property
-    def reused(self) -> int:
-        """Ids of the prompt that are those of the turn it continues."""
-        return self.parent.count if self.parent else 0
+    def no_tokenizer(self) -> Reason | None:
+        """The reason to render if there is no tokenizer."""
+        if self.tokenizer is not None:
+            return None
+        code = self.tokenizer_error.code if self.tokenizer_error else None
+        return Reason(code) if code in set(Reason) else Reason.NO_TOKENIZER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the turn of a request is recorded."""
+
+    session: Session
+    """The rollout it belongs to; created when the turn is recorded."""
+    scope: Scope
+    conversation: Conversation | None
+    """The request's messages; None if they could not be read, or if nothing is to be recorded."""
+    turn_id: str = field(default_factory=new_id)
+    """Of choice 0; see `turn.turn_id`."""
+    findable: bool
+    """Whether the turn may be found by the text of its conversation."""
+    parent: CachedTurn | None = None
+    """The turn of the same rollout whose ids the prompt begins with."""
+    first_new: int = 0
+    """Index of the first message of the request after the parent's conversation."""
+    candidates: int = 0
+    """Recorded turns that the request's text could mean."""
+    claimed: str | None = None
+    """A turn that was claimed for this request."""
+    logprobs_mode: str = ""
+    temperature: float | None = None
+    choices: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPlan:
+    """How the prompt of a request is made."""
+
+    source: ClassVar[Source]
+    placement: Placement
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered(PromptPlan):
+    """The engine renders the messages."""
+
+    source: ClassVar[Source] = Source.RENDERED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extended(PromptPlan):
+    """Ids that are known to be exact, and what the template puts after them."""
+
+    source: ClassVar[Source] = Source.EXTENDED
+    prompt: bytes
+    """The whole prompt as a JSON array."""
+    reused: int
+    """Number of ids that were known."""
+    appended: Sequence[int]
+    """The ids after them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given(PromptPlan):
+    """Ids that the client sent."""
+
+    source: ClassVar[Source] = Source.GIVEN
+    prompt: bytes
+    reused: int
+    """Number of ids that the client sent."""
+    appended: int
+    """Number of ids that a rendering put after them."""
+
+
+def prompt_of(plan: PromptPlan) -> bytes:
+    """The prompt as a JSON array of ids; empty if the engine renders messages."""
+    return plan.prompt if isinstance(plan, Extended | Given) else b""

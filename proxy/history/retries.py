@@ -1,159 +1,236 @@
-"""A request that is sent again is answered once: it gets the first answer, and no fork is made.
+"""A request that is sent again is answered once: it gets the first response, and no fork is made.
 
-What counts as sent again:
+A request counts as sent again if
 
-- an `Idempotency-Key` that was seen. While its first request is being answered, by this process, others wait;
-- `x-stainless-retry-count` above 0, which the OpenAI SDKs send, with a request equal to an earlier one. Equal
-  requests are common (a group of rollouts begins with one prompt), so it takes the place of one that failed
-  if any did, and else of the newest that was answered.
+- its `Idempotency-Key` was used before. While the first such request runs in this process, others wait;
+- it names a session and has `x-stainless-retry-count` above 0, which the OpenAI SDKs send, and an equal
+  request of that session came before. Without a session equal requests are common (a group of rollouts begins
+  with one prompt), so such a request runs.
 
-A failed request (an error, a client that left) leaves nothing to repeat: its retry runs anew.
+A failed request (an error, a client that left) leaves nothing to repeat: its retry runs. Responses are kept
+only where a retry can come: for requests with an `Idempotency-Key`, or with a session and
+`x-stainless-retry-count`.
 """
 
 import asyncio
 import hashlib
+import logging
 import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from enum import Enum
 
-from proxy.errors import BadRequest
-from proxy.history.store import Store, StoredResponse
+from proxy.errors import ApiError, BadRequest
+from proxy.history.store import Store, StoredResponse, StoreError
+from proxy.history.tasks import Tasks
 from proxy.history.turn import new_id
+from proxy.metrics import Metrics
+from proxy.turn.request import ChatRequest
 from proxy.types import Headers
 
+log = logging.getLogger("tokenproxy")
+
 KEPT_BYTES = 4 * 2**20
-"""Longer answers are not kept; their retries run anew."""
+"""Longer responses are not kept; their retries run."""
 _SMALL = 16_384
-"""Bytes that are digested and compressed on the event loop: sooner done than handed to a thread."""
-_KEY, _COUNT, _AUTHORIZATION = b"idempotency-key", b"x-stainless-retry-count", b"authorization"
+"""Bytes that are compressed on the event loop: faster than handing them to a thread."""
+_RETRIED_BY_SDKS = frozenset({408, 409, 429})
+"""Statuses below 500 after which SDKs send a request again."""
 
 
-@dataclass
-class Attempt:
-    """One sending of a request. Clients with different credentials never get each other's answers."""
-
-    headers: Headers
-    body: bytes
-    session: str | None
-
-    @cached_property
-    def named(self) -> bool:
-        """Whether the client named it by an Idempotency-Key."""
-        return bool(self._given(_KEY))
-
-    @cached_property
-    def again(self) -> bool:
-        """Whether the client says that it sent this before."""
-        return self._given(_COUNT).strip() not in (b"", b"0")
-
-    @cached_property
-    def key(self) -> bytes:
-        """What its answer is kept under: 16 bytes."""
-        if not self.named:
-            return self.request
-        name = self._given(_KEY) + b"\0" + self._given(_AUTHORIZATION)
-        return hashlib.blake2b(name, digest_size=16, person=b"named").digest()
-
-    @cached_property
-    def request(self) -> bytes:
-        """Digest of everything that was asked: 16 bytes. A millisecond for a megabyte."""
-        request = hashlib.blake2b(digest_size=16, person=b"request")
-        for part in (self._given(_AUTHORIZATION), (self.session or "").encode(), self.body):
-            request.update(len(part).to_bytes(8, "little") + part)
-        return request.digest()
-
-    def _given(self, header: bytes) -> bytes:
-        return next((value for name, value in self.headers if name == header), b"")
+class _State(Enum):
+    RUNNING = "running"
+    HANDED_OVER = "handed over"
+    """A stream settles it later."""
+    SETTLED = "settled"
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
-    """An answer that was given before."""
+class EarlierResponse:
+    """The response that an equal request got before."""
 
     status: int
     headers: Headers
     body: bytes
 
 
+class Attempt:
+    """One sending of a request: running, then settled once by `keep` or `fail`."""
+
+    def __init__(self, retries: "Retries", request: ChatRequest) -> None:
+        signs = request.retry
+        self.named = bool(signs.idempotency_key)
+        """Whether the client named the request by an Idempotency-Key."""
+        self.retriable = self.named or (request.session is not None and bool(signs.retry_count))
+        """Whether a retry of it can come that would be recognised."""
+        self.again = self.named or (self.retriable and signs.retry_count.strip() not in (b"", b"0"))
+        """Whether it may have been sent before."""
+        self.earlier: EarlierResponse | None = None
+        self._retries = retries
+        self._state = _State.RUNNING
+        if self.retriable:
+            session = request.session.name if request.session else ""
+            scope = (request.tenant.encode(), session.encode(), signs.path.encode())
+            self.digest = _digest(b"request", *scope, signs.body)
+            self.key = _digest(b"named", *scope[:1], signs.idempotency_key) if self.named else self.digest
+
+    def hand_over(self) -> "Attempt":
+        """Leave it to a stream to settle the attempt, after its request's block has ended."""
+        if self._state is _State.RUNNING:
+            self._state = _State.HANDED_OVER
+        return self
+
+    @property
+    def wants_body(self) -> bool:
+        """Whether the response is to be kept when it is complete."""
+        return self.retriable and self._state is not _State.SETTLED
+
+    @property
+    def running(self) -> bool:
+        """Whether the block of the request is to settle it."""
+        return self._state is _State.RUNNING
+
+    async def keep(self, status: int, headers: Headers, body: bytes) -> None:
+        """The response is complete: a retry gets the same."""
+        if not self._settle():
+            return
+        try:
+            if len(body) <= KEPT_BYTES:
+                await self._retries.keep(self, status, headers, body)
+        finally:
+            self._retries.finished(self)
+
+    async def fail(self, status: int) -> None:
+        """There is an error for the client. If SDKs retry on it, the retry finds this remembered."""
+        if not self._settle():
+            return
+        try:
+            if not self.named and (status >= 500 or status in _RETRIED_BY_SDKS):
+                await self._retries.remember_failure(self)
+        finally:
+            self._retries.finished(self)
+
+    def abandon(self) -> None:
+        """The client left, or the engine broke in mid-stream: there is no response to repeat."""
+        if self._settle():
+            self._retries.finished(self)
+            if not self.named:
+                self._retries.tasks.finish_later(self._retries.remember_failure(self))
+
+    def _settle(self) -> bool:
+        """Settle it; False if there is nothing to do, because it was settled or cannot be retried."""
+        open_, self._state = self._state is not _State.SETTLED, _State.SETTLED
+        return open_ and self.retriable
+
+
 @dataclass
 class Retries:
-    """Finds earlier answers, and keeps new ones. One per application."""
+    """Finds earlier responses, and keeps new ones. One per application."""
 
     store: Store
+    metrics: Metrics
+    tasks: Tasks
     _running: dict[bytes, asyncio.Event] = field(default_factory=dict)
 
-    async def begin(self, attempt: Attempt) -> Replay | None:
-        """The answer that an equal request got before; None if this one is to run.
+    @asynccontextmanager
+    async def attempt(self, request: ChatRequest) -> AsyncIterator[Attempt]:
+        """An attempt at a request, with the `earlier` response if an equal request got one.
 
-        Whoever gets None must call `done`, `failed` or `abandon`.
+        What fails inside the block, or is left by its client, leaves no response to repeat.
 
         Raises:
             BadRequest: the Idempotency-Key was used for another request.
-            StoreError: the store does not answer.
         """
-        if attempt.named:
-            while (running := self._running.get(attempt.key)) is not None:
-                await running.wait()
-            self._running[attempt.key] = asyncio.Event()
-        replay: Replay | None = None
+        attempt = Attempt(self, request)
+        if attempt.retriable:
+            await self._look_up(attempt)
         try:
-            if attempt.named or attempt.again:
-                replay = await self._earlier(attempt)
-        except BaseException:
-            self._release(attempt)
+            yield attempt
+        except ApiError as error:
+            await attempt.fail(error.status)
             raise
-        if replay is not None:
-            self._release(attempt)
-        return replay
+        except BaseException:
+            attempt.abandon()
+            raise
+        if attempt.running:
+            attempt.abandon()
 
-    async def done(self, attempt: Attempt, status: int, headers: Headers, body: bytes) -> None:
-        """Keep an answer. Raises StoreError."""
+    async def keep(self, attempt: Attempt, status: int, headers: Headers, body: bytes) -> None:
+        """Store a response. A store that does not respond is logged."""
 
         def make() -> StoredResponse:
             return StoredResponse(
                 id=new_id(),
                 key=attempt.key,
-                request=attempt.request,
+                request=attempt.digest,
                 status=status,
                 headers=tuple(headers),
                 body=zlib.compress(body, 1),
             )
 
+        response = make() if len(body) < _SMALL else await asyncio.to_thread(make)
+        await self._store_response(response, "a response was not kept for a retry")
+
+    async def remember_failure(self, attempt: Attempt) -> None:
+        """Store that a request got no response worth repeating."""
+        failed = StoredResponse(id=new_id(), key=attempt.key, request=attempt.digest, failed=True)
+        await self._store_response(failed, "a failed request was not remembered")
+
+    def finished(self, attempt: Attempt) -> None:
+        """Let requests with the same Idempotency-Key go on."""
+        event = self._running.pop(attempt.key, None) if attempt.named else None
+        if event is not None:
+            event.set()
+
+    async def _look_up(self, attempt: Attempt) -> None:
+        if attempt.named:
+            while (running := self._running.get(attempt.key)) is not None:
+                await running.wait()
+            self._running[attempt.key] = asyncio.Event()
         try:
-            if len(body) <= KEPT_BYTES:
-                small = len(body) + len(attempt.body) < _SMALL
-                await self.store.keep_response(make() if small else await asyncio.to_thread(make))
-        finally:
-            self._release(attempt)
+            attempt.earlier = await self._earlier(attempt) if attempt.again else None
+        except StoreError as error:
+            self._report("a retry cannot be told from a new request", error)
+        except BaseException:
+            self.finished(attempt)
+            raise
+        if attempt.earlier is not None:
+            self.metrics.retries.labels("answered_again").inc()
+            attempt._settle()
+            self.finished(attempt)
+        elif attempt.again:
+            self.metrics.retries.labels("run_anew").inc()
 
-    def abandon(self, attempt: Attempt) -> None:
-        """The request was refused: there is nothing to repeat, and nothing that would go better."""
-        self._release(attempt)
-
-    async def failed(self, attempt: Attempt) -> None:
-        """Remember that a request got no answer worth keeping. Raises StoreError."""
-        self._release(attempt)
-        if not attempt.named:
-            answer = StoredResponse(id=new_id(), key=attempt.key, request=attempt.request, failed=True)
-            await self.store.keep_response(answer)
-
-    async def _earlier(self, attempt: Attempt) -> Replay | None:
-        answers = await self.store.answers(attempt.key)
-        if attempt.named and answers and answers[0].request != attempt.request:
+    async def _earlier(self, attempt: Attempt) -> EarlierResponse | None:
+        responses = await self.store.responses(attempt.key)
+        if attempt.named and responses and responses[0].request != attempt.digest:
             raise BadRequest(
                 "this `Idempotency-Key` was used for another request: send a new key with a new request",
                 param="Idempotency-Key",
             )
-        for answer in answers:
-            if answer.failed and await self.store.take_response(answer):
+        for response in responses:
+            if response.failed and await self.store.take_response(response):
                 return None
-        given = next((answer for answer in answers if not answer.failed), None)
-        if given is None:
+        found = next((response for response in responses if not response.failed), None)
+        if found is None:
             return None
-        body = await asyncio.to_thread(zlib.decompress, given.body)
-        return Replay(given.status, list(given.headers), body)
+        body = await asyncio.to_thread(zlib.decompress, found.body)
+        return EarlierResponse(found.status, list(found.headers), body)
 
-    def _release(self, attempt: Attempt) -> None:
-        running = self._running.pop(attempt.key, None) if attempt.named else None
-        if running is not None:
-            running.set()
+    async def _store_response(self, response: StoredResponse, failure: str) -> None:
+        try:
+            await self.store.keep_response(response)
+        except StoreError as error:
+            self._report(failure, error)
+
+    def _report(self, consequence: str, error: StoreError) -> None:
+        self.metrics.store_errors.inc()
+        log.error("%s: %s", consequence, error)
+
+
+def _digest(kind: bytes, *parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=16, person=kind)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()

@@ -95,7 +95,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """For each tool call of `message` the digest of its arguments, or b"" where they are no valid JSON; empty
     if all are valid."""
     ids_digest: bytes = b""
-    """16 bytes: blake2b of prompt and completion as packed ids, so turns with equal ids have equal digests."""
+    """16 bytes: blake2b of prompt and completion as packed ids; equal for turns with equal ids."""
 
     @property
     def aborted(self) -> bool:
@@ -109,7 +109,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def new_id() -> str:
-    """A unique name of 32 hexadecimal digits; later names sort after earlier ones, to the clock's precision."""
+    """A unique name of 32 hexadecimal digits; later names sort after earlier ones, as far as clocks tell."""
     return f"{time.time_ns():016x}{secrets.token_hex(6)}0000"
 
 

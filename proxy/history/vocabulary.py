@@ -19,7 +19,7 @@ class _Explained(StrEnum):
 
     meaning: str
 
-    def __new__(cls, word: str, meaning: str) -> "_Explained":
+    def __new__(cls, word: str, meaning: str = "") -> "_Explained":
         member = str.__new__(cls, word)
         member._value_ = word
         member.meaning = meaning

@@ -1,32 +1,29 @@
-"""Response headers that say how a prompt came about."""
+"""Response headers that report where a prompt came from."""
 
-from proxy.history.plan import Plan
+from proxy.history.plan import Extended, Given, PromptPlan
 from proxy.http import Response
 
 
-def said(
-    answer: Response, *, source: str, reused: int, appended: int | None = None, reason: str | None = None
-) -> Response:
-    """The answer with the headers that say how its prompt came about."""
-    if answer.status < 400:
-        _say(answer, b"x-prompt-source", source)
-        _say(answer, b"x-prompt-reused", str(reused))
-        _say(answer, b"x-prompt-appended", None if appended is None else str(appended))
-        _say(answer, b"x-prompt-reason", reason)
-    return answer
+def add_prompt_headers(response: Response, plan: PromptPlan) -> None:
+    """Report on a successful response where its prompt came from and where its turn is recorded."""
+    if response.status >= 400:
+        return
+    placement = plan.placement
+    headers = {
+        b"x-prompt-source": plan.source,
+        b"x-prompt-reused": str(plan.reused) if isinstance(plan, Extended | Given) else "0",
+        b"x-prompt-appended": _count(plan),
+        b"x-prompt-reason": plan.reason,
+        b"x-prompt-candidates": str(placement.candidates) if placement.candidates > 1 else None,
+        b"x-session-id": placement.session.name if placement.conversation is not None else None,
+        b"x-turn-id": placement.turn_id if placement.conversation is not None else None,
+    }
+    # an engine that is such a proxy itself has reported on its own prompt
+    response.headers = [pair for pair in response.headers if pair[0] not in headers]
+    response.headers += [(name, value.encode()) for name, value in headers.items() if value is not None]
 
 
-def placed(answer: Response, plan: Plan) -> Response:
-    """The answer with the headers that say where its turn is recorded."""
-    if answer.status < 400:
-        _say(answer, b"x-session-id", plan.rollout)
-        _say(answer, b"x-turn-id", plan.request)
-        _say(answer, b"x-prompt-candidates", str(plan.candidates) if plan.candidates > 1 else None)
-    return answer
-
-
-def _say(answer: Response, name: bytes, value: str | None) -> None:
-    """Set a header or take it off: an engine that is such a proxy itself has said it of its own prompt."""
-    answer.headers = [pair for pair in answer.headers if pair[0] != name]
-    if value is not None:
-        answer.headers.append((name, value.encode()))
+def _count(plan: PromptPlan) -> str | None:
+    if isinstance(plan, Extended):
+        return str(len(plan.appended))
+    return str(plan.appended) if isinstance(plan, Given) else None

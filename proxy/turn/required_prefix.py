@@ -1,5 +1,6 @@
 """`required_prefix_token_ids`, NeMo-RL's contract: a rendered history around the model's own ids."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,8 @@ import msgspec
 from proxy.errors import BadRequest, EngineBroken, Unsupported
 from proxy.fields import join, raw, read_messages
 from proxy.fleet.replica import Replica
-from proxy.http import JSON_HEADERS, BytesResponse, Request
-from proxy.turn.prompt_fields import in_vocabulary
+from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
+from proxy.turn.request import ChatRequest
 from proxy.turn.services import Services
 from proxy.types import Fields, Headers
 from tokenization import InvalidIds, PrefixMismatch, TemplateUnsupported, ids, replace_prefix_tokens
@@ -23,81 +24,98 @@ _RENDERING = (
 """Fields that shape a rendering, of all that a chat request may have."""
 
 
+class PrefixRefused(Exception):
+    """The engine refused to render the messages; its response says why."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(f"the engine responded {response.status}")
+        self.response = response
+
+
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A rendering with the required prefix."""
+class RenderedPrefix:
+    """A rendering that begins with the required ids."""
 
-    tokens: list[int]
+    prompt: bytes
+    """The whole prompt as a JSON array of ids."""
     prefix: int
-    """How many of them are the required ones."""
+    """Number of its ids that were required."""
     rendered: dict[str, Any]
-    """The engine's own answer to `/tokenize`."""
+    """The engine's own response to `/tokenize`."""
 
 
-async def keep_prefix(
-    fields: Fields, headers: Headers, replica: Replica, gateway: Services
-) -> Kept | BytesResponse:
-    """The template's rendering of a history, with the model's own tokens up to the last assistant turn.
+async def render_with_prefix(request: ChatRequest, replica: Replica, services: Services) -> RenderedPrefix:
+    """The template's rendering of a history, with the model's own ids up to the last assistant turn.
 
     Raises:
         BadRequest: the ids or messages are wrong, or do not belong together.
         Unsupported: the template gives no place to join them.
+        PrefixRefused: the engine refuses the messages.
     """
-    prefix = bytes(fields[FIELD])
-    fields = {name: fields[name] for name in _RENDERING if name in fields}
+    prefix = request.required_prefix or b"[]"
+    return await splice_prefix(prefix, request.fields, request.headers, replica, services)
+
+
+async def splice_prefix(
+    prefix: bytes, fields: Mapping[str, msgspec.Raw], headers: Headers, replica: Replica, services: Services
+) -> RenderedPrefix:
+    """As `render_with_prefix`, for the fields of any request with messages."""
+    rendering = {name: fields[name] for name in _RENDERING if name in fields}
     try:
         ids.check(prefix)
     except InvalidIds as error:
         raise BadRequest(f"`{FIELD}` {error}", param=FIELD) from error
-    messages = read_messages(fields, "messages")
+    messages = read_messages(rendering, "messages")
     if messages is None:
-        raise BadRequest(f"`messages` is required beside `{FIELD}`", param="messages")
+        raise BadRequest(f"`messages` is required together with `{FIELD}`", param="messages")
     turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns:
         raise BadRequest(f"`{FIELD}` ends with an assistant turn, and `messages` has none", param="messages")
-    whole = await _rendered(fields, headers, replica)
-    if isinstance(whole, BytesResponse):
-        return whole
+    whole = await _render(rendering, headers, replica)
     earlier = {
-        **fields,
+        **rendering,
         "messages": raw(messages[: turns[-1] + 1]),
         "add_generation_prompt": msgspec.Raw(b"false"),
     }
-    before = await _rendered(earlier, headers, replica)
-    if isinstance(before, BytesResponse):
-        return before
+    before = await _render(earlier, headers, replica)
     tokenizer = await replica.tokenizer()
 
-    def splice() -> tuple[list[int], int]:
-        values = in_vocabulary(prefix, tokenizer, FIELD)
-        return replace_prefix_tokens(tokenizer, values, before["tokens"], whole["tokens"]), len(values)
+    def splice() -> tuple[bytes, int]:
+        required = msgspec.json.decode(prefix, type=list[int])
+        if (largest := max(required)) >= tokenizer.vocab_size:
+            raise BadRequest(f"Token id {largest} is out of vocabulary", param=FIELD)
+        tokens = replace_prefix_tokens(tokenizer, required, before["tokens"], whole["tokens"])
+        return ids.dump(tokens), len(required)
 
     try:
-        tokens, count = await gateway.in_thread(splice)
+        prompt, count = await services.in_thread(splice)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"`{FIELD}` holds an id that is out of vocabulary", param=FIELD) from error
     except PrefixMismatch as error:
         raise BadRequest(f"`{FIELD}`: {error}", param=FIELD, code="prefix_mismatch") from error
     except TemplateUnsupported as error:
         raise Unsupported(
             f"cannot keep the prefix: {error}", param=FIELD, code="template_unsupported"
         ) from error
-    return Kept(tokens, count, whole)
+    return RenderedPrefix(prompt, count, whole)
 
 
-async def _rendered(fields: Fields, headers: Headers, replica: Replica) -> dict[str, Any] | BytesResponse:
-    """What the engine makes of messages, or its refusal."""
+async def _render(fields: Fields, headers: Headers, replica: Replica) -> dict[str, Any]:
+    """The engine's rendering of messages. Raises PrefixRefused, EngineBroken."""
     readable = [pair for pair in headers if pair[0] != b"accept-encoding"]
-    call = Request("POST", _TOKENIZE_PATH, readable, join(fields), repeatable=True)
-    answer = await replica.engine.send(call)
+    response = await replica.engine.send(
+        Request("POST", _TOKENIZE_PATH, readable, join(fields), repeatable=True)
+    )
     try:
-        body = await answer.read()
+        body = await response.read()
     finally:
-        await answer.aclose()
-    if answer.status != 200:
-        return BytesResponse(answer.status, list(JSON_HEADERS), body)
+        await response.aclose()
+    if response.status != 200:
+        raise PrefixRefused(BytesResponse(response.status, list(JSON_HEADERS), body))
     try:
         rendered = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise EngineBroken(f"{_TOKENIZE_PATH} answered something that is no JSON object") from error
+        raise EngineBroken(f"{_TOKENIZE_PATH} returned something that is no JSON object") from error
     if not isinstance(rendered.get("tokens"), list):
-        raise EngineBroken(f"{_TOKENIZE_PATH} answered without tokens")
+        raise EngineBroken(f"{_TOKENIZE_PATH} returned no tokens")
     return rendered

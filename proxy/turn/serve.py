@@ -1,194 +1,170 @@
-"""How a chat completion ends: its turn is recorded, and its answer kept for a retry, whatever ends it."""
+"""Serves one chat turn, whatever wire format it arrived in.
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+1. A retry gets the response of the request it repeats.
+2. A replica is chosen; the prompt is planned for it; the engine completes it. After a failure another replica
+   is chosen, and the same request is planned anew.
+3. What was sampled is recorded before the client gets the end of its response.
+"""
 
-from proxy.engine.sse import events
-from proxy.errors import ApiError, BadRequest, EngineBroken
-from proxy.history.evidence import Outcome
-from proxy.history.plan import Plan
-from proxy.history.retries import KEPT_BYTES, Attempt
-from proxy.history.store import StoreError
-from proxy.http import BytesResponse, Response, is_event_stream
-from proxy.turn.completion import DONE, ChunkReader, Wanted, take_whole
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from proxy.engine.token_in import CHAT_PATH, TokenRequest
+from proxy.errors import Unsupported
+from proxy.fields import join
+from proxy.fleet.replica import Replica
+from proxy.history.plan import PromptPlan, ServedModel, prompt_of
+from proxy.history.recorder import Recording
+from proxy.history.retries import Attempt, EarlierResponse
+from proxy.history.vocabulary import Reason
+from proxy.http import BytesResponse, Request, Response, is_event_stream
+from proxy.metrics import Metrics
+from proxy.turn.engine_request import request_for_engine
+from proxy.turn.prompt_headers import add_prompt_headers
+from proxy.turn.reader import read_completion
+from proxy.turn.redactor import redact_completion
+from proxy.turn.request import ChatRequest
+from proxy.turn.required_prefix import PrefixRefused, render_with_prefix
 from proxy.turn.services import Services
-from proxy.types import Headers
+from proxy.turn.stream import RecordedStream
 
-_WORTH_A_RETRY = frozenset({408, 409, 429})
-"""Statuses below 500 on which SDKs send a request again."""
+TOKENIZER_TIMEOUT_S = 30.0
+"""Longer than loading a tokenizer takes; a hub that does not respond must not hold every request."""
 _LARGE = 65_536
 """Bytes of a body that is read on a thread."""
 
 
-class Conclusion:
-    """What becomes of one attempt. The first word counts; without a store nothing is kept."""
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """A planned prompt and the head of the engine's response to it."""
 
-    def __init__(self, gateway: Services, attempt: Attempt) -> None:
-        self._rollouts = gateway.rollouts
-        self._retries = gateway.retries
-        self._attempt = attempt
-        self._open = False
-
-    async def begin(self) -> Response | None:
-        """The answer that an equal request got before, if this is a repetition of it.
-
-        Raises:
-            BadRequest: see `Retries.begin`.
-        """
-        try:
-            replay = await self._retries.begin(self._attempt)
-        except StoreError as error:
-            self._rollouts.complain("a retry cannot be told from a new request", error)
-            return None
-        if replay is None:
-            self._open = True
-            if self._attempt.again:
-                self._rollouts.metrics.retries.labels("run_anew").inc()
-            return None
-        self._rollouts.metrics.retries.labels("answered_again").inc()
-        headers = [*replay.headers, (b"x-request-replayed", b"true")]
-        return BytesResponse(replay.status, headers, replay.body)
-
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """What fails inside, or is left by its client, leaves no answer worth keeping."""
-        try:
-            yield
-        except ApiError as error:
-            await self.refused(error.status)
-            raise
-        except BaseException:
-            self.failed()
-            raise
-
-    async def done(self, status: int, headers: Headers, body: bytes) -> None:
-        """The answer is complete."""
-        if self._open:
-            self._open = False
-            try:
-                await self._retries.done(self._attempt, status, headers, body)
-            except StoreError as error:
-                self._rollouts.complain("an answer was not kept for a retry", error)
-
-    async def refused(self, status: int) -> None:
-        """There is an error for the client; a retry that comes at once is to find it remembered."""
-        if self._open and (status >= 500 or status in _WORTH_A_RETRY):
-            self._open = False
-            await self._remember_failure()
-        elif self._open:
-            self._open = False
-            self._retries.abandon(self._attempt)
-
-    def failed(self) -> None:
-        """There is no answer worth keeping: the client left, or the engine broke."""
-        if self._open:
-            self._open = False
-            self._rollouts.spawn(self._remember_failure(), "record")
-
-    async def _remember_failure(self) -> None:
-        try:
-            await self._retries.failed(self._attempt)
-        except StoreError as error:
-            self._rollouts.complain("a failed request was not remembered", error)
+    plan: PromptPlan
+    response: Response
 
 
-async def recorded_answer(
-    answer: Response, plan: Plan, wanted: Wanted, gateway: Services, conclusion: Conclusion
-) -> Response:
-    """The answer for the client, which records its turn on the way.
+async def serve_turn(request: ChatRequest, services: Services) -> Response:
+    """The response to a chat request: a chat completion, its stream of chunks, or an engine's error.
 
     Raises:
-        EngineBroken: the engine answered something that is no chat completion.
+        ApiError: there is none; see `proxy.errors`.
     """
-    if answer.status >= 400:
-        await conclusion.refused(answer.status)
-        return answer
-    if is_event_stream(answer.headers):
-        return RecordedStream(answer, plan, wanted, gateway, conclusion)
-    try:
-        body = await answer.read()
-    finally:
-        await answer.aclose()
-    try:
-        if len(body) < _LARGE:
-            outcome, mine = take_whole(body, wanted)
-        else:
-            outcome, mine = await gateway.in_thread(lambda: take_whole(body, wanted))
-    except BadRequest as error:
-        raise EngineBroken("the engine answered something that is no chat completion") from error
-    await gateway.rollouts.surely(
-        gateway.rollouts.record(plan, outcome), conclusion.done(answer.status, answer.headers, mine)
-    )
-    return BytesResponse(answer.status, answer.headers, mine)
+    history = services.history
+    async with AsyncExitStack() as stack:
+        attempt = await stack.enter_async_context(history.retries.attempt(request))
+        if attempt.earlier is not None:
+            return _replayed(attempt.earlier)
 
+        async def exchange(replica: Replica) -> _Exchange:
+            return await _exchange(request, replica, services)
 
-class RecordedStream:
-    """A stream that goes on to the client event by event, while its turn is taken out of it.
-
-    A turn is recorded before the client gets the event that ends it, so that whoever acts on that finds it.
-    """
-
-    def __init__(
-        self, answer: Response, plan: Plan, wanted: Wanted, gateway: Services, conclusion: Conclusion
-    ) -> None:
-        self.status = answer.status
-        self.headers = [pair for pair in answer.headers if pair[0] != b"content-length"]
-        self._answer = answer
-        self._plan = plan
-        self._reader = ChunkReader(wanted, plan.choices)
-        self._rollouts = gateway.rollouts
-        self._conclusion = conclusion
-        self._sent: list[bytes] = []
-        self._sent_bytes = 0
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The events as the engine sends them."""
         try:
-            async for data in events(self._answer.chunks()):
-                kept = None if data == DONE else self._reader.take(data)
-                await self._record(self._reader.ended())
-                if (last := self._reader.held(data)) is not None:
-                    yield self._event(last)
-                if kept is not None:
-                    yield self._event(kept)
-                if data == DONE:
-                    await self._complete()
-                    yield b"data: [DONE]\n\n"
-        except ApiError:
-            if (last := self._reader.held(DONE)) is not None:
-                yield self._event(last)
-            raise
-        finally:
-            # the client left, or the engine broke or fell silent: nothing of what came is lost
-            await self._record(self._reader.rest())
+            exchanged = await services.fleet.on_replica(exchange, token_in=request.needs_token_in)
+        except PrefixRefused as refused:
+            await attempt.fail(refused.response.status)
+            return refused.response
+        plan, response = exchanged.plan, exchanged.response
+        recording = history.recorder.start(plan)
+        stack.push_async_callback(_release_unless_recorded, recording, services)
+        stack.enter_context(history.pins.hold(plan.placement.session.id))
+        _count(plan, history.metrics)
+        add_prompt_headers(response, plan)
+        if response.status >= 400:
+            await attempt.fail(response.status)
+            return response
+        if plan.placement.conversation is None:
+            return response
+        if is_event_stream(response.headers):
+            return RecordedStream(response, request, recording, attempt.hand_over(), stack.pop_all())
+        return await _record_whole(response, request, recording, attempt, services)
 
-    async def read(self) -> bytes:
-        """All events."""
-        return b"".join([chunk async for chunk in self.chunks()])
 
-    async def aclose(self) -> None:
-        """Record what was sampled so far if the client left before the end, and close the engine's answer."""
-        rest = self._reader.rest()
-        if rest.choices:
-            self._rollouts.record_later(self._plan, rest)
-        self._conclusion.failed()
-        await self._answer.aclose()
+async def _exchange(request: ChatRequest, replica: Replica, services: Services) -> _Exchange:
+    """Plan the prompt for one replica, and send it there."""
+    planner, model = services.history.planner, await served_model(replica, request)
+    if request.required_prefix is not None:
+        rendered = await render_with_prefix(request, replica, services)
+        plan = await planner.plan_prefix(request, rendered.prompt, rendered.prefix, model)
+    else:
+        plan = await planner.plan(request, model)
+    try:
+        return _Exchange(plan, await _send(request, plan, replica, services))
+    except BaseException:
+        await planner.release(plan)
+        raise
 
-    async def _record(self, outcome: Outcome) -> None:
-        if outcome.choices:
-            await self._rollouts.surely(self._rollouts.record(self._plan, outcome))
 
-    async def _complete(self) -> None:
-        complete = self._reader.complete
-        await self._record(self._reader.rest())
-        if complete and self._sent_bytes <= KEPT_BYTES:
-            body = b"".join([*self._sent, b"data: [DONE]\n\n"])
-            await self._conclusion.done(self.status, self.headers, body)
+async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:
+    recorded = plan.placement.conversation is not None
+    fields = request_for_engine(request, evidence=recorded, logprobs=services.record_logprobs)
+    headers = request.headers
+    if recorded:
+        # what comes back is read here, so it must not be compressed
+        headers = [pair for pair in headers if pair[0] != b"accept-encoding"]
+    if prompt := prompt_of(plan):
+        name = request.given.field if request.given else "messages"
+        token_in = replica.known().require_token_in()
+        return await token_in.complete(replica.engine, TokenRequest(prompt, fields, headers, name))
+    call = Request("POST", CHAT_PATH, headers, join(fields), repeatable=True)
+    return await replica.engine.send(call)
 
-    def _event(self, data: bytes) -> bytes:
-        """An event for the client, which is kept for a retry if it is not too long."""
-        event = b"data: " + data + b"\n\n"
-        self._sent_bytes += len(event)
-        if self._sent_bytes <= KEPT_BYTES:
-            self._sent.append(event)
-        return event
+
+async def served_model(replica: Replica, request: ChatRequest) -> ServedModel:
+    """What planning needs to know of a replica.
+
+    Raises:
+        EngineUnavailable: the replica went away.
+    """
+    known = replica.known()
+    tokenizer, problem = None, None
+    try:
+        async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
+            tokenizer = await replica.tokenizer()
+    except TimeoutError:
+        problem = Unsupported("the model's tokenizer is still loading", code=Reason.NO_TOKENIZER)
+    except Unsupported as error:
+        problem = error
+    refused = None
+    if known.token_in is None:
+        refused = Reason.NO_TOKEN_IN
+    elif not known.token_in.takes(request.fields):
+        refused = Reason.SPECIAL_REQUEST
+    name = known.model.name if known.model else ""
+    return ServedModel(name, tokenizer, problem, refused, known.printed, known.logprobs_mode)
+
+
+async def _record_whole(
+    response: Response, request: ChatRequest, recording: Recording, attempt: Attempt, services: Services
+) -> Response:
+    """A whole completion, recorded, with what the client asked to see of it."""
+    try:
+        body = await response.read()
+    finally:
+        await response.aclose()
+
+    if len(body) < _LARGE:
+        completion, visible = read_completion(body), redact_completion(body, request.visible)
+    else:
+        completion, visible = await services.in_thread(
+            lambda: (read_completion(body), redact_completion(body, request.visible))
+        )
+    await recording.add(completion)
+    await attempt.keep(response.status, response.headers, visible)
+    return BytesResponse(response.status, response.headers, visible)
+
+
+def _replayed(earlier: EarlierResponse) -> Response:
+    headers = [*earlier.headers, (b"x-request-replayed", b"true")]
+    return BytesResponse(earlier.status, headers, earlier.body)
+
+
+def _count(plan: PromptPlan, metrics: Metrics) -> None:
+    """Count a prompt, once for each request."""
+    metrics.prompts.labels(plan.source, plan.reason or "none").inc()
+    if plan.reason == Reason.AMBIGUOUS:
+        metrics.ambiguous.inc()
+
+
+async def _release_unless_recorded(recording: Recording, services: Services) -> None:
+    if not recording.recorded:
+        await services.history.planner.release(recording.plan)

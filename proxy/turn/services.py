@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from proxy.fleet.fleet import Fleet
-from proxy.history.retries import Retries
-from proxy.history.rollouts import Rollouts
+from proxy.history.history import History
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Services:
-    """What the dialects work with; one per application."""
+    """What routes work with."""
 
     fleet: Fleet
+    history: History
     encoders: ThreadPoolExecutor
     """Threads that tokenise: the event loop never does."""
     body_limit_bytes: int
-    rollouts: Rollouts
-    retries: Retries
     record_logprobs: bool = True
-    """Whether log-probabilities are asked of the engine for the record, though no client wants them."""
+    """Whether engines are asked for log-probabilities that no client wants, to record them."""
+    record_token_route: bool = True
+    """Whether turns of the token route are recorded where they can be placed."""
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` on an encoder thread."""

@@ -1,0 +1,130 @@
+"""The fields that carry exact ids, shared by the routes that take them."""
+
+from typing import Any
+
+import msgspec
+
+from proxy.errors import BadRequest
+from proxy.fields import given, read, read_messages
+from proxy.media import media_kind
+from proxy.turn.request import GivenIds
+from proxy.types import Fields
+from tokenization import ChatTokenizer, InvalidIds, ids
+
+ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
+"""Names under which clients send the exact prompt."""
+
+
+class _Content(msgspec.Struct):
+    """What is read of a message to look for media."""
+
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def take_prompt(fields: Fields) -> GivenIds | None:
+    """Take the ids out of `fields`, under whichever of their names.
+
+    Raises:
+        BadRequest: they are given twice, empty, or no list of non-negative integers.
+    """
+    present = [name for name in ALIASES if given(fields, name) is not None]
+    if len(present) > 1:
+        raise BadRequest(f"give the prompt once: `{present[0]}` or `{present[1]}`", param=present[1])
+    for name in ALIASES:
+        if name not in present:
+            fields.pop(name, None)
+    if not present:
+        return None
+    field = present[0]
+    raw = bytes(fields.pop(field))
+    try:
+        return GivenIds(field, raw, ids.check(raw))
+    except InvalidIds as error:
+        raise BadRequest(f"`{field}` {error}", param=field) from error
+
+
+def take_append(fields: Fields, prompt: GivenIds | None) -> bytes | None:
+    """Take `append_messages` out of `fields`: a JSON array of messages, or None.
+
+    Raises:
+        BadRequest: it holds no messages, comes without ids, or with a field that it cannot be combined with.
+    """
+    appended = given(fields, "append_messages")
+    if appended is None:
+        fields.pop("append_messages", None)
+        return None
+    refuse_media(fields, "append_messages")
+    read_messages(fields, "append_messages")
+    fields.pop("append_messages")
+    if prompt is None:
+        raise needs_ids()
+    if given(fields, "chat_template") is not None:
+        raise BadRequest("`append_messages` uses the server's chat template", param="chat_template")
+    if read(fields, "continue_final_message", bool):
+        raise BadRequest(
+            "`continue_final_message` cannot be combined with `append_messages`",
+            param="continue_final_message",
+        )
+    return appended
+
+
+def join_messages(history: bytes | None, appended: bytes) -> bytes:
+    """Two JSON arrays of messages as one; empty if there is no history."""
+    if history is None or not history.strip(b"[] \t\r\n"):
+        return b""
+    return history.rstrip()[:-1] + b"," + appended.lstrip()[1:]
+
+
+def template_kwargs(fields: Fields) -> dict[str, Any]:
+    """What a request passes to the template, gathered as vLLM gathers it.
+
+    Raises:
+        BadRequest: one of the fields holds something else than it should.
+    """
+    kwargs = read(fields, "chat_template_kwargs", dict[str, Any]) or {}
+    # vLLM overrides these two with the fields of the same name, which always have a value
+    kwargs.pop("add_generation_prompt", None)
+    kwargs.pop("continue_final_message", None)
+    documents = read(fields, "documents", list[dict[str, Any]])
+    if documents is not None:
+        kwargs["documents"] = documents
+    effort = read(fields, "reasoning_effort", str)
+    if effort is not None:
+        kwargs.setdefault("enable_thinking", effort != "none")
+        kwargs["reasoning_effort"] = effort
+    return kwargs
+
+
+def refuse_media(fields: Fields, name: str) -> None:
+    """Refuse messages with images or other media next to ids: the engine would ignore the ids.
+
+    Raises:
+        BadRequest: there is such a part, or the field holds no list of messages.
+    """
+    for index, message in enumerate(read(fields, name, list[_Content]) or []):
+        if not bytes(message.content).startswith(b"["):
+            continue
+        if kind := media_kind(read({name: message.content}, name, list[Any])):
+            raise BadRequest(
+                f"message {index} of `{name}` holds a part of type {kind}: "
+                "images and other media are not supported together with prompt ids",
+                param=name,
+            )
+
+
+def needs_ids() -> BadRequest:
+    """The error for a request that should carry ids and carries none."""
+    return BadRequest(
+        "`append_messages` needs the ids it is appended to, in `prompt_ids`", param="prompt_ids"
+    )
+
+
+def in_vocabulary(raw: bytes, tokenizer: ChatTokenizer, field: str) -> list[int]:
+    """Checked ids as integers; BadRequest, naming `field`, if one of them does not exist."""
+    try:
+        values = msgspec.json.decode(raw, type=list[int])
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"`{field}` holds an id that is out of vocabulary", param=field) from error
+    if (largest := max(values)) >= tokenizer.vocab_size:
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param=field)
+    return values

@@ -1,0 +1,136 @@
+"""A recorded turn with its exact ids as JSON, and what it is recognised by."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from proxy.history.turn import Turn, unpack_ids
+from proxy.history.vocabulary import Problem
+from tokenization import ids
+
+UNUSABLE = frozenset(
+    {
+        Problem.NO_PROMPT_IDS,
+        Problem.NO_COMPLETION_IDS,
+        Problem.IDS_MISSING,
+        Problem.USAGE_MISMATCH,
+        Problem.PROMPT_MISMATCH,
+        Problem.MEDIA,
+    }
+)
+"""Problems of a turn that keep others from being built on its ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Reasoning digests of a conversation, turn by turn. Turns share those of their parents."""
+
+    reasonings: tuple[bytes, ...]
+    parent: "Lineage | None"
+
+    def all_reasonings(self) -> list[bytes]:
+        """Of each assistant message since the conversation began, the first one first."""
+        parts: list[tuple[bytes, ...]] = []
+        at: Lineage | None = self
+        while at is not None:
+            parts.append(at.reasonings)
+            at = at.parent
+        return [reasoning for part in reversed(parts) for reasoning in part]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTurn:
+    """A recorded turn, ready to be continued."""
+
+    id: str
+    rollout: str
+    ids: bytes
+    """Prompt and completion as a compact JSON array."""
+    count: int
+    """Number of ids in it."""
+    finish_reason: str | None
+    stop_reason: str | int | None
+    usable: bool
+    """Whether the ids are the whole truth: all sampled ids are recorded, and no media stand among them."""
+    scope: tuple[bytes, ...]
+    """As `Turn.scope`."""
+    spelling_before: bytes
+    calls: tuple[bytes, ...]
+    lineage: Lineage
+    hasher: Any = field(compare=False)
+    """blake2b over the packed ids: the turn's `ids_digest`, ready to be continued."""
+
+    def begins(self, prompt: bytes) -> bool:
+        """Whether a prompt, a compact JSON array, begins with these ids."""
+        end = len(self.ids) - 1
+        return self.usable and prompt[end : end + 1] in (b",", b"]") and prompt[:end] == self.ids[:end]
+
+
+def hash_ids(parent: CachedTurn | None, *packed: bytes) -> Any:
+    """The hasher of a turn's ids: those of its parent, continued."""
+    hasher = parent.hasher.copy() if parent else hashlib.blake2b(digest_size=16, person=b"ids")
+    for part in packed:
+        hasher.update(part)
+    return hasher
+
+
+def cached_turn(turn: Turn, parent: CachedTurn | None, prompt: bytes, hasher: Any) -> CachedTurn:
+    """A turn that was just recorded.
+
+    Args:
+        parent: the turn it continues in the store.
+        prompt: its whole prompt as a JSON array; empty if unknown.
+        hasher: of its ids.
+    """
+    usable = turn.problem not in UNUSABLE and len(prompt) > 2 and (parent is None or parent.usable)
+    completion = unpack_ids(turn.completion)
+    return CachedTurn(
+        turn.id,
+        turn.rollout,
+        ids.join(prompt, completion) if len(prompt) > 2 else b"[]",
+        turn.prompt_tokens + len(completion),
+        turn.finish_reason,
+        turn.stop_reason,
+        usable,
+        turn.scope,
+        turn.spelling_before,
+        turn.calls,
+        Lineage(turn.reasonings, parent.lineage if parent else None),
+        hasher,
+    )
+
+
+def read_turn(
+    path: Sequence[Turn], in_cache: Callable[[str], CachedTurn | None] = lambda turn: None
+) -> CachedTurn:
+    """The last turn of a path that a store returned; ids of a turn in the cache are not joined again."""
+    base: CachedTurn | None = None
+    first = len(path)
+    while first > 0 and (base := in_cache(path[first - 1].id)) is None:
+        first -= 1
+    lineage = base.lineage if base else None
+    count, usable = (base.count, base.usable) if base else (0, True)
+    parts: list[bytes] = []
+    for turn in path[first:]:
+        lineage = Lineage(turn.reasonings, lineage)
+        parts += turn.appended, turn.completion
+        count += (len(turn.appended) + len(turn.completion)) // 4
+        adds_up = count == turn.prompt_tokens + turn.completion_tokens
+        usable = usable and adds_up and turn.problem not in UNUSABLE
+    assert lineage is not None  # a path has at least one turn
+    tokens, last = unpack_ids(b"".join(parts)), path[-1]
+    return CachedTurn(
+        last.id,
+        last.rollout,
+        ids.join(base.ids, tokens) if base else ids.dump(tokens),
+        count,
+        last.finish_reason,
+        last.stop_reason,
+        usable and count > 0,
+        last.scope,
+        last.spelling_before,
+        last.calls,
+        lineage,
+        hash_ids(base, *parts),
+    )

@@ -1,0 +1,78 @@
+"""Ids and what the chat template puts after them: the one place where a prompt is made here.
+
+Law: the result begins with the bytes of the ids that were given.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from proxy.history.cached_turn import CachedTurn
+from proxy.history.conversation import Conversation
+from proxy.turn.request import Rendering
+from tokenization import ChatTokenizer, TokenizationError, ids
+
+
+def continue_ids(
+    tokenizer: ChatTokenizer,
+    raw: bytes,
+    new: Sequence[dict[str, Any]],
+    rendering: Rendering,
+    *,
+    history: Sequence[dict[str, Any]] | None = None,
+    finish_reason: str | None = "stop",
+    stop_reason: str | int | None = None,
+) -> tuple[bytes, list[int]]:
+    """The next prompt of a conversation that is already ids.
+
+    Args:
+        raw: everything consumed and sampled so far, a checked JSON array of ids.
+        new: the messages since then.
+        history: the messages that led to the ids, if known; the last one is the assistant's.
+        finish_reason, stop_reason: how the last turn ended, as the engine gave it.
+
+    Returns:
+        the whole prompt as a JSON array, and the ids after `raw`.
+
+    Raises:
+        TokenizationError: as `ChatTokenizer.append`.
+    """
+    following = tokenizer.continuation(
+        ids.last(raw),
+        new,
+        history=history,
+        tools=rendering.parse_tools(),
+        finish_reason=finish_reason,
+        # a stop token that only that request named ends no turn in the template's eyes
+        stop_reason=stop_reason if isinstance(stop_reason, str) else None,
+        add_generation_prompt=rendering.add_generation_prompt,
+        template_kwargs=rendering.parse_template_kwargs(),
+    )
+    appended = [*following.close_ids, *following.suffix_ids]
+    return ids.join(raw, appended), appended
+
+
+def continue_turn(
+    tokenizer: ChatTokenizer, turn: CachedTurn, conversation: Conversation, end: int, rendering: Rendering
+) -> tuple[bytes, list[int]]:
+    """The next prompt after a recorded turn, whose message stands at index `end` of a conversation.
+
+    The history is used only where the new messages alone do not decide what follows. Returns and raises as
+    `continue_ids`.
+    """
+    new = conversation.parse(end + 1, len(conversation.raws))
+
+    def after(history: list[dict[str, Any]] | None) -> tuple[bytes, list[int]]:
+        return continue_ids(
+            tokenizer,
+            turn.ids,
+            new,
+            rendering,
+            history=history,
+            finish_reason=turn.finish_reason,
+            stop_reason=turn.stop_reason,
+        )
+
+    try:
+        return after(None)
+    except TokenizationError:
+        return after(conversation.parse(0, end + 1))

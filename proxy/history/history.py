@@ -1,0 +1,59 @@
+"""Everything that knows the record of turns, put together."""
+
+import asyncio
+import logging
+from concurrent.futures import Executor
+
+from proxy.history.cache import TurnCache
+from proxy.history.matcher import Matcher
+from proxy.history.pins import Pins
+from proxy.history.planner import Planner
+from proxy.history.recorder import Recorder
+from proxy.history.retries import Retries
+from proxy.history.store import Store, StoreError
+from proxy.history.tasks import Tasks
+from proxy.metrics import Metrics
+
+log = logging.getLogger("tokenproxy")
+
+EVICTION_INTERVAL_S = 60.0
+"""How often rollouts that are too old are looked for."""
+
+
+class History:
+    """Planner, recorder and retries over one store. One per application."""
+
+    def __init__(self, store: Store, executor: Executor, metrics: Metrics, cache_bytes: int) -> None:
+        self.store = store
+        self.metrics = metrics
+        self.cache = TurnCache(cache_bytes)
+        self.tasks = Tasks()
+        self.pins = Pins(store, metrics)
+        matcher = Matcher(store, self.cache, executor)
+        self.planner = Planner(store, self.cache, matcher, self.pins, executor, metrics)
+        self.recorder = Recorder(store, self.cache, executor, metrics, self.tasks)
+        self.retries = Retries(store, metrics, self.tasks)
+
+    async def open(self) -> None:
+        """Open the store. Raises StoreError."""
+        await self.store.open()
+        self.tasks.run_forever(self._evict_old())
+        self.tasks.run_forever(self.pins.renew_forever())
+
+    async def aclose(self) -> None:
+        """Finish recording, then close the store."""
+        await self.tasks.aclose()
+        await self.store.aclose()
+
+    async def _evict_old(self) -> None:
+        while True:
+            await asyncio.sleep(EVICTION_INTERVAL_S)
+            try:
+                evicted = await self.store.evict()
+            except StoreError as error:
+                self.metrics.store_errors.inc()
+                log.error("old rollouts could not be evicted: %s", error)
+                continue
+            if evicted.rollouts:
+                self.metrics.evicted.inc(evicted.rollouts)
+                log.info("evicted %d old rollouts (%d turns)", evicted.rollouts, evicted.turns)

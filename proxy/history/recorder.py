@@ -1,0 +1,235 @@
+"""Records what was sampled: from a plan and a completion to turns in the store.
+
+Nothing that goes wrong here costs a client its response: it is logged, counted, and the turn is not recorded.
+"""
+
+import asyncio
+import logging
+import time
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from proxy.history.cache import TurnCache
+from proxy.history.cached_turn import CachedTurn, cached_turn, hash_ids
+from proxy.history.completion import Completion, SampledChoice, untrainable_reason
+from proxy.history.conversation import Conversation, is_distinctive
+from proxy.history.matcher import index_entries
+from proxy.history.plan import Extended, Placement, PromptPlan, prompt_of
+from proxy.history.store import IndexEntry, Store, StoreError
+from proxy.history.tasks import Tasks
+from proxy.history.turn import Turn, pack_ids, pack_logprobs, turn_id
+from proxy.history.vocabulary import ABORTED, Problem
+from proxy.metrics import Metrics
+from tokenization import CanonicalMessage, TokenizationError, canonical, ids
+
+log = logging.getLogger("tokenproxy")
+
+_SMALL = 16_384
+"""Bytes that are processed on the event loop: faster than handing them to a thread."""
+_UNREADABLE = CanonicalMessage(b"", b"", b"")
+
+
+@dataclass(frozen=True, slots=True)
+class NewTurn:
+    """A turn to be recorded."""
+
+    turn: Turn
+    entries: list[IndexEntry]
+    """What finds it again; none if nothing may."""
+    cached: CachedTurn | None
+    """None if its prompt is unknown."""
+
+
+class Recorder:
+    """Records turns. One per application."""
+
+    def __init__(
+        self, store: Store, cache: TurnCache, executor: Executor, metrics: Metrics, tasks: Tasks
+    ) -> None:
+        self.store = store
+        self.cache = cache
+        self.executor = executor
+        self.metrics = metrics
+        self.tasks = tasks
+
+    def start(self, plan: PromptPlan) -> "Recording":
+        """The recording of one request's turns."""
+        return Recording(self, plan)
+
+
+class Recording:
+    """Records the turns of one request, as its choices end."""
+
+    def __init__(self, recorder: Recorder, plan: PromptPlan) -> None:
+        self.plan = plan
+        self.recorded = False
+        """Whether a turn was recorded."""
+        self._recorder = recorder
+        self._holder: Turn | None = None
+        """The turn that holds the prompt, which the other choices share."""
+        self._lock = asyncio.Lock()
+
+    async def add(self, completion: Completion) -> None:
+        """Record the choices of a completion. They are found by other requests once this returns.
+
+        It goes on to its end if its caller is cancelled.
+        """
+        if self.plan.placement.conversation is not None and completion.choices:
+            await self._recorder.tasks.finish(self._add(completion))
+
+    def add_later(self, completion: Completion) -> None:
+        """Record choices that were broken off: their request is being cancelled and cannot wait."""
+        if self.plan.placement.conversation is not None and completion.choices:
+            self._recorder.tasks.finish_later(self._add(completion))
+
+    async def _add(self, completion: Completion) -> None:
+        async with self._lock:
+            try:
+                await self._record(completion)
+            except StoreError as error:
+                self._recorder.metrics.store_errors.inc()
+                log.error("a turn of %s was not recorded: %s", self.plan.placement.session.id, error)
+            except Exception:
+                self._recorder.metrics.store_errors.inc()
+                log.exception("a turn of %s could not be recorded", self.plan.placement.session.id)
+
+    async def _record(self, completion: Completion) -> None:
+        recorder, placement = self._recorder, self.plan.placement
+        size = len(completion.prompt_ids or b"") + 8 * sum(len(c.ids or ()) for c in completion.choices)
+        if size < _SMALL:
+            turns = new_turns(self.plan, completion, self._holder)
+        else:
+            run = asyncio.get_running_loop().run_in_executor
+            turns = await run(recorder.executor, new_turns, self.plan, completion, self._holder)
+        if not turns:
+            return
+        evicted = await recorder.store.add(
+            placement.session, [new.turn for new in turns], [new.entries for new in turns]
+        )
+        self.recorded = True
+        self._holder = self._holder or turns[0].turn
+        if evicted.rollouts:
+            recorder.metrics.evicted.inc(evicted.rollouts)
+            log.info("the store is full: evicted %d rollouts (%d turns)", evicted.rollouts, evicted.turns)
+        for new in turns:
+            labels = (new.turn.finish_reason or "unknown", new.turn.problem or "none")
+            recorder.metrics.turns.labels(*labels).inc()
+            if new.cached is not None:
+                recorder.cache.put(new.cached)
+
+
+def new_turns(plan: PromptPlan, completion: Completion, holder: Turn | None) -> list[NewTurn]:
+    """The turns of a completion. A choice of which nothing was sampled makes none.
+
+    Args:
+        holder: the turn of the same request that holds the prompt already; None if there is none yet.
+    """
+    turns: list[NewTurn] = []
+    for choice in completion.choices:
+        if choice.ids or choice.finish_reason not in (None, ABORTED):
+            turns.append(_new_turn(plan, completion, choice, holder))
+            holder = holder or turns[-1].turn
+    return turns
+
+
+def _new_turn(
+    plan: PromptPlan, completion: Completion, choice: SampledChoice, holder: Turn | None
+) -> NewTurn:
+    placement, conversation = plan.placement, plan.placement.conversation
+    assert conversation is not None  # the caller looked
+    sent = prompt_of(plan)
+    problem = untrainable_reason(completion, choice, sent, media=conversation.media)
+    # what the engine did counts, not what it was asked to do
+    as_sent = bool(sent) and problem not in (Problem.PROMPT_MISMATCH, Problem.NO_PROMPT_IDS)
+    parent = placement.parent if as_sent else None
+    prompt = sent if as_sent else ids.compact(completion.prompt_ids or b"")
+    appended = pack_ids(_appended(plan, parent, prompt))
+    sampled, logprobs, problem = _pack_evidence(choice, problem)
+    own = _canonical(choice.message)
+    hasher = hash_ids(parent, appended, sampled)
+    first = placement.first_new if parent else 0
+    shares = holder is not None and holder.parent == (parent.id if parent else None)
+    turn = Turn(
+        id=turn_id(placement.turn_id, choice.index),
+        rollout=placement.session.id,
+        parent=parent.id if parent else None,
+        request=placement.turn_id,
+        choice=choice.index,
+        created=time.time(),
+        model=placement.scope.model,
+        prompt_turn=holder.id if holder is not None and shares else None,
+        **({} if shares else _prompt_fields(placement, conversation, parent, first, appended)),
+        message=msgspec.json.encode(choice.message),
+        completion=sampled,
+        logprobs=logprobs,
+        prompt_tokens=len(appended) // 4 + (parent.count if parent else 0),
+        source=plan.source,
+        reason=plan.reason or "",
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        temperature=placement.temperature,
+        logprobs_mode=placement.logprobs_mode,
+        problem=problem or "",
+        weight_versions=choice.weight_versions,
+        routed_experts=choice.routed_experts,
+        scope=placement.scope.parts,
+        spelling_before=conversation.strict_before(len(conversation.messages)),
+        spelling=own.strict,
+        reasonings=(*conversation.reasonings(first, len(conversation.raws)), own.reasoning),
+        calls=own.arguments if any(each[:1] == b"t" for each in own.arguments) else (),
+        ids_digest=hasher.digest(),
+    )
+    entries: list[IndexEntry] = []
+    if placement.findable and own is not _UNREADABLE:
+        # a turn without exact ids is found, to say so, and is never equal to another
+        found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
+        distinctive = is_distinctive(choice.message)
+        entries = index_entries(placement.scope, conversation, own, distinctive, found_ids)
+    return NewTurn(turn, entries, cached_turn(turn, parent, prompt, hasher) if prompt else None)
+
+
+def _prompt_fields(
+    placement: Placement,
+    conversation: Conversation,
+    parent: CachedTurn | None,
+    first: int,
+    appended: bytes,
+) -> dict[str, Any]:
+    """The fields of a turn that the choices of one request share."""
+    rendering, parts = placement.scope.rendering, placement.scope.parts
+    return {
+        "tools": None if parent and parent.scope[:1] == parts[:1] else rendering.tools,
+        "template_kwargs": (
+            None if parent and parent.scope[1:2] == parts[1:2] else rendering.template_kwargs
+        ),
+        "messages": conversation.json(first),
+        "appended": appended,
+    }
+
+
+def _appended(plan: PromptPlan, parent: CachedTurn | None, prompt: bytes) -> list[int]:
+    """The ids of a prompt after those of the parent; all of them if there is none."""
+    if parent is None:
+        return msgspec.json.decode(prompt, type=list[int]) if prompt else []
+    if isinstance(plan, Extended) and plan.reused == parent.count:
+        return list(plan.appended)
+    tail = prompt[len(parent.ids) - 1 :]  # `,7,8]`, or `]` alone
+    return msgspec.json.decode(b"[" + tail.removeprefix(b","), type=list[int])
+
+
+def _pack_evidence(choice: SampledChoice, problem: Problem | None) -> tuple[bytes, bytes, Problem | None]:
+    """Packed ids and log-probabilities; what cannot be packed makes the turn untrainable."""
+    try:
+        return pack_ids(choice.ids or ()), pack_logprobs(choice.logprobs or ()), problem
+    except (OverflowError, TypeError):
+        return b"", b"", problem or Problem.UNREADABLE_EVIDENCE
+
+
+def _canonical(message: dict[str, Any]) -> CanonicalMessage:
+    try:
+        return canonical(message)
+    except TokenizationError:
+        return _UNREADABLE

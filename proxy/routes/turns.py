@@ -1,0 +1,31 @@
+"""The routes of a chat turn: one for each wire format."""
+
+from proxy.dialects.base import Dialect
+from proxy.http import Request, Response
+from proxy.routes.base import Route
+from proxy.routes.session_names import session_fields
+from proxy.turn.serve import serve_turn
+from proxy.turn.services import Services
+
+
+class TurnRoute(Route):
+    """Serves the turns of one wire format."""
+
+    needs_tenant = True
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self.path = dialect.path  # type: ignore[misc]
+        self.summary = dialect.summary  # type: ignore[misc]
+        self.openapi = dialect.openapi  # type: ignore[misc]
+
+    @property
+    def description(self) -> str:
+        """What the OpenAPI page shows."""
+        return type(self._dialect).__doc__ or ""
+
+    async def answer(self, request: Request, services: Services) -> Response:
+        """The response to one turn."""
+        session = await session_fields(request, services)
+        chat = self._dialect.parse(request, session, record=services.record_token_route)
+        return await serve_turn(chat, services)

@@ -1,0 +1,103 @@
+"""One request for a chat turn, parsed once, whatever wire format it arrived in. Data only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from proxy.turn.visible import Visible
+from proxy.types import Headers
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """What shapes the rendering of a conversation, next to its messages."""
+
+    tools: bytes = b""
+    """The request's tools as JSON; empty if none."""
+    template_kwargs: bytes = b""
+    """JSON object with the template's arguments; empty if none."""
+    options: Mapping[str, bytes] = field(default_factory=dict)
+    """Other fields that an engine's rendering may print, as JSON: `tool_choice`, `response_format`, ..."""
+    add_generation_prompt: bool = True
+
+    def parse_tools(self) -> list[dict[str, Any]] | None:
+        """The tools; None if there are none."""
+        return msgspec.json.decode(self.tools, type=list[dict[str, Any]]) if self.tools else None
+
+    def parse_template_kwargs(self) -> dict[str, Any]:
+        """The template's arguments."""
+        return msgspec.json.decode(self.template_kwargs, type=dict[str, Any]) if self.template_kwargs else {}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRef:
+    """The session that a request names."""
+
+    name: str
+    explicit: bool = True
+    """False if the proxy chose the name, for a conversation without a session, and told it to the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenIds:
+    """Prompt ids as a client sent them."""
+
+    field: str
+    """What the client called them: errors name it."""
+    raw: bytes
+    """The JSON array, checked."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySigns:
+    """What tells whether a request was sent before, and whether it may be sent again."""
+
+    idempotency_key: bytes = b""
+    retry_count: bytes = b""
+    """Value of `x-stainless-retry-count`, which the OpenAI SDKs send from the first attempt on."""
+    path: str = ""
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """One request for the next turn of a conversation."""
+
+    fields: Mapping[str, msgspec.Raw]
+    """The chat completion for the engine: all fields but those that carry exact ids or appended messages."""
+    headers: Headers
+    """For the engine."""
+    messages: bytes
+    """JSON array of messages; empty if there are none."""
+    rendering: Rendering
+    model: str | None
+    tenant: str
+    session: SessionRef | None
+    visible: Visible
+    retry: RetrySigns
+    stream: bool = False
+    choices: int = 1
+    """How many completions it asks for."""
+    temperature: float | None = None
+    """None leaves it to the engine."""
+    given: GivenIds | None = None
+    """The exact prompt, on the token route."""
+    append: bytes | None = None
+    """JSON array of messages to append to the given ids."""
+    required_prefix: bytes | None = None
+    """Ids that the first part of the rendered prompt must have (`required_prefix_token_ids`)."""
+    token_route: bool = False
+    """Whether it arrived on the token route, which renders no history."""
+    special: str = ""
+    """The `Reason` why the engine must render it, whatever was recorded; empty if none."""
+    findable: bool = True
+    """Whether its turn may be found by its text: its scope was read, and its prompt renders that text."""
+    record: bool = True
+
+    @property
+    def needs_token_in(self) -> bool:
+        """Whether only an engine that takes prompt ids can serve it."""
+        return self.given is not None or self.required_prefix is not None
