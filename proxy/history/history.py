@@ -7,6 +7,7 @@ from concurrent.futures import Executor
 from proxy.history.cache import TurnCache
 from proxy.history.matcher import Matcher
 from proxy.history.pins import Pins
+from proxy.history.placing import Placer
 from proxy.history.planner import Planner
 from proxy.history.recorder import Recorder
 from proxy.history.retries import Retries
@@ -30,7 +31,8 @@ class History:
         self.tasks = Tasks()
         self.pins = Pins(store, metrics)
         matcher = Matcher(store, self.cache, executor)
-        self.planner = Planner(store, self.cache, matcher, self.pins, executor, metrics)
+        self.placer = Placer(store, self.cache, matcher, self.pins, executor, metrics)
+        self.planner = Planner(self.placer)
         self.recorder = Recorder(store, self.cache, executor, metrics, self.tasks)
         self.retries = Retries(store, metrics, self.tasks)
 

@@ -4,7 +4,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.history.conversation import Asked, Conversation, Digester, Setting
+from proxy.history.cache import TurnCache
+from proxy.history.conversation import Conversation
 from tokenization import InvalidMessages
 
 _TALK: list[dict[str, Any]] = [
@@ -18,49 +19,37 @@ _TALK: list[dict[str, Any]] = [
 ]
 
 
-def read(messages: object, setting: Setting | None = None, model: str = "m") -> Conversation:
+def read(messages: object) -> Conversation:
     """A conversation as a request brings it."""
-    asked = Asked(json.dumps(messages).encode(), setting or Setting(), None, None)
-    return Digester().read(asked, model)
+    return TurnCache(2**20).parse(json.dumps(messages).encode())
 
 
-def test_where_turns_may_end() -> None:
+def test_turns_end_at_assistant_messages_that_others_follow() -> None:
     assert read(_TALK).ends == [5, 4, 2]
     assert read(_TALK[:3]).ends == []
     assert read(_TALK[:6]).ends == [4, 2]
     assert read([]).ends == []
     assert [read(_TALK[:n]).ends_with_assistant for n in range(8)] == [n in (3, 5, 6) for n in range(8)]
+    assert [read(_TALK[:n]).holds_assistant for n in range(8)] == [n > 2 for n in range(8)]
 
 
-def test_a_beginning_has_the_digests_of_the_whole() -> None:
+def test_beginning_of_a_conversation_has_the_digests_of_the_whole() -> None:
     whole = read(_TALK)
     for n in range(len(_TALK)):
-        part = read(_TALK[:n])
-        assert (part.loose, part.strict, part.content) == (
-            whole.loose[:n],
-            whole.strict[:n],
-            whole.content[:n],
-        )
+        assert list(read(_TALK[:n]).messages) == list(whole.messages[:n])
+        assert read(_TALK[:n]).loose_before(n) == whole.loose_before(n)
+        assert read(_TALK[:n]).strict_before(n) == whole.strict_before(n)
 
 
-def test_what_stands_beside_the_messages_counts_except_for_the_content() -> None:
-    others = [
-        read(_TALK, Setting(tools=b'[{"a": 1}]')),
-        read(_TALK, Setting(template_kwargs=b'{"a": 1}')),
-        read(_TALK, model="n"),
-        # lengths, not only bytes, tell parts apart
-        read(_TALK, Setting(tools=b"[{}]", template_kwargs=b"{}")),
-        read(_TALK),
-    ]
-    assert len({other.loose[0] for other in others}) == len(others)
-    assert len({other.content[-1] for other in others}) == 1
-    assert read(_TALK, Setting(add_generation_prompt=False)).loose == read(_TALK).loose
-    assert read(_TALK, Setting(b"[]", b"{}")).loose == read(_TALK).loose
+def test_loose_digest_ignores_reasoning_and_the_strict_one_does_not() -> None:
+    dropped = [{key: value for key, value in message.items() if key != "reasoning"} for message in _TALK]
+    assert [m.loose for m in read(dropped).messages] == [m.loose for m in read(_TALK).messages]
+    assert read(dropped).messages[-1].strict != read(_TALK).messages[-1].strict
 
 
 def test_messages_come_back_as_they_were_spelled() -> None:
     raw = b'[ {"role":"user", "content" : "\\u00e9"} ,{"role":"user","content":"x"}]'
-    conversation = Digester().read(Asked(raw, Setting(), None, None), "m")
+    conversation = TurnCache(2**20).parse(raw)
     assert conversation.json(0) == b'[{"role":"user", "content" : "\\u00e9"},{"role":"user","content":"x"}]'
     assert conversation.json(2) == b"[]"
     assert conversation.parse(1, 2) == [{"role": "user", "content": "x"}]
@@ -74,11 +63,19 @@ def test_reasonings_of_a_part() -> None:
     assert conversation.reasonings(3, 5) == [b""]
 
 
-def test_a_digester_remembers_messages_and_not_where_they_stood() -> None:
-    digester = Digester(remembered=2)
-    for messages in (_TALK, _TALK[::-1], _TALK * 3):
-        asked = Asked(json.dumps(messages).encode(), Setting(), None, None)
-        assert digester.read(asked, "m").strict == read(messages).strict
+@pytest.mark.parametrize(
+    "message, distinctive",
+    [
+        ({"role": "assistant", "content": "short"}, False),
+        ({"role": "assistant", "content": None}, False),
+        ({"role": "assistant", "content": "x" * 120}, True),
+        ({"role": "assistant", "content": [{"type": "text", "text": "x" * 60}] * 2}, True),
+        ({"role": "assistant", "content": " " * 200}, False),
+        ({"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}, True),
+    ],
+)
+def test_long_messages_and_calls_are_distinctive(message: dict[str, Any], distinctive: bool) -> None:
+    assert read([message]).messages[0].distinctive is distinctive
 
 
 @pytest.mark.parametrize("media", ["image_url", "input_audio", "video_url", "other"])
@@ -89,12 +86,12 @@ def test_media_are_seen_in_any_message(media: str) -> None:
 
 
 @pytest.mark.parametrize("messages", ["Hi", {"role": "user"}, 5, None, ["Hi"], [None], [[]]])
-def test_messages_that_are_none(messages: object) -> None:
+def test_no_array_of_objects_raises(messages: object) -> None:
     with pytest.raises(msgspec.DecodeError):
         read(messages)
 
 
 @pytest.mark.parametrize("message", [{}, {"role": 5}, {"role": "user", "content": 5}])
-def test_messages_that_nobody_can_mean(message: object) -> None:
+def test_objects_that_are_no_messages_raise(message: object) -> None:
     with pytest.raises(InvalidMessages):
         read([message])

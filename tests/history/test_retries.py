@@ -2,145 +2,189 @@ import asyncio
 
 import pytest
 
-from proxy.errors import BadRequest
-from proxy.history.retries import KEPT_BYTES, Attempt, Retries
+from proxy.errors import BadRequest, EngineBroken, NotFound
+from proxy.history.retries import KEPT_BYTES, Attempt, EarlierResponse, Retries
 from proxy.history.store import Limits, StoreError
+from proxy.history.tasks import Tasks
+from proxy.metrics import Metrics
 from proxy.stores.memory import MemoryStore
-from proxy.types import Headers
+from proxy.turn.request import ChatRequest, RetrySigns
+from tests.history.recording import chat_request, session_ref
 
-_AUTH = (b"authorization", b"Bearer a")
-_NAMED = (b"idempotency-key", b"k")
-_AGAIN = (b"x-stainless-retry-count", b"1")
+_SESSION = "s"
 
 
 @pytest.fixture
 def retries() -> Retries:
-    return Retries(MemoryStore(Limits()))
+    return Retries(MemoryStore(Limits()), Metrics(), Tasks())
 
 
-def _attempt(*headers: tuple[bytes, bytes], body: bytes = b"{}", session: str | None = None) -> Attempt:
-    return Attempt(list(headers), body, session)
+def _request(
+    key: bytes = b"",
+    count: bytes = b"0",
+    body: bytes = b"{}",
+    session: str | None = _SESSION,
+    tenant: str = "",
+    path: str = "/v1/chat/completions",
+) -> ChatRequest:
+    signs = RetrySigns(key, count, path, body)
+    return chat_request(retry=signs, session=session_ref(session) if session else None, tenant=tenant)
 
 
-async def _answer(retries: Retries, attempt: Attempt, body: bytes = b"first") -> None:
-    headers: Headers = [(b"x-turn-id", b"1")]
-    await retries.done(attempt, 200, headers, body)
+async def _run(retries: Retries, request: ChatRequest, body: bytes = b"first") -> EarlierResponse | None:
+    """Serve a request; returns the earlier response if it got one."""
+    async with retries.attempt(request) as attempt:
+        if attempt.earlier is None:
+            await attempt.keep(200, [(b"x-turn-id", b"1")], body)
+        return attempt.earlier
 
 
-def test_what_tells_requests_apart() -> None:
-    requests = [
-        _attempt(),
-        _attempt(body=b"{ }"),
-        _attempt(session="s"),
-        _attempt(session="{}"),
-        _attempt(session="s{}", body=b""),
-        _attempt(_AUTH),
-        _attempt((b"authorization", b"Bearer b")),
-    ]
-    assert len({attempt.request for attempt in requests}) == len(requests)
-    assert _attempt(_AGAIN).request == _attempt().request == _attempt((b"x-other", b"1")).request
-    assert _attempt(session=None).request == _attempt(session="").request
+async def _kept(retries: Retries) -> int:
+    store = retries.store
+    assert isinstance(store, MemoryStore)
+    keys = [Attempt(retries, _request(count=count)).key for count in (b"0", b"1")]
+    return sum([len(await store.responses(key)) for key in set(keys)])
 
 
-def test_what_tells_keys_apart() -> None:
-    keys = [
-        _attempt(_NAMED),
-        _attempt((b"idempotency-key", b"l")),
-        _attempt(_NAMED, _AUTH),
-        _attempt(_NAMED, (b"authorization", b"Bearer b")),
-        _attempt(),
-    ]
-    assert len({attempt.key for attempt in keys}) == len(keys)
-    assert _attempt(_NAMED).key == _attempt(_NAMED, body=b"other").key
+async def test_retry_gets_the_response_of_the_request_it_repeats(retries: Retries) -> None:
+    assert await _run(retries, _request()) is None
+    assert await _run(retries, _request(), b"second") is None
+    earlier = await _run(retries, _request(count=b"1"))
+    assert earlier is not None
+    assert (earlier.status, list(earlier.headers), earlier.body) == (200, [(b"x-turn-id", b"1")], b"second")
 
 
 @pytest.mark.parametrize(
-    "value, again", [(b"0", False), (b"", False), (b" 0 ", False), (b"1", True), (b"12", True)]
+    "other",
+    [
+        {"body": b"{ }"},
+        {"session": "other"},
+        {"session": None},
+        {"tenant": "other"},
+        {"path": "/v1/chat/completions/tokens"},
+        {"count": b""},
+        {"count": b" 0 "},
+    ],
 )
-def test_who_says_that_it_asks_again(value: bytes, again: bool) -> None:
-    assert _attempt((b"x-stainless-retry-count", value)).again is again
+async def test_other_requests_get_nothing(retries: Retries, other: dict[str, bytes]) -> None:
+    await _run(retries, _request())
+    assert await _run(retries, _request(**{"count": b"1", **other})) is None  # type: ignore[arg-type]
 
 
-async def test_only_those_who_ask_again_get_an_earlier_answer(retries: Retries) -> None:
-    assert await retries.begin(_attempt()) is None
-    await _answer(retries, _attempt())
-    assert await retries.begin(_attempt()) is None
-    replay = await retries.begin(_attempt(_AGAIN))
-    assert replay is not None
-    assert (replay.status, list(replay.headers), replay.body) == (200, [(b"x-turn-id", b"1")], b"first")
+async def test_retry_count_without_a_session_is_no_sign(retries: Retries) -> None:
+    """Member B of a group never gets the response of member A."""
+    await _run(retries, _request(session=None))
+    assert await _run(retries, _request(session=None, count=b"1")) is None
+    assert not Attempt(retries, _request(session=None, count=b"1")).retriable
 
 
-async def test_a_failure_is_taken_once(retries: Retries) -> None:
+@pytest.mark.parametrize("session", [None, _SESSION])
+async def test_idempotency_key_names_a_request(retries: Retries, session: str | None) -> None:
+    assert await _run(retries, _request(b"k", b"", session=session)) is None
+    assert await _run(retries, _request(b"k", b"", session=session)) is not None
+    assert await _run(retries, _request(b"l", b"", session=session)) is None
+    assert await _run(retries, _request(b"k", b"", session=session, tenant="other")) is None
+
+
+@pytest.mark.parametrize("other", [{"body": b"{ }"}, {"path": "/v1/chat/completions/tokens"}])
+async def test_idempotency_key_of_another_request_is_refused(
+    retries: Retries, other: dict[str, bytes]
+) -> None:
+    await _run(retries, _request(b"k"))
+    with pytest.raises(BadRequest, match="another request") as refused:
+        await _run(retries, _request(b"k", **other))  # type: ignore[arg-type]
+    assert refused.value.param == "Idempotency-Key"
+    assert await _run(retries, _request(b"k")) is not None
+
+
+async def test_equal_keys_wait_for_the_first(retries: Retries) -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    async def first() -> None:
+        async with retries.attempt(_request(b"k")) as attempt:
+            started.set()
+            await go_on.wait()
+            await attempt.keep(200, [], b"first")
+
+    running = asyncio.create_task(first())
+    await started.wait()
+    second = asyncio.create_task(_run(retries, _request(b"k")))
+    await asyncio.sleep(0.02)
+    assert not second.done()
+    go_on.set()
+    await running
+    earlier = await second
+    assert earlier is not None and earlier.body == b"first"
+
+
+@pytest.mark.parametrize("error", [EngineBroken("x"), ValueError("x"), asyncio.CancelledError()])
+async def test_failed_request_is_run_again(retries: Retries, error: BaseException) -> None:
+    """And a failure is taken by one retry only."""
     for _ in range(2):
-        await _answer(retries, _attempt())
-    await retries.failed(_attempt())
-    assert await retries.begin(_attempt(_AGAIN)) is None
-    assert await retries.begin(_attempt(_AGAIN)) is not None
+        await _run(retries, _request())
+    with pytest.raises(type(error)):
+        async with retries.attempt(_request()):
+            raise error
+    await retries.tasks.aclose()
+    assert await _run(retries, _request(count=b"1")) is None
+    assert await _run(retries, _request(count=b"1")) is not None
 
 
-async def test_two_failures_are_two_runs(retries: Retries) -> None:
-    for _ in range(2):
-        await retries.failed(_attempt())
-    await _answer(retries, _attempt())
-    found = [await retries.begin(_attempt(_AGAIN)) for _ in range(3)]
-    assert [replay is None for replay in found] == [True, True, False]
+@pytest.mark.parametrize("named", [b"", b"k"])
+async def test_failed_request_holds_nobody(retries: Retries, named: bytes) -> None:
+    with pytest.raises(EngineBroken):
+        async with retries.attempt(_request(named)):
+            raise EngineBroken("x")
+    assert await asyncio.wait_for(_run(retries, _request(named, b"1")), 5) is None
 
 
-@pytest.mark.parametrize("size, kept", [(KEPT_BYTES, True), (KEPT_BYTES + 1, False)])
-async def test_long_answers_are_not_kept(retries: Retries, size: int, kept: bool) -> None:
-    attempt = _attempt(_NAMED)
-    assert await retries.begin(attempt) is None
-    await _answer(retries, attempt, b"a" * size)
-    replay = await asyncio.wait_for(retries.begin(attempt), 5)
-    assert (replay is not None) is kept
+async def test_refused_request_leaves_nothing(retries: Retries) -> None:
+    with pytest.raises(NotFound):
+        async with retries.attempt(_request()):
+            raise NotFound("x")
+    assert await _kept(retries) == 0
 
 
-@pytest.mark.parametrize("ending", ["done", "failed", "abandon"])
-async def test_whoever_waits_for_a_key_goes_on(retries: Retries, ending: str) -> None:
-    attempt = _attempt(_NAMED)
-    assert await retries.begin(attempt) is None
-    waiting = [asyncio.create_task(retries.begin(attempt)) for _ in range(3)]
-    left = asyncio.create_task(retries.begin(attempt))
-    await asyncio.sleep(0)
-    left.cancel()  # a client that waits may leave
-    await asyncio.gather(left, return_exceptions=True)
-    assert not any(task.done() for task in waiting)
-    if ending == "done":
-        await _answer(retries, attempt)
-        assert None not in await asyncio.gather(*waiting)
-        return
-    if ending == "failed":
-        await retries.failed(attempt)
-    else:
-        retries.abandon(attempt)
-    done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=5)
-    assert ([task.result() for task in done], len(pending)) == ([None], 2)
-    await _answer(retries, attempt)
-    assert None not in await asyncio.gather(*pending)
+async def test_stream_settles_its_attempt_after_the_block(retries: Retries) -> None:
+    async with retries.attempt(_request()) as attempt:
+        attempt.hand_over()
+    assert attempt.wants_body
+    await attempt.keep(200, [], b"stream")
+    attempt.abandon()
+    earlier = await _run(retries, _request(count=b"1"))
+    assert earlier is not None and earlier.body == b"stream"
 
 
-async def test_a_key_for_another_request(retries: Retries) -> None:
-    attempt = _attempt(_NAMED)
-    await retries.begin(attempt)
-    await _answer(retries, attempt)
-    for _ in range(2):  # and it holds nobody up
-        with pytest.raises(BadRequest):
-            await asyncio.wait_for(retries.begin(_attempt(_NAMED, body=b"other")), 5)
-    assert await retries.begin(attempt) is not None
+@pytest.mark.parametrize(
+    "request_, kept",
+    [
+        (_request(), 1),
+        (_request(count=b""), 0),
+        (_request(session=None), 0),
+    ],
+)
+async def test_response_is_kept_only_where_a_retry_can_come(
+    retries: Retries, request_: ChatRequest, kept: int
+) -> None:
+    await _run(retries, request_)
+    assert await _kept(retries) == kept
+    assert Attempt(retries, request_).wants_body is bool(kept)
 
 
-async def test_a_store_that_fails_holds_nobody_up(retries: Retries, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_response_is_not_kept(retries: Retries) -> None:
+    await _run(retries, _request(), b"x" * (KEPT_BYTES + 1))
+    assert await _run(retries, _request(count=b"1"), b"x" * KEPT_BYTES) is None
+    assert await _run(retries, _request(count=b"1")) is not None
+
+
+async def test_store_that_fails_costs_the_retry_and_nothing_else(
+    retries: Retries, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def fail(*args: object) -> None:
         raise StoreError("out of order")
 
-    attempt = _attempt(_NAMED)
-    with monkeypatch.context() as patch:
-        patch.setattr(retries.store, "answers", fail)
-        with pytest.raises(StoreError):
-            await retries.begin(attempt)
-    assert await asyncio.wait_for(retries.begin(attempt), 5) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(retries.store, "keep_response", fail)
-        with pytest.raises(StoreError):
-            await _answer(retries, attempt)
-    assert await asyncio.wait_for(retries.begin(attempt), 5) is None
+    for name in ("responses", "keep_response"):
+        monkeypatch.setattr(retries.store, name, fail)
+    for _ in range(2):
+        assert await asyncio.wait_for(_run(retries, _request(b"k", b"1")), 5) is None
+    assert retries.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 3.0

@@ -1,0 +1,127 @@
+"""Finds where the turn of a request belongs: its conversation, scope, match and rollout."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from proxy.history.cache import TurnCache
+from proxy.history.conversation import Conversation
+from proxy.history.matcher import Match, Matcher
+from proxy.history.pins import Pins
+from proxy.history.plan import Placement, ServedModel
+from proxy.history.scope import Scope, raw_key, scope_parts
+from proxy.history.store import Session, Store, StoreError, session_id
+from proxy.history.turn import new_id
+from proxy.history.vocabulary import Reason
+from proxy.metrics import Metrics
+from proxy.turn.request import ChatRequest
+from tokenization import TokenizationError
+from tokenization.cache import BoundedCache
+
+log = logging.getLogger("tokenproxy")
+
+T = TypeVar("T")
+
+_SMALL = 16_384
+"""Bytes that are parsed on the event loop: faster than handing them to a thread."""
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError)
+"""Raised for messages, tools or template arguments that are not those of a chat completion."""
+
+
+@dataclass(slots=True)
+class Placer:
+    """Places requests. One per application."""
+
+    store: Store
+    cache: TurnCache
+    matcher: Matcher
+    pins: Pins
+    executor: Executor
+    metrics: Metrics
+    _parts: BoundedCache[bytes, tuple[bytes, ...]] = field(default_factory=lambda: BoundedCache(1024))
+
+    async def parse(self, messages: bytes) -> Conversation:
+        """The conversation of a JSON array of messages. Raises one of `UNREADABLE`."""
+        if len(messages) < _SMALL:
+            return self.cache.parse(messages)
+        return await self.in_thread(lambda: self.cache.parse(messages))
+
+    def scope(self, request: ChatRequest, model: ServedModel) -> Scope:
+        """The scope of a request on an engine. Raises one of `UNREADABLE`."""
+        name = request.model or model.name
+        fingerprint = model.tokenizer.fingerprint if model.tokenizer else ""
+        arguments = (request.rendering, model.printed, name, fingerprint)
+        parts = self._parts.get_or_make(raw_key(*arguments), lambda: scope_parts(*arguments))
+        session = request.session.name if request.session is not None and request.session.explicit else None
+        return Scope(request.tenant, session, name, request.rendering, parts)
+
+    async def match(self, request: ChatRequest, conversation: Conversation, scope: Scope) -> Match:
+        """The recorded turn that a request continues; its rollout is pinned."""
+        named = session_id(request.tenant, request.session.name) if request.session else None
+        told = named if request.session is not None and not request.session.explicit else None
+        try:
+            match = await self.matcher.match(conversation, scope, told)
+            rollout = match.turn.rollout if match.turn is not None and match.same_rollout else named
+            if rollout is not None:
+                await self.pins.pin(rollout)
+        except StoreError as error:
+            self.report("the prompt of a request is rendered", error)
+            return Match(reason=Reason.STORE_UNAVAILABLE)
+        return match
+
+    def place(
+        self,
+        request: ChatRequest,
+        model: ServedModel,
+        scope: Scope,
+        conversation: Conversation | None,
+        match: Match,
+    ) -> Placement:
+        """The rollout of a request is its session, else that of the turn it continues, else a new one."""
+        now = time.time()
+        if request.session is not None:
+            rollout, explicit = session_id(request.tenant, request.session.name), request.session.explicit
+        elif match.turn is not None and match.same_rollout:
+            rollout, explicit = match.turn.rollout, False
+        else:
+            rollout, explicit = session_id(request.tenant, new_id()), False
+        return Placement(
+            session=Session(id=rollout, tenant=request.tenant, explicit=explicit, created=now, used=now),
+            scope=scope,
+            conversation=conversation if request.record else None,
+            findable=request.findable,
+            candidates=match.candidates,
+            claimed=match.turn.id if match.turn is not None and match.claimed else None,
+            logprobs_mode=model.logprobs_mode,
+            temperature=request.temperature,
+            choices=request.choices,
+        )
+
+    def nowhere(self, request: ChatRequest, model: ServedModel) -> Placement:
+        """The placement of a turn that is not recorded."""
+        scope = Scope(request.tenant, None, request.model or model.name, request.rendering, ())
+        return self.place(request, model, scope, None, Match())
+
+    async def release(self, placement: Placement) -> None:
+        """Let others continue the turn that was claimed for a request."""
+        if placement.claimed is None:
+            return
+        try:
+            await self.store.release(placement.claimed)
+        except StoreError as error:
+            self.report("a turn that was claimed in vain stays claimed", error)
+
+    def report(self, consequence: str, error: StoreError) -> None:
+        """Log and count that the store does not respond."""
+        self.metrics.store_errors.inc()
+        log.error("%s: %s", consequence, error)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` on an encoder thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work)

@@ -1,0 +1,128 @@
+"""Requests, plans and recorded turns for the tests of history, with nothing of HTTP."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from proxy.history.cache import TurnCache
+from proxy.history.completion import Completion, SampledChoice
+from proxy.history.matcher import Match, Matcher
+from proxy.history.plan import Extended, Placement, PromptPlan, Rendered
+from proxy.history.recorder import NewTurn, new_turns
+from proxy.history.scope import Scope, scope_parts
+from proxy.history.store import Limits, Session, session_id
+from proxy.history.turn import new_id
+from proxy.stores.memory import MemoryStore
+from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef
+from proxy.turn.visible import Visible
+from tokenization import ids
+
+Message = dict[str, Any]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str | None, **more: Any) -> Message:
+    return {"role": "assistant", "content": text, **more}
+
+
+def scope_of(session: str | None = None, tenant: str = "", model: str = "m", **rendering: Any) -> Scope:
+    shape = Rendering(**rendering)
+    return Scope(tenant, session, model, shape, scope_parts(shape, frozenset(shape.options), model, ""))
+
+
+def chat_request(messages: list[Message] | None = None, **fields: Any) -> ChatRequest:
+    """A request of the chat route."""
+    made: dict[str, Any] = {
+        "fields": {},
+        "headers": [],
+        "messages": json.dumps(messages or [user("Hi")]).encode(),
+        "rendering": Rendering(),
+        "model": "m",
+        "tenant": "",
+        "session": None,
+        "visible": Visible(False, False),
+        "retry": RetrySigns(),
+    }
+    return ChatRequest(**{**made, **fields})
+
+
+def rendered_plan(
+    messages: list[Message], scope: Scope | None = None, rollout: str | None = None
+) -> PromptPlan:
+    """A plan by which the engine renders messages."""
+    scope = scope or scope_of()
+    name = rollout or (session_id(scope.tenant, scope.session) if scope.session else new_id())
+    session = Session(id=name, tenant=scope.tenant, explicit=scope.session is not None, created=1.0, used=1.0)
+    conversation = TurnCache(2**20).parse(json.dumps(messages).encode())
+    return Rendered(
+        placement=Placement(session=session, scope=scope, conversation=conversation, findable=True)
+    )
+
+
+def completion(
+    prompt: list[int], sampled: list[int], message: Message, finish: str = "stop", **choice: Any
+) -> Completion:
+    """A completion with one choice."""
+    logprobs = [-0.5] * len(sampled)
+    return Completion(
+        ids.dump(prompt), [SampledChoice(0, message, sampled, logprobs, finish, **choice)], len(sampled)
+    )
+
+
+class Record:
+    """A store with what was sampled, and a matcher with an empty cache."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore(Limits())
+        self.lookups = 0
+
+    async def add(
+        self,
+        messages: list[Message],
+        message: Message,
+        prompt: list[int],
+        sampled: list[int],
+        scope: Scope | None = None,
+        rollout: str | None = None,
+        parent: NewTurn | None = None,
+    ) -> NewTurn:
+        """Record a turn."""
+        plan = rendered_plan(messages, scope, rollout)
+        if parent is not None and parent.cached is not None:
+            placement = replace(plan.placement, parent=parent.cached)
+            appended = prompt[parent.cached.count :]
+            plan = Extended(
+                placement=placement, prompt=ids.dump(prompt), reused=parent.cached.count, appended=appended
+            )
+        (new,) = new_turns(plan, completion(prompt, sampled, message), None)
+        await self.store.add(plan.placement.session, [new.turn], [new.entries])
+        return new
+
+    async def match(
+        self, messages: list[Message], scope: Scope | None = None, rollout: str | None = None
+    ) -> Match:
+        """The turn that a request continues."""
+        cache = TurnCache(2**24)
+        with ThreadPoolExecutor(1) as executor:
+            matcher = Matcher(_Counting(self), cache, executor)  # type: ignore[arg-type]
+            conversation = cache.parse(json.dumps(messages).encode())
+            return await matcher.match(conversation, scope or scope_of(), rollout)
+
+
+class _Counting:
+    """The store of a record, with its lookups counted."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def __getattr__(self, name: str) -> Any:
+        self._record.lookups += name == "find"
+        return getattr(self._record.store, name)
+
+
+def session_ref(name: str, explicit: bool = True) -> SessionRef:
+    return SessionRef(name, explicit)

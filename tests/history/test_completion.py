@@ -1,0 +1,80 @@
+import pytest
+
+from proxy.history.completion import Completion, SampledChoice, same_ids, untrainable_reason
+from proxy.history.vocabulary import Problem
+
+_SENT = b"[5,6]"
+
+
+def _completion(
+    count: int | None = 2, prompt: bytes | None = b"[5, 6]", *more: SampledChoice, **sampled: object
+) -> Completion:
+    fields: dict[str, object] = {"ids": [7, 8], "logprobs": [0.0, -1.0], "finish_reason": "stop", **sampled}
+    return Completion(prompt, [SampledChoice(0, **fields), *more], count)  # type: ignore[arg-type]
+
+
+_CASES: dict[str, tuple[Completion, str]] = {
+    "sound": (_completion(), ""),
+    "nothing counted": (_completion(None), ""),
+    "two choices counted together": (
+        _completion(3, _SENT, SampledChoice(1, ids=[9], finish_reason="stop")),
+        "",
+    ),
+    "no prompt": (_completion(2, None), "no_prompt_ids"),
+    "an empty prompt": (_completion(2, b"[]"), "no_prompt_ids"),
+    "another prompt": (_completion(2, b"[5,7]"), "prompt_mismatch"),
+    "a longer prompt": (_completion(2, b"[5,6,7]"), "prompt_mismatch"),
+    "no ids": (_completion(ids=None), "no_completion_ids"),
+    "no ids and nothing counted": (_completion(None, ids=None, logprobs=None), "no_completion_ids"),
+    "one id too few": (_completion(ids=[7]), "ids_missing"),
+    "one id too many": (_completion(ids=[7, 8, 9]), "usage_mismatch"),
+    "one id too few, and one log-probability": (_completion(ids=[7], logprobs=[0.0]), "usage_mismatch"),
+    "one id too few, counted for the choice": (
+        _completion(None, ids=[7], logprobs=[0.0], counted=2),
+        "usage_mismatch",
+    ),
+    "one id too few in another choice": (
+        _completion(3, _SENT, SampledChoice(1, ids=[], finish_reason="stop")),
+        "usage_mismatch",
+    ),
+    "no logprobs": (_completion(logprobs=None), "no_logprobs"),
+    "one logprob too few": (_completion(logprobs=[0.0]), "logprobs_mismatch"),
+    "a logprob that is not a number": (_completion(logprobs=[0.0, float("nan")]), "logprobs_not_finite"),
+    "an infinite logprob": (_completion(logprobs=[0.0, float("-inf")]), "logprobs_not_finite"),
+    "ids of an unknown shape": (_completion(ids=None, unreadable="token_ids"), "unreadable_evidence"),
+    "one logprob too many": (_completion(logprobs=[0.0, 0.0, 0.0]), "ids_missing"),
+}
+
+
+@pytest.mark.parametrize("completion, problem", _CASES.values(), ids=_CASES)
+def test_problems(completion: Completion, problem: str) -> None:
+    found = untrainable_reason(completion, completion.choices[0], _SENT, media=False)
+    assert found == (Problem(problem) if problem else None)
+
+
+def test_any_prompt_of_rendered_messages_is_accepted() -> None:
+    completion = _completion(2, b"[1,2,3]")
+    assert untrainable_reason(completion, completion.choices[0], b"", media=False) is None
+
+
+def test_an_empty_prompt_is_no_prompt() -> None:
+    completion = _completion(2, b"[]")
+    assert untrainable_reason(completion, completion.choices[0], b"", media=False) == "no_prompt_ids"
+
+
+def test_media_make_a_turn_untrainable() -> None:
+    completion = _completion()
+    assert untrainable_reason(completion, completion.choices[0], b"", media=True) == "media"
+
+
+@pytest.mark.parametrize(
+    "left, right, same",
+    [
+        (b"[1,2]", b"[1, 2]", True),
+        (b"[1,2]", b"[1,2,3]", False),
+        (b"[12]", b"[1,2]", False),
+        (b"[]", b"[]", True),
+    ],
+)
+def test_same_ids(left: bytes, right: bytes, same: bool) -> None:
+    assert same_ids(left, right) is same_ids(right, left) is same
