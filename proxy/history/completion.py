@@ -5,6 +5,7 @@ the engine returned contradicts them. What does not add up is refused with a `Pr
 """
 
 import math
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +61,8 @@ def untrainable_reason(
         sent: the prompt that the engine was given as a JSON array of ids; empty if it rendered messages.
     """
     if completion.prompt_ids is None or not completion.prompt_ids[:64].strip(b"[] \t\r\n"):
-        return Problem.NO_PROMPT_IDS
+        odd = choice.unreadable == "prompt_token_ids"
+        return Problem.UNREADABLE_EVIDENCE if odd else Problem.NO_PROMPT_IDS
     if sent and not same_ids(sent, completion.prompt_ids):
         return Problem.PROMPT_MISMATCH
     if choice.unreadable:
@@ -79,4 +81,5 @@ def untrainable_reason(
         return Problem.NO_LOGPROBS
     if len(choice.logprobs) != count:
         return Problem.LOGPROBS_MISMATCH
-    return None if all(map(math.isfinite, choice.logprobs)) else Problem.LOGPROBS_NOT_FINITE
+    stored = array("f", choice.logprobs)  # in whose precision a large number is infinite
+    return None if all(map(math.isfinite, stored)) else Problem.LOGPROBS_NOT_FINITE

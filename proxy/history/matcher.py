@@ -209,8 +209,7 @@ class Matcher:
     ) -> Match | None:
         """The turn that ends at one message, among what each kind of key found there."""
         groups = [[_of_rollout(group, rollout) for group in hits.groups] if hits else [] for _, hits in found]
-        exact, others = groups[0], [group for of_kind in groups[1:] for group in of_kind]
-        candidates = sum(group.total for group in others or exact)
+        candidates = _count(found[1:], groups[1:], rollout) or _count(found[:1], groups[:1], rollout)
         for kind, (key, _), of_kind in zip(_KINDS, found, groups, strict=False):
             fitting: list[_Fit] = []
             for group in of_kind:
@@ -321,6 +320,17 @@ def _of_rollout(group: CandidateGroup, rollout: str | None) -> CandidateGroup:
         return group
     kept = [candidate for candidate in group.candidates if candidate.rollout == rollout]
     return CandidateGroup(group.ids, len(kept), kept)
+
+
+def _count(
+    found: Sequence[tuple[bytes, Found | None]],
+    groups: Sequence[Sequence[CandidateGroup]],
+    rollout: str | None,
+) -> int:
+    """How many turns there are under some keys; of one rollout as many as were listed."""
+    if rollout is None:
+        return sum(hits.total for _, hits in found if hits)
+    return sum(group.total for of_key in groups for group in of_key)
 
 
 def _complete(group: CandidateGroup) -> bool:

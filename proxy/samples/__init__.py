@@ -1,1 +1,1 @@
-"""Recorded trees of turns become training samples."""
+"""Training samples from recorded trees of turns, in the field names of several trainers, and their export."""

@@ -1,7 +1,7 @@
 """Recorded rollouts become a file of training samples.
 
-Memory is bounded by one rollout, some rows on their way to the file, and the ids of the rollouts already
-written. A rollout that is used while the export runs is exported as it was when it was read.
+Memory is bounded by one rollout, the rows of one Parquet row group, and the ids of all rollouts. The rollouts
+are listed when the export begins; each is exported as the store holds it when it is read.
 """
 
 import math
@@ -15,35 +15,41 @@ from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
-from proxy.history.evidence import PROBLEMS
-from proxy.history.store import Session, Store
+from proxy.history.store import Cursor, Session, Store
+from proxy.history.vocabulary import Problem
 from proxy.samples.layouts import Kind, Layout, Row
 from proxy.samples.samples import Shared, samples_of
 
 SESSIONS_AT_ONCE = 200
-"""How many sessions are asked of the store at a time."""
+"""How many sessions are read from the store at a time."""
 
 IDS_AT_ONCE = 2**20
-"""A Parquet file gets a new row group when its rows hold so many ids."""
+"""A Parquet row group is written as soon as its rows hold this many ids."""
+
+_MEANINGS = {str(problem): problem.meaning for problem in Problem}
 
 
 class ParquetMissing(Exception):
-    """Parquet was asked for and pyarrow is not installed; the message says how to install it."""
+    """Parquet needs pyarrow, which is not installed; the message says how to install it."""
 
 
 class UnknownSession(Exception):
-    """The store holds no session of this name."""
+    """The store holds no session of some id or name; the message lists them."""
+
+
+class NameNotUnique(Exception):
+    """Several tenants have a session of this name; the message lists the ids to choose from."""
 
 
 class Rows(Protocol):
-    """A file that takes rows."""
+    """Writes rows to a file."""
 
     def write(self, row: Row) -> None:
         """Add a row."""
         ...
 
     def finish(self) -> None:
-        """Write what is still held. The file itself stays open."""
+        """Write the rows that are still in memory. The file itself stays open."""
         ...
 
 
@@ -58,15 +64,15 @@ class JsonLines:
         self._file.write(msgspec.json.encode(row) + b"\n")
 
     def finish(self) -> None:
-        """Hand over what is buffered."""
+        """Flush the file."""
         self._file.flush()
 
 
 class Parquet:
-    """Typed columns; what is nested stands there as JSON text."""
+    """Typed columns; nested values are JSON text."""
 
     def __init__(self, file: BinaryIO, layout: Layout) -> None:
-        """Begin a file.
+        """Prepare a file with the layout's columns.
 
         Raises:
             ParquetMissing: pyarrow is not installed.
@@ -98,7 +104,7 @@ class Parquet:
         self._held = 0
 
     def write(self, row: Row) -> None:
-        """Add a row; a row group is written when enough are held."""
+        """Add a row; write a row group once its rows hold IDS_AT_ONCE ids."""
         nested = {name: msgspec.json.encode(row[name]).decode() for name in self._nested}
         self._rows.append({**row, **nested})
         self._held += sum(len(row[name]) for name in self._ids)
@@ -106,7 +112,7 @@ class Parquet:
             self._write_group()
 
     def finish(self) -> None:
-        """Write the last group and the file's footer."""
+        """Write the last row group and the file's footer."""
         self._write_group()
         self._writer.close()
 
@@ -118,22 +124,22 @@ class Parquet:
 
 @dataclass(slots=True)
 class Report:
-    """What an export did."""
+    """Counts of one export."""
 
     rollouts: int = 0
-    """Those that hold turns."""
+    """Rollouts that hold turns."""
     samples: int = 0
     trained_ids: int = 0
     """Ids with a loss mask of 1."""
     unrewarded: int = 0
     """Samples without a reward."""
     refused: Counter[str] = field(default_factory=Counter)
-    """How many leaves, by reason."""
+    """Number of leaves that gave no sample, by `Problem`."""
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when the block ends well, and not at all if it does not.
+    """A file that appears under its name when the block ends without an exception, and not at all otherwise.
 
     Raises:
         OSError: it cannot be written.
@@ -162,18 +168,20 @@ async def export(
 
     Args:
         store: open.
-        only: ids of sessions or rollouts; all if empty.
+        only: ids or names of sessions, exported in this order; all sessions if empty. A name finds the
+            session of any tenant, unless it is also an id.
         shared: whether turns that samples share are trained once or in each.
-        on_rollout: called behind each rollout.
+        on_rollout: called after each rollout.
 
     Raises:
-        UnknownSession: one of `only` is not there; nothing was written.
+        UnknownSession, NameNotUnique: `only` does not name existing sessions uniquely; nothing was written.
         StoreError, OSError: reading or writing failed.
     """
     report = Report()
-    async for session in _named(store, only) if only else _all(store):
-        turns = await store.turns(session.id)
-        rewards = await store.rewards(session.id)
+    for rollout in await (_chosen(store, only) if only else _all(store)):
+        session = await store.session(rollout)
+        turns = await store.turns(rollout) if session else []  # deleted since the export began
+        rewards = await store.rewards(rollout)
         found = samples_of(turns, rewards, session=session, shared=shared)
         for sample in found.samples:
             rows.write(layout.row(sample))
@@ -187,47 +195,54 @@ async def export(
     return report
 
 
-async def _named(store: Store, only: Sequence[str]) -> AsyncIterator[Session]:
-    found = {name: await store.session(name) for name in only}
-    missing = [name for name, session in found.items() if session is None]
-    if missing:
-        raise UnknownSession(f"the store holds no session {', '.join(missing)}")
-    for session in found.values():
-        if session is not None:
+async def _all(store: Store) -> list[str]:
+    """The ids of all sessions, the last used first."""
+    return [session.id async for session in _listed(store)]
+
+
+async def _chosen(store: Store, only: Sequence[str]) -> list[str]:
+    """The ids of sessions that are given by id or name, in this order."""
+    ids = {word: [word] if await store.session(word) else [] for word in only}
+    names = {word for word, found in ids.items() if not found}
+    if names:
+        async for session in _listed(store):
+            if session.name in names:
+                ids[session.name].append(session.id)
+    if unknown := [word for word, found in ids.items() if not found]:
+        raise UnknownSession(f"unknown session {', '.join(unknown)}: never used, deleted, or evicted")
+    if shared := [f"{word}: {', '.join(sorted(found))}" for word, found in ids.items() if len(found) > 1]:
+        raise NameNotUnique(f"several tenants have a session of this name, pass an id - {'; '.join(shared)}")
+    return list(dict.fromkeys(found[0] for found in ids.values()))
+
+
+async def _listed(store: Store) -> AsyncIterator[Session]:
+    """Every session once, the last used first."""
+    listed: set[str] = set()
+    newest: float | None = None
+    async for session in _pages(store, since=-math.inf):
+        newest = session.used if newest is None else newest
+        listed.add(session.id)
+        yield session
+    # A session used between two pages moves to the front, which has been read: read as much of it again.
+    async for session in _pages(store, since=math.inf if newest is None else newest):
+        if session.id not in listed:
+            listed.add(session.id)
             yield session
 
 
-async def _all(store: Store) -> AsyncIterator[Session]:
-    """Every session once. The second pass finds those that were used during the first and evaded it."""
-    done: set[str] = set()
-    begun: float | None = None
-    for _ in ("all", "moved"):
-        async for session in _used_after(store, -math.inf if begun is None else begun):
-            begun = session.used if begun is None else begun
-            if session.id not in done:
-                done.add(session.id)
-                yield session
-
-
-async def _used_after(store: Store, until: float) -> AsyncIterator[Session]:
-    """Sessions page by page, the last used first; some may come twice."""
-    limit, before = SESSIONS_AT_ONCE, None
-    while True:
-        page = await store.sessions(limit=limit, before=before)
+async def _pages(store: Store, since: float) -> AsyncIterator[Session]:
+    """Sessions used at `since` or later (seconds since the epoch), page by page, the last used first."""
+    before: Cursor | None = None
+    while page := await store.sessions(limit=SESSIONS_AT_ONCE, before=before):
         for session in page:
-            if session.used <= until:
+            if session.used < since:
                 return
             yield session
-        if len(page) < limit:
-            return
-        # `before` leaves out its own instant: ask for it again, or its sessions on the next page are lost
-        before = math.nextafter(page[-1].used, math.inf)
-        if page[0].used == page[-1].used:
-            limit *= 2
+        before = Cursor(page[-1].used, page[-1].id)
 
 
 def table(report: Report, out: str) -> str:
-    """What an export did, in a few lines for a person."""
+    """The report as a few lines of text. `out` names the file."""
     if not report.rollouts:
         return "nothing to export: there are no turns"
     lines = [
@@ -235,10 +250,10 @@ def table(report: Report, out: str) -> str:
         ("samples", report.samples, f"to {out}; {report.trained_ids} ids to train on"),
     ]
     if report.unrewarded:
-        lines.append(("  no reward", report.unrewarded, "set it, or your trainer finds none"))
+        lines.append(("  no reward", report.unrewarded, "these samples have no reward"))
     lines.append(("refused", report.refused.total(), ""))
     lines += [
-        (f"  {reason}", count, PROBLEMS.get(reason, "")) for reason, count in report.refused.most_common()
+        (f"  {reason}", count, _MEANINGS.get(reason, "")) for reason, count in report.refused.most_common()
     ]
     width = max(len(name) for name, _, _ in lines)
     return "\n".join(f"{name:<{width}} {count:>8}  {words}".rstrip() for name, count, words in lines)

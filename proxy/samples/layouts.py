@@ -1,9 +1,9 @@
-"""Rows of training samples as trainers name them: one function from a sample to a row for each project.
+"""Rows of training samples in the field names of trainers: for each trainer a function from sample to row.
 
-A row holds the fields of that project's own type and nothing more, unless its docstring says so. All arrays
-of a row that run along tokens are aligned with the ids. Trainers that want a number where nothing was sampled
-get 0.0 there, as they write it themselves: their mask leaves those positions out. Only the plain layout tells
-"no log-probability" (null) from one of 0.0.
+A row holds the fields of the trainer's own type and nothing more, unless the function's docstring names
+others. All lists of a row that run along tokens have the length of its ids. Trainers that want a number where
+nothing was sampled get 0.0 there, as they write it themselves: their mask excludes those positions. Only the
+plain layout tells "not sampled" (null) from a log-probability of 0.0.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ from proxy.samples.samples import Sample
 Row = dict[str, Any]
 
 Kind = Literal["ids", "mask", "flags", "floats", "text", "integer", "number", "flag", "json"]
-"""What a column holds: lists of token ids, of 0 and 1, of booleans, of floats (or null); one string, integer,
-float (or null), boolean; or anything else that is JSON."""
+"""What a column holds. Lists: token ids (ids), 0 and 1 (mask), booleans (flags), floats or null (floats).
+Single values: string or null (text), integer, float or null (number), boolean (flag). Or any JSON (json)."""
 
 _ENGINE_STOP = frozenset({"tool_calls", "function_call"})
-"""What an OpenAI route calls a turn that the engine itself ended with `stop`."""
+"""Finish reasons of OpenAI routes for turns that the engine itself ended with `stop`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +34,17 @@ class Layout:
 
 
 def plain(sample: Sample) -> Row:
-    """All that is known: the fields of `proxy.samples.samples.Sample`."""
+    """The fields of `proxy.samples.samples.Sample`, all of them."""
     return {**msgspec.structs.asdict(sample), "turns": msgspec.to_builtins(sample.turns)}
 
 
 def trl(sample: Sample) -> Row:
     """One completion of what a `rollout_func` of TRL's GRPOTrainer returns.
 
-    The function returns a dict of lists: collect the rows column by column. `prompt_ids`, `completion_ids`
-    and `logprobs` must be there; `env_mask` is 1 on ids to train on, and `logprobs` 0.0 on what was not
-    sampled. The other fields reach the reward functions as arguments of the same name: one that returns
-    `reward` trains on the recorded rewards (None means "cannot be scored" there too).
+    The function returns a dict of lists: collect the rows column by column. TRL requires `prompt_ids`,
+    `completion_ids` and `logprobs`; `env_mask` is 1 on ids to train on, and `logprobs` 0.0 on ids that were
+    not sampled. The other fields reach the reward functions as arguments of the same name: a reward function
+    that returns `reward` trains on the recorded rewards (None means "cannot be scored" there too).
 
     Source: trl 1.16.0, trl/trainer/grpo_trainer.py: `RolloutFunc`, `GRPOTrainer._generate`.
     """
@@ -64,8 +64,8 @@ def verl(sample: Sample) -> Row:
     """The arguments of verl's `AgentLoopOutput`: `AgentLoopOutput(**row)`.
 
     `response_logprobs` is 0.0 where nothing was sampled. `num_turns` counts, as verl does, the prompt, each
-    turn of the model and what came between. `turn_scores` in `extra_fields` holds the rewards of turns that
-    have one; the other entries there say where the sample is from.
+    turn of the model and the messages between them. In `extra_fields`, `turn_scores` holds the rewards of
+    those turns that have one; the other entries identify the sample.
 
     Source: verl 0.9.1, verl/experimental/agent_loop/agent_loop.py: `AgentLoopOutput`;
     verl/experimental/agent_loop/tool_agent_loop.py: `num_turns`, `turn_scores`.
@@ -86,12 +86,13 @@ def verl(sample: Sample) -> Row:
 
 
 def prime_rl(sample: Sample) -> Row:
-    """The arguments of prime-rl's `TrainingSample`, and the reward of the trace beside them.
+    """The arguments of prime-rl's `TrainingSample`, and the trace's reward.
 
-    prime-rl has no prompt and completion: `token_ids` is the whole sequence, `mask` true on what is trained,
-    `logprobs` 0.0 on what was not sampled. `temperatures` is empty, as its own `trace_to_samples` leaves it:
-    the orchestrator knows the temperature and fills it in. It also makes `advantages` out of `reward`, which
-    is no field of the struct: `reward = row.pop("reward")`. `env_name` is that of the session's metadata.
+    prime-rl does not separate prompt and completion: `token_ids` is the whole sequence, `mask` is true on ids
+    to train on, `logprobs` 0.0 on ids that were not sampled. `temperatures` is empty, as prime-rl's own
+    `trace_to_samples` leaves it: the orchestrator fills it in. The orchestrator also computes `advantages`
+    from the reward, which is no field of the struct: `reward = row.pop("reward")`. `env_name` is taken from
+    the session's metadata.
 
     Source: prime-rl, src/prime_rl/transport/types.py: `TrainingSample`;
     src/prime_rl/orchestrator/trajectories.py: `trace_to_samples`; src/prime_rl/orchestrator/train_sink.py;
@@ -103,7 +104,7 @@ def prime_rl(sample: Sample) -> Row:
         "mask": [False] * prompt + [bool(trained) for trained in sample.loss_mask],
         "logprobs": [0.0] * prompt + _or_zero(sample),
         "temperatures": [],
-        "env_name": str(sample.metadata.get("env_name", "")),
+        "env_name": str((sample.metadata or {}).get("env_name", "")),
         "trace_id": sample.rollout,
         "branch_index": sample.index,
         "reward": sample.reward,
@@ -114,8 +115,8 @@ def skyrl(sample: Sample) -> Row:
     """One entry of each list of SkyRL's `GeneratorOutput`.
 
     That type holds a batch as a dict of lists: collect the rows column by column. `rollout_logprobs` is 0.0
-    where nothing was sampled. `stop_reasons` are the engine's own words: a turn that ended with tool calls is
-    a `stop`, for SkyRL takes all others for broken off. `env_metrics` says where the sample is from.
+    where nothing was sampled. `stop_reasons` are the engine's own: a turn that ended with tool calls has
+    `stop`, because SkyRL treats every other value as truncated. `env_metrics` identifies the sample.
 
     Source: skyrl 0.3.0, skyrl/train/generators/base.py: `GeneratorOutput`;
     skyrl/train/utils/trainer_utils.py: `validate_generator_output`.
@@ -138,7 +139,7 @@ def _or_zero(sample: Sample) -> list[float]:
 
 
 def _origin(sample: Sample) -> Row:
-    """Where a sample is from; every row has the same keys, as batches want it."""
+    """What identifies a sample; every row has the same keys, as batches require."""
     return {
         "rollout": sample.rollout,
         "leaf": sample.leaf,
@@ -155,15 +156,18 @@ LAYOUTS: Mapping[str, Layout] = {
     "plain": Layout(
         {
             "rollout": "text",
+            "tenant": "text",
             "leaf": "text",
             "index": "integer",
             "whole": "flag",
             "session": "flag",
+            "ambiguous": "flag",
             "model": "text",
             "prompt_ids": "ids",
             "completion_ids": "ids",
             "loss_mask": "mask",
             "logprobs": "floats",
+            "logprobs_mode": "text",
             "turns": "json",
             "finish_reason": "text",
             "reward": "number",

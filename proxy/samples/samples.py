@@ -7,25 +7,29 @@ Law, for every sample:
     loss_mask[i] == 1   only if the model sampled completion_ids[i]
     logprobs[i] is None if and only if it did not
 
-and for all samples of a rollout together: what the model sampled in sound turns is in one of them, and with
-`shared="once"` its mask is 1 in exactly one. A turn is sound if its own evidence adds up and that of all the
-turns it continues; the others are refused by name, never padded and never left out in silence.
+and for all samples of a rollout together: what the model sampled in sound turns is in a sample, and with
+`shared="once"` its mask is 1 in exactly one of them. A turn is sound if it can be trained on, and so can all
+the turns it continues. The leaf of any other path is refused with a reason: nothing is padded, and nothing is
+left out silently.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from proxy.history.store import Session
 from proxy.history.turn import Turn, WeightSpan, unpack_ids, unpack_logprobs
+from proxy.history.vocabulary import Problem
+
+T = TypeVar("T")
 
 Shared = Literal["once", "each"]
 """Whether a turn that several samples share is trained in one of them or in each."""
 
 WHOLE_ROLLOUT = ""
-"""The key of a rollout's own reward among those of its turns."""
+"""The key of the whole rollout's reward in a mapping of rewards by turn id."""
 
 
 class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,57 +39,72 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     end: int
     trained: bool
-    """Whether the mask is 1 on these ids; if not, it is in another sample."""
+    """Whether the mask is 1 on these ids; if not, it is 1 in another sample."""
     source: str
-    """`extended`, `rendered` or `given`: how the turn's prompt came about."""
+    """A `Source`: where the turn's prompt came from."""
     reason: str = ""
-    """Why its prompt is not an extension of all that was said before; empty if it is."""
+    """A `Reason`: why the prompt does not extend the whole recorded history; empty if it does."""
     finish_reason: str | None = None
-    """As the engine said it; `abort` if the turn was broken off, with the ids sampled until then."""
+    """As the engine gave it; `abort` if the turn was broken off, with the ids sampled until then."""
     temperature: float | None = None
-    """What the turn was sampled with, if the request or its session said so."""
+    """What the request or its session asked for; None if that was left to the engine."""
     stop_reason: str | int | None = None
-    """The stop string or token that ended the turn, as vLLM says it."""
+    """The stop string or token that ended the turn, as vLLM gives it."""
     reward: float | None = None
     """The turn's own reward."""
+    logprobs_mode: str = ""
+    """The server's `--logprobs-mode`; empty if it could not be asked."""
     weight_versions: list[WeightSpan]
     """[version, start, end] in coordinates of `completion_ids`."""
     routed_experts: str | None = None
-    """As the engine returned it for this turn (base64 of an .npy array); the rows are the engine's own."""
+    """As the engine returned it for this turn (base64 of an .npy array)."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One path from the first turn of a conversation to its last: p ids of prompt, c ids of completion."""
+    """One path from the first turn of a conversation to its last: p ids of prompt, c ids of completion.
+
+    Fields of stored JSON (`messages`, `tools`, `template_kwargs`, `metadata`) are None if it cannot be read.
+    """
 
     rollout: str
+    """The session's name, as its client knows it."""
+    tenant: str
+    """Digest of the credential the rollout belongs to; empty where nobody asks for credentials."""
     leaf: str
     """Id of the last turn."""
     index: int
-    """Place among the samples of the rollout, from 0."""
+    """Position among the samples of the rollout, from 0."""
     whole: bool
-    """False if turns behind `leaf` were refused: the sample ends where the evidence does."""
+    """False if turns after `leaf` were refused: the sample ends at the last sound turn."""
     session: bool
     """Whether a client named the rollout with a session id."""
+    ambiguous: bool
+    """Whether another rollout held an equal conversation, so that requests may have been confused."""
     model: str
+    """Of the last turn."""
     prompt_ids: list[int]
     """The whole prompt of the first turn; [p]."""
     completion_ids: list[int]
-    """All ids behind it, sampled or appended; [c]."""
+    """All ids after it, sampled or appended; [c]."""
     loss_mask: list[int]
     """1 on sampled ids to train on, 0 on all others; [c]."""
     logprobs: list[float | None]
     """Log-probabilities (natural logarithm) of sampled ids, None on appended ones; [c]."""
+    logprobs_mode: str
+    """The `logprobs_mode` of all turns; empty if it is unknown, or if the turns differ: see theirs."""
     turns: list[TurnSpan]
     """In the order they were sampled; at least one."""
     finish_reason: str | None
     """Of the last turn."""
     reward: float | None
-    """The last turn's own if it is set, else that of the whole rollout."""
-    messages: list[Any]
-    """The conversation, the first message of the first prompt first; the last is the model's."""
-    tools: list[Any]
-    template_kwargs: dict[str, Any]
-    metadata: dict[str, Any]
+    """The last turn's own if it has one, else that of the whole rollout."""
+    messages: list[Any] | None
+    """The conversation from the first message of the first prompt to the model's last."""
+    tools: list[Any] | None
+    """Of the last request."""
+    template_kwargs: dict[str, Any] | None
+    """The chat template's arguments of the last request."""
+    metadata: dict[str, Any] | None
     """The session's."""
 
 
@@ -93,15 +112,16 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     """A leaf that did not become a sample."""
 
     rollout: str
+    """The session's name, as its client knows it."""
     leaf: str
     turn: str
-    """The first turn of its path that cannot be trained on."""
+    """The first turn of the leaf's path that cannot be trained on."""
     reason: str
-    """Why: one of `proxy.history.evidence.PROBLEMS`."""
+    """A `Problem`: why that turn cannot be trained on."""
 
 
 class Samples(msgspec.Struct, frozen=True):
-    """What a rollout gave."""
+    """The samples of a rollout, and the leaves that gave none."""
 
     samples: list[Sample]
     refused: list[Refused]
@@ -116,26 +136,54 @@ def samples_of(
 ) -> Samples:
     """The samples of one rollout, in time linear in the ids they hold.
 
-    There is one for each leaf whose path is sound, in the order of the leaves' ids, and behind those one for
-    each longest sound beginning of a refused path that is not part of another sample. A shared turn is
-    trained in the first sample that holds it.
+    First comes a sample for each leaf whose path is sound, in the order of the leaves' ids; then one for each
+    longest sound beginning of a refused path that is not part of another sample. `_preference` decides which
+    of the samples that share a turn trains it.
 
     Args:
         turns: all turns of the rollout, in any order.
-        rewards: by turn id, and that of the whole rollout by "".
-        session: what is known of the rollout; None gives samples without metadata.
+        rewards: by turn id; the whole rollout's by WHOLE_ROLLOUT. Those that are not finite are ignored.
+        session: the rollout's description. Without it the samples lack all that only a session tells, and
+            `rollout` is the id in the store.
         shared: whether shared turns are trained once or in each sample.
     """
     tree = _Tree(turns)
-    taken: set[str] = set()
+    rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
+    paths = [tree.path(end) for end in tree.ends()]
+    leaf_of = _leaf_that_trains(sorted(paths, key=lambda path: _preference(path[-1], tree, rewards)))
     samples = []
-    for index, last in enumerate(tree.ends()):
-        path = tree.path(last)
-        trained = {turn.id for turn in path if shared == "each" or turn.id not in taken}
-        taken |= trained
-        whole = not tree.children(last)
-        samples.append(_sample(path, trained, rewards, session, index, whole))
-    return Samples(samples, list(tree.refused()))
+    for index, path in enumerate(paths):
+        leaf = path[-1]
+        trained = {turn.id for turn in path if shared == "each" or leaf_of[turn.id] == leaf.id}
+        samples.append(_sample(path, trained, rewards, session, index, whole=tree.is_leaf(leaf)))
+    return Samples(samples, list(tree.refused(session)))
+
+
+def _preference(leaf: Turn, tree: "_Tree", rewards: Mapping[str, float]) -> tuple[object, ...]:
+    """Sort key of leaves: of those that share a turn, the first trains it.
+
+    Aborted leaves come last: trainers often drop such samples, and the shared turns with them. Otherwise
+    leaves with a reward of their own come first (the rollout's reward does not tell leaves apart), then those
+    with nothing refused after them, then those with more ids, then older ones.
+    """
+    ids = leaf.prompt_tokens + leaf.completion_tokens
+    return leaf.aborted, leaf.id not in rewards, not tree.is_leaf(leaf), -ids, leaf.id
+
+
+def _leaf_that_trains(paths: Iterable[Sequence[Turn]]) -> dict[str, str]:
+    """For each turn the last turn of the first path that holds it."""
+    leaf_of: dict[str, str] = {}
+    for path in paths:
+        for turn in path:
+            leaf_of.setdefault(turn.id, path[-1].id)
+    return leaf_of
+
+
+class _Fault(msgspec.Struct, frozen=True):
+    """The first turn of a path that cannot be trained on, and why."""
+
+    turn: str
+    reason: str
 
 
 class _Tree:
@@ -149,71 +197,78 @@ class _Tree:
                 self._children.setdefault(turn.parent, []).append(turn)
         self._faults = self._find_faults()
 
-    def _find_faults(self) -> dict[str, tuple[str, str] | None]:
-        """For each turn the first of its path that is not fit to be trained on, and why."""
-        faults: dict[str, tuple[str, str] | None] = {}
-        reached = [turn for turn in self._turns.values() if self._parent(turn) is None]
-        for turn in reached:  # grows: parents come before their children, whatever their ids say
-            parent = self._parent(turn)
-            inherited = faults[parent.id] if parent else None
-            reason = "" if inherited else _fault(turn, parent)
-            faults[turn.id] = (turn.id, reason) if reason else inherited
-            reached += self.children(turn)
+    def _find_faults(self) -> dict[str, _Fault | None]:
+        faults: dict[str, _Fault | None] = {}
+        first_turns = [turn for turn in self._turns.values() if self._parent(turn) is None]
+        # Turns that continue each other in a circle (the store is corrupt) have no first turn: take one.
+        for first in [*first_turns, *self._turns.values()]:
+            if first.id in faults:
+                continue
+            if (parent := self._parent(first)) is not None:
+                self._children[parent.id].remove(first)
+            reached = [first]
+            for turn in reached:  # grows: parents come before their children, whatever their ids
+                parent = None if turn is first else self._parent(turn)
+                inherited = faults[parent.id] if parent else None
+                reason = "" if inherited else _untrainable_reason(turn, parent)
+                faults[turn.id] = _Fault(turn.id, reason) if reason else inherited
+                reached += self._children.get(turn.id, ())
         return faults
 
     def _parent(self, turn: Turn) -> Turn | None:
         return None if turn.parent is None else self._turns.get(turn.parent)
 
-    def children(self, turn: Turn) -> list[Turn]:
-        """The turns that continue this one."""
-        return self._children.get(turn.id, [])
+    def is_leaf(self, turn: Turn) -> bool:
+        """Whether no turn continues this one."""
+        return not self._children.get(turn.id)
 
     def path(self, turn: Turn) -> list[Turn]:
-        """A turn and all it continues, the first one first."""
+        """A turn and all it continues, the first turn first."""
         path = [turn]
         while (parent := self._parent(path[-1])) is not None:
             path.append(parent)
         return path[::-1]
 
     def ends(self) -> list[Turn]:
-        """Sound turns that no sound turn continues: first the leaves, then what is left of refused paths."""
-        sound = {turn_id for turn_id, fault in self._faults.items() if fault is None}
-        ends = [
-            self._turns[turn_id]
-            for turn_id in sorted(sound)
-            if not any(child.id in sound for child in self.children(self._turns[turn_id]))
-        ]
-        return sorted(ends, key=lambda turn: bool(self.children(turn)))
+        """Sound turns that no sound turn continues, by id: first the leaves, then ends of refused paths."""
+        sound = [turn for turn in self._turns.values() if self._faults[turn.id] is None]
+        continued = {turn.parent for turn in sound}
+        return sorted(
+            (turn for turn in sound if turn.id not in continued), key=lambda turn: not self.is_leaf(turn)
+        )
 
-    def refused(self) -> Iterator[Refused]:
+    def refused(self, session: Session | None) -> Iterator[Refused]:
         """The leaves with a fault on their path, in the order of their ids."""
         for turn in self._turns.values():
-            if (fault := self._faults[turn.id]) and not self.children(turn):
-                yield Refused(rollout=turn.rollout, leaf=turn.id, turn=fault[0], reason=fault[1])
+            if (fault := self._faults[turn.id]) and self.is_leaf(turn):
+                rollout = session.name if session else turn.rollout
+                yield Refused(rollout=rollout, leaf=turn.id, turn=fault.turn, reason=fault.reason)
 
 
-def _fault(turn: Turn, parent: Turn | None) -> str:
+def _untrainable_reason(turn: Turn, parent: Turn | None) -> str:
     """Why this turn cannot be trained on, whatever it continues; empty if it can."""
     if turn.problem:
         return turn.problem
     if turn.parent is not None and parent is None:
-        return "missing_parent"
+        return Problem.MISSING_PARENT
+    if any(len(packed) % 4 for packed in (turn.appended, turn.completion, turn.logprobs)):
+        return Problem.UNREADABLE_EVIDENCE
     before = parent.prompt_tokens + parent.completion_tokens if parent else 0
     if before + len(turn.appended) // 4 != turn.prompt_tokens:
-        return "prompt_length_mismatch"
+        return Problem.PROMPT_LENGTH_MISMATCH
     if turn.prompt_tokens == 0:
-        return "no_prompt_ids"
+        return Problem.NO_PROMPT_IDS
     if not turn.completion:
-        return "no_completion_ids"
+        return Problem.NO_COMPLETION_IDS
     if not turn.logprobs:
-        return "no_logprobs"
+        return Problem.NO_LOGPROBS
     if len(turn.logprobs) != len(turn.completion):
-        return "logprobs_mismatch"
-    return "" if all(map(math.isfinite, unpack_logprobs(turn.logprobs))) else "logprobs_not_finite"
+        return Problem.LOGPROBS_MISMATCH
+    return "" if all(map(math.isfinite, unpack_logprobs(turn.logprobs))) else Problem.LOGPROBS_NOT_FINITE
 
 
 def _sample(
-    path: list[Turn],
+    path: Sequence[Turn],
     trained: set[str],
     rewards: Mapping[str, float],
     session: Session | None,
@@ -225,7 +280,7 @@ def _sample(
     logprobs: list[float | None] = []
     spans: list[TurnSpan] = []
     for turn in path:
-        if spans:
+        if spans:  # what the first turn appended is the sample's prompt
             appended = unpack_ids(turn.appended)
             ids += appended
             mask += [0] * len(appended)
@@ -235,28 +290,33 @@ def _sample(
         mask += [int(turn.id in trained)] * turn.completion_tokens
         logprobs += unpack_logprobs(turn.logprobs)
     last = path[-1]
+    modes = {turn.logprobs_mode for turn in path}
     return Sample(
-        rollout=last.rollout,
+        rollout=session.name if session else last.rollout,
+        tenant=session.tenant if session else "",
         leaf=last.id,
         index=index,
         whole=whole,
         session=session is not None and session.explicit,
+        ambiguous=session is not None and session.ambiguous,
         model=last.model,
         prompt_ids=unpack_ids(path[0].appended),
         completion_ids=ids,
         loss_mask=mask,
         logprobs=logprobs,
+        logprobs_mode=modes.pop() if len(modes) == 1 else "",
         turns=spans,
-        finish_reason=last.finish_reason,
+        finish_reason=spans[-1].finish_reason,
         reward=rewards.get(last.id, rewards.get(WHOLE_ROLLOUT)),
-        messages=[message for turn in path for message in _messages(turn)],
-        tools=msgspec.json.decode(_latest([turn.tools for turn in path]) or b"[]"),
-        template_kwargs=msgspec.json.decode(_latest([turn.template_kwargs for turn in path]) or b"{}"),
-        metadata=msgspec.json.decode(session.metadata) if session else {},
+        messages=_conversation(path),
+        tools=_parsed(_last_stated(turn.tools for turn in path) or b"[]", list),
+        template_kwargs=_parsed(_last_stated(turn.template_kwargs for turn in path) or b"{}", dict),
+        metadata=_parsed(session.metadata, dict) if session else {},
     )
 
 
 def _span(turn: Turn, start: int, trained: bool, reward: float | None) -> TurnSpan:
+    # What the engine returned next to ids and log-probabilities is delivered, never relied on: None if odd.
     return TurnSpan(
         id=turn.id,
         start=start,
@@ -264,21 +324,45 @@ def _span(turn: Turn, start: int, trained: bool, reward: float | None) -> TurnSp
         trained=trained,
         source=turn.source,
         reason=turn.reason,
-        finish_reason=turn.finish_reason,
-        stop_reason=turn.stop_reason,
-        temperature=turn.temperature,
+        finish_reason=_if_typed(turn.finish_reason, str),
+        stop_reason=_if_typed(turn.stop_reason, str, int),
+        temperature=_if_typed(turn.temperature, float, int),
         reward=reward,
+        logprobs_mode=turn.logprobs_mode,
         weight_versions=[
             WeightSpan(span.version, start + span.start, start + span.end) for span in turn.weight_versions
         ],
-        routed_experts=turn.routed_experts,
+        routed_experts=_if_typed(turn.routed_experts, str),
     )
 
 
-def _messages(turn: Turn) -> list[Any]:
-    return [*msgspec.json.decode(turn.messages), msgspec.json.decode(turn.message)]
+def _if_typed(value: T, *types: type) -> T | None:
+    """The value, or None if it is of another type; True is no integer here."""
+    return value if type(value) in types else None
 
 
-def _latest(values: Sequence[bytes]) -> bytes:
-    """The last that is set: an empty one means the same as the turn before."""
-    return next((value for value in reversed(values) if value), b"")
+def _conversation(path: Sequence[Turn]) -> list[Any] | None:
+    """All messages of a path; None if those of one turn cannot be read."""
+    conversation: list[Any] = []
+    for turn in path:
+        messages, message = _parsed(turn.messages, list), _parsed(turn.message, dict)
+        if messages is None or message is None:
+            return None
+        conversation += [*messages, message]
+    return conversation
+
+
+def _parsed(stored: bytes, kind: type[T]) -> T | None:
+    """Stored JSON of this type; None if it cannot be read."""
+    try:
+        return msgspec.json.decode(stored, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _last_stated(values: Iterable[bytes | None]) -> bytes:
+    """The last value that is not None, which means "as in the turn before"; b"" if all are."""
+    stated = b""
+    for value in values:
+        stated = stated if value is None else value
+    return stated

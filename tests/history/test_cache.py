@@ -89,7 +89,7 @@ def test_bytes_are_bounded_and_the_recently_used_stay() -> None:
     cache = TurnCache(100_000)
     generator = random.Random(7)
     conversations = [[{"role": "user", "content": f"start {n}"}] for n in range(40)]
-    for _ in range(2_000):
+    for _ in range(800):
         messages = generator.choice(conversations)
         messages.append({"role": "user", "content": f"{generator.random()}"})
         if len(messages) > 30:

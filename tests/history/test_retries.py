@@ -187,4 +187,4 @@ async def test_store_that_fails_costs_the_retry_and_nothing_else(
         monkeypatch.setattr(retries.store, name, fail)
     for _ in range(2):
         assert await asyncio.wait_for(_run(retries, _request(b"k", b"1")), 5) is None
-    assert retries.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 3.0
+    assert retries.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 4.0

@@ -4,8 +4,9 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.history.store import IndexEntry
 from proxy.history.turn import Turn, WeightSpan, new_id, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from proxy.stores.packed import pack_keys, pack_turn, unpack_keys, unpack_turn
+from proxy.stores.packed import pack_entries, pack_turn, unpack_entries, unpack_turn
 
 _NUMBERS = st.integers(0, 2**31 - 1)
 _IDS = st.lists(_NUMBERS)
@@ -51,10 +52,9 @@ def test_turns_come_back(turn: Turn) -> None:
     assert pack_turn(unpack_turn(pack_turn(turn))) == pack_turn(turn)
 
 
-@given(st.lists(st.binary(max_size=255), unique=True))
-def test_keys_come_back(keys: list[bytes]) -> None:
-    assert unpack_keys(pack_keys(keys)) == keys
-    assert pack_keys(keys * 2) == pack_keys(keys)
+@given(st.lists(st.builds(IndexEntry, st.binary(min_size=16, max_size=16), st.binary(max_size=32))))
+def test_index_entries_come_back(entries: list[IndexEntry]) -> None:
+    assert unpack_entries(pack_entries(entries)) == entries
 
 
 def test_new_ids_sort_by_time() -> None:

@@ -1,0 +1,152 @@
+"""Removes from an engine's chat completion what the client did not ask to see.
+
+The engine is always asked for ids, log-probabilities and usage. A client that asked for them too gets the
+engine's own bytes; for others these fields are null, and chunks that hold nothing else are not sent.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from proxy.fields import NULL, given, is_null
+from proxy.turn.engine_json import (
+    CUT,
+    REFUSALS,
+    cut_prompt,
+    dump,
+    encodable,
+    no_completion,
+    parse_leniently,
+)
+from proxy.turn.visible import Visible
+from proxy.types import Fields
+
+_NULL = msgspec.Raw(NULL)
+_PROMPT = "prompt_token_ids"
+_REASONING = frozenset({"reasoning", "reasoning_content"})
+
+_decode_object = msgspec.json.Decoder(Fields).decode
+_decode_objects = msgspec.json.Decoder(list[Fields]).decode
+
+
+def redact_completion(body: bytes, visible: Visible) -> bytes:
+    """A whole completion as the client asked for it.
+
+    Raises:
+        EngineBroken: the body is no JSON object.
+    """
+    if visible.everything:
+        return body
+    prompt, rest = cut_prompt(body)
+    fields = _object(rest)
+    if prompt is not None and given(fields, _PROMPT) == CUT:
+        fields[_PROMPT] = msgspec.Raw(prompt)
+    elif prompt is not None:  # the array belongs to something inside the completion
+        fields = _object(body)
+    return _redacted(fields, _choices(fields), visible)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRedactor:
+    """Redacts a stream, chunk by chunk."""
+
+    visible: Visible
+
+    def redact(self, data: bytes) -> bytes | None:
+        """The data of an event as the client asked for it; None if it holds nothing the client asked for.
+
+        Raises:
+            EngineBroken: the data is no JSON object.
+        """
+        if self.visible.every_chunk:
+            return data
+        fields = _object(data)
+        choices = _choices(fields)
+        if given(fields, "error") is None and choices is not None and not self._shows(choices):
+            return None
+        if choices and not self.visible.running_usage:
+            fields.pop("usage", None)
+        return _redacted(fields, choices, self.visible)
+
+    def _shows(self, choices: list[Any]) -> bool:
+        """Whether a chunk holds anything the client asked for."""
+        if not choices:
+            return self.visible.usage
+        evidence = self.visible.ids or self.visible.logprobs
+        return evidence or any(_says(choice, self.visible.reasoning) for choice in choices)
+
+
+def _says(choice: Fields | msgspec.Raw, reasoning: bool) -> bool:
+    """Whether a piece of a choice holds more than evidence."""
+    if isinstance(choice, msgspec.Raw) or given(choice, "finish_reason") is not None:
+        return True
+    delta = given(choice, "delta") or b"{}"
+    if reasoning:
+        return delta.strip(b"{} \t\r\n") != b""
+    fields = _parsed(delta)
+    return bool(fields.keys() - _REASONING) if isinstance(fields, dict) else True
+
+
+def _redacted(fields: Fields, choices: list[Any] | None, visible: Visible) -> bytes:
+    """The completion or chunk as JSON. `choices` are its parsed choices; None if they have an odd shape."""
+    if _PROMPT in fields and not visible.ids:
+        fields[_PROMPT] = _NULL
+    if not choices:
+        return msgspec.json.encode(fields)
+    for choice in choices:
+        if not isinstance(choice, dict):
+            continue
+        if not visible.ids and "token_ids" in choice:
+            choice["token_ids"] = _NULL
+        if not visible.logprobs and "logprobs" in choice:
+            choice["logprobs"] = _NULL
+        if not visible.reasoning:
+            _hide_reasoning(choice)
+    return msgspec.json.encode({**fields, "choices": choices})
+
+
+def _hide_reasoning(choice: dict[str, Any]) -> None:
+    for name in ("message", "delta"):
+        said = _parsed(given(choice, name) or b"null")
+        if not isinstance(said, dict):
+            continue
+        hidden = {key: _NULL if key in _REASONING else value for key, value in said.items()}
+        if name == "delta":  # a delta holds only what it says
+            hidden = {key: value for key, value in hidden.items() if not is_null(value)}
+        choice[name] = hidden
+
+
+# --- parsing
+
+
+def _object(data: bytes) -> Fields:
+    """The fields of a completion or chunk. Raises EngineBroken."""
+    fields = _parsed(data)
+    if not isinstance(fields, dict):
+        raise no_completion()
+    return fields
+
+
+def _choices(fields: Fields) -> list[Any] | None:
+    """The choices: the fields of each, or the bytes of one that is no object. None if they are no list."""
+    data = given(fields, "choices") or b"[]"
+    try:
+        return _decode_objects(data)
+    except REFUSALS:
+        choices = parse_leniently(data)
+        return [_fields(choice) for choice in choices] if isinstance(choices, list) else None
+
+
+def _parsed(data: bytes) -> Fields | msgspec.Raw:
+    """The fields of an object, each still JSON; the JSON of anything else."""
+    try:
+        return _decode_object(data)
+    except REFUSALS:
+        return _fields(parse_leniently(data))
+
+
+def _fields(value: Any) -> Fields | msgspec.Raw:
+    if not isinstance(value, dict):
+        return dump(value)
+    return {encodable(name): dump(item) for name, item in value.items()}
