@@ -1,10 +1,12 @@
 """The proxy in front of stock vLLM servers: wiring only."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
-from fastapi import FastAPI, Request, Response
+import fastapi
+from fastapi import FastAPI
 
 from proxy import __version__
 from proxy.engine.http import HttpEngine, make_session
@@ -12,8 +14,10 @@ from proxy.errors import ApiError
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.replica import Replica
 from proxy.fleet.tokenizers import Tokenizers
+from proxy.http import Request, Response
 from proxy.metrics import Metrics
-from proxy.routes.auth import ApiKey
+from proxy.routes.auth import ApiKeys
+from proxy.routes.credentials import EngineCredentials, TenantOf, everybody, tenant_in_scope
 from proxy.routes.mount import mount
 from proxy.services import make_services
 from proxy.settings import Settings
@@ -21,8 +25,21 @@ from proxy.turn.services import Services
 from proxy.types import Scope
 
 
+@asynccontextmanager
+async def running(services: Services) -> AsyncIterator[Services]:
+    """Open the store and watch the engines; at the end, close the store, engines and encoder threads."""
+    async with AsyncExitStack() as stack:
+        # Last in, first out: a turn that is being recorded when the store closes may still need the threads
+        stack.push_async_callback(asyncio.to_thread, services.encoders.shutdown)
+        stack.push_async_callback(services.fleet.stop)
+        await services.history.open()
+        stack.push_async_callback(services.history.aclose)
+        services.fleet.start()
+        yield services
+
+
 def create_app(settings: Settings) -> FastAPI:
-    """A FastAPI application before the engines of `settings.upstreams`."""
+    """A FastAPI application in front of the engines of `settings.upstreams`."""
 
     template = settings.chat_template.read_text() if settings.chat_template else None
 
@@ -37,30 +54,39 @@ def create_app(settings: Settings) -> FastAPI:
                 )
                 for url in settings.upstreams
             ]
-            fleet = Fleet(replicas)
-            with ThreadPoolExecutor(settings.encoder_threads, "encode") as encoders:
-                gateway = make_services(settings, fleet, encoders, Metrics())
-                await gateway.rollouts.open()
-                app.state.gateway = gateway
-                fleet.start()
+            encoders = ThreadPoolExecutor(settings.encoder_threads, "encode")
+            async with running(make_services(settings, Fleet(replicas), encoders, Metrics())) as services:
+                app.state.services = services
                 try:
                     yield
                 finally:
-                    await gateway.rollouts.aclose()
-                    await fleet.stop()
+                    await credentials.aclose()
 
-    app = FastAPI(title="tokenproxy", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="tokenproxy", version=__version__, lifespan=lifespan, redirect_slashes=False)
 
-    def gateway(scope: Scope) -> Services:
-        found: Services = app.state.gateway
-        return found
+    def services_of(scope: Scope) -> Services:
+        services: Services = app.state.services
+        return services
+
+    async def send(request: Request) -> Response:
+        return await services_of({}).fleet.send(request)
 
     @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> Response:
+    async def unexpected(request: fastapi.Request, error: Exception) -> fastapi.Response:
         problem = ApiError("an unexpected error in the proxy; its log has the details")
-        return Response(problem.body(), problem.status, media_type="application/json")
+        return fastapi.Response(problem.body(), problem.status, media_type="application/json")
 
-    mount(app, gateway, inside_vllm=False)
-    if settings.api_key is not None:
-        app.add_middleware(ApiKey, key=settings.api_key.get_secret_value())
+    credentials = EngineCredentials(send)
+    mount(app, services_of, _tenant_of(settings, credentials), inside_vllm=False)
+    if settings.api_key:
+        app.add_middleware(ApiKeys, keys=[key.get_secret_value() for key in settings.api_key])
     return app
+
+
+def _tenant_of(settings: Settings, credentials: EngineCredentials) -> TenantOf:
+    """Who verifies credentials: the proxy by its own keys, else the engine."""
+    if settings.api_key:
+        return tenant_in_scope
+    if settings.upstream_api_key is not None:
+        return everybody  # the engine sees the proxy's key only, whoever calls
+    return credentials.tenant_of

@@ -24,6 +24,10 @@ Start vLLM with the token routes beside its OpenAI routes. Everything behind `to
 
   tokenproxy vllm Qwen/Qwen3-0.6B --enable-auto-tool-choice --tool-call-parser hermes
   tokenproxy vllm --help=all       all flags of vLLM
+
+If vLLM gets --api-key, each of its keys is a tenant: nobody continues, lists, reads or deletes what was
+recorded with another key. The proxy has settings of its own, in the environment (TOKENPROXY_...) and in the
+file that TOKENPROXY_CONFIG names; docs/settings.md lists them.
 """
 
 _SERVE = """\
@@ -33,10 +37,17 @@ exact prompts; the answer is in the log and at /ready.
 
   tokenproxy serve --upstream http://127.0.0.1:8000
   tokenproxy serve --upstream http://a:8000/v1 --upstream http://b:8000/v1 --host 0.0.0.0 --port 8100
+  tokenproxy serve --upstream http://a:8000 --upstream-api-key E --api-key ALICE --api-key BOB --host 0.0.0.0
   tokenproxy serve --config config/replicas.yaml
 
 Every flag is also a setting of the file (--body-limit-bytes is `body_limit_bytes`) and of the environment
-(TOKENPROXY_BODY_LIMIT_BYTES). A flag wins over the environment, and that over the file.
+(TOKENPROXY_BODY_LIMIT_BYTES). A flag overrides the environment, which overrides the file; docs/settings.md
+has the whole list.
+
+Each --api-key is a tenant: nobody continues, lists, reads or deletes what was recorded with another key.
+Without --api-key everybody is one tenant, unless the engine wants keys of the clients: then each key that it
+accepts is a tenant. With --upstream-api-key and no --api-key, whoever reaches the proxy uses that key of the
+engines: it then listens on a loopback address only, unless --allow-anonymous is given.
 """
 
 _CHECK = """\
@@ -113,20 +124,36 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--config", type=Path, metavar="FILE", help="YAML file with settings")
     add("--host", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, help="port to listen on (default: 8100; 0 picks a free one)")
-    add("--api-key", metavar="KEY", help="clients must send this key")
-    add("--upstream-api-key", metavar="KEY", help="key for the vLLM servers (their --api-key)")
+    add("--api-key", action="append", metavar="KEY", help="a key that clients may send, a tenant; repeatable")
+    add(
+        "--upstream-api-key",
+        metavar="KEY",
+        help="key for the vLLM servers (their --api-key), sent in place of the clients'",
+    )
+    add(
+        "--allow-anonymous",
+        action="store_true",
+        default=None,
+        help="lend --upstream-api-key to clients without a key, on any --host",
+    )
     add("--tokenizer", metavar="NAME", help="folder or hub name (default: the servers' model)")
     add("--chat-template", type=Path, metavar="FILE", help="template file, if the servers use another one")
     add("--trust-remote-code", action="store_true", default=None, help="let the tokenizer bring code")
     add("--token-in", choices=("auto", "chat", "generate"), help="how servers take ids (default: auto)")
     add("--body-limit-bytes", type=int, metavar="N", help="largest request body (default: 64 MiB)")
-    add("--store", metavar="URL", help="where turns are recorded: sqlite:///FILE, redis://HOST/0 or memory:")
-    add("--store-max-bytes", type=int, metavar="N", help="turns kept; the oldest used go (default: 1 GiB)")
-    add("--store-max-age-s", type=float, metavar="S", help="kept after their last use (default: 7 days)")
+    add("--store", metavar="URL", help="database of turns: sqlite:///FILE, redis://HOST/0 or memory:")
+    add("--store-max-bytes", type=int, metavar="N", help="evict turns above this size (default: 1 GiB)")
+    add("--store-max-age-s", type=float, metavar="S", help="evict turns so long unused (default: 7 days)")
+    add("--cache-bytes", type=int, metavar="N", help="memory for recent conversations (default: 256 MiB)")
     add(
         "--record-logprobs",
         action=argparse.BooleanOptionalAction,
         help="record log-probabilities, whether clients want them or not (default: yes)",
+    )
+    add(
+        "--record-token-route",
+        action=argparse.BooleanOptionalAction,
+        help="record turns of the token route that belong to a conversation (default: yes)",
     )
     add("--connect-timeout-s", type=float, metavar="S", help="wait for a connection (default: 5)")
     add("--watch-interval-s", type=float, metavar="S", help="between health checks (default: 5)")
@@ -195,7 +222,7 @@ def _vllm(arguments: list[str]) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     from proxy.server import run
-    from proxy.settings import SettingsError, load_settings
+    from proxy.settings import SettingsError, load_settings, refuse_open_proxy
 
     flags: dict[str, Any] = vars(options).copy()
     for name in ("command", "run", "config"):
@@ -203,12 +230,11 @@ def _serve(options: argparse.Namespace) -> int:
     flags["upstreams"] = flags.pop("upstream")
     try:
         settings = load_settings(options.config, **flags)
+        refuse_open_proxy(settings)
     except SettingsError as error:
         return _fail(str(error))
     if not settings.upstreams:
-        return _fail(
-            "no engine to stand before: give --upstream http://HOST:PORT, or `upstreams` in --config FILE"
-        )
+        return _fail("no upstream configured: pass --upstream URL, or `upstreams` in --config FILE")
     return run(settings)
 
 

@@ -2,7 +2,7 @@
 
     ApiError
     ├── BadRequest         400  what the client sent is wrong; `param` names the field
-    ├── Unauthorized       401  the API key is missing or wrong
+    ├── Unauthorized       401  the API key is missing, or was refused
     ├── NotFound           404  no such model, session or route
     ├── BodyTooLarge       413  the request body is over the limit
     ├── Unsupported        501  no engine here can do it; the message says what to upgrade or enable
@@ -56,10 +56,14 @@ class BadRequest(ApiError):
 
 
 class Unauthorized(ApiError):
-    """The API key is missing or wrong."""
+    """The API key is missing, or was refused."""
 
     status = 401
     kind = "AuthenticationError"
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Response headers, with the scheme that a client should use."""
+        return [*super().headers(), (b"www-authenticate", b"Bearer")]
 
 
 class NotFound(ApiError):

@@ -1,4 +1,4 @@
-"""What `tokenproxy export` does."""
+"""The command `tokenproxy export`: choose a store, write its samples to a file or stdout, print a table."""
 
 import argparse
 import asyncio
@@ -14,6 +14,7 @@ from tqdm import tqdm
 from proxy.history.store import Limits, Store, StoreError
 from proxy.samples.export import (
     JsonLines,
+    NameNotUnique,
     Parquet,
     ParquetMissing,
     Report,
@@ -31,31 +32,31 @@ from proxy.stores.urls import make_store
 
 STDOUT = "-"
 _QUIET_S = 2.0
-"""An export that takes no longer shows no progress."""
+"""Progress is shown only for exports that take longer."""
 
 
 class UsageError(Exception):
-    """The command was used wrongly; the message says how."""
+    """The command line asks for something impossible; the message names it and what to do instead."""
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Export as the flags say; returns the exit code.
+    """Run the export; returns the exit code.
 
     Raises:
-        UsageError: nothing was written, because of what was asked for.
+        UsageError: the flags cannot be followed; nothing was written.
     """
     parquet = options.format == "parquet" or (options.format is None and options.out.endswith(".parquet"))
     if options.out == STDOUT and parquet:
-        raise UsageError("a Parquet file cannot go to stdout: give --out FILE.parquet, or --format jsonl")
+        raise UsageError("Parquet cannot be written to stdout: pass --out FILE.parquet, or --format jsonl")
     try:
         store = _store(options)
         with _output(options.out) as file:
             rows: Rows = Parquet(file, LAYOUTS[options.layout]) if parquet else JsonLines(file)
             report = asyncio.run(_export(store, rows, options))
-    except (ParquetMissing, UnknownSession) as error:
+    except (ParquetMissing, UnknownSession, NameNotUnique) as error:
         raise UsageError(str(error)) from error
     except BrokenPipeError:
-        # The reader has seen enough, as `head` has; what Python would flush at exit has nowhere to go.
+        # The reader closed the pipe, as `head` does. Python flushes stdout at exit: let it flush to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (StoreError, OSError) as error:
@@ -75,11 +76,11 @@ def _store(options: argparse.Namespace) -> Store:
         raise UsageError(str(error)) from error
     if isinstance(store, MemoryStore):
         raise UsageError(
-            "only the proxy that fills it can read the store memory: - ask it for "
-            "/v1/sessions/{session}/samples, or give --store URL"
+            "the store memory: exists only inside the proxy: request /v1/sessions/{session}/samples from it, "
+            "or pass --store URL"
         )
     if isinstance(store, SqliteStore) and not store.file.exists():
-        raise UsageError(f"there is no store at {store.file}: give --store URL, as the proxy was given it")
+        raise UsageError(f"no store at {store.file}: pass --store URL with the proxy's own setting `store`")
     return store
 
 
@@ -90,7 +91,7 @@ def _output(out: str) -> Iterator[BinaryIO]:
         return
     path = Path(out)
     if path.exists() and not path.is_file():
-        raise UsageError(f"{out} is not a regular file; for stdout give --out -")
+        raise UsageError(f"{out} is not a regular file: pass another --out FILE, or --out - for stdout")
     with whole_file(path) as file:
         yield file
 
@@ -98,8 +99,8 @@ def _output(out: str) -> Iterator[BinaryIO]:
 async def _export(store: Store, rows: Rows, options: argparse.Namespace) -> Report:
     await store.open()
     try:
-        total = len(options.session) or (await store.usage()).rollouts
-        # Where stderr is a log, each report is a line of its own.
+        total = len(set(options.session)) or (await store.usage()).rollouts
+        # In a log file every refresh is a new line: refresh rarely.
         every = 0.2 if sys.stderr.isatty() else 10.0
         with tqdm(
             total=total, unit=" rollouts", desc="export", delay=_QUIET_S, mininterval=every, file=sys.stderr

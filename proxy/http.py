@@ -23,6 +23,9 @@ class Request:
     body: bytes = b""
     repeatable: bool = False
     """Whether it may be sent to the engine again if that hangs up before it responds."""
+    tenant: str = ""
+    """Digest of the credential it came with, once that was verified (`routes/credentials.py`). Empty where
+    everybody is one tenant, and for routes that need no tenant."""
 
 
 class Response(Protocol):

@@ -16,7 +16,7 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run(settings: Settings) -> int:
-    """Serve until a signal ends it; returns the exit code."""
+    """Serve until a signal arrives; returns the exit code."""
     logging.basicConfig(level=settings.log_level.upper(), format=_LOG_FORMAT)
     try:
         asyncio.run(_try_store(settings))
@@ -30,7 +30,7 @@ def run(settings: Settings) -> int:
         log_level=settings.log_level,
         access_log=False,
         timeout_graceful_shutdown=30,
-        # SDK clients keep connections for a minute: close later than they do, so that none is cut in use
+        # SDK clients keep connections for a minute: close later than they do, so that none is closed in use
         timeout_keep_alive=75,
     )
     server = uvicorn.Server(config)
@@ -39,7 +39,7 @@ def run(settings: Settings) -> int:
 
 
 async def _try_store(settings: Settings) -> None:
-    """Open the store and close it again: what is wrong with it is said before a port is taken."""
+    """Open the store and close it again, so that a problem is reported before a port is taken."""
     store = make_store(settings.store, Limits())
     await store.open()
     await store.aclose()

@@ -3,8 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from proxy.fleet.fleet import Fleet
-from proxy.history.retries import Retries
-from proxy.history.rollouts import Rollouts
+from proxy.history.history import History
 from proxy.history.store import Limits
 from proxy.metrics import Metrics
 from proxy.settings import Settings
@@ -15,14 +14,14 @@ from proxy.turn.services import Services
 def make_services(
     settings: Settings, fleet: Fleet, encoders: ThreadPoolExecutor, metrics: Metrics
 ) -> Services:
-    """What the dialects work with. Its rollouts are to be opened before the first request."""
+    """The services of one application. Their history is to be opened before the first request."""
     limits = Limits(max_bytes=settings.store_max_bytes, max_age_s=settings.store_max_age_s)
     store = make_store(settings.store, limits)
     return Services(
         fleet,
+        History(store, encoders, metrics, settings.cache_bytes),
         encoders,
         settings.body_limit_bytes,
-        Rollouts(store, encoders, metrics),
-        Retries(store),
         settings.record_logprobs,
+        settings.record_token_route,
     )

@@ -1,9 +1,10 @@
-"""One tree of settings: file < environment < flags.
+"""One tree of settings: a file, overridden by the environment, overridden by flags.
 
 Every setting has a name that is the same everywhere: `body_limit_bytes` in the file,
 `TOKENPROXY_BODY_LIMIT_BYTES` in the environment, `--body-limit-bytes` on the command line.
 """
 
+import ipaddress
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -36,7 +37,7 @@ class SettingsError(Exception):
 
 
 class Settings(BaseSettings):
-    """Settings of the proxy; inside vLLM those apply that concern no socket of its own."""
+    """Settings of the proxy. docs/settings.md lists them, and says which apply inside vLLM."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", env_ignore_empty=True)
 
@@ -45,9 +46,16 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8100, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    api_key: SecretStr | None = Field(default=None, description="key that clients must send as Bearer token")
+    api_key: Annotated[list[SecretStr], NoDecode] = Field(
+        default=[],
+        description="keys of which clients must send one; each is a tenant that sees only what it recorded",
+    )
     upstream_api_key: SecretStr | None = Field(
-        default=None, description="key for the engines (their --api-key); the proxy's own questions need it"
+        default=None, description="key for the engines (their --api-key), sent in place of the clients'"
+    )
+    allow_anonymous: bool = Field(
+        default=False,
+        description="lend `upstream_api_key` to clients without a key on any `host`, not on loopback only",
     )
     body_limit_bytes: int = Field(default=64 * 2**20, ge=1, description="largest request body")
     tokenizer: str | None = Field(
@@ -62,25 +70,45 @@ class Settings(BaseSettings):
     )
     store: str = Field(
         default_factory=default_store,
-        description="where turns are recorded: sqlite:///FILE, redis://HOST:PORT/DB or memory:",
+        description="database of recorded turns: sqlite:///FILE, redis://HOST:PORT/DB or memory:",
     )
-    store_max_bytes: int = Field(default=2**30, ge=1, description="bytes of turns kept; the oldest used go")
+    store_max_bytes: int = Field(
+        default=2**30,
+        ge=1,
+        description="bytes of recorded turns; the sessions used least recently are evicted",
+    )
     store_max_age_s: float = Field(
-        default=7 * 86_400.0, gt=0, description="seconds after its last use that a rollout is kept"
+        default=7 * 86_400.0, gt=0, description="seconds after its last use that a session is evicted"
     )
     record_logprobs: bool = Field(
         default=True, description="ask engines for log-probabilities, whatever clients want, to record them"
+    )
+    record_token_route: bool = Field(
+        default=True,
+        description="record turns of the token route that have a session or the conversation's messages",
+    )
+    cache_bytes: int = Field(
+        default=256 * 2**20, ge=0, description="memory for recently used conversations and their ids"
     )
     connect_timeout_s: float = Field(default=5.0, gt=0, description="seconds to wait for a connection")
     watch_interval_s: float = Field(default=5.0, gt=0, description="seconds between health checks")
     encoder_threads: int = Field(default=2, ge=1, description="threads that tokenise")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="log level")
 
-    @field_validator("upstreams", mode="before")
+    @field_validator("upstreams", "api_key", mode="before")
     @classmethod
-    def _split(cls, urls: object) -> object:
-        """The environment holds them with commas between."""
-        return [url.strip() for url in urls.split(",") if url.strip()] if isinstance(urls, str) else urls
+    def _split(cls, value: object) -> object:
+        """One string holds several with commas between, as in the environment."""
+        return (
+            [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        )
+
+    @field_validator("api_key", mode="after")
+    @classmethod
+    def _no_empty_key(cls, keys: list[SecretStr]) -> list[SecretStr]:
+        if not all(key.get_secret_value().strip() for key in keys):
+            raise ValueError("a key must not be empty")
+        return keys
 
     @field_validator("upstreams", mode="after")
     @classmethod
@@ -101,8 +129,29 @@ class Settings(BaseSettings):
         return file
 
 
+def refuse_open_proxy(settings: Settings) -> None:
+    """Refuse to lend the engine's key to everybody who can reach the proxy.
+
+    Raises:
+        SettingsError: there is an `upstream_api_key`, clients need no key, and `host` is no loopback address.
+    """
+    lends = settings.upstream_api_key is not None and not settings.api_key
+    if lends and not settings.allow_anonymous and not _is_loopback(settings.host):
+        raise SettingsError(
+            f"whoever reaches host {settings.host} would use the engines with `upstream_api_key`: "
+            "set `api_key` (--api-key KEY), listen on 127.0.0.1, or pass --allow-anonymous"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
 def load_settings(file: Path | None = None, **flags: Any) -> Settings:
-    """Settings from a YAML file, the environment and flags that were given.
+    """Settings from a YAML file, the environment and the flags that are not None.
 
     Raises:
         SettingsError: the file cannot be read, or a setting is wrong.

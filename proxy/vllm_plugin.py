@@ -1,25 +1,30 @@
 """The routes inside vLLM's own API server, as an endpoint plugin: wiring only.
 
 vLLM calls `attach_router` once per API server process while it builds its application, and `init_state` when
-the engine is up. The engine is reached through vLLM's own routes, in the same process.
+the engine is up. It has no hook for the end of a plugin, so `attach_router` also wraps the application's
+lifespan. The engine is reached through vLLM's own routes, in the same process.
 """
 
 import logging
 import os
 from argparse import Namespace
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from proxy.app import running
 from proxy.engine.inprocess import InProcessEngine, inner_app
 from proxy.errors import EngineUnavailable
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.replica import Replica
 from proxy.fleet.tokenizers import Tokenizers
 from proxy.metrics import Metrics
+from proxy.routes.credentials import EngineCredentials
 from proxy.routes.mount import mount
 from proxy.services import make_services
 from proxy.settings import load_settings
@@ -32,7 +37,7 @@ CONFIG_VARIABLE = "TOKENPROXY_CONFIG"
 
 
 class TokenProxyPlugin:
-    """What the entry point `vllm.endpoint_plugins` resolves to."""
+    """The endpoint plugin that the entry point `vllm.endpoint_plugins` resolves to."""
 
     name = "tokenproxy"
     required_tasks = ("generate",)
@@ -41,15 +46,29 @@ class TokenProxyPlugin:
         """`registry` is where counters go: the one whose page vLLM serves."""
         self._registry = registry
         self._engine: InProcessEngine | None = None
-        self._gateway: Services | None = None
+        self._services: Services | None = None
+        self._opened = AsyncExitStack()
 
     def attach_router(self, app: FastAPI) -> None:
-        """Mount the routes beside, and where paths are equal in place of, vLLM's own."""
+        """Add the routes to vLLM's own; where paths are equal, vLLM lets the plugin's take their place."""
         self._engine = InProcessEngine(inner_app(app))
-        mount(app, self._ready_gateway, inside_vllm=True)
+        # Turns and sessions are guarded wherever inference is. vLLM's --api-key guards paths that begin with
+        # /v1 only, so the whole application is asked, with its middleware: a route of vLLM's own, /v1/models
+        credentials = EngineCredentials(InProcessEngine(app, "vLLM").send)
+        self._opened.push_async_callback(credentials.aclose)
+        mount(app, self._services_or_unavailable, credentials.tenant_of, inside_vllm=True)
+        _close_at_shutdown(app, self.aclose)
+
+    async def aclose(self) -> None:
+        """Close the store, the replica's tasks and the encoder threads; a failure is only logged."""
+        self._services = None
+        try:
+            await self._opened.aclose()
+        except Exception:  # the boundary to vLLM
+            log.exception("tokenproxy could not be closed in order")
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Start to ask the engine what it can do; called when it is up."""
+        """Open the store and start to ask the engine what it can do; called when it is up."""
         assert self._engine is not None  # vLLM calls attach_router first
         _show_log()
         settings = load_settings(_config_file())
@@ -66,15 +85,28 @@ class TokenProxyPlugin:
                 "by the process that recorded it", args.api_server_count,
             )  # fmt: skip
         encoders = ThreadPoolExecutor(settings.encoder_threads, "encode")
-        gateway = make_services(settings, fleet, encoders, Metrics(self._registry))
-        await gateway.rollouts.open()
-        fleet.start()
-        self._gateway = gateway
+        services = make_services(settings, fleet, encoders, Metrics(self._registry))
+        self._services = await self._opened.enter_async_context(running(services))
 
-    def _ready_gateway(self, scope: Scope) -> Services:
-        if self._gateway is None:
-            raise EngineUnavailable("vLLM is still starting")
-        return self._gateway
+    def _services_or_unavailable(self, scope: Scope) -> Services:
+        if self._services is None:
+            raise EngineUnavailable("vLLM is starting or stopping")
+        return self._services
+
+
+def _close_at_shutdown(app: FastAPI, close: Callable[[], Awaitable[None]]) -> None:
+    """Call `close` at the end of the application's lifespan, while all of its state is still there."""
+    lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def closing(app: FastAPI) -> AsyncIterator[Any]:
+        async with lifespan(app) as state:
+            try:
+                yield state
+            finally:
+                await close()
+
+    app.router.lifespan_context = closing
 
 
 def _config_file() -> Path | None:
@@ -91,7 +123,7 @@ def _template_text(value: str | None) -> str | None:
 
 
 def _show_log() -> None:
-    """vLLM configures its own logger only: give ours the same handlers."""
+    """Give our logger the handlers of vLLM's, which configures its own only."""
     ours, theirs = logging.getLogger("tokenproxy"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -110,12 +110,18 @@ class FakeVllm:
     """An engine in a thread of its own. It can be killed, and another started on its port."""
 
     def __init__(
-        self, model: TinyModel, variant: Variant = Variant.CHAT, *, port: int = 0, api_key: str | None = None
+        self,
+        model: TinyModel,
+        variant: Variant = Variant.CHAT,
+        *,
+        port: int = 0,
+        api_keys: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.variant = variant
         self.port = port
-        self.api_key = api_key
+        self.api_keys = tuple(api_keys)
+        """Empty where it asks for none."""
         self.running = 0
         self.reset()
         self._loop = asyncio.new_event_loop()
@@ -234,8 +240,10 @@ class FakeVllm:
 
     def _allowed(self, seen: Seen) -> bool:
         """vLLM guards these prefixes only."""
-        guarded = self.api_key is not None and seen.path.startswith(("/v1", "/inference"))
-        return not guarded or seen.header("authorization") == f"Bearer {self.api_key}".encode()
+        guarded = self.api_keys and seen.path.startswith(("/v1", "/inference"))
+        return not guarded or seen.header("authorization") in [
+            f"Bearer {key}".encode() for key in self.api_keys
+        ]
 
     async def _health(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         return web.Response(status=200 if self.healthy else 503)

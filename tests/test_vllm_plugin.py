@@ -144,7 +144,7 @@ def test_while_the_engine_starts(tiny_model: TinyModel) -> None:
     with run_server(server.app) as url:
         answer = httpx.post(url + _TOKENS, json={"tokens": [1]}, trust_env=False)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
-    assert "still starting" in answer.json()["error"]["message"]
+    assert "vLLM is starting" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("as_file", [False, True])

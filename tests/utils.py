@@ -74,6 +74,7 @@ def run_proxy(engines: Sequence[FakeVllm], **settings: Any) -> Iterator[httpx.Cl
     settings = {"watch_interval_s": 0.1, **settings}
     with run_app(Settings(upstreams=[engine.url for engine in engines], **settings)) as client:
         wait_until(lambda: all(_known(engine) for engine in client.get("/ready").json()["engines"]))
+        client.get("/v1/sessions")  # now it also knows whether the engine wants credentials
         yield client
 
 

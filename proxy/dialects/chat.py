@@ -13,8 +13,8 @@ from proxy.turn.required_prefix import FIELD as PREFIX_FIELD
 class ChatDialect:
     """A chat completion, or its stream of chunks; ids and log-probabilities only where the client asks."""
 
-    path = CHAT_PATH
-    summary = "Chat completion, token-exact over turns"
+    path: ClassVar[str] = CHAT_PATH
+    summary: ClassVar[str] = "Chat completion, token-exact over turns"
     openapi: ClassVar[dict[str, Any]] = {}
 
     def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:

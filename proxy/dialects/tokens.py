@@ -20,8 +20,8 @@ _MESSAGES = {"type": "array", "items": {"type": "object"}}
 class TokensDialect:
     """Takes ids, or messages for a first turn; the response holds ids unless told not to."""
 
-    path = "/v1/chat/completions/tokens"
-    summary = "Chat completion on exact prompt ids"
+    path: ClassVar[str] = "/v1/chat/completions/tokens"
+    summary: ClassVar[str] = "Chat completion on exact prompt ids"
     openapi: ClassVar[dict[str, Any]] = {
         "requestBody": {
             "required": True,

@@ -1,12 +1,12 @@
-"""From ASGI to a dialect and back: bodies, broken streams, clients that leave.
+"""From ASGI to a route and back: bodies, credentials, broken streams, clients that leave.
 
 A request is served by one task. A second one listens for the client's disconnect and cancels the first;
-closing the engine's answer on the way out is what makes vLLM abort.
+closing the engine's response on the way out is what makes vLLM abort.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import fastapi
@@ -16,6 +16,7 @@ from proxy.engine.sse import whole_events
 from proxy.errors import ApiError, BodyTooLarge, EngineBroken
 from proxy.http import Request, Response, is_event_stream
 from proxy.routes.base import Route
+from proxy.routes.credentials import EVERYBODY, TenantOf
 from proxy.routes.stream_errors import error_event
 from proxy.turn.services import Services
 from proxy.types import Receive, Scope, Send
@@ -24,43 +25,51 @@ log = logging.getLogger("tokenproxy")
 
 
 class ClientGone(Exception):
-    """The client left before its answer was complete."""
+    """The client left before its request was complete."""
 
 
 class Endpoint(fastapi.Response):
-    """A dialect as an ASGI application (a Response, so that FastAPI's routing runs it as it is)."""
+    """A route as an ASGI application (a Response, so that FastAPI's routing runs it as it is)."""
 
-    def __init__(self, dialect: Route, gateway: Callable[[Scope], Services]) -> None:
-        self._dialect = dialect
-        self._gateway = gateway
+    def __init__(self, route: Route, services: Callable[[Scope], Services], tenant_of: TenantOf) -> None:
+        self.route = route
+        self._services = services
+        self._tenant_of = tenant_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         try:
-            gateway = self._gateway(scope)
-            body = await read_body(scope, receive, gateway.body_limit_bytes)
+            services = self._services(scope)
+            # Before the body is read: nobody unknown may fill the memory
+            tenant = await self._tenant_of(scope) if self.route.needs_tenant else EVERYBODY
+            body = await read_body(scope, receive, services.body_limit_bytes)
         except ClientGone:
             return
         except ApiError as error:
             await send_error(send, error)
             return
-        watch = _ClientWatch(receive)
-        async with watch:
-            await self._serve(_incoming(scope, body), gateway, send)
+        async with _ClientWatch(receive):
+            await self._serve(self._request(scope, body, tenant), services, send)
 
-    async def _serve(self, incoming: Request, gateway: Services, send: Send) -> None:
+    async def _serve(self, request: Request, services: Services, send: Send) -> None:
         try:
-            answer = await self._dialect.answer(incoming, gateway)
+            response = await self.route.answer(request, services)
         except ApiError as error:
             await send_error(send, error)
             return
         try:
-            if is_event_stream(answer.headers):
-                await _send_events(answer, incoming.path, send)
+            if is_event_stream(response.headers):
+                await _send_events(response, request.path, send)
             else:
-                await _send_body(answer, send)
+                await _send_body(response, send)
         finally:
-            await answer.aclose()
+            await response.aclose()
+
+    def _request(self, scope: Scope, body: bytes, tenant: str) -> Request:
+        path = self.route.canonical_path(raw_path(scope), scope.get("path_params", {}))
+        query: bytes = scope.get("query_string", b"")
+        target = f"{path}?{query.decode('latin-1')}" if query else path
+        return Request(scope["method"], target, list(scope["headers"]), body, tenant=tenant)
 
 
 class EndpointRoute(APIRoute):
@@ -72,28 +81,47 @@ class EndpointRoute(APIRoute):
         return endpoint
 
 
-def endpoint_routes(dialect: Route, gateway: Callable[[Scope], Services]) -> list[EndpointRoute]:
-    """The routes that serve a dialect: one for each method, the first of which is in the OpenAPI page."""
-    serving = Endpoint(dialect, gateway)
+def endpoint_routes(serving: Endpoint) -> list[EndpointRoute]:
+    """The routes of a canonical path: one for each method, the first of which is in the OpenAPI page."""
+    route = serving.route
+    methods = [route.methods] if route.catches_all else [(method,) for method in route.methods]
+    return [
+        _endpoint_route(serving, route.path, names, shown=not route.catches_all and names == methods[0])
+        for names in methods
+    ]
+
+
+def alias_routes(serving: Endpoint, paths: Sequence[str]) -> list[EndpointRoute]:
+    """The routes of other paths to the same route. The OpenAPI page does not show them."""
+    return [_endpoint_route(serving, path, serving.route.methods, shown=False) for path in paths]
+
+
+def _endpoint_route(serving: Endpoint, path: str, methods: Sequence[str], *, shown: bool) -> EndpointRoute:
+    route = serving.route
 
     async def endpoint(request: fastapi.Request) -> fastapi.Response:
         return serving
 
-    methods = [dialect.methods] if dialect.catches_all else [(method,) for method in dialect.methods]
-    return [
-        EndpointRoute(
-            dialect.path,
-            endpoint,
-            methods=list(some),
-            name=type(dialect).__name__,
-            summary=dialect.summary or None,
-            description=dialect.description,
-            openapi_extra=dialect.openapi or None,
-            include_in_schema=not dialect.catches_all and some == methods[0],
-            response_model=None,
-        )
-        for some in methods
-    ]
+    return EndpointRoute(
+        path,
+        endpoint,
+        methods=list(methods),
+        name=type(route).__name__,
+        summary=route.summary or None,
+        description=route.description,
+        openapi_extra=route.openapi or None,
+        include_in_schema=shown,
+        response_model=None,
+    )
+
+
+def raw_path(scope: Scope) -> str:
+    """The path as the client sent it, percent-encoded; without the application's root path."""
+    path: bytes = scope.get("raw_path") or scope["path"].encode()
+    root = scope.get("root_path", "").encode()
+    if root and path.startswith(root):
+        path = path[len(root) :]
+    return path.decode("latin-1")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
@@ -135,10 +163,10 @@ async def send_error(send: Send, error: ApiError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_events(answer: Response, path: str, send: Send) -> None:
-    await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+async def _send_events(response: Response, path: str, send: Send) -> None:
+    await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
     try:
-        async for chunk in whole_events(answer.chunks()):
+        async for chunk in whole_events(response.chunks()):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
     except ApiError as error:
         log.warning("a stream of %s ends with an error: %s", path, error.message)
@@ -146,17 +174,19 @@ async def _send_events(answer: Response, path: str, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _send_body(answer: Response, send: Send) -> None:
-    """Send a body that is no event stream. Its head goes out with the first bytes, so that an engine that
-    breaks before them is still an error object."""
-    chunks = answer.chunks()
+async def _send_body(response: Response, send: Send) -> None:
+    """Send a body that is no event stream.
+
+    Its head goes out with the first bytes: if the engine breaks before them, the client gets an error object.
+    """
+    chunks = response.chunks()
     started = False
     try:
         async for chunk in chunks:
             if not started:
                 started = True
                 await send(
-                    {"type": "http.response.start", "status": answer.status, "headers": answer.headers}
+                    {"type": "http.response.start", "status": response.status, "headers": response.headers}
                 )
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
     except EngineBroken as error:
@@ -165,7 +195,7 @@ async def _send_body(answer: Response, send: Send) -> None:
         await send_error(send, error)
         return
     if not started:
-        await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+        await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -194,13 +224,3 @@ class _ClientWatch:
             pass
         self._gone = True
         self._task.cancel()
-
-
-def _incoming(scope: Scope, body: bytes) -> Request:
-    path = scope.get("raw_path") or scope["path"].encode()
-    root = scope.get("root_path", "").encode()
-    if root and path.startswith(root):
-        path = path[len(root) :]
-    query: bytes = scope.get("query_string", b"")
-    target = path.decode("latin-1") + ("?" + query.decode("latin-1") if query else "")
-    return Request(scope["method"], target, list(scope["headers"]), body)

@@ -1,24 +1,47 @@
-"""Put every wire format on an application."""
+"""Put the routes on an application."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI
+from starlette.routing import BaseRoute, Match
 
-from proxy.routes.all_routes import all_routes
-from proxy.routes.endpoint import endpoint_routes
+from proxy.routes.base import Route
+from proxy.routes.credentials import TenantOf
+from proxy.routes.endpoint import Endpoint, alias_routes, endpoint_routes
+from proxy.routes.paths import fill
+from proxy.routes.routes import all_routes
 from proxy.routes.session_prefix import session_prefix
 from proxy.turn.services import Services
 from proxy.types import Scope
 
 
-def mount(app: FastAPI, gateway: Callable[[Scope], Services], *, inside_vllm: bool) -> None:
-    """Add the routes to `app`; where paths are equal, those added first win.
+def mount(
+    app: FastAPI, services: Callable[[Scope], Services], tenant_of: TenantOf, *, inside_vllm: bool
+) -> None:
+    """Add the routes to `app`, then their aliases. Where two match a request, the one added first serves it.
 
     Args:
-        gateway: what serves a request; asked anew for each.
-        inside_vllm: whether `app` is vLLM's own, which has routes for the rest.
+        services: what requests are served with; called for each request.
+        tenant_of: whose request it is; called for each request to a route that needs it.
+        inside_vllm: whether `app` is vLLM's own, which serves the other routes itself.
     """
+    existing = list(app.router.routes)
+    mounted = [route for route in all_routes() if route.inside_vllm or not inside_vllm]
+    endpoints = [Endpoint(route, services, tenant_of) for route in mounted]
+    for endpoint in endpoints:
+        if not endpoint.route.catches_all:
+            app.router.routes.extend(endpoint_routes(endpoint))
+    for endpoint in endpoints:
+        free = [path for path in endpoint.route.aliases if not _serves(existing, endpoint.route, path)]
+        app.router.routes.extend(alias_routes(endpoint, free))
     app.router.routes.append(session_prefix(app))
-    for dialect in all_routes():
-        if dialect.inside_vllm or not inside_vllm:
-            app.router.routes.extend(endpoint_routes(dialect, gateway))
+    for endpoint in endpoints:
+        if endpoint.route.catches_all:
+            app.router.routes.extend(endpoint_routes(endpoint))
+
+
+def _serves(existing: Sequence[BaseRoute], route: Route, template: str) -> bool:
+    """Whether the application's own routes serve an alias already: a plugin must not take their place."""
+    path = fill(template, {"session": "any"})
+    scopes = [{"type": "http", "method": method, "path": path, "root_path": ""} for method in route.methods]
+    return any(own.matches(scope)[0] is Match.FULL for own in existing for scope in scopes)

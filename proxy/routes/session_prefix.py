@@ -1,22 +1,37 @@
-"""`/sessions/{id}/v1/...`: any route with the session in its base URL, for clients that can set no header."""
+"""`/sessions/{id}/v1/...`: any route, in a session that the client's base URL names.
+
+For clients that can set no header. What follows the session's name decides what a path means:
+
+    /sessions/ID/v1/ANYTHING          the route /v1/ANYTHING, in the session
+    /sessions/ID/chat/completions     the same without /v1, for the first segments in WITHOUT_V1
+    /sessions/ID[/samples|/reward]    the session itself: an alias of /v1/sessions/ID...
+
+WITHOUT_V1 holds no name that follows a session in an alias, so no path has two meanings.
+"""
+
+from urllib.parse import quote, unquote
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from proxy.errors import ApiError
-from proxy.routes.endpoint import EndpointRoute, send_error
-from proxy.turn.session_fields import HEADER, check_name
+from proxy.errors import ApiError, NotFound
+from proxy.routes.endpoint import EndpointRoute, raw_path, send_error
+from proxy.routes.paths import AT_ROOT, UNDER_V1
+from proxy.routes.session_names import HEADER, check_name
 from proxy.types import ASGIApp, Receive, Scope, Send
 
-_PATH = "/sessions/{session}/v1/{path:path}"
-_OF_THIS_ROUTE = ("path_params", "endpoint", "route", "router")
+WITHOUT_V1 = UNDER_V1 | AT_ROOT
+"""First segments of routes that need no `/v1` after the session's name."""
+
+_PATH = "/sessions/{session}/{path:path}"
+_SET_BY_ROUTING = ("path_params", "endpoint", "route", "router")
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 class _Rerouted(Response):
-    """The same request for the application itself, with its session in a header.
+    """Sends a request through the whole application again, with its session in a header.
 
-    It goes through the whole application again, so what guards `/v1` (an API key) guards this path too.
+    What guards `/v1` (an API key) then guards this path too.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -26,26 +41,47 @@ class _Rerouted(Response):
         """Serve one request."""
         parameters = scope["path_params"]
         try:
-            name = check_name(parameters["session"], "session")
+            session = check_name(parameters["session"], "session")
+            path, raw = _inner_path(session, parameters["path"], raw_path(scope))
         except ApiError as error:
             await send_error(send, error)
             return
         root = scope.get("root_path", "")
-        raw = (scope.get("raw_path") or scope["path"].encode()).removeprefix(root.encode())
+        inner = {key: value for key, value in scope.items() if key not in _SET_BY_ROUTING}
+        inner["path"] = root + path
+        inner["raw_path"] = (root + raw).encode("latin-1")
         headers = [pair for pair in scope["headers"] if pair[0] != HEADER]
-        inner = {key: value for key, value in scope.items() if key not in _OF_THIS_ROUTE}
-        inner["path"] = f"{root}/v1/{parameters['path']}"
-        inner["raw_path"] = root.encode() + b"/v1/" + raw.split(b"/", 4)[4]
-        inner["headers"] = [*headers, (HEADER, name.encode())]
+        inner["headers"] = [*headers, (HEADER, session.encode())]
         await self._app(inner, receive, send)
+
+
+def _inner_path(session: str, path: str, raw: str) -> tuple[str, str]:
+    """The path without the session, decoded and percent-encoded.
+
+    Raises:
+        NotFound: it leads nowhere.
+    """
+    if not path.startswith("v1/"):
+        if path.partition("/")[0] not in WITHOUT_V1:
+            raise NotFound(
+                f"unknown route /sessions/{session}/{path}: the base URL of a session is "
+                f"/sessions/{session}/v1"
+            )
+        path = f"v1/{path}"
+    rest = path.removeprefix("v1/")
+    # `/sessions/ID/v1/a%2Fb`: the client's own encoding of what follows the session, if the slashes before it
+    # are where the decoded path has them
+    tail = "/".join(raw.split("/")[3:]).removeprefix("v1/")
+    encoded = tail if unquote(tail) == rest else quote(rest)
+    return f"/v1/{rest}", f"/v1/{encoded}"
 
 
 def session_prefix(app: ASGIApp) -> APIRoute:
     """The route that takes the session out of the path."""
-    serving = _Rerouted(app)
+    rerouted = _Rerouted(app)
 
     async def endpoint(request: Request) -> Response:
-        return serving
+        return rerouted
 
     return EndpointRoute(
         _PATH,

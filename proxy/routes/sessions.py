@@ -1,4 +1,4 @@
-"""`/v1/sessions`: rollouts as trees of turns, their rewards, and the samples they make."""
+"""`/v1/sessions`: sessions as trees of turns, with their rewards and training samples."""
 
 import math
 import time
@@ -10,30 +10,36 @@ import msgspec
 
 from proxy.errors import BadRequest, EngineUnavailable, NotFound
 from proxy.fields import given, parse, read
-from proxy.history.store import Session, StoreError
+from proxy.history.store import MAX_DESCRIPTION_BYTES, Cursor, Session, StoreError, session_id
 from proxy.history.turn import Turn, new_id, unpack_ids, unpack_logprobs
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
+from proxy.routes.session_names import check_name, session_in_path
 from proxy.samples.layouts import LAYOUTS
 from proxy.samples.samples import samples_of
 from proxy.turn.services import Services
-from proxy.turn.session_fields import check_name, session_in_path
 from proxy.types import Fields
 
+_DESCRIPTION = ("defaults", "overrides", "metadata")
 _MOST_LISTED = 1000
+_AMBIGUOUS = (
+    "another rollout held an equal conversation, so turns of the two may have been confused: name a session "
+    "with X-Session-ID or the base URL /sessions/ID/v1"
+)
+"""The warning of a reward for a session that was ever ambiguous."""
 _NOT_FOR_SESSIONS = ("messages", "stream", "stream_options")
-"""Fields that a session cannot set for its requests: their clients would not understand the answers."""
+"""Fields that a session cannot set for its requests: their clients would not understand the responses."""
 
 
 class _SessionRoute(Route):
-    """Routes that need nothing but the store."""
+    """A route that needs the store only, not an engine (except to verify credentials)."""
 
-    async def answer(self, incoming: Request, gateway: Services) -> Response:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """See the route's summary."""
         try:
-            status, value = await self.reply(incoming, gateway)
+            status, value = await self.reply(request, services)
         except StoreError as error:
-            raise EngineUnavailable(f"the store of rollouts does not answer: {error}") from error
+            raise EngineUnavailable(f"the store does not answer: {error}") from error
         return BytesResponse(status, list(JSON_HEADERS), msgspec.json.encode(value))
 
     @property
@@ -42,7 +48,7 @@ class _SessionRoute(Route):
         return type(self).reply.__doc__ or ""
 
     @abstractmethod
-    async def reply(self, incoming: Request, gateway: Services) -> tuple[int, object]:
+    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
         """Status and body. Raises StoreError, ApiError."""
 
 
@@ -53,131 +59,177 @@ class Sessions(_SessionRoute):
     methods = ("POST", "GET")
     summary = "Make a session, or list those that were used last"
 
-    async def reply(self, incoming: Request, gateway: Services) -> tuple[int, object]:
+    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
         """POST: `{"id", "defaults", "overrides", "metadata"}`, all optional. GET: `?limit=&before=`."""
-        if incoming.method == "POST":
-            return await _save(parse(incoming.body or b"{}"), gateway)
-        limit = _number(incoming, "limit", 100)
+        if request.method == "POST":
+            return await _save(request, services)
+        limit = _number("limit", _query(request, "limit", "100"))
         if not 1 <= limit <= _MOST_LISTED:
             raise BadRequest(f"`limit` must be between 1 and {_MOST_LISTED}", param="limit")
-        before = _number(incoming, "before", math.inf)
-        listed = await gateway.rollouts.store.sessions(
-            limit=int(limit), before=None if math.isinf(before) else before
+        before = _cursor(request, _query(request, "before", ""))
+        sessions = await services.history.store.sessions(
+            limit=int(limit), tenant=request.tenant, before=before
         )
-        return 200, {"object": "list", "data": [_described(session) for session in listed]}
+        return 200, {
+            "object": "list",
+            "data": [_described(session) for session in sessions],
+            "next": _next_page(sessions, int(limit)),
+        }
 
 
 class OneSession(_SessionRoute):
-    """Look at a session's tree, or delete it."""
+    """Read a session with the tree of its turns, or delete it."""
 
     path = "/v1/sessions/{session}"
     methods = ("GET", "DELETE")
     summary = "A session with the tree of its turns"
 
-    async def reply(self, incoming: Request, gateway: Services) -> tuple[int, object]:
+    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
         """GET: the description, `reward`, and `turns` in their order; `?ids=true` adds ids and logprobs."""
-        store, name = gateway.rollouts.store, session_in_path(incoming)
-        if incoming.method == "DELETE":
-            if not await store.delete(name):
+        store, name = services.history.store, session_in_path(request)
+        rollout = _rollout(request, name)
+        if request.method == "DELETE":
+            if not await store.delete(rollout):
                 raise _unknown(name)
-            gateway.rollouts.forget(name)
+            services.history.cache.drop(rollout)
             return 200, {"id": name, "object": "session", "deleted": True}
-        session = await _session(name, gateway)
-        rewards = await store.rewards(name)
-        with_ids = _query(incoming, "ids", "false") == "true"
-        turns = await store.turns(name)
-        shown = await gateway.in_thread(
+        session = await _session(request, name, services)
+        rewards = await store.rewards(rollout)
+        with_ids = _query(request, "ids", "false") == "true"
+        turns = await store.turns(rollout)
+        shown = await services.in_thread(
             lambda: [_shown(turn, rewards.get(turn.id), with_ids) for turn in turns]
         )
         return 200, {**_described(session), "reward": rewards.get(""), "turns": shown}
 
 
 class SessionSamples(_SessionRoute):
-    """What can be trained on."""
+    """The training samples of a session."""
 
     path = "/v1/sessions/{session}/samples"
     methods = ("GET",)
     summary = "A session's training samples, one for each leaf"
 
-    async def reply(self, incoming: Request, gateway: Services) -> tuple[int, object]:
+    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
         """`?shared=once|each`, `?layout=plain|trl|verl|prime-rl|skyrl`: `{"samples", "refused"}`."""
-        store, name = gateway.rollouts.store, session_in_path(incoming)
-        shared, layout = _query(incoming, "shared", "once"), _query(incoming, "layout", "plain")
+        store, name = services.history.store, session_in_path(request)
+        shared, layout = _query(request, "shared", "once"), _query(request, "layout", "plain")
         if shared not in ("once", "each"):
             raise BadRequest("`shared` must be `once` or `each`", param="shared")
         if layout not in LAYOUTS:
             raise BadRequest(f"`layout` must be one of {', '.join(LAYOUTS)}", param="layout")
-        session = await _session(name, gateway)
-        turns, rewards = await store.turns(name), await store.rewards(name)
+        session, rollout = await _session(request, name, services), _rollout(request, name)
+        turns, rewards = await store.turns(rollout), await store.rewards(rollout)
 
-        def make() -> dict[str, object]:
-            made = samples_of(turns, rewards, session=session, shared="each" if shared == "each" else "once")
-            rows = [LAYOUTS[layout].row(sample) for sample in made.samples]
-            return {"id": name, "samples": rows, "refused": made.refused}
+        def export() -> dict[str, object]:
+            result = samples_of(
+                turns, rewards, session=session, shared="each" if shared == "each" else "once"
+            )
+            rows = [LAYOUTS[layout].row(sample) for sample in result.samples]
+            return {"id": name, "samples": rows, "refused": result.refused}
 
-        return 200, await gateway.in_thread(make)
+        return 200, await services.in_thread(export)
 
 
 class SessionReward(_SessionRoute):
-    """What a rollout was worth."""
+    """The reward of a session or of its turns."""
 
     path = "/v1/sessions/{session}/reward"
     summary = "Set the reward of a session, or of one of its turns"
 
-    async def reply(self, incoming: Request, gateway: Services) -> tuple[int, object]:
-        """`{"reward": 1.0}` for the whole, beside `"turn": id` for one; `{"rewards": {id: ...}}` for many."""
-        name, fields = session_in_path(incoming), parse(incoming.body)
-        await _session(name, gateway)
-        rewards = read(fields, "rewards", dict[str, float]) or {}
-        if (reward := read(fields, "reward", float)) is not None:
-            rewards[read(fields, "turn", str) or ""] = reward
-        if not rewards:
-            raise BadRequest("`reward` is required", param="reward")
-        known = {"", *(turn.id for turn in await gateway.rollouts.store.turns(name))}
-        if unknown := sorted(rewards.keys() - known):
+    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+        """`{"reward": 1.0}` for the session, with `"turn": ID` for a turn, or `{"rewards": {ID: 1.0}}`."""
+        store, name, fields = services.history.store, session_in_path(request), parse(request.body)
+        session = await _session(request, name, services)
+        rollout, rewards = _rollout(request, name), _rewards(fields)
+        turns = {"", *(turn.id for turn in await store.turns(rollout))}
+        if unknown := sorted(rewards.keys() - turns):
             raise BadRequest(f"the session has no turn {unknown[0]!r}", param="turn")
-        await gateway.rollouts.store.set_rewards(name, rewards)
-        return 200, {"id": name, "rewards": await gateway.rollouts.store.rewards(name)}
+        if not await store.set_rewards(rollout, rewards):
+            raise _unknown(name)
+        stored: dict[str, Any] = {"id": name, "rewards": await store.rewards(rollout)}
+        return 200, {**stored, "warning": _AMBIGUOUS} if session.ambiguous else stored
 
 
-async def _save(fields: Fields, gateway: Services) -> tuple[int, object]:
-    store = gateway.rollouts.store
+def _rewards(fields: Fields) -> dict[str, float]:
+    """The rewards of a request: by the id of a turn, or by "" for the session."""
+    rewards = read(fields, "rewards", dict[str, float]) or {}
+    if not all(map(math.isfinite, rewards.values())):
+        raise BadRequest("`rewards` must be finite numbers", param="rewards")
+    reward = read(fields, "reward", float)
+    if reward is not None:
+        if not math.isfinite(reward):
+            raise BadRequest("`reward` must be a finite number", param="reward")
+        rewards[read(fields, "turn", str) or ""] = reward
+    if not rewards:
+        raise BadRequest("`reward` is required", param="reward")
+    return rewards
+
+
+async def _save(request: Request, services: Services) -> tuple[int, object]:
+    """Create a session or describe it anew; what the request does not name stays."""
+    store, fields = services.history.store, parse(request.body or b"{}")
     name = check_name(read(fields, "id", str) or f"session-{new_id()}", "id")
-    before, now = await store.session(name), time.time()
+    before, now = await store.session(_rollout(request, name)), time.time()
+    described = _description(fields)
+    if before is None:
+        session = Session(
+            id=_rollout(request, name), tenant=request.tenant, created=now, used=now, **described
+        )
+    else:
+        session = msgspec.structs.replace(before, explicit=True, used=now, **described)
+    size = len(session.defaults) + len(session.overrides) + len(session.metadata)
+    if described and size > MAX_DESCRIPTION_BYTES:
+        largest = max(described, key=lambda field: len(described[field]))
+        raise BadRequest(
+            f"`{largest}` is too large: defaults, overrides and metadata of a session together may take "
+            f"{MAX_DESCRIPTION_BYTES} bytes, these take {size}",
+            param=largest,
+        )
+    await store.save_session(session)
+    return (201 if before is None else 200), _described(session)
+
+
+def _description(fields: Fields) -> dict[str, Any]:
+    """The JSON objects of a request that describe a session, as they arrived."""
     described: dict[str, Any] = {}
-    for field in ("defaults", "overrides", "metadata"):
+    for field in _DESCRIPTION:
         value = read(fields, field, Fields)
         if value is None:
             continue
-        taken = [] if field == "metadata" else [n for n in _NOT_FOR_SESSIONS if n in value]
-        if taken:
-            raise BadRequest(f"`{field}` cannot set `{taken[0]}`", param=f"{field}.{taken[0]}")
+        refused = [] if field == "metadata" else [name for name in _NOT_FOR_SESSIONS if name in value]
+        if refused:
+            raise BadRequest(f"`{field}` cannot set `{refused[0]}`", param=f"{field}.{refused[0]}")
         described[field] = given(fields, field) or b"{}"
-    if before is None:
-        saved = Session(id=name, created=now, used=now, **described)
-    else:
-        saved = msgspec.structs.replace(before, explicit=True, used=now, **described)
-    await store.save_session(saved)
-    return (201 if before is None else 200), _described(saved)
+    return described
 
 
-async def _session(name: str, gateway: Services) -> Session:
-    session = await gateway.rollouts.store.session(name)
+def _rollout(request: Request, name: str) -> str:
+    """The id under which the store holds a session of the caller's."""
+    return session_id(request.tenant, name)
+
+
+async def _session(request: Request, name: str, services: Services) -> Session:
+    session = await services.history.store.session(_rollout(request, name))
     if session is None:
         raise _unknown(name)
     return session
 
 
 def _unknown(name: str) -> NotFound:
-    return NotFound(f"there is no session {name!r}: it was never used, or made room since",
-                    param="session", code="session_not_found")  # fmt: skip
+    return NotFound(
+        f"unknown session {name!r}: never used, deleted, or evicted",
+        param="session",
+        code="session_not_found",
+    )
 
 
 def _described(session: Session) -> dict[str, Any]:
     return {
-        "id": session.id,
+        "id": session.name,
         "object": "session",
         "explicit": session.explicit,
+        "ambiguous": session.ambiguous,
         "created": session.created,
         "used": session.used,
         "turn_count": session.turns,
@@ -218,12 +270,25 @@ def _shown(turn: Turn, reward: float | None, with_ids: bool) -> dict[str, Any]:
     return shown
 
 
-def _query(incoming: Request, name: str, default: str) -> str:
-    return parse_qs(incoming.path.partition("?")[2]).get(name, [default])[-1]
+def _query(request: Request, name: str, default: str) -> str:
+    return parse_qs(request.path.partition("?")[2]).get(name, [default])[-1]
 
 
-def _number(incoming: Request, name: str, default: float) -> float:
-    text = _query(incoming, name, str(default))
+def _cursor(request: Request, text: str) -> Cursor | None:
+    """A place in the list: `USED:ID` as `next` gave it, or a time alone. None is the beginning."""
+    used, _, last = text.partition(":")
+    seconds = _number("before", used or "inf")
+    return None if math.isinf(seconds) else Cursor(seconds, session_id(request.tenant, last) if last else "")
+
+
+def _next_page(sessions: list[Session], limit: int) -> str | None:
+    """The `before` of the next page, or None where there is none."""
+    if len(sessions) < limit:
+        return None
+    return f"{sessions[-1].used!r}:{sessions[-1].name}"
+
+
+def _number(name: str, text: str) -> float:
     try:
         number = float(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""How a stream says that it broke, in the words of the format it speaks."""
+"""The error event that ends a broken stream, in the wire format of its route."""
 
 import msgspec
 

@@ -2,22 +2,17 @@
 
 import msgspec
 
+from proxy.dialects.base import chat_request, visible_of
+from proxy.dialects.prompt_fields import in_vocabulary, join_messages, needs_ids, take_append, take_prompt
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import given, parse, read
 from proxy.fleet.replica import Replica
+from proxy.history.given import append_messages
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
-from proxy.turn.prompt_fields import (
-    Append,
-    Prompt,
-    extend,
-    in_vocabulary,
-    needs_ids,
-    refuse_media,
-    take_append,
-    take_prompt,
-)
-from proxy.turn.required_prefix import FIELD, keep_prefix
+from proxy.turn.request import ChatRequest
+from proxy.turn.required_prefix import FIELD, PrefixRefused, splice_prefix
+from proxy.turn.serve import served_model
 from proxy.turn.services import Services
 from proxy.types import Fields, Headers
 
@@ -28,69 +23,84 @@ class Tokenize(Route):
     """Tokenises messages; appends messages to ids; renders a history around ids."""
 
     path = _PATH
+    needs_tenant = False  # vLLM asks for no credential here
+    under_v1 = True  # SDK clients with a base URL that ends in /v1 ask for it there
     summary = "Tokenise; append to ids; keep a prefix of ids"
 
-    async def answer(self, incoming: Request, gateway: Services) -> Response:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"tokens", "count", "max_model_len"}`, and `appended` where messages were appended."""
-        fields = parse(incoming.body)
+        fields = parse(request.body)
         if given(fields, FIELD) is not None:
-            return await gateway.fleet.on_replica(
-                lambda replica: _keep_prefix(fields, incoming.headers, replica, gateway)
+            return await services.fleet.on_replica(
+                lambda replica: _keep_prefix(fields, request.headers, replica, services)
             )
-        prompt = take_prompt(fields)
-        if prompt is None and given(fields, "append_messages") is None:
-            call = Request("POST", _PATH, incoming.headers, incoming.body, repeatable=True)
-            return await gateway.fleet.send(call)
-        if prompt is None:
-            raise needs_ids(fields)
-        refuse_media(fields, "append_messages")
-        append = take_append(fields)
+        ids = take_prompt(fields)
+        if ids is None and given(fields, "append_messages") is None:
+            call = Request("POST", _PATH, request.headers, request.body, repeatable=True)
+            return await services.fleet.send(call)
+        if ids is None:
+            raise needs_ids()
+        append = take_append(fields, ids)
         if append is None:
-            raise BadRequest("`append_messages` is required beside ids", param="append_messages")
-        return await gateway.fleet.on_replica(
-            lambda replica: _append(prompt, append, fields, replica, gateway)
+            raise BadRequest("`append_messages` is required with ids", param="append_messages")
+        chat = chat_request(
+            request,
+            fields,
+            None,
+            visible_of(fields),
+            given=ids,
+            append=append,
+            messages=join_messages(given(fields, "messages"), append),
         )
+        return await services.fleet.on_replica(lambda replica: _append(chat, replica, services))
 
 
-async def _append(
-    prompt: Prompt, append: Append, fields: Fields, replica: Replica, gateway: Services
-) -> BytesResponse:
+async def _append(request: ChatRequest, replica: Replica, services: Services) -> Response:
     """The whole next prompt, and how many ids were appended."""
-    model = read(fields, "model", str)
-    if model is not None and not await replica.serves(model):
-        raise NotFound(f"The model `{model}` does not exist.", param="model", code="model_not_found")
+    ids, fields = request.given, request.fields
+    assert ids is not None  # the caller looked
+    if request.model is not None and not await replica.serves(request.model):
+        raise NotFound(f"The model `{request.model}` does not exist.", param="model", code="model_not_found")
     tokenizer = await replica.tokenizer()
-    tokens, appended = await extend(prompt, append, replica, gateway)
+    model = await served_model(replica, request)
+    prompt, appended = await append_messages(services.history.placer, request, ids, model)
     strings = read(fields, "return_token_strs", bool) or False
 
     def check() -> list[str] | None:
-        values = in_vocabulary(tokens, tokenizer, prompt.field)
+        values = in_vocabulary(prompt, tokenizer, ids.field)
         return tokenizer.token_strings(values) if strings else None
 
-    token_strs = await gateway.in_thread(check)
+    token_strs = await services.in_thread(check)
     known = replica.capabilities
     return _json(
         {
-            "count": prompt.count + appended,
+            "count": ids.count + len(appended),
             "max_model_len": known.model.max_model_len if known and known.model else None,
-            "tokens": msgspec.Raw(tokens),
+            "tokens": msgspec.Raw(prompt),
             "token_strs": token_strs,
-            "appended": appended,
+            "appended": len(appended),
         }
     )
 
 
-async def _keep_prefix(fields: Fields, headers: Headers, replica: Replica, gateway: Services) -> Response:
+async def _keep_prefix(fields: Fields, headers: Headers, replica: Replica, services: Services) -> Response:
     """The template's rendering of a history, with the model's own tokens up to the last assistant turn."""
-    kept = await keep_prefix(fields, headers, replica, gateway)
-    if isinstance(kept, BytesResponse):
-        return kept
+    try:
+        spliced = await splice_prefix(bytes(fields[FIELD]), fields, headers, replica, services)
+    except PrefixRefused as refused:
+        return refused.response
+    tokens = msgspec.json.decode(spliced.prompt, type=list[int])
     token_strs = None
     if read(fields, "return_token_strs", bool):
         tokenizer = await replica.tokenizer()
-        token_strs = await gateway.in_thread(lambda: tokenizer.token_strings(kept.tokens))
+        token_strs = await services.in_thread(lambda: tokenizer.token_strings(tokens))
     return _json(
-        {**kept.rendered, "tokens": kept.tokens, "count": len(kept.tokens), "token_strs": token_strs}
+        {
+            **spliced.rendered,
+            "tokens": msgspec.Raw(spliced.prompt),
+            "count": len(tokens),
+            "token_strs": token_strs,
+        }
     )
 
 

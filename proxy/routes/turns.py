@@ -11,8 +11,6 @@ from proxy.turn.services import Services
 class TurnRoute(Route):
     """Serves the turns of one wire format."""
 
-    needs_tenant = True
-
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
         self.path = dialect.path  # type: ignore[misc]
@@ -24,7 +22,7 @@ class TurnRoute(Route):
         """What the OpenAPI page shows."""
         return type(self._dialect).__doc__ or ""
 
-    async def answer(self, request: Request, services: Services) -> Response:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """The response to one turn."""
         session = await session_fields(request, services)
         chat = self._dialect.parse(request, session, record=services.record_token_route)

@@ -109,11 +109,12 @@ local function remove(rollout, keys)
         redis.call('UNLINK', p .. 'turn:' .. turn)
     end
     local tenant, size = unpack(redis.call('HMGET', p .. 'rollout:' .. rollout, 'tenant', 'size'))
-    redis.call('HINCRBY', p .. 'totals', 'turns', 0 - #turns)
-    redis.call('HINCRBY', p .. 'totals', 'size', 0 - size)
+    -- before HINCRBY: if its memory is full, a server refuses that as a first change
     redis.call('DEL', p .. 'turns:' .. rollout, p .. 'rollout:' .. rollout, p .. 'rewards:' .. rollout)
     redis.call('ZREM', p .. 'used', rollout)
     redis.call('ZREM', p .. 'used:' .. tenant, rollout)
+    redis.call('HINCRBY', p .. 'totals', 'turns', 0 - #turns)
+    redis.call('HINCRBY', p .. 'totals', 'size', 0 - size)
     return #turns, tonumber(size)
 end
 """

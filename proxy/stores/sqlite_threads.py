@@ -106,17 +106,18 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
     def _open(self, prepare: Work[None]) -> sqlite3.Connection:
-        deadline = time.monotonic() + BUSY_S
         with self._explained():
             self._create_file()
-            # `_retry_while_locked` waits instead: SQLite sleeps up to 0.1 s at a time, and the unlucky starve
-            connection = self._connect(busy_s=0.0)
+            connection = self._connect()
+            deadline = time.monotonic() + BUSY_S
             try:
+                # `_retry_while_locked` waits instead: SQLite sleeps up to 0.1 s at a time, and some starve
+                connection.execute("PRAGMA busy_timeout = 0")
                 _retry_while_locked(lambda: self._use_wal(connection), deadline)
                 with transaction(connection, deadline):
                     prepare(connection)
                 for _ in range(_READERS):
-                    self._idle.put(self._connect(BUSY_S))
+                    self._idle.put(self._connect())
             except BaseException:
                 connection.close()
                 raise
@@ -133,8 +134,8 @@ class Database:
         with suppress(FileExistsError):
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
-    def _connect(self, busy_s: float) -> sqlite3.Connection:
-        connection = sqlite3.connect(self._path, busy_s, isolation_level=None, check_same_thread=False)
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, BUSY_S, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA secure_delete = OFF")
         connection.execute("PRAGMA cache_size = -16384")
@@ -184,7 +185,7 @@ class Database:
 
     def _copy_log(self) -> None:
         # if something is wrong with the file, the next write reports it
-        with suppress(sqlite3.Error), closing(self._connect(BUSY_S)) as connection:
+        with suppress(sqlite3.Error), closing(self._connect()) as connection:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def _commit(self, connection: sqlite3.Connection, group: Sequence[_Job]) -> None:

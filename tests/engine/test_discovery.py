@@ -76,7 +76,7 @@ async def test_models_that_are_nonsense(engine: HttpEngine, fake: FakeVllm, body
 
 
 async def test_an_engine_that_wants_a_key(engine: HttpEngine, fake: FakeVllm) -> None:
-    fake.api_key = "secret"
+    fake.api_keys = ("secret",)
     with pytest.raises(EngineBroken, match="set `upstream_api_key`"):
         await discover(engine)
 

@@ -52,7 +52,9 @@ def test_turns_come_back(turn: Turn) -> None:
     assert pack_turn(unpack_turn(pack_turn(turn))) == pack_turn(turn)
 
 
-@given(st.lists(st.builds(IndexEntry, st.binary(min_size=16, max_size=16), st.binary(max_size=32))))
+@given(
+    st.lists(st.builds(IndexEntry, st.binary(min_size=16, max_size=16), st.binary(max_size=32)), unique=True)
+)
 def test_index_entries_come_back(entries: list[IndexEntry]) -> None:
     assert unpack_entries(pack_entries(entries)) == entries
 

@@ -1,68 +1,70 @@
-import asyncio
 import io
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pyarrow.parquet
 import pytest
 
-from proxy.cli import main
-from proxy.history.store import Limits, Session, Store, StoreError
+from proxy.history.store import Cursor, Session, Store
 from proxy.history.turn import Turn
 from proxy.samples import export as module
-from proxy.samples.export import JsonLines, Parquet, ParquetMissing, Report, UnknownSession, export, table
+from proxy.samples.export import (
+    JsonLines,
+    NameNotUnique,
+    Parquet,
+    ParquetMissing,
+    Report,
+    UnknownSession,
+    export,
+    table,
+)
 from proxy.samples.layouts import LAYOUTS
 from proxy.samples.samples import samples_of
-from proxy.stores.memory import MemoryStore
-from proxy.stores.sqlite import SqliteStore
-from proxy.stores.urls import make_store
-from tests.samples.trees import child, root
-
-Capture = pytest.CaptureFixture[str]
+from tests.samples.rollout_store import RolloutStore
+from tests.samples.trees import child, rollout, root
 
 
-def _rollout(name: str) -> list[Turn]:
-    """Two branches, and a third that is refused."""
-    a = root(f"{name}-a", [1, 2], [3, 4], rollout=name)
-    b = child(f"{name}-b", a, [5], [6], rollout=name)
-    c = child(f"{name}-c", a, [5], [7], rollout=name)
-    return [a, b, c, child(f"{name}-d", a, [5], [8], rollout=name, logprobs=b"")]
+def _empty_store() -> Store:
+    return cast(Store, RolloutStore())  # MemoryStore(Limits()), as soon as it follows the new protocol
 
 
-async def _fill(store: Store, names: Iterable[str]) -> None:
-    for name in names:
-        turns = _rollout(name)
-        await store.add(turns, [[b""]] * len(turns))
-
-
-async def _filled(names: Iterable[str]) -> MemoryStore:
-    store = MemoryStore(Limits())
-    await _fill(store, names)
+async def _filled(ids: Iterable[str]) -> Store:
+    """A store that holds `rollout(id)` for each id, which is `tenant/name` or a name."""
+    store = _empty_store()
+    for session_id in ids:
+        turns = rollout(session_id)
+        tenant = session_id.rpartition("/")[0]
+        session = Session(id=session_id, tenant=tenant, created=1.0, used=1.0)
+        await store.add(session, turns, [[] for _ in turns])
     return store
 
 
-class _Paged:
-    """Sessions alone, with the times that are given; somebody uses one while they are read."""
+class _Timed:
+    """A store of one turn per session whose times of use are given."""
 
-    def __init__(self, used: dict[str, float], moves: dict[int, str]) -> None:
-        self._used = used
-        self._moves = moves
+    def __init__(self, used: dict[str, float], *, on_page: dict[int, str] | None = None) -> None:
+        """`on_page`: which session is used before the page of this number is read."""
+        self.used = used
+        self._on_page = on_page or {}
         self.pages = 0
 
-    async def sessions(self, *, limit: int, before: float | None = None) -> list[Session]:
-        if self.pages in self._moves:
-            self._used[self._moves[self.pages]] = 1000.0 + self.pages
+    async def sessions(
+        self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
+    ) -> list[Session]:
+        if self.pages in self._on_page:
+            self.used[self._on_page[self.pages]] = 1000.0 + self.pages
         self.pages += 1
-        earlier = [name for name, used in self._used.items() if before is None or used < before]
-        latest = sorted(earlier, key=lambda name: -self._used[name])[:limit]
-        return [Session(id=name, created=1.0, used=self._used[name]) for name in latest]
+        places = sorted(((used, name) for name, used in self.used.items()), reverse=True)
+        listed = [name for used, name in places if before is None or (used, name) < before]
+        return [Session(id=name, created=1.0, used=self.used[name]) for name in listed[:limit]]
+
+    async def session(self, rollout: str) -> Session | None:
+        return Session(id=rollout, created=1.0, used=self.used[rollout]) if rollout in self.used else None
 
     async def turns(self, rollout: str) -> list[Turn]:
         return [root(f"{rollout}-a", [1], [2], rollout=rollout)]
@@ -99,16 +101,56 @@ async def test_rows_are_the_samples() -> None:
     assert rows == [msgspec.json.decode(msgspec.json.encode(LAYOUTS["plain"].row(s))) for s in samples]
 
 
-async def test_some_sessions_in_the_order_they_were_named() -> None:
-    rows, report = await _exported(await _filled(["x", "y", "z"]), only=["z", "x"])
+async def test_only_some_sessions_in_the_given_order() -> None:
+    rows, report = await _exported(await _filled(["x", "y", "z"]), only=["z", "x", "z"])
     assert list(dict.fromkeys(row["rollout"] for row in rows)) == ["z", "x"]
     assert report.rollouts == 2
 
 
-async def test_an_unknown_session_writes_nothing() -> None:
-    file = io.BytesIO()
-    with pytest.raises(UnknownSession, match="nobody"):
-        await export(await _filled(["x"]), JsonLines(file), LAYOUTS["plain"], only=["x", "nobody"])
+async def test_tenants_of_all_sessions() -> None:
+    rows, report = await _exported(await _filled(["x", "t/x", "u/y"]))
+    assert {(row["tenant"], row["rollout"]) for row in rows} == {("", "x"), ("t", "x"), ("u", "y")}
+    assert report.rollouts == 3
+
+
+@pytest.mark.parametrize(
+    "word, expected",
+    [("t/x", ("t", "x")), ("y", ("t", "y")), ("z", ("", "z")), ("t/z", ("t", "z"))],
+    ids=["id", "name", "id-without-tenant", "id-with-tenant"],
+)
+async def test_a_session_by_id_or_by_the_name_that_only_a_single_tenant_has(
+    word: str, expected: tuple[str, str]
+) -> None:
+    store = await _filled(["t/x", "u/x", "t/y", "z", "t/z", "u/z"])
+    rows, report = await _exported(store, only=[word])
+    assert {(row["tenant"], row["rollout"]) for row in rows} == {expected}
+    assert report.rollouts == 1
+
+
+async def test_a_name_that_several_tenants_have_is_refused_with_the_ids() -> None:
+    store, file = await _filled(["u/x", "t/x", "t/y", "w/q", "v/q"]), io.BytesIO()
+    with pytest.raises(NameNotUnique, match="x: t/x, u/x; q: v/q, w/q"):
+        await export(store, JsonLines(file), LAYOUTS["plain"], only=["y", "x", "q"])
+    assert file.getvalue() == b""
+
+
+async def test_the_same_session_by_id_and_by_name_is_exported_once() -> None:
+    rows, report = await _exported(await _filled(["t/x"]), only=["x", "t/x"])
+    assert (report.rollouts, len(rows)) == (1, 2)
+
+
+async def test_names_are_found_on_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SESSIONS_AT_ONCE", 2)
+    store = await _filled([f"t/{name}" for name in "abcdefg"])
+    rows, _ = await _exported(store, only=["a", "g", "d"])
+    assert list(dict.fromkeys(row["rollout"] for row in rows)) == ["a", "g", "d"]
+
+
+@pytest.mark.parametrize("unknown", ["nobody", "u/x", "t/"])
+async def test_an_unknown_session_writes_nothing(unknown: str) -> None:
+    store, file = await _filled(["x", "t/x"]), io.BytesIO()
+    with pytest.raises(UnknownSession, match=f"unknown session {unknown}"):
+        await export(store, JsonLines(file), LAYOUTS["plain"], only=["x", unknown])
     assert file.getvalue() == b""
 
 
@@ -118,8 +160,8 @@ async def test_shared_turns_in_each() -> None:
     assert (once.trained_ids, each.trained_ids) == (4, 6)
 
 
-async def test_a_session_without_turns_counts_for_nothing() -> None:
-    store = MemoryStore(Limits())
+async def test_a_session_without_turns_is_not_counted() -> None:
+    store = _empty_store()
     await store.save_session(Session(id="s", created=1.0, used=1.0))
     rows, report = await _exported(store)
     assert (rows, report.rollouts) == ([], 0)
@@ -139,22 +181,83 @@ async def test_every_session_once_whatever_the_pages(
     used: dict[str, float], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SESSIONS_AT_ONCE", at_once)
-    rows, report = await _exported(_Paged(used, {}))
+    rows, report = await _exported(_Timed(used))
     assert sorted(row["rollout"] for row in rows) == sorted(used)
     assert report.rollouts == 10
 
 
-async def test_a_session_used_meanwhile_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_page", [{1: "s0"}, {1: "s0", 2: "s9"}, {1: "s1", 2: "s0", 3: "s2"}], ids=str)
+async def test_a_session_used_while_sessions_are_listed_is_exported_once(
+    on_page: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "SESSIONS_AT_ONCE", 3)
-    store = _Paged({f"s{i}": float(i) for i in range(10)}, {1: "s0", 2: "s9"})
+    store = _Timed({f"s{i}": float(i) for i in range(10)}, on_page=on_page)
     rows, _ = await _exported(store)
     assert sorted(row["rollout"] for row in rows) == sorted(f"s{i}" for i in range(10))
 
 
-async def test_progress_is_told() -> None:
-    told: list[int] = []
-    await _exported(await _filled(["x", "y"]), on_rollout=lambda: told.append(1))
-    assert len(told) == 2
+async def test_a_session_used_in_the_instant_of_the_newest_is_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SESSIONS_AT_ONCE", 3)
+    store = _Timed({f"s{i}": float(i) for i in range(9)} | {"t": 1001.0}, on_page={1: "s0"})
+    rows, _ = await _exported(store)
+    assert sorted(row["rollout"] for row in rows) == sorted(store.used)
+
+
+async def test_sessions_used_all_the_time_are_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SESSIONS_AT_ONCE", 3)
+    store = _Timed({f"s{i}": float(i) for i in range(10)})
+
+    def use_all() -> None:
+        store.used = {name: used + 1000.0 for name, used in reversed(store.used.items())}
+
+    rows, _ = await _exported(store, on_rollout=use_all)
+    assert sorted(row["rollout"] for row in rows) == sorted(store.used)
+
+
+async def test_a_session_deleted_during_the_export_is_left_out() -> None:
+    store = _Timed({"x": 2.0, "y": 1.0})
+    rows, report = await _exported(store, on_rollout=lambda: store.used.pop("y", None))
+    assert ([row["rollout"] for row in rows], report.rollouts) == (["x"], 1)
+
+
+async def test_choices_that_share_a_prompt_are_exported_with_it() -> None:
+    a = root("a", [1], [2])
+    b = child("b", a, [3, 4], [5], request="q")
+    c = child("c", a, [], [6], request="q", choice=1, prompt_turn="b", prompt_tokens=4, messages=b"[]")
+    store = _empty_store()
+    await store.add(Session(id="r", created=1.0, used=1.0), [a, b, c], [[], [], []])
+    rows, _ = await _exported(store)
+    assert [row["completion_ids"] for row in rows] == [[2, 3, 4, 5], [2, 3, 4, 6]]
+    assert [row["messages"][2]["content"] for row in rows] == ["to b", "to b"]
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+async def test_values_that_cannot_be_read_break_no_export(parquet: bool) -> None:
+    odd = root("a", [1], [2], messages=b"{", message=b"\xff", tools=b"7", stop_reason=[1], routed_experts={})
+    store, file = _empty_store(), io.BytesIO()
+    await store.add(Session(id="r", created=1.0, used=1.0, metadata=b"{"), [odd], [[]])
+    layout = LAYOUTS["plain"]
+    report = await export(store, Parquet(file, layout) if parquet else JsonLines(file), layout)
+    assert (report.samples, report.refused.total()) == (1, 0)
+    if parquet:
+        [row] = pyarrow.parquet.read_table(io.BytesIO(file.getvalue())).to_pylist()
+        row = {
+            name: json.loads(row[name]) if kind == "json" else row[name]
+            for name, kind in layout.columns.items()
+        }
+    else:
+        row = json.loads(file.getvalue())
+    assert [row[name] for name in ("messages", "tools", "metadata")] == [None, None, None]
+    assert [row["turns"][0][name] for name in ("stop_reason", "routed_experts")] == [None, None]
+    assert (row["completion_ids"], row["loss_mask"]) == ([2], [1])
+
+
+async def test_progress_is_reported_after_each_rollout() -> None:
+    reports: list[int] = []
+    await _exported(await _filled(["x", "y"]), on_rollout=lambda: reports.append(1))
+    assert len(reports) == 2
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -185,7 +288,7 @@ def test_parquet_columns_are_typed() -> None:
     assert str(schema.field("reward").type) == "double"
 
 
-def test_without_pyarrow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ParquetMissing, match=r"pip install 'tokenproxy\[parquet\]'"):
         Parquet(io.BytesIO(), LAYOUTS["plain"])
@@ -197,163 +300,12 @@ def test_the_table() -> None:
     assert lines[:3] == [
         ["rollouts", "3"],
         ["samples", "4", "to out.jsonl; 10 ids to train on"],
-        ["no", "reward", "1  set it, or your trainer finds none"],
+        ["no", "reward", "1  these samples have no reward"],
     ]
     assert [line[:2] for line in lines[3:]] == [["refused", "3"], ["media", "2"], ["no_logprobs", "1"]]
+    assert lines[-1][2] == "the engine returned no log-probabilities"
     assert "no reward" not in table(Report(1, 1, 1), "-")
 
 
 def test_the_table_of_nothing() -> None:
     assert table(Report(), "x").startswith("nothing to export")
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    """A store on disk with two rollouts."""
-
-    async def fill() -> None:
-        store = SqliteStore(tmp_path / "kept.db", Limits())
-        await store.open()
-        await _fill(store, ["x", "y"])
-        await store.aclose()
-
-    asyncio.run(fill())
-    return f"sqlite:///{tmp_path / 'kept.db'}"
-
-
-def test_the_command(url: str, tmp_path: Path, capsys: Capture) -> None:
-    out = tmp_path / "out.jsonl"
-    out.write_text("older")
-    assert main(["export", "--store", url, "--out", str(out)]) == 0
-    assert len(out.read_text().splitlines()) == 4
-    said = capsys.readouterr()
-    assert "no_logprobs" in said.out and str(out) in said.out
-    assert said.err == ""
-    assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == ["out.jsonl"]
-
-
-def test_every_flag_of_the_command(url: str, tmp_path: Path) -> None:
-    out = tmp_path / "samples"
-    flags = ["--format", "parquet", "--layout", "verl", "--session", "y", "--shared", "each"]
-    assert main(["export", "--store", url, "--out", str(out), *flags]) == 0
-    rows = pyarrow.parquet.read_table(out).to_pylist()
-    assert list(rows[0]) == list(LAYOUTS["verl"].columns)
-    assert [row["response_mask"] for row in rows] == [[1, 1, 0, 1], [1, 1, 0, 1]]
-    assert {json.loads(row["extra_fields"])["rollout"] for row in rows} == {"y"}
-
-
-@pytest.mark.parametrize("quiet_s, shown", [(0.0, True), (60.0, False)])
-def test_only_a_long_export_shows_progress(
-    quiet_s: float, shown: bool, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.setattr("proxy.export_command._QUIET_S", quiet_s)
-    assert main(["export", "--store", url, "--out", str(tmp_path / "out.jsonl")]) == 0
-    assert ("2/2" in capsys.readouterr().err) is shown
-
-
-def test_the_name_says_the_format(url: str, tmp_path: Path) -> None:
-    out = tmp_path / "samples.parquet"
-    assert main(["export", "--store", url, "--out", str(out)]) == 0
-    assert pyarrow.parquet.read_metadata(out).num_rows == 4
-
-
-def test_the_store_may_stand_in_the_settings(url: str, tmp_path: Path) -> None:
-    config, out = tmp_path / "settings.yaml", tmp_path / "out.jsonl"
-    config.write_text(f"store: {url}\n")
-    assert main(["export", "--config", str(config), "--out", str(out)]) == 0
-    assert len(out.read_text().splitlines()) == 4
-
-
-def test_stdout_holds_rows_alone(url: str, capsys: Capture) -> None:
-    assert main(["export", "--store", url, "--out", "-", "--session", "x"]) == 0
-    said = capsys.readouterr()
-    assert [json.loads(line)["rollout"] for line in said.out.splitlines()] == ["x", "x"]
-    assert "rollouts" in said.err
-
-
-async def _opened(url: str) -> None:
-    store = make_store(url, Limits())
-    await store.open()
-    await store.aclose()
-
-
-def test_an_empty_store_gives_an_empty_file(tmp_path: Path, capsys: Capture) -> None:
-    out, url = tmp_path / "out.jsonl", f"sqlite:///{tmp_path / 'new.db'}"
-    asyncio.run(_opened(url))
-    assert main(["export", "--store", url, "--out", str(out)]) == 0
-    assert out.read_bytes() == b""
-    assert "nothing to export" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--out", "-", "--format", "parquet"], "--out FILE.parquet"),
-        (["--out", "OUT", "--session", "nobody"], "nobody"),
-        (["--out", "OUT", "--store", "nonsense://x"], "nonsense"),
-        (["--out", "OUT", "--store", "sqlite:missing.db"], "missing.db"),
-        (["--out", "OUT", "--store", "memory:"], "/v1/sessions/{session}/samples"),
-        (["--out", "OUT", "--config", "missing.yaml"], "missing.yaml"),
-    ],
-)
-def test_wrong_use_is_said_in_one_line(
-    flags: list[str], words: str, url: str, tmp_path: Path, capsys: Capture
-) -> None:
-    out = tmp_path / "out.jsonl"
-    assert main(["export", "--store", url, *[str(out) if flag == "OUT" else flag for flag in flags]]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("tokenproxy: ") and words in line
-    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
-
-
-def test_a_pipe_is_not_replaced_by_a_file(url: str, tmp_path: Path, capsys: Capture) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    assert main(["export", "--store", url, "--out", str(pipe)]) == 2
-    assert "--out -" in capsys.readouterr().err
-    assert pipe.is_fifo()
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("error", [StoreError("the store is gone"), OSError("the disk is full")])
-def test_what_fails_half_way_leaves_the_older_file(
-    error: Exception,
-    suffix: str,
-    url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-) -> None:
-    out = tmp_path / f"out.{suffix}"
-    out.write_text("older")
-    rewards = SqliteStore.rewards
-
-    async def fail(store: SqliteStore, rollout: str) -> dict[str, float]:
-        if rollout == "x":  # the older one: the second to be read
-            raise error
-        return await rewards(store, rollout)
-
-    monkeypatch.setattr(SqliteStore, "rewards", fail)
-    assert main(["export", "--store", url, "--out", str(out)]) == 1
-    assert capsys.readouterr().err == f"tokenproxy: {error}\n"
-    assert out.read_text() == "older"
-    assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == [out.name]
-
-
-def test_a_reader_that_leaves_early_is_no_error(url: str) -> None:
-    command = [sys.executable, "-m", "proxy.cli", "export", "--store", url, "--out", "-"]
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (1, "")
-
-
-def test_help_teaches(capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main(["export", "--help"])
-    assert exited.value.code == 0
-    text = capsys.readouterr().out
-    assert [
-        word for word in [*LAYOUTS, "--shared", "--session ID", "sqlite:", "Exit code"] if word not in text
-    ] == []

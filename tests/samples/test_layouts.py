@@ -1,4 +1,4 @@
-"""Each layout against its project's own fields, written out here as the project documents them."""
+"""Each layout against its trainer's own fields, written out here as the trainer documents them."""
 
 import ast
 from collections.abc import Callable
@@ -31,15 +31,18 @@ _DOCUMENTED: dict[str, dict[str, Callable[[Any], bool]]] = {
     # docs/samples.md
     "plain": {
         "rollout": _is(str),
+        "tenant": _is(str),
         "leaf": _is(str),
         "index": _is(int),
         "whole": _is(bool),
         "session": _is(bool),
+        "ambiguous": _is(bool),
         "model": _is(str),
         "prompt_ids": _list_of(int),
         "completion_ids": _list_of(int),
         "loss_mask": _list_of(int),
         "logprobs": _list_of(float, _NONE),
+        "logprobs_mode": _is(str),
         "turns": _list_of(dict),
         "finish_reason": _is(str, _NONE),
         "reward": _is(float, _NONE),
@@ -111,7 +114,7 @@ def samples(request: pytest.FixtureRequest) -> list[Sample]:
     a = root("a", [1, 2], [3, 4], tools=b'[{"name": "f"}]', weight_versions=(WeightSpan("v1", 0, 2),))
     b = child("b", a, [5], [6, 7], finish_reason="tool_calls", weight_versions=(WeightSpan("v2", 0, 2),))
     c = child("c", a, [8], [9], finish_reason="length")
-    session = Session(id="r", created=1.0, used=1.0, metadata=b'{"env_name": "wordle"}')
+    session = Session(id="t/r", tenant="t", created=1.0, used=1.0, metadata=b'{"env_name": "wordle"}')
     return samples_of([a, b, c], request.param, session=session).samples
 
 
@@ -167,7 +170,7 @@ def test_ids_masks_and_log_probabilities(
     prompt = [1, 2] if name == "prime-rl" else []
     blank = [0.0] * len(prompt)
     unsampled = None if name == "plain" else 0.0
-    first, second = (_row(name, sample) for sample in samples)
+    first, second = (_row(name, sample) for sample in samples)  # equal rewards: the longer one trains "a"
     assert first[ids] == [*prompt, 3, 4, 5, 6, 7]
     assert first[mask] == [*[0] * len(prompt), 1, 1, 0, 1, 1]
     assert first[logprobs] == [*blank, -0.125, -0.25, unsampled, -0.125, -0.25]
@@ -176,7 +179,7 @@ def test_ids_masks_and_log_probabilities(
     assert second[logprobs] == [*blank, -0.125, -0.25, unsampled, -0.125]
 
 
-def test_what_each_project_has_of_its_own() -> None:
+def test_fields_that_only_some_layouts_have() -> None:
     a = root("a", [1], [2])
     b = child("b", a, [3], [4], finish_reason="tool_calls", weight_versions=(WeightSpan("v", 0, 1),))
     session = Session(id="r", created=1.0, used=1.0, metadata=b'{"env_name": "wordle"}')
@@ -197,17 +200,27 @@ def test_what_each_project_has_of_its_own() -> None:
     assert (skyrl["stop_reasons"], skyrl["rewards"], skyrl["env_metrics"]) == ("stop", 1.0, origin)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_sample_whose_stored_json_cannot_be_read_still_gives_a_row(name: str) -> None:
+    a = root("a", [1], [2], messages=b"{", tools=b"{", template_kwargs=b"{", finish_reason=7)
+    session = Session(id="r", created=1.0, used=1.0, metadata=b"{")
+    [sample] = samples_of([a], {}, session=session).samples
+    row = _row(name, sample)
+    assert list(row) == list(LAYOUTS[name].columns)
+    assert msgspec.json.decode(msgspec.json.encode(row)) == row
+
+
 @pytest.mark.parametrize(
-    "said, expected",
+    "finish_reason, expected",
     [("stop", "stop"), ("tool_calls", "stop"), ("length", "length"), ("abort", "abort"), (None, None)],
 )
-def test_stop_reasons_of_skyrl(said: str | None, expected: str | None) -> None:
-    [sample] = samples_of([root("a", [1], [2], finish_reason=said)], {}).samples
+def test_stop_reasons_of_skyrl(finish_reason: str | None, expected: str | None) -> None:
+    [sample] = samples_of([root("a", [1], [2], finish_reason=finish_reason)], {}).samples
     assert _row("skyrl", sample)["stop_reasons"] == expected
 
 
-def test_the_installed_trl_wants_these_fields() -> None:
-    """Its source is parsed, not imported: what a rollout function must return, and the mask it may return."""
+def test_the_installed_trl_requires_these_fields() -> None:
+    """TRL is parsed, not imported: what a rollout function must return, and the mask it may return."""
     [path] = [file for file in files("trl") or () if file.match("trl/trainer/grpo_trainer.py")]
     tree = ast.parse(Path(str(path.locate())).read_text())
     required = next(

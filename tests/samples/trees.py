@@ -28,26 +28,37 @@ def rollout(name: str) -> list[Turn]:
     return [a, b, c, child(f"{name}-d", a, [5], [8], rollout=name, logprobs=b"")]
 
 
+_DRAWN = st.tuples(
+    st.integers(0, 4),  # the turn it continues, by position; a first turn if there is none yet
+    st.integers(1, 3),  # number of appended ids
+    st.integers(1, 3),  # number of sampled ids
+    st.sampled_from(["stop", "stop", "abort"]),
+    st.sampled_from(["", "", "", "", "usage_mismatch"]),
+    st.sampled_from([None, None, 0.0, 1.0]),  # its reward
+)
+
+
 @st.composite
 def random_trees(draw: st.DrawFn) -> tuple[list[Turn], dict[str, float]]:
-    """Up to ten turns with forks of all kinds, some untrainable and some aborted, and rewards for some.
+    """Up to ten turns with forks of all kinds, some untrainable and some aborted, and rewards by turn id.
 
-    Ids do not tell which turn came first, and the order of the list tells nothing.
+    No two ids are equal. The names and the order of the turns do not tell which came first.
     """
-    # Drawn as numbers, all sizes equally likely: drawn one by one, most trees would be too small to fork.
-    count = draw(st.integers(1, 10))
-    rng = draw(st.randoms(use_true_random=False))
     turns: list[Turn] = []
-    for name in rng.sample("abcdefghij", count):
-        fields = {
-            "finish_reason": rng.choice(["stop", "stop", "abort"]),
-            "problem": rng.choice(["", "", "", "", "usage_mismatch"]),
-        }
-        parent = rng.choice([None, *turns[:3], *turns])
-        turns.append(_turn(name, parent, [7] * rng.randint(1, 3), [8] * rng.randint(1, 3), fields))
-    rewarded = [name for name in ("", *(turn.id for turn in turns)) if rng.random() < 0.3]
-    rng.shuffle(turns)
-    return turns, {name: float(rng.randint(0, 1)) for name in rewarded}
+    rewards: dict[str, float] = {}
+    names = draw(st.permutations("abcdefghij"))
+    for name, drawn in zip(names, draw(st.lists(_DRAWN, min_size=1, max_size=10)), strict=False):
+        at, appended, sampled, finish_reason, problem, reward = drawn
+        parent = turns[at] if at < len(turns) else None
+        fields = {"finish_reason": finish_reason, "problem": problem}
+        first = 10 * len(turns)
+        ids = list(range(first, first + appended)), list(range(first + appended, first + appended + sampled))
+        turns.append(_turn(name, parent, *ids, fields))
+        if reward is not None:
+            rewards[name] = reward
+    if (reward := draw(st.sampled_from([None, 1.0]))) is not None:
+        rewards[""] = reward
+    return sorted(turns, key=lambda turn: turn.id, reverse=True), rewards
 
 
 def _turn(

@@ -1,0 +1,27 @@
+"""The list of all routes. A new route is a class in a file of its own and a line here."""
+
+from proxy.dialects.chat import ChatDialect
+from proxy.dialects.tokens import TokensDialect
+from proxy.routes.base import Route
+from proxy.routes.passthrough import PassThrough
+from proxy.routes.sessions import OneSession, SessionReward, Sessions, SessionSamples
+from proxy.routes.status import Health, MetricsPage, Ready
+from proxy.routes.tokenize import Tokenize
+from proxy.routes.turns import TurnRoute
+
+
+def all_routes() -> list[Route]:
+    """One of each route; the one that catches everything comes last."""
+    return [
+        TurnRoute(ChatDialect()),
+        TurnRoute(TokensDialect()),
+        Tokenize(),
+        Sessions(),
+        OneSession(),
+        SessionSamples(),
+        SessionReward(),
+        Health(),
+        Ready(),
+        MetricsPage(),
+        PassThrough(),
+    ]

@@ -1,0 +1,191 @@
+"""Aliases: every route of the proxy without `/v1`, with a trailing slash, and both."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.routes.paths import engine_path, fill, other_paths
+from proxy.routes.routes import all_routes
+from proxy.routes.session_prefix import WITHOUT_V1
+from tests.fake_vllm import Canned, FakeVllm, Reply
+
+_BODIES: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/chat/completions/tokens": {"prompt_ids": [1, 74]},
+    "/tokenize": {"prompt": "hello"},
+    "/v1/sessions/{session}/reward": {"reward": 1},
+}
+_OURS = [route for route in all_routes() if not route.catches_all]
+_ALIASES = [
+    pytest.param(method, route.path, alias, id=f"{method} {alias}")
+    for route in _OURS
+    for alias in route.aliases
+    for method in route.methods
+    if method != "DELETE"
+]
+
+
+@pytest.mark.parametrize(
+    "path, under_v1, expected",
+    [
+        ("/v1/sessions", False, ["/sessions", "/v1/sessions/", "/sessions/"]),
+        ("/tokenize", True, ["/v1/tokenize", "/tokenize/", "/v1/tokenize/"]),
+        ("/health", False, ["/health/"]),
+    ],
+)
+def test_other_paths(path: str, under_v1: bool, expected: list[str]) -> None:
+    assert other_paths(path, under_v1=under_v1) == expected
+
+
+def test_every_route_has_aliases_and_no_two_share_one() -> None:
+    paths = [path for route in _OURS for path in (route.path, *route.aliases)]
+    assert len(set(paths)) == len(paths)
+    assert all(route.aliases for route in _OURS)
+
+
+def test_a_template_is_filled_percent_encoded() -> None:
+    assert (
+        fill("/v1/sessions/{session}/samples", {"session": "a~b:c@d+e=f"})
+        == "/v1/sessions/a~b:c@d+e=f/samples"
+    )
+    assert fill("/v1/sessions/{session}", {"session": "a/é"}) == "/v1/sessions/a%2F%C3%A9"
+
+
+@pytest.mark.parametrize("method, path, alias", _ALIASES)
+def test_an_alias_answers_as_the_route_does(client: httpx.Client, method: str, path: str, alias: str) -> None:
+    client.post("/v1/sessions", json={"id": "aliased"})
+    body = _BODIES.get(path)
+    answers = [
+        client.request(method, where.replace("{session}", "aliased"), json=body, follow_redirects=False)
+        for where in (path, alias)
+    ]
+    expected = 201 if (method, path) == ("POST", "/v1/sessions") else 200
+    assert [answer.status_code for answer in answers] == [expected] * 2, answers[1].text
+    if method != "HEAD" and answers[0].headers["content-type"] == "application/json":
+        assert answers[1].json().keys() == answers[0].json().keys()
+
+
+def test_a_session_is_deleted_by_an_alias(client: httpx.Client) -> None:
+    client.post("/sessions/", json={"id": "short-lived"})
+    assert client.delete("/sessions/short-lived/").json()["deleted"] is True
+    assert client.get("/v1/sessions/short-lived").status_code == 404
+
+
+@pytest.mark.parametrize("name", ["v1", "sessions", "samples", "chat"])
+def test_sessions_named_like_parts_of_paths(client: httpx.Client, name: str) -> None:
+    client.post("/v1/sessions", json={"id": name})
+    for path in (f"/sessions/{name}", f"/v1/sessions/{name}/", f"/sessions/{name}/samples"):
+        assert client.get(path).json()["id"] == name
+    assert client.delete(f"/sessions/{name}").status_code == 200
+
+
+@pytest.mark.parametrize("alias", ["/chat/completions", "/v1/chat/completions/", "/chat/completions/"])
+def test_the_engine_sees_the_canonical_path(client: httpx.Client, fake: FakeVllm, alias: str) -> None:
+    client.post(f"{alias}?a=1", json=_BODIES["/v1/chat/completions"])
+    assert [seen.path for seen in fake.requests if seen.method == "POST"] == ["/v1/chat/completions"]
+
+
+def test_the_log_has_the_canonical_path(
+    client: httpx.Client, fake: FakeVllm, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.replies.append(Reply(break_at=1))
+    body = {**_BODIES["/v1/chat/completions"], "stream": True}
+    client.post("/chat/completions/?a=1", json=body)
+    assert "a stream of /v1/chat/completions?a=1 ends with an error" in caplog.text
+
+
+def test_a_query_reaches_the_route(client: httpx.Client) -> None:
+    assert client.get("/sessions/?limit=0").json()["error"]["param"] == "limit"
+
+
+# --- the engine's own routes, in front
+
+
+@pytest.mark.parametrize(
+    "path, expected",
+    [
+        ("/models", "/v1/models"),
+        ("/models/", "/v1/models"),
+        ("/v1/models/", "/v1/models"),
+        ("/models/a%2Fb", "/v1/models/a%2Fb"),
+        ("/completions", "/v1/completions"),
+        ("/embeddings", "/v1/embeddings"),
+        ("/responses", "/v1/responses"),
+        ("/responses/resp_1/cancel/", "/v1/responses/resp_1/cancel"),
+        ("/messages", "/v1/messages"),
+        ("/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("/audio/transcriptions", "/v1/audio/transcriptions"),
+        ("/chat/completions/batch", "/v1/chat/completions/batch"),
+        ("/v1/detokenize", "/detokenize"),
+        ("/v1/detokenize/", "/detokenize"),
+        ("/detokenize/", "/detokenize"),
+        ("/v1/models", "/v1/models"),
+        ("/v1", "/v1"),
+        ("/v1/", "/v1/"),
+        ("/", "/"),
+        ("", ""),
+        ("*", "*"),
+        ("/score", "/score"),
+        ("/v1/score", "/v1/score"),
+        ("/rerank", "/rerank"),
+        ("/pause", "/pause"),
+        ("/some/where/", "/some/where/"),
+        ("/v1/some/where/", "/v1/some/where/"),
+        ("/modelsx", "/modelsx"),
+        ("/v1/detokenize/x", "/v1/detokenize/x"),
+        ("//models", "//models"),
+        ("/v2/models", "/v2/models"),
+    ],
+)
+def test_engine_path(path: str, expected: str) -> None:
+    assert engine_path(path) == expected
+
+
+def test_routes_of_the_engine_without_v1(client: httpx.Client, fake: FakeVllm) -> None:
+    assert client.get("/models?a=%20b").json() == client.get("/v1/models").json()
+    assert [seen.target for seen in fake.requests if "a=" in seen.target] == ["/v1/models?a=%20b"]
+    fake.canned["/detokenize"] = Canned(b'{"prompt": "Hi"}')
+    assert client.post("/v1/detokenize", json={"tokens": [1]}).json() == {"prompt": "Hi"}
+
+
+# --- with a session in the path
+
+
+def test_no_path_of_a_session_has_two_meanings() -> None:
+    aliases = [alias.split("/") for route in _OURS for alias in route.aliases]
+    following = {parts[3] for parts in aliases if parts[1:3] == ["sessions", "{session}"] and len(parts) > 3}
+    assert following == {"", "samples", "reward"}
+    assert following.isdisjoint({*WITHOUT_V1, "v1"})
+
+
+@pytest.mark.parametrize("prefix", ["/sessions/prefixed/v1", "/sessions/prefixed"])
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_routes_in_a_session(client: httpx.Client, fake: FakeVllm, prefix: str, slash: str) -> None:
+    for path in ("/v1/chat/completions", "/v1/chat/completions/tokens"):
+        answer = client.post(f"{prefix}{path[3:]}{slash}", json=_BODIES[path])
+        assert (answer.status_code, answer.headers["x-session-id"]) == (200, "prefixed"), answer.text
+    assert client.post(f"{prefix}/tokenize{slash}", json={"prompt": "Hi"}).status_code == 200
+    assert client.get(f"{prefix}/models{slash}").json() == client.get("/v1/models").json()
+    assert {seen.path for seen in fake.requests if seen.header("x-session-id")} == {
+        *("/v1/chat/completions", "/tokenize", "/v1/models")
+    }
+
+
+@pytest.mark.parametrize("path", ["turns", "v1", "pause", "sessions", "x/y"])
+def test_an_unknown_route_of_a_session(client: httpx.Client, fake: FakeVllm, path: str) -> None:
+    answer = client.get(f"/sessions/s/{path}")
+    assert answer.status_code == 404
+    assert "the base URL of a session is /sessions/s/v1" in json.loads(answer.content)["error"]["message"]
+    assert [seen for seen in fake.requests if seen.path.startswith("/sessions")] == []
+
+
+def test_a_path_cannot_say_one_thing_decoded_and_another_encoded(
+    client: httpx.Client, fake: FakeVllm
+) -> None:
+    """Routing looks at the decoded path, the engine gets the encoded one."""
+    fake.canned["/v1/a/b"] = Canned(b"decoded")
+    assert client.get("/sessions/s%2Fv1/a/b").content == b"decoded"
+    assert client.get("/sessions/s/v1/a%2Fb").status_code == 404
+    assert fake.requests[-1].path == "/v1/a%2Fb"
