@@ -129,7 +129,7 @@ class Matcher:
                 between = ends[miss + 1 : position]
                 return await self._between(between, conversation, scope, rollout) or match
             looked_up += len(batch)
-        if rollout is not None and (listed := await self._in_rollout(conversation, rollout)):
+        if rollout is not None and (listed := await self._in_rollout(conversation, scope, rollout)):
             return listed
         return Match(reason=await self._explain(conversation, scope, rollout))
 
@@ -249,10 +249,12 @@ class Matcher:
         groups = [group for group in found.groups if group.ids == fit.group.ids] if found else []
         return [candidate for group in groups for candidate in group.candidates if candidate.open]
 
-    async def _in_rollout(self, conversation: Conversation, rollout: str) -> Match | None:
-        """A match among the turns of one rollout, for keys under which there are too many turns to list."""
+    async def _in_rollout(self, conversation: Conversation, scope: Scope, rollout: str) -> Match | None:
+        """A match among all turns of a rollout: `find` lists only some of those that share a key."""
         by_spelling = {
-            extend(turn.spelling_before, turn.spelling): turn.id for turn in await self._store.turns(rollout)
+            extend(turn.spelling_before, turn.spelling): turn.id
+            for turn in await self._store.turns(rollout)
+            if turn.scope == scope.parts and turn.spelling
         }
         for end in conversation.ends:
             turn_id = by_spelling.get(conversation.messages[end].strict)

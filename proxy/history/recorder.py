@@ -177,7 +177,7 @@ def _new_turn(
         routed_experts=choice.routed_experts,
         scope=placement.scope.parts,
         spelling_before=conversation.strict_before(len(conversation.messages)),
-        spelling=own.strict,
+        spelling=own.strict if placement.findable else b"",
         reasonings=(*conversation.reasonings(first, len(conversation.raws)), own.reasoning),
         calls=own.arguments if any(each[:1] == b"t" for each in own.arguments) else (),
         ids_digest=hasher.digest(),

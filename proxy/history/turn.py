@@ -88,7 +88,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     spelling_before: bytes = b""
     """Digest of the request's messages as the client spelled them."""
     spelling: bytes = b""
-    """Digest of the assistant's message."""
+    """Digest of the assistant's message; empty if the turn may not be found by its text."""
     reasonings: tuple[bytes, ...] = ()
     """Digests of the reasoning of each assistant message in `messages` and then of `message`."""
     calls: tuple[bytes, ...] = ()

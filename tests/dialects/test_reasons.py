@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.history.reasons import REASONS
+from proxy.history.vocabulary import Reason
 from proxy.history.store import StoreError
 from proxy.stores.memory import MemoryStore
 from tests.fake_vllm import Canned, FakeVllm, Reply, Variant
