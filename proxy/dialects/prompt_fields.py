@@ -65,6 +65,9 @@ def take_append(fields: Fields, prompt: GivenIds | None) -> bytes | None:
             "`continue_final_message` cannot be combined with `append_messages`",
             param="continue_final_message",
         )
+    # read here for their errors: on the chat route the engine refuses what cannot be read
+    read(fields, "tools", list[dict[str, Any]])
+    template_kwargs(fields)
     return appended
 
 

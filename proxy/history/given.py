@@ -61,8 +61,8 @@ async def append_messages(
 async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model: ServedModel) -> Placement:
     """Where the turn of a request whose client sent ids is recorded: nowhere if it cannot be placed.
 
-    It belongs to its session, or to the rollout that its messages continue. It is findable by its text if
-    that is proved: its ids are exactly those that the conversation has here.
+    It belongs to its session, or to the rollout that its messages continue, or to a new one if it has messages.
+    It is findable by its text if that is proved: its ids are exactly those that the conversation has here.
 
     Args:
         prompt: the whole prompt as a compact JSON array.
@@ -80,7 +80,7 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
         await placer.release(placer.place(request, model, scope, conversation, match))
         match = Match()
     proved = whole and await _proves(placer, conversation, match, prompt, request, model)
-    if request.session is None and match.turn is None and not proved:
+    if request.session is None and not whole:
         return placer.nowhere(request, model)
     placement = placer.place(request, model, scope, conversation, match)
     parent, first_new = match.turn, match.end + 1

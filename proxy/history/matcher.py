@@ -270,7 +270,9 @@ class Matcher:
         if not ends:
             return Reason.ENDS_WITH_ASSISTANT
         last = ends[0]
-        loose = [scope.key(LOOSE, conversation.messages[end].loose) for end in ends[:_LOOKUP]]
+        # the name of a rollout that was evicted is no longer known to be the proxy's own choice
+        scopes = [scope, replace(scope, session=None)]
+        loose = [each.key(LOOSE, conversation.messages[e].loose) for each in scopes for e in ends[:_LOOKUP]]
         if await self._store.evicted(loose):
             return Reason.EVICTED
         own = conversation.messages[last]
@@ -293,7 +295,7 @@ class Matcher:
 def _batches(count: int) -> list[list[int]]:
     """Positions in the list of ends to look up, batch by batch: the last, some before it, then a sample."""
     near = min(count, 1 + _LOOKUP)
-    batches = [[0], list(range(1, near))]
+    batches = [list(range(min(count, 1))), list(range(1, near))]
     if count > near:
         step = -(-(count - near) // _LOOKUP)
         # counted from the far end, so that the first turn of the conversation is among them

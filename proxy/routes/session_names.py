@@ -5,7 +5,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from proxy.dialects.base import SessionFields, header
+from proxy.dialects.base import SessionFields
 from proxy.errors import BadRequest
 from proxy.history.store import StoreError, session_id
 from proxy.http import Request
@@ -36,8 +36,8 @@ async def session_fields(request: Request, services: Services) -> SessionFields 
     Raises:
         BadRequest: it is no name for a session.
     """
-    value = header(request.headers, HEADER)
-    if not value:
+    value = next((value for key, value in request.headers if key == HEADER), None)
+    if value is None:
         return None
     name = check_name(value.decode("latin-1").strip(), "X-Session-ID")
     history = services.history

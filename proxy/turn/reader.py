@@ -2,7 +2,7 @@
 
 Law: evidence can never fail the answer. Ids and log-probabilities of an unknown shape are named in
 `SampledChoice.unreadable`, so that the turn is recorded and never trained on; other fields of an unknown
-shape are left out. Only what is no JSON object is an error.
+shape are left out. Only what is no JSON object, or nested hundreds of levels deep, is an error.
 
 A body is decoded into typed structs. One that does not fit them, or that msgspec refuses, is read a second
 time, field by field.
@@ -124,7 +124,7 @@ def read_completion(body: bytes, sent: bytes = b"") -> Completion:
     if prompt is not None and bytes(whole.prompt_token_ids) != CUT:
         prompt, whole = None, _parse(body)  # the array belongs to something inside the completion
     echo = _Echo(sent)
-    echo.read(whole.prompt_token_ids if prompt is None else msgspec.Raw(prompt))
+    echo.read(bytes(whole.prompt_token_ids) if prompt is None else prompt)
     completion = Completion(echo.ids, completion_tokens=whole.counted)
     for choice, index, sure in _numbered(whole.choices or []):
         sampled = SampledChoice(index, choice.message or {})
@@ -156,11 +156,10 @@ class _Echo:
     """A JSON array of ids as the engine wrote it; None if there is none that can be read."""
     unreadable: tuple[str, ...] = ()
 
-    def read(self, value: msgspec.Raw) -> None:
+    def read(self, ids: bytes) -> None:
         """Take in an echo; null is none."""
-        if is_null(value):
+        if ids == NULL:
             return
-        ids = bytes(value)
         try:
             if ids != self.sent:
                 _decode_ids(ids)
@@ -198,10 +197,10 @@ class StreamReader:
         chunk = _parse(data)
         if not is_null(chunk.error):
             return
-        self._echo.read(chunk.prompt_token_ids)
+        self._echo.read(bytes(chunk.prompt_token_ids))
         choices = chunk.choices or []
         alone = len(choices) == 1
-        sure = alone or len({choice.index for choice in choices}) == len(choices)
+        sure = alone or len({choice.index or 0 for choice in choices}) == len(choices)
         for choice in choices:
             index = choice.index or 0
             streamed = self._choices.get(index)

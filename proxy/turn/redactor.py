@@ -108,7 +108,8 @@ def _redacted(fields: Fields, choices: list[Any] | None, visible: Visible) -> by
 
 def _hide_reasoning(choice: dict[str, Any]) -> None:
     for name in ("message", "delta"):
-        said = _parsed(given(choice, name) or b"null")
+        data = given(choice, name)
+        said = None if data is None else _parsed(data)
         if not isinstance(said, dict):
             continue
         hidden = {key: _NULL if key in _REASONING else value for key, value in said.items()}

@@ -14,6 +14,7 @@ from proxy.engine.token_in import CHAT_PATH, TokenRequest
 from proxy.errors import Unsupported
 from proxy.fields import join
 from proxy.fleet.replica import Replica
+from proxy.history.completion import Completion
 from proxy.history.plan import PromptPlan, ServedModel, prompt_of
 from proxy.history.recorder import Recording
 from proxy.history.retries import Attempt, EarlierResponse
@@ -72,7 +73,7 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
         if response.status >= 400:
             await attempt.fail(response.status)
             return response
-        if plan.placement.conversation is None:
+        if plan.placement.conversation is None and not attempt.wants_body:
             return response
         if is_event_stream(response.headers):
             return RecordedStream(response, request, recording, attempt.hand_over(), stack.pop_all())
@@ -142,12 +143,12 @@ async def _record_whole(
     finally:
         await response.aclose()
 
-    if len(body) < _LARGE:
-        completion, visible = read_completion(body), redact_completion(body, request.visible)
-    else:
-        completion, visible = await services.in_thread(
-            lambda: (read_completion(body), redact_completion(body, request.visible))
-        )
+    sent = prompt_of(recording.plan)
+
+    def read() -> tuple[Completion, bytes]:
+        return read_completion(body, sent), redact_completion(body, request.visible)
+
+    completion, visible = read() if len(body) < _LARGE else await services.in_thread(read)
     await recording.add(completion)
     await attempt.keep(response.status, response.headers, visible)
     return BytesResponse(response.status, response.headers, visible)

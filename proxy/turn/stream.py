@@ -4,14 +4,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 from proxy.engine.sse import events
+from proxy.history.plan import prompt_of
 from proxy.history.recorder import Recording
 from proxy.history.retries import KEPT_BYTES, Attempt
 from proxy.http import Response
-from proxy.turn.reader import StreamReader
+from proxy.turn.reader import DONE, StreamReader
 from proxy.turn.redactor import StreamRedactor
 from proxy.turn.request import ChatRequest
-
-DONE = b"[DONE]"
 
 
 class RecordedStream:
@@ -32,7 +31,7 @@ class RecordedStream:
         self.status = response.status
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
         self._response = response
-        self._reader = StreamReader(request.choices)
+        self._reader = StreamReader(request.choices, prompt_of(recording.plan))
         self._redactor = StreamRedactor(request.visible)
         self._recording = recording
         self._attempt = attempt

@@ -30,9 +30,18 @@ def _asked(made: Talk) -> int:
     return len([seen for seen in made.pair.fake.seen(CHAT) if seen.json.get("max_tokens") != 1])
 
 
+def _session(made: Talk) -> dict[str, str]:
+    """The header that names a session of the conversation's own."""
+    return {"x-session-id": made.messages[0]["content"].replace(" ", "-")}
+
+
 def _post(made: Talk, body: dict[str, Any], **headers: str) -> httpx.Response:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return made.pair.client.post(CHAT, json=body, headers=named)
+    return made.pair.client.post(CHAT, json=body, headers={"x-stainless-retry-count": "0", **named})
+
+
+def _in_session(made: Talk, body: dict[str, Any], **headers: str) -> httpx.Response:
+    return _post(made, body, **_session(made), **headers)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -40,14 +49,17 @@ def _post(made: Talk, body: dict[str, Any], **headers: str) -> httpx.Response:
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_retry_gets_the_same_answer(talk: Make, stream: bool, again: dict[str, str], turn: int) -> None:
     made = talk()
+    made.headers = _session(made)
     if turn:
         made.ask()
         made.messages.append(user("more"))
     body = {"messages": made.messages, "stream": stream}
     made.pair.fake.replies.append(Reply((91, 92, END)))
-    first = made.pair.client.post(CHAT, json=body, headers={"x-stainless-retry-count": "0"})
+    first = made.pair.client.post(
+        CHAT, json=body, headers={**made.headers, "x-stainless-retry-count": "0"}
+    )
     asked = _asked(made)
-    second = made.pair.client.post(CHAT, json=body, headers=again)
+    second = made.pair.client.post(CHAT, json=body, headers={**made.headers, **again})
     assert (second.status_code, second.content) == (200, first.content)
     assert second.headers["x-request-replayed"] == "true"
     assert "x-request-replayed" not in first.headers
@@ -72,11 +84,11 @@ def test_a_request_that_failed_runs_anew(talk: Make, status: int, headers: dict[
     headers = {name: f"{value}-{made.messages[0]['content']}" for name, value in headers.items()}
     body = {"messages": made.messages}
     made.pair.fake.replies.append(Reply(error=Canned(error_body("broken", "Error", None, status), status)))
-    assert _post(made, body, **headers).status_code == status
-    answer = _post(made, body, **headers, x_stainless_retry_count="1")
+    assert _in_session(made, body, **headers).status_code == status
+    answer = _in_session(made, body, **headers, x_stainless_retry_count="1")
     assert (answer.status_code, "x-request-replayed" in answer.headers) == (200, False)
     assert len(_turns(made, answer)) == 1
-    again = _post(made, body, **headers, x_stainless_retry_count="2")
+    again = _in_session(made, body, **headers, x_stainless_retry_count="2")
     assert again.headers["x-turn-id"] == answer.headers["x-turn-id"]
 
 
@@ -86,14 +98,30 @@ def test_a_group_of_equal_requests_of_which_one_failed(talk: Make) -> None:
     turns = []
     for index in range(8):
         made.pair.fake.replies.append(_BROKEN if index == 3 else Reply((90 + index, END)))
-        answer = _post(made, body)
+        answer = _in_session(made, body)
         if answer.status_code == 200:
             turns.append(answer.headers["x-turn-id"])
     made.pair.fake.replies.append(Reply((99, END)))
-    turns.append(_post(made, body, x_stainless_retry_count="1").headers["x-turn-id"])
+    turns.append(_in_session(made, body, x_stainless_retry_count="1").headers["x-turn-id"])
     assert len(set(turns)) == 8
     # another retry finds no failure any more
-    assert _post(made, body, x_stainless_retry_count="1").headers["x-turn-id"] in turns
+    assert _in_session(made, body, x_stainless_retry_count="1").headers["x-turn-id"] in turns
+
+
+def test_members_of_a_group_without_sessions_get_their_own_answers(talk: Make) -> None:
+    """Though one of them is retried by its SDK."""
+    made = talk()
+    body = {"messages": made.messages}
+    turns = [_post(made, body, x_stainless_retry_count=count).headers["x-turn-id"] for count in "0101"]
+    assert len(set(turns)) == 4
+
+
+def test_the_path_tells_requests_apart(talk: Make) -> None:
+    made = talk()
+    body, headers = {"messages": made.messages}, {**_session(made), **_AGAIN}
+    first = made.pair.client.post(CHAT, json=body, headers=headers)
+    other = made.pair.client.post(f"{CHAT}/tokens", json=body, headers=headers)
+    assert other.headers["x-turn-id"] != first.headers["x-turn-id"]
 
 
 @EVERY_SPELLING
@@ -152,19 +180,6 @@ def test_whoever_waits_for_a_key_whose_first_request_fails_runs_anew(talk: Make)
         assert (first.result().status_code, other.result().status_code) == (502, 200)
 
 
-@pytest.mark.parametrize("headers", [{}, {"x_stainless_retry_count": "1"}, {"idempotency_key": "of all"}])
-def test_answers_are_not_shared_between_credentials(talk: Make, headers: dict[str, str]) -> None:
-    made = talk()
-    headers = {
-        name: value if "retry" in name else made.messages[0]["content"] for name, value in headers.items()
-    }
-    body = {"messages": made.messages}
-    one = _post(made, body, **headers, authorization="Bearer one")
-    two = _post(made, body, **headers, authorization="Bearer two")
-    assert one.headers["x-turn-id"] != two.headers["x-turn-id"]
-    assert "x-request-replayed" not in two.headers
-
-
 def test_answers_are_not_shared_between_sessions(talk: Make) -> None:
     made = talk()
     body, name = {"messages": made.messages}, made.messages[0]["content"][3:]
@@ -220,7 +235,7 @@ def test_what_became_of_retries_is_counted(talk: Make) -> None:
 
     before = counted()
     for _ in range(2):
-        _post(made, body, **{"x-stainless-retry-count": "1"})
+        _in_session(made, body, **{"x-stainless-retry-count": "1"})
     after = counted()
     for name in ("run_anew", "answered_again"):
         assert after[name] == before.get(name, 0) + 1

@@ -147,7 +147,7 @@ def test_a_store_that_fails_keeps_nobody_from_an_answer(
     made.follow(user("more"), stream=stream)
 
 
-@pytest.mark.parametrize("method", ["add", "find", "path", "session", "answers", "add_answer"])
+@pytest.mark.parametrize("method", ["add", "find", "path", "session", "responses", "keep_response"])
 def test_each_thing_that_can_fail_alone(
     failing: tuple[_Failing, Callable[..., Talk], httpx.Client], method: str
 ) -> None:

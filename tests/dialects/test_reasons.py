@@ -182,8 +182,8 @@ def test_store_unavailable(other: Callable[..., Talk], monkeypatch: pytest.Monke
 
 def test_none_is_left_out() -> None:
     named = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    assert REASONS.keys() <= named | _OF_ONE_PROXY.keys() | _NOT_HERE
-    assert _OF_ONE_PROXY.keys() <= REASONS.keys()
+    assert set(Reason) <= named | _OF_ONE_PROXY.keys() | _NOT_HERE
+    assert _OF_ONE_PROXY.keys() <= set(Reason)
 
 
 def test_ids_given_for_a_first_turn(talk: Callable[..., Talk]) -> None:

@@ -372,6 +372,8 @@ def test_an_index_that_two_choices_have() -> None:
     assert [choice.unreadable for choice in completion.choices] == ["", "index", ""]
     completion = _streamed(chunk(piece(1), piece(1)), chunk(end(1)), chunk(end(0)), expected=2)
     assert [(choice.index, choice.unreadable) for choice in completion.choices] == [(1, "index"), (0, "")]
+    (choice,) = _streamed(chunk(end(0), end(None))).choices
+    assert choice.unreadable == "index"
 
 
 # --- odd fields that are no evidence
@@ -534,6 +536,12 @@ def test_what_is_no_object(body: bytes) -> None:
         read_completion(body)
     with pytest.raises(EngineBroken, match="the engine's response is no chat completion"):
         StreamReader().read(body)
+
+
+def test_what_is_odd_and_nested_too_deeply() -> None:
+    body = encoded(whole(usage="3", more=ODD), "[" * 700 + "]" * 700)
+    with pytest.raises(EngineBroken, match="the engine's response is no chat completion"):
+        read_completion(body)
 
 
 def _can_be_stored(completion: Completion) -> None:
