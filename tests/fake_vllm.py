@@ -137,6 +137,8 @@ class FakeVllm:
         self.chat_template: str | None = None
         """What it was started with; None for the model's own."""
         self.names = ["tiny", "adapter"]
+        self.printed: tuple[str, ...] = ()
+        """Request fields that its rendering prints, as some of vLLM's renderers do."""
         self.healthy = True
         self.slow_s: dict[str, float] = {}
         """How long answers of a path take."""
@@ -267,13 +269,16 @@ class FakeVllm:
         )
 
     def _render(self, body: dict[str, Any]) -> list[int]:
+        printed = {name: body[name] for name in self.printed if body.get(name) not in (None, "none")}
         with self._rendering:
-            return self.model.render(
+            return (self.model.encode(json.dumps(printed)) if printed else []) + self.model.render(
                 as_rendered(body["messages"]),
-                body.get("add_generation_prompt", True),
-                tools=body.get("tools"),
-                chat_template=self.chat_template,
-                **(body.get("chat_template_kwargs") or {}),
+                **{
+                    **(body.get("chat_template_kwargs") or {}),
+                    "add_generation_prompt": body.get("add_generation_prompt", True),
+                    "tools": body.get("tools"),
+                    "chat_template": self.chat_template,
+                },
             )
 
     async def _chat(self, request: web.Request, seen: Seen) -> web.StreamResponse:

@@ -47,9 +47,8 @@ class TinyModel:
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> list[int]:
         """Ids of a conversation, with nothing of this project in between."""
-        text = self.reference.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=False, **kwargs
-        )
+        kwargs = {**kwargs, "add_generation_prompt": add_generation_prompt, "tokenize": False}
+        text = self.reference.apply_chat_template(messages, **kwargs)
         return self.encode(text)
 
     def encode(self, text: str) -> list[int]:

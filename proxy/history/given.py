@@ -61,8 +61,9 @@ async def append_messages(
 async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model: ServedModel) -> Placement:
     """Where the turn of a request whose client sent ids is recorded: nowhere if it cannot be placed.
 
-    It belongs to its session, or to the rollout that its messages continue, or to a new one if it has messages.
-    It is findable by its text if that is proved: its ids are exactly those that the conversation has here.
+    It belongs to its session, or to the rollout that its messages continue, or to a new one if it has
+    messages. It is findable by its text if that is proved: its ids are exactly those that the conversation
+    has here.
 
     Args:
         prompt: the whole prompt as a compact JSON array.

@@ -187,7 +187,8 @@ async def _save(request: Request, services: Services) -> tuple[int, object]:
             param=largest,
         )
     await store.save_session(session)
-    return (201 if before is None else 200), _described(session)
+    saved = await store.session(session.id)
+    return (201 if before is None else 200), _described(saved or session)
 
 
 def _description(fields: Fields) -> dict[str, Any]:

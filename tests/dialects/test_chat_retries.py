@@ -55,9 +55,7 @@ def test_a_retry_gets_the_same_answer(talk: Make, stream: bool, again: dict[str,
         made.messages.append(user("more"))
     body = {"messages": made.messages, "stream": stream}
     made.pair.fake.replies.append(Reply((91, 92, END)))
-    first = made.pair.client.post(
-        CHAT, json=body, headers={**made.headers, "x-stainless-retry-count": "0"}
-    )
+    first = made.pair.client.post(CHAT, json=body, headers={**made.headers, "x-stainless-retry-count": "0"})
     asked = _asked(made)
     second = made.pair.client.post(CHAT, json=body, headers={**made.headers, **again})
     assert (second.status_code, second.content) == (200, first.content)

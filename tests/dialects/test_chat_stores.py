@@ -47,8 +47,9 @@ def test_two_proxies_with_one_store(
 def test_a_retry_through_the_other_proxy(mortal: FakeVllm, database: str) -> None:
     with run_proxy([mortal], store=database) as one, run_proxy([mortal], store=database) as two:
         body = {"messages": [user("Hi")]}
-        first = one.post(CHAT, json=body)
-        again = two.post(CHAT, json=body, headers={"x-stainless-retry-count": "1"})
+        headers = {"x-session-id": "s", "x-stainless-retry-count": "0"}
+        first = one.post(CHAT, json=body, headers=headers)
+        again = two.post(CHAT, json=body, headers={**headers, "x-stainless-retry-count": "1"})
         assert (again.content, again.headers["x-request-replayed"]) == (first.content, "true")
 
 

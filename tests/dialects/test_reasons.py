@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.history.vocabulary import Reason
 from proxy.history.store import StoreError
+from proxy.history.vocabulary import Reason
 from proxy.stores.memory import MemoryStore
 from tests.fake_vllm import Canned, FakeVllm, Reply, Variant
-from tests.talk import CHAT, Answered, Message, Talk, assembled, sent_ids, user
+from tests.talk import CHAT, Answered, Message, Talk, assembled, call, result, sent_ids, user
 from tests.tiny_model import CHATML, END, TinyModel, make_tiny_model
 from tests.utils import Pair, run_proxy
 
@@ -165,6 +165,51 @@ def test_tokenizer_unchecked(other: Callable[..., Talk]) -> None:
 def test_template_unsupported(other: Callable[..., Talk], tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path, "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}")
     assert _second(other(model=model), reply=Reply(SPLIT[:-1])).reason == "template_unsupported"
+
+
+def test_ambiguous(talk: Callable[..., Talk]) -> None:
+    one, two = talk(), talk()
+    two.messages = list(one.messages)
+    one.ask(reply=Reply((*SPLIT[:-1], 80, END), message={"content": "same"}))
+    two.ask(reply=Reply(SPLIT, message={"content": "same"}))
+    for made in (one, two):
+        answered = made.ask(_MORE)
+        assert (answered.sent, answered.said["source"], answered.reason) == (None, "rendered", "ambiguous")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_call_repaired(talk: Callable[..., Talk], stream: bool) -> None:
+    """A call that was cut in its JSON comes back completed, as LangChain does: the sampled ids are kept."""
+    made = talk()
+    cut = call(arguments='{"city": "Par')
+    made.ask(reply=Reply(SPLIT[:-1], message={"content": None, "tool_calls": [cut]}), stream=stream)
+    made.messages[-1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Par"}'
+    answered = made.follow(result(cut, "17"), stream=stream)
+    assert answered.reason == "call_repaired"
+    assert made.follow(user("more")).reason == ""
+
+
+def test_call_with_other_arguments_is_an_edit(talk: Callable[..., Talk]) -> None:
+    made = talk()
+    whole = call(arguments='{"city": "Paris"}')
+    made.ask(reply=Reply(SPLIT, message={"content": None, "tool_calls": [whole]}))
+    made.messages[-1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Rome"}'
+    answered = made.ask(result(whole, "17"))
+    assert (answered.sent, answered.said["source"]) == (None, "rendered")
+
+
+@pytest.mark.parametrize("printed", [(), ("tool_choice",), ("response_format",)])
+def test_rendering_changed(other: Callable[..., Talk], printed: tuple[str, ...]) -> None:
+    """A field counts only if this engine prints it: the proxy has asked."""
+    made = other(lambda engine: setattr(engine, "printed", printed))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    made.fields = {"tools": tools}
+    for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        made.messages = [user(f"Hi {fields}")]
+        made.ask(reply=Reply(SPLIT), **fields)
+        answered = made.ask(_MORE)
+        reason = "rendering_changed" if set(fields) & set(printed) else ""
+        assert (answered.reason, answered.sent is None) == (reason, bool(reason))
 
 
 def test_evicted(other: Callable[..., Talk]) -> None:

@@ -195,13 +195,23 @@ def test_bad_requests(client: httpx.Client, fields: dict[str, Any], param: str) 
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(inspect.signature(ChatTokenizer.continuation).parameters) - {"template_kwargs"})
+    "name", ["chat_template", "tokenize", "truncation", "max_length", "padding", "tools", "return_dict"]
 )
-def test_arguments_of_the_tokenizer_are_no_arguments_of_a_template(client: httpx.Client, name: str) -> None:
-    """Passed on as they are, they would reach the function instead of the template."""
+def test_arguments_of_the_rendering_are_no_variables_of_a_template(client: httpx.Client, name: str) -> None:
+    """An engine may give them effects that appended ids cannot have."""
     request = {"prompt_ids": [1], "append_messages": _NEXT, "chat_template_kwargs": {name: "x"}}
     answer = client.post(_TOKENS, json=request)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*inspect.signature(ChatTokenizer.continuation).parameters} - {"tools"})
+)
+def test_variables_of_a_template_may_have_any_other_name(client: httpx.Client, name: str) -> None:
+    """Those of our own functions too."""
+    request = {"prompt_ids": [1], "append_messages": _NEXT, "chat_template_kwargs": {name: "x"}}
+    answer = client.post(_TOKENS, json=request)
+    assert (answer.status_code, answer.headers["x-prompt-source"]) == (200, "extended")
 
 
 @pytest.mark.parametrize("name", ["messages", "append_messages", "tools", "kv_transfer_params", "anything"])

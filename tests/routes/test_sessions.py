@@ -194,7 +194,7 @@ def _forked(talk: Make, name: str) -> tuple[Talk, list[str]]:
     return made, turns
 
 
-@pytest.mark.parametrize("shared, trained", [("once", [8, 2]), ("each", [8, 8]), (None, [8, 2])])
+@pytest.mark.parametrize("shared, trained", [("once", [2, 8]), ("each", [8, 8]), (None, [2, 8])])
 def test_samples(talk: Make, name: str, shared: str | None, trained: list[int]) -> None:
     made, turns = _forked(talk, name)
     query = {"shared": shared} if shared else {}
