@@ -98,10 +98,10 @@ class Settings(BaseSettings):
     @field_validator("upstreams", "api_key", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """One string holds several with commas between, as in the environment."""
-        return (
-            [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-        )
+        """A string holds several values with commas between them; null is none."""
+        if isinstance(value, str):
+            return [part.strip() for part in value.split(",") if part.strip()]
+        return [] if value is None else value
 
     @field_validator("api_key", mode="after")
     @classmethod

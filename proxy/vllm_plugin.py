@@ -125,7 +125,7 @@ def _template_text(value: str | None) -> str | None:
 def _show_log() -> None:
     """Give our logger the handlers of vLLM's, which configures its own only."""
     ours, theirs = logging.getLogger("tokenproxy"), logging.getLogger("vllm")
-    if not ours.handlers:
+    if theirs.handlers and not ours.handlers:
         ours.handlers = list(theirs.handlers)
         ours.setLevel(logging.INFO)
         ours.propagate = False

@@ -54,7 +54,7 @@ def test_an_unexpected_error_is_an_error_object(
     async def fail(*args: Any) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("proxy.dialects.tokens.Tokens.answer", fail)
+    monkeypatch.setattr("proxy.routes.turns.TurnRoute.answer", fail)
     answer = client.post("/v1/chat/completions/tokens", json={})
     assert answer.status_code == 500
     assert list(answer.json()["error"]) == ["message", "type", "param", "code"]

@@ -65,11 +65,16 @@ def test_without_what_is_needed_it_shows_help(arguments: list[str], words: str, 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["serve"], "--upstream http://HOST:PORT"),
+        (["serve"], "no upstream configured: pass --upstream URL"),
         (["serve", "--config", "missing.yaml"], "no settings file at missing.yaml"),
         (["serve", "--upstream", "localhost:8000"], "upstreams.*not an http"),
         (["serve", "--upstream", "http://a:1", "--port", "70000"], "port: "),
         (["serve", "--upstream", "http://a:1", "--chat-template", "missing.jinja"], "missing.jinja"),
+        (["serve", "--upstream", "http://a:1", "--api-key", ""], "api_key: .*must not be empty"),
+        (
+            ["serve", "--upstream", "http://a:1", "--upstream-api-key", "k", "--host", "0.0.0.0"],
+            "0.0.0.0 .*--api-key KEY.*127.0.0.1.*--allow-anonymous",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
@@ -97,7 +102,6 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
     flags = {
         "--host": "0.0.0.0",
         "--port": "1",
-        "--api-key": "a",
         "--upstream-api-key": "b",
         "--tokenizer": "c",
         "--chat-template": str(template),
@@ -106,24 +110,56 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
         "--store": "memory:",
         "--store-max-bytes": "6",
         "--store-max-age-s": "7.5",
+        "--cache-bytes": "8",
         "--connect-timeout-s": "3.5",
         "--watch-interval-s": "4.5",
         "--encoder-threads": "5",
         "--log-level": "debug",
     }
-    upstreams = ["--upstream", "http://a:1", "--upstream", "http://b:2/v1"]
+    repeated = [
+        "--upstream",
+        "http://a:1",
+        "--upstream",
+        "http://b:2/v1",
+        "--api-key",
+        "k1",
+        "--api-key",
+        "k,2",
+    ]
+    switches = ["--trust-remote-code", "--no-record-logprobs", "--no-record-token-route", "--allow-anonymous"]
     pairs = [word for pair in flags.items() for word in pair]
-    assert main(["serve", *upstreams, *pairs, "--trust-remote-code", "--no-record-logprobs"]) == 0
+    assert main(["serve", *repeated, *pairs, *switches]) == 0
     [settings] = served
     assert settings.upstreams == ["http://a:1", "http://b:2"]
-    assert settings.trust_remote_code is True
-    assert settings.record_logprobs is False
+    assert [key.get_secret_value() for key in settings.api_key] == ["k1", "k,2"]
+    assert (settings.trust_remote_code, settings.allow_anonymous) == (True, True)
+    assert (settings.record_logprobs, settings.record_token_route) == (False, False)
     for flag, value in flags.items():
         name = flag[2:].replace("-", "_")
         found = getattr(settings, name)
         found = found.get_secret_value() if "key" in name else found
         assert str(found) == value
     assert settings.model_fields_set == set(Settings.model_fields)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost", "LOCALHOST"])
+def test_the_engines_key_is_lent_on_loopback(served: list[Settings], host: str) -> None:
+    assert main(["serve", "--upstream", "http://a:1", "--upstream-api-key", "k", "--host", host]) == 0
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.1", "proxy.example.com", "127.0.0.1.example.com", ""]
+)
+def test_the_engines_key_is_not_lent_to_the_public(
+    served: list[Settings], host: str, capsys: Capture
+) -> None:
+    command = ["serve", "--upstream", "http://a:1", "--host", host]
+    assert main([*command, "--upstream-api-key", "k"]) == 2
+    assert "--api-key KEY" in capsys.readouterr().err
+    assert not served
+    assert main(command) == 0  # no key to lend
+    assert main([*command, "--upstream-api-key", "k", "--allow-anonymous"]) == 0
+    assert main([*command, "--upstream-api-key", "k", "--api-key", "a"]) == 0
 
 
 def test_upstreams_may_stand_in_the_file(served: list[Settings], tmp_path: Path) -> None:

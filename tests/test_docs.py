@@ -9,10 +9,10 @@ import pytest
 
 import tokenization
 from proxy import errors
-from proxy.history.reasons import REASONS
+from proxy.dialects.prompt_fields import ALIASES
+from proxy.history.vocabulary import Problem, Reason, Source
 from proxy.metrics import Metrics
-from proxy.routes.all_routes import all_routes
-from proxy.turn.prompt_fields import ALIASES
+from proxy.routes.routes import all_routes
 from proxy.vllm_plugin import CONFIG_VARIABLE
 
 _ROOT = Path(__file__).parents[1]
@@ -51,7 +51,7 @@ def test_counters(family: str) -> None:
     assert _say(f"`{family}_total`")
 
 
-@pytest.mark.parametrize("word", sorted({*REASONS, "extended", "rendered", "given"}))
+@pytest.mark.parametrize("word", sorted({*Reason, *Source, *Problem}))
 def test_values_of_headers(word: str) -> None:
     assert _say(f"`{word}`")
 

@@ -37,6 +37,39 @@ def test_upstreams_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert load_settings().upstreams == ["http://a:1", "http://b:2"]
 
 
+@pytest.mark.parametrize("given", ["a, b", ["a", "b"]], ids=["a string", "a list"])
+def test_api_keys_in_the_file(tmp_path: Path, given: object) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(yaml.safe_dump({"api_key": given}))
+    assert _keys(load_settings(path)) == ["a", "b"]
+
+
+def test_api_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENPROXY_API_KEY", "a,b, c")
+    assert _keys(load_settings()) == ["a", "b", "c"]
+
+
+def test_no_api_keys(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    for text in ("api_key: null", "api_key: []", "api_key: ''"):
+        path.write_text(text)
+        assert load_settings(path).api_key == []
+
+
+def test_a_list_keeps_keys_with_commas() -> None:
+    assert _keys(load_settings(api_key=["a,b"])) == ["a,b"]
+
+
+@pytest.mark.parametrize("keys", [[""], ["a", " "]])
+def test_an_empty_key_is_refused(keys: list[str]) -> None:
+    with pytest.raises(SettingsError, match=r"^api_key: .*must not be empty"):
+        load_settings(api_key=keys)
+
+
+def _keys(settings: Settings) -> list[str]:
+    return [key.get_secret_value() for key in settings.api_key]
+
+
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENPROXY_PORT", "")
     monkeypatch.setenv("TOKENPROXY_CONFIG", "the plugin's own")
@@ -56,6 +89,9 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
         ({"watch_interval_s": -1}, "watch_interval_s"),
         ({"encoder_threads": 0}, "encoder_threads"),
         ({"log_level": "loud"}, "log_level"),
+        ({"cache_bytes": -1}, "cache_bytes"),
+        ({"record_token_route": "perhaps"}, "record_token_route"),
+        ({"api_key": 5}, "api_key"),
         ({"no_such_setting": 1}, "no_such_setting"),
     ],
 )
@@ -110,7 +146,7 @@ def test_a_file_that_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_keys_are_not_shown() -> None:
-    settings = load_settings(api_key="hidden", upstream_api_key="hidden")
+    settings = load_settings(api_key=["hidden"], upstream_api_key="hidden")
     assert "hidden" not in repr(settings) + str(settings)
 
 
@@ -124,6 +160,52 @@ def test_every_setting_has_a_flag(name: str, capsys: pytest.CaptureFixture[str])
         main(["serve", "--help"])
     flag = "--upstream" if name == "upstreams" else "--" + name.replace("_", "-")
     assert re.search(rf"  {flag}[ ,\n]", capsys.readouterr().out)
+
+
+# --- the reference in docs/settings.md
+
+
+def _documented() -> dict[str, list[str]]:
+    """The rows of the reference, by the name of the setting."""
+    page = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in page.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    return {row[0].strip("`"): row[1:] for row in cells if row[0].strip("`") in Settings.model_fields}
+
+
+def _shown_default(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A default as the reference shows it."""
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/user")
+    default = Settings.model_fields[name].get_default(call_default_factory=True)
+    if default in (None, []):
+        return "none"
+    text = (
+        str(default).lower()
+        if isinstance(default, bool)
+        else f"{default:g}"
+        if _whole(default)
+        else str(default)
+    )
+    return f"`{text}`".replace("/home/user", "~")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def test_the_reference_has_every_setting_and_no_other() -> None:
+    assert list(_documented()) == list(Settings.model_fields)
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_the_reference_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag, variable, default, meaning = _documented()[name]
+    expected_flag = "--upstream" if name == "upstreams" else "--" + name.replace("_", "-")
+    assert re.fullmatch(rf"`{expected_flag}`(, `--no-{expected_flag[2:]}`)?", flag)
+    assert variable == f"`TOKENPROXY_{name.upper()}`"
+    assert re.fullmatch(re.escape(_shown_default(name, monkeypatch)) + r"( \(.*\))?", default)
+    assert meaning
 
 
 @pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.name)

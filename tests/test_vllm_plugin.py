@@ -1,6 +1,8 @@
 import asyncio
+import hashlib
+import threading
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -10,8 +12,13 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 
+from proxy.errors import EngineUnavailable
+from proxy.history.store import StoreError
+from proxy.http import Request as ProxyRequest
+from proxy.types import ASGIApp, Receive, Scope, Send
 from proxy.vllm_plugin import TokenProxyPlugin
 from tests.fake_vllm import as_rendered, data_of
 from tests.tiny_model import END, TinyModel
@@ -21,10 +28,34 @@ _TOKENS = "/v1/chat/completions/tokens"
 _NEXT = [{"role": "user", "content": "And then?"}]
 
 
+class Guard:
+    """vLLM's AuthenticationMiddleware: it looks at some paths only."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        self.keys = [f"Bearer {key}".encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        guarded = scope["type"] == "http" and scope["path"].startswith(
+            ("/v1", "/v2", "/inference", "/cohere")
+        )
+        if guarded and dict(scope["headers"]).get(b"authorization") not in self.keys:
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
 class Server:
     """vLLM's API server as a plugin sees it: routes first, the plugin's behind them, state at the end."""
 
-    def __init__(self, model: TinyModel, *, starts: bool = True, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        model: TinyModel,
+        *,
+        starts: bool = True,
+        chat_template: str | None = None,
+        api_keys: Sequence[str] = (),
+    ) -> None:
         self.model = model
         self.template = model.reference.chat_template
         """What the engine renders with."""
@@ -45,6 +76,10 @@ class Server:
         self.app.post("/v1/chat/completions")(self.chat)
         self.app.post("/tokenize")(self.tokenize)
         self.plugin.attach_router(self.app)
+        self.asked: list[str | None] = []
+        """The credentials of requests to /v1/models."""
+        if api_keys:  # vLLM adds its middleware after the plugins' routes
+            self.app.add_middleware(Guard, keys=api_keys)
 
     async def health(self) -> Response:
         return Response()
@@ -52,7 +87,8 @@ class Server:
     async def version(self) -> Any:
         return {"version": "inside"}
 
-    async def models(self) -> Any:
+    async def models(self, request: Request) -> Any:
+        self.asked.append(request.headers.get("authorization"))
         return {"data": [{"id": "tiny", "root": "/not/this", "max_model_len": 4096}]}
 
     async def tokenize(self, request: Request) -> Any:
@@ -172,3 +208,176 @@ def test_settings_come_from_a_file(
     with run_server(Server(tiny_model).app) as url:
         answer = httpx.post(url + _TOKENS, json={"tokens": [1, 74]}, trust_env=False)
     assert answer.status_code == 413
+
+
+# --- credentials
+
+
+_TURN = {"tokens": [1, 74]}
+_ROUTES: list[tuple[str, str, Any]] = [
+    ("POST", _TOKENS, _TURN),
+    ("POST", "/chat/completions/tokens", _TURN),
+    ("POST", "/chat/completions/tokens/", _TURN),
+    ("POST", "/sessions/s/v1/chat/completions/tokens", _TURN),
+    ("POST", "/sessions/s/chat/completions/tokens", _TURN),
+    ("GET", "/v1/sessions", None),
+    ("GET", "/sessions", None),
+    ("POST", "/sessions/", {"id": "s"}),
+    ("GET", "/sessions/s/v1/sessions", None),
+]
+
+
+@pytest.fixture
+def guarded(tiny_model: TinyModel) -> Iterator[tuple[Server, httpx.Client]]:
+    server = Server(tiny_model, api_keys=["anna", "bert"])
+    with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        wait_until(lambda: client.get("/ready").status_code == 200)
+        yield server, client
+
+
+@pytest.mark.parametrize("method, path, body", _ROUTES, ids=[f"{m} {p}" for m, p, _ in _ROUTES])
+def test_turns_and_sessions_are_guarded_under_all_their_paths(
+    guarded: tuple[Server, httpx.Client], method: str, path: str, body: Any
+) -> None:
+    _, client = guarded
+    for headers in ({}, {"authorization": "Bearer eve"}, {"x-api-key": "anna"}):
+        assert client.request(method, path, json=body, headers=headers).status_code == 401
+    answer = client.request(method, path, json=body, headers={"authorization": "Bearer bert"})
+    assert answer.status_code in (200, 201), answer.text
+
+
+def test_each_key_that_vllm_accepts_is_a_tenant(
+    guarded: tuple[Server, httpx.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = guarded
+    tenants: list[str] = []
+
+    async def reply(self: object, request: ProxyRequest, services: object) -> tuple[int, object]:
+        tenants.append(request.tenant)
+        return 200, {}
+
+    monkeypatch.setattr("proxy.routes.sessions.Sessions.reply", reply)
+    server.asked.clear()
+    for _ in range(2):
+        for key in ("anna", "bert"):
+            for path in ("/v1/sessions", "/sessions", "/sessions/s/v1/sessions"):
+                client.get(path, headers={"authorization": f"Bearer {key}"})
+    anna, bert = (hashlib.blake2b(key, digest_size=16).hexdigest() for key in (b"anna", b"bert"))
+    assert tenants == [*[anna] * 3, *[bert] * 3] * 2
+    assert server.asked == ["Bearer anna", "Bearer bert"]  # each once; the guard answered those without a key
+
+
+@pytest.mark.parametrize("path", ["/ready", "/ready/", "/health", "/version"])
+def test_status_routes_stay_open(guarded: tuple[Server, httpx.Client], path: str) -> None:
+    assert guarded[1].get(path).status_code == 200
+
+
+def test_tokenize_stays_open(guarded: tuple[Server, httpx.Client]) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    answers = [guarded[1].post(path, json=body) for path in ("/tokenize", "/tokenize/")]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert guarded[1].post("/v1/tokenize", json=body).status_code == 401  # vLLM guards all of /v1
+
+
+def test_without_keys_everybody_is_one_tenant(server: Server, inside: httpx.Client) -> None:
+    server.asked.clear()
+    for headers in ({}, {"authorization": "Bearer anna"}):
+        assert inside.get("/sessions", headers=headers).status_code == 200
+    assert server.asked == [None]
+
+
+# --- aliases beside vLLM's own routes
+
+
+@pytest.mark.parametrize(
+    "alias", ["/chat/completions/tokens", "/v1/chat/completions/tokens/", "/v1/tokenize"]
+)
+def test_aliases_are_served_without_a_redirect(inside: httpx.Client, alias: str) -> None:
+    body = _TURN if alias.strip("/").endswith("tokens") else {"messages": _NEXT}
+    assert inside.post(alias, json=body, follow_redirects=False).status_code == 200
+
+
+def test_aliases_do_not_replace_vllms_own_routes(tiny_model: TinyModel) -> None:
+    app = FastAPI()
+
+    @app.post("/chat/completions")
+    @app.get("/sessions/{name}")
+    @app.post("/v1/chat/completions")
+    async def own() -> Any:
+        return "own"
+
+    TokenProxyPlugin(CollectorRegistry()).attach_router(app)
+    paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
+    assert paths.count("/chat/completions") == 1
+    assert paths.count("/sessions/{session}") == 0
+    assert paths.count("/v1/chat/completions") == 2  # of one path, vLLM lets the plugin's win
+    assert "/chat/completions/" in paths
+
+
+def test_the_page_shows_no_alias(inside: httpx.Client) -> None:
+    paths = inside.get("/openapi.json").json()["paths"]
+    assert not [path for path in paths if path.endswith("/") or path.startswith(("/chat", "/sessions"))]
+
+
+def test_vllms_own_redirects_stay(inside: httpx.Client) -> None:
+    assert inside.get("/version/", follow_redirects=False).status_code == 307
+
+
+# --- the end
+
+
+def _encoder_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("encode")]
+
+
+async def test_what_was_opened_is_closed_at_shutdown(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENPROXY_STORE", f"sqlite:///{tmp_path / 'history.db'}")
+    threads, tasks = _encoder_threads(), asyncio.all_tasks()
+    async with server.app.router.lifespan_context(server.app):
+        services = server.plugin._services_or_unavailable({})
+        await services.in_thread(lambda: None)
+        assert len(_encoder_threads()) == len(threads) + 1
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as client:
+            assert (await client.get("/v1/sessions")).status_code == 200
+        assert asyncio.all_tasks() > tasks
+    assert asyncio.all_tasks() == tasks
+    assert _encoder_threads() == threads
+    with pytest.raises(StoreError):
+        await services.history.store.usage()
+    with pytest.raises(EngineUnavailable, match="stopping"):
+        server.plugin._services_or_unavailable({})
+    await server.plugin.aclose()  # a second time does nothing
+
+
+async def test_the_state_of_vllms_lifespan_is_passed_on(tiny_model: TinyModel) -> None:
+    ended: list[bool] = []
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, str]]:
+        yield {"of": "vLLM"}
+        ended.append(True)
+
+    app = FastAPI(lifespan=lifespan)
+    TokenProxyPlugin(CollectorRegistry()).attach_router(app)
+    async with app.router.lifespan_context(app) as state:
+        assert state == {"of": "vLLM"}
+    assert ended == [True]
+
+
+async def test_a_store_that_cannot_be_closed_does_not_stop_vllm(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TOKENPROXY_STORE", "memory:")
+    threads = _encoder_threads()
+    async with server.app.router.lifespan_context(server.app):
+        services = server.plugin._services_or_unavailable({})
+
+        async def fail() -> None:
+            raise StoreError("gone")
+
+        monkeypatch.setattr(services.history.store, "aclose", fail)
+    assert "tokenproxy could not be closed in order" in caplog.text
+    assert _encoder_threads() == threads

@@ -49,7 +49,32 @@ async def test_what_the_engine_is(engine: HttpEngine, fake: FakeVllm) -> None:
 
 async def test_probes_are_small(engine: HttpEngine, fake: FakeVllm) -> None:
     await discover(engine)
-    assert [seen.json["max_tokens"] for seen in fake.seen(_CHAT)] == [1]
+    assert {seen.json["max_tokens"] for seen in fake.seen(_CHAT)} == {1}
+    assert len(fake.seen(_CHAT)) == 5
+
+
+@pytest.mark.parametrize("printed", [(), ("tool_choice",), ("response_format", "tool_choice")])
+async def test_fields_that_the_rendering_prints_are_found(
+    engine: HttpEngine, fake: FakeVllm, printed: tuple[str, ...]
+) -> None:
+    fake.printed = printed
+    assert (await discover(engine)).printed == frozenset(printed)
+
+
+@pytest.mark.parametrize(
+    "body, mode",
+    [
+        (b'{"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}', "processed_logprobs"),
+        (b'{"vllm_config": "text"}', ""),
+        (b"[]", ""),
+    ],
+)
+async def test_logprobs_mode_is_asked_where_it_can_be(
+    engine: HttpEngine, fake: FakeVllm, body: bytes, mode: str
+) -> None:
+    assert (await discover(engine)).logprobs_mode == ""
+    fake.canned["/server_info"] = Canned(body, headers={"content-type": "application/json"})
+    assert (await discover(engine)).logprobs_mode == mode
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from proxy.history.cache import TurnCache
 from proxy.history.completion import Completion, SampledChoice
@@ -11,7 +11,7 @@ from proxy.history.matcher import Match, Matcher
 from proxy.history.plan import Extended, Placement, PromptPlan, Rendered
 from proxy.history.recorder import NewTurn, new_turns
 from proxy.history.scope import Scope, scope_parts
-from proxy.history.store import Limits, Session, session_id
+from proxy.history.store import Limits, Session, Store, session_id
 from proxy.history.turn import new_id
 from proxy.stores.memory import MemoryStore
 from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef
@@ -108,7 +108,7 @@ class Record:
         """The turn that a request continues."""
         cache = TurnCache(2**24)
         with ThreadPoolExecutor(1) as executor:
-            matcher = Matcher(_Counting(self), cache, executor)  # type: ignore[arg-type]
+            matcher = Matcher(cast(Store, _Counting(self)), cache, executor)
             conversation = cache.parse(json.dumps(messages).encode())
             return await matcher.match(conversation, scope or scope_of(), rollout)
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.history import cache as module
+from proxy.history import conversation
 from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn, cached_turn, hash_ids
 from proxy.history.conversation import Conversation
@@ -30,7 +31,7 @@ def _parse(cache: TurnCache, messages: list[dict[str, Any]], **spelling: Any) ->
 def _parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The indexes of messages that are parsed from now on."""
     parsed: list[int] = []
-    original = module.parse_message
+    original = conversation.parse_message
 
     def counting(raw: bytes, index: int, before: Any) -> Any:
         parsed.append(index)

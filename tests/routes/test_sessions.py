@@ -1,5 +1,6 @@
 """Sessions: trees of turns, what they want of their requests, rewards and samples."""
 
+import json
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.history.store import MAX_DESCRIPTION_BYTES
 from proxy.samples.layouts import LAYOUTS
 from tests.fake_vllm import FakeVllm, Reply
 from tests.talk import CHAT, Message, Talk, call, result, user
@@ -86,6 +88,8 @@ _BAD: dict[str, tuple[str, str, Message, str]] = {
     "a reward of an unknown turn": ("POST", "/{}/reward", {"reward": 1, "turn": "x"}, "turn"),
     "rewards of unknown turns": ("POST", "/{}/reward", {"rewards": {"x": 1}}, "turn"),
     "rewards that are none": ("POST", "/{}/reward", {"rewards": [1]}, "rewards"),
+    "a cursor without a time": ("GET", "?before=x:y", {}, "before"),
+    "a cursor that is not a number": ("GET", "?before=nan:y", {}, "before"),
 }
 
 
@@ -98,7 +102,8 @@ def test_bad_requests(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_the_list_goes_page_by_page(client: httpx.Client, name: str) -> None:
+@pytest.mark.parametrize("by_number", [False, True])
+def test_the_list_goes_page_by_page(client: httpx.Client, name: str, by_number: bool) -> None:
     names = [f"{name}-{index}" for index in range(5)]
     for one in names:
         client.post(_SESSIONS, json={"id": one})
@@ -108,8 +113,56 @@ def test_the_list_goes_page_by_page(client: httpx.Client, name: str) -> None:
         page = client.get(_SESSIONS, params=query).json()
         assert page["object"] == "list"
         listed += [one["id"] for one in page["data"]]
-        query["before"] = repr(page["data"][-1]["used"])
+        query["before"] = repr(page["data"][-1]["used"]) if by_number else page["next"]
     assert listed[:5] == names[::-1]
+
+
+def test_the_last_page_has_no_next(client: httpx.Client, name: str) -> None:
+    client.post(_SESSIONS, json={"id": name})
+    everything = client.get(_SESSIONS, params={"limit": 1000}).json()
+    assert everything["next"] is None
+    first = client.get(_SESSIONS, params={"limit": 1}).json()
+    assert first["next"] == f"{first['data'][0]['used']!r}:{name}"
+    oldest = everything["data"][-1]
+    after = client.get(_SESSIONS, params={"before": f"{oldest['used']!r}:{oldest['id']}"}).json()
+    assert (after["data"], after["next"]) == ([], None)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+@pytest.mark.parametrize("body, param", [('{"reward": %s}', "reward"), ('{"rewards": {"": %s}}', "rewards")])
+def test_rewards_are_finite(client: httpx.Client, name: str, body: str, param: str, number: str) -> None:
+    client.post(_SESSIONS, json={"id": name})
+    answer = client.post(f"{_SESSIONS}/{name}/reward", content=body % number)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in (param, "body")  # NaN and Infinity are no JSON
+    assert _get(client, name)["reward"] is None
+
+
+@pytest.mark.parametrize("field", ["defaults", "overrides", "metadata"])
+def test_a_description_is_bounded(client: httpx.Client, name: str, field: str) -> None:
+    others = [other for other in ("defaults", "overrides", "metadata") if other != field]
+    room = MAX_DESCRIPTION_BYTES - len('{"a":""}') - 2 * len('{"a":1}')
+    largest = {"id": name, **{other: {"a": 1} for other in others}, field: {"a": "x" * room}}
+    assert _describe(client, largest).status_code == 201
+    # What a request leaves out stays, and counts
+    for over in ({**largest, field: {"a": "x" * (room + 1)}}, {"id": name, others[0]: {"a": 11}}):
+        refused = _describe(client, over)
+        error = refused.json()["error"]
+        expected = field if field in over else others[0]
+        assert (refused.status_code, error["param"]) == (400, expected)
+        assert f"`{expected}` is too large" in error["message"]
+        assert str(MAX_DESCRIPTION_BYTES + 1) in error["message"]
+    assert _get(client, name)[others[0]] == {"a": 1}
+    assert _describe(client, {"id": name, field: {}}).status_code == 200
+
+
+def _describe(client: httpx.Client, described: dict[str, Any]) -> httpx.Response:
+    return client.post(_SESSIONS, content=json.dumps(described, separators=(",", ":")))
+
+
+def test_an_unknown_session_is_named(client: httpx.Client) -> None:
+    error = client.get(f"{_SESSIONS}/nobody").json()["error"]
+    assert error["message"] == "unknown session 'nobody': never used, deleted, or evicted"
 
 
 @EVERY_SPELLING

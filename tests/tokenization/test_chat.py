@@ -111,7 +111,7 @@ def test_render_equals_transformers(
 )
 def test_the_law(tokenizer: ChatTokenizer, prompt: list[int], texts: list[str], thinking: bool) -> None:
     new = [{"role": "user", "content": text} for text in texts]
-    out = tokenizer.append(prompt, new, enable_thinking=thinking)
+    out = tokenizer.append(prompt, new, template_kwargs={"enable_thinking": thinking})
     assert out.prompt_ids[: len(prompt)] == prompt
     assert out.prompt_ids[len(prompt) :] == out.close_ids + out.suffix_ids
     assert out.close_ids == ([] if prompt[-1] == END else [END])
@@ -136,7 +136,7 @@ def test_what_is_appended_does_not_depend_on_the_prompt(tokenizer: ChatTokenizer
     [
         {"tools": _TOOLS},
         {"add_generation_prompt": False},
-        {"enable_thinking": False},
+        {"template_kwargs": {"enable_thinking": False}},
         {"new_messages": [{"role": "user", "content": "And then??"}]},
         {"new_messages": [{"role": "system", "content": "And then?"}]},
     ],
@@ -218,7 +218,7 @@ def test_a_tool_result_alone_has_its_call_before_it(tokenizer: ChatTokenizer) ->
 
 
 def test_stop_id(tokenizer: ChatTokenizer) -> None:
-    assert tokenizer.stop_id(tools=_TOOLS, enable_thinking=False) == END
+    assert tokenizer.stop_id(tools=_TOOLS, template_kwargs={"enable_thinking": False}) == END
 
 
 @pytest.mark.parametrize(
