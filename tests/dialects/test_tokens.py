@@ -205,7 +205,7 @@ def test_arguments_of_the_rendering_are_no_variables_of_a_template(client: httpx
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*inspect.signature(ChatTokenizer.continuation).parameters} - {"tools"})
+    "name", sorted({*inspect.signature(ChatTokenizer.continuation).parameters} - {"self", "tools"})
 )
 def test_variables_of_a_template_may_have_any_other_name(client: httpx.Client, name: str) -> None:
     """Those of our own functions too."""
