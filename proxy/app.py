@@ -69,14 +69,17 @@ def create_app(settings: Settings) -> FastAPI:
         return services
 
     async def send(request: Request) -> Response:
-        return await services_of({}).fleet.send(request)
+        return await services_of({}).fleet.send_to_any(request)
+
+    async def lend(credential: tuple[bytes, bytes]) -> None:
+        await services_of({}).fleet.lend_credential(credential)
 
     @app.exception_handler(Exception)
     async def unexpected(request: fastapi.Request, error: Exception) -> fastapi.Response:
         problem = ApiError("an unexpected error in the proxy; its log has the details")
         return fastapi.Response(problem.body(), problem.status, media_type="application/json")
 
-    credentials = EngineCredentials(send)
+    credentials = EngineCredentials(send, lend=lend)
     mount(app, services_of, _tenant_of(settings, credentials), inside_vllm=False)
     if settings.api_key:
         app.add_middleware(ApiKeys, keys=[key.get_secret_value() for key in settings.api_key])

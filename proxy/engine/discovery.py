@@ -9,7 +9,7 @@ import msgspec
 from proxy.engine.generate import DERENDER_PATH, GENERATE_PATH, RENDER_PATH, GenerateTokenIn
 from proxy.engine.protocol import Engine
 from proxy.engine.token_in import CHAT_PATH, ChatTokenIn, TokenIn, json_call
-from proxy.errors import ApiError, EngineBroken, Unsupported
+from proxy.errors import ApiError, EngineBroken, EngineUnavailable, Unsupported
 from proxy.http import Request
 
 log = logging.getLogger("tokenproxy")
@@ -29,6 +29,10 @@ NO_TOKEN_IN = (
     "this engine takes no prompt ids: upgrade vLLM to a version whose /v1/chat/completions honours "
     "`kv_transfer_params.prompt_token_ids`, or start it with --enable-scale-out"
 )
+
+
+class CredentialWanted(EngineUnavailable):
+    """The engine tells nothing without an API key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +120,14 @@ async def list_models(engine: Engine) -> list[Model]:
     """The models an engine serves, base model first.
 
     Raises:
-        EngineBroken: the engine wants an API key that it was not given.
+        CredentialWanted: the engine wants an API key, or another one.
         ApiError: the engine does not answer.
     """
     status, body = await ask(engine, Request("GET", "/v1/models"))
-    if status == 401:
-        raise EngineBroken(f"{engine.name} asks for an API key: set `upstream_api_key`")
+    if status in (401, 403):
+        raise CredentialWanted(
+            f"{engine.name} wants an API key: set `upstream_api_key`, or send requests with a key of its own"
+        )
     data = _json(body).get("data") if status == 200 else None
     entries = (
         [entry for entry in data if isinstance(entry, dict) and "id" in entry]

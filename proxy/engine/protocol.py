@@ -1,5 +1,6 @@
 """The protocol of an engine, whether it is reached over a socket or in the same process."""
 
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from proxy.http import Request, Response
@@ -8,7 +9,10 @@ from proxy.http import Request, Response
 class Engine(Protocol):
     """One vLLM."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Its URL, or a word for it: for logs and errors."""
+        ...
 
     async def send(self, request: Request) -> Response:
         """Send a request and wait for the head of the response.
@@ -23,3 +27,24 @@ class Engine(Protocol):
     async def aclose(self) -> None:
         """Close all connections."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWithCredential:
+    """An engine that gets a credential with the proxy's own questions."""
+
+    engine: Engine
+    credential: tuple[bytes, bytes]
+    """Header name and value."""
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        return self.engine.name
+
+    async def send(self, request: Request) -> Response:
+        """See `Engine.send`."""
+        return await self.engine.send(replace(request, headers=[*request.headers, self.credential]))
+
+    async def aclose(self) -> None:
+        """Nothing is held here: the engine belongs to whoever made it."""

@@ -50,6 +50,21 @@ class Fleet:
         """Send a request to the next replica. Raises as `on_replica` and `Engine.send`."""
         return await self.on_replica(lambda replica: replica.engine.send(request))
 
+    async def send_to_any(self, request: Request) -> Response:
+        """Send a request to a replica that is ready, or else to any that responds: it may want a credential.
+
+        Raises: as `send`.
+        """
+        waiting = [replica for replica in self.replicas if replica.wants_credential]
+        if waiting and not any(replica.ready for replica in self.replicas):
+            return await waiting[0].engine.send(request)
+        return await self.send(request)
+
+    async def lend_credential(self, credential: tuple[bytes, bytes]) -> None:
+        """Let replicas that tell nothing without a credential be asked with one that an engine accepts."""
+        for replica in self.replicas:
+            await replica.lend_credential(credential)
+
     async def on_replica(self, work: Callable[[Replica], Awaitable[T]], *, token_in: bool = False) -> T:
         """Do `work` on the next replica; one that accepts no connection is passed over.
 

@@ -6,8 +6,16 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from proxy.engine.discovery import NO_TOKEN_IN, Capabilities, Model, alive, discover, list_models
-from proxy.engine.protocol import Engine
+from proxy.engine.discovery import (
+    NO_TOKEN_IN,
+    Capabilities,
+    CredentialWanted,
+    Model,
+    alive,
+    discover,
+    list_models,
+)
+from proxy.engine.protocol import Engine, EngineWithCredential
 from proxy.errors import ApiError, EngineUnavailable, Unsupported
 from proxy.fleet.tokenizers import Tokenizers
 from tokenization import ChatTokenizer
@@ -39,6 +47,9 @@ class Replica:
         self._token_in = token_in
         self._interval_s = watch_interval_s
         self._problem = "not asked yet"
+        self._credential: tuple[bytes, bytes] | None = None
+        self.wants_credential = False
+        """Whether it cannot be asked what it can do without a credential that it accepts."""
         self._asked = asyncio.Event()
         self._suspect = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
@@ -57,6 +68,20 @@ class Replica:
         if self.capabilities is None:
             raise EngineUnavailable(self._problem)
         return self.capabilities
+
+    @property
+    def _asked_engine(self) -> Engine:
+        """The engine as the proxy asks it questions of its own: with a client's credential where it wants one."""
+        return (
+            self.engine if self._credential is None else EngineWithCredential(self.engine, self._credential)
+        )
+
+    async def lend_credential(self, credential: tuple[bytes, bytes]) -> None:
+        """Ask an engine that wants a credential what it can do, with one that it accepts from a client."""
+        if self.wants_credential:
+            self.wants_credential = False
+            self._credential = credential
+            await self._ask()
 
     def start(self) -> None:
         """Begin to watch. Must be called inside a running event loop."""
@@ -92,7 +117,7 @@ class Replica:
         known = self.known()
         if model in known.models:
             return True
-        models = await list_models(self.engine)
+        models = await list_models(self._asked_engine)
         if self.capabilities is known:
             self.capabilities = replace(known, models=tuple(m.name for m in models))
         return any(m.name == model for m in models)
@@ -163,7 +188,9 @@ class Replica:
             async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
                 if not await self._well():
                     raise EngineUnavailable(f"{self.engine.name} does not answer /health")
-                known = await discover(self.engine, self._token_in)
+                known = await discover(self._asked_engine, self._token_in)
+        except CredentialWanted as error:
+            self._problem, self.wants_credential = error.message, True
         except ApiError as error:
             self._problem = error.message
         except TimeoutError:
@@ -180,7 +207,7 @@ class Replica:
         self._asked.set()
 
     def _load_tokenizer(self, model: Model | None) -> "asyncio.Task[ChatTokenizer]":
-        task = asyncio.create_task(self._tokenizers.for_engine(self.engine, model))
+        task = asyncio.create_task(self._tokenizers.for_engine(self._asked_engine, model))
         task.add_done_callback(self._tokenizer_loaded)
         return task
 

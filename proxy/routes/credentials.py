@@ -69,10 +69,19 @@ class EngineCredentials:
     """
 
     def __init__(
-        self, send: Callable[[Request], Awaitable[Response]], clock: Callable[[], float] = time.monotonic
+        self,
+        send: Callable[[Request], Awaitable[Response]],
+        clock: Callable[[], float] = time.monotonic,
+        lend: Callable[[tuple[bytes, bytes]], Awaitable[None]] | None = None,
     ) -> None:
-        """`send` sends a request to the engine, through everything that guards it."""
+        """An empty cache of verdicts.
+
+        Args:
+            send: sends a request to the engine, through everything that guards it.
+            lend: called with each accepted credential: what the engine can do may not be known without one.
+        """
         self._send = send
+        self._lend = lend
         self._clock = clock
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._without: _Verdict | None = None
@@ -96,6 +105,8 @@ class EngineCredentials:
             )
         if not await self._accepts(credential):
             raise Unauthorized("the engine refuses this API key", code="invalid_api_key")
+        if self._lend is not None:
+            await self._lend(credential)
         return tenant_of_key(_key(credential[1]))
 
     async def aclose(self) -> None:
