@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -124,6 +125,20 @@ PAIRINGS = (
     *(Pairing(template, "bytes") for template in TEMPLATES.values()),
     *(Pairing(TEMPLATES[name], tokenizer) for name, tokenizer in _SENTENCEPIECE.items()),
 )
+
+SAMPLE = (
+    *("qwen3", "gptoss", "glm4moe", "gemma4", "llama3_2", "deepseekv3", "cohere2", "phi3"),
+    *("gemma3 on gemma_like", "phi3 on llama2_like", "llava_next on mistral_like"),
+)
+"""Names of the pairings in `make test-fast`: each tokenizer, and each way in which a turn ends."""
+EVERY_PAIRING = pytest.mark.parametrize(
+    "pairing",
+    [
+        pytest.param(pairing, id=pairing.name, marks=() if pairing.name in SAMPLE else pytest.mark.slow)
+        for pairing in PAIRINGS
+    ],
+)
+"""Runs a test with each pairing; with those that are not in the sample only in `make test`."""
 
 
 def save_tokenizer(pairing: Pairing, folder: Path) -> Any:
