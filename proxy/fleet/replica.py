@@ -71,10 +71,10 @@ class Replica:
 
     @property
     def _asked_engine(self) -> Engine:
-        """The engine as the proxy asks it questions of its own: with a client's credential where it wants one."""
-        return (
-            self.engine if self._credential is None else EngineWithCredential(self.engine, self._credential)
-        )
+        """The engine for the proxy's own questions: with a client's credential where it wants one."""
+        if self._credential is None:
+            return self.engine
+        return EngineWithCredential(self.engine, self._credential)
 
     async def lend_credential(self, credential: tuple[bytes, bytes]) -> None:
         """Ask an engine that wants a credential what it can do, with one that it accepts from a client."""

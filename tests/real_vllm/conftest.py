@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.real_vllm)
     items.sort(key=lambda item: item.get_closest_marker("kills_engine") is not None)
 
 

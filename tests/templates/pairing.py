@@ -1,6 +1,7 @@
 """A tokenizer for each template: a real vocabulary, cut short, with the model's own added tokens.
 
 Byte-level BPE comes from SmolLM2, the demo's model: its first merges, so that loading takes milliseconds.
+They are stored in a file, because the model's own package cannot be read without torch.
 Where the real model has a SentencePiece vocabulary, the template is paired a second time with a small one of
 the same build, because there a text's ids depend on what stands before it.
 """
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from proxy.demo.checkpoint import ensure_checkpoint
 from tests.templates.families import TEMPLATES, Family, Template
 
-_VOCAB_SIZE = 6000
+MERGES_FILE = Path(__file__).with_name("smollm2_merges.txt")
 _SPACE = "▁"
 _CORPUS = (
     "the weather in Zürich is sunny today and the clock in Oslo says nine " * 3,
@@ -40,20 +41,26 @@ class Pairing:
 
 
 @functools.cache
-def _first_merges() -> str:
-    """SmolLM2's tokenizer, with its first merges and without its added tokens, as JSON."""
-    description = json.loads((ensure_checkpoint() / "tokenizer.json").read_text("utf-8"))
-    added = {token["content"] for token in description["added_tokens"]}
-    model = description["model"]
-    by_rank = sorted(model["vocab"].keys() - added, key=model["vocab"].get)[:_VOCAB_SIZE]
-    model["vocab"] = {token: index for index, token in enumerate(by_rank)}
-    model["merges"] = [pair for pair in model["merges"] if {*pair, "".join(pair)} <= model["vocab"].keys()]
-    return json.dumps({**description, "added_tokens": [], "post_processor": None})
+def smollm2_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """SmolLM2's first 6,000 tokens that are not special, with their ids, and the merges that make them.
+
+    `MERGES_FILE` has the single characters on its first line, then one merge per line, by rank.
+    """
+    characters, *lines = MERGES_FILE.read_text("utf-8").splitlines()
+    merges = [(left, right) for left, right in map(str.split, lines)]
+    tokens = [*characters.split(), *(left + right for left, right in merges)]
+    return {token: index for index, token in enumerate(tokens)}, merges
 
 
 def byte_level() -> Tokenizer:
     """Bytes and real merges: what stands before a special token never matters behind it."""
-    return Tokenizer.from_str(_first_merges())
+    vocab, merges = smollm2_merges()
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _sentencepiece() -> Tokenizer:
@@ -118,6 +125,20 @@ PAIRINGS = (
     *(Pairing(template, "bytes") for template in TEMPLATES.values()),
     *(Pairing(TEMPLATES[name], tokenizer) for name, tokenizer in _SENTENCEPIECE.items()),
 )
+
+SAMPLE = (
+    *("qwen3", "gptoss", "glm4moe", "gemma4", "llama3_2", "deepseekv3", "cohere2", "phi3"),
+    *("gemma3 on gemma_like", "phi3 on llama2_like", "llava_next on mistral_like"),
+)
+"""Names of the pairings in `make test-fast`: each tokenizer, and each way in which a turn ends."""
+EVERY_PAIRING = pytest.mark.parametrize(
+    "pairing",
+    [
+        pytest.param(pairing, id=pairing.name, marks=() if pairing.name in SAMPLE else pytest.mark.slow)
+        for pairing in PAIRINGS
+    ],
+)
+"""Runs a test with each pairing; with those that are not in the sample only in `make test`."""
 
 
 def save_tokenizer(pairing: Pairing, folder: Path) -> Any:

@@ -1,10 +1,8 @@
-import pytest
-
 from tests.templates.exclusions import EXCLUDED
 from tests.templates.families import KWARGS, TEMPLATES, kwargs_of, template_files
 from tests.templates.matrix import Matrix
 from tests.templates.oracle import Impossible, Reason
-from tests.templates.pairing import PAIRINGS, Pairing
+from tests.templates.pairing import EVERY_PAIRING, Pairing
 from tests.templates.shapes import SHAPES, Shape
 
 
@@ -22,7 +20,7 @@ def test_exclusions_name_what_exists() -> None:
     assert {shape for _, shape in EXCLUDED} <= {shape.name for shape in SHAPES}
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS, ids=lambda pairing: pairing.name)
+@EVERY_PAIRING
 def test_exclusions_are_true_and_complete(matrix: Matrix, pairing: Pairing) -> None:
     template = pairing.template
     for name in kwargs_of(template):

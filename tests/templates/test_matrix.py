@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.templates.matrix import Cell, Matrix, Verdict, complaints
-from tests.templates.pairing import PAIRINGS, Pairing
+from tests.templates.pairing import EVERY_PAIRING, PAIRINGS, Pairing
 from tests.templates.report import README, Report, put_into
 from tests.templates.shapes import SHAPES
 from tokenization import Appended, TemplateUnsupported
@@ -13,12 +13,13 @@ from tokenization import Appended, TemplateUnsupported
 _REFUSED_AT_MOST = 0.03
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS, ids=lambda pairing: pairing.name)
+@EVERY_PAIRING
 def test_nothing_is_wrong(matrix: Matrix, pairing: Pairing) -> None:
     outcomes = matrix.outcomes(pairing)
     assert Verdict.WRONG not in {outcome.verdict for outcome in outcomes}, complaints(outcomes, Verdict.WRONG)
 
 
+@pytest.mark.slow
 def test_little_is_refused(matrix: Matrix) -> None:
     """A refusal is honest, but a package that refuses everything is of no use."""
     counted = Report(matrix.all_outcomes())
@@ -26,6 +27,7 @@ def test_little_is_refused(matrix: Matrix) -> None:
     assert counted.refused_share < _REFUSED_AT_MOST, f"{counted.markdown()}\n{refused}"
 
 
+@pytest.mark.slow
 def test_the_readme_shows_what_was_counted(matrix: Matrix) -> None:
     """`make templates` renews it."""
     page = README.read_text()

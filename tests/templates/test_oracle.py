@@ -6,7 +6,7 @@ import pytest
 from tests.templates.families import TEMPLATES
 from tests.templates.matrix import Matrix
 from tests.templates.oracle import Impossible
-from tests.templates.pairing import PAIRINGS, Pairing
+from tests.templates.pairing import EVERY_PAIRING, Pairing
 from tests.templates.sampling import ENDINGS, sampled_ids
 from tests.templates.shapes import SHAPES
 
@@ -136,7 +136,7 @@ def test_what_a_person_reads(matrix: Matrix, cell: tuple[str, str, str]) -> None
     assert trial.oracle.decode(trial.oracle.appended(turn.behind, sampled.taken)) == appended
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS, ids=lambda pairing: pairing.name)
+@EVERY_PAIRING
 def test_ids_behind_a_turn_are_those_of_the_whole_rendering(matrix: Matrix, pairing: Pairing) -> None:
     """The oracle encodes only what stands behind the turn; the engine would encode everything."""
     trial = matrix.trial(pairing)
@@ -151,7 +151,7 @@ def test_ids_behind_a_turn_are_those_of_the_whole_rendering(matrix: Matrix, pair
         assert trial.oracle.encode(whole)[-len(ids) :] == ids, shape.name
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS, ids=lambda pairing: pairing.name)
+@EVERY_PAIRING
 def test_sampled_ids_are_odd_ids_of_the_sampled_text(matrix: Matrix, pairing: Pairing) -> None:
     oracle = matrix.trial(pairing).oracle
     text = ENDINGS["own stop"](matrix.trial(pairing).turn(_SHAPES["odd text"], "none")).text
