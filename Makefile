@@ -34,8 +34,8 @@ format: dev  ## let ruff fix and format the code
 	@.venv/bin/ruff check --fix .
 	@.venv/bin/ruff format .
 
-templates: dev  ## count what is exact for which chat template, and renew the table in the README
-	@.venv/bin/python -m tests.templates.report --readme
+templates: dev  ## count what is exact for which chat template, and renew the table in docs/templates.md
+	@.venv/bin/python -m tests.templates.report --write
 
 bench: install  ## measure what the proxy adds to requests and to turns of conversations
 	@.venv/bin/python benchmarks/overhead.py

@@ -1,7 +1,7 @@
 """How many cells of the matrix come out exact, by family and kind of conversation.
 
 python -m tests.templates.report            prints the tables, and what is not exact
-python -m tests.templates.report --readme   puts the short one into README.md
+python -m tests.templates.report --write   puts the short one into docs/templates.md
 """
 
 import sys
@@ -15,7 +15,7 @@ from tests.templates.families import FAMILIES
 from tests.templates.matrix import Matrix, Outcome, Verdict, complaints
 from tests.templates.shapes import SHAPES
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "templates.md"
 BEGIN, END = "<!-- templates: made by `make templates` -->", "<!-- end of templates -->"
 
 
@@ -63,7 +63,7 @@ class Report:
         )
 
     def summary(self) -> str:
-        """A short table for the README: families, and all kinds of conversation together."""
+        """A short table for the docs: families, and all kinds of conversation together."""
         rows = {family.name: family.name for family in FAMILIES} | {"all": ""}
         verdicts = (Verdict.EXACT, Verdict.REFUSED, Verdict.WRONG, Verdict.EXCLUDED)
         lines = [_line(["family", *map(str, verdicts)]), _line(["---", *["---:"] * len(verdicts)])]
@@ -104,10 +104,10 @@ def _line(entries: list[str]) -> str:
 
 
 def main() -> None:
-    """Print the table, and what is not exact; or put the short table into the README."""
+    """Print the table, and what is not exact; or put the short table into the page of templates."""
     counted = report(lambda line: print(line, file=sys.stderr))
-    if "--readme" in sys.argv:
-        README.write_text(put_into(README.read_text(), counted.summary()))
+    if "--write" in sys.argv:
+        PAGE.write_text(put_into(PAGE.read_text(), counted.summary()))
     else:
         print(counted.markdown())
 
