@@ -19,26 +19,27 @@ from typing import Any
 ANSWER = "answer"
 """All of a request, but for HTTP and JSON towards the client."""
 STAGES = {
-    "read fields": "proxy.dialects.chat:parse",
-    "digest messages": "proxy.history.rollouts:Rollouts._read",
+    "parse request": "proxy.dialects.chat:ChatDialect.parse",
+    "parse messages": "proxy.history.placing:Placer.parse",
     "match": "proxy.history.matcher:Matcher.match",
-    "append": "proxy.history.rollouts:Rollouts._extend",
+    "pin": "{store}.pin",
+    "append": "proxy.history.planner:Planner._extend",
     "write request": "proxy.engine.token_in:chat_body",
     "engine, head": "proxy.engine.http:HttpEngine.send",
-    "engine, body": "proxy.engine.http:HttpAnswer.read",
-    "read answer": "proxy.turn.serve:take_whole",
-    "make turn": "proxy.history.rollouts:recorded",
+    "engine, body": "proxy.engine.http:HttpResponse.read",
+    "read completion": "proxy.turn.serve:read_completion",
+    "redact": "proxy.turn.serve:redact_completion",
+    "make turn": "proxy.history.recorder:new_turns",
     "commit": "{store}.add",
-    "keep at hand": "proxy.history.rollouts:make_known",
+    "cache": "proxy.history.cache:TurnCache.put",
 }
 """One after the other, each with the function that is timed."""
 INSIDE = {
     "match: find": "{store}.find",
     "match: path": "{store}.path",
-    "match: join": "proxy.history.matcher:read_known",
-    "beside: keep answer": "proxy.turn.serve:Conclusion.done",
+    "match: join": "proxy.history.matcher:read_turn",
 }
-"""Parts of stages, and what runs beside them."""
+"""Parts of stages."""
 _STORES = (
     "proxy.stores.memory:MemoryStore",
     "proxy.stores.sqlite:SqliteStore",
@@ -55,7 +56,7 @@ class Clocks:
         self._file = file
         self._spans: list[Span] = []
 
-    def wind_up(self) -> None:
+    def start(self) -> None:
         """Put a clock on every stage.
 
         Raises:
@@ -64,7 +65,7 @@ class Clocks:
         for name, target in (STAGES | INSIDE).items():
             for store in _STORES if "{store}" in target else ("",):
                 self._put(target.format(store=store), name)
-        self._put("proxy.dialects.chat:Chat.answer", ANSWER)
+        self._put("proxy.routes.turns:TurnRoute.answer", ANSWER)
 
     def _put(self, target: str, name: str) -> None:
         module, _, path = target.partition(":")
@@ -108,5 +109,5 @@ if __name__ == "__main__":
     out, *arguments = sys.argv[1:]
     from proxy.cli import main
 
-    Clocks(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)).wind_up()
+    Clocks(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)).start()
     sys.exit(main(arguments))

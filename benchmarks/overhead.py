@@ -16,7 +16,7 @@ if __name__ == "__main__":
 from benchmarks.cases import Case, cases
 from benchmarks.load import BadAnswer, check_same, latencies, throughput
 from benchmarks.processes import Cores, Proxy, StartError, noop_engine, pinned, proxy, write_tokenizer
-from benchmarks.report import Result, as_json, as_text, machine
+from benchmarks.report import Result, machine, overhead_json, overhead_text
 
 _DESCRIPTION = """\
 Measure what the proxy adds over a direct connection to an engine that does nothing.
@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = measure(chosen, QUICK if options.quick else FULL)
     except (StartError, BadAnswer) as error:
         return _fail(str(error))
-    print(as_text(results, about))
+    print(overhead_text(results, about))
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(results, about), indent=1) + "\n")
+        options.json.write_text(json.dumps(overhead_json(results, about), indent=1) + "\n")
     return 0
 
 

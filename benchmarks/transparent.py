@@ -20,9 +20,18 @@ from benchmarks.author import TOOLS, Author
 from benchmarks.clocked import read_clocks
 from benchmarks.load import BadAnswer
 from benchmarks.processes import Cores, Proxy, StartError, noop_engine, pinned, proxy, redis_server
-from benchmarks.report import QUIET, machine
+from benchmarks.report import (
+    ELSEWHERE,
+    QUIET,
+    RESTARTED,
+    SAME,
+    Measured,
+    Times,
+    machine,
+    turns_json,
+    turns_text,
+)
 from benchmarks.talk import Line, Talk, check_exact, expect, grown
-from benchmarks.transparent_report import ELSEWHERE, RESTARTED, WARM, Measured, Times, as_json, as_text
 from proxy.demo.checkpoint import ensure_checkpoint
 from proxy.demo.errors import DemoError
 from tokenization import ChatTokenizer, TokenizationError
@@ -98,13 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{name} {version(name)}" for name in ("uvicorn", "aiohttp", "msgspec", "tokenizers")
     )
     about = {**machine(), "libraries": libraries, "others": f"{measured.others:.0%}"}
-    print(as_text(measured, about))
+    print(turns_text(measured, about))
     if measured.others > QUIET:
         print(
             f"\nOther programs had {measured.others:.0%} of the proxy's core: measure again when they rest."
         )
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(measured, about), indent=1) + "\n")
+        options.json.write_text(json.dumps(turns_json(measured, about), indent=1) + "\n")
     return 0
 
 
@@ -184,7 +193,7 @@ class Bench:
             BadAnswer: see `measure`.
         """
         author = Author(tokenizer)
-        states = (WARM, ELSEWHERE, RESTARTED) if self.other else (WARM,)
+        states = (SAME, ELSEWHERE, RESTARTED) if self.other else (SAME,)
         rows = {state: Times(store, state) for state in states}
         talks = {}
         for length in effort.lengths:
@@ -195,7 +204,7 @@ class Bench:
             print(f"{store}: round {number + 1} of {effort.rounds} ...", file=sys.stderr)
             for length, talk in talks.items():
                 for turn in range(effort.turns):
-                    self._time(self.here, self._next(self.here, talk, author), rows[WARM], length)
+                    self._time(self.here, self._next(self.here, talk, author), rows[SAME], length)
                     if self.other and turn % 4 == 0:
                         elsewhere = self._next(self.here, self._next(self.other, talk, author), author)
                         self._time(self.other, elsewhere, rows[ELSEWHERE], length)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.cases import cases
 from benchmarks.clocked import ANSWER, INSIDE, STAGES, read_clocks
-from benchmarks.transparent_report import Measured, Times, as_json, as_text
+from benchmarks.report import Measured, Times, turns_json, turns_text
 
 ROOT = Path(__file__).parent.parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="pins processes to cores")
@@ -50,7 +50,7 @@ def test_quick_run_over_conversations_times_every_state_and_stage(tmp_path: Path
     assert run.returncode == 0, run.stderr
     assert "| SQLite, other process " in run.stdout
     rows = json.loads(written.read_text())["rows"]
-    assert [row["state"] for row in rows] == ["warm", "other process", "restarted"]
+    assert [row["state"] for row in rows] == ["same process", "other process", "restarted"]
     for row in rows:
         for stages in row["samples"]["stages_ms"].values():
             assert all(all(stages[stage]) for stage in STAGES), row["state"]
@@ -84,5 +84,5 @@ def test_what_is_added_is_compared_over_lengths_and_with_a_rendering() -> None:
     measured.rows = [times]
     assert (measured.growth(times), measured.gain(times, 4000)) == (4.0, 5.0)
     about = {"cores": "2", "cpu": "some", "others": "1%", "python": "3", "libraries": ""}
-    assert "MISSED" in as_text(measured, about)
-    assert as_json(measured, about)["rows"][0]["met"] is False
+    assert "MISSED" in turns_text(measured, about)
+    assert turns_json(measured, about)["rows"][0]["met"] is False

@@ -10,7 +10,9 @@ from proxy.demo.stack import EngineProcess
 from tests.real_vllm.conftest import Served
 
 _ROOT = Path(__file__).parents[2]
-_PAGES = "".join((_ROOT / page).read_text() for page in ("README.md", "docs/conversations.md"))
+_PAGES = "".join(
+    (_ROOT / page).read_text() for page in ("README.md", "docs/conversations.md", "docs/routes.md")
+)
 _BLOCKS = [
     block for block in re.findall(r"```python\n(.*?)```", _PAGES, re.DOTALL) if "127.0.0.1:8000" in block
 ]

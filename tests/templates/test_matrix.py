@@ -6,7 +6,7 @@ import pytest
 
 from tests.templates.matrix import Cell, Matrix, Verdict, complaints
 from tests.templates.pairing import EVERY_PAIRING, PAIRINGS, Pairing
-from tests.templates.report import README, Report, put_into
+from tests.templates.report import PAGE, Report, put_into
 from tests.templates.shapes import SHAPES
 from tokenization import Appended, TemplateUnsupported
 
@@ -30,7 +30,7 @@ def test_little_is_refused(matrix: Matrix) -> None:
 @pytest.mark.slow
 def test_the_readme_shows_what_was_counted(matrix: Matrix) -> None:
     """`make templates` renews it."""
-    page = README.read_text()
+    page = PAGE.read_text()
     assert put_into(page, Report(matrix.all_outcomes()).summary()) == page
 
 
