@@ -47,7 +47,9 @@ class TinyModel:
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> list[int]:
         """Ids of a conversation, with nothing of this project in between."""
-        kwargs = {**kwargs, "add_generation_prompt": add_generation_prompt, "tokenize": False}
+        # as in vLLM, fields of a request win over template arguments of the same name
+        kwargs = {**kwargs, "add_generation_prompt": add_generation_prompt, "continue_final_message": False}
+        kwargs["tokenize"] = False
         text = self.reference.apply_chat_template(messages, **kwargs)
         return self.encode(text)
 
