@@ -77,7 +77,8 @@ class TokenProxyPlugin:
         trust = settings.trust_remote_code or bool(getattr(args, "trust_remote_code", False))
         revision = getattr(args, "tokenizer_revision", None) or getattr(args, "revision", None)
         tokenizers = Tokenizers(source, template, trust, revision)
-        replica = Replica(self._engine, tokenizers, settings.token_in, settings.watch_interval_s)
+        mode = str(getattr(args, "logprobs_mode", None) or "")
+        replica = Replica(self._engine, tokenizers, settings.token_in, settings.watch_interval_s, mode)
         fleet = Fleet([replica])
         if settings.store == "memory:" and (getattr(args, "api_server_count", 1) or 1) > 1:
             log.warning(

@@ -37,8 +37,15 @@ class Replica:
     """
 
     def __init__(
-        self, engine: Engine, tokenizers: Tokenizers, token_in: str, watch_interval_s: float
+        self,
+        engine: Engine,
+        tokenizers: Tokenizers,
+        token_in: str,
+        watch_interval_s: float,
+        logprobs_mode: str = "",
     ) -> None:
+        """`logprobs_mode` is that of an engine that is known to have it; others are asked."""
+        self._logprobs_mode = logprobs_mode
         self.engine = engine
         self.capabilities: Capabilities | None = None
         self._tokenizers = tokenizers
@@ -199,6 +206,7 @@ class Replica:
             log.exception("asking %s what it can do failed", self.engine.name)
             self._problem = f"{self.engine.name}: {type(error).__name__}: {error}"
         else:
+            known = replace(known, logprobs_mode=known.logprobs_mode or self._logprobs_mode)
             self._announce(known)
             self.capabilities = known
             self._tokenizer = self._load_tokenizer(known.model)
