@@ -26,6 +26,7 @@ from proxy.turn.prompt_headers import add_prompt_headers
 from proxy.turn.reader import read_completion
 from proxy.turn.redactor import redact_completion
 from proxy.turn.request import ChatRequest
+from proxy.turn.required_prefix import FIELD as PREFIX_FIELD
 from proxy.turn.required_prefix import PrefixRefused, render_with_prefix
 from proxy.turn.services import Services
 from proxy.turn.stream import RecordedStream
@@ -57,7 +58,14 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
             return _replayed(attempt.earlier)
 
         async def exchange(replica: Replica) -> _Exchange:
-            return await _exchange(request, replica, services)
+            plan = await _plan(request, replica, services)
+            # from here to the end of the response: nobody evicts the rollout under a turn that runs
+            stack.enter_context(history.pins.hold(plan.placement.session.id))
+            try:
+                return _Exchange(plan, await _send(request, plan, replica, services))
+            except BaseException:
+                await history.planner.release(plan)
+                raise
 
         try:
             exchanged = await services.fleet.on_replica(exchange, token_in=request.needs_token_in)
@@ -67,7 +75,6 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
         plan, response = exchanged.plan, exchanged.response
         recording = history.recorder.start(plan)
         stack.push_async_callback(_release_unless_recorded, recording, services)
-        stack.enter_context(history.pins.hold(plan.placement.session.id))
         _count(plan, history.metrics)
         add_prompt_headers(response, plan)
         if response.status >= 400:
@@ -80,30 +87,24 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
         return await _record_whole(response, request, recording, attempt, services)
 
 
-async def _exchange(request: ChatRequest, replica: Replica, services: Services) -> _Exchange:
-    """Plan the prompt for one replica, and send it there."""
+async def _plan(request: ChatRequest, replica: Replica, services: Services) -> PromptPlan:
+    """Plan the prompt for one replica."""
     planner, model = services.history.planner, await served_model(replica, request)
-    if request.required_prefix is not None:
-        rendered = await render_with_prefix(request, replica, services)
-        plan = await planner.plan_prefix(request, rendered.prompt, rendered.prefix, model)
-    else:
-        plan = await planner.plan(request, model)
-    try:
-        return _Exchange(plan, await _send(request, plan, replica, services))
-    except BaseException:
-        await planner.release(plan)
-        raise
+    if request.required_prefix is None:
+        return await planner.plan(request, model)
+    rendered = await render_with_prefix(request, replica, services)
+    return await planner.plan_prefix(request, rendered.prompt, rendered.prefix, model)
 
 
 async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:
     recorded = plan.placement.conversation is not None
     fields = request_for_engine(request, evidence=recorded, logprobs=services.record_logprobs)
-    headers = request.headers
-    if recorded:
-        # what comes back is read here, so it must not be compressed
-        headers = [pair for pair in headers if pair[0] != b"accept-encoding"]
+    # the response is read here, so it must not be compressed
+    headers = [pair for pair in request.headers if pair[0] != b"accept-encoding"]
     if prompt := prompt_of(plan):
         name = request.given.field if request.given else "messages"
+        if request.required_prefix is not None:
+            name = PREFIX_FIELD
         token_in = replica.known().require_token_in()
         return await token_in.complete(replica.engine, TokenRequest(prompt, fields, headers, name))
     call = Request("POST", CHAT_PATH, headers, join(fields), repeatable=True)
