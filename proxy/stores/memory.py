@@ -59,7 +59,7 @@ class _ResponseRecord:
 
 
 class MemoryStore:
-    """Plain dictionaries. Calls never await, so none sees a half-finished other."""
+    """Plain dictionaries. Calls never await, so none sees another half-finished."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -122,8 +122,8 @@ class MemoryStore:
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
-        found = {key: self._index.find(key, self._rollout_of) for key in keys}
-        return {key: what for key, what in found.items() if what is not None}
+        results = {key: self._index.find(key, self._rollout_of) for key in keys}
+        return {key: found for key, found in results.items() if found is not None}
 
     async def evicted(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Store.evicted`."""

@@ -30,12 +30,12 @@ class MemoryIndex:
         self._groups: dict[bytes, dict[bytes, _Group]] = {}
 
     def put(self, turn: str, entries: Iterable[IndexEntry]) -> None:
-        """Let an open turn be found."""
+        """Add an open turn to the index."""
         for key, ids in entries:
             insort(self._groups.setdefault(key, {}).setdefault(ids, _Group()).open, turn)
 
     def set_open(self, turn: str, entries: Iterable[IndexEntry], open: bool) -> None:
-        """Note that a turn is open, or that it no longer is."""
+        """Make a turn open, or no longer open."""
         for key, ids in entries:
             group = self._groups[key][ids]
             source, target = (group.closed, group.open) if open else (group.open, group.closed)
@@ -43,7 +43,7 @@ class MemoryIndex:
             insort(target, turn)
 
     def remove(self, turn: str, entries: Iterable[IndexEntry], open: bool) -> None:
-        """Let a turn no longer be found."""
+        """Remove a turn from the index."""
         for key, ids in entries:
             groups = self._groups[key]
             group = groups[ids]

@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -103,10 +104,10 @@ class RedisStore:
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
-        rows = await self._run(redis_index_scripts.FIND, *keys) if keys else []
-        return {
-            keys[number]: Found(total, [_group(*group) for group in groups]) for number, total, groups in rows
-        }
+        if not keys:
+            return {}
+        parts = _read_reply(await self._run(redis_index_scripts.FIND, *keys))
+        return {keys[int(number)]: _read_found(parts) for number in parts}
 
     async def evicted(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Store.evicted`."""
@@ -174,11 +175,15 @@ class RedisStore:
             return []
         name = PREFIX + b"used" if tenant is None else _name("used", tenant)
         place = (repr(before.used), before.id) if before else ("", "")
-        rows = await self._run(redis_scripts.LIST_SESSIONS, name, limit, *place)
-        return [
-            _session(rollout.decode(), float(used), dict(zip(fields[::2], fields[1::2], strict=True)))
-            for rollout, used, fields in rows
-        ]
+        parts = _read_reply(await self._run(redis_scripts.LIST_SESSIONS, name, limit, *place))
+        sessions = []
+        for rollout in parts:
+            used, count = float(next(parts)), int(next(parts))
+            fields = list(islice(parts, count))
+            sessions.append(
+                _session(rollout.decode(), used, dict(zip(fields[::2], fields[1::2], strict=True)))
+            )
+        return sessions
 
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
@@ -282,12 +287,27 @@ def _member(response: StoredResponse) -> bytes:
     return pack_parts((response.id.encode(), response.key))
 
 
-def _group(ids: bytes, total: int, candidates: list[tuple[bytes, bytes, int]]) -> CandidateGroup:
-    return CandidateGroup(
-        ids,
-        total,
-        [Candidate(turn.decode(), rollout.decode(), bool(open)) for turn, rollout, open in candidates],
-    )
+def _read_reply(packed: bytes) -> Iterator[bytes]:
+    """The values of a script's reply: b"5:hello2:ab" becomes b"hello", b"ab"."""
+    start = 0
+    while start < len(packed):
+        colon = packed.index(b":", start)
+        start = colon + 1 + int(packed[start:colon])
+        yield packed[colon + 1 : start]
+
+
+def _read_found(parts: Iterator[bytes]) -> Found:
+    total, groups = int(next(parts)), int(next(parts))
+    return Found(total, [_read_group(parts) for _ in range(groups)])
+
+
+def _read_group(parts: Iterator[bytes]) -> CandidateGroup:
+    ids, total, candidates = next(parts), int(next(parts)), int(next(parts))
+    return CandidateGroup(ids, total, [_read_candidate(parts) for _ in range(candidates)])
+
+
+def _read_candidate(parts: Iterator[bytes]) -> Candidate:
+    return Candidate(next(parts).decode(), next(parts).decode(), next(parts) == b"1")
 
 
 def _session_arguments(session: Session) -> tuple[str | bytes | int, ...]:

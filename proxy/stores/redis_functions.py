@@ -33,7 +33,18 @@ local function parts_of(packed)
     return parts
 end
 """
-"""`parts_of` is the inverse of `packed.pack_parts`."""
+"""`p` is the prefix; `parts_of` is the inverse of `packed.pack_parts`."""
+
+REPLY = """
+local function reply(to, ...)
+    for _, value in ipairs({...}) do
+        value = tostring(value)
+        to[#to + 1] = #value .. ':' .. value
+    end
+end
+"""
+"""`reply` appends values to a list, each after its length: `5:hello`. A client reads one long string much
+faster than nested lists."""
 
 INDEX = (
     PARTS
@@ -60,11 +71,11 @@ end
 )
 
 SESSIONS = """
-local function save_use(rollout, tenant, used)
+local function set_used(rollout, tenant, used)
     redis.call('ZADD', p .. 'used', used, rollout)
     redis.call('ZADD', p .. 'used:' .. tenant, used, rollout)
 end
-local function use(rollout, now)
+local function touch(rollout, now)
     local tenant = redis.call('HGET', p .. 'rollout:' .. rollout, 'tenant')
     redis.call('ZADD', p .. 'used', 'GT', now, rollout)
     redis.call('ZADD', p .. 'used:' .. tenant, 'GT', now, rollout)
@@ -82,11 +93,11 @@ local function save_session(rollout, tenant, explicit, created, used, defaults, 
     redis.call('HSET', name, 'tenant', tenant, 'explicit', explicit, 'created', created,
         'defaults', defaults, 'overrides', overrides, 'metadata', metadata)
     redis.call('HINCRBY', name, 'size', growth)
-    save_use(rollout, tenant, used)
+    set_used(rollout, tenant, used)
     return redis.call('HINCRBY', p .. 'totals', 'size', growth)
 end
 """
-"""`save_session` takes what `redis._session_arguments` returns, and returns the bytes then held."""
+"""`save_session` takes what `redis._session_arguments` returns, and returns the bytes held afterwards."""
 
 REMOVE = (
     INDEX

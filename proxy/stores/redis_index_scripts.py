@@ -1,17 +1,18 @@
 """Lua scripts that find turns, and make them open or not. Each runs in one step of the server."""
 
 from proxy.history.store import FOUND_AT_MOST
-from proxy.stores.redis_functions import INDEX
+from proxy.stores.redis_functions import INDEX, REPLY
 
 FIND = (
     INDEX
+    + REPLY
     + f"local most, chunk = {FOUND_AT_MOST}, {4 * FOUND_AT_MOST}"
     + """
 -- The newest turn of a group: its first open member, or its first closed one.
 local function newest_of(members, start, stop)
-    local newest = turn_of(members[start])
+    local newest, flag = turn_of(members[start]), members[start]:byte(1) + 2
     for i = start + 1, stop do
-        if members[i]:byte(members[i]:byte(1) + 2) == 48 then
+        if members[i]:byte(flag) == 48 then
             local closed = turn_of(members[i])
             return closed > newest and closed or newest
         end
@@ -27,47 +28,47 @@ local function keep(kept, group)
     table.insert(kept, place + 1, group)
     kept[most + 1] = nil
 end
--- Reads members in chunks, from the last to the first, and skips what a chunk does not hold of a large group.
+-- Reads members in chunks, from the last to the first; skips the rest of a group that fills a chunk.
 local function groups_of(name)
     local kept, high, members = {}, '+', nil
     repeat
         members = redis.call('ZREVRANGEBYLEX', name, high, '-', 'LIMIT', 0, chunk)
-        local start = 1
+        local start, stop = 1, 0
         while start <= #members do
-            local prefix = members[start]:sub(1, members[start]:byte(1) + 1)
-            local stop = start
-            while stop < #members and members[stop + 1]:sub(1, #prefix) == prefix do
+            local length = members[start]:byte(1) + 1
+            local prefix = members[start]:sub(1, length)
+            stop = start
+            while stop < #members and members[stop + 1]:sub(1, length) == prefix do
                 stop = stop + 1
             end
             if stop == chunk and start > 1 then
-                high = '[' .. members[start]
+                -- it may go on in the next chunk, which begins with it
+                stop = start - 1
                 break
             end
-            local group = {ids = prefix:sub(2), total = stop - start + 1, members = members, start = start}
-            group.newest = newest_of(members, start, stop)
-            high = '(' .. members[stop]
+            local newest, total = newest_of(members, start, stop), stop - start + 1
             if stop == chunk then
-                high = '(' .. prefix
-                group.total = redis.call('ZLEXCOUNT', name, '[' .. prefix, '(' .. prefix .. '2')
-                local below = '(' .. prefix .. '1'
-                local closed = redis.call('ZREVRANGEBYLEX', name, below, high, 'LIMIT', 0, 1)[1]
-                if closed and turn_of(closed) > group.newest then
-                    group.newest = turn_of(closed)
+                local below, closed = '(' .. prefix .. '1', '[' .. prefix .. '0'
+                total = redis.call('ZLEXCOUNT', name, closed, '(' .. prefix .. '2')
+                closed = redis.call('ZREVRANGEBYLEX', name, below, closed, 'LIMIT', 0, 1)[1]
+                if closed and turn_of(closed) > newest then
+                    newest = turn_of(closed)
                 end
             end
-            keep(kept, group)
+            if #kept < most or newest > kept[most].newest then
+                local group = {prefix = prefix, total = total, newest = newest}
+                group.members, group.start = members, start
+                keep(kept, group)
+            end
             start = stop + 1
+        end
+        if stop == chunk then
+            high = '(' .. members[stop]:sub(1, members[stop]:byte(1) + 1)
+        elseif stop > 0 then
+            high = '(' .. members[stop]
         end
     until #members < chunk
     return kept
-end
-local function candidates_of(group)
-    local candidates = {}
-    for i = group.start, group.start + math.min(group.total, most) - 1 do
-        local turn = turn_of(group.members[i])
-        candidates[#candidates + 1] = {turn, rollout_of(turn), group.members[i]:byte(#group.ids + 2) - 48}
-    end
-    return candidates
 end
 local found = {}
 for i, key in ipairs(ARGV) do
@@ -75,18 +76,26 @@ for i, key in ipairs(ARGV) do
     local total = redis.call('ZCARD', name)
     if total > 0 then
         local groups = groups_of(name)
-        for j, group in ipairs(groups) do
-            groups[j] = {group.ids, group.total, candidates_of(group)}
+        reply(found, i - 1, total, #groups)
+        for _, group in ipairs(groups) do
+            local candidates = math.min(group.total, most)
+            reply(found, group.prefix:sub(2), group.total, candidates)
+            for j = group.start, group.start + candidates - 1 do
+                local member = group.members[j]
+                local turn = turn_of(member)
+                reply(found, turn, rollout_of(turn), member:sub(#group.prefix + 1, #group.prefix + 1))
+            end
         end
-        found[#found + 1] = {i - 1, total, groups}
     end
 end
-return found
+return table.concat(found)
 """
 )
-"""Keys. Returns for each that finds something its number from 0, how many turns, and for each group its ids,
-how many turns, and for each candidate turn, rollout, 1 or 0 for open. Turn ids are compared as the server's
-locale does, which for hexadecimal digits is the order of bytes."""
+"""Arguments: keys. Reply: for each key that finds something its index (from 0) and the numbers of turns and
+groups; for each group its ids and the numbers of turns and candidates; for each candidate turn, rollout, and
+1 if it is open.
+
+Turn ids are compared as the server's locale does, which for hexadecimal digits is the order of bytes."""
 
 CLAIM = (
     INDEX
@@ -99,7 +108,7 @@ set_open(ARGV[1], entries, 0)
 return 1
 """
 )
-"""turn. Returns whether it was open."""
+"""Arguments: turn. Reply: 1 if it was open."""
 
 RELEASE = (
     INDEX
@@ -111,4 +120,4 @@ if open == '0' and not continued then
 end
 """
 )
-"""turn."""
+"""Arguments: turn."""

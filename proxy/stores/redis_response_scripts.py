@@ -31,7 +31,7 @@ while left > most do
 end
 """
 )
-"""Packed id and key, now, packed response, bytes allowed."""
+"""Arguments: packed id and key, now, packed response, bytes allowed."""
 
 TAKE_RESPONSE = (
     _DROP_RESPONSE
@@ -43,7 +43,7 @@ drop(ARGV[1])
 return 1
 """
 )
-"""Packed id and key. Returns whether it was there."""
+"""Arguments: packed id and key. Reply: 1 if it was there."""
 
 DROP_OLD_RESPONSES = (
     _DROP_RESPONSE
@@ -55,4 +55,4 @@ end
 return #old
 """
 )
-"""Time before which responses are dropped, how many in one step. Returns how many were."""
+"""Arguments: time before which responses are dropped, number to drop in one step. Reply: number dropped."""

@@ -1,19 +1,19 @@
 """Lua scripts that add, list and remove turns and sessions. Each runs in one step of the server."""
 
-from proxy.stores.redis_functions import INDEX, PARTS, REMOVE, SESSIONS
+from proxy.stores.redis_functions import INDEX, PARTS, REMOVE, REPLY, SESSIONS
 
 ADD = (
     INDEX
     + SESSIONS
     + """
 local rollout, now = ARGV[1], ARGV[9]
-local function flag(other)
-    redis.call('HSET', p .. 'rollout:' .. other, 'ambiguous', 1)
+local function flag(ambiguous)
+    redis.call('HSET', p .. 'rollout:' .. ambiguous, 'ambiguous', 1)
 end
-local function flag_if_other(member)
-    local other = rollout_of(turn_of(member))
-    if other ~= rollout then
-        flag(other)
+local function flag_with(member)
+    local owner = rollout_of(turn_of(member))
+    if owner ~= rollout then
+        flag(owner)
         flag(rollout)
     end
 end
@@ -22,9 +22,9 @@ end
 local function flag_equal(name)
     local last = redis.call('ZREVRANGE', name, 0, 0)[1]
     if last then
-        flag_if_other(last)
+        flag_with(last)
         for _, member in ipairs(redis.call('ZRANGEBYLEX', name, '[\\0', '(\\1')) do
-            flag_if_other(member)
+            flag_with(member)
         end
     end
 end
@@ -72,42 +72,47 @@ for _, parent in ipairs(parents) do
         end
     end
 end
-use(rollout, now)
+touch(rollout, now)
 redis.call('HINCRBY', p .. 'rollout:' .. rollout, 'turns', added)
 redis.call('HINCRBY', p .. 'rollout:' .. rollout, 'size', size)
 redis.call('HINCRBY', p .. 'totals', 'turns', added)
 return redis.call('HINCRBY', p .. 'totals', 'size', size)
 """
 )
-"""The session, now, and for each turn: id, parent or '', prompt_turn or '', 1 if it makes the session
-ambiguous, packed entries, packed turn. Returns the bytes then held; 0 if nothing was new."""
+"""Arguments: the session (8, see `redis._session_arguments`), now; for each turn its id, parent or '',
+prompt_turn or '', 1 if it makes the session ambiguous, packed entries, packed turn.
+Reply: bytes held afterwards; 0 if no turn was new."""
 
 SAVE_SESSION = f"{PARTS}{SESSIONS}return save_session(unpack(ARGV))"
-"""The session. Returns the bytes then held."""
+"""Arguments: the session. Reply: bytes held afterwards."""
 
 PIN = (
     PARTS
     + SESSIONS
     + """
-local rollout, now, till = ARGV[1], ARGV[2], ARGV[3]
+local rollout, now, pinned_until = ARGV[1], ARGV[2], ARGV[3]
 local name = p .. 'rollout:' .. rollout
 if redis.call('EXISTS', name) == 1 then
-    use(rollout, now)
-    if tonumber(redis.call('HGET', name, 'pinned_until') or 0) < tonumber(till) then
-        redis.call('HSET', name, 'pinned_until', till)
+    touch(rollout, now)
+    if tonumber(redis.call('HGET', name, 'pinned_until') or 0) < tonumber(pinned_until) then
+        redis.call('HSET', name, 'pinned_until', pinned_until)
     end
 end
 """
 )
-"""rollout, now, until."""
+"""Arguments: rollout, now, until."""
 
-LIST_SESSIONS = """
+LIST_SESSIONS = (
+    REPLY
+    + """
 local name, limit, used, id = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 -- not `<`, which depends on the server's locale
 local function before(left, right)
     for i = 1, math.min(#left, #right) do
         local a, b = left:byte(i), right:byte(i)
-        if a ~= b then return a < b end
+        if a ~= b then
+            return a < b
+        end
     end
     return #left < #right
 end
@@ -128,12 +133,15 @@ local found = redis.call('ZREVRANGE', name, first, first + limit - 1, 'WITHSCORE
 local sessions = {}
 for i = 1, #found, 2 do
     local fields = redis.call('HGETALL', KEYS[1] .. 'rollout:' .. found[i])
-    sessions[#sessions + 1] = {found[i], found[i + 1], fields}
+    reply(sessions, found[i], found[i + 1], #fields)
+    reply(sessions, unpack(fields))
 end
-return sessions
+return table.concat(sessions)
 """
-"""Name of a sorted set, limit, `used` and id of the cursor, both '' if there is none. Returns for each
-session its id, `used` and the fields of its hash."""
+)
+"""Arguments: name of a sorted set, limit, `used` and id of the cursor (both '' if there is none).
+Reply: for each session its id, `used`, the number of strings that follow, the fields of its hash, each with
+its value."""
 
 EVICT = (
     REMOVE
@@ -174,9 +182,9 @@ remember_evicted(keys, limit)
 return {rollouts, turns, size}
 """
 )
-"""A rollout to evict last or '', bytes to reach, bytes allowed, time before which a last use is too old, now,
-evicted keys to remember, rollouts and turns in one step. Returns how many rollouts, turns and bytes were
-evicted; 0 if nothing needs to be."""
+"""Arguments: a rollout to evict last or '', bytes to reach, bytes allowed, time before which a last use is
+too old, now, number of evicted keys to remember, rollouts and turns to evict in one step.
+Reply: numbers of rollouts, turns and bytes that were evicted; all 0 if nothing had to be."""
 
 DELETE = (
     REMOVE
@@ -188,7 +196,7 @@ remove(ARGV[1], {})
 return 1
 """
 )
-"""rollout. Returns whether there was one."""
+"""Arguments: rollout. Reply: 1 if there was one."""
 
 SET_REWARDS = """
 if redis.call('EXISTS', KEYS[1] .. 'rollout:' .. ARGV[1]) == 0 then
@@ -199,7 +207,7 @@ for i = 2, #ARGV, 2 do
 end
 return 1
 """
-"""rollout, and turn and reward of each. Returns whether there is such a rollout."""
+"""Arguments: rollout; for each reward turn and value. Reply: 1 if there is such a rollout."""
 
 PATH = """
 local found, seen, turn, holders = {}, {}, ARGV[1], {}
@@ -220,5 +228,5 @@ for _, holder in ipairs(holders) do
 end
 return found
 """
-"""turn. Returns the packed turns of its path and those that hold prompts for them, in any order; nothing if a
-turn of the path is missing."""
+"""Arguments: turn. Reply: the packed turns of its path and those that hold prompts for them, in any order;
+nothing if a turn of the path is missing."""

@@ -25,7 +25,7 @@ ORDER BY entries.open DESC, turn DESC LIMIT {FOUND_AT_MOST}
 
 
 def put_entries(connection: sqlite3.Connection, turn: str, entries: Iterable[IndexEntry]) -> None:
-    """Let an open turn be found."""
+    """Add an open turn to the index."""
     rows = [(key, ids, turn) for key, ids in entries]
     connection.executemany("INSERT OR IGNORE INTO entries VALUES (?, ?, 1, ?)", rows)
 
@@ -33,7 +33,7 @@ def put_entries(connection: sqlite3.Connection, turn: str, entries: Iterable[Ind
 def remove_entries(
     connection: sqlite3.Connection, turn: str, entries: Iterable[IndexEntry], open: bool
 ) -> None:
-    """Let a turn no longer be found."""
+    """Remove a turn from the index."""
     rows = [(key, ids, open, turn) for key, ids in entries]
     connection.executemany("DELETE FROM entries WHERE key = ? AND ids = ? AND open = ? AND turn = ?", rows)
 
@@ -41,18 +41,20 @@ def remove_entries(
 def find(connection: sqlite3.Connection, keys: Sequence[bytes]) -> dict[bytes, Found]:
     """See `Store.find`."""
     groups: dict[bytes, list[tuple[bytes, int, str]]] = {}
-    for start in range(0, len(keys), _KEYS_AT_ONCE):
-        some = keys[start : start + _KEYS_AT_ONCE]
+    distinct = list(dict.fromkeys(keys))
+    for start in range(0, len(distinct), _KEYS_AT_ONCE):
+        chunk = distinct[start : start + _KEYS_AT_ONCE]
         query = f"""
-            SELECT key, ids, count(*), max(turn) FROM entries WHERE key IN ({",".join("?" * len(some))})
+            SELECT key, ids, count(*), max(turn) FROM entries WHERE key IN ({",".join("?" * len(chunk))})
             GROUP BY key, ids
         """
-        for key, *group in connection.execute(query, some):
+        for key, *group in connection.execute(query, chunk):
             groups.setdefault(key, []).append(tuple(group))
-    return {key: _found(connection, key, of_key) for key, of_key in groups.items()}
+    return {key: _found(connection, key, key_groups) for key, key_groups in groups.items()}
 
 
 def _found(connection: sqlite3.Connection, key: bytes, groups: Sequence[tuple[bytes, int, str]]) -> Found:
+    """What is under a key, from its groups: ids, number of turns, newest turn."""
     newest = heapq.nlargest(FOUND_AT_MOST, groups, key=lambda group: group[2])
     total = sum(count for _, count, _ in groups)
     return Found(
@@ -68,9 +70,11 @@ def _candidates(connection: sqlite3.Connection, key: bytes, ids: bytes) -> list[
 def claim(connection: sqlite3.Connection, turn: str) -> bool:
     """See `Store.claim`."""
     row = connection.execute("SELECT entries FROM turns WHERE id = ? AND open", (turn,)).fetchone()
-    if row is not None:
-        _set_open(connection, turn, row[0], False)
-    return row is not None
+    if row is None:
+        return False
+    connection.execute("UPDATE turns SET open = 0 WHERE id = ?", (turn,))
+    _move_entries(connection, turn, row[0], open=False)
+    return True
 
 
 def release(connection: sqlite3.Connection, turn: str) -> None:
@@ -78,20 +82,21 @@ def release(connection: sqlite3.Connection, turn: str) -> None:
     query = "SELECT entries FROM turns WHERE id = ? AND NOT open AND NOT continued"
     row = connection.execute(query, (turn,)).fetchone()
     if row is not None:
-        _set_open(connection, turn, row[0], True)
+        connection.execute("UPDATE turns SET open = 1 WHERE id = ?", (turn,))
+        _move_entries(connection, turn, row[0], open=True)
 
 
 def mark_continued(connection: sqlite3.Connection, turn: str) -> None:
     """Note that a turn was recorded that continues this one: it is never open again."""
     row = connection.execute("SELECT open, entries FROM turns WHERE id = ?", (turn,)).fetchone()
     if row is not None:
-        connection.execute("UPDATE turns SET continued = 1 WHERE id = ?", (turn,))
+        connection.execute("UPDATE turns SET open = 0, continued = 1 WHERE id = ?", (turn,))
         if row[0]:
-            _set_open(connection, turn, row[1], False)
+            _move_entries(connection, turn, row[1], open=False)
 
 
-def _set_open(connection: sqlite3.Connection, turn: str, packed_entries: bytes, open: bool) -> None:
-    connection.execute("UPDATE turns SET open = ? WHERE id = ?", (open, turn))
+def _move_entries(connection: sqlite3.Connection, turn: str, packed_entries: bytes, *, open: bool) -> None:
+    """Move a turn's entries to where open turns are, or from there."""
     rows = [(open, key, ids, not open, turn) for key, ids in unpack_entries(packed_entries)]
     update = "UPDATE entries SET open = ? WHERE key = ? AND ids = ? AND open = ? AND turn = ?"
     connection.executemany(update, rows)
@@ -103,7 +108,8 @@ def flag_ambiguous(
     """Make sessions ambiguous because of a turn whose entries are about to be put.
 
     Args:
-        own: whether its own session is ambiguous in any case.
+        rollout: of the turn.
+        own: whether the turn makes its own session ambiguous in any case.
     """
     rollouts: set[str] = set()
     for key in {key for key, ids in entries if ids}:

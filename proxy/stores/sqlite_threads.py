@@ -156,7 +156,9 @@ class Database:
                 try:
                     return work(connection)
                 finally:
-                    connection.execute("ROLLBACK")
+                    # some errors end the transaction by themselves
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
         finally:
             self._idle.put(connection)
 

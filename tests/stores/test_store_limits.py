@@ -2,10 +2,12 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from proxy.history.store import Evicted, Limits, Store, Usage
+from proxy.stores.eviction import STEP, evict_in_steps
 from tests.stores.store_utils import add, digest_of, entry, make_response, make_session, make_turn, opened
 
 _LIMIT = 20_000
@@ -190,14 +192,46 @@ async def test_a_description_that_exceeds_the_limit_alone(url: str) -> None:
 
 async def test_more_is_evicted_than_one_step_may(url: str) -> None:
     async with opened(url, Limits(max_bytes=10**6)) as store:
-        sessions = [make_session(f"r{number:04}") for number in range(1200)]
+        sessions = [make_session(f"r{number:04}") for number in range(600)]
         turns = [make_turn(session.id, completion=b"") for session in sessions]
         await asyncio.gather(*(add(store, turn, entry(turn.rollout)) for turn in turns))
         evicted = await add(store, make_turn("large", completion=b"x" * 999_700))
-        assert evicted.turns == 1200
+        assert evicted.turns == 600
         assert await _names(store) == ["large"]
         keys = [digest_of(turn.rollout) for turn in turns]
         assert await store.evicted(keys) == set(keys)
+
+
+async def test_eviction_goes_in_short_steps_one_at_a_time(
+    shared_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[Evicted] = []
+    running = 0
+
+    async def evict_and_note(lock: asyncio.Lock, step: Callable[[], Awaitable[Evicted]]) -> Evicted:
+        async def noted() -> Evicted:
+            nonlocal running
+            running += 1
+            assert running == 1
+            steps.append(await step())
+            running -= 1
+            return steps[-1]
+
+        return await evict_in_steps(lock, noted)
+
+    module = "sqlite" if shared_url.startswith("sqlite") else "redis"
+    monkeypatch.setattr(f"proxy.stores.{module}.evict_in_steps", evict_and_note)
+    async with opened(shared_url, Limits(max_bytes=10**6)) as store:
+        turns = [make_turn(f"r{number}", completion=b"") for number in range(600)]
+        await asyncio.gather(*(add(store, turn) for turn in turns))
+        large = [make_turn(f"large{number}", completion=b"x" * 600_000) for number in range(3)]
+        await asyncio.gather(*(add(store, turn) for turn in large))
+        assert (await store.usage()).size <= 10**6
+        for name in await _names(store):
+            await _save(store, name, used=1.0)
+        await store.evict()
+    assert sum(step.turns for step in steps) == 603
+    assert all(step.rollouts + step.turns <= STEP + 1 for step in steps)
 
 
 async def test_concurrent_calls_keep_the_limit(url: str) -> None:
@@ -288,8 +322,8 @@ async def test_responses_keep_their_limit(url: str) -> None:
 
 async def test_one_response_may_displace_many(url: str) -> None:
     async with opened(url, Limits(response_bytes=200_000)) as store:
-        await asyncio.gather(*(store.keep_response(make_response(b"k")) for _ in range(1200)))
-        assert len(await store.responses(b"k")) == 1200
+        await asyncio.gather(*(store.keep_response(make_response(b"k")) for _ in range(600)))
+        assert len(await store.responses(b"k")) == 600
         large = make_response(b"k", body=bytes(199_000))
         await store.keep_response(large)
         assert (await store.responses(b"k"))[0] == large and len(await store.responses(b"k")) < 30

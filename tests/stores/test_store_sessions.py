@@ -117,6 +117,7 @@ async def _pages(store: Store, limit: int, **options: Any) -> list[list[str]]:
     before = None
     while page := await store.sessions(limit=limit, before=before, **options):
         pages.append([session.id for session in page])
+        assert len(pages) < 100
         before = Cursor(page[-1].used, page[-1].id)
     return pages
 
