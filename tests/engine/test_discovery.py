@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.engine.discovery import alive, discover
+from proxy.engine.discovery import CredentialWanted, alive, discover
 from proxy.engine.http import HttpEngine
 from proxy.errors import EngineBroken, EngineUnavailable, Unsupported
 from tests.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Variant
@@ -102,7 +102,7 @@ async def test_models_that_are_nonsense(engine: HttpEngine, fake: FakeVllm, body
 
 async def test_an_engine_that_wants_a_key(engine: HttpEngine, fake: FakeVllm) -> None:
     fake.api_keys = ("secret",)
-    with pytest.raises(EngineBroken, match="set `upstream_api_key`"):
+    with pytest.raises(CredentialWanted, match="set `upstream_api_key`"):
         await discover(engine)
 
 

@@ -102,10 +102,10 @@ async def test_rewritten_messages_are_recognised(mortal_engine: EngineProcess, i
     assert sum(bool(message.get("reasoning")) and bool(message.get("content")) for message in spoken) >= 2
 
 
-async def test_a_retry_gets_the_first_answer_and_makes_no_fork(server: Served) -> None:
-    async with open_client(f"{server.url}/v1") as client:
-        talks = [Talk(client, stream) for stream in (False, True)]
-        for talk in talks:
+async def test_a_retry_in_a_session_gets_the_first_answer_and_makes_no_fork(server: Served) -> None:
+    for stream in (False, True):
+        async with open_client(f"{server.url}/sessions/{uuid4().hex}/v1") as client:
+            talk = Talk(client, stream)
             talk.options = {"extra_body": {"return_token_ids": True}}
             for text in (f"Say something about {uuid4().hex}.", "And then?", "Why?"):
                 turn = await talk.say(text)

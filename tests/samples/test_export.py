@@ -4,13 +4,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pyarrow.parquet
 import pytest
 
-from proxy.history.store import Cursor, Session, Store
+from proxy.history.store import Cursor, Limits, Session, Store
 from proxy.history.turn import Turn
 from proxy.samples import export as module
 from proxy.samples.export import (
@@ -25,12 +25,12 @@ from proxy.samples.export import (
 )
 from proxy.samples.layouts import LAYOUTS
 from proxy.samples.samples import samples_of
-from tests.samples.rollout_store import RolloutStore
+from proxy.stores.memory import MemoryStore
 from tests.samples.trees import child, rollout, root
 
 
 def _empty_store() -> Store:
-    return cast(Store, RolloutStore())  # MemoryStore(Limits()), as soon as it follows the new protocol
+    return MemoryStore(Limits())
 
 
 async def _filled(ids: Iterable[str]) -> Store:

@@ -123,12 +123,14 @@ class Trial:
         history: list[Message] | None,
     ) -> tuple[Verdict, str]:
         id_of = self.oracle.tokenizer.convert_tokens_to_ids
+        kwargs = dict(KWARGS[cell.kwargs])
         options: dict[str, Any] = {
+            "add_generation_prompt": kwargs.pop("add_generation_prompt", True),
             "history": history,
             "tools": TOOLS if cell.shape.with_tools else None,
             "finish_reason": sampled.finish_reason,
             "stop_reason": sampled.stop_reason(self.pairing.template.family.eos, id_of),
-            "template_kwargs": KWARGS[cell.kwargs],
+            "template_kwargs": kwargs,
         }
         try:
             out = self.subject.append(list(prompt_ids), cell.shape.new, **options)
