@@ -17,6 +17,8 @@ from proxy.vllm_plugin import CONFIG_VARIABLE
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("**/*.md"))]
+_OTHER_PAGES = [_ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")]
+"""Their links and commands must be right, but what only they mention is not documented."""
 _TEXT = "\n".join(page.read_text() for page in _PAGES)
 _SOURCES = "\n".join(path.read_text() for path in sorted((_ROOT / "proxy").glob("**/*.py")))
 _HEADERS = set(re.findall(r'b"(x-(?:prompt-\w+|session-id|turn-id|request-replayed))"', _SOURCES))
@@ -93,7 +95,19 @@ def test_python_in_the_pages(code: str) -> None:
             assert {alias.name for alias in node.names} <= set(tokenization.__all__)
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+every_page = pytest.mark.parametrize(
+    "page", [*_PAGES, *_OTHER_PAGES], ids=lambda page: str(page.relative_to(_ROOT))
+)
+
+
+@every_page
+def test_commands_of_make_exist(page: Path) -> None:
+    targets = set(re.findall(r"(?m)^([a-z-]+):", (_ROOT / "Makefile").read_text()))
+    commands = re.findall(r"(?:`|\$ )make ((?:[a-z-]+ ?)+)", page.read_text())
+    assert {word for command in commands for word in command.split()} <= targets
+
+
+@every_page
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
