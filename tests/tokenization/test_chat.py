@@ -165,23 +165,23 @@ def test_many_threads_at_once(tokenizer: ChatTokenizer) -> None:
 
 def test_each_thread_has_a_tokenizer_of_its_own(tokenizer: ChatTokenizer) -> None:
     """One that threads share may fail with "Already borrowed"."""
-    mine = tokenizer._own_backend()
+    mine = tokenizer._thread_backend()
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(tokenizer._own_backend).result() is not mine
-    assert tokenizer._own_backend() is mine
+        assert thread.submit(tokenizer._thread_backend).result() is not mine
+    assert tokenizer._thread_backend() is mine
 
 
 _TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
 _UNSUPPORTED = {
-    "goes on with 'toolsun'": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
-    "merge that with what the model sampled": (
+    "continues with 'toolsun'": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
+    "merge that with the sampled text": (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     ),
     "prints nothing of an assistant turn": (
         "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if loop.last or m.role != 'assistant' %}"
         "{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     ),
-    "details of earlier messages beside the new ones": (
+    "details of earlier messages next to the new ones": (
         "{% for m in messages %}"
         + _TURN
         + "{% if not m.tool_calls %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"

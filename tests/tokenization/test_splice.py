@@ -51,8 +51,8 @@ def test_the_models_ids_come_first_and_the_new_ones_last(
 @pytest.mark.parametrize(
     "template_prefix, template, complaint",
     [
-        ([11, 1001], [11, 1001, 21], "ends no turn with token 2"),
-        ([], [], "ends no turn with token 2"),
+        ([11, 1001], [11, 1001, 21], "holds no stop token 2"),
+        ([], [], "holds no stop token 2"),
         ([11, 1001, 2], [11, 1002, 2, 21], "differently"),
         ([11, 1001, 2], [11, 1001], "differently"),
     ],
