@@ -1,16 +1,16 @@
 """Exact token ids for chat conversations.
 
-Given the ids an engine consumed and sampled so far, and messages to put after them, this package
-produces the next prompt without re-tokenising anything that is already ids. It knows nothing of
-HTTP, engines or storage, and can be used on its own:
+Given the ids of a conversation so far (prompt and completion) and new messages, this package builds the
+next prompt without re-tokenising the ids. It depends on no HTTP framework, engine or storage, so it can be
+used on its own:
 
     from tokenization import ChatTokenizer
 
     tokenizer = ChatTokenizer.load("path/to/model")
     prompt = tokenizer.render([{"role": "user", "content": "Hi"}])
     ...  # the engine samples `completion` after `prompt`
-    following = tokenizer.append(prompt + completion, [{"role": "user", "content": "And then?"}])
-    assert following.prompt_ids[: len(prompt + completion)] == prompt + completion
+    appended = tokenizer.append(prompt + completion, [{"role": "user", "content": "And then?"}])
+    assert appended.prompt_ids[: len(prompt + completion)] == prompt + completion
 """
 
 from tokenization.cache import CacheInfo

@@ -1,4 +1,4 @@
-"""A small bounded cache, safe across threads, that counts its hits."""
+"""A thread-safe LRU cache that counts hits and misses."""
 
 import threading
 from collections import OrderedDict
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class CacheInfo(NamedTuple):
-    """How a cache has done since it was made."""
+    """Hits and misses of a cache since it was created, its entries now, and its limit."""
 
     hits: int
     misses: int
@@ -19,14 +19,17 @@ class CacheInfo(NamedTuple):
 
 
 class BoundedCache(Generic[K, V]):
-    """Least recently used entries leave when `max_size` entries are exceeded.
+    """Evicts the least recently used entry when it holds more than `max_size`.
 
-    Values are computed outside the lock: two threads that miss the same key at once both compute it,
-    which is harmless because a value depends on nothing but its key.
+    Values are computed outside the lock. Two threads that miss the same key at once both compute its value,
+    which is harmless because a value depends on its key alone.
     """
 
     def __init__(self, max_size: int, small_enough: Callable[[V], bool] = lambda value: True) -> None:
-        """`small_enough` says which values are kept: what is large is seldom asked for twice."""
+        """Cache at most `max_size` values, and only those for which `small_enough` returns True.
+
+        Large values would fill the memory, and are seldom needed twice.
+        """
         self._small_enough = small_enough
         self._entries: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()
@@ -35,7 +38,7 @@ class BoundedCache(Generic[K, V]):
         self._misses = 0
 
     def get_or_make(self, key: K, make: Callable[[], V]) -> V:
-        """The value under `key`, made by `make` on a miss. What `make` raises is not cached."""
+        """Return the value of `key`; on a miss, call `make` and cache its result. Errors are not cached."""
         with self._lock:
             if key in self._entries:
                 self._hits += 1
@@ -47,12 +50,12 @@ class BoundedCache(Generic[K, V]):
         return value
 
     def get(self, key: K) -> V | None:
-        """The value under `key`, or None."""
+        """Return the value of `key`, or None. Neither counts nor refreshes the entry."""
         with self._lock:
             return self._entries.get(key)
 
     def put(self, key: K, value: V) -> None:
-        """Keep a value under `key`, if it is small enough."""
+        """Store a value under `key`, if it is small enough."""
         if not self._small_enough(value):
             return
         with self._lock:
@@ -62,6 +65,6 @@ class BoundedCache(Generic[K, V]):
                 self._entries.popitem(last=False)
 
     def info(self) -> CacheInfo:
-        """Hits, misses, entries held and entries allowed."""
+        """The counters and sizes of this cache."""
         with self._lock:
             return CacheInfo(self._hits, self._misses, len(self._entries), self._max_size)

@@ -1,34 +1,35 @@
-"""Which messages are the same message: digests that do not depend on how a client spells them.
+"""Digests by which to recognise a message in every spelling that clients give it.
 
 Laws, for messages `a` and `b`:
 
-    canonical(a).strict == canonical(b).strict      exactly when they differ in spelling alone
+    canonical(a).strict == canonical(b).strict      exactly if `a` and `b` differ in spelling only
     strict equal  =>  loose equal                   but not the other way round
     chain(messages[:n], ...) == chain(messages, ...)[:n]
 
-Spelling is what clients and JSON libraries change without meaning to:
+Spelling is what clients and JSON libraries change unintentionally:
 
-- content "" = null = missing = []; text parts = the string they make, joined by line feeds as engines join
-  them (so one part = its string); a cache mark (`cache_control`) on a part is no content;
-- tool-call arguments as JSON text = the same JSON with other white space, escapes and key order = the object;
-  "" = null = missing = {};
-- `reasoning_content` = `reasoning`, which wins where both are given; "" = null = missing, also of `refusal`;
-- `tool_calls` [] = null = missing; the `type` of a call is "function" unless it says otherwise;
-- null = missing for every other field; fields that reach no prompt are not looked at, neither in the message
-  nor in its text parts and tool calls.
+- content: "" = null = missing = []. Text parts = their texts joined by line feeds, as engines join them, so
+  one part = its string. `cache_control` of a part is ignored.
+- arguments of a tool call: a JSON text = the same JSON with other white space, escapes or key order = the
+  object. "" = null = missing = {}.
+- reasoning: `reasoning_content` = `reasoning`, which takes precedence. "" = null = missing.
+- `refusal`: "" = null = missing.
+- `tool_calls`: [] = null = missing. A missing `type` of a call = "function".
+- every other field: null = missing. Fields that reach no prompt are ignored, in the message, in its text
+  parts and in its tool calls.
 
-Everything else tells messages apart: white space in text, the role (developer is not system), the order of
-tool calls and their ids, 1 and 1.0 (they print differently), true and 1, unicode normal forms, images, audio
-and every other part that is not text. When in doubt messages differ: a missed match costs a rendering that is
-reported, a wrong one would put another conversation's tokens into a prompt.
+Everything else distinguishes messages: white space in text, the role (developer is not system), the order of
+tool calls and their ids, 1 and 1.0 (they print differently), true and 1, Unicode normal forms, images, audio
+and every other part that is not text. In doubt, messages differ: a missed match costs a rendering, which is
+reported; a false match would put the tokens of another conversation into a prompt.
 
-Arguments that are not JSON compare as the text they are. So do those that a parser would lose something of,
-or accept only sometimes: repeated keys, NaN, Infinity, numbers beyond a float, integers of more digits than
-Python reads, and nesting deeper than `MAX_DEPTH`.
+Arguments compare as plain text if they are not JSON, or if parsing them loses information or fails in some
+parsers: repeated keys, NaN, Infinity, numbers beyond the range of a float, integers with more digits than
+Python parses, and nesting deeper than `MAX_DEPTH`.
 
-Which digest a matcher uses when: `strict` first. A client that sends an assistant's turn back may have
-dropped its reasoning and stripped its content; `loose` forgives both. It also forgives *edited* reasoning, so
-a match on `loose` alone is a candidate, which `CanonicalMessage.is_copy_of` accepts or refuses.
+A matcher compares `strict` first. A client may drop the reasoning of an assistant message and strip its
+content before it sends the message back; `loose` ignores both. `loose` ignores *edited* reasoning as well, so
+check a match on `loose` alone with `CanonicalMessage.is_copy_of`.
 """
 
 import hashlib
@@ -43,71 +44,73 @@ from tokenization.errors import InvalidMessages
 from tokenization.messages import TEXT_PARTS, Message
 
 MAX_DEPTH = 100
-"""JSON text nested deeper compares as text: a parser's own limit moves with the stack it is called on."""
+"""JSON nested deeper compares as text: a parser's own limit depends on the depth of the call stack."""
 
 _DIGEST_SIZE = 16
-_ARGUMENTS_AT = 3
-"""Where the arguments stand in what `_call` makes of a function call."""
-_OWN_KEY_PARTS = frozenset({"refusal", "thinking"})
-# the closing quote is optional so that a text full of unclosed strings is still read in one pass
-_TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)
+_ARGUMENTS_INDEX = 3
+"""Index of the arguments in the list that `_call` returns for a function call."""
+_PARTS_WITH_OWN_KEY = frozenset({"refusal", "thinking"})
+"""Types of text parts whose text is under the name of the type, not under `text`."""
+# the closing quote is optional, so that a text full of unclosed strings is matched in linear time
+_STRINGS_AND_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class CanonicalMessage:
-    """One message without its spelling. Two are equal exactly when their `strict` digests are."""
+    """The digests of one message. Two messages are equal exactly if their `strict` digests are."""
 
     strict: bytes
-    """16 bytes for everything that counts."""
+    """16 bytes: digest of the whole message."""
     loose: bytes
-    """16 bytes. Of an assistant's message: without its reasoning, and its text stripped of white space at
-    both ends. The same as `strict` if that changes nothing, and for every other role."""
+    """16 bytes: digest of an assistant message without reasoning, its content stripped of white space at both
+    ends. Equals `strict` if that changes nothing, and for all other roles."""
     reasoning: bytes
-    """16 bytes for an assistant's reasoning, stripped; empty if there is none."""
+    """16 bytes: digest of an assistant's reasoning, stripped; empty if there is none."""
     without_arguments: bytes = b""
-    """16 bytes: `loose` of the same message with no arguments in its tool calls; empty if it has no calls."""
+    """16 bytes: as `loose`, without the arguments of the tool calls; empty if there are no calls."""
     arguments: tuple[bytes, ...] = ()
-    """For each tool call 17 bytes: b"j" and a digest of its JSON, or b"t" and a digest of other text."""
+    """17 bytes for each tool call: b"j" and the digest of its JSON, or b"t" and the digest of other text."""
 
     def repairs(self, recorded: tuple[bytes, ...]) -> bool | None:
-        """Whether this message completes tool calls whose recorded arguments are no JSON.
+        """Whether this message has JSON where the recorded arguments of tool calls were cut off.
 
-        Clients complete a call that was cut off (LangChain does), so its arguments become JSON.
+        Some clients, LangChain among them, complete the JSON of a cut-off call: `{"city": "Par` becomes
+        `{"city": "Par"}`.
 
         Args:
             recorded: `arguments` of the recorded message, which has equal `without_arguments`.
 
         Returns:
-            True if it does, False if all arguments are equal, None if arguments differ otherwise: an edit.
+            True if all differing arguments were repaired so, False if no arguments differ, None if arguments
+            were edited.
         """
         repaired = False
-        for ours, theirs in zip(self.arguments, recorded, strict=True):
-            if ours == theirs:
+        for argument, recorded_argument in zip(self.arguments, recorded, strict=True):
+            if argument == recorded_argument:
                 continue
-            if theirs[:1] != b"t" or ours[:1] != b"j":
+            if recorded_argument[:1] != b"t" or argument[:1] != b"j":
                 return None
             repaired = True
         return repaired
 
     def is_copy_of(self, recorded: "CanonicalMessage") -> bool:
-        """Whether this is `recorded` as a client sends it back: whole, stripped, or without its reasoning.
+        """Whether a client may have sent `recorded` back as this message: stripped, or without reasoning.
 
-        Not symmetric: reasoning may get lost on the way, but reasoning that differs, or that the recorded
-        message never had, is an edit.
+        Not symmetric: a client may drop reasoning; changed or added reasoning is an edit.
         """
         return self.loose == recorded.loose and self.reasoning in (b"", recorded.reasoning)
 
 
 def canonical(message: Message, index: int = 0) -> CanonicalMessage:
-    """The digests of one message. The cost is linear in its size, at any nesting.
+    """Compute the digests of one message, in time linear in its size, at any nesting.
 
     Args:
-        message: an OpenAI chat message, as parsed from JSON. It is left as it is.
-        index: its place in the conversation, for the error's text.
+        message: an OpenAI chat message, as parsed from JSON. It is not changed.
+        index: the message's place in the conversation, for the error message.
 
     Raises:
-        InvalidMessages: it is no object, has no role, its content is neither text nor parts, a tool call is
-            no object with a function, or a value is none that JSON has.
+        InvalidMessages: the message is not an object or has no role, its content is neither text nor parts, a
+            tool call is not an object with a function, or a value is not JSON.
     """
     fields = _fields(message, index)
     strict = _digest(b"message", _pack(fields))
@@ -116,17 +119,17 @@ def canonical(message: Message, index: int = 0) -> CanonicalMessage:
     reasoning, content = _stripped(fields.get("reasoning")), _stripped(fields["content"])
     loose = strict
     if "reasoning" in fields or content != fields["content"]:
-        kept = {key: value for key, value in fields.items() if key != "reasoning"}
-        loose = _digest(b"message", _pack({**kept, "content": content}))
+        without_reasoning = {key: value for key, value in fields.items() if key != "reasoning"}
+        loose = _digest(b"message", _pack({**without_reasoning, "content": content}))
     reasoning_digest = _digest(b"reasoning", _pack(reasoning)) if reasoning else b""
     if "tool_calls" not in fields:
         return CanonicalMessage(strict, loose, reasoning_digest)
     calls = fields["tool_calls"]
     bare = {key: value for key, value in fields.items() if key != "reasoning"}
-    bare |= {"content": content, "tool_calls": [call[:_ARGUMENTS_AT] for call in calls]}
+    bare |= {"content": content, "tool_calls": [call[:_ARGUMENTS_INDEX] for call in calls]}
     arguments = tuple(
-        (b"t" if call[_ARGUMENTS_AT : _ARGUMENTS_AT + 1] == ["text"] else b"j")
-        + _digest(b"arguments", _pack(call[_ARGUMENTS_AT:]))
+        (b"t" if call[_ARGUMENTS_INDEX : _ARGUMENTS_INDEX + 1] == ["text"] else b"j")
+        + _digest(b"arguments", _pack(call[_ARGUMENTS_INDEX:]))
         for call in calls
     )
     return CanonicalMessage(strict, loose, reasoning_digest, _digest(b"bare", _pack(bare)), arguments)
@@ -141,12 +144,12 @@ def start(
 ) -> bytes:
     """The digest of a conversation before its first message: 16 bytes.
 
-    Tools count with their order and the order of keys inside them, because templates print them as JSON; none
-    is the same as []. The order of template arguments does not count, that inside their values does; none
-    is the same as {}. A missing model or session is not the same as one named "".
+    The order of tools and of the keys inside them counts, because templates print tools as JSON; None equals
+    []. The order of template arguments does not count, the order of keys inside their values does; None
+    equals {}. A missing model or session differs from one named "".
 
     Raises:
-        InvalidMessages: tools or template arguments hold what JSON has not.
+        InvalidMessages: tools or template arguments hold a value that is not JSON.
     """
     kwargs = sorted((template_kwargs or {}).items(), key=lambda item: str(item[0]))
     parts = [tools or [], kwargs, model, session]
@@ -154,10 +157,10 @@ def start(
 
 
 def extend(previous: bytes, message: bytes) -> bytes:
-    """The digest of a conversation with one message more: 16 bytes.
+    """The digest of a conversation after one more message: 16 bytes.
 
     Args:
-        previous: the digest so far, from `start` or `extend`.
+        previous: the digest of the conversation before the message, from `start` or `extend`.
         message: the `strict` or `loose` digest of the next message.
     """
     return _digest(b"link", previous + message)
@@ -172,16 +175,16 @@ def chain(
     session: str | None = None,
     loose: bool = False,
 ) -> list[bytes]:
-    """The digest of the conversation up to and including each message, in order.
+    """The digests of a conversation up to and including each message, in order.
 
-    Two conversations share a digest exactly when they agree on everything up to that message and on what
-    `start` takes. A matcher that files each recorded conversation under its last digest finds the longest
-    recorded prefix of a new one by looking its digests up from the back; one that holds the digest of the
-    prefix already goes on with `extend`.
+    Two conversations share a digest exactly if they are equal up to that message and in the arguments of
+    `start`. A matcher that indexes recorded conversations by their last digest finds the longest recorded
+    prefix of a new conversation by looking up its digests from the last to the first. A matcher that has the
+    digest of a prefix continues it with `extend`.
 
     Args:
-        loose: chain the `loose` digests. Looked up where the strict chain ends early; conversations found
-            this way are candidates, to be checked message by message with `CanonicalMessage.is_copy_of`.
+        loose: chain the `loose` digests. They find candidates where the strict chain finds no match; check
+            each message of a candidate with `CanonicalMessage.is_copy_of`.
 
     Raises:
         InvalidMessages: as `canonical` and `start`.
@@ -189,14 +192,14 @@ def chain(
     digest = start(tools=tools, template_kwargs=template_kwargs, model=model, session=session)
     digests = []
     for index, message in enumerate(messages):
-        made = canonical(message, index)
-        digest = extend(digest, made.loose if loose else made.strict)
+        digests_of_message = canonical(message, index)
+        digest = extend(digest, digests_of_message.loose if loose else digests_of_message.strict)
         digests.append(digest)
     return digests
 
 
 def _fields(message: Message, index: int) -> dict[str, Any]:
-    """What counts of a message, in one spelling: a JSON value whose encoding is hashed."""
+    """The fields of a message that reach a prompt, in one spelling, as a JSON value to hash."""
     if not isinstance(message, Mapping):
         raise InvalidMessages(f"message {index} must be an object")
     role = message.get("role")
@@ -219,12 +222,13 @@ def _fields(message: Message, index: int) -> dict[str, Any]:
     if calls:
         fields["tool_calls"] = [_call(call, index) for call in calls]
     if role == "developer" and message.get("tools"):
+        # templates print these tools as JSON, so the order of keys counts
         fields["tools"] = _digest(b"tools", _pack(message["tools"], sort_keys=False)).hex()
     return fields
 
 
 def _content(content: object, index: int) -> str | list[Any]:
-    """The text of a content; if it has other parts too, runs of text and digests of those, in order."""
+    """The text of a content; if it has parts that are not text, texts and digests of these, in order."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -234,37 +238,41 @@ def _content(content: object, index: int) -> str | list[Any]:
     runs: list[Any] = []
     texts: list[str] = []
     for part in content:
-        found = _part(part, index)
-        if isinstance(found, str):
-            texts.append(found)
-        elif found is not None:
-            runs += [*_joined(texts), found]
+        text_or_digest = _part(part, index)
+        if isinstance(text_or_digest, str):
+            texts.append(text_or_digest)
+        elif text_or_digest is not None:
+            runs += [*_join_texts(texts), text_or_digest]
             texts = []
-    return [*runs, *_joined(texts)] if runs else "\n".join(texts)
+    return [*runs, *_join_texts(texts)] if runs else "\n".join(texts)
 
 
-def _joined(texts: list[str]) -> list[str]:
+def _join_texts(texts: list[str]) -> list[str]:
     return ["\n".join(texts)] if texts else []
 
 
 def _part(part: object, index: int) -> str | list[str] | None:
-    """The text of a text part, None for one without any; of any other part its digest, in a list."""
+    """The text of a text part, None if its text is null; for any other part its digest, in a list.
+
+    The list tells a digest from a text that looks like one.
+    """
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
         raise InvalidMessages(f"message {index} holds a part of type {type(part).__name__!r}")
     part = {key: value for key, value in part.items() if key != "cache_control" and value is not None}
     kind = part.get("type", "text" if part.keys() == {"text"} else None)
-    # engines take a part with a uuid by its payload, whatever its type
+    # engines read a part with a uuid by its payload, not by its type
     if not isinstance(kind, str) or kind not in TEXT_PARTS or "uuid" in part:
         return [_digest(b"part", _pack(part, keep_nulls=False)).hex()]
-    text = part.get(kind, part.get("text")) if kind in _OWN_KEY_PARTS else part.get("text")
+    text = part.get(kind, part.get("text")) if kind in _PARTS_WITH_OWN_KEY else part.get("text")
     if not isinstance(text, str | None):
         raise InvalidMessages(f"a text part in message {index} holds no text")
     return text
 
 
 def _call(call: object, index: int) -> list[Any]:
+    """A tool call as a list: its type, then id, name and arguments, or a digest of a call of another type."""
     if not isinstance(call, Mapping):
         raise InvalidMessages(f"tool calls of message {index} must be objects with a function")
     kind, function = call.get("type"), call.get("function")
@@ -276,7 +284,7 @@ def _call(call: object, index: int) -> list[Any]:
 
 
 def _arguments(arguments: object) -> tuple[str, object]:
-    """A value with the word that says whether it is JSON or text that is none."""
+    """The arguments of a tool call: "json" and a value, or "text" and a text that is not JSON."""
     if arguments is None or arguments == "":
         return "json", {}
     if not isinstance(arguments, str):
@@ -291,16 +299,18 @@ def _parse(text: str) -> object:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, nested too deep, or not told apart by its value.
+        ValueError: the text is not JSON, is nested too deep, or would lose information.
     """
+    # counting brackets is fast, and exact enough for nearly all texts: brackets in strings count too
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
         raise ValueError("nested too deep")
     return _DECODER.decode(text)
 
 
 def _depth(text: str) -> int:
+    """The deepest nesting of brackets outside strings."""
     depth = deepest = 0
-    for token in _TOKENS.findall(text):
+    for token in _STRINGS_AND_BRACKETS.findall(text):
         if token in ("[", "{"):
             depth += 1
             deepest = max(deepest, depth)
@@ -310,10 +320,10 @@ def _depth(text: str) -> int:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    value = dict(pairs)
+    if len(value) != len(pairs):
         raise ValueError("a key is repeated")
-    return made
+    return value
 
 
 def _finite(digits: str) -> float:
@@ -331,25 +341,31 @@ def _stripped(value: object) -> object:
 
 
 def _pack(value: object, *, sort_keys: bool = True, keep_nulls: bool = True) -> bytes:
-    """A JSON value as bytes: different values never give the same bytes.
+    """Encode a JSON value as bytes, so that different values have different encodings.
 
-    Every item begins with its type and, where it can vary, its length or its number of members; no text can
-    imitate structure. Works through a list of its own instead of recursing, so no nesting is too deep.
+    Each item starts with its type and, if that varies, its length or number of members, so no text can
+    imitate structure. Example: `{"a": [1, "b"]}` is `o1:s1:aa2:i1;s1:b`.
+
+    Args:
+        sort_keys: ignore the order of keys in objects.
+        keep_nulls: tell a key whose value is null from a missing one.
 
     Raises:
-        InvalidMessages: the value holds something that JSON has not.
+        InvalidMessages: the value holds something that is not JSON.
     """
     out: list[bytes] = []
-    todo: list[object] = [value]
-    while todo:
-        item = todo.pop()
+    # a stack instead of recursion: values from clients may be nested deeper than Python recurses
+    stack: list[object] = [value]
+    while stack:
+        item = stack.pop()
         if isinstance(item, str):
             raw = item.encode("utf-8", "surrogatepass")
             out += b"s%d:" % len(raw), raw
         elif isinstance(item, list | tuple):
             out.append(b"a%d:" % len(item))
-            todo += reversed(item)
-        elif isinstance(item, dict | Mapping):  # named first, dict spares the slow check of an abstract class
+            stack += reversed(item)
+        # `dict` comes first because the check against an abstract class is slow
+        elif isinstance(item, dict | Mapping):
             keys = list(item) if keep_nulls else [key for key in item if item[key] is not None]
             if not all(isinstance(key, str) for key in keys):
                 raise InvalidMessages("the names in an object must be strings")
@@ -357,7 +373,7 @@ def _pack(value: object, *, sort_keys: bool = True, keep_nulls: bool = True) -> 
                 keys.sort()
             out.append(b"o%d:" % len(keys))
             for key in reversed(keys):
-                todo += item[key], key
+                stack += item[key], key
         else:
             out.append(_pack_scalar(item))
     return b"".join(out)
@@ -369,7 +385,7 @@ def _pack_scalar(item: object) -> bytes:
     if isinstance(item, bool):
         return b"t" if item else b"f"
     if isinstance(item, int):
-        return b"i%x;" % item  # the decimal form of a long integer is refused by Python
+        return b"i%x;" % item  # hexadecimal, because Python refuses to print more than 4300 decimal digits
     if isinstance(item, float):
         return b"d%b;" % float.__repr__(item).encode()
     raise InvalidMessages(f"a value of type {type(item).__name__!r} is not JSON")

@@ -1,11 +1,11 @@
-"""The tokenizer of a chat model: render a conversation, or append to one that is already ids.
+"""The tokenizer of a chat model: renders a conversation, or appends messages to one that is already ids.
 
-Law, for every call that returns:
+Law, for every call of `ChatTokenizer.append` that returns:
 
-    out.prompt_ids[: len(prompt_ids)] == prompt_ids
+    appended.prompt_ids[: len(prompt_ids)] == prompt_ids
 
-Sampled ids are never decoded. Only the text that the template puts behind the last assistant turn is
-encoded, and it is cut out of the template's own rendering.
+Sampled ids are never decoded. Only the text that the template prints after the last assistant turn is
+encoded, and it is sliced out of the template's own rendering.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokenization.cache import BoundedCache, CacheInfo
-from tokenization.discovery import Discovery, Ending, Found, digest
+from tokenization.discovery import Discovery, Ending, TurnTail, digest
 from tokenization.errors import (
     InvalidIds,
     InvalidMessages,
@@ -29,21 +29,21 @@ from tokenization.errors import (
 from tokenization.messages import Message, for_template
 from tokenization.notes import TURN_END_REWRITTEN, differences
 from tokenization.template import Template, Tools
-from tokenization.turns import Cut, Setting, cut_after_other_stop, cut_after_stop
+from tokenization.turns import Cut, RenderOptions, cut_after_other_stop, cut_after_stop
 
 Unfinished = Literal["close", "continue", "reject"]
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What follows a sampled turn; independent of the ids before it."""
+    """The ids after a sampled turn. They depend on no id before it but the last."""
 
     close_ids: tuple[int, ...]
     """Ids that close the turn because the model did not sample them; empty if it did."""
     suffix_ids: tuple[int, ...]
-    """Separators, new messages, generation prompt."""
+    """Ids of separators, new messages and generation prompt."""
     notes: tuple[str, ...] = ()
-    """What the template would have shown otherwise."""
+    """Where the template would print the sampled turn differently: see `tokenization.notes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Appended:
     suffix_ids: list[int]
     """Ids of separators, new messages and generation prompt."""
     notes: tuple[str, ...] = ()
-    """What the template would have shown otherwise."""
+    """Where the template would print the sampled turn differently: see `tokenization.notes`."""
 
 
 @dataclass
@@ -65,32 +65,34 @@ class ChatTokenizer:
     """A fast tokenizer with its chat template. Safe to use from several threads."""
 
     source: str
-    """Folder or hub name it was loaded from."""
+    """The folder or hub name that it was loaded from."""
     vocab_size: int
-    """Ids below this exist, in the tokenizer or in the model's embedding."""
+    """Size of the tokenizer or of the model's embedding, whichever is larger: every id is below it."""
     _tokenizer: Any
     _backend_json: str
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end a turn of this model: its EOS and what its generation config lists beside it."""
+    """Ids that end a turn of this model: the tokenizer's EOS, and `eos_token_id` of the generation config."""
     _threads: threading.local = field(default_factory=threading.local)
     _suffixes: BoundedCache[bytes, Continuation] = field(
-        default_factory=lambda: BoundedCache(1024, lambda following: len(following.suffix_ids) <= 2_048)
+        default_factory=lambda: BoundedCache(1024, lambda continuation: len(continuation.suffix_ids) <= 2_048)
     )
 
     def __post_init__(self) -> None:
         self._template = Template(self._tokenizer)
-        self._own = {added.content: number for number, added in self._tokenizer.added_tokens_decoder.items()}
-        self._names = {number: content for content, number in self._own.items()}
-        self._discovery = Discovery(self._template, self._own)
+        self._added_ids = {
+            added.content: number for number, added in self._tokenizer.added_tokens_decoder.items()
+        }
+        self._added_texts = {number: content for content, number in self._added_ids.items()}
+        self._discovery = Discovery(self._template, self._added_ids)
 
     @cached_property
     def fingerprint(self) -> str:
         """32 hexadecimal digits, the same wherever vocabulary, merges and chat template are the same."""
         template = self._tokenizer.chat_template
-        shown = template if isinstance(template, str) else json.dumps(template, sort_keys=True, default=repr)
-        both = hashlib.blake2b(self._backend_json.encode(), digest_size=16)
-        both.update(b"\0" + shown.encode("utf-8", "surrogatepass"))
-        return both.hexdigest()
+        source = template if isinstance(template, str) else json.dumps(template, sort_keys=True, default=repr)
+        fingerprint = hashlib.blake2b(self._backend_json.encode(), digest_size=16)
+        fingerprint.update(b"\0" + source.encode("utf-8", "surrogatepass"))
+        return fingerprint.hexdigest()
 
     @classmethod
     def load(
@@ -101,14 +103,16 @@ class ChatTokenizer:
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> "ChatTokenizer":
-        """Load tokenizer and template from a folder or a hub name.
+        """Load tokenizer and template from a folder or from the Hugging Face hub.
 
         Args:
-            folder: a model folder, or a name that the Hugging Face hub (or its cache) knows.
-            chat_template: Jinja text that replaces the model's own template.
+            folder: a model folder, or the name of a model on the hub or in its local cache.
+            chat_template: Jinja source that replaces the model's own template.
+            revision: branch, tag or commit on the hub.
+            trust_remote_code: run Python code that the model's repository brings.
 
         Raises:
-            TokenizerUnavailable: nothing loadable there, no fast tokenizer, or no chat template.
+            TokenizerUnavailable: the tokenizer cannot be loaded, is not a fast one, or has no chat template.
         """
         from transformers import AutoTokenizer  # slow to import, so only when needed
 
@@ -122,19 +126,22 @@ class ChatTokenizer:
         if chat_template is not None:
             tokenizer.chat_template = chat_template
         if not tokenizer.chat_template:
-            raise TokenizerUnavailable(f"the tokenizer in {source!r} has no chat template")
+            raise TokenizerUnavailable(
+                f"the tokenizer in {source!r} has no chat template: pass one, or use a chat model"
+            )
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise TokenizerUnavailable(f"{source!r} has no fast tokenizer (tokenizer.json)")
-        config, generation = (
-            _config(source, "config.json", revision),
-            _config(source, "generation_config.json", revision),
-        )
-        sizes = [c.get("vocab_size") or 0 for c in (config, config.get("text_config") or {})]
+            raise TokenizerUnavailable(
+                f"{source!r} has no fast tokenizer: convert it, so that it has a tokenizer.json"
+            )
+        config = _config(source, "config.json", revision)
+        generation = _config(source, "generation_config.json", revision)
+        # multimodal models have the vocabulary size in `text_config`
+        sizes = [part.get("vocab_size") or 0 for part in (config, config.get("text_config") or {})]
         stops = generation.get("eos_token_id", config.get("eos_token_id"))
         stops = stops if isinstance(stops, list) else [stops]
-        known = frozenset(stop for stop in [tokenizer.eos_token_id, *stops] if isinstance(stop, int))
-        return cls(source, max([len(tokenizer), *sizes]), tokenizer, backend.to_str(), known)
+        stop_ids = frozenset(stop for stop in [tokenizer.eos_token_id, *stops] if isinstance(stop, int))
+        return cls(source, max([len(tokenizer), *sizes]), tokenizer, backend.to_str(), stop_ids)
 
     def render(
         self,
@@ -144,7 +151,7 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a whole conversation, as the engine would tokenise it.
+        """The ids of a whole conversation, equal to those the engine would make of it.
 
         Raises:
             InvalidMessages: the template refuses the messages.
@@ -164,30 +171,36 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Appended:
-        """The next prompt: `prompt_ids` untouched, then what the template puts behind them.
+        """Build the next prompt: `prompt_ids` unchanged, then the ids that the template adds after them.
+
+        Example, with ChatML and the user message "Hi" after a turn that was cut off by its token limit:
+        `close_ids` are those of `<|im_end|>`, `suffix_ids` those of
+        `\\n<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n`.
 
         Args:
-            prompt_ids: everything so far, sampled ids included.
-            new_messages: what happened since the sampled turn: tool results, user text.
-            history: the messages that led to `prompt_ids`, the last assistant turn included; needed
-                only by templates that print details of earlier messages next to new ones.
-            finish_reason: how the turn ended, as the engine said it.
-            stop_reason: the stop string or token that ended it, as vLLM says it.
-            template_kwargs: variables of the template; any name is allowed, except those that `reserved`
+            prompt_ids: the prompt and the completion so far; the last id is the last sampled one.
+            new_messages: the messages after the sampled turn: tool results, user messages.
+            history: the messages up to and including the sampled turn; needed only by templates that print
+                details of earlier messages next to new ones.
+            tools: tools declared to the template.
+            finish_reason: how the turn ended, as the engine reports it.
+            stop_reason: the stop string or stop token that ended the turn, as vLLM reports it.
+            unfinished: how to treat a turn cut off by its token limit, a stop string or an abort: "close" it
+                with ids that were never sampled (mask them in the loss), "continue" it (without new
+                messages), or "reject" it.
+            add_generation_prompt: end the prompt with the header of the next assistant turn.
+            template_kwargs: variables of the template; every name is allowed but those that `reserved`
                 returns.
-            unfinished: what to do with a turn cut off by its length, a stop string or an abort: close it with
-                ids that were never sampled (to be masked), continue it (then there are no new
-                messages), or reject it.
 
         Raises:
-            InvalidIds: no ids.
+            InvalidIds: `prompt_ids` is empty.
             InvalidMessages: the template refuses the new messages.
-            TemplateUnsupported: there is no place where it is certain what to append.
+            TemplateUnsupported: the template does not determine the ids to append.
             UnfinishedTurn: the turn was cut off, and `unfinished` is "reject".
         """
         if not prompt_ids:
             raise InvalidIds("must not be empty")
-        following = self.continuation(
+        continuation = self.continuation(
             prompt_ids[-1],
             new_messages,
             history=history,
@@ -198,11 +211,11 @@ class ChatTokenizer:
             add_generation_prompt=add_generation_prompt,
             template_kwargs=template_kwargs,
         )
-        close, suffix = list(following.close_ids), list(following.suffix_ids)
-        notes = following.notes
+        close, suffix = list(continuation.close_ids), list(continuation.suffix_ids)
+        notes = continuation.notes
         if history:
-            setting = Setting(tools, add_generation_prompt, template_kwargs or {})
-            notes += differences(self._template, history[-1], new_messages, setting)
+            options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
+            notes += differences(self._template, history[-1], new_messages, options)
         return Appended([*prompt_ids, *close, *suffix], close, suffix, notes)
 
     def continuation(
@@ -218,28 +231,35 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Continuation:
-        """What follows ids that end with `last_id`. Arguments and errors are those of `append`."""
+        """The ids to append after ids that end with `last_id`. Arguments and errors are those of `append`."""
         cut_off = finish_reason in ("length", "abort") or isinstance(stop_reason, str)
         if cut_off and unfinished == "reject":
-            raise UnfinishedTurn(f"the turn was cut off ({stop_reason or finish_reason})")
+            raise UnfinishedTurn(
+                f"the turn was cut off ({stop_reason or finish_reason}): drop it, or close or continue it"
+            )
         if cut_off and unfinished == "continue":
             if new_messages:
-                raise InvalidMessages("a turn that is continued takes no new messages")
+                raise InvalidMessages(
+                    "a turn that is continued takes no new messages: pass none, or close the turn"
+                )
             return Continuation((), ())
         if not new_messages:
             raise InvalidMessages("must not be empty")
         if history is not None:
+            # the first and last message are all that is read of the history here: raise early if they are bad
             for_template(history[:1])
             if not history or for_template(history[-1:])[0]["role"] != "assistant":
                 raise InvalidMessages("`history` must end with the assistant turn")
-        setting = Setting(tools, add_generation_prompt, template_kwargs or {})
-        found = self._discovery.follow(new_messages, history, setting)
-        cut = self._cut(found, last_id, stop_reason, cut_off)
-        prefix = cut.left
-        if not prefix and not self._discovery.starts_with_own_token(found.close.text[cut.at :]):
-            prefix = self._names.get(last_id, "")
-        key = found.key + digest(cut.at, cut.closed, prefix)
-        return self._suffixes.get_or_make(key, lambda: self._encode_behind(found, cut, prefix))
+        options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
+        turn_tail = self._discovery.turn_tail(new_messages, history, options)
+        cut = self._cut(turn_tail, last_id, stop_reason, cut_off)
+        # text that does not start with an added token is encoded after the token before it, because some
+        # tokenizers (SentencePiece) encode it differently at the start of a text
+        prefix = cut.stop_text
+        if not prefix and not self._discovery.starts_with_added_token(turn_tail.tail.text[cut.position :]):
+            prefix = self._added_texts.get(last_id, "")
+        key = turn_tail.key + digest(cut.position, cut.closed, prefix)
+        return self._suffixes.get_or_make(key, lambda: self._encode_after_cut(turn_tail, cut, prefix))
 
     def ending(
         self,
@@ -250,20 +270,23 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Ending:
-        """How the last turn ends in the template's eyes. Arguments and errors are those of `append`."""
-        setting = Setting(tools, add_generation_prompt, template_kwargs or {})
-        return self._discovery.ending(new_messages, history, setting)
+        """How the template ends the last turn. Arguments and errors are those of `append`."""
+        options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
+        return self._discovery.ending(new_messages, history, options)
 
     def reserved(self, template_kwargs: Mapping[str, Any]) -> list[str]:
-        """Names in `template_kwargs` that are arguments of the rendering itself, not variables of a template.
+        """The names in `template_kwargs` that are arguments of the renderer, not variables of the template.
 
-        An engine may give them effects that a template cannot have (`truncation`, `chat_template`, ...), so
-        nothing is appended to a conversation that sets one.
+        Examples are `truncation` and `chat_template`. An engine may let them change more than the template's
+        variables, so do not append to a conversation that sets one.
         """
         return sorted(self._template.own_arguments & template_kwargs.keys())
 
     def assistant_header(self) -> str:
-        """What the template puts between a closed message and an assistant's text; may be empty."""
+        """The text between a closed message and an assistant's content; may be empty.
+
+        Example: `<|im_start|>assistant\\n`.
+        """
         return self._discovery.assistant_header()
 
     def text(
@@ -278,83 +301,91 @@ class ChatTokenizer:
         return self._template.text(messages, tools, add_generation_prompt, template_kwargs or {})
 
     def stop_id(self, *, tools: Tools | None = None, template_kwargs: Mapping[str, Any] | None = None) -> int:
-        """The token with which the template closes an assistant turn.
+        """The id of the token with which the template closes an assistant turn.
 
         Raises:
-            TemplateUnsupported: it closes turns with text that is not a token of its own.
+            TemplateUnsupported: the text that closes a turn holds no added token.
         """
-        close = self._discovery.content_close(Setting(tools, False, template_kwargs or {}))
+        close = self._discovery.content_close(RenderOptions(tools, False, template_kwargs or {}))
         tokens = self._discovery.tokens(close)
         if not tokens:
             raise TemplateUnsupported(
-                f"the template closes an assistant turn with {close!r}, which holds no token of its own"
+                f"the template closes an assistant turn with {close!r}, which holds no added token"
             )
         return tokens[-1].id
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text with nothing added around it. Releases the GIL while it works.
+        """The ids of a text, without BOS or other tokens around it. Releases the GIL.
 
         Raises:
             InvalidMessages: the text holds half of a surrogate pair.
         """
         try:
-            ids: list[int] = self._own_backend().encode_batch_fast([text], add_special_tokens=False)[0].ids
+            ids: list[int] = self._thread_backend().encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError as error:  # a lone surrogate: half of a character that was cut in two
-            raise InvalidMessages("the text holds something that is not Unicode") from error
+            raise InvalidMessages(
+                "the text is not valid Unicode: it holds half of a surrogate pair"
+            ) from error
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included: for people and comparisons, never to be encoded again."""
-        text: str = self._own_backend().decode(list(ids), skip_special_tokens=False)
+        """The text of ids, special tokens included. To read and compare only: encoding it gives other ids."""
+        text: str = self._thread_backend().decode(list(ids), skip_special_tokens=False)
         return text
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
-        """The vocabulary's spelling of each id."""
-        backend = self._own_backend()
+        """The token of each id as the vocabulary spells it; empty for ids without one."""
+        backend = self._thread_backend()
         return [backend.id_to_token(token) or "" for token in ids]
 
     def cache_info(self) -> CacheInfo:
-        """Hits and misses of the suffix cache."""
+        """Hits, misses and size of the suffix cache."""
         return self._suffixes.info()
 
-    def _cut(self, found: Found, last_id: int, stop_reason: str | int | None, cut_off: bool) -> Cut:
-        shown = cut_after_stop(found.close, found.tokens, found.alone, last_id)
-        if shown is not None:
-            return shown
-        ends_turns = last_id in self.stop_ids or last_id == stop_reason
-        if cut_off or not ends_turns or last_id in found.syntax:
+    def _cut(self, turn_tail: TurnTail, last_id: int, stop_reason: str | int | None, cut_off: bool) -> Cut:
+        tail, tokens, tokens_if_last = turn_tail.tail, turn_tail.tokens, turn_tail.tokens_if_last
+        cut = cut_after_stop(tail, tokens, tokens_if_last, last_id)
+        if cut is not None:
+            return cut
+        is_stop = last_id in self.stop_ids or last_id == stop_reason
+        # a stop token that is also syntax of the turn, such as `</tool_call>`, does not replace the close
+        if cut_off or not is_stop or last_id in turn_tail.syntax_ids:
             return Cut(0)
-        return cut_after_other_stop(found.close, found.tokens, found.alone, self._discovery.opening)
+        return cut_after_other_stop(tail, tokens, tokens_if_last, self._discovery.opening)
 
-    def _encode_behind(self, found: Found, cut: Cut, prefix: str) -> Continuation:
-        """Encode what stands behind the cut, with the token before it as context where there is one."""
-        rest = found.close.text[cut.at :]
+    def _encode_after_cut(self, turn_tail: TurnTail, cut: Cut, prefix: str) -> Continuation:
+        """Encode the text after the cut; `prefix`, the token before it, is context only and may be empty."""
+        rest = turn_tail.tail.text[cut.position :]
         notes = (TURN_END_REWRITTEN,) if cut.rewritten else ()
         if not rest:
             return Continuation((), (), notes)
         if prefix:
             first, *ids = self.encode(prefix + rest)
-            if first != self._own[prefix]:
-                raise TemplateUnsupported("the tokenizer merges the stop token with the text behind it")
-        elif self._discovery.starts_with_own_token(rest):
+            if first != self._added_ids[prefix]:
+                raise TemplateUnsupported("the tokenizer merges the stop token with the text after it")
+        elif self._discovery.starts_with_added_token(rest):
             ids = self.encode(rest)
         else:
             raise TemplateUnsupported(
-                f"the template goes on with {rest[:40]!r} where the turn was cut off, "
-                "and the tokenizer may merge that with what the model sampled"
+                f"the template continues with {rest[:40]!r} where the turn was cut off, "
+                "and the tokenizer may merge that with the sampled text"
             )
-        closing = [t.id for t in found.tokens if cut.at <= t.start and t.end <= found.close.shared]
-        count = _covering(ids, closing)
+        closing = [
+            token.id
+            for token in turn_tail.tokens
+            if cut.position <= token.start and token.end <= turn_tail.tail.shared
+        ]
+        count = _length_holding(ids, closing)
         return Continuation(tuple(ids[:count]), tuple(ids[count:]), notes)
 
-    def _own_backend(self) -> Any:
-        """This thread's copy of the tokenizer: one shared by threads fails with "Already borrowed"."""
+    def _thread_backend(self) -> Any:
+        """This thread's copy of the tokenizer. A copy shared by threads fails with "Already borrowed"."""
         backend = getattr(self._threads, "backend", None)
         if backend is None:
             from tokenizers import Tokenizer
 
             backend = Tokenizer.from_str(self._backend_json)
-            # a tokenizer.json may ask for both; engines encode whole prompts, and nothing else
+            # a tokenizer.json may enable both; engines encode whole prompts without padding
             backend.no_truncation()
             backend.no_padding()
             self._threads.backend = backend
@@ -362,7 +393,7 @@ class ChatTokenizer:
 
 
 def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:
-    """A configuration file of the model; empty where there is none: a tokenizer alone is fine."""
+    """A configuration file of the model; empty if there is none, because it is optional."""
     from transformers.utils import cached_file
 
     try:
@@ -373,9 +404,12 @@ def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _covering(ids: Sequence[int], wanted: Sequence[int]) -> int:
-    """How many of the first ids it takes to hold `wanted` in order."""
-    position = 0
-    for token in wanted:
-        position = ids.index(token, position) + 1
-    return position
+def _length_holding(ids: Sequence[int], subsequence: Sequence[int]) -> int:
+    """The length of the shortest prefix of `ids` that holds all of `subsequence`, in order.
+
+    Example: 3 for ids [7, 5, 8, 9] and subsequence [7, 8].
+    """
+    length = 0
+    for token in subsequence:
+        length = ids.index(token, length) + 1
+    return length

@@ -1,4 +1,4 @@
-"""What is found out about a template: how turns close, what stands between them, what can be appended."""
+"""Examines a chat template: how it closes turns, what it prints between them, and which appends are exact."""
 
 import re
 from collections.abc import Sequence
@@ -29,62 +29,66 @@ _TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
-_SPECIAL = re.compile(
+# such as <|im_end|> (also with full-width bars), <|turn>, <turn|>, <start_of_turn>, </think>, [TOOL_CALLS]
+_ADDED_TOKEN = re.compile(
     r"<[|\uff5c][^<>|\uff5c\s]+[|\uff5c]>|<\|?[a-z_\"]+\|>|<\|[a-z_\"]+>|</?[a-z][a-z_]*>|</s>|<s>|\[/?[A-Z_]{3,}\]"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One shape of conversation."""
+    """A kind of conversation, and whether messages can be appended to it exactly."""
 
     name: str
     exact: bool
     reason: str
-    """Why it is refused; empty where it is exact."""
+    """Why the append is refused; empty if it is exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is known of a template."""
+    """The findings about a template."""
 
     source: str
     close: str | None
-    """Text with which a turn that is only text is closed; None if it prints no such turn."""
+    """Text that closes a turn without tool calls; None if the template prints no such turn."""
     tool_close: str | None
-    """The same for a turn that calls a tool; None if the template takes no tool calls."""
+    """Text that closes a turn with tool calls; None if the template prints no such turn."""
     stop_tokens: list[str]
-    """Tokens that end a turn, as far as the template shows them."""
+    """Stop tokens that the template prints at the end of turns."""
     opening_stops: list[str]
-    """Tokens put right behind a turn that has no close: they may end it and open the next."""
+    """Tokens that end a turn by opening the next message; only in templates whose turns have no close."""
     before_user: str | None
-    """Text between a closed turn and the text of a user message."""
+    """Text between a closed turn and the content of a user message."""
     after_user: str | None
-    """Text between that and what the model writes next."""
+    """Text between the content of a user message and the completion."""
     append_only: bool
-    """Whether what was rendered of a history stays as it is when messages follow."""
+    """Whether the rendering of a history does not change when messages follow."""
     thinking_stripped: bool | None
-    """Whether reasoning disappears from a turn when a user message follows; None if it is never printed."""
+    """Whether reasoning is dropped from a turn when a user message follows; None if it is never printed."""
     shapes: list[Shape]
 
     @property
     def exact(self) -> bool:
-        """Whether every shape is exact."""
+        """Whether messages can be appended exactly to every shape."""
         return all(shape.exact for shape in self.shapes)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON-like values."""
+        """The report as values that JSON can hold."""
         return asdict(self)
 
 
 def load_for_check(source: str) -> ChatTokenizer:
-    """A tokenizer for a model, or for a template file alone.
+    """Load the tokenizer of a model, or build one for a template file.
 
-    A file brings no vocabulary, so one of bytes stands in, with what looks like special tokens in the
-    template.
+    A template file has no vocabulary. Its tokenizer has a token for each byte, and an added token for each
+    text in the template that looks like one, such as `<|im_end|>`.
+
+    Args:
+        source: path of a Jinja file, a model folder, or the name of a model on the Hugging Face hub.
 
     Raises:
-        TokenizerUnavailable: neither a template file nor a loadable model.
+        TokenizerUnavailable: `source` is no file, and no model can be loaded from it.
     """
     path = Path(source)
     if not path.is_file():
@@ -97,35 +101,38 @@ def load_for_check(source: str) -> ChatTokenizer:
     backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    found = sorted({*_SPECIAL.findall(text), "<|bos|>", "<|eos|>"})
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in found])
+    added = sorted({*_ADDED_TOKEN.findall(text), "<|bos|>", "<|eos|>"})
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in added])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|eos|>")
     tokenizer.chat_template = text
     return ChatTokenizer(source, len(tokenizer), tokenizer, backend.to_str())
 
 
 def check(tokenizer: ChatTokenizer) -> Report:
-    """Examine a template. Never raises for what a template cannot do: that is the report."""
+    """Examine a template. What the template cannot do is reported, not raised."""
     turn = {"role": "assistant", "content": "Sunny."}
-    said = _ending(tokenizer, [_USER, turn], [_NEXT], None)
-    called = _ending(tokenizer, [_USER, _calling(1)], _results(1), _TOOLS)
-    endings = [ending for ending in (said, called) if ending is not None]
-    before, after = _around(said, str(_NEXT["content"]))
+    content_ending = _ending(tokenizer, [_USER, turn], [_NEXT], None)
+    call_ending = _ending(tokenizer, [_USER, _turn_with_calls(1)], _results(1), _TOOLS)
+    endings = [ending for ending in (content_ending, call_ending) if ending is not None]
+    before, after = _text_around(content_ending, str(_NEXT["content"]))
     return Report(
         source=tokenizer.source,
-        close=said.close if said else None,
-        tool_close=called.close if called else None,
+        close=content_ending.close if content_ending else None,
+        tool_close=call_ending.close if call_ending else None,
         stop_tokens=list(dict.fromkeys(stop for ending in endings for stop in ending.stops)),
         opening_stops=list(dict.fromkeys(ending.opening for ending in endings if ending.opening)),
         before_user=before,
         after_user=after,
         append_only=_append_only(tokenizer, [_USER, turn], [_NEXT]),
         thinking_stripped=_thinking_stripped(tokenizer),
-        shapes=[_try(tokenizer, name, *case) for name, case in _shapes().items()],
+        shapes=[
+            _try_append(tokenizer, name, *conversation) for name, conversation in _conversations().items()
+        ],
     )
 
 
-def _shapes() -> dict[str, tuple[list[Message], list[Message], list[dict[str, Any]] | None]]:
+def _conversations() -> dict[str, tuple[list[Message], list[Message], list[dict[str, Any]] | None]]:
+    """Conversations by name of their shape: history, new messages, tools."""
     turn = {"role": "assistant", "content": "Sunny."}
     thinking = {**turn, "reasoning_content": "Let me see."}
     parts = {
@@ -137,13 +144,13 @@ def _shapes() -> dict[str, tuple[list[Message], list[Message], list[dict[str, An
         "system, content, user": ([_SYSTEM, _USER, turn], [_NEXT], None),
         "reasoning, user": ([_USER, thinking], [_NEXT], None),
         "list content": ([_USER, turn], [parts], None),
-        "tool call, result": ([_USER, _calling(1)], _results(1), _TOOLS),
-        "parallel calls, results": ([_USER, _calling(2)], _results(2), _TOOLS),
-        "tool call, result, user": ([_USER, _calling(1)], [*_results(1), _NEXT], _TOOLS),
+        "tool call, result": ([_USER, _turn_with_calls(1)], _results(1), _TOOLS),
+        "parallel calls, results": ([_USER, _turn_with_calls(2)], _results(2), _TOOLS),
+        "tool call, result, user": ([_USER, _turn_with_calls(1)], [*_results(1), _NEXT], _TOOLS),
     }
 
 
-def _try(
+def _try_append(
     tokenizer: ChatTokenizer,
     name: str,
     history: list[Message],
@@ -151,6 +158,7 @@ def _try(
     tools: list[dict[str, Any]] | None,
 ) -> Shape:
     try:
+        # no id is -1: the turn was cut off, and all of its close must be appended
         tokenizer.continuation(-1, new, history=history, tools=tools, finish_reason="length")
     except TokenizationError as error:
         return Shape(name, False, str(error))
@@ -166,10 +174,10 @@ def _ending(
         return None
 
 
-def _around(ending: Ending | None, content: str) -> tuple[str | None, str | None]:
-    if ending is None or content not in ending.behind:
+def _text_around(ending: Ending | None, content: str) -> tuple[str | None, str | None]:
+    if ending is None or content not in ending.after_close:
         return None, None
-    before, _, after = ending.behind.partition(content)
+    before, _, after = ending.after_close.partition(content)
     return before, after
 
 
@@ -191,7 +199,7 @@ def _thinking_stripped(tokenizer: ChatTokenizer) -> bool | None:
         return None
 
 
-def _calling(count: int) -> dict[str, Any]:
+def _turn_with_calls(count: int) -> dict[str, Any]:
     calls = [
         {
             "id": f"call{index:05}",
@@ -211,15 +219,15 @@ def _results(count: int) -> list[Message]:
 
 
 def table(report: Report) -> str:
-    """The report for a person."""
+    """The report as a text table."""
     rows: Sequence[tuple[str, object]] = [
         ("template", report.source),
-        ("closes a turn with", _shown(report.close)),
-        ("closes a tool call with", _shown(report.tool_close)),
-        ("stop tokens", ", ".join(report.stop_tokens) or "none of its own"),
+        ("closes a turn with", _quoted(report.close)),
+        ("closes a tool call with", _quoted(report.tool_close)),
+        ("stop tokens", ", ".join(report.stop_tokens) or "none"),
         ("stops that open the next", ", ".join(report.opening_stops) or "none"),
-        ("before user text", _shown(report.before_user)),
-        ("behind user text", _shown(report.after_user)),
+        ("before user text", _quoted(report.before_user)),
+        ("after user text", _quoted(report.after_user)),
         ("history is append-only", "yes" if report.append_only else "no"),
         (
             "thinking stripped",
@@ -234,5 +242,5 @@ def table(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _shown(text: str | None) -> str:
+def _quoted(text: str | None) -> str:
     return "-" if text is None else repr(text)

@@ -1,17 +1,17 @@
-"""What can go wrong between text and ids.
+"""The errors that this package raises.
 
 TokenizationError
 ├── InvalidIds            the ids are not a non-empty list of non-negative integers
 ├── InvalidMessages       the messages cannot be rendered by this template
 ├── TemplateUnsupported   the template gives no safe place to append after a sampled turn
-├── UnfinishedTurn        the turn was cut off, and such turns are to be rejected
-├── PrefixMismatch        a history and its recorded ids do not belong together
+├── UnfinishedTurn        the turn was cut off, and the caller rejects such turns
+├── PrefixMismatch        the recorded ids are not those of the given history
 └── TokenizerUnavailable  no tokenizer or chat template could be loaded
 """
 
 
 class TokenizationError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base class of all errors that this package raises."""
 
 
 class InvalidIds(TokenizationError):
@@ -27,11 +27,11 @@ class TemplateUnsupported(TokenizationError):
 
 
 class UnfinishedTurn(TokenizationError):
-    """The turn was cut off, and such turns are to be rejected."""
+    """The turn was cut off, and the caller rejects such turns (`unfinished="reject"`)."""
 
 
 class PrefixMismatch(TokenizationError):
-    """A history and the ids recorded for it do not belong together."""
+    """The recorded ids are not those of the given history."""
 
 
 class TokenizerUnavailable(TokenizationError):

@@ -1,10 +1,10 @@
 """Token ids as the bytes of a JSON array.
 
-Law: an array that went through `check` is only ever sliced and joined, so the integers an engine
-sees are the integers that arrived, in the same spelling. Parsing 100k ids into Python integers costs
-milliseconds; the checks below are single passes in C over the bytes.
+Law: an array that `check` accepted is only sliced and joined, never parsed and printed again, so an engine
+receives the integers that the client sent. Parsing 100k ids into Python integers takes milliseconds; each
+function here is one pass in C over the bytes.
 
-Every function takes bytes that a JSON parser has already accepted as one value.
+Every function expects bytes that a JSON parser has already accepted as one value.
 """
 
 from collections.abc import Sequence
@@ -13,33 +13,34 @@ import msgspec
 
 from tokenization.errors import InvalidIds
 
-_PLAIN = b"0123456789, \t\r\n"
+_ARRAY_BYTES = b"0123456789, \t\r\n"
 _SPACE = b" \t\r\n"
 _SPACES = (b" ", b"\t", b"\r", b"\n")
-_MOST_DIGITS = 20
-"""Of a number in 64 bits."""
+_MAX_DIGITS = 20
+"""Decimal digits of the largest unsigned integer of 64 bits."""
 
 
 def check(raw: bytes) -> int:
-    """The number of ids in a JSON array of non-negative integers.
+    """Check that a JSON value is a non-empty array of non-negative integers; return their number.
 
-    What is left after digits, commas and white space are taken out of a valid JSON value is `[]`
-    exactly when it is a flat array of unsigned integers: quotes, letters (true, null, 1e3), points,
-    minus signs and inner brackets all remain.
+    Removing digits, commas and white space from a valid JSON value leaves `[]` exactly if the value is a flat
+    array of non-negative integers. Everything else leaves more: quotes, letters (`true`, `null`, `1e3`),
+    points, minus signs or inner brackets. Example: `[1, 2.5]` leaves `[.]`.
 
     Raises:
-        InvalidIds: the value is something else, or empty. The message says what is wrong.
+        InvalidIds: the value is something else, or the array is empty. The message tells which.
     """
-    rest = raw.translate(None, _PLAIN)
+    rest = raw.translate(None, _ARRAY_BYTES)
     if rest == b"[]":
+        # `[]` and `[7]` have no comma
         count = raw.count(b",") + 1
         if count == 1 and not raw.strip(b"[] \t\r\n"):
             raise InvalidIds("must not be empty")
         return count
-    raise InvalidIds(_complaint(raw, rest))
+    raise InvalidIds(_problem(raw, rest))
 
 
-def _complaint(raw: bytes, rest: bytes) -> str:
+def _problem(raw: bytes, rest: bytes) -> str:
     if not raw.lstrip().startswith(b"["):
         return "must be a list of integers"
     if b'"' in rest:
@@ -56,29 +57,34 @@ def _complaint(raw: bytes, rest: bytes) -> str:
 
 
 def last(raw: bytes) -> int:
-    """The last id of a checked array.
+    """The last id of a checked array. Example: 12 of `[5, 12]`.
 
     Raises:
-        InvalidIds: it is larger than any id can be.
+        InvalidIds: the number has more digits than any id has.
     """
+    # check the digits first: Python refuses to parse integers of more than 4300 digits
     digits = raw[max(raw.rfind(b","), raw.find(b"[")) + 1 : raw.rfind(b"]")].strip()
-    if len(digits) > _MOST_DIGITS:
+    if len(digits) > _MAX_DIGITS:
         raise InvalidIds("must hold no ids beyond the vocabulary")
     return int(digits)
 
 
 def join(raw: bytes, more: Sequence[int]) -> bytes:
-    """A checked array with `more` ids behind it; the earlier bytes are copied, not re-encoded."""
+    """A checked array with `more` ids appended. The bytes of the earlier ids are copied as they are.
+
+    Example: `[5, 12` from `[5, 12]`, then `,` and `7]`.
+    """
     if not more:
         return raw
     return b"".join((memoryview(raw)[: raw.rfind(b"]")], b",", memoryview(dump(more))[1:]))
 
 
 def compact(raw: bytes) -> bytes:
-    """A checked array without white space: equal ids are then equal bytes."""
+    """A checked array without white space, so that equal ids become equal bytes."""
+    # most clients send none: searching is faster than copying
     return raw.translate(None, _SPACE) if any(space in raw for space in _SPACES) else raw
 
 
 def dump(ids: Sequence[int]) -> bytes:
-    """Ids as a compact JSON array."""
+    """Encode ids as a JSON array without white space."""
     return msgspec.json.encode(ids)

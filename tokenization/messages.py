@@ -1,8 +1,8 @@
-"""Messages in the shape chat templates expect.
+"""Converts messages from the form that OpenAI clients send to the form that chat templates take.
 
-OpenAI clients and chat templates differ in three places: content may arrive as text parts, tool-call
-arguments as JSON text, and reasoning under two names. The conversion here follows what vLLM does before it
-renders, so that text appended here equals text rendered there.
+The forms differ in three places: clients may send content as text parts, send the arguments of tool calls as
+JSON text, and use either of two names for reasoning. The conversion is the one that vLLM makes before it
+renders, so that text rendered here equals text rendered there.
 """
 
 import json
@@ -12,19 +12,21 @@ from typing import Any
 from tokenization.errors import InvalidMessages
 
 Message = Mapping[str, Any]
+"""A chat message of the OpenAI API, as parsed from JSON."""
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
-_KEPT = ("name", "tool_call_id", "task")
+"""The values of `type` of content parts that hold text."""
+_COPIED_FIELDS = ("name", "tool_call_id", "task")
 
 
 def for_template(messages: Sequence[Message], *, parts: bool = False) -> list[dict[str, Any]]:
-    """Messages as a template sees them: arguments as objects, both reasoning names, content as it takes it.
+    """Convert messages: arguments to objects, reasoning to both of its names, content to text or parts.
 
     Args:
-        parts: whether content is a list of text parts, as vLLM gives it to templates that loop over it;
-            otherwise it is one text. Tool results are one text in either case.
+        parts: convert content to a list of text parts, as vLLM does for templates that loop over it;
+            otherwise to one text, its parts joined by line feeds. Tool results become one text always.
 
     Raises:
-        InvalidMessages: a message is no object, has no role, or holds something that is not text.
+        InvalidMessages: a message is not an object, has no role, or holds a part that is not text.
     """
     return [_convert(message, index, parts) for index, message in enumerate(messages)]
 
@@ -39,7 +41,7 @@ def _convert(message: Message, index: int, parts: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
     if parts and role != "tool":
         result["content"] = [{"type": "text", "text": text} for text in texts]
-    for key in _KEPT:
+    for key in _COPIED_FIELDS:
         if isinstance(message.get(key), str):
             result[key] = message[key]
     reasoning = message.get("reasoning")
@@ -57,10 +59,14 @@ def _convert(message: Message, index: int, parts: bool) -> dict[str, Any]:
 
 
 def texts_of(content: object, index: int) -> list[str]:
-    """The texts of a message's content: none of null, one of a string, one of each part.
+    """The texts in a message's content: no text for null, one for a string, one for each text part.
+
+    Args:
+        content: the message's `content`, as parsed from JSON.
+        index: the message's place in the conversation, for the error message.
 
     Raises:
-        InvalidMessages: the content is neither text, null nor a list of text parts.
+        InvalidMessages: the content is not null, a string or a list of text parts.
     """
     if content is None:
         return []
@@ -76,7 +82,7 @@ def _text_of_part(part: object, index: int) -> str:
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in TEXT_PARTS:
-        raise InvalidMessages(f"message {index} holds a part of type {kind!r}; only text can be appended")
+        raise InvalidMessages(f"message {index} holds a part of type {kind!r}: send text parts only")
     text = part.get("text", part.get(kind))
     if not isinstance(text, str):
         raise InvalidMessages(f"a text part in message {index} holds no text")
@@ -92,7 +98,8 @@ def _convert_call(call: object, index: int) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            arguments = {}  # as vLLM does: text that is no JSON must not end a conversation
+            # as vLLM does: arguments that are not valid JSON must not end a conversation
+            arguments = {}
     if not isinstance(arguments, Mapping):
         arguments = {}
     return {**call, "function": {**function, "arguments": arguments}}

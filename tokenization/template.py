@@ -1,7 +1,7 @@
-"""A chat template as a function from messages to text.
+"""Renders messages with a chat template.
 
-Engines hand a template messages in a shape of their own choosing: content as text or as parts, arguments as
-objects. The shape that a template can take is found out by rendering, once.
+An engine converts messages before it renders them: content to text or to parts, whichever the template takes,
+and arguments to objects. One trial rendering shows which content a template takes.
 """
 
 import inspect
@@ -31,10 +31,10 @@ class Template:
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> str:
-        """The rendering of messages in the shape that clients send.
+        """Render messages in the form that OpenAI clients send.
 
         Raises:
-            InvalidMessages: they are no messages, or the template refuses them.
+            InvalidMessages: a message is malformed, or the template refuses it.
         """
         converted = for_template(messages, parts=self._takes_parts)
         return self._render(converted, tools, add_generation_prompt, kwargs)
@@ -49,9 +49,9 @@ class Template:
         from jinja2 import TemplateError
 
         try:
-            # the environment in which transformers compiles templates is not documented as thread safe
+            # the Jinja environment of transformers is not documented as thread-safe
             with self._lock:
-                # the request's own fields win over variables of the same name, as they do in vLLM
+                # fields of the request override template variables of the same name, as in vLLM
                 text: str = self._tokenizer.apply_chat_template(
                     messages,
                     **{
@@ -67,22 +67,24 @@ class Template:
 
     @cached_property
     def own_arguments(self) -> frozenset[str]:
-        """Names of the rendering's own arguments, whose values do not reach the template as variables.
+        """Names of the renderer's arguments that do not reach the template as variables.
 
-        `documents` and `add_generation_prompt` are both: they reach the template as they are.
+        `documents` and `add_generation_prompt` are arguments too, but reach the template unchanged.
         """
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters.values()
-        names = {each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        names = {
+            parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        }
         return frozenset(names - {"documents", "add_generation_prompt"})
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether it prints the text of content parts, and not their representation."""
+        """Whether the template prints the texts in a list of content parts, not the list itself."""
         parts = [{"type": "text", "text": text} for text in (_FIRST, _SECOND)]
-        text = self._try([{"role": "user", "content": parts}])
+        text = self._render_or_empty([{"role": "user", "content": parts}])
         return _FIRST in text and _SECOND in text and "'type'" not in text and '"type"' not in text
 
-    def _try(self, messages: list[dict[str, Any]]) -> str:
+    def _render_or_empty(self, messages: list[dict[str, Any]]) -> str:
         try:
             return self._render(messages, None, True, {})
         except InvalidMessages:

@@ -1,6 +1,6 @@
-"""Conversations that a template cannot hold, declared with the reason. A test checks that each is still true.
+"""Conversations that a template cannot render, each with the reason. A test checks that all still hold.
 
-What is not listed here is in the matrix.
+The matrix runs all other conversations.
 """
 
 from tests.templates.oracle import Reason
@@ -16,7 +16,7 @@ _DECLARED: tuple[tuple[tuple[str, ...], frozenset[str], Reason, str], ...] = (
         ("gemma", "gemma3", "cohere", "llava_next"),
         _RESULTS,
         Reason.REFUSED,
-        "know user and assistant alone, in turns",
+        "allow only user and assistant messages, in alternation",
     ),
     (
         ("gemma",),
@@ -33,7 +33,7 @@ _DECLARED: tuple[tuple[tuple[str, ...], frozenset[str], Reason, str], ...] = (
             }
         ),
         Reason.REFUSED,
-        "wants a user message between two assistant turns",
+        "requires a user message between two assistant turns",
     ),
     (
         ("cohere2",),
@@ -51,7 +51,7 @@ _DECLARED: tuple[tuple[tuple[str, ...], frozenset[str], Reason, str], ...] = (
         ("deepseekv3", "llama3_1", "llama3_2", "muse_glimmer"),
         frozenset({"after a call, an edited call"}),
         Reason.NEW_NOT_PRINTED,
-        "print no text beside a call",
+        "print no text next to a call",
     ),
     (
         ("cohere2", "phi3", "phi3_5", "idefics3", "smolvlm"),
@@ -69,20 +69,20 @@ _DECLARED: tuple[tuple[tuple[str, ...], frozenset[str], Reason, str], ...] = (
         ("deepseek_r1_distill",),
         _CALLS,
         Reason.TURN_NOT_PRINTED,
-        "prints tool calls only where the content is null, and engines send an empty text",
+        "prints tool calls only if the content is null, but engines send an empty text",
     ),
     (
         ("llama3_1", "llama3_2"),
         _PARALLEL,
         Reason.REFUSED,
-        "allow one tool call in a turn",
+        "allow only one tool call in a turn",
     ),
-    (("gptoss",), _PARALLEL, Reason.TURN_NOT_PRINTED, "prints the first tool call of a turn"),
+    (("gptoss",), _PARALLEL, Reason.TURN_NOT_PRINTED, "prints only the first tool call of a turn"),
     (
         ("gptoss",),
         frozenset({"content, then a result"}),
         Reason.REFUSED,
-        "wants a call before a result",
+        "requires a call before a result",
     ),
     (
         _GEMMA4,
@@ -94,7 +94,7 @@ _DECLARED: tuple[tuple[tuple[str, ...], frozenset[str], Reason, str], ...] = (
         _GEMMA4,
         frozenset({"content and call"}),
         Reason.REORDERED,
-        "print the content of a turn behind the results of its calls",
+        "print the content of a turn after the results of its calls",
     ),
 )
 
@@ -104,4 +104,4 @@ EXCLUDED: dict[tuple[str, str], tuple[Reason, str]] = {
     for template in templates
     for shape in shapes
 }
-"""(template, shape) to the reason, in one word for the test and in a sentence for the reader."""
+"""Maps (template, shape) to the reason: a code that the test checks, and a sentence for the reader."""

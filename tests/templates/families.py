@@ -1,13 +1,13 @@
 # ruff: noqa: RUF001 - DeepSeek spells its tokens with full-width bars
 """The real chat templates under test and the models they belong to, as data.
 
-The templates come out of the package `trl`, which stores the ones that model repositories ship. It has no
-tokenizers, so what matters of each model's own is declared here: its special tokens, its added tokens that
-are not special, its end-of-sequence token, and how turns end.
+The templates are in the package `trl`, which has copies from model repositories. It has no tokenizers, so
+this module declares the parts of each model's tokenizer that matter: special tokens, added tokens that are
+not special, the end-of-sequence token, and how turns end.
 
-`Close` says how a turn ends. Most templates close a turn with a token that the model samples itself. Some do
-not: the model samples another token than the one history shows (GPT-OSS), or its stop token is the one that
-opens the next message and stands in the rendering only once (GLM, tool calls of Gemma 4).
+`Close` declares how a turn ends. Most templates close a turn with the token that the model samples. There are
+two exceptions: the model samples another token than the history shows (GPT-OSS); or the stop token is the
+token that opens the next message, and the rendering has it only once (GLM, tool calls of Gemma 4).
 """
 
 import importlib.metadata
@@ -23,20 +23,20 @@ class Close:
     """The end of an assistant turn."""
 
     shown: str
-    """What the template prints behind the turn's text; empty where the opener of the next message ends it."""
+    """Text that the template prints after the turn; empty if the opener of the next message ends the turn."""
     sampled: str = ""
-    """What the model samples there, if it is not `shown`."""
+    """The token that the model samples there, if it differs from `shown`."""
     openers: Mapping[str, str] = field(default_factory=dict)
-    """Where `shown` is empty: the stop token that opens the next message, by that message's role."""
+    """If `shown` is empty: the stop token that opens the next message, by the role of that message."""
 
     def stop(self, next_role: str) -> str:
-        """What the model samples at the turn's end, given who speaks next."""
+        """The text that the model samples at the end of a turn, before a message of role `next_role`."""
         return self.sampled or self.shown or self.openers[next_role]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models whose templates and tokenizers follow one format. Lists are words with spaces between them."""
+    """Models whose templates and tokenizers follow one format. Lists are separated by spaces."""
 
     name: str
     templates: str
@@ -46,19 +46,19 @@ class Family:
     """How a turn without tool calls ends."""
     eos: str
     call_close: Close | None = None
-    """How a turn with tool calls ends, if otherwise."""
+    """How a turn with tool calls ends, if it ends differently."""
     call_close_with: Mapping[str, Close] = field(default_factory=dict)
-    """How a turn with tool calls ends under a template argument."""
+    """How a turn with tool calls ends if a template argument of this name is set."""
     bos: str | None = None
     plain: str = ""
     """Added tokens that are not special."""
     rstrip: str = ""
-    """Tokens that swallow the white space behind them."""
+    """Tokens that absorb the white space after them."""
     alternate: str | None = None
     """Another stop token that the model may sample instead of its own."""
 
     def close_of(self, kind: str, template_kwargs: Mapping[str, Any]) -> Close:
-        """How a turn of a kind (`content` or `call`) ends."""
+        """How a turn of the kind `content` or `call` ends."""
         if kind == "content":
             return self.close
         for name, close in self.call_close_with.items():
@@ -69,14 +69,14 @@ class Family:
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template, and the form in which an engine hands messages to it."""
+    """A chat template, and the form of messages that it takes."""
 
     name: str
     family: Family
     takes_parts: bool
-    """Content arrives as a list of parts, not as text: what vLLM decides from the template's source."""
+    """Takes content as a list of parts, not as text. vLLM decides this from the template's source."""
     takes_argument_text: bool
-    """Arguments of tool calls arrive as JSON text: the template puts them between strings as they are."""
+    """Takes arguments of tool calls as JSON text: the template concatenates them with strings."""
 
     @cached_property
     def source(self) -> str:
@@ -146,7 +146,7 @@ FAMILIES = (
         "llama3",
         special=_LLAMA3,
         close=Close("<|eot_id|>"),
-        # as the first checkpoints had it: the token that closes a turn is not the EOS
+        # as in the first checkpoints, where the token that closes a turn is not the EOS
         eos="<|end_of_text|>",
         bos="<|begin_of_text|>",
         alternate="<|end_of_text|>",
@@ -213,7 +213,7 @@ FAMILIES = (
         alternate="<eos>",
     ),
     Family(
-        # its first template prints tool results as messages of their own, so nothing continues a call
+        # the first template prints tool results as separate messages, so a call has a close like any turn
         "Gemma 4, first release",
         "gemma4_v2",
         special=_GEMMA4,
@@ -286,7 +286,7 @@ _TAKES_PARTS = (
     "lfm2_2_5_v2 lfm2_2_5_vl llava_next muse_glimmer qwen2_5_vl qwen3_5_nothink qwen3_5_think qwen3_6 "
     "qwen3_8 qwen3_vl smolvlm"
 )
-"""`Template.takes_parts`: vLLM 0.32 finds a loop over a message's content in these."""
+"""Templates with `takes_parts`: vLLM 0.32 finds a loop over a message's content in their source."""
 
 _TAKES_ARGUMENT_TEXT = "deepseekv3 deepseek_r1_distill"
 
@@ -311,7 +311,7 @@ KWARGS: dict[str, dict[str, Any]] = {
     "tools_in_user_message=False": {"tools_in_user_message": False},
     "date_string": {"date_string": "1 Jan 2025"},
 }
-"""Template arguments. Each is tried with the templates whose source reads it."""
+"""Template arguments by name. Each is tried with the templates whose source contains it."""
 
 
 def kwargs_of(template: Template) -> dict[str, dict[str, Any]]:
@@ -320,7 +320,7 @@ def kwargs_of(template: Template) -> dict[str, dict[str, Any]]:
 
 
 def template_files() -> dict[str, Path]:
-    """The templates in the package `trl`, found without importing it: that would import torch and more."""
+    """The template files of the package `trl` by name. The package is not imported: it would import torch."""
     files = importlib.metadata.files("trl") or []
-    found = (Path(str(file.locate())) for file in files if file.match("trl/chat_templates/*.jinja"))
-    return {path.stem: path for path in found if not path.stem.endswith("_training")}
+    paths = (Path(str(file.locate())) for file in files if file.match("trl/chat_templates/*.jinja"))
+    return {path.stem: path for path in paths if not path.stem.endswith("_training")}

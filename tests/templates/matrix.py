@@ -1,11 +1,11 @@
-"""The matrix: template x conversation x ending x template arguments, and what becomes of each cell.
+"""The matrix: template x conversation x ending x template arguments, with a verdict for each cell.
 
-A cell is exact, refused (a typed error though the oracle has an answer) or wrong. In an exact cell
+A cell is exact, refused (a typed error, although the oracle has an answer) or wrong. In an exact cell
 
-    out.prompt_ids == prompt_ids + out.close_ids + out.suffix_ids
+    appended.prompt_ids == prompt_ids + appended.close_ids + appended.suffix_ids
 
-and what follows `prompt_ids` is, id by id, what the oracle says. Without the history the same cell may be
-refused, but must not come out otherwise.
+and the ids after `prompt_ids` equal those of the oracle. Without history, the same call must be exact or
+refused.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ from tests.templates.shapes import SHAPES, TOOLS, Message, Shape
 from tokenization import Appended, ChatTokenizer, TokenizationError
 
 _CUT_WITH_EVERY_KWARGS = ("content", "call")
-"""Conversations that are also cut off under each template argument; the others end by themselves there."""
+"""Names of the conversations that also end with "length" under each template argument."""
 
 
 class Verdict(StrEnum):
-    """What became of a cell."""
+    """The result of a cell."""
 
     EXACT = "exact"
     REFUSED = "refused"
@@ -52,23 +52,23 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell, and why."""
+    """The verdict on a cell, and the reason."""
 
     cell: Cell
     verdict: Verdict
     detail: str = ""
     without_history: Verdict = Verdict.EXCLUDED
-    """What becomes of the same call with `history=None`."""
+    """The verdict on the same call with `history=None`."""
 
 
 @dataclass
 class Trial:
-    """Everything that is tried with one pairing. Renderings are kept and shared by its cells."""
+    """Runs all cells of one pairing. Cells share the renderings of the oracle."""
 
     pairing: Pairing
     oracle: Oracle
     subject: ChatTokenizer
-    """What is tested."""
+    """The tokenizer under test."""
     _turns: dict[tuple[str, str], Turn] = field(default_factory=dict)
 
     @classmethod
@@ -93,25 +93,29 @@ class Trial:
         return outcomes
 
     def outcome(self, cell: Cell) -> Outcome:
-        """Call `append` for a cell, with and without history, and judge."""
+        """Call `append` for a cell, with and without history, and compare the ids with the oracle's."""
         if excluded := EXCLUDED.get((self.pairing.template.name, cell.shape.name)):
             return Outcome(cell, Verdict.EXCLUDED, excluded[1])
         turn = self.turn(cell.shape, cell.kwargs)
         sampled = ENDINGS[cell.ending](turn)
         prompt_ids = turn.prompt_ids + sampled_ids(sampled.text, str(cell), self.oracle)
-        expected = self.oracle.appended(turn.behind, sampled.taken)
+        expected = self.oracle.appended(turn.after, sampled.sampled_close)
         verdict, detail = self._judge(cell, sampled, prompt_ids, expected, sampled.history)
-        blind, blind_detail = self._judge(cell, sampled, prompt_ids, expected, None)
-        if blind is Verdict.WRONG and verdict is not Verdict.WRONG:
-            return Outcome(cell, Verdict.WRONG, f"without history: {blind_detail}", blind)
-        return Outcome(cell, verdict, detail, blind)
+        verdict_without_history, detail_without_history = self._judge(
+            cell, sampled, prompt_ids, expected, None
+        )
+        if verdict_without_history is Verdict.WRONG and verdict is not Verdict.WRONG:
+            return Outcome(
+                cell, Verdict.WRONG, f"without history: {detail_without_history}", verdict_without_history
+            )
+        return Outcome(cell, verdict, detail, verdict_without_history)
 
     def turn(self, shape: Shape, kwargs_name: str) -> Turn:
-        """The conversation at the moment of sampling. Raises: as `Oracle.behind`."""
+        """The conversation at the moment of sampling. Raises: as `Oracle.after_turn`."""
         key = (shape.name, kwargs_name)
         if key not in self._turns:
             kwargs = KWARGS[kwargs_name]
-            self._turns[key] = Turn(self.oracle, shape, kwargs, self.oracle.behind(shape, kwargs))
+            self._turns[key] = Turn(self.oracle, shape, kwargs, self.oracle.after_turn(shape, kwargs))
         return self._turns[key]
 
     def _judge(
@@ -133,35 +137,35 @@ class Trial:
             "template_kwargs": kwargs,
         }
         try:
-            out = self.subject.append(list(prompt_ids), cell.shape.new, **options)
+            appended = self.subject.append(list(prompt_ids), cell.shape.new, **options)
         except TokenizationError as error:
             return Verdict.REFUSED, f"{type(error).__name__}: {error}"
         except Exception as error:  # noqa: BLE001 - the boundary: an untyped error is a finding, not a crash
             return Verdict.WRONG, f"raised {error!r}"
-        complaint = self._complaint(out, prompt_ids, expected)
-        return (Verdict.WRONG, complaint) if complaint else (Verdict.EXACT, "")
+        error_text = self._error_in(appended, prompt_ids, expected)
+        return (Verdict.WRONG, error_text) if error_text else (Verdict.EXACT, "")
 
-    def _complaint(self, out: Appended, prompt_ids: list[int], expected: list[int]) -> str:
-        """What is wrong with an answer; empty if nothing is."""
-        if out.prompt_ids[: len(prompt_ids)] != prompt_ids:
-            return "the ids given are not a prefix of the next prompt"
-        appended = out.prompt_ids[len(prompt_ids) :]
-        if appended != [*out.close_ids, *out.suffix_ids]:
-            return "close_ids and suffix_ids are not what was appended"
-        if appended == expected:
+    def _error_in(self, appended: Appended, prompt_ids: list[int], expected: list[int]) -> str:
+        """A description of the first error in a result; empty if there is none."""
+        if appended.prompt_ids[: len(prompt_ids)] != prompt_ids:
+            return "the given ids are not a prefix of the next prompt"
+        new_ids = appended.prompt_ids[len(prompt_ids) :]
+        if new_ids != [*appended.close_ids, *appended.suffix_ids]:
+            return "close_ids and suffix_ids are not the ids that were appended"
+        if new_ids == expected:
             return ""
-        got, wanted = self.oracle.decode(appended), self.oracle.decode(expected)
-        if got == wanted:
-            return f"the right text in other ids: {appended} instead of {expected}"
-        return f"appended {got!r} instead of {wanted!r}"
+        new_text, expected_text = self.oracle.decode(new_ids), self.oracle.decode(expected)
+        if new_text == expected_text:
+            return f"the right text in other ids: {new_ids} instead of {expected}"
+        return f"appended {new_text!r} instead of {expected_text!r}"
 
 
 @dataclass
 class Matrix:
-    """All pairings. Each is tried once."""
+    """The trials of all pairings. Each pairing runs once."""
 
     folder: Path
-    """Where tokenizers are written."""
+    """The folder for the tokenizers of the pairings."""
     _trials: dict[str, Trial] = field(default_factory=dict)
     _outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
 
@@ -185,8 +189,8 @@ def _endings(shape: Shape, kwargs_name: str) -> list[str]:
     return ["own stop", "length"] if shape.name in _CUT_WITH_EVERY_KWARGS else ["own stop"]
 
 
-def complaints(outcomes: list[Outcome], verdict: Verdict, most: int = 12) -> str:
-    """The cells with a verdict, and why, for a failure message."""
-    found = [f"{outcome.cell}\n    {outcome.detail}" for outcome in outcomes if outcome.verdict is verdict]
-    more = [f"... and {len(found) - most} more"] if len(found) > most else []
-    return "\n".join([f"{len(found)} cells {verdict}:", *found[:most], *more])
+def describe(outcomes: list[Outcome], verdict: Verdict, limit: int = 12) -> str:
+    """The first `limit` cells with a verdict, and the reasons, as text for a failure message."""
+    entries = [f"{outcome.cell}\n    {outcome.detail}" for outcome in outcomes if outcome.verdict is verdict]
+    rest = [f"... and {len(entries) - limit} more"] if len(entries) > limit else []
+    return "\n".join([f"{len(entries)} cells {verdict}:", *entries[:limit], *rest])

@@ -1,18 +1,18 @@
-"""The judge: what a template puts behind an assistant turn, read off its own rendering of everything.
+"""The oracle: the expected text after an assistant turn, read from a rendering of the whole conversation.
 
-Nothing of the package under test is used. For a history H that ends in an assistant turn, and new messages N:
+Uses nothing of the package under test. For a history H that ends with an assistant turn, and new messages N:
 
-1. A mark, a word that occurs nowhere else, is put at the end of the turn's text: behind its content or, in a
-   turn that calls tools, behind the last argument of its last call.
-2. The template renders H and N together, as it would if nothing had been sampled yet.
-3. Behind the mark stand, in this order: what is left of the turn (`tail`: closing quotes and tags of the
-   call), the turn's `close`, and the `rest`: separators, the new messages, the generation prompt. What the
-   close is, is declared with the model (`Close`); where it is, is its first occurrence behind the mark.
-4. A second mark must lead to the same tail, close and rest: else what follows a turn depends on what it says.
+1. Put a marker, a word that occurs nowhere else, at the end of the turn's text: after its content or, in a
+   turn with tool calls, after the last argument of its last call.
+2. Render H and N together.
+3. Split the text after the marker into three: the `tail` of the turn's own text (closing quotes and tags of
+   the call), the `close` of the turn, and the `rest` (separators, new messages, generation prompt). The close
+   is declared with the model (`Close`); it is at its first occurrence after the marker.
+4. Repeat with another marker. The result must be equal: otherwise the text after a turn depends on the turn.
 
-The next prompt is then right if it continues the given ids with close and rest, less what of the close was
-sampled. Ids are compared, not only text: the close begins with a token of its own, so the ids of what follows
-do not depend on what stands before it, and a right answer has one spelling.
+The next prompt is right if close and rest, without the sampled part of the close, follow the given ids. Ids
+are compared, not only text: the close starts with an added token, so the ids from there on do not depend on
+the text before, and only one list of ids is right.
 """
 
 import copy
@@ -33,16 +33,16 @@ _MARKS = ("Qmarkonez", "Zothermarkthatislongerq")
 
 
 class Reason(StrEnum):
-    """Why a template cannot be asked about a conversation."""
+    """Why a template gives no expected text for a conversation."""
 
     REFUSED = "the template raises an error"
     TURN_NOT_PRINTED = "the template does not print the turn's text or its last call"
     NEW_NOT_PRINTED = "the template does not print all new messages"
-    REORDERED = "the template prints text of the turn behind the new messages"
+    REORDERED = "the template prints text of the turn after the new messages"
 
 
 class Impossible(Exception):
-    """The template's own rendering gives no answer."""
+    """The template's own rendering gives no expected text."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
@@ -50,26 +50,27 @@ class Impossible(Exception):
 
 
 @dataclass(frozen=True)
-class Behind:
-    """What a rendering holds behind the mark."""
+class TextAfterTurn:
+    """The text of a rendering after the marker, in three parts."""
 
     tail: str
     """The end of the turn's own text."""
     close: str
     """What closes the turn; empty where `rest` begins with a stop token that opens the next message."""
     rest: str
+    """Separators, the new messages and the generation prompt."""
     opener: str
-    """That stop token; empty where `close` is not."""
+    """The stop token with which `rest` begins; empty if `close` is not."""
 
     @property
     def text(self) -> str:
-        """Everything behind the turn's own text."""
+        """The text after the turn's own text: close and rest."""
         return self.close + self.rest
 
 
 @dataclass(frozen=True)
 class Oracle:
-    """Renders with one template, and knows nothing but its text and how its model's turns end."""
+    """Computes the expected ids after a turn, from renderings of one template and the declared `Close`."""
 
     template: Template
     tokenizer: Any
@@ -77,7 +78,7 @@ class Oracle:
 
     @cached_property
     def added_tokens(self) -> re.Pattern[str]:
-        """Matches every token that the tokenizer keeps whole."""
+        """A pattern that matches each added token of the tokenizer."""
         tokens = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         texts = sorted((token.content for token in tokens), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)))
@@ -93,15 +94,15 @@ class Oracle:
         return text
 
     def render(self, messages: Sequence[Message], shape: Shape, kwargs: Mapping[str, Any]) -> str:
-        """The template's text for messages, in the form in which an engine hands them to it.
+        """Render messages, converted as an engine converts them.
 
         Raises:
-            Impossible: the template refuses them.
+            Impossible: the template refuses the messages.
         """
         with_prompt = {"add_generation_prompt": True, **kwargs}
         try:
             text: str = self.tokenizer.apply_chat_template(
-                [self._as_seen(message) for message in messages],
+                [self._for_template(message) for message in messages],
                 tools=copy.deepcopy(TOOLS) if shape.with_tools else None,
                 tokenize=False,
                 **with_prompt,
@@ -110,33 +111,34 @@ class Oracle:
             raise Impossible(Reason.REFUSED, str(error)) from error
         return text
 
-    def behind(self, shape: Shape, kwargs: Mapping[str, Any]) -> Behind:
-        """What the template prints behind the sampled turn of a conversation.
+    def after_turn(self, shape: Shape, kwargs: Mapping[str, Any]) -> TextAfterTurn:
+        """The text that the template prints after the sampled turn of a conversation.
 
         Raises:
-            Impossible: its rendering does not tell.
+            Impossible: the rendering does not show it.
         """
-        found = [self._behind_mark(shape, kwargs, mark) for mark in _MARKS]
-        if found[0] != found[1]:
-            raise AssertionError(f"what follows the turn depends on the turn: {found}")
-        return found[0]
+        first, second = (self._after_mark(shape, kwargs, mark) for mark in _MARKS)
+        if first != second:
+            raise AssertionError(f"the text after the turn depends on the turn: {first} and {second}")
+        return first
 
-    def appended(self, behind: Behind, taken: str) -> list[int]:
-        """The ids that must follow a sampled turn: those of what stands behind it, less what was sampled.
+    def appended(self, after: TextAfterTurn, sampled_close: str) -> list[int]:
+        """The ids to append to a sampled turn: those of the text after it, without the sampled part.
 
         Args:
-            taken: the beginning of `behind.text` that was sampled: close, part of it, opener, nothing.
+            sampled_close: the start of `after.text` that was sampled: the close, a part of it, the opener, or
+                nothing.
         """
-        whole, head = self.encode(behind.text), self.encode(taken)
-        if not behind.text.startswith(taken) or whole[: len(head)] != head:
-            raise AssertionError(f"{taken!r} is not how {behind.text!r} begins")
+        whole, head = self.encode(after.text), self.encode(sampled_close)
+        if not after.text.startswith(sampled_close) or whole[: len(head)] != head:
+            raise AssertionError(f"{after.text!r} does not start with {sampled_close!r}")
         return whole[len(head) :]
 
     def close_of(self, shape: Shape, kwargs: Mapping[str, Any]) -> Close:
         """How the sampled turn of a conversation ends."""
         return self.template.family.close_of(shape.kind, kwargs)
 
-    def _behind_mark(self, shape: Shape, kwargs: Mapping[str, Any], mark: str) -> Behind:
+    def _after_mark(self, shape: Shape, kwargs: Mapping[str, Any], mark: str) -> TextAfterTurn:
         whole = self.render([*marked(shape.history, mark), *shape.new], shape, kwargs)
         if mark not in whole:
             raise Impossible(Reason.TURN_NOT_PRINTED, whole)
@@ -146,33 +148,33 @@ class Oracle:
         _check_new_messages(shape, before, after)
         close = self.close_of(shape, kwargs)
         opener = "" if close.shown else close.openers[shape.new[0]["role"]]
-        tail, found, rest = after.partition(close.shown or opener)
-        if not found or (shape.kind == "content" and tail.strip()):
+        tail, separator, rest = after.partition(close.shown or opener)
+        if not separator or (shape.kind == "content" and tail.strip()):
             raise AssertionError(f"the turn does not end as declared: {after!r}")
-        return Behind(tail, close.shown, opener + rest if opener else rest, opener)
+        return TextAfterTurn(tail, close.shown, opener + rest if opener else rest, opener)
 
-    def _as_seen(self, message: Message) -> Message:
-        """A message as vLLM hands it to the template.
+    def _for_template(self, message: Message) -> Message:
+        """A message as vLLM passes it to the template.
 
-        Content is text, its parts joined by line feeds, or a list of parts, whichever the template takes;
-        tool results are always text. Arguments are an object. Reasoning has both its names.
+        Content becomes text, its parts joined by line feeds, or a list of parts, whichever the template
+        takes; tool results are always text. Arguments become an object. Reasoning gets both of its names.
         """
-        seen = copy.deepcopy(message)
+        converted = copy.deepcopy(message)
         texts = _texts(message.get("content"))
         if self.template.takes_parts and message["role"] != "tool":
-            seen["content"] = [{"type": "text", "text": text} for text in texts]
+            converted["content"] = [{"type": "text", "text": text} for text in texts]
         else:
-            seen["content"] = "\n".join(texts)
-        if "reasoning_content" in seen:
-            seen["reasoning"] = seen["reasoning_content"]
-        for call in seen.get("tool_calls", ()):
+            converted["content"] = "\n".join(texts)
+        if "reasoning_content" in converted:
+            converted["reasoning"] = converted["reasoning_content"]
+        for call in converted.get("tool_calls", ()):
             if not self.template.takes_argument_text:
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        return seen
+        return converted
 
 
 def marked(history: Sequence[Message], mark: str) -> list[Message]:
-    """The history with a mark at the end of its last turn's text."""
+    """The history with a marker at the end of the text of its last turn."""
     *before, last = copy.deepcopy(list(history))
     if last.get("tool_calls"):
         function = last["tool_calls"][-1]["function"]
@@ -193,15 +195,15 @@ def _texts(content: object) -> list[str]:
 def _check_new_messages(shape: Shape, before: str, after: str) -> None:
     words = [_word_of(message) for message in shape.new]
     if any(word in before for word in words):
-        raise AssertionError("new messages stand before the turn")
+        raise AssertionError("the template prints new messages before the turn")
     if not all(word in after for word in words):
         raise Impossible(Reason.NEW_NOT_PRINTED, after)
-    said = shape.history[-1]["content"]
-    if shape.kind == "call" and said and after.rfind(said) > after.find(words[0]):
+    content = shape.history[-1]["content"]
+    if shape.kind == "call" and content and after.rfind(content) > after.find(words[0]):
         raise Impossible(Reason.REORDERED, after)
 
 
 def _word_of(message: Message) -> str:
-    """The word that begins with "new" in a new message."""
+    """The word in a new message that starts with "new": see `tests.templates.shapes`."""
     text = " ".join(_texts(message["content"]))
     return next(word for word in text.replace('"', " ").split() if word.startswith("new")).rstrip(":,\u200b")

@@ -1,9 +1,9 @@
-"""A tokenizer for each template: a real vocabulary, cut short, with the model's own added tokens.
+"""A tokenizer for each template: a small vocabulary with the added tokens of the model.
 
-Byte-level BPE comes from SmolLM2, the demo's model: its first merges, so that loading takes milliseconds.
-They are stored in a file, because the model's own package cannot be read without torch.
-Where the real model has a SentencePiece vocabulary, the template is paired a second time with a small one of
-the same build, because there a text's ids depend on what stands before it.
+The byte-level BPE has the first merges of SmolLM2, the model of the demo; a part, so that loading takes
+milliseconds. The merges are in a file, because the package of the model cannot be read without torch. If the
+real model has a SentencePiece vocabulary, the template is paired a second time, with a small SentencePiece
+vocabulary, in which the ids of a text depend on the text before it.
 """
 
 import functools
@@ -29,7 +29,7 @@ _CORPUS = (
 
 @dataclass(frozen=True)
 class Pairing:
-    """A template with the kind of tokenizer it is tried on."""
+    """A template with a kind of tokenizer."""
 
     template: Template
     tokenizer: str
@@ -42,9 +42,9 @@ class Pairing:
 
 @functools.cache
 def smollm2_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """SmolLM2's first 6,000 tokens that are not special, with their ids, and the merges that make them.
+    """The first 6,000 tokens of SmolLM2 that are not special, with their ids, and their merges.
 
-    `MERGES_FILE` has the single characters on its first line, then one merge per line, by rank.
+    The first line of `MERGES_FILE` has the single characters; each further line has one merge, by rank.
     """
     characters, *lines = MERGES_FILE.read_text("utf-8").splitlines()
     merges = [(left, right) for left, right in map(str.split, lines)]
@@ -53,7 +53,7 @@ def smollm2_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def byte_level() -> Tokenizer:
-    """Bytes and real merges: what stands before a special token never matters behind it."""
+    """Bytes and real merges: the ids after a special token never depend on the text before it."""
     vocab, merges = smollm2_merges()
     tokenizer = Tokenizer(
         models.BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
@@ -64,7 +64,7 @@ def byte_level() -> Tokenizer:
 
 
 def _sentencepiece() -> Tokenizer:
-    """A BPE on `▁` for spaces that falls back to bytes, as converted SentencePiece models have it."""
+    """A BPE with `▁` for spaces and byte fallback, as in converted SentencePiece models."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(_CORPUS, trainers.BpeTrainer(vocab_size=200, show_progress=False))
@@ -79,7 +79,7 @@ def _sentencepiece() -> Tokenizer:
 
 
 def gemma_like() -> Tokenizer:
-    """Spaces become `▁`, and nothing is put before a text."""
+    """Replaces spaces by `▁`; adds nothing before a text."""
     tokenizer = _sentencepiece()
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     tokenizer.decoder = decoders.Sequence(
@@ -89,7 +89,7 @@ def gemma_like() -> Tokenizer:
 
 
 def llama2_like() -> Tokenizer:
-    """A `▁` is put before every stretch of text, behind each special token too."""
+    """Adds `▁` before every stretch of text, also after each special token."""
     tokenizer = gemma_like()
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
@@ -98,7 +98,7 @@ def llama2_like() -> Tokenizer:
 
 
 def mistral_like() -> Tokenizer:
-    """A `▁` is put before the first stretch of text alone: a suffix encoded by itself gets one too many."""
+    """Adds `▁` before the first stretch of text only, so a suffix that is encoded alone has one too many."""
     tokenizer = _sentencepiece()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
@@ -130,7 +130,7 @@ SAMPLE = (
     *("qwen3", "gptoss", "glm4moe", "llama3_2", "deepseekv3", "cohere2", "phi3"),
     *("gemma4_v5 on gemma_like", "phi3 on llama2_like", "llava_next on mistral_like"),
 )
-"""Names of the pairings in `make test-fast`: each tokenizer, and each way in which a turn ends."""
+"""Names of the pairings in `make test-fast`: they cover each tokenizer and each way to end a turn."""
 EVERY_PAIRING = pytest.mark.parametrize(
     "pairing",
     [
@@ -138,23 +138,23 @@ EVERY_PAIRING = pytest.mark.parametrize(
         for pairing in PAIRINGS
     ],
 )
-"""Runs a test with each pairing; with those that are not in the sample only in `make test`."""
+"""Parametrises a test with all pairings; those outside the sample are marked as slow."""
 
 
 def save_tokenizer(pairing: Pairing, folder: Path) -> Any:
-    """Write the pairing's model folder. Returns the transformers tokenizer, as the reference."""
+    """Write the pairing's tokenizer to a folder. Returns the transformers tokenizer, as the reference."""
     family = pairing.template.family
     backend = TOKENIZERS[pairing.tokenizer]()
-    backend.add_special_tokens([_token(text, family, special=True) for text in family.special.split()])
-    backend.add_tokens([_token(text, family, special=False) for text in family.plain.split()])
-    named = {"eos_token": family.eos, "bos_token": family.bos}
+    backend.add_special_tokens([_added_token(text, family, special=True) for text in family.special.split()])
+    backend.add_tokens([_added_token(text, family, special=False) for text in family.plain.split()])
+    named_tokens = {"eos_token": family.eos, "bos_token": family.bos}
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=backend, **{name: text for name, text in named.items() if text is not None}
+        tokenizer_object=backend, **{name: text for name, text in named_tokens.items() if text is not None}
     )
     fast.chat_template = pairing.template.source
     fast.save_pretrained(folder)
     return fast
 
 
-def _token(text: str, family: Family, *, special: bool) -> AddedToken:
+def _added_token(text: str, family: Family, *, special: bool) -> AddedToken:
     return AddedToken(text, special=special, normalized=False, rstrip=text in family.rstrip.split())

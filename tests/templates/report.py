@@ -1,7 +1,7 @@
-"""How many cells of the matrix come out exact, by family and kind of conversation.
+"""Counts the exact cells of the matrix, by family and kind of conversation.
 
-python -m tests.templates.report            prints the tables, and what is not exact
-python -m tests.templates.report --write   puts the short one into docs/templates.md
+python -m tests.templates.report           prints the full table, and the cells that are not exact
+python -m tests.templates.report --write   writes the short table into docs/templates.md
 """
 
 import sys
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.templates.families import FAMILIES
-from tests.templates.matrix import Matrix, Outcome, Verdict, complaints
+from tests.templates.matrix import Matrix, Outcome, Verdict, describe
 from tests.templates.shapes import SHAPES
 
 PAGE = Path(__file__).parents[2] / "docs" / "templates.md"
@@ -26,7 +26,7 @@ class Report:
     outcomes: list[Outcome]
 
     def counts(self, family: str = "", group: str = "") -> Counter[Verdict]:
-        """Cells by verdict, of all families and groups or of one."""
+        """Number of cells by verdict; of one family or group of conversations, or (the default) of all."""
         return Counter(
             outcome.verdict
             for outcome in self.outcomes
@@ -36,15 +36,15 @@ class Report:
 
     @property
     def refused_share(self) -> float:
-        """Refused cells of those that are not excluded."""
+        """The share of refused cells among those that are not excluded."""
         return share(self.counts(), Verdict.REFUSED)
 
     def without_history(self) -> Counter[Verdict]:
-        """The same cells by what becomes of them without history."""
+        """Number of cells by the verdict on the same call without history."""
         return Counter(outcome.without_history for outcome in self.outcomes)
 
     def markdown(self) -> str:
-        """A table of families and groups of conversations."""
+        """A table with a row for each family and a column for each group of conversations."""
         groups = list(dict.fromkeys(shape.group for shape in SHAPES))
         rows = {family.name: family.name for family in FAMILIES} | {"all": ""}
         entries = [
@@ -52,18 +52,19 @@ class Report:
             for title, family in rows.items()
         ]
         lines = [_line(row) for row in (["family", *groups, "all"], ["---"] * (len(groups) + 2), *entries)]
-        blind = self.without_history()
+        without_history = self.without_history()
         return "\n".join(
             [
                 *lines,
                 "",
-                f"Refused: {self.refused_share:.1%}. Without history: {blind[Verdict.EXACT]} exact, "
-                f"{blind[Verdict.REFUSED]} refused, {blind[Verdict.WRONG]} wrong.",
+                f"Refused: {self.refused_share:.1%}. "
+                f"Without history: {without_history[Verdict.EXACT]} exact, "
+                f"{without_history[Verdict.REFUSED]} refused, {without_history[Verdict.WRONG]} wrong.",
             ]
         )
 
     def summary(self) -> str:
-        """A short table for the docs: families, and all kinds of conversation together."""
+        """A short table for the docs, with a row for each family and a column for each verdict."""
         rows = {family.name: family.name for family in FAMILIES} | {"all": ""}
         verdicts = (Verdict.EXACT, Verdict.REFUSED, Verdict.WRONG, Verdict.EXCLUDED)
         lines = [_line(["family", *map(str, verdicts)]), _line(["---", *["---:"] * len(verdicts)])]
@@ -74,23 +75,23 @@ class Report:
 
 
 def put_into(page: str, summary: str) -> str:
-    """The page with the table between its marks replaced."""
+    """The page with the text between the two HTML comments replaced by `summary`."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{summary}\n{END}{after}"
 
 
-def report(say: Callable[[str], object] = lambda line: None) -> Report:
-    """Run the whole matrix. `say` is told which cells are not exact."""
+def report(log: Callable[[str], object] = lambda line: None) -> Report:
+    """Run the whole matrix. Passes a description of the cells that are not exact to `log`."""
     with tempfile.TemporaryDirectory() as folder:
         outcomes = Matrix(Path(folder)).all_outcomes()
     for verdict in (Verdict.WRONG, Verdict.REFUSED):
-        say(complaints(outcomes, verdict))
+        log(describe(outcomes, verdict))
     return Report(outcomes)
 
 
 def share(counts: Counter[Verdict], verdict: Verdict) -> float:
-    """The part of the cells that are not excluded that has a verdict."""
+    """The share of cells with a verdict among those that are not excluded."""
     tried = counts.total() - counts[Verdict.EXCLUDED]
     return counts[verdict] / tried if tried else 0.0
 
@@ -104,7 +105,7 @@ def _line(entries: list[str]) -> str:
 
 
 def main() -> None:
-    """Print the table, and what is not exact; or put the short table into the page of templates."""
+    """Print the full table, and the cells that are not exact; or write the short table into the docs."""
     counted = report(lambda line: print(line, file=sys.stderr))
     if "--write" in sys.argv:
         PAGE.write_text(put_into(PAGE.read_text(), counted.summary()))

@@ -1,7 +1,7 @@
-"""What a model sampled: the text of a turn as its template prints it, how the turn ended, and odd ids for it.
+"""Sampled turns: the text of a turn as the template prints it, how the turn ended, and unusual ids for it.
 
-Models do not sample the ids that the tokenizer would choose. So a turn's text is cut at random places and
-encoded piece by piece; only special tokens stay whole.
+A model may sample other ids for a text than the tokenizer chooses. So the text of a turn is split at random
+places and each piece is encoded by itself; only added tokens stay whole.
 """
 
 import copy
@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from tests.templates.families import Close
-from tests.templates.oracle import Behind, Oracle, marked
+from tests.templates.oracle import Oracle, TextAfterTurn, marked
 from tests.templates.shapes import Message, Shape
 
 _MARK = "Zsampledz"
@@ -25,17 +25,17 @@ class Sampled:
     """A turn that an engine returned."""
 
     history: list[Message]
-    """The conversation with this turn as its last message, as the engine parsed it."""
+    """The conversation up to and including this turn, as the engine parsed it."""
     text: str
-    """The sampled text, a stop token at its end included."""
-    taken: str
-    """How much of what the template prints behind the turn is sampled already, as the template spells it."""
+    """The sampled text, including a stop token at its end."""
+    sampled_close: str
+    """The start of the template's text after the turn that was sampled, as the template spells it."""
     finish_reason: str = "stop"
     stop_token: str = ""
     stop_string: str = ""
 
     def stop_reason(self, eos: str, id_of: Callable[[str], int]) -> int | str | None:
-        """What vLLM reports: a stop string, the id of a stop token that is not the EOS, or nothing."""
+        """What vLLM reports: a stop string, the id of a stop token other than EOS, or None."""
         if self.stop_string:
             return self.stop_string
         return id_of(self.stop_token) if self.stop_token not in ("", eos) else None
@@ -43,12 +43,12 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Turn:
-    """A conversation at the moment of sampling."""
+    """A conversation whose last turn is to be sampled."""
 
     oracle: Oracle
     shape: Shape
     kwargs: Mapping[str, Any]
-    behind: Behind
+    after: TextAfterTurn
     _texts: dict[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -57,17 +57,17 @@ class Turn:
 
     @cached_property
     def prompt(self) -> str:
-        """The text that the engine was given."""
+        """The text of the prompt."""
         before = self.shape.history[:-1]
         return self.oracle.render(before, self.shape, {**self.kwargs, "add_generation_prompt": True})
 
     @cached_property
     def prompt_ids(self) -> list[int]:
-        """What the engine made of it."""
+        """The ids of the prompt, as the engine tokenises it."""
         return self.oracle.encode(self.prompt)
 
     def text(self, history: list[Message]) -> str:
-        """The turn's text behind the prompt, without what closes it."""
+        """The text of the turn after the prompt, without its close."""
         key = repr(history[-1])
         if key not in self._texts:
             self._texts[key] = self._text(history)
@@ -76,23 +76,23 @@ class Turn:
     def _text(self, history: list[Message]) -> str:
         *before, last = marked(history, _MARK)
         if "reasoning_content" in last:
-            # the name under which GPT-OSS and LFM2.5 read it
+            # GPT-OSS and LFM2.5 read reasoning under this name
             last["thinking"] = last["reasoning_content"]
         whole = self.oracle.render(
             [*before, last], self.shape, {**self.kwargs, "add_generation_prompt": False}
         )
-        begin = self._behind_prompt(whole)
-        return whole[begin : whole.rindex(_MARK)] + (self.behind.tail if self.shape.kind == "call" else "")
+        begin = self._end_of_prompt(whole)
+        return whole[begin : whole.rindex(_MARK)] + (self.after.tail if self.shape.kind == "call" else "")
 
-    def _behind_prompt(self, whole: str) -> int:
-        """Where a rendering leaves the prompt, or the added token in which it does begins."""
+    def _end_of_prompt(self, whole: str) -> int:
+        """The length of the common prefix of a rendering and the prompt, ending before an added token."""
         pairs = enumerate(zip(self.prompt, whole, strict=False))
-        shared = next((at for at, (one, other) in pairs if one != other), len(self.prompt))
-        inside = (token for token in self.oracle.added_tokens.finditer(whole))
-        return next((token.start() for token in inside if token.start() < shared < token.end()), shared)
+        shared = next((index for index, (left, right) in pairs if left != right), len(self.prompt))
+        tokens = self.oracle.added_tokens.finditer(whole)
+        return next((token.start() for token in tokens if token.start() < shared < token.end()), shared)
 
     def cut_history(self) -> list[Message]:
-        """The history with the turn's content cut short; a turn that calls tools keeps its calls."""
+        """The history with the turn's content cut to two thirds; a turn with tool calls is not changed."""
         if self.shape.kind == "call":
             return self.shape.history
         *before, last = copy.deepcopy(self.shape.history)
@@ -106,20 +106,22 @@ class Turn:
 def own_stop(turn: Turn) -> Sampled:
     stop = turn.close.stop(turn.shape.new[0]["role"])
     history = turn.shape.history
-    taken = turn.behind.close or turn.behind.opener
-    return Sampled(history, turn.text(history) + stop, taken, stop_token=re.findall("<.*?>", stop)[-1])
+    sampled_close = turn.after.close or turn.after.opener
+    return Sampled(
+        history, turn.text(history) + stop, sampled_close, stop_token=re.findall("<.*?>", stop)[-1]
+    )
 
 
 def alternate_stop(turn: Turn) -> Sampled:
-    """The model ended its turn with another stop token, which stands in place of the close."""
+    """The model ended its turn with another stop token in place of the close."""
     stop = turn.oracle.template.family.alternate or ""
     history = turn.shape.history
-    return Sampled(history, turn.text(history) + stop, turn.behind.close, stop_token=stop)
+    return Sampled(history, turn.text(history) + stop, turn.after.close, stop_token=stop)
 
 
 def part_of_the_close(turn: Turn) -> Sampled:
-    """The token limit fell between the tokens that close the turn."""
-    first = re.findall("<.*?>", turn.behind.close)[0]
+    """The token limit cut the turn off between the tokens of its close."""
+    first = re.findall("<.*?>", turn.after.close)[0]
     history = turn.shape.history
     return Sampled(history, turn.text(history) + first, first, "length")
 
@@ -142,7 +144,7 @@ def abort(turn: Turn) -> Sampled:
 
 
 def abort_at_once(turn: Turn) -> Sampled:
-    """Nothing was sampled."""
+    """The turn was aborted before its first token."""
     *before, last = turn.shape.history
     return Sampled([*before, {**last, "content": ""}], "", "", "abort")
 
@@ -151,9 +153,12 @@ def length_in_reasoning(turn: Turn) -> Sampled:
     *before, last = turn.shape.history
     reasoning = _two_thirds(last["reasoning_content"])
     text = turn.text(turn.shape.history)
-    whole = last["reasoning_content"]
-    # a template that prints no reasoning does not keep a model from writing some
-    text = text[: text.index(whole) + len(reasoning)] if whole in text else f"<think>\n{reasoning}"
+    whole_reasoning = last["reasoning_content"]
+    if whole_reasoning in text:
+        text = text[: text.index(whole_reasoning) + len(reasoning)]
+    else:
+        # a model may write reasoning even if its template prints none
+        text = f"<think>\n{reasoning}"
     return Sampled([*before, {**last, "content": "", "reasoning_content": reasoning}], text, "", "length")
 
 
@@ -170,7 +175,7 @@ ENDINGS: dict[str, Callable[[Turn], Sampled]] = {
 
 
 def applies(ending: str, shape: Shape, oracle: Oracle, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a turn of this shape can end this way at all."""
+    """Whether a turn of this shape can end in this way."""
     if ending == "alternate stop":
         return oracle.template.family.alternate is not None
     if ending == "part of the close":
@@ -183,23 +188,23 @@ def applies(ending: str, shape: Shape, oracle: Oracle, kwargs: Mapping[str, Any]
 
 
 def sampled_ids(text: str, seed: str, oracle: Oracle) -> list[int]:
-    """Ids of a text that are not the ones the tokenizer would choose; the same for the same seed."""
-    chance = random.Random(seed)
+    """Ids of a text other than those the tokenizer chooses; equal for equal seeds."""
+    rng = random.Random(seed)
     ids: list[int] = []
     end = 0
     for token in oracle.added_tokens.finditer(text):
-        for chunk in [*_chunks(text[end : token.start()], chance), token.group()]:
+        for chunk in [*_chunks(text[end : token.start()], rng), token.group()]:
             ids += oracle.encode(chunk)
         end = token.end()
-    for chunk in _chunks(text[end:], chance):
+    for chunk in _chunks(text[end:], rng):
         ids += oracle.encode(chunk)
     return ids
 
 
-def _chunks(text: str, chance: random.Random) -> list[str]:
+def _chunks(text: str, rng: random.Random) -> list[str]:
     chunks = []
     while text:
-        size = chance.randint(1, 6)
+        size = rng.randint(1, 6)
         chunks.append(text[:size])
         text = text[size:]
     return chunks

@@ -1,7 +1,7 @@
-"""Conversations to append to, as data: a history whose last message is the sampled turn, and what follows it.
+"""Conversations to append to, as data: a history whose last message is the sampled turn, and new messages.
 
-Messages are as an OpenAI client sends them. Each new message carries a word of its own, by which the oracle
-sees whether a template prints it.
+Messages have the form that an OpenAI client sends. Each new message has a word of its own that starts with
+"new", by which the oracle checks that the template prints the message.
 """
 
 import json
@@ -32,13 +32,14 @@ class Shape:
     """One conversation."""
 
     group: str
-    """A column of the report."""
+    """The column of the report that counts this conversation."""
     name: str
     history: list[Message]
-    """What led to the sampled turn, and that turn."""
+    """The messages up to and including the sampled turn."""
     new: list[Message]
+    """The messages to append."""
     with_tools: bool = False
-    """Tools are declared to the template."""
+    """Whether tools are declared to the template."""
 
     @property
     def kind(self) -> str:
@@ -50,8 +51,8 @@ def _user(content: object) -> Message:
     return {"role": "user", "content": content}
 
 
-def _assistant(content: object, **more: Any) -> Message:
-    return {"role": "assistant", "content": content, **more}
+def _assistant(content: object, **fields: Any) -> Message:
+    return {"role": "assistant", "content": content, **fields}
 
 
 def _call(index: int, city: str, name: str = "weather") -> Message:
@@ -71,28 +72,30 @@ def _parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-_ASK = _user("What is the weather in Zürich?")
-_THEN = _user("And newest tomorrow?")
+_QUESTION = _user("What is the weather in Zürich?")
+_NEXT = _user("And newest tomorrow?")
 _SYSTEM = {"role": "system", "content": "Be brief, and true."}
 _ANSWER = "It is sunny in Zürich today, with a light wind from the west."
-_WONDER = "The user asks about Zürich, so I look at the sky."
-_ONE = _assistant("", tool_calls=[_call(1, "Zürich")])
-_TWO = _assistant("", tool_calls=[_call(1, "Zürich"), _call(2, "Oslo", "clock")])
-_SUN = _result(1, '{"newsun": true, "high": 24.50}')
-_CLOCK = _result(2, "newclock says\n  nine 九 o'clock")
-_LATE = _assistant("", tool_calls=[_call(3, "Oslo", "clock")])
-_EARLIER = [_user("Is it late in Oslo?"), _LATE, _result(3, "23:58, -4 °C")]
+_REASONING = "The user asks about Zürich, so I look at the sky."
+_ONE_CALL = _assistant("", tool_calls=[_call(1, "Zürich")])
+_TWO_CALLS = _assistant("", tool_calls=[_call(1, "Zürich"), _call(2, "Oslo", "clock")])
+_WEATHER_RESULT = _result(1, '{"newsun": true, "high": 24.50}')
+_CLOCK_RESULT = _result(2, "newclock says\n  nine 九 o'clock")
+_CLOCK_CALL = _assistant("", tool_calls=[_call(3, "Oslo", "clock")])
+_EARLIER = [_user("Is it late in Oslo?"), _CLOCK_CALL, _result(3, "23:58, -4 °C")]
 
 SHAPES = (
-    Shape("text", "content", [_ASK, _assistant(_ANSWER)], [_THEN]),
-    Shape("text", "content after system", [_SYSTEM, _ASK, _assistant(_ANSWER)], [_THEN]),
+    Shape("text", "content", [_QUESTION, _assistant(_ANSWER)], [_NEXT]),
+    Shape("text", "content after system", [_SYSTEM, _QUESTION, _assistant(_ANSWER)], [_NEXT]),
     Shape(
         "text",
         "content, third turn",
-        [_ASK, _assistant("Sunny."), _user("Sure?"), _assistant(_ANSWER)],
-        [_THEN],
+        [_QUESTION, _assistant("Sunny."), _user("Sure?"), _assistant(_ANSWER)],
+        [_NEXT],
     ),
-    Shape("text", "content, tools declared", [_SYSTEM, _ASK, _assistant(_ANSWER)], [_THEN], with_tools=True),
+    Shape(
+        "text", "content, tools declared", [_SYSTEM, _QUESTION, _assistant(_ANSWER)], [_NEXT], with_tools=True
+    ),
     Shape(
         "odd text, parts",
         "odd text",
@@ -108,71 +111,103 @@ SHAPES = (
         [_user(_parts("What is", "the weather?")), _assistant(_parts(_ANSWER))],
         [_user(_parts("And newest", "tomorrow?"))],
     ),
-    Shape("reasoning", "reasoning", [_ASK, _assistant(_ANSWER, reasoning_content=_WONDER)], [_THEN]),
+    Shape("reasoning", "reasoning", [_QUESTION, _assistant(_ANSWER, reasoning_content=_REASONING)], [_NEXT]),
     Shape(
         "reasoning",
         "reasoning in content",
-        [_ASK, _assistant(f"<think>\n{_WONDER}\n</think>\n\n{_ANSWER}")],
-        [_THEN],
+        [_QUESTION, _assistant(f"<think>\n{_REASONING}\n</think>\n\n{_ANSWER}")],
+        [_NEXT],
     ),
     Shape(
         "later rounds",
         "content after results",
         [*_EARLIER, _assistant("Yes, it is late.")],
-        [_THEN],
+        [_NEXT],
         with_tools=True,
     ),
     Shape(
         "tool results",
         "content, then a result",
-        [_ASK, _assistant("[weather(city='Zürich')]")],
+        [_QUESTION, _assistant("[weather(city='Zürich')]")],
         [_result(1, "newsun")],
         with_tools=True,
     ),
-    Shape("tool results", "call", [_ASK, _ONE], [_SUN], with_tools=True),
-    Shape("tool results", "call after system", [_SYSTEM, _ASK, _ONE], [_SUN], with_tools=True),
-    Shape("tool results", "call, then result and user", [_ASK, _ONE], [_SUN, _THEN], with_tools=True),
+    Shape("tool results", "call", [_QUESTION, _ONE_CALL], [_WEATHER_RESULT], with_tools=True),
     Shape(
-        "tool results", "content and call", [_ASK, {**_ONE, "content": "I look."}], [_SUN], with_tools=True
+        "tool results",
+        "call after system",
+        [_SYSTEM, _QUESTION, _ONE_CALL],
+        [_WEATHER_RESULT],
+        with_tools=True,
+    ),
+    Shape(
+        "tool results",
+        "call, then result and user",
+        [_QUESTION, _ONE_CALL],
+        [_WEATHER_RESULT, _NEXT],
+        with_tools=True,
+    ),
+    Shape(
+        "tool results",
+        "content and call",
+        [_QUESTION, {**_ONE_CALL, "content": "I look."}],
+        [_WEATHER_RESULT],
+        with_tools=True,
     ),
     Shape(
         "reasoning",
         "reasoning and call",
-        [_ASK, {**_ONE, "reasoning_content": _WONDER}],
-        [_SUN],
+        [_QUESTION, {**_ONE_CALL, "reasoning_content": _REASONING}],
+        [_WEATHER_RESULT],
         with_tools=True,
     ),
-    Shape("parallel calls", "parallel calls", [_ASK, _TWO], [_SUN, _CLOCK], with_tools=True),
-    Shape("parallel calls", "parallel calls, results swapped", [_ASK, _TWO], [_CLOCK, _SUN], with_tools=True),
     Shape(
-        "parallel calls", "parallel calls, then user", [_ASK, _TWO], [_SUN, _CLOCK, _THEN], with_tools=True
+        "parallel calls",
+        "parallel calls",
+        [_QUESTION, _TWO_CALLS],
+        [_WEATHER_RESULT, _CLOCK_RESULT],
+        with_tools=True,
+    ),
+    Shape(
+        "parallel calls",
+        "parallel calls, results swapped",
+        [_QUESTION, _TWO_CALLS],
+        [_CLOCK_RESULT, _WEATHER_RESULT],
+        with_tools=True,
+    ),
+    Shape(
+        "parallel calls",
+        "parallel calls, then user",
+        [_QUESTION, _TWO_CALLS],
+        [_WEATHER_RESULT, _CLOCK_RESULT, _NEXT],
+        with_tools=True,
     ),
     Shape(
         "odd text, parts",
         "call, list content",
-        [_ASK, _ONE],
+        [_QUESTION, _ONE_CALL],
         [_result(1, _parts("newsun", "all day"))],
         with_tools=True,
     ),
-    Shape("later rounds", "call after results", [*_EARLIER, _ONE], [_SUN], with_tools=True),
+    Shape("later rounds", "call after results", [*_EARLIER, _ONE_CALL], [_WEATHER_RESULT], with_tools=True),
     Shape(
         "later rounds",
         "call in a second round",
-        [*_EARLIER, _assistant("Yes, it is late."), _ASK, _ONE],
-        [_SUN],
+        [*_EARLIER, _assistant("Yes, it is late."), _QUESTION, _ONE_CALL],
+        [_WEATHER_RESULT],
         with_tools=True,
     ),
-    # what follows an edited turn: the edit itself is new, and what was said after it
+    # a conversation that was edited: the edited turn and all messages after it are new
     Shape(
         "forks",
         "an edited answer among the new",
-        [_ASK, _assistant(_ANSWER)],
+        [_QUESTION, _assistant(_ANSWER)],
         [_user("And newest in Oslo?"), _assistant("newly sunny."), _user("newer still?")],
     ),
     Shape(
         "forks",
         "an edited answer with reasoning",
-        [_SYSTEM, _ASK, _assistant(_ANSWER, reasoning_content=_WONDER)],
+        [_SYSTEM, _QUESTION, _assistant(_ANSWER, reasoning_content=_REASONING)],
         [
             _user("And newest in Oslo?"),
             _assistant("newly sunny.", reasoning_content="newly looked at"),
@@ -182,21 +217,21 @@ SHAPES = (
     Shape(
         "forks",
         "an edited call and its result",
-        [_ASK, _assistant(_ANSWER)],
+        [_QUESTION, _assistant(_ANSWER)],
         [
             _user("Is it newly late in Oslo?"),
-            {**_LATE, "content": "newly asked"},
+            {**_CLOCK_CALL, "content": "newly asked"},
             _result(3, "newclock 23:58"),
             _assistant("newly late."),
-            _THEN,
+            _NEXT,
         ],
         with_tools=True,
     ),
     Shape(
         "forks",
         "after a call, an edited call",
-        [_ASK, _ONE],
-        [_SUN, {**_LATE, "content": "newly asked"}, _result(3, "newclock 23:58")],
+        [_QUESTION, _ONE_CALL],
+        [_WEATHER_RESULT, {**_CLOCK_CALL, "content": "newly asked"}, _result(3, "newclock 23:58")],
         with_tools=True,
     ),
 )

@@ -10,12 +10,12 @@ def test_every_template_is_in_the_matrix() -> None:
     assert set(TEMPLATES) == set(template_files())
 
 
-def test_every_template_argument_is_read_by_some_template() -> None:
+def test_every_template_argument_is_read_by_a_template() -> None:
     tried = {name for template in TEMPLATES.values() for name in kwargs_of(template)}
     assert tried == set(KWARGS)
 
 
-def test_exclusions_name_what_exists() -> None:
+def test_exclusions_name_existing_templates_and_shapes() -> None:
     assert {template for template, _ in EXCLUDED} <= set(TEMPLATES)
     assert {shape for _, shape in EXCLUDED} <= {shape.name for shape in SHAPES}
 
@@ -24,12 +24,12 @@ def test_exclusions_name_what_exists() -> None:
 def test_exclusions_are_true_and_complete(matrix: Matrix, pairing: Pairing) -> None:
     template = pairing.template
     for name in kwargs_of(template):
-        found = {shape.name: _excluded_by(matrix, pairing, shape, name) for shape in SHAPES}
+        excluded = {shape.name: _reason_for(matrix, pairing, shape, name) for shape in SHAPES}
         declared = {shape.name: EXCLUDED.get((template.name, shape.name), (None, ""))[0] for shape in SHAPES}
-        assert found == declared, name
+        assert excluded == declared, name
 
 
-def _excluded_by(matrix: Matrix, pairing: Pairing, shape: Shape, kwargs_name: str) -> Reason | None:
+def _reason_for(matrix: Matrix, pairing: Pairing, shape: Shape, kwargs_name: str) -> Reason | None:
     try:
         matrix.trial(pairing).turn(shape, kwargs_name)
     except Impossible as impossible:

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - DeepSeek spells its tokens with full-width bars
-"""The judge against what a person reads in the templates, and against whole renderings."""
+"""The oracle against expectations written by hand, and against whole renderings."""
 
 import pytest
 
@@ -14,8 +14,8 @@ _SHAPES = {shape.name: shape for shape in SHAPES}
 _RESULT = '{"newsun": true, "high": 24.50}'
 _JSON_RESULT = r'"{\"newsun\": true, \"high\": 24.50}"'
 
-# template, conversation, ending: the end of the sampled text, and all that is appended
-_BY_HAND = {
+# (template, conversation, ending): the end of the sampled text, and the text to append
+_WRITTEN_BY_HAND = {
     ("qwen3", "reasoning", "own stop"): (
         "\n</think>\n\nIt is sunny in Zürich today, with a light wind from the west.<|im_end|>",
         "\n<|im_start|>user\nAnd newest tomorrow?<|im_end|>\n<|im_start|>assistant\n",
@@ -100,12 +100,12 @@ _BY_HAND = {
     ),
     ("phi3", "content", "length"): (
         "with a ligh",
-        # the tokens swallow the line feed behind them
+        # these tokens absorb the line feed after them
         "<|end|><|user|>And newest tomorrow?<|end|><|assistant|>",
     ),
     ("phi3", "content", "own stop"): (
         "from the west.<|end|>",
-        # this line feed was swallowed by the token that was sampled
+        # the sampled token absorbs the line feed
         "<|user|>And newest tomorrow?<|end|><|assistant|>",
     ),
     ("cohere2", "content", "part of the close"): (
@@ -125,34 +125,34 @@ _BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("cell", _BY_HAND, ids=" | ".join)
-def test_what_a_person_reads(matrix: Matrix, cell: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize("cell", _WRITTEN_BY_HAND, ids=" | ".join)
+def test_oracle_equals_expectations_written_by_hand(matrix: Matrix, cell: tuple[str, str, str]) -> None:
     template, shape, ending = cell
     trial = matrix.trial(Pairing(TEMPLATES[template], "bytes"))
     turn = trial.turn(_SHAPES[shape], "none")
     sampled = ENDINGS[ending](turn)
-    text, appended = _BY_HAND[cell]
+    text, appended = _WRITTEN_BY_HAND[cell]
     assert sampled.text.endswith(text)
-    assert trial.oracle.decode(trial.oracle.appended(turn.behind, sampled.taken)) == appended
+    assert trial.oracle.decode(trial.oracle.appended(turn.after, sampled.sampled_close)) == appended
 
 
 @EVERY_PAIRING
-def test_ids_behind_a_turn_are_those_of_the_whole_rendering(matrix: Matrix, pairing: Pairing) -> None:
-    """The oracle encodes only what stands behind the turn; the engine would encode everything."""
+def test_ids_after_a_turn_equal_those_of_the_whole_rendering(matrix: Matrix, pairing: Pairing) -> None:
+    """The oracle encodes only the text after the turn; an engine encodes the whole rendering."""
     trial = matrix.trial(pairing)
     for shape in SHAPES:
         try:
-            behind = trial.turn(shape, "none").behind
+            after = trial.turn(shape, "none").after
         except Impossible:
             continue
         whole = trial.oracle.render([*shape.history, *shape.new], shape, {})
-        assert whole.endswith(behind.text), shape.name
-        ids = trial.oracle.encode(behind.text)
+        assert whole.endswith(after.text), shape.name
+        ids = trial.oracle.encode(after.text)
         assert trial.oracle.encode(whole)[-len(ids) :] == ids, shape.name
 
 
 @EVERY_PAIRING
-def test_sampled_ids_are_odd_ids_of_the_sampled_text(matrix: Matrix, pairing: Pairing) -> None:
+def test_sampled_ids_spell_the_text_in_unusual_ids(matrix: Matrix, pairing: Pairing) -> None:
     oracle = matrix.trial(pairing).oracle
     text = ENDINGS["own stop"](matrix.trial(pairing).turn(_SHAPES["odd text"], "none")).text
     ids = sampled_ids(text, "a seed", oracle)

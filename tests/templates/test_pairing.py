@@ -1,4 +1,4 @@
-"""The tokenizers of the matrix are what they claim to be."""
+"""The tokenizers of the matrix."""
 
 import json
 
@@ -9,11 +9,11 @@ from proxy.demo.checkpoint import ensure_checkpoint
 from tests.templates.pairing import PAIRINGS, SAMPLE, TOKENIZERS, Pairing, byte_level, smollm2_merges
 
 
-def test_the_sample_has_every_tokenizer_and_every_way_to_end_a_turn() -> None:
-    chosen = [pairing for pairing in PAIRINGS if pairing.name in SAMPLE]
-    assert len(chosen) == len(SAMPLE)
-    assert {pairing.tokenizer for pairing in chosen} == set(TOKENIZERS)
-    assert {_ways_to_end(pairing) for pairing in chosen} == {_ways_to_end(pairing) for pairing in PAIRINGS}
+def test_sample_has_every_tokenizer_and_every_way_to_end_a_turn() -> None:
+    sample = [pairing for pairing in PAIRINGS if pairing.name in SAMPLE]
+    assert len(sample) == len(SAMPLE)
+    assert {pairing.tokenizer for pairing in sample} == set(TOKENIZERS)
+    assert {_ways_to_end(pairing) for pairing in sample} == {_ways_to_end(pairing) for pairing in PAIRINGS}
 
 
 def _ways_to_end(pairing: Pairing) -> tuple[str, ...]:
@@ -21,13 +21,12 @@ def _ways_to_end(pairing: Pairing) -> tuple[str, ...]:
     family = pairing.template.family
     closes = (family.close, family.call_close or family.close)
     return tuple(
-        "its opener" if not close.shown else "another token" if close.sampled else "as shown"
-        for close in closes
+        "opener" if not close.shown else "another token" if close.sampled else "as shown" for close in closes
     )
 
 
 @pytest.mark.slow
-def test_the_stored_merges_are_the_first_of_the_demos_model() -> None:
+def test_stored_merges_are_the_first_of_the_demo_model() -> None:
     description = json.loads((ensure_checkpoint() / "tokenizer.json").read_text("utf-8"))
     added = {token["content"] for token in description["added_tokens"]}
     model = description["model"]
@@ -37,5 +36,5 @@ def test_the_stored_merges_are_the_first_of_the_demos_model() -> None:
     assert merges == [tuple(pair) for pair in model["merges"] if {*pair, "".join(pair)} <= vocab.keys()]
 
     model |= {"vocab": vocab, "merges": merges}
-    cut = Tokenizer.from_str(json.dumps({**description, "added_tokens": [], "post_processor": None}))
-    assert json.loads(byte_level().to_str()) == json.loads(cut.to_str())
+    reference = Tokenizer.from_str(json.dumps({**description, "added_tokens": [], "post_processor": None}))
+    assert json.loads(byte_level().to_str()) == json.loads(reference.to_str())

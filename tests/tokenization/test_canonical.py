@@ -28,7 +28,7 @@ def _call(arguments: object, **fields: object) -> Json:
 
 
 def _calls(*arguments: object) -> Json:
-    return _turn(tool_calls=[_call(each) for each in arguments])
+    return _turn(tool_calls=[_call(value) for value in arguments])
 
 
 def _text(text: object, **fields: object) -> Json:
@@ -43,8 +43,8 @@ def _variants(make: Callable[[Any], Json], *values: object) -> list[Json]:
     return [make(value) for value in values]
 
 
-def _x(value: str) -> Json:
-    """A turn whose call has `value`, a JSON text, as its one argument."""
+def _call_with_x(value: str) -> Json:
+    """A turn with a call whose only argument `x` is `value`, a JSON text."""
     return _calls(f'{{"x": {value}}}')
 
 
@@ -92,9 +92,9 @@ SAME: list[list[Json]] = [
         _calls({"y": (1, {"a": None, "b": "é"}), "x": 1}),
     ],
     _variants(_calls, "{}", " { } ", {}, "", None),
-    [*_variants(_x, "1.0", "1.00", "10e-1"), _calls({"x": 1.0})],
-    _variants(_x, "0", "-0"),
-    [_x(str(2**90)), _calls({"x": 2**90})],
+    [*_variants(_call_with_x, "1.0", "1.00", "10e-1"), _calls({"x": 1.0})],
+    _variants(_call_with_x, "0", "-0"),
+    [_call_with_x(str(2**90)), _calls({"x": 2**90})],
     _variants(_calls, '"\\ud83d\\ude00"', '"😀"'),
     _variants(_calls, "[1, 2]", "[1,2]", [1, 2]),
     _variants(_calls, _nested(MAX_DEPTH), _nested(MAX_DEPTH, " ")),
@@ -114,7 +114,7 @@ SAME: list[list[Json]] = [
         {"id": "1", "type": "custom", "custom": {"input": "x", "name": "f"}, "function": None},
     ),
 ]
-"""Groups of spellings of one message."""
+"""Each group holds spellings of one message."""
 
 DIFFERENT: list[list[Json]] = [
     # text
@@ -128,7 +128,7 @@ DIFFERENT: list[list[Json]] = [
         lambda role: {"role": role, "content": "a"},
         *("system", "developer", "user", "assistant", "tool", "User", "user "),
     ),
-    # a text that looks like a part, a call or an encoding is not one
+    # a text that looks like a part, a call or an encoding differs from it
     _variants(_user, '[{"type": "text", "text": "a"}]', [_text("a")]),
     _variants(_user, "s1:a", "a", "s1:as1:b", ["s1:a", "s1:b"]),
     [_turn("a", name="bc"), _turn("ab", name="c"), _turn("abc", name=""), _turn("abc")],
@@ -165,7 +165,7 @@ DIFFERENT: list[list[Json]] = [
         [{"type": ["text"], "text": "x"}],
     ),
     # names and ids
-    [{"role": "tool", "content": "a", "tool_call_id": each} for each in ("1", "2", "", 1, None)],
+    [{"role": "tool", "content": "a", "tool_call_id": call_id} for call_id in ("1", "2", "", 1, None)],
     [{"role": "tool", "content": "a", "name": "1"}, {"role": "tool", "content": "a", "tool_call_id": "1"}],
     [{"role": "developer", "tools": tools} for tools in ([], [{"a": 1, "b": 2}], [{"b": 2, "a": 1}])],
     # tool calls
@@ -185,24 +185,38 @@ DIFFERENT: list[list[Json]] = [
     ),
     [_calls('{"x":1}', "{}"), _calls("{}", '{"x":1}'), _calls('{"x":1}{}')],
     # arguments that are JSON
-    _variants(_x, "1", "1.0", "1.5", "-1", "0", "0.0", "-0.0", "true", "false", "null", "{}", '""'),
-    _variants(_x, "[]", "[1]", "[null]", "[[]]", "[[],[]]", "[[[]]]", "[1,2]", "[2,1]", "[[1],2]", "[1,[2]]"),
-    _variants(_x, '"1"', '"1.0"', '"true"', '"null"', '" "', '"a"', '"a "', r'"\n"', r'"\\n"', '"{}"'),
+    _variants(_call_with_x, "1", "1.0", "1.5", "-1", "0", "0.0", "-0.0", "true", "false", "null", "{}", '""'),
+    _variants(
+        _call_with_x,
+        "[]",
+        "[1]",
+        "[null]",
+        "[[]]",
+        "[[],[]]",
+        "[[[]]]",
+        "[1,2]",
+        "[2,1]",
+        "[[1],2]",
+        "[1,[2]]",
+    ),
+    _variants(
+        _call_with_x, '"1"', '"1.0"', '"true"', '"null"', '" "', '"a"', '"a "', r'"\n"', r'"\\n"', '"{}"'
+    ),
     _variants(_calls, '{"x": 1}', '{"y": 1}', '{"x": 1, "y": 1}', "{}", '{"": 1}', '"x"', "1"),
     _variants(_calls, *({"x": number} for number in (2**64, 2**64 + 1, float(2**64), 0))),
     _variants(_calls, {"x": 10**5000}, {"x": 10**5000 + 1}),
     _variants(_calls, r'"\ud83d"', r'"\ude00"', r'"\ud83d\ude00"', '"\ud83d\ude00"'),
-    # arguments that are not JSON, or that a parser would lose something of: the text counts
+    # arguments that are not JSON, or that lose information when parsed: the text counts
     _variants(_calls, "{'x': False}", "{'x': false}", "{'x':False}", '{"x": False}', '{"x": false}', " "),
     _variants(_calls, "abc", '"abc"', "abc ", "\ufeff{}", "{}"),
     _variants(_calls, '{"x":1,"x":2}', '{"x":2,"x":2}', '{"x":2}', '{"x": 2, "x": 2}', r'{"x":2,"\u0078":2}'),
-    _variants(_x, "NaN", "NaN ", "Infinity", "-Infinity", "1e400", "1e400 ", "1e401", "-1e400"),
+    _variants(_call_with_x, "NaN", "NaN ", "Infinity", "-Infinity", "1e400", "1e400 ", "1e401", "-1e400"),
     _variants(_calls, "1" * 5000, "1" * 4999 + "2", " " + "1" * 5000),
     _variants(_calls, _nested(MAX_DEPTH + 1), _nested(MAX_DEPTH + 1, " "), _nested(MAX_DEPTH)),
     _variants(_calls, _nested(100_000), _nested(100_000, "1")),
     _variants(_calls, *('"[' * 1000 + end for end in ("", "\\", '\\"'))),
 ]
-"""Groups in which no message is the same as another."""
+"""Each group holds messages that all differ."""
 
 INVALID: list[tuple[Any, str]] = [
     ("text", "message 3 must be an object"),
@@ -236,14 +250,14 @@ INVALID: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("spellings", SAME)
-def test_spellings_of_one_message(spellings: list[Json]) -> None:
+def test_spellings_of_one_message_are_equal(spellings: list[Json]) -> None:
     assert len({canonical(message) for message in spellings}) == 1
 
 
 @pytest.mark.parametrize("messages", DIFFERENT)
-def test_different_messages(messages: list[Json]) -> None:
-    for one, other in itertools.combinations(messages, 2):
-        assert canonical(one).strict != canonical(other).strict, (one, other)
+def test_different_messages_differ(messages: list[Json]) -> None:
+    for first, second in itertools.combinations(messages, 2):
+        assert canonical(first).strict != canonical(second).strict, (first, second)
 
 
 @pytest.mark.parametrize(
@@ -257,18 +271,18 @@ def test_different_messages(messages: list[Json]) -> None:
         [0.0, -0.0, 0, 1e22, 10**22],
     ],
 )
-def test_no_value_imitates_the_edge_between_two(leaves: list[Any]) -> None:
+def test_encoding_of_lists_is_unambiguous(leaves: list[Any]) -> None:
     values = [values for length in range(5) for values in itertools.product(leaves, repeat=length)]
-    assert len({canonical(_calls(list(each))).strict for each in values}) == len(values)
+    assert len({canonical(_calls(list(items))).strict for items in values}) == len(values)
 
 
-@pytest.mark.parametrize("message, complaint", INVALID)
-def test_what_is_no_message(message: Any, complaint: str) -> None:
-    with pytest.raises(InvalidMessages, match=complaint):
+@pytest.mark.parametrize("message, error", INVALID)
+def test_invalid_messages_are_rejected(message: Any, error: str) -> None:
+    with pytest.raises(InvalidMessages, match=error):
         canonical(message, 3)
 
 
-def test_nesting_has_no_limit_in_parsed_values() -> None:
+def test_parsed_values_may_be_nested_at_any_depth() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -277,14 +291,15 @@ def test_nesting_has_no_limit_in_parsed_values() -> None:
     assert canonical(_turn(reasoning=deep)).loose == canonical(_turn()).strict
 
 
-def test_the_depth_of_the_stack_does_not_matter() -> None:
+def test_depth_of_the_call_stack_does_not_change_digests() -> None:
     def called_from(depth: int) -> CanonicalMessage:
         return called_from(depth - 1) if depth else canonical(_calls(_nested(MAX_DEPTH, " ")))
 
     assert called_from(500) == canonical(_calls(_nested(MAX_DEPTH)))
 
 
-def test_a_text_of_unclosed_strings_is_read_in_one_pass() -> None:
+def test_unclosed_strings_take_linear_time() -> None:
+    # with quadratic time this test runs into its timeout
     canonical(_calls("[" * 200 + '"' + '\\"' * 1_000_000 + "\\"))
 
 
@@ -305,11 +320,11 @@ def test_a_text_of_unclosed_strings_is_read_in_one_pass() -> None:
         (_turn("a", reasoning="\n"), _turn("a")),
     ],
 )
-def test_what_clients_do_to_an_assistant_turn(recorded: Json, sent: Json) -> None:
-    record, copied = canonical(recorded), canonical(sent)
-    assert copied.strict != record.strict
-    assert copied.loose == record.loose
-    assert copied.is_copy_of(record)
+def test_loose_ignores_stripped_content_and_missing_reasoning(recorded: Json, sent: Json) -> None:
+    original, copied = canonical(recorded), canonical(sent)
+    assert copied.strict != original.strict
+    assert copied.loose == original.loose
+    assert copied.is_copy_of(original)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +334,7 @@ def test_what_clients_do_to_an_assistant_turn(recorded: Json, sent: Json) -> Non
         (_turn("a"), _turn("a", reasoning="r")),
     ],
 )
-def test_edited_reasoning_is_no_copy(recorded: Json, sent: Json) -> None:
+def test_edited_reasoning_is_not_a_copy(recorded: Json, sent: Json) -> None:
     assert canonical(sent).loose == canonical(recorded).loose
     assert not canonical(sent).is_copy_of(canonical(recorded))
 
@@ -340,38 +355,38 @@ def test_edited_reasoning_is_no_copy(recorded: Json, sent: Json) -> None:
         (_turn([" a", _image("x")]), _turn(["a", _image("x")])),
     ],
 )
-def test_what_the_loose_digest_does_not_forgive(recorded: Json, sent: Json) -> None:
+def test_loose_differs_after_other_edits(recorded: Json, sent: Json) -> None:
     assert canonical(sent).loose != canonical(recorded).loose
     assert not canonical(sent).is_copy_of(canonical(recorded))
 
 
-def test_a_message_with_nothing_to_forgive_has_one_digest() -> None:
+def test_loose_equals_strict_if_there_is_nothing_to_ignore() -> None:
     for message in (_user(" a "), _turn("a"), _calls("{}"), {**_user("a"), "reasoning": "r"}):
-        made = canonical(message)
-        assert made.loose == made.strict
-        assert made.reasoning == b""
+        digests = canonical(message)
+        assert digests.loose == digests.strict
+        assert digests.reasoning == b""
 
 
-def test_digests_outlive_the_process_that_made_them() -> None:
-    """They are stored: whoever changes one of these loses the conversations recorded before."""
-    made = canonical(_turn("a ", reasoning="r", tool_calls=[_call('{"x": 1}')]))
-    assert made.strict.hex() == "3e73886cd3a8b5eb3ac6410914594af3"
-    assert made.loose.hex() == "5f7a96750a0af3f238181e0b845c7c0c"
-    assert made.reasoning.hex() == "518ed53b2d4ee54f936e563825865053"
+def test_digests_are_stable() -> None:
+    """Digests are stored: if one of these changes, recorded conversations are no longer found."""
+    digests = canonical(_turn("a ", reasoning="r", tool_calls=[_call('{"x": 1}')]))
+    assert digests.strict.hex() == "3e73886cd3a8b5eb3ac6410914594af3"
+    assert digests.loose.hex() == "5f7a96750a0af3f238181e0b845c7c0c"
+    assert digests.reasoning.hex() == "518ed53b2d4ee54f936e563825865053"
     assert start().hex() == "daa743d46245bdb44ac663436768aa01"
-    assert extend(start(), made.strict).hex() == "e83e9132e1c4e5585a9204ba30b1b398"
+    assert extend(start(), digests.strict).hex() == "e83e9132e1c4e5585a9204ba30b1b398"
 
 
 # ---- the digest of a conversation ----
 
 MESSAGES = [{"role": "system", "content": "s"}, _user("u"), _turn("a ", reasoning="r"), _user("v")]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": 1, "b": 2}}}
-SWAPPED = {"type": "function", "function": {"name": "f", "parameters": {"b": 2, "a": 1}}}
-OTHER = {"type": "function", "function": {"name": "g"}}
+TOOL_WITH_KEYS_SWAPPED = {"type": "function", "function": {"name": "f", "parameters": {"b": 2, "a": 1}}}
+SECOND_TOOL = {"type": "function", "function": {"name": "g"}}
 
 
 @pytest.mark.parametrize(
-    "one, other",
+    "first, second",
     [
         ({}, {"tools": None}),
         ({}, {"tools": []}),
@@ -382,17 +397,17 @@ OTHER = {"type": "function", "function": {"name": "g"}}
         ({"template_kwargs": {"a": 1, "b": 2}}, {"template_kwargs": {"b": 2, "a": 1}}),
     ],
 )
-def test_equal_surroundings(one: Json, other: Json) -> None:
-    assert start(**one) == start(**other)
+def test_equal_arguments_of_start(first: Json, second: Json) -> None:
+    assert start(**first) == start(**second)
 
 
-def test_different_surroundings() -> None:
-    surroundings: list[Json] = [
+def test_different_arguments_of_start() -> None:
+    arguments: list[Json] = [
         {},
         {"tools": [TOOL]},
-        {"tools": [SWAPPED]},
-        {"tools": [TOOL, OTHER]},
-        {"tools": [OTHER, TOOL]},
+        {"tools": [TOOL_WITH_KEYS_SWAPPED]},
+        {"tools": [TOOL, SECOND_TOOL]},
+        {"tools": [SECOND_TOOL, TOOL]},
         {"tools": [{**TOOL, "strict": None}]},
         *_variants(lambda value: {"template_kwargs": {"a": value}}, None, True, 1, 1.0, "1", [], {}, ""),
         {"template_kwargs": {"a": {"x": 1, "y": 2}}},
@@ -404,37 +419,37 @@ def test_different_surroundings() -> None:
         {"session": "m"},
         {"model": "m", "session": "m"},
     ]
-    assert len({start(**each) for each in surroundings}) == len(surroundings)
+    assert len({start(**each) for each in arguments}) == len(arguments)
 
 
-def test_surroundings_that_are_not_json() -> None:
+def test_start_rejects_values_that_are_not_json() -> None:
     with pytest.raises(InvalidMessages, match="type 'object' is not JSON"):
         start(tools=[{"type": object()}])
     with pytest.raises(InvalidMessages, match="type 'set' is not JSON"):
         start(template_kwargs={"a": set()})
 
 
-def test_a_chain_is_made_of_its_links() -> None:
+def test_chain_equals_repeated_extend() -> None:
     digest = start(tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s")
     links = [digest := extend(digest, canonical(message).strict) for message in MESSAGES]
     assert chain(MESSAGES, tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s") == links
     assert chain([], tools=None, template_kwargs=None) == []
 
 
-def test_the_loose_chain_goes_on_where_the_strict_one_ends() -> None:
+def test_loose_chain_matches_where_the_strict_chain_does_not() -> None:
     sent = [*MESSAGES[:2], _turn("a"), MESSAGES[3]]
-    strict = [chain(each, tools=None, template_kwargs=None) for each in (MESSAGES, sent)]
-    assert [one == other for one, other in zip(*strict, strict=True)] == [True, True, False, False]
-    loose = [chain(each, tools=None, template_kwargs=None, loose=True) for each in (MESSAGES, sent)]
+    strict = [chain(messages, tools=None, template_kwargs=None) for messages in (MESSAGES, sent)]
+    assert [left == right for left, right in zip(*strict, strict=True)] == [True, True, False, False]
+    loose = [chain(messages, tools=None, template_kwargs=None, loose=True) for messages in (MESSAGES, sent)]
     assert loose[0] == loose[1] == strict[1]
 
 
-def test_a_chain_says_which_message_is_none() -> None:
+def test_chain_reports_the_index_of_an_invalid_message() -> None:
     with pytest.raises(InvalidMessages, match="message 1 needs a role"):
         chain([_user("a"), {"content": "a"}], tools=None, template_kwargs=None)
 
 
-# ---- for all messages ----
+# ---- properties of all messages ----
 
 _ANY_TEXT = st.text(st.characters(exclude_categories=()))
 _SHORT = st.text("ab \n", max_size=3)
@@ -466,7 +481,7 @@ _PLAIN = st.fixed_dictionaries(
         ),
     }
 )
-"""What a message says, in a form where nothing has two spellings."""
+"""Messages in a normal form, in which each message has one spelling."""
 
 
 def _shuffled(value: Any, rng: random.Random) -> Any:
@@ -478,17 +493,17 @@ def _shuffled(value: Any, rng: random.Random) -> Any:
 
 
 def _respelled(value: Any, rng: random.Random) -> Any:
-    """A JSON value as an object, or as JSON text in some style."""
+    """A JSON value with its keys shuffled: as a value, or as JSON text in a random style."""
     value = _shuffled(value, rng)
     if rng.random() < 0.3:
         return value
     separators = rng.choice([(",", ":"), (", ", ": "), ("\n,", "\t:\r")])
-    # pairs of surrogates would become one character on the way through escapes
+    # with escapes, a pair of surrogates would be parsed as one character
     return json.dumps(value, indent=rng.choice([None, 0, 2]), separators=separators, ensure_ascii=False)
 
 
 def _spelled(plain: Json, rng: random.Random) -> Json:
-    """One of the messages that say what `plain` says."""
+    """A random spelling of a message in normal form."""
     message: Json = {"role": plain["role"], "unknown": rng.random()}
     texts = plain["content"].split("\n")
     spellings: list[Any] = [
@@ -505,64 +520,65 @@ def _spelled(plain: Json, rng: random.Random) -> Json:
     }
     calls: list[Json] = [
         {
-            "id": each,
+            "id": call_id,
             "function": {"name": name, "arguments": _respelled(arguments, rng)},
             "index": rng.random(),
         }
-        for each, name, arguments in plain["tool_calls"]
+        for call_id, name, arguments in plain["tool_calls"]
     ]
     message["tool_calls"] = calls or rng.choice([None, calls])
     return _shuffled(message, rng) if rng.random() < 0.5 else message
 
 
-def _meaning(plain: Json) -> str:
+def _as_json(plain: Json) -> str:
     return json.dumps(plain, sort_keys=True)
 
 
 @given(_OBJECTS, _SEEDS)
-def test_the_spelling_of_arguments_does_not_count(arguments: Json, rng: random.Random) -> None:
+def test_spelling_of_arguments_does_not_change_digests(arguments: Json, rng: random.Random) -> None:
     assert canonical(_calls(_respelled(arguments, rng))) == canonical(_calls(arguments))
 
 
 @given(_OBJECTS, _OBJECTS)
-def test_the_value_of_arguments_counts(one: Json, other: Json) -> None:
-    same = json.dumps(one, sort_keys=True, ensure_ascii=False) == json.dumps(
-        other, sort_keys=True, ensure_ascii=False
+def test_different_arguments_have_different_digests(first: Json, second: Json) -> None:
+    same = json.dumps(first, sort_keys=True, ensure_ascii=False) == json.dumps(
+        second, sort_keys=True, ensure_ascii=False
     )
-    assert (canonical(_calls(one)) == canonical(_calls(other))) == same
+    assert (canonical(_calls(first)) == canonical(_calls(second))) == same
 
 
 @given(_PLAIN, _PLAIN, _SEEDS)
-def test_messages_are_equal_exactly_when_they_say_the_same(
-    one: Json, other: Json, rng: random.Random
+def test_messages_are_equal_exactly_if_their_normal_forms_are(
+    first: Json, second: Json, rng: random.Random
 ) -> None:
-    assert canonical(_spelled(one, rng)) == canonical(_spelled(one, rng))
-    assert (canonical(_spelled(one, rng)) == canonical(_spelled(other, rng))) == (
-        _meaning(one) == _meaning(other)
+    assert canonical(_spelled(first, rng)) == canonical(_spelled(first, rng))
+    assert (canonical(_spelled(first, rng)) == canonical(_spelled(second, rng))) == (
+        _as_json(first) == _as_json(second)
     )
 
 
 @given(_PLAIN, _PLAIN, st.data())
-def test_a_change_of_any_field_counts(one: Json, other: Json, data: st.DataObject) -> None:
-    field = data.draw(st.sampled_from(sorted(one)))
-    changed = {**one, field: other[field]}
+def test_change_of_any_field_changes_the_digests(first: Json, second: Json, data: st.DataObject) -> None:
+    field = data.draw(st.sampled_from(sorted(first)))
+    changed = {**first, field: second[field]}
     rng = data.draw(_SEEDS)
-    equal = canonical(_spelled(one, rng)) == canonical(_spelled(changed, rng))
-    assert equal == (_meaning(one) == _meaning(changed))
+    equal = canonical(_spelled(first, rng)) == canonical(_spelled(changed, rng))
+    assert equal == (_as_json(first) == _as_json(changed))
 
 
 @given(_PLAIN, _PLAIN, _SEEDS)
-def test_loose_is_strict_without_reasoning_and_outer_space(
-    one: Json, other: Json, rng: random.Random
+def test_loose_is_strict_of_stripped_content_without_reasoning(
+    plain: Json, other_plain: Json, rng: random.Random
 ) -> None:
-    def forgiven(plain: Json) -> Json:
+    def stripped(plain: Json) -> Json:
         if plain["role"] != "assistant":
             return plain
         return {**plain, "content": plain["content"].strip(), "reasoning": ""}
 
-    first, second = canonical(_spelled(one, rng)), canonical(_spelled(other, rng))
-    assert first.loose == canonical(_spelled(forgiven(one), rng)).strict
-    assert (first.loose == second.loose) == (_meaning(forgiven(one)) == _meaning(forgiven(other)))
+    first, second = canonical(_spelled(plain, rng)), canonical(_spelled(other_plain, rng))
+    assert first.loose == canonical(_spelled(stripped(plain), rng)).strict
+    same = _as_json(stripped(plain)) == _as_json(stripped(other_plain))
+    assert (first.loose == second.loose) == same
     if first.strict == second.strict:
         assert first == second
         assert first.is_copy_of(second)
@@ -571,28 +587,30 @@ def test_loose_is_strict_without_reasoning_and_outer_space(
 
 
 @given(st.lists(_PLAIN, max_size=5), st.integers(0, 5), st.booleans(), _SEEDS)
-def test_a_chain_of_a_prefix_is_a_prefix_of_the_chain(
+def test_chain_of_a_prefix_is_a_prefix_of_the_chain(
     plain: list[Json], cut: int, loose: bool, rng: random.Random
 ) -> None:
-    def made(messages: list[Json]) -> list[bytes]:
-        return chain(
-            [_spelled(each, rng) for each in messages], tools=[TOOL], template_kwargs={}, loose=loose
-        )
+    def chain_of(messages: list[Json]) -> list[bytes]:
+        spelled = [_spelled(message, rng) for message in messages]
+        return chain(spelled, tools=[TOOL], template_kwargs={}, loose=loose)
 
-    assert made(plain[:cut]) == made(plain)[:cut]
+    assert chain_of(plain[:cut]) == chain_of(plain)[:cut]
 
 
 @given(st.lists(_PLAIN, min_size=1, max_size=5), _PLAIN, st.data())
-def test_an_edit_changes_the_chain_from_there_on(plain: list[Json], other: Json, data: st.DataObject) -> None:
-    at = data.draw(st.integers(0, len(plain) - 1))
+def test_edit_changes_the_chain_from_its_place_on(
+    plain: list[Json], replacement: Json, data: st.DataObject
+) -> None:
+    index = data.draw(st.integers(0, len(plain) - 1))
     rng = data.draw(_SEEDS)
-    edited = [*plain[:at], other, *plain[at + 1 :]]
+    edited = [*plain[:index], replacement, *plain[index + 1 :]]
     chains = [
-        chain([_spelled(p, rng) for p in each], tools=None, template_kwargs=None) for each in (plain, edited)
+        chain([_spelled(message, rng) for message in messages], tools=None, template_kwargs=None)
+        for messages in (plain, edited)
     ]
-    same = [one == two for one, two in zip(*chains, strict=True)]
-    same_there = _meaning(plain[at]) == _meaning(other)
-    assert same == [True] * at + [same_there] * (len(plain) - at)
+    equal = [left == right for left, right in zip(*chains, strict=True)]
+    equal_from_index = _as_json(plain[index]) == _as_json(replacement)
+    assert equal == [True] * index + [equal_from_index] * (len(plain) - index)
 
 
 _NAMES = ["type", "text", "uuid", "image_url", "refusal", "thinking", "cache_control", "function", "name"]
@@ -626,24 +644,24 @@ _WILD_MESSAGES = st.fixed_dictionaries(
 
 
 @given(_WILD_MESSAGES | _WILD)
-def test_whatever_arrives_is_a_message_or_an_invalid_one(message: Any) -> None:
+def test_any_value_has_digests_or_raises_invalid_messages(message: Any) -> None:
     before = repr(message)
     try:
-        made = canonical(message)
+        digests = canonical(message)
     except InvalidMessages:
-        made = None
+        digests = None
     assert repr(message) == before
-    if made is not None:
-        assert made == canonical(copy.deepcopy(message))
-        assert (len(made.strict), len(made.loose), len(made.reasoning) in (0, 16)) == (16, 16, True)
+    if digests is not None:
+        assert digests == canonical(copy.deepcopy(message))
+        assert (len(digests.strict), len(digests.loose), len(digests.reasoning) in (0, 16)) == (16, 16, True)
 
 
-# --- tool calls that a client repaired
+# ---- tool calls that a client repaired ----
 
-_CUT = '{"city": "Par'
+_CUT_OFF = '{"city": "Par'
 
 
-def _calling(*arguments: object) -> dict[str, Any]:
+def _turn_with_calls(*arguments: object) -> dict[str, Any]:
     calls = [
         {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": text}}
         for n, text in enumerate(arguments)
@@ -654,12 +672,12 @@ def _calling(*arguments: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "recorded, sent, repaired",
     [
-        ([_CUT], ['{"city": "Par"}'], True),
-        ([_CUT], [{"city": "Par"}], True),
-        ([_CUT], [_CUT], False),
-        (['{"a": 1}', _CUT], ['{"a":1}', "{}"], True),
-        (['{"a": 1}', _CUT], ['{"a":2}', "{}"], None),
-        ([_CUT], ['{"city": "Pa'], None),
+        ([_CUT_OFF], ['{"city": "Par"}'], True),
+        ([_CUT_OFF], [{"city": "Par"}], True),
+        ([_CUT_OFF], [_CUT_OFF], False),
+        (['{"a": 1}', _CUT_OFF], ['{"a":1}', "{}"], True),
+        (['{"a": 1}', _CUT_OFF], ['{"a":2}', "{}"], None),
+        ([_CUT_OFF], ['{"city": "Pa'], None),
         (['{"a": 1}'], ['{"a": 2}'], None),
         (['{"a": 1}'], ['{ "a" : 1 }'], False),
     ],
@@ -667,16 +685,16 @@ def _calling(*arguments: object) -> dict[str, Any]:
 def test_completed_json_of_a_cut_call_is_a_repair(
     recorded: list[object], sent: list[object], repaired: bool | None
 ) -> None:
-    before, after = canonical(_calling(*recorded)), canonical(_calling(*sent))
+    before, after = canonical(_turn_with_calls(*recorded)), canonical(_turn_with_calls(*sent))
     assert before.without_arguments == after.without_arguments != b""
     assert after.repairs(before.arguments) is repaired
 
 
-def test_only_arguments_are_left_out() -> None:
-    plain = canonical(_calling("{}")).without_arguments
-    renamed = _calling("{}")
+def test_without_arguments_ignores_only_arguments_and_reasoning() -> None:
+    plain = canonical(_turn_with_calls("{}")).without_arguments
+    renamed = _turn_with_calls("{}")
     renamed["tool_calls"][0]["function"]["name"] = "g"
     assert canonical(renamed).without_arguments != plain
-    assert canonical({**_calling("{}"), "content": "text"}).without_arguments != plain
-    assert canonical({**_calling("{}"), "reasoning": "so"}).without_arguments == plain
+    assert canonical({**_turn_with_calls("{}"), "content": "text"}).without_arguments != plain
+    assert canonical({**_turn_with_calls("{}"), "reasoning": "so"}).without_arguments == plain
     assert canonical({"role": "assistant", "content": "text"}).without_arguments == b""

@@ -71,16 +71,16 @@ _KWARGS: dict[str, dict[str, Any]] = {
     "tools": {"tools": _TOOLS},
     "no generation prompt": {"add_generation_prompt": False},
     "template argument": {"template_kwargs": {"enable_thinking": False}},
-    "template arguments with names of ours": {
+    "template arguments named like parameters of append": {
         "template_kwargs": {"finish_reason": "a", "history": 1, "new": 2}
     },
 }
 
 
 def _flat(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments as transformers takes them."""
-    others = {name: value for name, value in kwargs.items() if name != "template_kwargs"}
-    return {**others, **kwargs.get("template_kwargs", {})}
+    """The same arguments in the form that transformers takes: template arguments next to the others."""
+    rendering = {name: value for name, value in kwargs.items() if name != "template_kwargs"}
+    return {**rendering, **kwargs.get("template_kwargs", {})}
 
 
 @pytest.mark.parametrize("kwargs", _KWARGS.values(), ids=_KWARGS)
@@ -90,9 +90,10 @@ def test_append_equals_the_rendering_of_the_whole_history(
 ) -> None:
     history = [{"role": "user", "content": "What is the weather?"}, turn]
     before = tiny_model.render(history, **{**_flat(kwargs), "add_generation_prompt": False})
-    sampled_to_its_end = before[: len(before) - before[::-1].index(END)]
-    out = tokenizer.append(sampled_to_its_end, new, **kwargs)
-    assert out.prompt_ids == tiny_model.render([*history, *new], **_flat(kwargs))
+    # a model samples nothing after its stop token
+    up_to_stop = before[: len(before) - before[::-1].index(END)]
+    appended = tokenizer.append(up_to_stop, new, **kwargs)
+    assert appended.prompt_ids == tiny_model.render([*history, *new], **_flat(kwargs))
 
 
 @pytest.mark.parametrize("kwargs", _KWARGS.values(), ids=_KWARGS)
@@ -109,30 +110,32 @@ def test_render_equals_transformers(
     texts=st.lists(st.text(), min_size=1, max_size=3),
     thinking=st.booleans(),
 )
-def test_the_law(tokenizer: ChatTokenizer, prompt: list[int], texts: list[str], thinking: bool) -> None:
+def test_given_ids_are_a_prefix_of_the_next_prompt(
+    tokenizer: ChatTokenizer, prompt: list[int], texts: list[str], thinking: bool
+) -> None:
     new = [{"role": "user", "content": text} for text in texts]
-    out = tokenizer.append(prompt, new, template_kwargs={"enable_thinking": thinking})
-    assert out.prompt_ids[: len(prompt)] == prompt
-    assert out.prompt_ids[len(prompt) :] == out.close_ids + out.suffix_ids
-    assert out.close_ids == ([] if prompt[-1] == END else [END])
+    appended = tokenizer.append(prompt, new, template_kwargs={"enable_thinking": thinking})
+    assert appended.prompt_ids[: len(prompt)] == prompt
+    assert appended.prompt_ids[len(prompt) :] == appended.close_ids + appended.suffix_ids
+    assert appended.close_ids == ([] if prompt[-1] == END else [END])
 
 
-def test_a_close_that_was_sampled_is_not_doubled(tokenizer: ChatTokenizer) -> None:
+def test_sampled_stop_token_is_not_added_again(tokenizer: ChatTokenizer) -> None:
     cut_off, stopped = tokenizer.append([1, 74, 75], _USER), tokenizer.append([1, 74, 75, END], _USER)
     assert cut_off.prompt_ids == stopped.prompt_ids
     assert (cut_off.close_ids, stopped.close_ids) == ([END], [])
 
 
-def test_what_is_appended_does_not_depend_on_the_prompt(tokenizer: ChatTokenizer) -> None:
+def test_suffix_does_not_depend_on_the_prompt(tokenizer: ChatTokenizer) -> None:
     fresh = ChatTokenizer.load(tokenizer.source)
-    outs: list[Appended] = [fresh.append(prompt, _USER) for prompt in ([1], [5, END], [300] * 1000)]
-    assert len({tuple(out.suffix_ids) for out in outs}) == 1
+    all_appended: list[Appended] = [fresh.append(prompt, _USER) for prompt in ([1], [5, END], [300] * 1000)]
+    assert len({tuple(appended.suffix_ids) for appended in all_appended}) == 1
     info = fresh.cache_info()
-    assert (info.hits, info.misses) == (1, 2)  # closed and not closed
+    assert (info.hits, info.misses) == (1, 2)  # with the stop token and without it
 
 
 @pytest.mark.parametrize(
-    "other",
+    "difference",
     [
         {"tools": _TOOLS},
         {"add_generation_prompt": False},
@@ -141,15 +144,15 @@ def test_what_is_appended_does_not_depend_on_the_prompt(tokenizer: ChatTokenizer
         {"new_messages": [{"role": "system", "content": "And then?"}]},
     ],
 )
-def test_the_cache_tells_suffixes_apart(tokenizer: ChatTokenizer, other: dict[str, Any]) -> None:
+def test_cache_key_covers_all_arguments(tokenizer: ChatTokenizer, difference: dict[str, Any]) -> None:
     fresh = ChatTokenizer.load(tokenizer.source)
     for _ in range(2):
         fresh.append([1], _USER)
-        fresh.append([1], **{"new_messages": _USER, **other})
+        fresh.append([1], **{"new_messages": _USER, **difference})
     assert (fresh.cache_info().hits, fresh.cache_info().misses) == (2, 2)
 
 
-def test_many_threads_at_once(tokenizer: ChatTokenizer) -> None:
+def test_threads_share_a_tokenizer(tokenizer: ChatTokenizer) -> None:
     fresh = ChatTokenizer.load(tokenizer.source)
     texts = [f"number {index % 20} " * (index % 20) for index in range(400)]
 
@@ -163,25 +166,25 @@ def test_many_threads_at_once(tokenizer: ChatTokenizer) -> None:
         assert list(threads.map(work, texts)) == [expected[text] for text in texts]
 
 
-def test_each_thread_has_a_tokenizer_of_its_own(tokenizer: ChatTokenizer) -> None:
-    """One that threads share may fail with "Already borrowed"."""
-    mine = tokenizer._own_backend()
+def test_each_thread_has_its_own_copy_of_the_backend(tokenizer: ChatTokenizer) -> None:
+    """A copy that threads share may fail with "Already borrowed"."""
+    backend = tokenizer._thread_backend()
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(tokenizer._own_backend).result() is not mine
-    assert tokenizer._own_backend() is mine
+        assert thread.submit(tokenizer._thread_backend).result() is not backend
+    assert tokenizer._thread_backend() is backend
 
 
 _TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
 _UNSUPPORTED = {
-    "goes on with 'toolsun'": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
-    "merge that with what the model sampled": (
+    "continues with 'toolsun'": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
+    "merge that with the sampled text": (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     ),
     "prints nothing of an assistant turn": (
         "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if loop.last or m.role != 'assistant' %}"
         "{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     ),
-    "details of earlier messages beside the new ones": (
+    "details of earlier messages next to the new ones": (
         "{% for m in messages %}"
         + _TURN
         + "{% if not m.tool_calls %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
@@ -195,29 +198,30 @@ _UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("complaint, template", _UNSUPPORTED.items(), ids=_UNSUPPORTED)
-def test_templates_without_a_safe_place(
-    with_template: Callable[[str], ChatTokenizer], complaint: str, template: str
+@pytest.mark.parametrize("error, template", _UNSUPPORTED.items(), ids=_UNSUPPORTED)
+def test_template_without_a_safe_place_to_append_is_refused(
+    with_template: Callable[[str], ChatTokenizer], error: str, template: str
 ) -> None:
-    with pytest.raises(TemplateUnsupported, match=complaint):
+    with pytest.raises(TemplateUnsupported, match=error):
         with_template(template).append([300], [_result("a", "sun")])
 
 
-def test_details_of_calls_do_not_matter_where_no_results_follow(
+def test_history_is_not_needed_where_no_tool_results_follow(
     with_template: Callable[[str], ChatTokenizer],
 ) -> None:
-    printing = with_template(_UNSUPPORTED["give `history`"])
-    assert printing.append([1], _USER).close_ids == [END]
+    # this template prints the name of a call next to its result
+    tokenizer = with_template(_UNSUPPORTED["give `history`"])
+    assert tokenizer.append([1], _USER).close_ids == [END]
 
 
-def test_a_tool_result_alone_has_its_call_before_it(tokenizer: ChatTokenizer) -> None:
-    """The template refuses a result without a call, which is all that a client appends."""
+def test_tool_result_is_rendered_after_a_placeholder_call(tokenizer: ChatTokenizer) -> None:
+    """The template refuses a result without a call, but a client appends the result alone."""
     with pytest.raises(InvalidMessages, match="a tool result without a call"):
         tokenizer.render([_result("a", "sun")])
     assert tokenizer.append([1], [_result("a", "sun")]).close_ids == [END]
 
 
-def test_stop_id(tokenizer: ChatTokenizer) -> None:
+def test_stop_id_is_the_token_that_closes_a_turn(tokenizer: ChatTokenizer) -> None:
     assert tokenizer.stop_id(tools=_TOOLS, template_kwargs={"enable_thinking": False}) == END
 
 
@@ -230,31 +234,33 @@ def test_stop_id(tokenizer: ChatTokenizer) -> None:
         ([1], [{"role": "user", "content": [{"type": "image_url"}]}], InvalidMessages),
     ],
 )
-def test_what_cannot_be_appended(
+def test_invalid_arguments_of_append_raise_their_error(
     tokenizer: ChatTokenizer, prompt: list[int], messages: list[Message], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
         tokenizer.append(prompt, messages)
 
 
-def test_text_that_is_no_unicode(tokenizer: ChatTokenizer) -> None:
-    """Models cut surrogate pairs in half when they write the arguments of a call as JSON."""
-    half = {"role": "assistant", "content": "a", "tool_calls": [_call("a", '{"face": "\\ud83d"}')]}
+def test_half_of_a_surrogate_pair_is_rejected(tokenizer: ChatTokenizer) -> None:
+    """Models sometimes write half of a surrogate pair in the JSON arguments of a call."""
+    turn = {"role": "assistant", "content": "a", "tool_calls": [_call("a", '{"face": "\\ud83d"}')]}
     with pytest.raises(InvalidMessages):
-        tokenizer.append([1], [*_USER, half])
+        tokenizer.append([1], [*_USER, turn])
 
 
 def test_vocab_size_is_that_of_the_embedding(tokenizer: ChatTokenizer, tiny_model: TinyModel) -> None:
     assert len(tiny_model.reference) < tokenizer.vocab_size == VOCAB_SIZE
 
 
-def test_token_strings(tokenizer: ChatTokenizer) -> None:
+def test_token_strings_are_empty_for_ids_without_a_token(tokenizer: ChatTokenizer) -> None:
     assert tokenizer.token_strings([END, 74, VOCAB_SIZE - 1]) == ["<|im_end|>", "h", ""]
 
 
-def test_another_template(with_template: Callable[[str], ChatTokenizer], tokenizer: ChatTokenizer) -> None:
-    changed = with_template(CHATML.replace("assistant\n", "assistant"))
-    assert changed.render(_USER) == tokenizer.render(_USER)[:-1]
+def test_chat_template_argument_replaces_the_template(
+    with_template: Callable[[str], ChatTokenizer], tokenizer: ChatTokenizer
+) -> None:
+    without_line_feed = with_template(CHATML.replace("assistant\n", "assistant"))
+    assert without_line_feed.render(_USER) == tokenizer.render(_USER)[:-1]
 
 
 def _empty(folder: Path, model: TinyModel) -> None:
@@ -272,7 +278,7 @@ def _broken(folder: Path, model: TinyModel) -> None:
 
 
 @pytest.mark.parametrize("prepare", [_empty, _no_template, _broken])
-def test_what_cannot_be_loaded(
+def test_unloadable_tokenizer_raises_unavailable(
     tmp_path: Path, tiny_model: TinyModel, prepare: Callable[[Path, TinyModel], None]
 ) -> None:
     prepare(tmp_path, tiny_model)
@@ -280,18 +286,16 @@ def test_what_cannot_be_loaded(
         ChatTokenizer.load(tmp_path)
 
 
-def test_a_folder_with_a_tokenizer_alone(tmp_path: Path, tiny_model: TinyModel) -> None:
+def test_folder_without_model_config_can_be_loaded(tmp_path: Path, tiny_model: TinyModel) -> None:
     tiny_model.reference.save_pretrained(tmp_path)
     assert ChatTokenizer.load(tmp_path).vocab_size == len(tiny_model.reference)
 
 
-def test_truncation_and_padding_of_the_tokenizers_file_are_not_done(
-    tokenizer: ChatTokenizer, tmp_path: Path
-) -> None:
-    """Engines encode whole prompts."""
+def test_truncation_in_the_tokenizer_file_is_ignored(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    """Engines encode prompts without truncation."""
     shutil.copytree(tokenizer.source, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "tokenizer.json"
-    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    file.write_text(json.dumps({**json.loads(file.read_text()), "truncation": cut}))
+    truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "truncation": truncation}))
     text = "longer than four tokens " * 10
     assert ChatTokenizer.load(tmp_path).encode(text) == tokenizer.encode(text)

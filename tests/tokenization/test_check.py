@@ -1,4 +1,4 @@
-"""What `tokenproxy check` finds out about templates."""
+"""The findings of `tokenproxy check` about templates."""
 
 import json
 from collections.abc import Callable
@@ -43,36 +43,42 @@ def report_of() -> Callable[[str], Report]:
         ("llama3_1", {"close": "<|eot_id|>", "append_only": True, "thinking_stripped": None}),
     ],
 )
-def test_what_is_found(report_of: Callable[[str], Report], name: str, expected: dict[str, Any]) -> None:
-    found = report_of(name).as_dict()
-    assert {key: found[key] for key in expected} == expected
+def test_report_of_a_template(
+    report_of: Callable[[str], Report], name: str, expected: dict[str, Any]
+) -> None:
+    report = report_of(name).as_dict()
+    assert {key: report[key] for key in expected} == expected
 
 
-def test_shapes_that_a_template_refuses_are_said(report_of: Callable[[str], Report]) -> None:
+def test_refused_shapes_have_a_reason(report_of: Callable[[str], Report]) -> None:
     shapes = {shape.name: shape for shape in report_of("gemma3").shapes}
     assert shapes["content, user"].exact
     assert "roles must alternate" in shapes["tool call, result"].reason
 
 
-def test_the_table_has_a_line_for_all_that_is_known(report_of: Callable[[str], Report]) -> None:
+def test_table_has_a_row_for_each_shape(report_of: Callable[[str], Report]) -> None:
     report = report_of("gemma3")
-    shown = table(report)
-    assert "<end_of_turn>" in shown
-    assert all(shape.name in shown for shape in report.shapes)
+    text = table(report)
+    assert "<end_of_turn>" in text
+    assert all(shape.name in text for shape in report.shapes)
 
 
 @pytest.mark.parametrize("name, code", [("qwen3", 0), ("gemma3", 1)])
-def test_the_command_exits_by_what_it_found(name: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_exits_with_0_only_if_all_shapes_are_exact(
+    name: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", str(template_files()[name]), "--json"]) == code
     report = json.loads(capsys.readouterr().out)
     assert all(shape["exact"] for shape in report["shapes"]) is (code == 0)
 
 
-def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", _QWEN]) == 0
     assert "tool call, result         exact" in capsys.readouterr().out
 
 
-def test_the_command_says_what_it_cannot_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_a_model_that_cannot_be_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", str(tmp_path / "nothing")]) == 2
     assert "cannot load a tokenizer" in capsys.readouterr().err

@@ -21,12 +21,12 @@ def _dumps(value: object, spelling: dict[str, Any]) -> bytes:
 
 
 @given(_IDS, _SPELLINGS)
-def test_check_counts(values: list[int], spelling: dict[str, Any]) -> None:
+def test_check_returns_the_number_of_ids(values: list[int], spelling: dict[str, Any]) -> None:
     assert ids.check(_dumps(values, spelling)) == len(values)
 
 
 @given(_JSON | st.lists(_JSON), _SPELLINGS)
-def test_check_accepts_nothing_but_ids(value: Any, spelling: dict[str, Any]) -> None:
+def test_check_accepts_only_arrays_of_ids(value: Any, spelling: dict[str, Any]) -> None:
     raw = _dumps(value, spelling)
     if isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value):
         assert ids.check(raw) == len(value)
@@ -36,7 +36,7 @@ def test_check_accepts_nothing_but_ids(value: Any, spelling: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "raw, complaint",
+    "raw, message",
     [
         (b"[]", "must not be empty"),
         (b"[ \n]", "must not be empty"),
@@ -56,25 +56,27 @@ def test_check_accepts_nothing_but_ids(value: Any, spelling: dict[str, Any]) -> 
         (b"[{}]", "must be a flat list"),
     ],
 )
-def test_check_says_what_is_wrong(raw: bytes, complaint: str) -> None:
-    with pytest.raises(InvalidIds, match=complaint):
+def test_check_reports_what_is_wrong(raw: bytes, message: str) -> None:
+    with pytest.raises(InvalidIds, match=message):
         ids.check(raw)
 
 
 @given(st.lists(st.integers(0, 2**63), min_size=1), _SPELLINGS)
-def test_last(values: list[int], spelling: dict[str, Any]) -> None:
+def test_last_returns_the_last_id(values: list[int], spelling: dict[str, Any]) -> None:
     assert ids.last(_dumps(values, spelling)) == values[-1]
 
 
 @pytest.mark.parametrize("digits", [30, 5000])
-def test_last_of_what_no_vocabulary_holds(digits: int) -> None:
-    """Python itself refuses to read numbers of more than 4300 digits."""
+def test_last_rejects_numbers_with_too_many_digits(digits: int) -> None:
+    """Python itself refuses to parse integers of more than 4300 digits: hence 5000."""
     with pytest.raises(InvalidIds, match="beyond the vocabulary"):
         ids.last(b"[1, " + b"9" * digits + b" ]")
 
 
 @given(_IDS, st.lists(st.integers(0, 2**31)), _SPELLINGS)
-def test_join_appends_and_copies(values: list[int], more: list[int], spelling: dict[str, Any]) -> None:
+def test_join_copies_the_first_ids_and_appends_more(
+    values: list[int], more: list[int], spelling: dict[str, Any]
+) -> None:
     raw = _dumps(values, spelling)
     joined = ids.join(raw, more)
     assert json.loads(joined) == values + more
@@ -82,10 +84,10 @@ def test_join_appends_and_copies(values: list[int], more: list[int], spelling: d
 
 
 @given(st.lists(st.integers(0, 2**70)))
-def test_dump(values: list[int]) -> None:
+def test_dump_writes_json(values: list[int]) -> None:
     assert json.loads(ids.dump(values)) == values
 
 
 @pytest.mark.parametrize("raw", [b"[1,2]", b"[ 1,\t2 ]", b"[1\n,\r\n2]"])
-def test_compact(raw: bytes) -> None:
+def test_compact_removes_white_space(raw: bytes) -> None:
     assert ids.compact(raw) == b"[1,2]"

@@ -39,18 +39,18 @@ def _call(arguments: object) -> dict[str, Any]:
         ({"tool_calls": [_call("{not json")]}, {"content": "", "tool_calls": [_call({})]}),
     ],
 )
-def test_shapes(message: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_conversion(message: dict[str, Any], expected: dict[str, Any]) -> None:
     assert for_template([{"role": "assistant", **message}]) == [{"role": "assistant", **expected}]
 
 
-def test_the_messages_given_are_left_alone() -> None:
+def test_input_messages_are_not_changed() -> None:
     message = {"role": "assistant", "tool_calls": [_call('{"x": 1}')]}
     for_template([message])
     assert message == {"role": "assistant", "tool_calls": [_call('{"x": 1}')]}
 
 
 @pytest.mark.parametrize(
-    "message, complaint",
+    "message, error",
     [
         ("text", "message 1 must be an object"),
         ({"content": "a"}, "message 1 needs a role"),
@@ -67,6 +67,6 @@ def test_the_messages_given_are_left_alone() -> None:
         ({"role": "assistant", "tool_calls": 5}, "tool calls of message 1"),
     ],
 )
-def test_what_no_template_can_take(message: Any, complaint: str) -> None:
-    with pytest.raises(InvalidMessages, match=complaint):
+def test_invalid_messages_are_rejected(message: Any, error: str) -> None:
+    with pytest.raises(InvalidMessages, match=error):
         for_template([{"role": "user", "content": "a"}, message])

@@ -1,4 +1,4 @@
-"""What an append says about the turn that the template would have rendered otherwise."""
+"""Notes of `append` on where the template would render the sampled turn differently."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from tests.templates.families import template_files
 from tokenization import ChatTokenizer
 from tokenization.check import load_for_check
 
-_ASKED = {"role": "user", "content": "Weather?"}
+_QUESTION = {"role": "user", "content": "Weather?"}
 _NEXT = [{"role": "user", "content": "And then?"}]
 
 
-def _calling(arguments: str) -> dict[str, Any]:
+def _turn_with_call(arguments: str) -> dict[str, Any]:
     function = {"name": "weather", "arguments": arguments}
     return {
         "role": "assistant",
@@ -32,17 +32,18 @@ def qwen() -> ChatTokenizer:
         ({"role": "assistant", "content": "Sun."}, ()),
         ({"role": "assistant", "content": "Sun.", "reasoning": "Let me see."}, ("thinking_stripped",)),
         ({"role": "assistant", "content": "Sun.", "reasoning_content": "Hm."}, ("thinking_stripped",)),
-        (_calling('{"city": "Paris"}'), ()),
-        (_calling('{"city":   "Paris"}'), ("arguments_rewritten",)),
+        (_turn_with_call('{"city": "Paris"}'), ()),
+        (_turn_with_call('{"city":   "Paris"}'), ("arguments_rewritten",)),
     ],
 )
 def test_notes(qwen: ChatTokenizer, turn: dict[str, Any], expected: tuple[str, ...]) -> None:
-    assert qwen.append([5], _NEXT, history=[_ASKED, turn]).notes == expected
+    assert qwen.append([5], _NEXT, history=[_QUESTION, turn]).notes == expected
 
 
-def test_a_stop_token_that_the_template_rewrites() -> None:
+def test_replaced_stop_token_is_noted() -> None:
     gptoss = load_for_check(str(template_files()["gptoss"]))
-    returned = gptoss.encode("<|return|>")
-    out = gptoss.append(returned, _NEXT, history=[_ASKED, {"role": "assistant", "content": "Sun."}])
-    assert out.notes == ("turn_end_rewritten",)
-    assert out.close_ids == []
+    # the template prints <|end|> in its place when messages follow
+    stop_ids = gptoss.encode("<|return|>")
+    appended = gptoss.append(stop_ids, _NEXT, history=[_QUESTION, {"role": "assistant", "content": "Sun."}])
+    assert appended.notes == ("turn_end_rewritten",)
+    assert appended.close_ids == []

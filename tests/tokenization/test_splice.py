@@ -21,13 +21,13 @@ _IDS = st.lists(st.integers(3, 50))
             [11, 12, 13, 40, 41, 1001, 2, 21, 22, 40, 41],
             [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41],
         ),
-        # a turn that was cut off by its length gets its stop token
+        # the stop token is added to a turn that its token limit cut off
         ([11, 220, 17], [11, 1001, 2], [11, 1001, 2, 21], [11, 220, 17, 2, 21]),
-        # the template writes something behind the stop token, which the model did not sample
+        # the template prints text after the stop token that the model did not sample
         ([11, 220, 2], [11, 1001, 2, 198], [11, 1001, 2, 198, 21], [11, 220, 2, 198, 21]),
-        # earlier turns hold stop tokens too: the last one counts
+        # earlier turns have stop tokens too: the splice is at the last one
         ([5, 2, 6, 2, 7, 8, 2], [5, 2, 6, 2, 78, 2], [5, 2, 6, 2, 78, 2, 9], [5, 2, 6, 2, 7, 8, 2, 9]),
-        # nothing to keep
+        # without model ids the rendering stays as it is
         ([], [11, 1001, 2], [11, 1001, 2, 21], [11, 1001, 2, 21]),
     ],
 )
@@ -38,7 +38,7 @@ def test_examples(
 
 
 @given(_IDS, _IDS, _IDS, st.booleans())
-def test_the_models_ids_come_first_and_the_new_ones_last(
+def test_result_is_model_ids_stop_token_new_ids(
     sampled: list[int], rendered: list[int], new: list[int], stopped: bool
 ) -> None:
     sampled = [1, *sampled]
@@ -49,18 +49,18 @@ def test_the_models_ids_come_first_and_the_new_ones_last(
 
 
 @pytest.mark.parametrize(
-    "template_prefix, template, complaint",
+    "template_prefix, template, error",
     [
-        ([11, 1001], [11, 1001, 21], "ends no turn with token 2"),
-        ([], [], "ends no turn with token 2"),
+        ([11, 1001], [11, 1001, 21], "holds no stop token 2"),
+        ([], [], "holds no stop token 2"),
         ([11, 1001, 2], [11, 1002, 2, 21], "differently"),
         ([11, 1001, 2], [11, 1001], "differently"),
     ],
 )
-def test_what_does_not_belong_together(
-    template_prefix: list[int], template: list[int], complaint: str
+def test_mismatched_prefixes_are_rejected(
+    template_prefix: list[int], template: list[int], error: str
 ) -> None:
-    with pytest.raises(PrefixMismatch, match=complaint):
+    with pytest.raises(PrefixMismatch, match=error):
         replace_prefix_tokens(_EOS, [11, 220, 2], template_prefix, template)
 
 
@@ -74,35 +74,35 @@ _ANSWER = {"role": "assistant", "content": "It rains."}
 
 
 def _splice(
-    tokenizer: ChatTokenizer, sampled: list[int], history: list[dict[str, str]], end: int = END
+    tokenizer: ChatTokenizer, sampled: list[int], history: list[dict[str, str]], stop_id: int = END
 ) -> list[int]:
     prompt = tokenizer.render([_QUESTION])
     rendered = tokenizer.render(history, add_generation_prompt=False)
     return replace_prefix_tokens(
-        tokenizer, [*prompt, *sampled, end], rendered, tokenizer.render([*history, _QUESTION])
+        tokenizer, [*prompt, *sampled, stop_id], rendered, tokenizer.render([*history, _QUESTION])
     )
 
 
-def test_with_a_tokenizer_the_turns_own_text_may_differ(tokenizer: ChatTokenizer) -> None:
+def test_sampled_text_may_differ_from_the_rendering(tokenizer: ChatTokenizer) -> None:
     whole = tokenizer.render([_QUESTION, _ANSWER, _QUESTION])
     rendered = tokenizer.render([_QUESTION, _ANSWER], add_generation_prompt=False)
-    behind = whole[len(rendered) - 1 :]
+    after_stop = whole[len(rendered) - 1 :]
     assert _splice(tokenizer, [74, 75], [_QUESTION, _ANSWER]) == [
         *tokenizer.render([_QUESTION]),
         74,
         75,
         END,
-        *behind,
+        *after_stop,
     ]
 
 
-def test_another_stop_token_stands_for_the_templates(tokenizer: ChatTokenizer) -> None:
-    other = next(number for number in range(END) if number != END)
-    knowing = replace(tokenizer, stop_ids=frozenset({END, other}))
-    spliced = _splice(knowing, [74], [_QUESTION, _ANSWER], other)
-    asked = len(tokenizer.render([_QUESTION]))
-    assert spliced[asked : asked + 2] == [74, other]
-    assert spliced[asked + 2] != END
+def test_other_stop_token_replaces_the_one_of_the_template(tokenizer: ChatTokenizer) -> None:
+    other_stop = next(number for number in range(END) if number != END)
+    with_two_stops = replace(tokenizer, stop_ids=frozenset({END, other_stop}))
+    spliced = _splice(with_two_stops, [74], [_QUESTION, _ANSWER], other_stop)
+    prompt_length = len(tokenizer.render([_QUESTION]))
+    assert spliced[prompt_length : prompt_length + 2] == [74, other_stop]
+    assert spliced[prompt_length + 2] != END
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,6 @@ def test_another_stop_token_stands_for_the_templates(tokenizer: ChatTokenizer) -
         [_QUESTION, _ANSWER, _QUESTION, _ANSWER],
     ],
 )
-def test_edited_messages_are_noticed(tokenizer: ChatTokenizer, history: list[dict[str, str]]) -> None:
+def test_edited_messages_are_rejected(tokenizer: ChatTokenizer, history: list[dict[str, str]]) -> None:
     with pytest.raises(PrefixMismatch):
         _splice(tokenizer, [74], history)
