@@ -17,6 +17,7 @@ UNUSABLE = frozenset(
         Problem.USAGE_MISMATCH,
         Problem.PROMPT_MISMATCH,
         Problem.MEDIA,
+        Problem.UNREADABLE_EVIDENCE,
     }
 )
 """Problems of a turn that keep others from being built on its ids."""

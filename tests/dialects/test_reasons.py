@@ -1,5 +1,6 @@
 """Every reason that the chat route can give is provoked here, and none is left out."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -234,3 +235,19 @@ def test_none_is_left_out() -> None:
 def test_ids_given_for_a_first_turn(talk: Callable[..., Talk]) -> None:
     answered = talk().ask(kv_transfer_params={"prompt_token_ids": [5, 6]})
     assert (answered.said["source"], answered.reason) == ("given", "ids_given")
+
+
+@pytest.mark.parametrize("odd", [["a"], [-1, 2], [2**31], "x", {}])
+def test_turn_whose_ids_could_not_be_read_is_not_continued(talk: Callable[..., Talk], odd: Any) -> None:
+    """Its ids would be the prompt alone: the next prompt would lack what the assistant said."""
+    made = talk()
+    message = {"role": "assistant", "content": "hello"}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": odd}
+    body = {"choices": [choice], "prompt_token_ids": made.rendered({"messages": made.messages})}
+    headers = {"content-type": "application/json"}
+    made.pair.fake.canned[CHAT] = Canned(json.dumps(body).encode(), headers=headers)
+    assert made.pair.client.post(CHAT, json={"messages": made.messages}).status_code == 200
+    made.pair.fake.canned.clear()
+    made.messages.append(message)
+    answered = made.ask(user("more"))
+    assert (answered.sent, answered.reason) == (None, "unusable_turn")
