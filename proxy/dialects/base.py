@@ -103,7 +103,8 @@ def chat_request(
         "choices": max(1, int(_number(fields, "n") or 1)),
         "temperature": _number(fields, "temperature"),
         "special": special or "",
-        "findable": special is None,
+        # without a generation prompt what was sampled is no turn in the template's eyes
+        "findable": special is None and rendering.add_generation_prompt,
     }
     return ChatRequest(**{**parsed, **more})
 

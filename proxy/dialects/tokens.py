@@ -53,11 +53,12 @@ class TokensDialect:
     def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
         """See `Dialect.parse`."""
         fields = parse(request.body)
-        given_ids = take_prompt(fields)
-        append = take_append(fields, given_ids)
         if given(fields, "return_token_ids") is None:
             fields["return_token_ids"] = _TRUE
         visible = visible_of(fields)
+        apply_session(fields, session)
+        given_ids = take_prompt(fields)
+        append = take_append(fields, given_ids)
         messages = given(fields, "messages")
         if given_ids is None and messages is None:
             raise BadRequest("`prompt_ids` or `messages` is required", param="prompt_ids")
@@ -71,7 +72,6 @@ class TokensDialect:
             fields["messages"] = msgspec.Raw(whole)
         elif append is not None:
             messages = None
-        apply_session(fields, session)
         return chat_request(
             request,
             fields,

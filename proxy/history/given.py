@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from proxy.errors import BadRequest, Unsupported
+from proxy.history.cached_turn import CachedTurn
 from proxy.history.continuation import continue_ids, continue_turn
 from proxy.history.conversation import Conversation
 from proxy.history.matcher import Match
@@ -77,24 +78,34 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
     if not request.record:
         return placer.nowhere(request, model)
     match = await placer.match(request, conversation, scope) if whole else Match()
-    if match.turn is not None and not match.turn.begins(prompt):
-        await placer.release(placer.place(request, model, scope, conversation, match))
-        match = Match()
-    proved = whole and await _proves(placer, conversation, match, prompt, request, model)
-    if request.session is None and not whole:
-        return placer.nowhere(request, model)
-    placement = placer.place(request, model, scope, conversation, match)
-    parent, first_new = match.turn, match.end + 1
-    if parent is not None and parent.rollout != placement.session.id:
-        parent = None
-    if parent is None and request.session is not None:
-        rollout = session_id(request.tenant, request.session.name)
-        try:
-            parent = await placer.matcher.longest_prefix(prompt, rollout)
-        except StoreError as error:
-            placer.report("a turn is recorded without the one before it", error)
-        first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
-    return replace(placement, parent=parent, first_new=first_new if parent else 0, findable=proved)
+    claimed = placer.place(request, model, scope, conversation, match)
+    try:
+        if match.turn is not None and not match.turn.begins(prompt):
+            await placer.release(claimed)
+            match = Match()
+        proved = whole and await _proves(placer, conversation, match, prompt, request, model)
+        if request.session is None and not whole:
+            return placer.nowhere(request, model)
+        placement = placer.place(request, model, scope, conversation, match)
+        parent, first_new = match.turn, match.end + 1
+        if parent is not None and parent.rollout != placement.session.id:
+            parent = None
+        if parent is None and request.session is not None:
+            parent = await _by_ids(placer, prompt, session_id(request.tenant, request.session.name))
+            first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
+        return replace(placement, parent=parent, first_new=first_new if parent else 0, findable=proved)
+    except BaseException:
+        await placer.release(claimed)
+        raise
+
+
+async def _by_ids(placer: Placer, prompt: bytes, rollout: str) -> CachedTurn | None:
+    """The turn of a rollout whose ids a prompt begins with."""
+    try:
+        return await placer.matcher.longest_prefix(prompt, rollout)
+    except StoreError as error:
+        placer.report("a turn is recorded without the one before it", error)
+        return None
 
 
 async def _proves(

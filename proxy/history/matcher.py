@@ -129,8 +129,6 @@ class Matcher:
                 between = ends[miss + 1 : position]
                 return await self._between(between, conversation, scope, rollout) or match
             looked_up += len(batch)
-        if rollout is not None and (listed := await self._in_rollout(conversation, scope, rollout)):
-            return listed
         return Match(reason=await self._explain(conversation, scope, rollout))
 
     async def load(self, turn_id: str) -> CachedTurn | None:
@@ -208,9 +206,11 @@ class Matcher:
         rollout: str | None,
     ) -> Match | None:
         """The turn that ends at one message, among what each kind of key found there."""
+        if rollout is not None and not all(_all_listed(hits) and _lists_all(hits) for _, hits in found):
+            return await self._choose_in_rollout(conversation, end, rollout)
         groups = [[_of_rollout(group, rollout) for group in hits.groups] if hits else [] for _, hits in found]
         candidates = _count(found[1:], groups[1:], rollout) or _count(found[:1], groups[:1], rollout)
-        for kind, (key, _), of_kind in zip(_KINDS, found, groups, strict=False):
+        for kind, (key, hits), of_kind in zip(_KINDS, found, groups, strict=False):
             fitting: list[_Fit] = []
             for group in of_kind:
                 turn = await self.load(group.candidates[0].turn) if group.candidates else None
@@ -219,10 +219,9 @@ class Matcher:
                     fitting.append(_Fit(key, group, turn, repaired))
             if not fitting:
                 continue
-            best = [fit for fit in fitting if fit.turn.usable] or fitting[:1]
             before = conversation.strict_before(end)
-            best = [fit for fit in best if fit.turn.spelling_before == before] or best
-            if len(best) > 1:
+            best = [fit for fit in fitting if fit.turn.spelling_before == before] or fitting
+            if len(best) > 1 or not _all_listed(hits):
                 return Match(None, end, Reason.AMBIGUOUS, candidates)
             edited = end != conversation.ends[0]
             reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if best[0].repaired else None
@@ -237,11 +236,20 @@ class Matcher:
         # one request at a time: others of this process would race for the same candidates
         async with self._claiming.setdefault(group.ids, asyncio.Lock()):
             for candidate in await self._open_candidates(fit):
-                if await self._store.claim(candidate.turn):
-                    claimed = await self.load(candidate.turn)
-                    if claimed is not None:
-                        return replace(match, turn=claimed, claimed=True)
+                claimed = await self._claim(candidate.turn)
+                if claimed is not None:
+                    return replace(match, turn=claimed, claimed=True)
         return replace(match, same_rollout=False)
+
+    async def _claim(self, turn_id: str) -> CachedTurn | None:
+        """A turn that was claimed; None if others were faster. What fails or is cancelled claims nothing."""
+        claiming = asyncio.ensure_future(self._store.claim(turn_id))
+        try:
+            return await self.load(turn_id) if await asyncio.shield(claiming) else None
+        except BaseException:
+            if await claiming:
+                await self._store.release(turn_id)
+            raise
 
     async def _open_candidates(self, fit: "_Fit") -> list[Candidate]:
         """The turns of a group that are open now."""
@@ -249,20 +257,19 @@ class Matcher:
         groups = [group for group in found.groups if group.ids == fit.group.ids] if found else []
         return [candidate for group in groups for candidate in group.candidates if candidate.open]
 
-    async def _in_rollout(self, conversation: Conversation, scope: Scope, rollout: str) -> Match | None:
-        """A match among all turns of a rollout: `find` lists only some of those that share a key."""
-        by_spelling = {
-            extend(turn.spelling_before, turn.spelling): turn.id
+    async def _choose_in_rollout(self, conversation: Conversation, end: int, rollout: str) -> Match | None:
+        """The turn of a rollout that ends at one message, where `find` lists only some of the turns there."""
+        strict = conversation.messages[end].strict
+        turns = [
+            turn
             for turn in await self._store.turns(rollout)
-            if turn.scope == scope.parts and turn.spelling
-        }
-        for end in conversation.ends:
-            turn_id = by_spelling.get(conversation.messages[end].strict)
-            turn = await self.load(turn_id) if turn_id else None
-            if turn is not None:
-                reason = None if end == conversation.ends[0] else Reason.HISTORY_EDITED
-                return Match(turn, end, reason, 1)
-        return None
+            if turn.spelling and extend(turn.spelling_before, turn.spelling) == strict
+        ]
+        if len({turn.ids_digest for turn in turns}) != 1:
+            return Match(None, end, Reason.AMBIGUOUS, len(turns)) if turns else None
+        turn = await self.load(turns[-1].id)
+        reason = None if end == conversation.ends[0] else Reason.HISTORY_EDITED
+        return Match(turn, end, reason, len(turns)) if turn else None
 
     async def _explain(self, conversation: Conversation, scope: Scope, rollout: str | None) -> Reason:
         """Why a history with assistant messages matches nothing."""
@@ -272,8 +279,8 @@ class Matcher:
         last = ends[0]
         # the name of a rollout that was evicted is no longer known to be the proxy's own choice
         scopes = [scope, replace(scope, session=None)]
-        loose = [each.key(LOOSE, conversation.messages[e].loose) for each in scopes for e in ends[:_LOOKUP]]
-        if await self._store.evicted(loose):
+        keys = [key for each in scopes for e in ends[:_LOOKUP] for key in _keys(each, conversation, e)]
+        if await self._store.evicted(keys):
             return Reason.EVICTED
         own = conversation.messages[last]
         key = _content_key(scope, conversation, last, own.message, own.distinctive)
@@ -335,6 +342,16 @@ def _count(
     if rollout is None:
         return sum(hits.total for _, hits in found if hits)
     return sum(group.total for of_key in groups for group in of_key)
+
+
+def _all_listed(hits: Found | None) -> bool:
+    """Whether all groups under a key were returned."""
+    return hits is None or hits.total == sum(group.total for group in hits.groups)
+
+
+def _lists_all(hits: Found | None) -> bool:
+    """Whether all turns of the groups under a key were returned."""
+    return hits is None or all(map(_complete, hits.groups))
 
 
 def _complete(group: CandidateGroup) -> bool:

@@ -95,6 +95,7 @@ class Placer:
             session=Session(id=rollout, tenant=request.tenant, explicit=explicit, created=now, used=now),
             scope=scope,
             conversation=conversation if request.record else None,
+            new_rollout=request.session is None and (match.turn is None or not match.same_rollout),
             findable=request.findable,
             candidates=match.candidates,
             claimed=match.turn.id if match.turn is not None and match.claimed else None,

@@ -50,6 +50,8 @@ class Placement:
     """The request's messages; None if they could not be read, or if nothing is to be recorded."""
     turn_id: str = field(default_factory=new_id)
     """Of choice 0; see `turn.turn_id`."""
+    new_rollout: bool = False
+    """Whether the rollout begins with this turn, under a name that the proxy chose."""
     findable: bool
     """Whether the turn may be found by the text of its conversation."""
     parent: CachedTurn | None = None

@@ -47,6 +47,20 @@ class Planner:
             return Rendered(placement=self.placer.nowhere(request, model), reason=Reason.UNREADABLE)
         match = await self.placer.match(request, conversation, scope)
         placement = self.placer.place(request, model, scope, conversation, match)
+        try:
+            return await self._plan_chat(request, conversation, match, placement, model)
+        except BaseException:
+            await self.placer.release(placement)
+            raise
+
+    async def _plan_chat(
+        self,
+        request: ChatRequest,
+        conversation: Conversation,
+        match: Match,
+        placement: Placement,
+        model: ServedModel,
+    ) -> PromptPlan:
         if request.token_route:
             return Rendered(placement=placement, reason=Reason.NO_IDS)
         if request.special == Reason.IDS_GIVEN:

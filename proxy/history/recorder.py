@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 
@@ -54,10 +55,20 @@ class Recorder:
         self.executor = executor
         self.metrics = metrics
         self.tasks = tasks
+        self._recordings: WeakSet[Recording] = WeakSet()
 
     def start(self, plan: PromptPlan) -> "Recording":
         """The recording of one request's turns."""
-        return Recording(self, plan)
+        recording = Recording(self, plan)
+        self._recordings.add(recording)
+        return recording
+
+    def forget(self, rollout: str) -> None:
+        """Let go of a deleted rollout: its turns in the cache, and what runs in it now."""
+        self.cache.drop(rollout)
+        for recording in self._recordings:
+            if recording.plan.placement.session.id == rollout:
+                recording.drop()
 
 
 class Recording:
@@ -71,6 +82,21 @@ class Recording:
         self._holder: Turn | None = None
         """The turn that holds the prompt, which the other choices share."""
         self._lock = asyncio.Lock()
+        self._dropped = False
+
+    async def announce(self) -> None:
+        """Create a new rollout before its first turn is complete: its client is about to learn its name."""
+        placement = self.plan.placement
+        if placement.new_rollout and placement.conversation is not None:
+            try:
+                await self._recorder.store.save_session(placement.session)
+            except StoreError as error:
+                self._recorder.metrics.store_errors.inc()
+                log.error("rollout %s was not created before its first turn: %s", placement.session.id, error)
+
+    def drop(self) -> None:
+        """Record nothing more: the session was deleted."""
+        self._dropped = True
 
     async def add(self, completion: Completion) -> None:
         """Record the choices of a completion. They are found by other requests once this returns.
@@ -87,6 +113,9 @@ class Recording:
 
     async def _add(self, completion: Completion) -> None:
         async with self._lock:
+            if self._dropped:
+                log.info("a turn of %s is not recorded: deleted", self.plan.placement.session.id)
+                return
             try:
                 await self._record(completion)
             except StoreError as error:

@@ -64,7 +64,8 @@ class Attempt:
         """Whether the client named the request by an Idempotency-Key."""
         self.retriable = self.named or (request.session is not None and bool(signs.retry_count))
         """Whether a retry of it can come that would be recognised."""
-        self.again = self.named or (self.retriable and signs.retry_count.strip() not in (b"", b"0"))
+        count = signs.retry_count.strip()
+        self.again = self.named or (self.retriable and count.isdigit() and int(count) > 0)
         """Whether it may have been sent before."""
         self.earlier: EarlierResponse | None = None
         self._retries = retries

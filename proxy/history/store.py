@@ -101,8 +101,7 @@ class Found(NamedTuple):
     total: int
     """Turns in all groups, those not returned too."""
     groups: list[CandidateGroup]
-    """At most FOUND_AT_MOST, the group with the newest turn first. If there are more than that, `ids` differ
-    anyway: nothing could decide between them."""
+    """At most FOUND_AT_MOST, the group with the newest turn first; `total` tells whether there are more."""
 
 
 class Cursor(NamedTuple):

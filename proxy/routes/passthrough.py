@@ -35,6 +35,6 @@ class PassThrough(Route):
         """The engine's response."""
         path = request.path.partition("?")[0]
         repeatable = request.method in ("GET", "HEAD") or path in _REPEATABLE
-        return await services.fleet.send(
+        return await services.fleet.send_to_any(
             Request(request.method, request.path, request.headers, request.body, repeatable)
         )

@@ -91,7 +91,7 @@ class OneSession(_SessionRoute):
         if request.method == "DELETE":
             if not await store.delete(rollout):
                 raise _unknown(name)
-            services.history.cache.drop(rollout)
+            services.history.recorder.forget(rollout)
             return 200, {"id": name, "object": "session", "deleted": True}
         session = await _session(request, name, services)
         rewards = await store.rewards(rollout)
@@ -177,7 +177,7 @@ async def _save(request: Request, services: Services) -> tuple[int, object]:
             id=_rollout(request, name), tenant=request.tenant, created=now, used=now, **described
         )
     else:
-        session = msgspec.structs.replace(before, explicit=True, used=now, **described)
+        session = msgspec.structs.replace(before, used=now, **described)
     size = len(session.defaults) + len(session.overrides) + len(session.metadata)
     if described and size > MAX_DESCRIPTION_BYTES:
         largest = max(described, key=lambda field: len(described[field]))
@@ -195,7 +195,7 @@ def _description(fields: Fields) -> dict[str, Any]:
     """The JSON objects of a request that describe a session, as they arrived."""
     described: dict[str, Any] = {}
     for field in _DESCRIPTION:
-        value = read(fields, field, Fields)
+        value = read(fields, field, dict[str, Any])
         if value is None:
             continue
         refused = [] if field == "metadata" else [name for name in _NOT_FOR_SESSIONS if name in value]

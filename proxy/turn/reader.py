@@ -129,9 +129,16 @@ def read_completion(body: bytes, sent: bytes = b"") -> Completion:
     for choice, index, sure in _numbered(whole.choices or []):
         sampled = SampledChoice(index, choice.message or {})
         _add(choice, sampled)
+        if not sampled.ids and _holds_text(sampled.message):
+            sampled.ids = None  # text without ids: what was sampled is unknown
         sampled.unreadable = _first(echo.unreadable, choice.unreadable, () if sure else ("index",))
         completion.choices.append(sampled)
     return completion
+
+
+def _holds_text(message: dict[str, Any]) -> bool:
+    """Whether something was sampled, as the message tells."""
+    return any(message.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
 
 
 def _numbered(choices: list[_Choice]) -> Iterator[tuple[_Choice, int, bool]]:

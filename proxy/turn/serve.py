@@ -83,6 +83,7 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
         if plan.placement.conversation is None and not attempt.wants_body:
             return response
         if is_event_stream(response.headers):
+            await recording.announce()
             return RecordedStream(response, request, recording, attempt.hand_over(), stack.pop_all())
         return await _record_whole(response, request, recording, attempt, services)
 

@@ -110,7 +110,7 @@ def test_a_required_prefix_of_another_question(client: httpx.Client, tiny_model:
     answer = client.post("/tokenize", json={"messages": edited, "required_prefix_token_ids": prefix})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "prefix_mismatch")
-    assert "was edited" in error["message"]
+    assert "send earlier messages as they were" in error["message"]
 
 
 _BAD: dict[str, tuple[dict[str, Any], str]] = {
