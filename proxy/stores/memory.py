@@ -1,54 +1,78 @@
 """A store in this process: for one proxy, for tests, and for those who want nothing on disk."""
 
-import heapq
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from proxy.history.store import FOUND_AT_MOST, Evicted, Limits, Session, StoredResponse, Usage
+from proxy.history.store import (
+    Cursor,
+    Evicted,
+    Found,
+    IndexEntry,
+    Limits,
+    Session,
+    StoredResponse,
+    Usage,
+)
 from proxy.history.turn import Turn
+from proxy.history.vocabulary import Reason
+from proxy.stores.eviction import STEP, eviction_target
+from proxy.stores.memory_index import MemoryIndex
 from proxy.stores.packed import (
-    goal,
-    implicit_session,
-    in_path_order,
-    pack_keys,
+    complete_path,
+    description_size,
+    fill_prompts,
+    missing_holders,
+    pack_entries,
     pack_response,
     pack_turn,
-    together,
 )
 
 
 @dataclass(slots=True)
-class _Rollout:
+class _TurnRecord:
+    turn: Turn
+    entries: tuple[IndexEntry, ...]
+    open: bool = True
+    continued: bool = False
+    """Whether a turn was recorded that continues this one."""
+
+
+@dataclass(slots=True)
+class _RolloutRecord:
     session: Session
     turns: list[str] = field(default_factory=list)
     """Sorted."""
     rewards: dict[str, float] = field(default_factory=dict)
+    pinned_until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    answer: StoredResponse
-    since: float
+class _ResponseRecord:
+    response: StoredResponse
+    kept: float
     size: int
 
 
 class MemoryStore:
-    """Plain dictionaries. Nothing is awaited inside a call, so none sees another's half."""
+    """Plain dictionaries. Calls never await, so none sees another half-finished."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._rollouts: dict[str, _Rollout] = {}
-        self._turns: dict[str, tuple[Turn, tuple[bytes, ...]]] = {}
-        self._index: dict[bytes, list[str]] = {}
+        self._rollouts: dict[str, _RolloutRecord] = {}
+        self._by_use: defaultdict[str | None, list[Cursor]] = defaultdict(list)
+        """The sessions of each tenant, and of all under None, sorted."""
+        self._turns: dict[str, _TurnRecord] = {}
+        self._index = MemoryIndex()
         self._size = 0
-        self._evicted: dict[bytes, None] = {}
-        self._answers: dict[str, _Kept] = {}
-        self._answers_of: dict[bytes, list[str]] = {}
-        self._answer_bytes = 0
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self._responses: OrderedDict[str, _ResponseRecord] = OrderedDict()
+        self._responses_by_key: dict[bytes, list[str]] = {}
+        self._response_bytes = 0
 
     async def open(self) -> None:
         """See `Store.open`."""
@@ -56,183 +80,277 @@ class MemoryStore:
     async def aclose(self) -> None:
         """See `Store.aclose`."""
 
-    async def add(self, turns: Sequence[Turn], keys: Sequence[Sequence[bytes]]) -> Evicted:
+    async def add(
+        self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]
+    ) -> Evicted:
         """See `Store.add`."""
-        added, size = 0, 0
-        for turn, of_turn in zip(turns, keys, strict=True):
-            if turn.id in self._turns:
-                continue
-            rollout = self._rollout(turn.rollout)
-            unique = tuple(dict.fromkeys(of_turn))
-            self._turns[turn.id] = turn, unique
-            insort(rollout.turns, turn.id)
-            for key in unique:
-                insort(self._index.setdefault(key, []), turn.id)
-            added += 1
-            size += len(pack_turn(turn)) + len(pack_keys(unique))
-        if not added:
+        new = [
+            _TurnRecord(turn, tuple(dict.fromkeys(turn_entries)))
+            for turn, turn_entries in zip(turns, entries, strict=True)
+            if turn.id not in self._turns
+        ]
+        if not new:
             return Evicted()
-        rollout = self._rollout(turns[0].rollout)
-        session = rollout.session
-        rollout.session = replace(
-            session,
-            used=max(session.used, time.time()),
-            turns=session.turns + added,
-            size=session.size + size,
-        )
+        if session.id not in self._rollouts:
+            self._create(session)
+        rollout = self._rollouts[session.id]
+        size = 0
+        for record in new:
+            if record.turn.id in self._turns:
+                continue
+            self._turns[record.turn.id] = record
+            insort(rollout.turns, record.turn.id)
+            self._flag_ambiguous(record, session.id)
+            self._index.put(record.turn.id, record.entries)
+            size += len(pack_turn(record.turn)) + len(pack_entries(record.entries))
+        for record in new:
+            if parent := self._turns.get(record.turn.parent or ""):
+                self._set_open(parent, False)
+                parent.continued = True
         self._size += size
-        return self._shrink(keep=session.id)
+        stored = rollout.session
+        self._update(
+            rollout,
+            replace(
+                stored,
+                used=max(stored.used, time.time()),
+                turns=len(rollout.turns),
+                size=stored.size + size,
+            ),
+        )
+        return self._keep_limits(session.id)
 
-    async def find(self, keys: Sequence[bytes]) -> dict[bytes, list[str]]:
+    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
-        return {key: self._index[key][: -FOUND_AT_MOST - 1 : -1] for key in keys if key in self._index}
+        results = {key: self._index.find(key, self._rollout_of) for key in keys}
+        return {key: found for key, found in results.items() if found is not None}
 
     async def evicted(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Store.evicted`."""
         return {key for key in keys if key in self._evicted}
 
-    async def path(self, turn_id: str) -> list[Turn]:
+    async def claim(self, turn: str) -> bool:
+        """See `Store.claim`."""
+        record = self._turns.get(turn)
+        if record is None or not record.open:
+            return False
+        self._set_open(record, False)
+        return True
+
+    async def release(self, turn: str) -> None:
+        """See `Store.release`."""
+        record = self._turns.get(turn)
+        if record is not None and not record.continued:
+            self._set_open(record, True)
+
+    async def pin(self, rollout: str, until: float) -> None:
+        """See `Store.pin`."""
+        record = self._rollouts.get(rollout)
+        if record is not None:
+            record.pinned_until = max(record.pinned_until, until)
+            self._update(record, replace(record.session, used=max(record.session.used, time.time())))
+
+    async def path(self, turn: str) -> list[Turn]:
         """See `Store.path`."""
-        found: dict[str, Turn] = {}
-        following: str | None = turn_id
-        while following in self._turns and following not in found:
-            found[following] = turn = self._turns[following][0]
-            following = turn.parent
-        return in_path_order(turn_id, found)
+        turns: dict[str, Turn] = {}
+        current: str | None = turn
+        while current is not None and current not in turns and (record := self._turns.get(current)):
+            turns[current] = record.turn
+            current = record.turn.parent
+        for name in missing_holders(turns.values(), turns):
+            if holder := self._turns.get(name):
+                turns[name] = holder.turn
+        return complete_path(turn, turns)
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
-        known = self._rollouts.get(rollout)
-        return [self._turns[turn_id][0] for turn_id in known.turns] if known else []
+        record = self._rollouts.get(rollout)
+        turns = {turn: self._turns[turn].turn for turn in record.turns} if record else {}
+        return fill_prompts(turns.values(), turns)
 
-    async def save_session(self, session: Session) -> None:
+    async def newest(self, rollout: str, limit: int) -> list[str]:
+        """See `Store.newest`."""
+        record = self._rollouts.get(rollout)
+        return record.turns[: -limit - 1 : -1] if record else []
+
+    async def save_session(self, session: Session) -> Evicted:
         """See `Store.save_session`."""
-        known = self._rollouts.get(session.id)
-        if known is None:
-            self._rollouts[session.id] = _Rollout(replace(session, turns=0, size=0))
+        record = self._rollouts.get(session.id)
+        if record is None:
+            self._create(session)
         else:
-            known.session = replace(session, turns=known.session.turns, size=known.session.size)
+            stored = record.session
+            growth = description_size(session) - description_size(stored)
+            self._size += growth
+            self._update(
+                record,
+                replace(session, ambiguous=stored.ambiguous, turns=stored.turns, size=stored.size + growth),
+            )
+        return self._keep_limits(session.id)
 
     async def session(self, rollout: str) -> Session | None:
         """See `Store.session`."""
-        known = self._rollouts.get(rollout)
-        return known.session if known else None
+        record = self._rollouts.get(rollout)
+        return record.session if record else None
 
-    async def sessions(self, *, limit: int, before: float | None = None) -> list[Session]:
+    async def sessions(
+        self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
+    ) -> list[Session]:
         """See `Store.sessions`."""
-        sessions = (rollout.session for rollout in self._rollouts.values())
-        earlier = (session for session in sessions if before is None or session.used < before)
-        return heapq.nlargest(limit, earlier, key=lambda session: (session.used, session.id))
+        by_use = self._by_use.get(tenant, [])
+        end = len(by_use) if before is None else bisect_left(by_use, before)
+        return [self._rollouts[place.id].session for place in reversed(by_use[max(end - limit, 0) : end])]
 
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
         if rollout not in self._rollouts:
             return False
-        self._remove([rollout])
+        self._remove(rollout)
         return True
 
-    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> None:
+    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
         """See `Store.set_rewards`."""
-        self._rollout(rollout).rewards.update(rewards)
+        record = self._rollouts.get(rollout)
+        if record is None:
+            return False
+        record.rewards.update(rewards)
+        return True
 
     async def rewards(self, rollout: str) -> dict[str, float]:
         """See `Store.rewards`."""
-        known = self._rollouts.get(rollout)
-        return dict(known.rewards) if known else {}
+        record = self._rollouts.get(rollout)
+        return dict(record.rewards) if record else {}
 
-    async def keep_response(self, answer: StoredResponse) -> None:
+    async def keep_response(self, response: StoredResponse) -> None:
         """See `Store.keep_response`."""
-        if answer.id in self._answers:
+        if response.id in self._responses:
             return
-        kept = _Kept(answer, time.time(), len(pack_response(answer)))
-        self._answers[answer.id] = kept
-        insort(self._answers_of.setdefault(answer.key, []), answer.id)
-        self._answer_bytes += kept.size
-        while self._answer_bytes > self._limits.answer_bytes:
-            self._drop_answer(next(iter(self._answers)))
+        record = _ResponseRecord(response, time.time(), len(pack_response(response)))
+        self._responses[response.id] = record
+        insort(self._responses_by_key.setdefault(response.key, []), response.id)
+        self._response_bytes += record.size
+        while self._response_bytes > self._limits.response_bytes:
+            self._drop_response(next(iter(self._responses)))
 
-    async def answers(self, key: bytes) -> list[StoredResponse]:
-        """See `Store.answers`."""
-        oldest = time.time() - self._limits.answer_age_s
-        kept = [self._answers[answer_id] for answer_id in reversed(self._answers_of.get(key, []))]
-        return [each.answer for each in kept if each.since >= oldest]
+    async def responses(self, key: bytes) -> list[StoredResponse]:
+        """See `Store.responses`."""
+        oldest = time.time() - self._limits.response_age_s
+        records = [self._responses[name] for name in reversed(self._responses_by_key.get(key, []))]
+        return [record.response for record in records if record.kept >= oldest]
 
-    async def take_response(self, answer: StoredResponse) -> bool:
+    async def take_response(self, response: StoredResponse) -> bool:
         """See `Store.take_response`."""
-        if answer.id not in self._answers:
+        if response.id not in self._responses:
             return False
-        self._drop_answer(answer.id)
+        self._drop_response(response.id)
         return True
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
         now = time.time()
-        while self._answers:
-            answer_id, kept = next(iter(self._answers.items()))
-            if kept.since >= now - self._limits.answer_age_s:
+        oldest_response = now - self._limits.response_age_s
+        while self._responses:
+            name, record = next(iter(self._responses.items()))
+            if record.kept >= oldest_response:
                 break
-            self._drop_answer(answer_id)
-        oldest = now - self._limits.max_age_s
-        sessions = [rollout.session for rollout in self._rollouts.values()]
-        old = self._bury([session.id for session in sessions if session.used < oldest])
-        return together(old, self._shrink(keep=None))
+            self._drop_response(name)
+        return self._keep_limits(None, oldest=now - self._limits.max_age_s)
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""
         return Usage(len(self._rollouts), len(self._turns), self._size)
 
-    def _rollout(self, rollout: str) -> _Rollout:
-        known = self._rollouts.get(rollout)
-        if known is None:
-            known = self._rollouts[rollout] = _Rollout(implicit_session(rollout, time.time()))
-        return known
+    def _rollout_of(self, turn: str) -> str:
+        return self._turns[turn].turn.rollout
 
-    def _shrink(self, keep: str | None) -> Evicted:
-        """Bury the oldest used if too much is held; `keep` last, and only if the rest is not enough."""
-        if self._size <= self._limits.max_bytes:
-            return Evicted()
-        left, chosen = self._size, []
-        held = [rollout.session for rollout in self._rollouts.values() if rollout.turns]
-        for session in sorted(held, key=lambda session: session.used):
-            if left <= goal(self._limits):
+    def _create(self, session: Session) -> None:
+        size = description_size(session)
+        created = replace(session, ambiguous=False, turns=0, size=size)
+        self._rollouts[session.id] = _RolloutRecord(created)
+        for tenant in (None, session.tenant):
+            insort(self._by_use[tenant], Cursor(session.used, session.id))
+        self._size += size
+
+    def _update(self, record: _RolloutRecord, session: Session) -> None:
+        """Replace the session of a rollout; the lists by use follow."""
+        self._remove_use(record.session)
+        record.session = session
+        for tenant in (None, session.tenant):
+            insort(self._by_use[tenant], Cursor(session.used, session.id))
+
+    def _remove_use(self, session: Session) -> None:
+        place = Cursor(session.used, session.id)
+        for tenant in (None, session.tenant):
+            by_use = self._by_use[tenant]
+            del by_use[bisect_left(by_use, place)]
+            if not by_use:
+                del self._by_use[tenant]
+
+    def _set_open(self, record: _TurnRecord, open: bool) -> None:
+        if record.open != open:
+            record.open = open
+            self._index.set_open(record.turn.id, record.entries, open)
+
+    def _flag_ambiguous(self, record: _TurnRecord, rollout: str) -> None:
+        """Make sessions ambiguous because of a turn that is about to be added."""
+        keys = {entry.key for entry in record.entries if entry.ids}
+        rollouts = {self._rollout_of(turn) for key in keys for turn in self._index.turns_to_flag(key)}
+        if rollouts - {rollout} or record.turn.reason == Reason.AMBIGUOUS:
+            for name in rollouts | {rollout}:
+                session = self._rollouts[name].session
+                self._rollouts[name].session = replace(session, ambiguous=True)
+
+    def _keep_limits(self, own: str | None, oldest: float = 0.0) -> Evicted:
+        """Evict rollouts last used before `oldest`, and the least recently used if too much is held.
+
+        Args:
+            own: evicted last, and only if it alone exceeds the limit.
+        """
+        limits, now = self._limits, time.time()
+        target = eviction_target(limits) if self._size > limits.max_bytes else self._size
+        chosen: list[str] = []
+        turns, left = 0, self._size
+        for place in self._by_use.get(None, []):
+            enough = left <= target or (turns >= STEP and left <= limits.max_bytes)
+            if enough and place.used >= oldest:
                 break
-            if session.id != keep:
-                chosen.append(session.id)
-                left -= session.size
-        if keep is not None and left > self._limits.max_bytes:
-            chosen.append(keep)
-        return self._bury(chosen)
+            record = self._rollouts[place.id]
+            if place.id != own and record.pinned_until <= now:
+                chosen.append(place.id)
+                turns += record.session.turns
+                left -= record.session.size
+        if own is not None:
+            record = self._rollouts[own]
+            if record.session.size > limits.max_bytes and record.pinned_until <= now:
+                chosen.append(own)
+        return self._evict(chosen)
 
-    def _bury(self, rollouts: Sequence[str]) -> Evicted:
+    def _evict(self, rollouts: Sequence[str]) -> Evicted:
         turns, size = len(self._turns), self._size
-        for key in self._remove(rollouts):
-            self._evicted.pop(key, None)
-            self._evicted[key] = None
+        for rollout in rollouts:
+            for key in self._remove(rollout):
+                self._evicted[key] = None
+                self._evicted.move_to_end(key)
         while len(self._evicted) > self._limits.evicted_keys:
-            del self._evicted[next(iter(self._evicted))]
+            self._evicted.popitem(last=False)
         return Evicted(len(rollouts), turns - len(self._turns), size - self._size)
 
-    def _remove(self, rollouts: Iterable[str]) -> list[bytes]:
-        """Let rollouts go; returns the keys of their turns."""
-        removed: list[bytes] = []
-        for name in rollouts:
-            rollout = self._rollouts.pop(name)
-            self._size -= rollout.session.size
-            for turn_id in rollout.turns:
-                _, keys = self._turns.pop(turn_id)
-                removed.extend(keys)
-                for key in keys:
-                    _drop(self._index, key, turn_id)
-        return removed
+    def _remove(self, rollout: str) -> list[bytes]:
+        """Remove a rollout with its turns; returns the keys of those."""
+        record = self._rollouts.pop(rollout)
+        self._remove_use(record.session)
+        self._size -= record.session.size
+        keys: list[bytes] = []
+        for name in record.turns:
+            turn = self._turns.pop(name)
+            self._index.remove(name, turn.entries, turn.open)
+            keys.extend(entry.key for entry in turn.entries)
+        return keys
 
-    def _drop_answer(self, answer_id: str) -> None:
-        kept = self._answers.pop(answer_id)
-        self._answer_bytes -= kept.size
-        _drop(self._answers_of, kept.answer.key, answer_id)
-
-
-def _drop(index: dict[bytes, list[str]], key: bytes, name: str) -> None:
-    names = index[key]
-    del names[bisect_left(names, name)]
-    if not names:
-        del index[key]
+    def _drop_response(self, name: str) -> None:
+        record = self._responses.pop(name)
+        self._response_bytes -= record.size
+        names = self._responses_by_key[record.response.key]
+        del names[bisect_left(names, name)]
+        if not names:
+            del self._responses_by_key[record.response.key]

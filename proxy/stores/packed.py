@@ -1,14 +1,15 @@
-"""How stores that hold bytes hold a turn, and what all stores count."""
+"""Turns, responses and index entries as bytes, and what all stores compute alike."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
-from proxy.history.store import Evicted, Limits, Session, StoredResponse
-from proxy.history.turn import Turn, made_up
+from proxy.history.store import IndexEntry, Session, StoredResponse
+from proxy.history.turn import Turn
 
 _TURN = msgspec.msgpack.Decoder(Turn)
-_ANSWER = msgspec.msgpack.Decoder(StoredResponse)
+_RESPONSE = msgspec.msgpack.Decoder(StoredResponse)
 
 
 def pack_turn(turn: Turn) -> bytes:
@@ -21,54 +22,81 @@ def unpack_turn(packed: bytes) -> Turn:
     return _TURN.decode(packed)
 
 
-def pack_response(answer: StoredResponse) -> bytes:
-    """An answer as MessagePack."""
-    return msgspec.msgpack.encode(answer)
+def pack_response(response: StoredResponse) -> bytes:
+    """A response as MessagePack."""
+    return msgspec.msgpack.encode(response)
 
 
 def unpack_response(packed: bytes) -> StoredResponse:
     """The inverse of `pack_response`. Raises msgspec.DecodeError."""
-    return _ANSWER.decode(packed)
+    return _RESPONSE.decode(packed)
 
 
-def pack_keys(keys: Iterable[bytes]) -> bytes:
-    """The keys of one turn, each once and behind a byte that is its length: even Lua can read that."""
-    return b"".join(b"%c%s" % (len(key), key) for key in dict.fromkeys(keys))
+def pack_parts(parts: Iterable[bytes]) -> bytes:
+    r"""Byte strings of at most 255 bytes, each after one byte that holds its length.
+
+    Simple enough to be read in Lua. Example: (b"ab", b"") becomes b"\x02ab\x00".
+    """
+    return b"".join(b"%c%s" % (len(part), part) for part in parts)
 
 
-def unpack_keys(packed: bytes) -> list[bytes]:
-    """The inverse of `pack_keys`."""
-    keys, at = [], 0
-    while at < len(packed):
-        end = at + 1 + packed[at]
-        keys.append(packed[at + 1 : end])
-        at = end
-    return keys
+def pack_entries(entries: Iterable[IndexEntry]) -> bytes:
+    """The index entries of one turn, each once: key, ids, key, ids, ... as `pack_parts`."""
+    return pack_parts(part for entry in dict.fromkeys(entries) for part in entry)
 
 
-def implicit_session(rollout: str, now: float) -> Session:
-    """The session of a conversation that came without one."""
-    return Session(id=rollout, explicit=not made_up(rollout), created=now, used=now)
+def unpack_entries(packed: bytes) -> list[IndexEntry]:
+    """The inverse of `pack_entries`."""
+    parts, start = [], 0
+    while start < len(packed):
+        end = start + 1 + packed[start]
+        parts.append(packed[start + 1 : end])
+        start = end
+    return list(map(IndexEntry, parts[::2], parts[1::2]))
 
 
-def goal(limits: Limits) -> int:
-    """Bytes that may be left once turns have to leave."""
-    return limits.max_bytes * 9 // 10
+def description_size(session: Session) -> int:
+    """Bytes of a session's description, which count towards the limits."""
+    return len(session.defaults) + len(session.overrides) + len(session.metadata)
 
 
-def together(one: Evicted, other: Evicted) -> Evicted:
-    """The sum of both."""
-    return Evicted(one.rollouts + other.rollouts, one.turns + other.turns, one.size + other.size)
+def complete_path(turn_id: str, turns: Mapping[str, Turn]) -> list[Turn]:
+    """The path to a turn, the first turn first, with the prompts of all its turns.
 
+    Args:
+        turns: by id, the turns of the path and those that hold prompts for them.
 
-def in_path_order(turn_id: str, turns: dict[str, Turn]) -> list[Turn]:
-    """The turns from the first to `turn_id`; empty if one of them is missing, or they run in a circle."""
-    found: list[Turn] = []
-    following: str | None = turn_id
-    while following is not None:
-        turn = turns.get(following)
-        if turn is None or len(found) == len(turns):
+    Returns:
+        an empty list if one of them is missing or the turns form a circle.
+    """
+    path: list[Turn] = []
+    current: str | None = turn_id
+    while current is not None:
+        turn = turns.get(current)
+        if turn is None or len(path) == len(turns):
             return []
-        found.append(turn)
-        following = turn.parent
-    return found[::-1]
+        path.append(turn)
+        current = turn.parent
+    return [] if missing_holders(path, turns) else fill_prompts(path[::-1], turns)
+
+
+def missing_holders(turns: Iterable[Turn], present: Container[str]) -> list[str]:
+    """Ids of the turns that hold the prompts of others and are not among those present."""
+    return [turn.prompt_turn for turn in turns if turn.prompt_turn and turn.prompt_turn not in present]
+
+
+def fill_prompts(turns: Iterable[Turn], holders: Mapping[str, Turn]) -> list[Turn]:
+    """Turns, each with what its `prompt_turn` holds for it. Where that is missing, a turn stays as it is."""
+    return [_fill_prompt(turn, holders.get(turn.prompt_turn)) if turn.prompt_turn else turn for turn in turns]
+
+
+def _fill_prompt(turn: Turn, holder: Turn | None) -> Turn:
+    if holder is None:
+        return turn
+    return replace(
+        turn,
+        messages=holder.messages,
+        appended=holder.appended,
+        tools=holder.tools,
+        template_kwargs=holder.template_kwargs,
+    )

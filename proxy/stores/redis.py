@@ -1,13 +1,15 @@
 """A store in Redis or Valkey (6.2 or newer), for proxies on several machines.
 
-The server must not drop keys by itself (`maxmemory-policy noeviction`): this store keeps its own limits. What
-outlives the server is a matter of the server's own settings.
+The server must not evict keys by itself (`maxmemory-policy noeviction`): this store keeps its own limits.
+Whether the data survive a restart of the server depends on the server's own settings.
 """
 
+import asyncio
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -16,19 +18,30 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from proxy.history.store import FOUND_AT_MOST, Evicted, Limits, Session, StoredResponse, StoreError, Usage
-from proxy.history.turn import Turn, made_up
-from proxy.stores import redis_scripts
-from proxy.stores.packed import goal, pack_keys, pack_turn, together, unpack_turn
-from proxy.stores.room import Room, repeat
+from proxy.history.store import (
+    Candidate,
+    CandidateGroup,
+    Cursor,
+    Evicted,
+    Found,
+    IndexEntry,
+    Limits,
+    Session,
+    StoredResponse,
+    StoreError,
+    Usage,
+)
+from proxy.history.turn import Turn
+from proxy.history.vocabulary import Reason
+from proxy.stores import redis_index_scripts, redis_response_scripts, redis_scripts
+from proxy.stores.eviction import STEP, evict_in_steps, eviction_target
+from proxy.stores.packed import complete_path, fill_prompts, pack_entries, pack_parts, pack_turn, unpack_turn
 
 PREFIX = b"tokenproxy:"
-SCHEMA_VERSION = b"1"
+SCHEMA_VERSION = b"2"
 _CONNECTIONS = 32
 _TIMEOUT_S = 10.0
-_BATCH = 256
-"""Turns that leave in one step of the server, which does nothing else meanwhile."""
-_DATED_ANSWER = msgspec.msgpack.Decoder(tuple[float, StoredResponse])
+_DATED_RESPONSE = msgspec.msgpack.Decoder(tuple[float, StoredResponse])
 
 
 class RedisStore:
@@ -44,7 +57,7 @@ class RedisStore:
                 socket_timeout=_TIMEOUT_S,
                 socket_connect_timeout=_TIMEOUT_S,
                 protocol=2,
-                # a server may have closed a connection that was idle; a late answer is no such case
+                # a server may have closed an idle connection; a timeout is not retried
                 retry=Retry(NoBackoff(), 1, supported_errors=(exceptions.ConnectionError,)),
             )
             pool.make_connection()
@@ -56,7 +69,7 @@ class RedisStore:
         at = pool.connection_kwargs
         scheme = url.partition(":")[0]
         self._name = f"{scheme}://{at.get('host', 'localhost')}:{at.get('port', 6379)}/{at.get('db', 0)}"
-        self._room = Room()
+        self._eviction = asyncio.Lock()
         self._redis: Any = Redis.from_pool(pool)
 
     async def open(self) -> None:
@@ -67,7 +80,7 @@ class RedisStore:
         if version != SCHEMA_VERSION:
             raise StoreError(
                 f"{self._name} has version {version.decode()} of the keys {PREFIX.decode()}*, and this "
-                f"program knows {SCHEMA_VERSION.decode()}: name another database, or delete those keys"
+                f"program needs version {SCHEMA_VERSION.decode()}: delete these keys or name another database"
             )
 
     async def aclose(self) -> None:
@@ -75,25 +88,26 @@ class RedisStore:
         with self._explained():
             await self._redis.aclose()
 
-    async def add(self, turns: Sequence[Turn], keys: Sequence[Sequence[bytes]]) -> Evicted:
+    async def add(
+        self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]
+    ) -> Evicted:
         """See `Store.add`."""
         if not turns:
             return Evicted()
-        args: list[Any] = [turns[0].rollout, repr(time.time())]
-        for turn, of_turn in zip(turns, keys, strict=True):
-            packed, packed_keys = pack_turn(turn), pack_keys(of_turn)
-            args += turn.id, turn.parent or "", packed_keys, packed, len(packed) + len(packed_keys)
+        args: list[Any] = [*_session_arguments(session), repr(time.time())]
+        for turn, turn_entries in zip(turns, entries, strict=True):
+            ambiguous = int(turn.reason == Reason.AMBIGUOUS)
+            args += turn.id, turn.parent or "", turn.prompt_turn or "", ambiguous
+            args += pack_entries(turn_entries), pack_turn(turn)
         size = await self._run(redis_scripts.ADD, *args)
-        return await self._shrink(turns[0].rollout) if size > self._limits.max_bytes else Evicted()
+        return await self._keep_limits(size, session.id)
 
-    async def find(self, keys: Sequence[bytes]) -> dict[bytes, list[str]]:
+    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
-        with self._explained():
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for key in keys:
-                    pipeline.zrevrange(PREFIX + b"key:" + key, 0, FOUND_AT_MOST - 1)
-                found = await pipeline.execute()
-        return {key: [turn.decode() for turn in ids] for key, ids in zip(keys, found, strict=True) if ids}
+        if not keys:
+            return {}
+        parts = _read_reply(await self._run(redis_index_scripts.FIND, *keys))
+        return {keys[int(number)]: _read_found(parts) for number in parts}
 
     async def evicted(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Store.evicted`."""
@@ -103,36 +117,46 @@ class RedisStore:
             scores = await self._redis.zmscore(PREFIX + b"evicted", list(keys))
         return {key for key, score in zip(keys, scores, strict=True) if score is not None}
 
-    async def path(self, turn_id: str) -> list[Turn]:
+    async def claim(self, turn: str) -> bool:
+        """See `Store.claim`."""
+        return bool(await self._run(redis_index_scripts.CLAIM, turn))
+
+    async def release(self, turn: str) -> None:
+        """See `Store.release`."""
+        await self._run(redis_index_scripts.RELEASE, turn)
+
+    async def pin(self, rollout: str, until: float) -> None:
+        """See `Store.pin`."""
+        await self._run(redis_scripts.PIN, rollout, repr(time.time()), repr(until))
+
+    async def path(self, turn: str) -> list[Turn]:
         """See `Store.path`."""
-        found = await self._run(redis_scripts.PATH, turn_id)
-        with self._explained():
-            return [unpack_turn(packed) for packed in reversed(found)]
+        packed = await self._run(redis_scripts.PATH, turn)
+        return complete_path(turn, self._unpack_turns(packed))
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
         with self._explained():
             ids = await self._redis.zrange(_name("turns", rollout), 0, -1)
             async with self._redis.pipeline(transaction=False) as pipeline:
-                for turn_id in ids:
-                    pipeline.hget(PREFIX + b"turn:" + turn_id, "packed")
-                found = await pipeline.execute()
-            return [unpack_turn(packed) for packed in found if packed is not None]
+                for turn in ids:
+                    pipeline.hget(PREFIX + b"turn:" + turn, "packed")
+                packed = await pipeline.execute()
+        turns = self._unpack_turns(each for each in packed if each is not None)
+        return fill_prompts(turns.values(), turns)
 
-    async def save_session(self, session: Session) -> None:
-        """See `Store.save_session`."""
-        fields: dict[str, str | int | bytes] = {
-            "explicit": int(session.explicit),
-            "created": repr(session.created),
-            "defaults": session.defaults,
-            "overrides": session.overrides,
-            "metadata": session.metadata,
-        }
+    async def newest(self, rollout: str, limit: int) -> list[str]:
+        """See `Store.newest`."""
+        if limit <= 0:
+            return []
         with self._explained():
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.hset(_name("rollout", session.id), mapping=fields)
-                pipeline.zadd(PREFIX + b"used", {session.id: session.used})
-                await pipeline.execute()
+            ids = await self._redis.zrevrange(_name("turns", rollout), 0, limit - 1)
+        return [turn.decode() for turn in ids]
+
+    async def save_session(self, session: Session) -> Evicted:
+        """See `Store.save_session`."""
+        size = await self._run(redis_scripts.SAVE_SESSION, *_session_arguments(session))
+        return await self._keep_limits(size, session.id)
 
     async def session(self, rollout: str) -> Session | None:
         """See `Store.session`."""
@@ -143,76 +167,71 @@ class RedisStore:
                 fields, used = await pipeline.execute()
         return _session(rollout, used, fields) if fields else None
 
-    async def sessions(self, *, limit: int, before: float | None = None) -> list[Session]:
+    async def sessions(
+        self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
+    ) -> list[Session]:
         """See `Store.sessions`."""
-        highest = "+inf" if before is None else f"({before!r}"
-        with self._explained():
-            found = await self._redis.zrevrangebyscore(
-                PREFIX + b"used", highest, "-inf", start=0, num=limit, withscores=True
+        if limit <= 0:
+            return []
+        name = PREFIX + b"used" if tenant is None else _name("used", tenant)
+        place = (repr(before.used), before.id) if before else ("", "")
+        parts = _read_reply(await self._run(redis_scripts.LIST_SESSIONS, name, limit, *place))
+        sessions = []
+        for rollout in parts:
+            used, count = float(next(parts)), int(next(parts))
+            fields = list(islice(parts, count))
+            sessions.append(
+                _session(rollout.decode(), used, dict(zip(fields[::2], fields[1::2], strict=True)))
             )
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for rollout, _ in found:
-                    pipeline.hgetall(PREFIX + b"rollout:" + rollout)
-                described = await pipeline.execute()
-        return [
-            _session(rollout.decode(), used, fields)
-            for (rollout, used), fields in zip(found, described, strict=True)
-            if fields
-        ]
+        return sessions
 
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
         return bool(await self._run(redis_scripts.DELETE, rollout))
 
-    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> None:
+    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
         """See `Store.set_rewards`."""
-        name, now = _name("rollout", rollout), time.time()
-        with self._explained():
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.hsetnx(name, "explicit", int(not made_up(rollout)))
-                pipeline.hsetnx(name, "created", repr(now))
-                pipeline.zadd(PREFIX + b"used", {rollout: now}, nx=True)
-                for turn, reward in rewards.items():
-                    pipeline.hset(_name("rewards", rollout), turn, repr(float(reward)))
-                await pipeline.execute()
+        args = [arg for turn, reward in rewards.items() for arg in (turn, repr(float(reward)))]
+        return bool(await self._run(redis_scripts.SET_REWARDS, rollout, *args))
 
     async def rewards(self, rollout: str) -> dict[str, float]:
         """See `Store.rewards`."""
         with self._explained():
-            found = await self._redis.hgetall(_name("rewards", rollout))
-        return {turn.decode(): float(reward) for turn, reward in found.items()}
+            rewards = await self._redis.hgetall(_name("rewards", rollout))
+        return {turn.decode(): float(reward) for turn, reward in rewards.items()}
 
-    async def keep_response(self, answer: StoredResponse) -> None:
+    async def keep_response(self, response: StoredResponse) -> None:
         """See `Store.keep_response`."""
         now = time.time()
-        packed = msgspec.msgpack.encode((now, answer))
+        packed = msgspec.msgpack.encode((now, response))
         await self._run(
-            redis_scripts.ADD_ANSWER, _member(answer), repr(now), packed, self._limits.answer_bytes
+            redis_response_scripts.KEEP_RESPONSE,
+            _member(response),
+            repr(now),
+            packed,
+            self._limits.response_bytes,
         )
 
-    async def answers(self, key: bytes) -> list[StoredResponse]:
-        """See `Store.answers`."""
-        oldest = time.time() - self._limits.answer_age_s
+    async def responses(self, key: bytes) -> list[StoredResponse]:
+        """See `Store.responses`."""
+        oldest = time.time() - self._limits.response_age_s
         with self._explained():
-            found = await self._redis.hvals(PREFIX + b"answers:" + key)
-            dated = [_DATED_ANSWER.decode(packed) for packed in found]
-        kept = [answer for since, answer in dated if since >= oldest]
-        return sorted(kept, key=lambda answer: answer.id, reverse=True)
+            packed = await self._redis.hvals(PREFIX + b"responses:" + key)
+            dated = map(_DATED_RESPONSE.decode, packed)
+            kept = [response for kept_at, response in dated if kept_at >= oldest]
+        return sorted(kept, key=lambda response: response.id, reverse=True)
 
-    async def take_response(self, answer: StoredResponse) -> bool:
+    async def take_response(self, response: StoredResponse) -> bool:
         """See `Store.take_response`."""
-        return bool(await self._run(redis_scripts.TAKE_ANSWER, _member(answer)))
+        return bool(await self._run(redis_response_scripts.TAKE_RESPONSE, _member(response)))
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
         now = time.time()
-        old_answers = (redis_scripts.AGE_ANSWERS, repr(now - self._limits.answer_age_s), _BATCH)
-        while await self._run(*old_answers) == _BATCH:
+        oldest_response = repr(now - self._limits.response_age_s)
+        while await self._run(redis_response_scripts.DROP_OLD_RESPONSES, oldest_response, STEP) == STEP:
             pass
-        aged = (redis_scripts.AGE, repr(now - self._limits.max_age_s), self._limits.evicted_keys, _BATCH)
-        old = await repeat(lambda: self._evict_some(*aged))
-        usage = await self.usage()
-        return together(old, await self._shrink("") if usage.size > self._limits.max_bytes else Evicted())
+        return await self._evict("", oldest=now - self._limits.max_age_s)
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""
@@ -223,13 +242,23 @@ class RedisStore:
                 rollouts, (turns, size) = await pipeline.execute()
         return Usage(rollouts, int(turns or 0), int(size or 0))
 
-    async def _shrink(self, keep: str) -> Evicted:
-        limits = self._limits
-        args = (keep, goal(limits), limits.max_bytes, limits.evicted_keys, _BATCH)
-        return await self._room.make(lambda: self._evict_some(redis_scripts.SHRINK, *args))
+    async def _keep_limits(self, size: int, own: str) -> Evicted:
+        return await self._evict(own) if size > self._limits.max_bytes else Evicted()
 
-    async def _evict_some(self, script: str, *args: Any) -> Evicted:
-        return Evicted(*await self._run(script, *args))
+    async def _evict(self, own: str, oldest: float = 0.0) -> Evicted:
+        limits = self._limits
+        sizes = (eviction_target(limits), limits.max_bytes)
+
+        async def step() -> Evicted:
+            args = (own, *sizes, repr(oldest), repr(time.time()), limits.evicted_keys, STEP)
+            return Evicted(*await self._run(redis_scripts.EVICT, *args))
+
+        return await evict_in_steps(self._eviction, step)
+
+    def _unpack_turns(self, packed: Iterable[bytes]) -> dict[str, Turn]:
+        with self._explained():
+            turns = [unpack_turn(each) for each in packed]
+        return {turn.id: turn for turn in turns}
 
     async def _run(self, script: str, *args: Any) -> Any:
         with self._explained():
@@ -254,22 +283,53 @@ def _name(kind: str, name: str) -> bytes:
     return b"%s%s:%s" % (PREFIX, kind.encode(), name.encode())
 
 
-def _member(answer: StoredResponse) -> bytes:
-    return pack_keys((answer.id.encode(), answer.key))
+def _member(response: StoredResponse) -> bytes:
+    return pack_parts((response.id.encode(), response.key))
 
 
-def _session(rollout: str, used: float, fields: dict[bytes, bytes]) -> Session:
-    """Only what somebody described has all fields."""
+def _read_reply(packed: bytes) -> Iterator[bytes]:
+    """The values of a script's reply: b"5:hello2:ab" becomes b"hello", b"ab"."""
+    start = 0
+    while start < len(packed):
+        colon = packed.index(b":", start)
+        start = colon + 1 + int(packed[start:colon])
+        yield packed[colon + 1 : start]
+
+
+def _read_found(parts: Iterator[bytes]) -> Found:
+    total, groups = int(next(parts)), int(next(parts))
+    return Found(total, [_read_group(parts) for _ in range(groups)])
+
+
+def _read_group(parts: Iterator[bytes]) -> CandidateGroup:
+    ids, total, candidates = next(parts), int(next(parts)), int(next(parts))
+    return CandidateGroup(ids, total, [_read_candidate(parts) for _ in range(candidates)])
+
+
+def _read_candidate(parts: Iterator[bytes]) -> Candidate:
+    return Candidate(next(parts).decode(), next(parts).decode(), next(parts) == b"1")
+
+
+def _session_arguments(session: Session) -> tuple[str | bytes | int, ...]:
+    """What scripts take to create or describe a session."""
+    times = (repr(session.created), repr(session.used))
+    description = (session.defaults, session.overrides, session.metadata)
+    return (session.id, session.tenant, int(session.explicit), *times, *description)
+
+
+def _session(rollout: str, used: float, fields: Mapping[bytes, bytes]) -> Session:
     return Session(
         id=rollout,
+        tenant=fields[b"tenant"].decode(),
         explicit=fields[b"explicit"] == b"1",
+        ambiguous=b"ambiguous" in fields,
         created=float(fields[b"created"]),
         used=used,
         turns=int(fields.get(b"turns", 0)),
-        size=int(fields.get(b"size", 0)),
-        defaults=fields.get(b"defaults", b"{}"),
-        overrides=fields.get(b"overrides", b"{}"),
-        metadata=fields.get(b"metadata", b"{}"),
+        size=int(fields[b"size"]),
+        defaults=fields[b"defaults"],
+        overrides=fields[b"overrides"],
+        metadata=fields[b"metadata"],
     )
 
 

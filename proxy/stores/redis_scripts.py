@@ -1,222 +1,232 @@
-"""What a Redis server does in one step, in its own Lua. KEYS[1] is the prefix of all names.
+"""Lua scripts that add, list and remove turns and sessions. Each runs in one step of the server."""
 
-    PREFIX used               sorted set: rollouts by the time they were last used
-    PREFIX rollout:ROLLOUT    hash: what is known of a rollout
-    PREFIX turns:ROLLOUT      sorted set, all scores 0: the ids of its turns
-    PREFIX rewards:ROLLOUT    hash: turn to reward
-    PREFIX turn:TURN          hash: packed turn, its parent, its packed keys
-    PREFIX key:KEY            sorted set, all scores 0: the ids of turns
-    PREFIX evicted            sorted set: keys by the number of their eviction, which `evictions` counts
-    PREFIX answers            sorted set: id and key of answers, by time
-    PREFIX answers:KEY        hash: id to packed answer
-    PREFIX totals             hash: turns, size, answers (bytes)
-
-Scripts name keys that they find on the way, so this is for one server with its replicas, not for a cluster.
-"""
-
-_UNPACK = """
-local function unpack_keys(packed)
-    local keys, at = {}, 1
-    while at <= #packed do
-        local length = packed:byte(at)
-        keys[#keys + 1] = packed:sub(at + 1, at + length)
-        at = at + 1 + length
-    end
-    return keys
-end
-"""
-"""As `packed.unpack_keys`."""
-
-_REMOVE = (
-    _UNPACK
-    + """
-local p = KEYS[1]
-local function bury(keys, limit)
-    for _, key in ipairs(keys) do
-        redis.call('ZADD', p .. 'evicted', redis.call('INCR', p .. 'evictions'), key)
-    end
-    redis.call('ZREMRANGEBYRANK', p .. 'evicted', 0, -limit - 1)
-end
-local function remove(rollout)
-    local keys = {}
-    local turns = redis.call('ZRANGE', p .. 'turns:' .. rollout, 0, -1)
-    for _, turn in ipairs(turns) do
-        local packed = redis.call('HGET', p .. 'turn:' .. turn, 'keys')
-        for _, key in ipairs(unpack_keys(packed or '')) do
-            redis.call('ZREM', p .. 'key:' .. key, turn)
-            keys[#keys + 1] = key
-        end
-        redis.call('UNLINK', p .. 'turn:' .. turn)
-    end
-    local size = tonumber(redis.call('HGET', p .. 'rollout:' .. rollout, 'size') or 0)
-    redis.call('HINCRBY', p .. 'totals', 'turns', 0 - #turns)
-    redis.call('HINCRBY', p .. 'totals', 'size', 0 - size)
-    redis.call('DEL', p .. 'turns:' .. rollout, p .. 'rollout:' .. rollout, p .. 'rewards:' .. rollout)
-    redis.call('ZREM', p .. 'used', rollout)
-    return #turns, size, keys
-end
-"""
-)
+from proxy.stores.redis_functions import INDEX, PARTS, REMOVE, REPLY, SESSIONS
 
 ADD = (
-    _UNPACK
+    INDEX
+    + SESSIONS
     + """
-local p, rollout, now = KEYS[1], ARGV[1], ARGV[2]
-local turns, size = 0, 0
-for i = 3, #ARGV, 5 do
-    local turn, parent, keys, packed, bytes = unpack(ARGV, i, i + 4)
-    if redis.call('EXISTS', p .. 'turn:' .. turn) == 0 then
-        redis.call('HSET', p .. 'turn:' .. turn, 'parent', parent, 'keys', keys, 'packed', packed)
-        redis.call('ZADD', p .. 'turns:' .. rollout, 0, turn)
-        for _, key in ipairs(unpack_keys(keys)) do
-            redis.call('ZADD', p .. 'key:' .. key, 0, turn)
-        end
-        turns, size = turns + 1, size + tonumber(bytes)
+local rollout, now = ARGV[1], ARGV[9]
+local function flag(ambiguous)
+    redis.call('HSET', p .. 'rollout:' .. ambiguous, 'ambiguous', 1)
+end
+local function flag_with(member)
+    local owner = rollout_of(turn_of(member))
+    if owner ~= rollout then
+        flag(owner)
+        flag(rollout)
     end
 end
-if turns == 0 then
+-- Looks at all turns without ids and at one with ids: if turns with ids belong to several rollouts, all of
+-- those became ambiguous when the second was added.
+local function flag_equal(name)
+    local last = redis.call('ZREVRANGE', name, 0, 0)[1]
+    if last then
+        flag_with(last)
+        for _, member in ipairs(redis.call('ZRANGEBYLEX', name, '[\\0', '(\\1')) do
+            flag_with(member)
+        end
+    end
+end
+local added, parents, size = 0, {}, 0
+for i = 10, #ARGV, 6 do
+    local turn, parent, prompt_turn, ambiguous, packed_entries, packed = unpack(ARGV, i, i + 5)
+    local name = p .. 'turn:' .. turn
+    if redis.call('EXISTS', name) == 0 then
+        if redis.call('EXISTS', p .. 'rollout:' .. rollout) == 0 then
+            save_session(unpack(ARGV, 1, 8))
+        end
+        redis.call('HSET', name, 'packed', packed, 'rollout', rollout, 'entries', packed_entries, 'open', 1)
+        if parent ~= '' then
+            redis.call('HSET', name, 'parent', parent)
+            parents[#parents + 1] = parent
+        end
+        if prompt_turn ~= '' then
+            redis.call('HSET', name, 'prompt_turn', prompt_turn)
+        end
+        redis.call('ZADD', p .. 'turns:' .. rollout, 0, turn)
+        if ambiguous == '1' then
+            flag(rollout)
+        end
+        local entries = parts_of(packed_entries)
+        for j = 1, #entries, 2 do
+            if entries[j + 1] ~= '' then
+                flag_equal(p .. 'key:' .. entries[j])
+            end
+        end
+        for j = 1, #entries, 2 do
+            redis.call('ZADD', p .. 'key:' .. entries[j], 0, group_prefix(entries[j + 1]) .. '1' .. turn)
+        end
+        added, size = added + 1, size + #packed_entries + #packed
+    end
+end
+if added == 0 then
     return 0
 end
-if not redis.call('ZSCORE', p .. 'used', rollout) then
-    local made_up = #rollout == 32 and string.find(rollout, '^[0-9a-f]+0000$')
-    redis.call('HSET', p .. 'rollout:' .. rollout, 'explicit', made_up and 0 or 1, 'created', now)
+for _, parent in ipairs(parents) do
+    local open, entries = unpack(redis.call('HMGET', p .. 'turn:' .. parent, 'open', 'entries'))
+    if open then
+        redis.call('HSET', p .. 'turn:' .. parent, 'continued', 1)
+        if open == '1' then
+            set_open(parent, entries, 0)
+        end
+    end
 end
-redis.call('ZADD', p .. 'used', 'GT', now, rollout)
-redis.call('HINCRBY', p .. 'rollout:' .. rollout, 'turns', turns)
+touch(rollout, now)
+redis.call('HINCRBY', p .. 'rollout:' .. rollout, 'turns', added)
 redis.call('HINCRBY', p .. 'rollout:' .. rollout, 'size', size)
-redis.call('HINCRBY', p .. 'totals', 'turns', turns)
+redis.call('HINCRBY', p .. 'totals', 'turns', added)
 return redis.call('HINCRBY', p .. 'totals', 'size', size)
 """
 )
-"""rollout, now, and for each turn: id, parent or '', packed keys, packed turn, size.
-Returns the bytes of all turns; 0 if nothing was new."""
+"""Arguments: the session (8, see `redis._session_arguments`), now; for each turn its id, parent or '',
+prompt_turn or '', 1 if it makes the session ambiguous, packed entries, packed turn.
+Reply: bytes held afterwards; 0 if no turn was new."""
 
-SHRINK = (
-    _REMOVE
+SAVE_SESSION = f"{PARTS}{SESSIONS}return save_session(unpack(ARGV))"
+"""Arguments: the session. Reply: bytes held afterwards."""
+
+PIN = (
+    PARTS
+    + SESSIONS
     + """
-local keep, goal, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local tombstones, batch = ARGV[4], tonumber(ARGV[5])
-local left = tonumber(redis.call('HGET', p .. 'totals', 'size') or 0)
-local rollouts, turns, size, skipped, keys = 0, 0, 0, 0, {}
-local function leave(rollout)
-    local n, bytes, its = remove(rollout)
-    rollouts, turns, size, left = rollouts + 1, turns + n, size + bytes, left - bytes
-    for _, key in ipairs(its) do keys[#keys + 1] = key end
-end
-while left > goal and turns < batch do
-    local rollout = redis.call('ZRANGE', p .. 'used', skipped, skipped)[1]
-    if not rollout then
-        if left > most and redis.call('EXISTS', p .. 'turns:' .. keep) == 1 then leave(keep) end
-        break
-    elseif rollout == keep or redis.call('EXISTS', p .. 'turns:' .. rollout) == 0 then
-        skipped = skipped + 1
-    else
-        leave(rollout)
+local rollout, now, pinned_until = ARGV[1], ARGV[2], ARGV[3]
+local name = p .. 'rollout:' .. rollout
+if redis.call('EXISTS', name) == 1 then
+    touch(rollout, now)
+    if tonumber(redis.call('HGET', name, 'pinned_until') or 0) < tonumber(pinned_until) then
+        redis.call('HSET', name, 'pinned_until', pinned_until)
     end
 end
-bury(keys, tombstones)
-return {rollouts, turns, size}
 """
 )
-"""A rollout to spare or '', bytes to reach, bytes allowed, tombstones, turns in one step.
-The rollout to spare goes last, and only if the rest was not enough. Returns how many rollouts, turns and
-bytes left the store; none when there is nothing more to do."""
+"""Arguments: rollout, now, until."""
 
-AGE = (
-    _REMOVE
+LIST_SESSIONS = (
+    REPLY
     + """
-local oldest, tombstones, batch = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local rollouts, turns, size, keys = 0, 0, 0, {}
-local old = redis.call('ZRANGEBYSCORE', p .. 'used', '-inf', '(' .. oldest, 'LIMIT', 0, batch)
-for _, rollout in ipairs(old) do
-    if turns >= batch then break end
-    local n, bytes, its = remove(rollout)
-    rollouts, turns, size = rollouts + 1, turns + n, size + bytes
-    for _, key in ipairs(its) do keys[#keys + 1] = key end
+local name, limit, used, id = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+-- not `<`, which depends on the server's locale
+local function before(left, right)
+    for i = 1, math.min(#left, #right) do
+        local a, b = left:byte(i), right:byte(i)
+        if a ~= b then
+            return a < b
+        end
+    end
+    return #left < #right
 end
-bury(keys, tombstones)
+local first = 0
+if used ~= '' then
+    first = redis.call('ZCOUNT', name, '(' .. used, '+inf')
+    local last = first + redis.call('ZCOUNT', name, used, used)
+    while first < last do
+        local middle = math.floor((first + last) / 2)
+        if before(redis.call('ZREVRANGE', name, middle, middle)[1], id) then
+            last = middle
+        else
+            first = middle + 1
+        end
+    end
+end
+local found = redis.call('ZREVRANGE', name, first, first + limit - 1, 'WITHSCORES')
+local sessions = {}
+for i = 1, #found, 2 do
+    local fields = redis.call('HGETALL', KEYS[1] .. 'rollout:' .. found[i])
+    reply(sessions, found[i], found[i + 1], #fields)
+    reply(sessions, unpack(fields))
+end
+return table.concat(sessions)
+"""
+)
+"""Arguments: name of a sorted set, limit, `used` and id of the cursor (both '' if there is none).
+Reply: for each session its id, `used`, the number of strings that follow, the fields of its hash, each with
+its value."""
+
+EVICT = (
+    REMOVE
+    + """
+local own, target, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local oldest, now, limit, step = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
+local left = tonumber(redis.call('HGET', p .. 'totals', 'size') or 0)
+local rollouts, turns, size, keys = 0, 0, 0, {}
+local function pinned(rollout)
+    return tonumber(redis.call('HGET', p .. 'rollout:' .. rollout, 'pinned_until') or 0) > now
+end
+local function evict(rollout)
+    local removed, bytes = remove(rollout, keys)
+    rollouts, turns, size, left = rollouts + 1, turns + removed, size + bytes, left - bytes
+end
+if left <= most then
+    target = left
+end
+local skipped = 0
+while rollouts + turns < step do
+    local rollout, used = unpack(redis.call('ZRANGE', p .. 'used', skipped, skipped, 'WITHSCORES'))
+    if not rollout or (left <= target and tonumber(used) >= oldest) then
+        break
+    end
+    if rollout == own or pinned(rollout) then
+        skipped = skipped + 1
+    else
+        evict(rollout)
+    end
+end
+if rollouts == 0 and own ~= '' and not pinned(own) then
+    local bytes = tonumber(redis.call('HGET', p .. 'rollout:' .. own, 'size') or 0)
+    if bytes > most then
+        evict(own)
+    end
+end
+remember_evicted(keys, limit)
 return {rollouts, turns, size}
 """
 )
-"""Time before which those last used go, tombstones, turns in one step. Returns as SHRINK."""
+"""Arguments: a rollout to evict last or '', bytes to reach, bytes allowed, time before which a last use is
+too old, now, number of evicted keys to remember, rollouts and turns to evict in one step.
+Reply: numbers of rollouts, turns and bytes that were evicted; all 0 if nothing had to be."""
 
 DELETE = (
-    _REMOVE
+    REMOVE
     + """
-local known = redis.call('ZSCORE', p .. 'used', ARGV[1])
-remove(ARGV[1])
-return known and 1 or 0
+if redis.call('EXISTS', p .. 'rollout:' .. ARGV[1]) == 0 then
+    return 0
+end
+remove(ARGV[1], {})
+return 1
 """
 )
-"""rollout. Returns whether there was one."""
+"""Arguments: rollout. Reply: 1 if there was one."""
+
+SET_REWARDS = """
+if redis.call('EXISTS', KEYS[1] .. 'rollout:' .. ARGV[1]) == 0 then
+    return 0
+end
+for i = 2, #ARGV, 2 do
+    redis.call('HSET', KEYS[1] .. 'rewards:' .. ARGV[1], ARGV[i], ARGV[i + 1])
+end
+return 1
+"""
+"""Arguments: rollout; for each reward turn and value. Reply: 1 if there is such a rollout."""
 
 PATH = """
-local found, seen, turn = {}, {}, ARGV[1]
-while turn ~= '' do
-    local packed, parent = unpack(redis.call('HMGET', KEYS[1] .. 'turn:' .. turn, 'packed', 'parent'))
-    if not packed or seen[turn] then
+local found, seen, turn, holders = {}, {}, ARGV[1], {}
+while turn do
+    local fields = redis.call('HMGET', KEYS[1] .. 'turn:' .. turn, 'packed', 'parent', 'prompt_turn')
+    if not fields[1] or seen[turn] then
         return {}
     end
     seen[turn] = true
-    found[#found + 1] = packed
-    turn = parent
+    found[#found + 1] = fields[1]
+    holders[#holders + 1] = fields[3] or nil
+    turn = fields[2]
+end
+for _, holder in ipairs(holders) do
+    if not seen[holder] then
+        found[#found + 1] = redis.call('HGET', KEYS[1] .. 'turn:' .. holder, 'packed') or nil
+    end
 end
 return found
 """
-"""A turn's id. Returns the packed turns, the last first; nothing if one is missing."""
-
-_DROP = (
-    _UNPACK
-    + """
-local p = KEYS[1]
-local function drop(member)
-    local id, key = unpack(unpack_keys(member))
-    redis.call('HINCRBY', p .. 'totals', 'answers', 0 - redis.call('HSTRLEN', p .. 'answers:' .. key, id))
-    redis.call('HDEL', p .. 'answers:' .. key, id)
-    redis.call('ZREM', p .. 'answers', member)
-end
-"""
-)
-
-ADD_ANSWER = (
-    _DROP
-    + """
-local member, now, packed, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-if redis.call('ZADD', p .. 'answers', 'NX', now, member) == 0 then
-    return 0
-end
-local id, key = unpack(unpack_keys(member))
-redis.call('HSET', p .. 'answers:' .. key, id, packed)
-local left = redis.call('HINCRBY', p .. 'totals', 'answers', #packed)
-while left > most do
-    drop(redis.call('ZRANGE', p .. 'answers', 0, 0)[1])
-    left = tonumber(redis.call('HGET', p .. 'totals', 'answers'))
-end
-return 1
-"""
-)
-"""Packed id and key, now, packed answer, bytes allowed."""
-
-TAKE_ANSWER = (
-    _DROP
-    + """
-if not redis.call('ZSCORE', p .. 'answers', ARGV[1]) then
-    return 0
-end
-drop(ARGV[1])
-return 1
-"""
-)
-"""Packed id and key. Returns whether it was there."""
-
-AGE_ANSWERS = (
-    _DROP
-    + """
-local old = redis.call('ZRANGEBYSCORE', p .. 'answers', '-inf', '(' .. ARGV[1], 'LIMIT', 0, tonumber(ARGV[2]))
-for _, member in ipairs(old) do
-    drop(member)
-end
-return #old
-"""
-)
-"""Time before which those kept go, answers in one step. Returns how many went."""
+"""Arguments: turn. Reply: the packed turns of its path and those that hold prompts for them, in any order;
+nothing if a turn of the path is missing."""

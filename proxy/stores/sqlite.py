@@ -1,48 +1,60 @@
 """A store in a file that all processes of one machine share: the default."""
 
+import asyncio
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from math import inf, nan
 from pathlib import Path
 
-from proxy.history.store import FOUND_AT_MOST, Evicted, Limits, Session, StoredResponse, Usage
+from proxy.history.store import (
+    Cursor,
+    Evicted,
+    Found,
+    IndexEntry,
+    Limits,
+    Session,
+    StoredResponse,
+    Usage,
+)
 from proxy.history.turn import Turn
+from proxy.history.vocabulary import Reason
+from proxy.stores import sqlite_index
+from proxy.stores.eviction import STEP, evict_in_steps
 from proxy.stores.packed import (
-    in_path_order,
-    pack_keys,
+    complete_path,
+    fill_prompts,
+    missing_holders,
+    pack_entries,
     pack_response,
     pack_turn,
-    together,
     unpack_response,
     unpack_turn,
 )
-from proxy.stores.room import Room, repeat
 from proxy.stores.sqlite_tables import (
     PATH,
-    SESSION,
-    bury_much,
-    bury_old,
-    drop_answers,
-    held,
-    make_session,
+    SESSIONS,
+    TurnRow,
+    add_turns,
+    drop_responses,
+    evict_step,
     prepare,
     remove,
-    remove_answers,
+    remove_responses,
     save_session,
-    session_of,
+    session_from,
 )
 from proxy.stores.sqlite_threads import Database
 
 
 class SqliteStore:
-    """A file on a local disk. Its folder is made if need be."""
+    """A file on a local disk. Its folder is created if it does not exist."""
 
     def __init__(self, path: Path, limits: Limits) -> None:
         self.file = path
         self._limits = limits
         self._database = Database(path)
-        self._room = Room()
+        self._eviction = asyncio.Lock()
 
     async def open(self) -> None:
         """See `Store.open`."""
@@ -52,65 +64,68 @@ class SqliteStore:
         """See `Store.aclose`."""
         await self._database.aclose()
 
-    async def add(self, turns: Sequence[Turn], keys: Sequence[Sequence[bytes]]) -> Evicted:
+    async def add(
+        self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]
+    ) -> Evicted:
         """See `Store.add`."""
         if not turns:
             return Evicted()
-        rows = []
-        for turn, of_turn in zip(turns, keys, strict=True):
-            packed, packed_keys = pack_turn(turn), pack_keys(of_turn)
-            size = len(packed) + len(packed_keys)
-            rows.append(((turn.id, turn.rollout, turn.parent, size, packed_keys, packed), of_turn))
-        rollout, now = turns[0].rollout, time.time()
-
-        def work(connection: sqlite3.Connection) -> int:
-            added, size = 0, 0
-            for row, of_turn in rows:
-                cursor = connection.execute("INSERT OR IGNORE INTO turns VALUES (?, ?, ?, ?, ?, ?)", row)
-                if cursor.rowcount:
-                    added += 1
-                    size += row[3]
-                    connection.executemany(
-                        "INSERT OR IGNORE INTO keys VALUES (?, ?)", [(key, row[0]) for key in of_turn]
-                    )
-            if not added:
-                return 0
-            make_session(connection, rollout, now)
-            connection.execute(
-                "UPDATE sessions SET used = max(used, ?), turns = turns + ?, size = size + ? WHERE id = ?",
-                (now, added, size, rollout),
+        rows = [
+            TurnRow(
+                turn.id,
+                turn.parent,
+                turn_entries,
+                pack_entries(turn_entries),
+                pack_turn(turn),
+                turn.reason == Reason.AMBIGUOUS,
             )
-            connection.execute("UPDATE totals SET turns = turns + ?, size = size + ?", (added, size))
-            return held(connection)
+            for turn, turn_entries in zip(turns, entries, strict=True)
+        ]
+        now = time.time()
+        size = await self._database.write(lambda connection: add_turns(connection, session, rows, now))
+        return await self._keep_limits(size, session.id)
 
-        size = await self._database.write(work)
-        return await self._shrink(rollout) if size > self._limits.max_bytes else Evicted()
-
-    async def find(self, keys: Sequence[bytes]) -> dict[bytes, list[str]]:
+    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
-        query = f"SELECT turn FROM keys WHERE key = ? ORDER BY turn DESC LIMIT {FOUND_AT_MOST}"
-
-        def work(connection: sqlite3.Connection) -> dict[bytes, list[str]]:
-            found = {key: [row[0] for row in connection.execute(query, (key,)).fetchall()] for key in keys}
-            return {key: ids for key, ids in found.items() if ids}
-
-        return await self._database.read(work)
+        return await self._database.read(lambda connection: sqlite_index.find(connection, keys))
 
     async def evicted(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Store.evicted`."""
 
         def work(connection: sqlite3.Connection) -> set[bytes]:
-            query = "SELECT 1 FROM evicted WHERE key = ?"
-            return {key for key in keys if connection.execute(query, (key,)).fetchall()}
+            found: set[bytes] = set()
+            for chunk in sqlite_index.in_chunks(keys):
+                query = f"SELECT key FROM evicted WHERE key IN ({sqlite_index.question_marks(chunk)})"
+                found.update(row[0] for row in connection.execute(query, chunk))
+            return found
 
         return await self._database.read(work)
 
-    async def path(self, turn_id: str) -> list[Turn]:
+    async def claim(self, turn: str) -> bool:
+        """See `Store.claim`."""
+        return await self._database.write(lambda connection: sqlite_index.claim(connection, turn))
+
+    async def release(self, turn: str) -> None:
+        """See `Store.release`."""
+        await self._database.write(lambda connection: sqlite_index.release(connection, turn))
+
+    async def pin(self, rollout: str, until: float) -> None:
+        """See `Store.pin`."""
+        query = """
+            UPDATE sessions SET used = max(used, ?), pinned_until = max(pinned_until, ?) WHERE id = ?
+        """
+        row = (time.time(), until, rollout)
+        await self._database.write(lambda connection: connection.execute(query, row).rowcount)
+
+    async def path(self, turn: str) -> list[Turn]:
         """See `Store.path`."""
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
-            rows = connection.execute(PATH, (turn_id,)).fetchall()
-            return in_path_order(turn_id, {row[0]: unpack_turn(row[1]) for row in rows})
+            turns = _by_id(connection.execute(PATH, (turn,)))
+            for holder in missing_holders(turns.values(), turns):
+                query = "SELECT packed FROM turns WHERE id = ?"
+                turns |= _by_id(connection.execute(query, (holder,)))
+            return complete_path(turn, turns)
 
         return await self._database.read(work)
 
@@ -119,31 +134,42 @@ class SqliteStore:
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
             query = "SELECT packed FROM turns WHERE rollout = ? ORDER BY id"
-            return [unpack_turn(row[0]) for row in connection.execute(query, (rollout,)).fetchall()]
+            turns = _by_id(connection.execute(query, (rollout,)))
+            return fill_prompts(turns.values(), turns)
 
         return await self._database.read(work)
 
-    async def save_session(self, session: Session) -> None:
+    async def newest(self, rollout: str, limit: int) -> list[str]:
+        """See `Store.newest`."""
+
+        def work(connection: sqlite3.Connection) -> list[str]:
+            query = "SELECT id FROM turns WHERE rollout = ? ORDER BY id DESC LIMIT ?"
+            return [row[0] for row in connection.execute(query, (rollout, limit))]
+
+        return await self._database.read(work)
+
+    async def save_session(self, session: Session) -> Evicted:
         """See `Store.save_session`."""
-        await self._database.write(lambda connection: save_session(connection, session))
+        size = await self._database.write(lambda connection: save_session(connection, session))
+        return await self._keep_limits(size, session.id)
 
     async def session(self, rollout: str) -> Session | None:
         """See `Store.session`."""
 
         def work(connection: sqlite3.Connection) -> Session | None:
-            query = f"SELECT {SESSION} FROM sessions WHERE id = ?"
-            rows = connection.execute(query, (rollout,)).fetchall()
-            return session_of(rows[0]) if rows else None
+            row = connection.execute(f"{SESSIONS} WHERE sessions.id = ?", (rollout,)).fetchone()
+            return session_from(row) if row else None
 
         return await self._database.read(work)
 
-    async def sessions(self, *, limit: int, before: float | None = None) -> list[Session]:
+    async def sessions(
+        self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
+    ) -> list[Session]:
         """See `Store.sessions`."""
+        query, values = sessions_query(limit, tenant, before)
 
         def work(connection: sqlite3.Connection) -> list[Session]:
-            query = f"SELECT {SESSION} FROM sessions WHERE used < ? ORDER BY used DESC, id DESC LIMIT ?"
-            rows = connection.execute(query, (inf if before is None else before, limit))
-            return [session_of(row) for row in rows.fetchall()]
+            return [session_from(row) for row in connection.execute(query, values)]
 
         return await self._database.read(work)
 
@@ -151,21 +177,21 @@ class SqliteStore:
         """See `Store.delete`."""
 
         def work(connection: sqlite3.Connection) -> bool:
-            known = connection.execute("SELECT 1 FROM sessions WHERE id = ?", (rollout,)).fetchall()
-            remove(connection, [rollout])
-            return bool(known)
+            return bool(remove(connection, [rollout])[0].rollouts)
 
         return await self._database.write(work)
 
-    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> None:
+    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
         """See `Store.set_rewards`."""
-        rows, now = [(rollout, turn, reward) for turn, reward in rewards.items()], time.time()
+        rows = [(rollout, turn, reward) for turn, reward in rewards.items()]
 
-        def work(connection: sqlite3.Connection) -> None:
-            make_session(connection, rollout, now)
+        def work(connection: sqlite3.Connection) -> bool:
+            if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (rollout,)).fetchone():
+                return False
             connection.executemany("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?)", rows)
+            return True
 
-        await self._database.write(work)
+        return await self._database.write(work)
 
     async def rewards(self, rollout: str) -> dict[str, float]:
         """See `Store.rewards`."""
@@ -173,40 +199,43 @@ class SqliteStore:
         def work(connection: sqlite3.Connection) -> dict[str, float]:
             query = "SELECT turn, reward FROM rewards WHERE rollout = ?"
             rows = connection.execute(query, (rollout,)).fetchall()
-            # SQLite keeps NaN as NULL
+            # SQLite stores NaN as NULL
             return {turn: nan if reward is None else reward for turn, reward in rows}
 
         return await self._database.read(work)
 
-    async def keep_response(self, answer: StoredResponse) -> None:
+    async def keep_response(self, response: StoredResponse) -> None:
         """See `Store.keep_response`."""
-        packed = pack_response(answer)
-        row = (answer.id, answer.key, time.time(), len(packed), packed)
+        packed = pack_response(response)
+        row = (response.id, response.key, time.time(), len(packed), packed)
 
         def work(connection: sqlite3.Connection) -> None:
-            insert = "INSERT OR IGNORE INTO answers (id, key, since, size, packed) VALUES (?, ?, ?, ?, ?)"
+            insert = "INSERT OR IGNORE INTO responses (id, key, kept, size, packed) VALUES (?, ?, ?, ?, ?)"
             if connection.execute(insert, row).rowcount:
-                connection.execute("UPDATE totals SET answers = answers + ?", (len(packed),))
-                drop_answers(connection, self._limits, since=0.0)
+                update = "UPDATE totals SET response_bytes = response_bytes + ?"
+                connection.execute(update, (len(packed),))
+                while drop_responses(connection, self._limits, oldest=0.0) == STEP:
+                    pass
 
         await self._database.write(work)
 
-    async def answers(self, key: bytes) -> list[StoredResponse]:
-        """See `Store.answers`."""
-        oldest = time.time() - self._limits.answer_age_s
+    async def responses(self, key: bytes) -> list[StoredResponse]:
+        """See `Store.responses`."""
+        oldest = time.time() - self._limits.response_age_s
 
         def work(connection: sqlite3.Connection) -> list[StoredResponse]:
-            query = "SELECT packed FROM answers WHERE key = ? AND since >= ? ORDER BY id DESC"
-            return [unpack_response(row[0]) for row in connection.execute(query, (key, oldest)).fetchall()]
+            query = "SELECT packed FROM responses WHERE key = ? AND kept >= ? ORDER BY id DESC"
+            return [unpack_response(row[0]) for row in connection.execute(query, (key, oldest))]
 
         return await self._database.read(work)
 
-    async def take_response(self, answer: StoredResponse) -> bool:
+    async def take_response(self, response: StoredResponse) -> bool:
         """See `Store.take_response`."""
 
         def work(connection: sqlite3.Connection) -> bool:
-            rows = connection.execute("SELECT seq, size FROM answers WHERE id = ?", (answer.id,)).fetchall()
-            remove_answers(connection, rows)
+            query = "SELECT seq, size FROM responses WHERE id = ?"
+            rows = connection.execute(query, (response.id,)).fetchall()
+            remove_responses(connection, rows)
             return bool(rows)
 
         return await self._database.write(work)
@@ -214,21 +243,44 @@ class SqliteStore:
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
         now, limits = time.time(), self._limits
-        oldest_answer, oldest = now - limits.answer_age_s, now - limits.max_age_s
-        await self._database.write(lambda connection: drop_answers(connection, limits, since=oldest_answer))
-        old = await repeat(
-            lambda: self._database.write(lambda connection: bury_old(connection, limits, oldest))
-        )
-        usage = await self.usage()
-        return together(old, await self._shrink(None) if usage.size > limits.max_bytes else Evicted())
+        oldest_response = now - limits.response_age_s
+        while (
+            await self._database.write(lambda connection: drop_responses(connection, limits, oldest_response))
+            == STEP
+        ):
+            pass
+        return await self._evict(None, oldest=now - limits.max_age_s)
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""
         query = "SELECT (SELECT count(*) FROM sessions), turns, size FROM totals"
         return await self._database.read(lambda connection: Usage(*connection.execute(query).fetchone()))
 
-    async def _shrink(self, keep: str | None) -> Evicted:
-        def work(connection: sqlite3.Connection) -> Evicted:
-            return bury_much(connection, self._limits, keep)
+    async def _keep_limits(self, size: int, own: str) -> Evicted:
+        return await self._evict(own) if size > self._limits.max_bytes else Evicted()
 
-        return await self._room.make(lambda: self._database.write(work))
+    async def _evict(self, own: str | None, oldest: float = 0.0) -> Evicted:
+        async def step() -> Evicted:
+            now = time.time()
+            return await self._database.write(
+                lambda connection: evict_step(connection, self._limits, own, oldest, now)
+            )
+
+        return await evict_in_steps(self._eviction, step)
+
+
+def sessions_query(
+    limit: int, tenant: str | None, before: Cursor | None
+) -> tuple[str, list[str | float | int]]:
+    """The query of `Store.sessions` and its values; an index gives the order."""
+    place = before or Cursor(inf, "")
+    where = "(used, sessions.id) < (?, ?)"
+    values: list[str | float | int] = [place.used, place.id]
+    if tenant is not None:
+        where, values = f"tenant = ? AND {where}", [tenant, *values]
+    return f"{SESSIONS} WHERE {where} ORDER BY used DESC, sessions.id DESC LIMIT ?", [*values, limit]
+
+
+def _by_id(rows: sqlite3.Cursor) -> dict[str, Turn]:
+    turns = [unpack_turn(row[0]) for row in rows]
+    return {turn.id: turn for turn in turns}

@@ -1,43 +1,55 @@
 """The tables of a SQLite store, and what changes several of them.
 
-Turns are MessagePack beside the columns that queries need; `totals` holds running sums, so that no write has
-to add anything up. What is called here runs in a transaction of the caller.
+Turns are MessagePack next to the columns that queries need; `totals` holds running sums, so that no write has
+to add anything up. Everything here runs in a transaction of the caller.
 """
 
 import sqlite3
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from proxy.history.store import Evicted, Limits, Session, StoreError
-from proxy.stores.packed import goal, implicit_session, unpack_keys
+from proxy.history.store import Evicted, IndexEntry, Limits, Session, StoreError
+from proxy.stores.eviction import STEP, eviction_target
+from proxy.stores.packed import description_size, unpack_entries
+from proxy.stores.sqlite_index import (
+    INDEX_SCHEMA,
+    flag_ambiguous,
+    in_chunks,
+    mark_continued,
+    put_entries,
+    remove_entries,
+)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _APPLICATION_ID = 0x746F6B70
-_BATCH = 512
-"""Turns that leave in one transaction, so that other processes need not wait long for theirs."""
 _SCHEMA = f"""
 CREATE TABLE turns (
-    id TEXT NOT NULL UNIQUE, rollout TEXT NOT NULL, parent TEXT, size INTEGER NOT NULL,
-    keys BLOB NOT NULL, packed BLOB NOT NULL
+    id TEXT NOT NULL UNIQUE, rollout TEXT NOT NULL, parent TEXT, open INTEGER NOT NULL,
+    continued INTEGER NOT NULL, entries BLOB NOT NULL, packed BLOB NOT NULL
 );
 CREATE INDEX turns_of_rollout ON turns (rollout, id);
-CREATE TABLE keys (key BLOB NOT NULL, turn TEXT NOT NULL, PRIMARY KEY (key, turn)) WITHOUT ROWID;
+{INDEX_SCHEMA}
 CREATE TABLE sessions (
-    id TEXT NOT NULL PRIMARY KEY, explicit INTEGER NOT NULL, created REAL NOT NULL, used REAL NOT NULL,
-    turns INTEGER NOT NULL, size INTEGER NOT NULL, defaults BLOB NOT NULL, overrides BLOB NOT NULL,
-    metadata BLOB NOT NULL
+    id TEXT NOT NULL PRIMARY KEY, tenant TEXT NOT NULL, explicit INTEGER NOT NULL, ambiguous INTEGER NOT NULL,
+    created REAL NOT NULL, used REAL NOT NULL, pinned_until REAL NOT NULL, turns INTEGER NOT NULL,
+    size INTEGER NOT NULL, description_size INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX sessions_by_use ON sessions (used, id);
+CREATE INDEX sessions_of_tenant_by_use ON sessions (tenant, used, id);
+CREATE TABLE descriptions (
+    id TEXT NOT NULL UNIQUE, defaults BLOB NOT NULL, overrides BLOB NOT NULL, metadata BLOB NOT NULL
+);
 CREATE TABLE rewards (
     rollout TEXT NOT NULL, turn TEXT NOT NULL, reward REAL, PRIMARY KEY (rollout, turn)
 ) WITHOUT ROWID;
 CREATE TABLE evicted (seq INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE);
-CREATE TABLE answers (
-    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, key BLOB NOT NULL, since REAL NOT NULL,
+CREATE TABLE responses (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, key BLOB NOT NULL, kept REAL NOT NULL,
     size INTEGER NOT NULL, packed BLOB NOT NULL
 );
-CREATE INDEX answers_by_key ON answers (key, id);
-CREATE TABLE totals (turns INTEGER NOT NULL, size INTEGER NOT NULL, answers INTEGER NOT NULL);
+CREATE INDEX responses_by_key ON responses (key, id);
+CREATE TABLE totals (turns INTEGER NOT NULL, size INTEGER NOT NULL, response_bytes INTEGER NOT NULL);
 INSERT INTO totals VALUES (0, 0, 0);
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
@@ -46,22 +58,36 @@ PATH = """
 WITH RECURSIVE up (id) AS (
     VALUES (?) UNION SELECT turns.parent FROM up JOIN turns USING (id) WHERE turns.parent IS NOT NULL
 )
-SELECT id, packed FROM up JOIN turns USING (id)
+SELECT packed FROM up JOIN turns USING (id)
 """
-SESSION = "id, explicit, created, used, turns, size, defaults, overrides, metadata"
-_SAVE_SESSION = f"""
-INSERT INTO sessions ({SESSION}) VALUES (?, ?, ?, ?, 0, 0, ?, ?, ?)
-ON CONFLICT (id) DO UPDATE SET explicit = excluded.explicit, created = excluded.created,
-    used = excluded.used, defaults = excluded.defaults, overrides = excluded.overrides,
-    metadata = excluded.metadata
+SESSIONS = """
+SELECT sessions.id, tenant, explicit, ambiguous, created, used, turns, size, defaults, overrides, metadata
+FROM sessions LEFT JOIN descriptions USING (id)
 """
+_SAVE_SESSION = """
+INSERT INTO sessions VALUES (:id, :tenant, :explicit, 0, :created, :used, 0, 0, :size, :size)
+ON CONFLICT (id) DO UPDATE SET tenant = :tenant, explicit = :explicit, created = :created, used = :used,
+    size = size - description_size + :size, description_size = :size
+"""
+
+
+class TurnRow(NamedTuple):
+    """A turn, ready to be inserted."""
+
+    id: str
+    parent: str | None
+    entries: Sequence[IndexEntry]
+    packed_entries: bytes
+    packed: bytes
+    ambiguous: bool
+    """Whether it makes its session ambiguous by itself."""
 
 
 def prepare(connection: sqlite3.Connection, path: Path) -> None:
     """Make the tables where there are none.
 
     Raises:
-        StoreError: the file is another program's, or of another version.
+        StoreError: the file belongs to another program, or has another version.
     """
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     application = connection.execute("PRAGMA application_id").fetchone()[0]
@@ -69,7 +95,7 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
         return
     if application == _APPLICATION_ID:
         raise StoreError(
-            f"{path} has version {version} of the tables, and this program knows {SCHEMA_VERSION}: "
+            f"{path} has version {version} of the tables, and this program needs version {SCHEMA_VERSION}: "
             "move the file away, or name another"
         )
     if version or connection.execute("SELECT 1 FROM sqlite_master").fetchone():
@@ -79,121 +105,167 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(statement)
 
 
-def held(connection: sqlite3.Connection) -> int:
-    """Bytes of turns."""
+def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[TurnRow], now: float) -> int:
+    """Insert turns of one rollout and return the bytes then held; 0 if none of the turns is new."""
+    insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 1, 0, ?, ?)"
+    new = [
+        row
+        for row in rows
+        if connection.execute(
+            insert, (row.id, session.id, row.parent, row.packed_entries, row.packed)
+        ).rowcount
+    ]
+    if not new:
+        return 0
+    if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (session.id,)).fetchone():
+        save_session(connection, session)
+    for row in new:
+        flag_ambiguous(connection, session.id, row.entries, row.ambiguous)
+        put_entries(connection, row.id, row.entries)
+    # after all of them: a parent may follow its child
+    for row in new:
+        if row.parent is not None:
+            mark_continued(connection, row.parent)
+    size = sum(len(row.packed) + len(row.packed_entries) for row in new)
+    connection.execute(
+        "UPDATE sessions SET used = max(used, ?), turns = turns + ?, size = size + ? WHERE id = ?",
+        (now, len(new), size, session.id),
+    )
+    connection.execute("UPDATE totals SET turns = turns + ?, size = size + ?", (len(new), size))
+    return held_bytes(connection)
+
+
+def held_bytes(connection: sqlite3.Connection) -> int:
+    """Bytes of turns and descriptions."""
     size: int = connection.execute("SELECT size FROM totals").fetchone()[0]
     return size
 
 
-def bury_much(connection: sqlite3.Connection, limits: Limits, keep: str | None) -> Evicted:
-    """Bury some of the oldest used if more than the goal is held.
-
-    `keep` goes last, and only if the rest was not enough.
-    """
-    left, turns = held(connection), 0
-    chosen: list[str] = []
-    cursor = connection.execute("SELECT id, turns, size FROM sessions WHERE turns > 0 ORDER BY used, id")
-    for rollout, its_turns, size in cursor:
-        if left <= goal(limits) or turns >= _BATCH:
-            break
-        if rollout != keep:
-            chosen.append(rollout)
-            turns += its_turns
-            left -= size
-    cursor.close()
-    if not chosen and left > limits.max_bytes:
-        query = "SELECT id FROM sessions WHERE id = ? AND turns > 0"
-        chosen = [row[0] for row in connection.execute(query, (keep,)).fetchall()]
-    return _bury(connection, limits, chosen)
-
-
-def bury_old(connection: sqlite3.Connection, limits: Limits, oldest: float) -> Evicted:
-    """Bury some of those that were used before `oldest`."""
-    turns, chosen = 0, []
-    cursor = connection.execute("SELECT id, turns FROM sessions WHERE used < ? LIMIT ?", (oldest, _BATCH))
-    for rollout, its_turns in cursor:
-        if turns >= _BATCH:
-            break
-        chosen.append(rollout)
-        turns += its_turns
-    cursor.close()
-    return _bury(connection, limits, chosen)
+def save_session(connection: sqlite3.Connection, session: Session) -> int:
+    """Create or describe a session and return the bytes then held."""
+    query, name = "SELECT description_size FROM sessions WHERE id = ?", (session.id,)
+    before = connection.execute(query, name).fetchone()
+    size = description_size(session)
+    values = {
+        "id": session.id,
+        "tenant": session.tenant,
+        "explicit": session.explicit,
+        "created": session.created,
+        "used": session.used,
+        "size": size,
+    }
+    connection.execute(_SAVE_SESSION, values)
+    description = (session.defaults, session.overrides, session.metadata)
+    if description != (b"{}", b"{}", b"{}"):
+        row = (session.id, *description)
+        connection.execute("INSERT OR REPLACE INTO descriptions VALUES (?, ?, ?, ?)", row)
+    elif before is not None:
+        connection.execute("DELETE FROM descriptions WHERE id = ?", name)
+    growth = size - (before[0] if before else 0)
+    connection.execute("UPDATE totals SET size = size + ?", (growth,))
+    return held_bytes(connection)
 
 
-def drop_answers(connection: sqlite3.Connection, limits: Limits, since: float) -> None:
-    """Let the oldest answers go: those kept before `since`, and those that are too much."""
-    left = connection.execute("SELECT answers FROM totals").fetchone()[0]
-    dropped = []
-    cursor = connection.execute("SELECT seq, size, since FROM answers ORDER BY seq")
-    for seq, size, kept_since in cursor:
-        if kept_since >= since and left <= limits.answer_bytes:
-            break
-        dropped.append((seq, size))
-        left -= size
-    cursor.close()
-    remove_answers(connection, dropped)
-
-
-def session_of(row: tuple[str, int, float, float, int, int, bytes, bytes, bytes]) -> Session:
-    """A row with the columns SESSION."""
-    rollout, explicit, created, used, turns, size, defaults, overrides, metadata = row
+def session_from(row: Sequence[Any]) -> Session:
+    """A session from a row of SESSIONS."""
+    rollout, tenant, explicit, ambiguous, created, used, turns, size, defaults, overrides, metadata = row
     return Session(
         id=rollout,
+        tenant=tenant,
         explicit=bool(explicit),
+        ambiguous=bool(ambiguous),
         created=created,
         used=used,
         turns=turns,
         size=size,
-        defaults=defaults,
-        overrides=overrides,
-        metadata=metadata,
+        defaults=b"{}" if defaults is None else defaults,
+        overrides=b"{}" if overrides is None else overrides,
+        metadata=b"{}" if metadata is None else metadata,
     )
 
 
-def save_session(connection: sqlite3.Connection, session: Session) -> None:
-    """Make or describe a session; its counts stay."""
-    row = (session.id, session.explicit, session.created, session.used)
-    connection.execute(_SAVE_SESSION, (*row, session.defaults, session.overrides, session.metadata))
-
-
-def make_session(connection: sqlite3.Connection, rollout: str, now: float) -> None:
-    """Make the session of a rollout that has none."""
-    if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (rollout,)).fetchall():
-        save_session(connection, implicit_session(rollout, now))
-
-
-def remove(connection: sqlite3.Connection, rollouts: Iterable[str]) -> tuple[int, int, list[bytes]]:
-    """Let rollouts go; returns the number of their turns, their bytes and their keys."""
-    turns, size = 0, 0
+def remove(connection: sqlite3.Connection, rollouts: Iterable[str]) -> tuple[Evicted, list[bytes]]:
+    """Remove rollouts with all their turns; returns what was removed and the keys of the turns."""
+    removed, turns, size = 0, 0, 0
     keys: list[bytes] = []
     for rollout in rollouts:
-        rows = connection.execute("SELECT id, size, keys FROM turns WHERE rollout = ?", (rollout,)).fetchall()
-        found = [(key, turn_id) for turn_id, _, packed in rows for key in unpack_keys(packed)]
-        connection.executemany("DELETE FROM keys WHERE key = ? AND turn = ?", found)
-        connection.execute("DELETE FROM turns WHERE rollout = ?", (rollout,))
-        connection.execute("DELETE FROM rewards WHERE rollout = ?", (rollout,))
-        connection.execute("DELETE FROM sessions WHERE id = ?", (rollout,))
-        turns += len(rows)
-        size += sum(row[1] for row in rows)
-        keys.extend(key for key, _ in found)
+        name = (rollout,)
+        session = connection.execute("SELECT turns, size FROM sessions WHERE id = ?", name).fetchone()
+        if session is None:
+            continue
+        removed, turns, size = removed + 1, turns + session[0], size + session[1]
+        for turn, open, packed_entries in connection.execute(
+            "SELECT id, open, entries FROM turns WHERE rollout = ?", name
+        ):
+            entries = unpack_entries(packed_entries)
+            remove_entries(connection, turn, entries, open)
+            keys.extend(entry.key for entry in entries)
+        connection.execute("DELETE FROM turns WHERE rollout = ?", name)
+        connection.execute("DELETE FROM rewards WHERE rollout = ?", name)
+        connection.execute("DELETE FROM descriptions WHERE id = ?", name)
+        connection.execute("DELETE FROM sessions WHERE id = ?", name)
     connection.execute("UPDATE totals SET turns = turns - ?, size = size - ?", (turns, size))
-    return turns, size, keys
+    return Evicted(removed, turns, size), keys
 
 
-def remove_answers(connection: sqlite3.Connection, answers: Sequence[tuple[int, int]]) -> None:
-    """Let answers go, given by number and size."""
-    connection.executemany("DELETE FROM answers WHERE seq = ?", [(seq,) for seq, _ in answers])
-    size = sum(size for _, size in answers)
-    connection.execute("UPDATE totals SET answers = answers - ?", (size,))
+def evict_step(
+    connection: sqlite3.Connection, limits: Limits, own: str | None, oldest: float, now: float
+) -> Evicted:
+    """Evict some rollouts last used before `oldest`, and some of the least recently used if too much is held.
 
-
-def _bury(connection: sqlite3.Connection, limits: Limits, rollouts: Sequence[str]) -> Evicted:
-    if not rollouts:
+    Args:
+        own: evicted last, and only if it alone exceeds the limit.
+    """
+    left, count = held_bytes(connection), 0
+    target = eviction_target(limits) if left > limits.max_bytes else left
+    chosen: list[str] = []
+    query = "SELECT id, used, turns, size FROM sessions WHERE pinned_until <= ? ORDER BY used, id"
+    cursor = connection.execute(query, (now,))
+    for rollout, used, turns, size in cursor:
+        if count >= STEP or (left <= target and used >= oldest):
+            break
+        if rollout != own:
+            chosen.append(rollout)
+            count += turns + 1
+            left -= size
+    cursor.close()
+    if not chosen and own is not None:
+        query = "SELECT id FROM sessions WHERE id = ? AND size > ? AND pinned_until <= ?"
+        chosen = [row[0] for row in connection.execute(query, (own, limits.max_bytes, now))]
+    if not chosen:
         return Evicted()
-    turns, size, keys = remove(connection, rollouts)
-    if keys:
-        rows = [(key,) for key in keys]
-        connection.executemany("INSERT OR REPLACE INTO evicted (key) VALUES (?)", rows)
-        last = connection.execute("SELECT max(seq) FROM evicted").fetchone()[0]
-        connection.execute("DELETE FROM evicted WHERE seq <= ?", (last - limits.evicted_keys,))
-    return Evicted(len(rollouts), turns, size)
+    evicted, keys = remove(connection, chosen)
+    _remember_evicted(connection, keys, limits.evicted_keys)
+    return evicted
+
+
+def _remember_evicted(connection: sqlite3.Connection, keys: Iterable[bytes], limit: int) -> None:
+    for chunk in in_chunks(keys):
+        rows = ", ".join(["(?)"] * len(chunk))
+        connection.execute(f"INSERT OR REPLACE INTO evicted (key) VALUES {rows}", chunk)
+    last = connection.execute("SELECT max(seq) FROM evicted").fetchone()[0] or 0
+    connection.execute("DELETE FROM evicted WHERE seq <= ?", (last - limit,))
+
+
+def drop_responses(connection: sqlite3.Connection, limits: Limits, oldest: float) -> int:
+    """Drop the oldest responses, at most STEP: those kept before `oldest`, and those that are too much.
+
+    Returns how many were dropped.
+    """
+    left = connection.execute("SELECT response_bytes FROM totals").fetchone()[0]
+    dropped = []
+    query = f"SELECT seq, size, kept FROM responses ORDER BY seq LIMIT {STEP}"
+    for seq, size, kept in connection.execute(query).fetchall():
+        if kept >= oldest and left <= limits.response_bytes:
+            break
+        dropped.append((seq, size))
+        left -= size
+    remove_responses(connection, dropped)
+    return len(dropped)
+
+
+def remove_responses(connection: sqlite3.Connection, responses: Sequence[tuple[int, int]]) -> None:
+    """Remove responses, given by number and size."""
+    connection.executemany("DELETE FROM responses WHERE seq = ?", [(seq,) for seq, _ in responses])
+    size = sum(size for _, size in responses)
+    connection.execute("UPDATE totals SET response_bytes = response_bytes - ?", (size,))

@@ -1,12 +1,13 @@
-"""SQLite beside the event loop: one thread that writes, a few that read, one file for all processes.
+"""SQLite in threads: one that writes, a few that read, one file for all processes.
 
-Whatever waits to be written when a transaction begins goes into it, so that many turns cost one commit. A
-write has returned only after its commit. What the log (WAL) holds is brought into the file by a thread of its
-own, because that waits for the disk. WAL with synchronous=NORMAL: a process that is killed loses nothing
-that was committed; a machine that loses power may lose the last moments, never the whole.
+All writes that wait when a transaction begins become part of it, so that many turns cost one commit. A write
+returns only after its commit. A thread of its own copies the log (WAL) into the file, because that waits for
+the disk. WAL with synchronous=NORMAL: a process that is killed loses nothing that was committed; a machine
+that loses power may lose the last transactions, and the file stays intact.
 """
 
 import asyncio
+import os
 import queue
 import random
 import sqlite3
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +28,14 @@ T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 """What a thread does with its connection. A write may be run again after it was rolled back."""
 
-BUSY_S = 30.0
-"""How long to wait for the lock that another process holds."""
+BUSY_S = 5.0
+"""How long a call waits for a lock that another process holds, in seconds."""
 _GROUP = 256
+"""Writes in one transaction."""
 _CHECKPOINT_WRITES = 64
+"""Writes after which the log is copied into the file."""
 _LOG_PAGES = 16384
-"""Pages in the log that make the writer itself wait for the disk: the others' work was not enough."""
+"""Pages in the log at which the writer copies them itself: the thread for that was too slow."""
 _READERS = 2
 
 
@@ -40,6 +43,8 @@ _READERS = 2
 class _Job:
     work: Work[Any]
     future: "asyncio.Future[Any]"
+    deadline: float = field(default_factory=lambda: time.monotonic() + BUSY_S)
+    """Until when it waits for the lock."""
 
 
 _Outcome = tuple["asyncio.Future[Any]", Any, Exception | None]
@@ -55,14 +60,15 @@ class Database:
         self._readers: ThreadPoolExecutor | None = None
         self._checkpoints = ThreadPoolExecutor(1, "store-checkpoint")
         self._checkpoint: Future[None] | None = None
-        self._unchecked = 0
+        self._writes = 0
+        """Since the last checkpoint."""
         self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
 
     async def open(self, prepare: Work[None]) -> None:
-        """Connect, let `prepare` make the tables, and start the threads.
+        """Connect, let `prepare` create the tables, and start the threads.
 
         Raises:
-            StoreError: the file cannot be opened, or `prepare` does not like it.
+            StoreError: the file cannot be opened, or `prepare` refuses it.
         """
         connection = await asyncio.to_thread(self._open, prepare)
         # daemon: a process that forgot `aclose` must be able to end
@@ -73,7 +79,7 @@ class Database:
         self._readers = ThreadPoolExecutor(_READERS, "store-read")
 
     async def aclose(self) -> None:
-        """Write what waits, then close the file."""
+        """Finish the writes that wait, then close the file."""
         writer, readers = self._writer, self._readers
         self._writer = self._readers = None
         if writer is not None:
@@ -86,7 +92,7 @@ class Database:
                 self._idle.get().close()
 
     async def write(self, work: Work[T]) -> T:
-        """Do `work` in a transaction, with others; returns after the commit."""
+        """Run `work` in a transaction that it may share with other writes; returns after the commit."""
         if self._writer is None:
             raise StoreError(f"{self._path} is not open")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -94,27 +100,39 @@ class Database:
         return await future
 
     async def read(self, work: Work[T]) -> T:
-        """Do `work`, which changes nothing."""
+        """Run `work`, which changes nothing; all its queries see the same state."""
         if self._readers is None:
             raise StoreError(f"{self._path} is not open")
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
     def _open(self, prepare: Work[None]) -> sqlite3.Connection:
         with self._explained():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._create_file()
             connection = self._connect()
+            deadline = time.monotonic() + BUSY_S
             try:
-                _patiently(lambda: self._use_wal(connection))
-                with transaction(connection):
+                # `_retry_while_locked` waits instead: SQLite sleeps up to 0.1 s at a time, and some starve
+                connection.execute("PRAGMA busy_timeout = 0")
+                _retry_while_locked(lambda: self._use_wal(connection), deadline)
+                with transaction(connection, deadline):
                     prepare(connection)
                 for _ in range(_READERS):
                     self._idle.put(self._connect())
-                # `transaction` waits instead: SQLite sleeps up to 0.1 s at a time, and the unlucky starve
-                connection.execute("PRAGMA busy_timeout = 0")
             except BaseException:
                 connection.close()
                 raise
             return connection
+
+    def _create_file(self) -> None:
+        """Create the file and its folder for this user alone; what exists stays as it is.
+
+        SQLite gives its other files, -wal and -shm, the mode of the first.
+        """
+        parents = self._path.parents
+        for folder in reversed([folder for folder in parents if not folder.exists()]):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):
+            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, BUSY_S, isolation_level=None, check_same_thread=False)
@@ -134,12 +152,18 @@ class Database:
         connection = self._idle.get()
         try:
             with self._explained():
-                return work(connection)
+                connection.execute("BEGIN")
+                try:
+                    return work(connection)
+                finally:
+                    # some errors end the transaction by themselves
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
         finally:
             self._idle.put(connection)
 
     def _serve(self, connection: sqlite3.Connection) -> None:
-        """The writer's thread, until a None."""
+        """Run in the writer's thread: commit the jobs in groups until a None arrives."""
         more = True
         while more:
             group = []
@@ -152,24 +176,24 @@ class Database:
             more = job is not None
             if group:
                 self._commit(connection, group)
-                self._check(len(group))
+                self._checkpoint_if_due(len(group))
         connection.close()
 
-    def _check(self, writes: int) -> None:
-        self._unchecked += writes
-        if self._unchecked >= _CHECKPOINT_WRITES and (self._checkpoint is None or self._checkpoint.done()):
-            self._unchecked = 0
-            self._checkpoint = self._checkpoints.submit(self._empty_log)
+    def _checkpoint_if_due(self, writes: int) -> None:
+        self._writes += writes
+        if self._writes >= _CHECKPOINT_WRITES and (self._checkpoint is None or self._checkpoint.done()):
+            self._writes = 0
+            self._checkpoint = self._checkpoints.submit(self._copy_log)
 
-    def _empty_log(self) -> None:
-        # what is wrong with the file, the next write says to somebody
+    def _copy_log(self) -> None:
+        # if something is wrong with the file, the next write reports it
         with suppress(sqlite3.Error), closing(self._connect()) as connection:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def _commit(self, connection: sqlite3.Connection, group: Sequence[_Job]) -> None:
         """All in one transaction; if that fails, each in its own, so that one cannot spoil the others."""
         try:
-            with self._explained(), transaction(connection):
+            with self._explained(), transaction(connection, group[0].deadline):
                 results = [job.work(connection) for job in group]
         except Exception as error:  # noqa: BLE001 - the boundary: whoever waits for it gets it
             if len(group) == 1 or isinstance(error.__cause__, sqlite3.OperationalError):
@@ -190,13 +214,19 @@ class Database:
         except msgspec.DecodeError as error:
             raise StoreError(f"{self._path} holds what this version cannot read: {error}") from error
         except OSError as error:
-            raise StoreError(f"{self._path}: cannot make its folder: {error.strerror}") from error
+            raise StoreError(
+                f"{self._path}: cannot create the file or its folder: {error.strerror}: name another file"
+            ) from error
 
 
 @contextmanager
-def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """Everything or nothing, with the lock from the start: nobody else writes in between."""
-    _patiently(lambda: connection.execute("BEGIN IMMEDIATE"))
+def transaction(connection: sqlite3.Connection, deadline: float) -> Iterator[None]:
+    """Everything or nothing, with the lock from the start: nobody else writes in between.
+
+    Args:
+        deadline: until when to wait for the lock, in the time of `time.monotonic`.
+    """
+    _retry_while_locked(lambda: connection.execute("BEGIN IMMEDIATE"), deadline)
     try:
         yield
         connection.execute("COMMIT")
@@ -207,9 +237,8 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _patiently(attempt: Callable[[], object]) -> None:
-    """Try until nobody else holds the lock: not every step of SQLite heeds its own timeout."""
-    deadline = time.monotonic() + BUSY_S
+def _retry_while_locked(attempt: Callable[[], object], deadline: float) -> None:
+    """Retry until nobody else holds the lock: not every step of SQLite respects its own timeout."""
     while True:
         try:
             attempt()
@@ -224,7 +253,7 @@ def _patiently(attempt: Callable[[], object]) -> None:
 
 
 def _settle(outcomes: Sequence[_Outcome]) -> None:
-    """Tell those who wait, each in its own event loop."""
+    """Deliver results and errors, each in the event loop that waits for it."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
     for outcome in outcomes:
         by_loop.setdefault(outcome[0].get_loop(), []).append(outcome)
@@ -258,5 +287,5 @@ def _advice(error: sqlite3.Error) -> str:
     if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
         return "look at the disk's free space and health"
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return f"another process held its lock for {BUSY_S:.0f} s"
-    return "is the file another program's?"
+        return f"another process held the write lock for {BUSY_S:g} s: end that process if it hangs"
+    return "is this the file of another program?"

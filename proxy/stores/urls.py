@@ -31,8 +31,8 @@ def make_store(url: str, limits: Limits) -> Store:
         from proxy.stores.redis import RedisStore
 
         return RedisStore(f"{_REDIS[scheme]}:{rest}", limits)
-    known = "; ".join(f"{form} ({meaning})" for form, meaning in STORE_URLS.items())
-    raise ValueError(f"no store has a URL like '{scheme}{colon}{'...' if rest else ''}'. There are: {known}")
+    forms = "; ".join(f"{form} ({meaning})" for form, meaning in STORE_URLS.items())
+    raise ValueError(f"no store has a URL like '{scheme}{colon}{'...' if rest else ''}'. There are: {forms}")
 
 
 def _path(rest: str) -> Path | None:

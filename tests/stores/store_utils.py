@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from proxy.history.store import Limits, Store, StoredResponse
+from proxy.history.store import Evicted, IndexEntry, Limits, Session, Store, StoredResponse
 from proxy.history.turn import Turn, new_id, pack_ids
 from proxy.stores.urls import make_store
 
 
 def make_turn(rollout: str = "r", **fields: Any) -> Turn:
-    """A turn of about 1200 bytes; `fields` say what is special about it."""
+    """A turn of about 1200 bytes; `fields` are those that matter to a test."""
     usual: dict[str, Any] = {
         "id": new_id(),
         "request": new_id(),
@@ -25,13 +25,30 @@ def make_turn(rollout: str = "r", **fields: Any) -> Turn:
     return Turn(rollout=rollout, **{**usual, **fields})
 
 
+def make_session(rollout: str = "r", **fields: Any) -> Session:
+    """A session that is used now; `fields` are those that matter to a test."""
+    now = time.time()
+    return Session(id=rollout, **{"created": now, "used": now, **fields})
+
+
 def make_response(key: bytes, **fields: Any) -> StoredResponse:
+    """A response; `fields` are those that matter to a test."""
     return StoredResponse(id=new_id(), key=key, **fields)
 
 
-def key_of(name: str) -> bytes:
-    """A key of 16 bytes."""
+def digest_of(name: str) -> bytes:
+    """16 bytes that serve as a key or as the digest of ids."""
     return hashlib.blake2b(name.encode(), digest_size=16).digest()
+
+
+def entry(key: str, ids: str = "") -> IndexEntry:
+    """An index entry; without `ids` one that only explains."""
+    return IndexEntry(digest_of(key), digest_of(ids) if ids else b"")
+
+
+async def add(store: Store, turn: Turn, *entries: IndexEntry) -> Evicted:
+    """Add one turn, with a session if it has none."""
+    return await store.add(make_session(turn.rollout), [turn], [entries])
 
 
 @asynccontextmanager

@@ -1,24 +1,24 @@
 """Processes that write: `python -m tests.stores.store_writer URL PROCESSES CHAINS TURNS MAX_BYTES`.
 
-Prints the id of each turn once it was added. 0-0, 0-1, ... are the first one's rollouts, each a chain of
-turns. A single process is this one itself.
+Prints the id of each turn after it was added. 0-0, 0-1, ... are the rollouts of the first process, each a
+chain of turns. A single process is this one itself.
 """
 
 import asyncio
-import multiprocessing
 import sys
 
 from proxy.history.store import Limits, Store
 from proxy.stores.urls import make_store
-from tests.stores.store_utils import key_of, make_turn, opened
+from tests.stores.forked import run_forked
+from tests.stores.store_utils import add, entry, make_turn, opened
 
 
-async def _chain(store: Store, rollout: str, turns: int) -> None:
+async def _add_chain(store: Store, rollout: str, turns: int) -> None:
     parent = None
     for _ in range(turns):
         turn = make_turn(rollout, parent=parent)
-        await store.add([turn], [[key_of(turn.id), key_of(rollout)]])
-        # one write for each line: all share one pipe
+        await add(store, turn, entry(turn.id, "ids"), entry("shared"))
+        # one write for each line: all processes share one pipe
         sys.stdout.write(turn.id + "\n")
         sys.stdout.flush()
         parent = turn.id
@@ -26,26 +26,19 @@ async def _chain(store: Store, rollout: str, turns: int) -> None:
 
 async def _write(url: str, process: int, chains: int, turns: int, max_bytes: int) -> None:
     async with opened(url, Limits(max_bytes=max_bytes)) as store:
-        await asyncio.gather(*(_chain(store, f"{process}-{number}", turns) for number in range(chains)))
-
-
-def _run(url: str, process: int, numbers: list[int]) -> None:
-    asyncio.run(_write(url, process, *numbers))
+        await asyncio.gather(*(_add_chain(store, f"{process}-{number}", turns) for number in range(chains)))
 
 
 def _main(url: str, processes: int, *numbers: int) -> int:
+    def run(process: int) -> None:
+        asyncio.run(_write(url, process, *numbers))
+
     if processes == 1:
-        _run(url, 0, list(numbers))
+        run(0)
         return 0
     # imports what the store needs once, before the processes part
     make_store(url, Limits())
-    fork = multiprocessing.get_context("fork")
-    writers = [fork.Process(target=_run, args=(url, number, list(numbers))) for number in range(processes)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    return max(abs(writer.exitcode or 0) for writer in writers)
+    return run_forked(processes, run)
 
 
 if __name__ == "__main__":

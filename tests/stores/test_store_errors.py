@@ -1,4 +1,4 @@
-"""What a person reads when a store cannot be used."""
+"""What errors of stores say, and what they leave intact."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ from proxy.stores.sqlite import SqliteStore
 from proxy.stores.sqlite_threads import Database
 from proxy.stores.urls import STORE_URLS, make_store
 from tests.stores.redis_server import free_port, run_redis
-from tests.stores.store_utils import key_of, make_turn, opened
+from tests.stores.store_utils import add, digest_of, entry, make_session, make_turn, opened
 
 
 @pytest.mark.parametrize(
@@ -96,23 +96,24 @@ async def test_a_damaged_file(tmp_path: Path) -> None:
     file = tmp_path / "x.db"
     async with opened(f"sqlite://{file}") as store:
         for number in range(50):
-            await store.add([make_turn(f"r{number}")], [[key_of(str(number))]])
+            await add(store, make_turn(f"r{number}"), entry(str(number)))
     damaged = bytearray(file.read_bytes())
     damaged[4096:] = b"\xaa" * (len(damaged) - 4096)
     file.write_bytes(damaged)
     with pytest.raises(StoreError, match=r"x\.db: .*move it away"):
         async with opened(f"sqlite://{file}") as store:
-            await store.find([key_of("1")])
+            await store.find([digest_of("1")])
 
 
-async def test_a_file_of_another_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 77])
+async def test_a_file_of_another_version(tmp_path: Path, version: int) -> None:
     file = tmp_path / "x.db"
     async with opened(f"sqlite://{file}"):
         pass
     with sqlite3.connect(file) as connection:
-        connection.execute("PRAGMA user_version = 77")
+        connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
-    await _refused(f"sqlite://{file}", str(file), "version 77", "move the file away")
+    await _refused(f"sqlite://{file}", str(file), f"version {version} ", "version 2", "move the file away")
 
 
 async def test_a_file_of_another_program(tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ async def test_a_closed_file(sqlite_url: str) -> None:
     async with opened(sqlite_url) as store:
         pass
     with pytest.raises(StoreError, match="not open"):
-        await store.add([make_turn()], [[]])
+        await add(store, make_turn())
     with pytest.raises(StoreError, match="not open"):
         await store.turns("r")
 
@@ -161,7 +162,7 @@ async def test_one_bad_write_spoils_no_other(tmp_path: Path) -> None:
 
 async def test_a_caller_that_left_spoils_nothing(sqlite_url: str) -> None:
     async with opened(sqlite_url) as store:
-        tasks = [asyncio.ensure_future(store.add([make_turn(f"r{n}")], [[]])) for n in range(20)]
+        tasks = [asyncio.ensure_future(add(store, make_turn(f"r{n}"))) for n in range(20)]
         await asyncio.sleep(0)
         for task in tasks[::2]:
             task.cancel()
@@ -171,7 +172,7 @@ async def test_a_caller_that_left_spoils_nothing(sqlite_url: str) -> None:
 
 async def test_closing_finishes_what_was_begun(sqlite_url: str) -> None:
     async with opened(sqlite_url) as store:
-        tasks = [asyncio.ensure_future(store.add([make_turn(f"r{n}")], [[]])) for n in range(20)]
+        tasks = [asyncio.ensure_future(add(store, make_turn(f"r{n}"))) for n in range(20)]
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
     async with opened(sqlite_url) as store:
@@ -191,23 +192,28 @@ async def test_a_wrong_password(tmp_path: Path) -> None:
 
 
 async def test_a_full_server(tmp_path: Path) -> None:
-    with run_redis(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as port:
+    with run_redis(tmp_path, "--maxmemory", "8mb", "--maxmemory-policy", "noeviction") as port:
         async with opened(f"redis://127.0.0.1:{port}/0") as store:
+            await store.save_session(make_session("empty"))
             with pytest.raises(StoreError, match="maxmemory"):
-                for number in range(5):
-                    await store.add([make_turn(f"r{number}", completion=bytes(10**6))], [[]])
+                for number in range(9):
+                    await add(store, make_turn(f"r{number}", completion=bytes(10**6)), entry("k"))
+            assert await store.delete("empty")
+            assert await store.delete("r0")
+            await add(store, make_turn("small"))
 
 
-async def test_keys_of_another_version(redis_url: str, redis_port: int) -> None:
+@pytest.mark.parametrize("version", ["1", "77"])
+async def test_keys_of_another_version(redis_url: str, redis_port: int, version: str) -> None:
     with redis.Redis(port=redis_port) as client:
-        client.set("tokenproxy:version", "77")
-    await _refused(redis_url, redis_url, "version 77")
+        client.set("tokenproxy:version", version)
+    await _refused(redis_url, redis_url, f"version {version} ", "version 2", "delete these keys")
 
 
 async def test_idle_connections_that_the_server_closed(redis_url: str, redis_port: int) -> None:
     async with opened(redis_url) as store:
         turns = [make_turn(f"r{number}") for number in range(10)]
-        await asyncio.gather(*(store.add([turn], [[]]) for turn in turns))
+        await asyncio.gather(*(add(store, turn) for turn in turns))
         with redis.Redis(port=redis_port) as client:
             client.client_kill_filter(_type="normal", skipme=True)
         for turn in turns:
@@ -219,9 +225,9 @@ async def test_a_server_that_went_away(tmp_path: Path) -> None:
         store = make_store(f"redis://127.0.0.1:{port}/0", Limits())
         await store.open()
     with pytest.raises(StoreError, match=f"127.0.0.1:{port}"):
-        await store.add([make_turn()], [[]])
+        await add(store, make_turn())
     with pytest.raises(StoreError, match=f"127.0.0.1:{port}"):
-        await store.find([key_of("k")])
+        await store.find([digest_of("k")])
     await store.aclose()
 
 
@@ -237,8 +243,11 @@ async def test_a_port_that_speaks_something_else() -> None:
 
 async def test_delete_leaves_no_names_on_the_server(redis_url: str, redis_port: int) -> None:
     async with opened(redis_url) as store:
-        await store.add([make_turn(), make_turn()], [[key_of("a")], [key_of("b")]])
+        session, turns = make_session(tenant="t", metadata=b'{"a":1}'), [make_turn(), make_turn()]
+        await store.add(session, turns, [[entry("a", "ids"), entry("b")], [entry("b")]])
         await store.set_rewards("r", {"": 1.0})
+        await store.pin("r", 2e9)
+        await store.claim(turns[0].id)
         await store.delete("r")
     with redis.Redis(port=redis_port) as client:
         assert sorted(client.keys()) == [b"tokenproxy:totals", b"tokenproxy:version"]

@@ -1,0 +1,133 @@
+"""What a Redis store keeps on the server, and the Lua functions that its scripts share.
+
+All names begin with a prefix, which is KEYS[1] of every script:
+
+    used               sorted set: rollouts by the time of their last use
+    used:TENANT        sorted set: the same for one tenant
+    rollout:ROLLOUT    hash: the session, without its id and `used`
+    turns:ROLLOUT      sorted set, all scores 0: ids of its turns
+    rewards:ROLLOUT    hash: turn to reward
+    turn:TURN          hash: packed, parent, prompt_turn, rollout, entries, open (0 or 1), continued
+    key:KEY            sorted set, all scores 0: the turns under a key, as index members
+    evicted            sorted set: keys by the number of their eviction, which `evictions` counts
+    responses          sorted set: id and key of responses, by the time when they were kept
+    responses:KEY      hash: id to packed response
+    totals             hash: turns, size, response_bytes
+    version            of all this
+
+An index member consists of a byte with the length of `ids`, `ids`, `1` if the turn is open or `0`, and the
+turn's id. Members are sorted by their bytes: those of a group are neighbours, first its closed turns, then
+its open ones, both from the oldest to the newest.
+
+Scripts compute the names of the keys they use: this needs one server (with replicas), not a cluster.
+"""
+
+PARTS = """
+local p = KEYS[1]
+local function parts_of(packed)
+    local parts, start = {}, 1
+    while start <= #packed do
+        local length = packed:byte(start)
+        parts[#parts + 1] = packed:sub(start + 1, start + length)
+        start = start + 1 + length
+    end
+    return parts
+end
+"""
+"""`p` is the prefix; `parts_of` is the inverse of `packed.pack_parts`."""
+
+REPLY = """
+local function reply(to, ...)
+    for _, value in ipairs({...}) do
+        value = tostring(value)
+        to[#to + 1] = #value .. ':' .. value
+    end
+end
+"""
+"""`reply` appends values to a list, each after its length: `5:hello`. A client reads one long string much
+faster than nested lists."""
+
+INDEX = (
+    PARTS
+    + """
+local function group_prefix(ids)
+    return string.char(#ids) .. ids
+end
+local function turn_of(member)
+    return member:sub(member:byte(1) + 3)
+end
+local function rollout_of(turn)
+    return redis.call('HGET', p .. 'turn:' .. turn, 'rollout')
+end
+local function set_open(turn, packed_entries, open)
+    local entries = parts_of(packed_entries)
+    for i = 1, #entries, 2 do
+        local name, prefix = p .. 'key:' .. entries[i], group_prefix(entries[i + 1])
+        redis.call('ZREM', name, prefix .. (1 - open) .. turn)
+        redis.call('ZADD', name, 0, prefix .. open .. turn)
+    end
+    redis.call('HSET', p .. 'turn:' .. turn, 'open', open)
+end
+"""
+)
+
+SESSIONS = """
+local function set_used(rollout, tenant, used)
+    redis.call('ZADD', p .. 'used', used, rollout)
+    redis.call('ZADD', p .. 'used:' .. tenant, used, rollout)
+end
+local function touch(rollout, now)
+    local tenant = redis.call('HGET', p .. 'rollout:' .. rollout, 'tenant')
+    redis.call('ZADD', p .. 'used', 'GT', now, rollout)
+    redis.call('ZADD', p .. 'used:' .. tenant, 'GT', now, rollout)
+end
+local function save_session(rollout, tenant, explicit, created, used, defaults, overrides, metadata)
+    local name = p .. 'rollout:' .. rollout
+    local before = redis.call('HMGET', name, 'tenant', 'defaults', 'overrides', 'metadata')
+    if before[1] and before[1] ~= tenant then
+        redis.call('ZREM', p .. 'used:' .. before[1], rollout)
+    end
+    local growth = #defaults + #overrides + #metadata
+    for i = 2, 4 do
+        growth = growth - #(before[i] or '')
+    end
+    redis.call('HSET', name, 'tenant', tenant, 'explicit', explicit, 'created', created,
+        'defaults', defaults, 'overrides', overrides, 'metadata', metadata)
+    redis.call('HINCRBY', name, 'size', growth)
+    set_used(rollout, tenant, used)
+    return redis.call('HINCRBY', p .. 'totals', 'size', growth)
+end
+"""
+"""`save_session` takes what `redis._session_arguments` returns, and returns the bytes held afterwards."""
+
+REMOVE = (
+    INDEX
+    + """
+local function remember_evicted(keys, limit)
+    for _, key in ipairs(keys) do
+        redis.call('ZADD', p .. 'evicted', redis.call('INCR', p .. 'evictions'), key)
+    end
+    redis.call('ZREMRANGEBYRANK', p .. 'evicted', 0, -limit - 1)
+end
+local function remove(rollout, keys)
+    local turns = redis.call('ZRANGE', p .. 'turns:' .. rollout, 0, -1)
+    for _, turn in ipairs(turns) do
+        local entries = parts_of(redis.call('HGET', p .. 'turn:' .. turn, 'entries'))
+        for i = 1, #entries, 2 do
+            local prefix = group_prefix(entries[i + 1])
+            redis.call('ZREM', p .. 'key:' .. entries[i], prefix .. '0' .. turn, prefix .. '1' .. turn)
+            keys[#keys + 1] = entries[i]
+        end
+        redis.call('UNLINK', p .. 'turn:' .. turn)
+    end
+    local tenant, size = unpack(redis.call('HMGET', p .. 'rollout:' .. rollout, 'tenant', 'size'))
+    -- before HINCRBY: if its memory is full, a server refuses that as a first change
+    redis.call('DEL', p .. 'turns:' .. rollout, p .. 'rollout:' .. rollout, p .. 'rewards:' .. rollout)
+    redis.call('ZREM', p .. 'used', rollout)
+    redis.call('ZREM', p .. 'used:' .. tenant, rollout)
+    redis.call('HINCRBY', p .. 'totals', 'turns', 0 - #turns)
+    redis.call('HINCRBY', p .. 'totals', 'size', 0 - size)
+    return #turns, tonumber(size)
+end
+"""
+)
