@@ -71,8 +71,8 @@ class MemoryIndex:
     def turns_to_flag(self, key: bytes) -> list[str]:
         """Turns whose rollouts become ambiguous if another rollout adds a turn with ids under this key.
 
-        All turns without ids, and one with ids: if those belong to several rollouts, all of them became
-        ambiguous when the second was added.
+        Returns all turns without ids, and one turn with ids. One is enough: if turns with ids belong to
+        several rollouts, all of those became ambiguous when the second was added.
         """
         groups = self._groups.get(key, {})
         without_ids = groups.get(b"")

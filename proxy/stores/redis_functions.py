@@ -15,8 +15,9 @@ All names begin with a prefix, which is KEYS[1] of every script:
     totals             hash: turns, size, response_bytes
     version            of all this
 
-An index member is one byte with the length of the turn's ids, the ids, `0` or `1` for open, the turn. So the
-members of a group are neighbours, its open turns the last, and the newest the last among those.
+An index member consists of a byte with the length of `ids`, `ids`, `1` if the turn is open or `0`, and the
+turn's id. Members are sorted by their bytes: those of a group are neighbours, first its closed turns, then
+its open ones, both from the oldest to the newest.
 
 Scripts compute the names of the keys they use: this needs one server (with replicas), not a cluster.
 """

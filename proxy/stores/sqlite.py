@@ -93,8 +93,11 @@ class SqliteStore:
         """See `Store.evicted`."""
 
         def work(connection: sqlite3.Connection) -> set[bytes]:
-            query = "SELECT 1 FROM evicted WHERE key = ?"
-            return {key for key in keys if connection.execute(query, (key,)).fetchall()}
+            found: set[bytes] = set()
+            for chunk in sqlite_index.in_chunks(keys):
+                query = f"SELECT key FROM evicted WHERE key IN ({sqlite_index.question_marks(chunk)})"
+                found.update(row[0] for row in connection.execute(query, chunk))
+            return found
 
         return await self._database.read(work)
 

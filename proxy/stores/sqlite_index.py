@@ -1,12 +1,15 @@
 """The index of a SQLite store: which turns are under which key, and which of them are open.
 
-`entries` is sorted by key, ids, open, turn: the turns of a group are neighbours, its open ones the last, and
-the newest the last among those. Everything here runs in a transaction of the caller.
+`entries` is sorted by key, ids, open, turn: the rows of a group are neighbours, first its closed turns, then
+its open ones, both from the oldest to the newest. Everything here runs in a transaction of the caller.
+
+One statement handles all entries of a turn: the module `sqlite3` releases the interpreter lock in each step,
+and a thread may wait up to 5 ms to get it back.
 """
 
 import heapq
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexEntry
 from proxy.stores.packed import unpack_entries
@@ -24,28 +27,48 @@ ORDER BY entries.open DESC, turn DESC LIMIT {FOUND_AT_MOST}
 """
 
 
+def in_chunks(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """The distinct keys, in lists short enough for the values of one statement."""
+    distinct = list(dict.fromkeys(keys))
+    for start in range(0, len(distinct), _KEYS_AT_ONCE):
+        yield distinct[start : start + _KEYS_AT_ONCE]
+
+
+def question_marks(values: Sequence[object]) -> str:
+    """As many as there are values, for SQL's `IN (...)`."""
+    return ", ".join("?" * len(values))
+
+
 def put_entries(connection: sqlite3.Connection, turn: str, entries: Iterable[IndexEntry]) -> None:
     """Add an open turn to the index."""
-    rows = [(key, ids, turn) for key, ids in entries]
-    connection.executemany("INSERT OR IGNORE INTO entries VALUES (?, ?, 1, ?)", rows)
+    values = [value for key, ids in entries for value in (key, ids, turn)]
+    if values:
+        rows = ", ".join(["(?, ?, 1, ?)"] * (len(values) // 3))
+        connection.execute(f"INSERT OR IGNORE INTO entries VALUES {rows}", values)
 
 
 def remove_entries(
     connection: sqlite3.Connection, turn: str, entries: Iterable[IndexEntry], open: bool
 ) -> None:
     """Remove a turn from the index."""
+    where, values = _rows_of(turn, entries, open)
+    if values:
+        connection.execute(f"DELETE FROM entries WHERE {where}", values)
+
+
+def _rows_of(turn: str, entries: Iterable[IndexEntry], open: bool) -> tuple[str, list[bytes | bool | str]]:
+    """A condition that selects the rows of a turn, and its values."""
     rows = [(key, ids, open, turn) for key, ids in entries]
-    connection.executemany("DELETE FROM entries WHERE key = ? AND ids = ? AND open = ? AND turn = ?", rows)
+    where = " OR ".join(["(key = ? AND ids = ? AND open = ? AND turn = ?)"] * len(rows))
+    return where, [value for row in rows for value in row]
 
 
 def find(connection: sqlite3.Connection, keys: Sequence[bytes]) -> dict[bytes, Found]:
     """See `Store.find`."""
     groups: dict[bytes, list[tuple[bytes, int, str]]] = {}
-    distinct = list(dict.fromkeys(keys))
-    for start in range(0, len(distinct), _KEYS_AT_ONCE):
-        chunk = distinct[start : start + _KEYS_AT_ONCE]
+    for chunk in in_chunks(keys):
         query = f"""
-            SELECT key, ids, count(*), max(turn) FROM entries WHERE key IN ({",".join("?" * len(chunk))})
+            SELECT key, ids, count(*), max(turn) FROM entries WHERE key IN ({question_marks(chunk)})
             GROUP BY key, ids
         """
         for key, *group in connection.execute(query, chunk):
@@ -97,9 +120,9 @@ def mark_continued(connection: sqlite3.Connection, turn: str) -> None:
 
 def _move_entries(connection: sqlite3.Connection, turn: str, packed_entries: bytes, *, open: bool) -> None:
     """Move a turn's entries to where open turns are, or from there."""
-    rows = [(open, key, ids, not open, turn) for key, ids in unpack_entries(packed_entries)]
-    update = "UPDATE entries SET open = ? WHERE key = ? AND ids = ? AND open = ? AND turn = ?"
-    connection.executemany(update, rows)
+    where, values = _rows_of(turn, unpack_entries(packed_entries), not open)
+    if values:
+        connection.execute(f"UPDATE entries SET open = ? WHERE {where}", [open, *values])
 
 
 def flag_ambiguous(
@@ -112,8 +135,11 @@ def flag_ambiguous(
         own: whether the turn makes its own session ambiguous in any case.
     """
     rollouts: set[str] = set()
-    for key in {key for key, ids in entries if ids}:
-        rollouts |= _rollouts_to_flag(connection, key)
+    keys = list({key for key, ids in entries if ids})
+    query = f"SELECT 1 FROM entries WHERE key IN ({question_marks(keys)}) LIMIT 1"
+    # usually nothing: a key is seldom used twice
+    if keys and connection.execute(query, keys).fetchone():
+        rollouts.update(*(_rollouts_to_flag(connection, key) for key in keys))
     rollouts.discard(rollout)
     if rollouts or own:
         rows = [(name,) for name in (rollout, *rollouts)]
@@ -121,10 +147,10 @@ def flag_ambiguous(
 
 
 def _rollouts_to_flag(connection: sqlite3.Connection, key: bytes) -> set[str]:
-    """Rollouts that become ambiguous if another one adds a turn with ids under this key.
+    """Rollouts that become ambiguous if another rollout adds a turn with ids under this key.
 
-    Those of all turns without ids, and that of one turn with ids: if turns with ids belong to several
-    rollouts, all of those became ambiguous when the second was added.
+    Returns the rollouts of all turns without ids, and the rollout of one turn with ids. One is enough: if
+    turns with ids belong to several rollouts, all of those became ambiguous when the second was added.
     """
     query = "SELECT ids, turn FROM entries WHERE key = ? ORDER BY ids DESC LIMIT 1"
     last = connection.execute(query, (key,)).fetchone()

@@ -15,6 +15,7 @@ from proxy.stores.packed import description_size, unpack_entries
 from proxy.stores.sqlite_index import (
     INDEX_SCHEMA,
     flag_ambiguous,
+    in_chunks,
     mark_continued,
     put_entries,
     remove_entries,
@@ -239,11 +240,11 @@ def evict_step(
 
 
 def _remember_evicted(connection: sqlite3.Connection, keys: Iterable[bytes], limit: int) -> None:
-    rows = [(key,) for key in keys]
-    if rows:
-        connection.executemany("INSERT OR REPLACE INTO evicted (key) VALUES (?)", rows)
-        last = connection.execute("SELECT max(seq) FROM evicted").fetchone()[0]
-        connection.execute("DELETE FROM evicted WHERE seq <= ?", (last - limit,))
+    for chunk in in_chunks(keys):
+        rows = ", ".join(["(?)"] * len(chunk))
+        connection.execute(f"INSERT OR REPLACE INTO evicted (key) VALUES {rows}", chunk)
+    last = connection.execute("SELECT max(seq) FROM evicted").fetchone()[0] or 0
+    connection.execute("DELETE FROM evicted WHERE seq <= ?", (last - limit,))
 
 
 def drop_responses(connection: sqlite3.Connection, limits: Limits, oldest: float) -> int:

@@ -98,6 +98,15 @@ async def test_more_groups_than_are_returned(store: Store) -> None:
     ]
 
 
+async def test_the_newest_turn_of_a_large_group_may_be_closed(store: Store) -> None:
+    turns = [make_turn(completion=b"") for _ in range(102)]
+    names = ["large"] * 100 + ["small", "large"]
+    await store.add(make_session(), turns, [[entry("k", name)] for name in names])
+    await store.claim(turns[-1].id)
+    groups = (await store.find([_KEY]))[_KEY].groups
+    assert [group.ids for group in groups] == [digest_of("large"), digest_of("small")]
+
+
 async def test_a_turn_is_open_until_it_is_continued(store: Store) -> None:
     parent, other = make_turn(), make_turn()
     await store.add(make_session(), [parent, other], [[entry("k", "ids")]] * 2)
