@@ -235,10 +235,12 @@ class Matcher:
             return match
         # one request at a time: others of this process would race for the same candidates
         async with self._claiming.setdefault(group.ids, asyncio.Lock()):
-            for candidate in await self._open_candidates(fit):
-                claimed = await self._claim(candidate.turn)
-                if claimed is not None:
-                    return replace(match, turn=claimed, claimed=True)
+            # other processes may claim all that were found: then there may be more
+            while candidates := await self._open_candidates(fit):
+                for candidate in candidates:
+                    claimed = await self._claim(candidate.turn)
+                    if claimed is not None:
+                        return replace(match, turn=claimed, claimed=True)
         return replace(match, same_rollout=False)
 
     async def _claim(self, turn_id: str) -> CachedTurn | None:
