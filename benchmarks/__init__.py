@@ -1,1 +1,1 @@
-"""What the proxy costs, measured: `python benchmarks/overhead.py`."""
+"""Benchmarks of the proxy: `overhead.py`, `append.py` and `transparent.py` are the programs to run."""

@@ -1,4 +1,4 @@
-"""What does an append cost, and does a long history make it dearer? The command; `--help` says how."""
+"""Benchmark: the cost of an append, by the length of the history. `--help` describes the measurement."""
 
 import argparse
 import asyncio
@@ -17,67 +17,67 @@ from statistics import median
 from typing import Any
 
 if __name__ == "__main__":
-    # of a program run by its path, Python puts the folder on the search path: this package is one above
+    # for a program that is run by its path, Python searches its folder; this package is in the parent folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import uvloop
 
 from benchmarks.author import RESULT_TOKENS, TOOLS, Author, Messages
-from benchmarks.processes import others_s
+from benchmarks.processes import other_programs_s
 from benchmarks.report import machine, table, verdict
 from proxy.demo.checkpoint import ensure_checkpoint
 from proxy.demo.errors import DemoError
 from tokenization import Appended, ChatTokenizer, Continuation, TokenizationError
 
 _DESCRIPTION = """\
-Measure what it costs to append a tool result of 200 tokens to a conversation that is already ids, and what
-it costs to render and encode the whole conversation instead, after 1k, 8k, 32k and 128k tokens.
+Measure the time to append a tool result of 200 tokens to a conversation of 1k, 8k, 32k and 128k ids, and the
+time to render and encode the whole conversation instead.
 
 The model is the demo's (SmolLM2, its ChatML template), with a tool declared. The conversation is an agent's:
-a question, a command, its output, an answer, and so on; it ends with a command whose output is to be
-appended. Before anything is timed, it is checked that both lead to the same ids.
+a question, a command, its output, an answer, and so on; it ends with a command whose output is appended.
+Before the measurement the program checks that both ways give the same ids.
 
-  append        the whole next prompt as a list. It holds a copy of the ids before: the only part of an append
-                that grows with the history.
-  continuation  what `append` puts behind those ids, without the copy: for callers that keep them as bytes.
-  new           a result never seen before: rendered and encoded.
-  repeated      a result seen before: a cache answers.
+  append        returns the whole next prompt as a list. Only its copy of the existing ids grows with the
+                history.
+  continuation  returns only the ids to append, without the copy: for callers that keep ids as bytes.
+  new           the result is new: it is rendered and encoded.
+  repeated      the result is cached.
   history=      with the messages that led to the ids, which some templates need; otherwise without. With them
-                `append` also notes what the template would have shown otherwise, anew in each call.
-  render        the whole conversation from its messages, the new result included.
+                every `append` also compares what the template would have rendered instead.
+  render        the whole conversation from its messages, with the new result.
 
-Everything is gone through in rounds, so that a busy minute of the machine spoils no length alone, and medians
-are compared. Then such calls run on a thread at 128k, while a task on the event loop wants to wake up every
-millisecond; its longest wait is how long other requests stand still. `first of its thread` is the first call
-on a new thread, later ones are on a thread that has made one. `asleep` is a thread that only sleeps.
+Lengths are measured in rounds, so that a disturbance affects all of them; medians are compared.
+Then calls at 128k run on a thread while a task on the event loop wakes up every millisecond: its longest wait
+is how long other requests are blocked. `first of its thread` is the first call on a new thread; the others
+are later calls. `asleep` is a thread that only sleeps.
 
 The aims: an append at 128k takes at most twice as long as at 1k, and at most a hundredth of a render; it
-keeps the event loop waiting for at most 5 ms. A missed aim does not change the exit code: machines differ.
+blocks the event loop for at most 5 ms. A missed aim does not change the exit code: machines differ.
 
-Run it where nothing else runs. Linux only: it reads /proc.
+Run it on an idle machine. Linux only: it reads /proc.
 """
 
 _EXAMPLES = """\
 examples:
-  python benchmarks/append.py                  everything: about a minute
-  python benchmarks/append.py --quick          does it run: ten seconds, and numbers that mean little
-  python benchmarks/append.py --json out.json  every sample by itself, for another program
+  python benchmarks/append.py                  measure everything: about a minute
+  python benchmarks/append.py --quick          check that it runs: ten seconds, imprecise numbers
+  python benchmarks/append.py --json out.json  also write every sample to a file
 """
 
 LENGTHS = (1_000, 8_000, 32_000, 128_000)
 SHORT, LONG = LENGTHS[0], LENGTHS[-1]
 GROWTH, GAIN, WAIT_MS = 2.0, 100.0, 5.0
-"""Aims: append at 128k over append at 1k; render over append at 128k; longest wait of the event loop."""
+"""Aims: append at 128k / append at 1k; render / append at 128k; longest wait of the event loop."""
 
 QUIET = 0.05
-"""Share of the machine that other programs may have before the numbers are doubtful."""
+"""Share of the machine's CPU time that other programs may use before a warning is printed."""
 
 _RENDER, _FIRST = "render", "append, first of its thread"
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to measure."""
+    """How often to measure."""
 
     rounds: int
     appends: int
@@ -85,7 +85,7 @@ class Effort:
     renders: int
     """At each length in each round."""
     waits: int
-    """Calls beside a ticking event loop, of each kind."""
+    """Calls of each kind during which the event loop's waits are measured."""
 
 
 FULL = Effort(rounds=10, appends=20, renders=2, waits=50)
@@ -106,14 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = {**machine(), "libraries": libraries, "others": f"{measured.others:.0%}"}
     print(as_text(measured, about))
     if measured.others > QUIET:
-        print(f"\nOther programs had {measured.others:.0%} of the cores: measure again when they rest.")
+        print(f"\nOther programs used {measured.others:.0%} of the cores: measure again on an idle machine.")
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(measured, about), indent=1) + "\n")
     return 0
 
 
 class WrongIds(Exception):
-    """Appending and rendering lead to different prompts, so that their times must not be compared."""
+    """Appending and rendering gave different prompts, so their times cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Past:
     ids: list[int]
 
     def render(self, new: Messages) -> list[int]:
-        """The next prompt from nothing but messages."""
+        """The next prompt, rendered from all messages."""
         return self.tokenizer.render([*self.messages, *new], tools=TOOLS)
 
 
@@ -134,15 +134,15 @@ class Way:
     """One way to append."""
 
     copies: bool
-    """`append`, which copies the ids before; otherwise `continuation`."""
+    """Whether it is `append`, which copies the existing ids; otherwise `continuation`."""
     new: bool
-    """Whether each call gets a result that was never seen before."""
+    """Whether each call gets a new result; otherwise a cached one."""
     history: bool
-    """Whether it is told the messages that led to the ids."""
+    """Whether it gets the messages that led to the ids."""
 
     @property
     def name(self) -> str:
-        """As the tables have it."""
+        """The row's name in the tables."""
         kind = "new" if self.new else "repeated"
         return f"{'append' if self.copies else 'continuation'}, {kind}{', history=' if self.history else ''}"
 
@@ -154,7 +154,7 @@ class Way:
         return past.tokenizer.continuation(past.ids[-1], new, history=history, tools=TOOLS)
 
 
-WAYS = tuple(Way(*chosen) for chosen in product((True, False), repeat=3))
+WAYS = tuple(Way(*flags) for flags in product((True, False), repeat=3))
 
 
 @dataclass(slots=True)
@@ -165,45 +165,45 @@ class Times:
     ms: dict[int, list[float]] = field(default_factory=lambda: {length: [] for length in LENGTHS})
 
     def p50(self, length: int) -> float:
-        """The median call."""
+        """The median of the calls."""
         return median(self.ms[length])
 
     @property
     def growth(self) -> float:
-        """How many times as long it takes at 128k as at 1k."""
+        """Median at 128k / median at 1k."""
         return self.p50(LONG) / self.p50(SHORT)
 
 
 @dataclass(slots=True)
 class Measured:
-    """Everything that was measured."""
+    """All results."""
 
     tokens: dict[int, int]
-    """Ids of each history, under the length that was wanted."""
+    """Number of ids of each history, by its nominal length."""
     appends: list[Times]
     render: Times
     waits: dict[str, list[float]]
-    """Longest wait of the event loop beside each call at 128k, in milliseconds."""
+    """Longest wait of the event loop during each call at 128k, in milliseconds."""
     others: float
-    """Share of the machine that other programs had."""
+    """Share of the machine's CPU time that other programs used."""
 
     def gain(self, times: Times) -> float:
-        """How many times as long a render takes at 128k."""
+        """Median render / median of these calls, at 128k."""
         return self.render.p50(LONG) / times.p50(LONG)
 
 
 def measure(tokenizer: ChatTokenizer, effort: Effort) -> Measured:
-    """Write the conversations, check that both ways agree on them, and run all rounds.
+    """Write the conversations, check that appends and renderings agree, and run all rounds.
 
     Raises:
-        WrongIds: they do not agree.
+        WrongIds: an append and a rendering differ.
     """
     author = Author(tokenizer)
     pasts = {length: Past(tokenizer, *author.history(length)) for length in LENGTHS}
     for past in pasts.values():
         check_same(past, author.result())
     appends, render = [Times(way.name) for way in WAYS], Times(_RENDER)
-    start, before_s = time.monotonic(), others_s()
+    start, other_programs_before_s = time.monotonic(), other_programs_s()
     for number in range(effort.rounds):
         print(f"round {number + 1} of {effort.rounds} ...", file=sys.stderr)
         for length, past in pasts.items():
@@ -215,24 +215,24 @@ def measure(tokenizer: ChatTokenizer, effort: Effort) -> Measured:
     waits = uvloop.run(all_waits(pasts[LONG], author, effort.waits))
     cores_s = len(os.sched_getaffinity(0)) * (time.monotonic() - start)
     tokens = {length: len(past.ids) for length, past in pasts.items()}
-    return Measured(tokens, appends, render, waits, (others_s() - before_s) / cores_s)
+    return Measured(tokens, appends, render, waits, (other_programs_s() - other_programs_before_s) / cores_s)
 
 
 def check_same(past: Past, new: Messages) -> None:
-    """Append in every way, and render.
+    """Compare the prompts of all ways to append with a rendering.
 
     Raises:
         WrongIds: the prompts differ.
     """
     rendered = past.render(new)
     for way in WAYS:
-        behind = way.call(past, new)
-        if [*past.ids, *behind.close_ids, *behind.suffix_ids] != rendered:
-            raise WrongIds(f"{way.name}: not the ids of a render after {len(past.ids)} tokens")
+        appended = way.call(past, new)
+        if [*past.ids, *appended.close_ids, *appended.suffix_ids] != rendered:
+            raise WrongIds(f"{way.name}: differs from a rendering, after {len(past.ids)} tokens")
 
 
 def timed(call: Callable[[Messages], object], results: Sequence[Messages]) -> list[float]:
-    """Milliseconds of a call with each of the results but the first, which warms up."""
+    """Milliseconds of the call with each result, except for the first, which warms up."""
     call(results[0])
     taken = []
     for result in results[1:]:
@@ -243,31 +243,33 @@ def timed(call: Callable[[Messages], object], results: Sequence[Messages]) -> li
 
 
 async def all_waits(past: Past, author: Author, count: int) -> dict[str, list[float]]:
-    """Longest wait of the event loop, in milliseconds, beside each of `count` calls of each kind."""
-    untold, told = (Way(copies=True, new=True, history=history) for history in (False, True))
+    """Longest waits of the event loop, in milliseconds, during `count` calls of each kind."""
+    without_history, with_history = (Way(copies=True, new=True, history=history) for history in (False, True))
     calls: dict[str, Callable[[Messages], object]] = {
         "asleep": lambda _: time.sleep(0.001),
-        untold.name: partial(untold.call, past),
-        told.name: partial(told.call, past),
+        without_history.name: partial(without_history.call, past),
+        with_history.name: partial(with_history.call, past),
         _RENDER: past.render,
     }
     waits: dict[str, list[float]] = {name: [] for name in (*calls, _FIRST)}
     for _ in range(count):
         with ThreadPoolExecutor(1) as thread:
-            waits[_FIRST].append(await longest_wait(thread, partial(untold.call, past, author.result())))
+            waits[_FIRST].append(
+                await longest_wait(thread, partial(without_history.call, past, author.result()))
+            )
             for name, call in calls.items():
                 waits[name].append(await longest_wait(thread, partial(call, author.result())))
     return waits
 
 
 async def longest_wait(thread: ThreadPoolExecutor, work: Callable[[], object]) -> float:
-    """Milliseconds between two ticks of a task that wants one each millisecond, while `work` runs."""
+    """Longest wait in milliseconds of a task that ticks every millisecond, while `work` runs."""
     ticks: list[float] = []
     ticking = asyncio.create_task(_tick(ticks))
     await asyncio.sleep(0.005)
     before = len(ticks) - 1
     await asyncio.get_running_loop().run_in_executor(thread, work)
-    await asyncio.sleep(0.005)  # the tick that was kept waiting
+    await asyncio.sleep(0.005)  # for the tick that was delayed
     ticking.cancel()
     return 1000 * max(later - earlier for earlier, later in pairwise(ticks[before:]))
 
@@ -279,7 +281,7 @@ async def _tick(ticks: list[float]) -> None:
 
 
 def as_json(measured: Measured, about: dict[str, str]) -> dict[str, Any]:
-    """Everything, for another program."""
+    """All results and samples, as JSON values."""
     rows = [*measured.appends, measured.render]
     return {
         "machine": about,
@@ -293,7 +295,7 @@ def as_json(measured: Measured, about: dict[str, str]) -> dict[str, Any]:
 
 
 def as_text(measured: Measured, about: dict[str, str]) -> str:
-    """Markdown tables that also read well on a terminal."""
+    """The results as Markdown tables, aligned for a terminal."""
     tokens = ", ".join(f"{count:,}" for count in measured.tokens.values())
     lengths = [f"{length // 1000}k" for length in LENGTHS]
     times = [
@@ -303,18 +305,18 @@ def as_text(measured: Measured, about: dict[str, str]) -> str:
             for row in [*measured.appends, measured.render]
         ),
     ]
-    grows, gains = f"128k / 1k (<= {GROWTH:g}x)", f"render / it, at 128k (>= {GAIN:g}x)"
+    growth_title, gain_title = f"128k / 1k (<= {GROWTH:g}x)", f"render / append, 128k (>= {GAIN:g}x)"
     ratios = [
-        ["ratio", grows, "", gains, ""],
+        ["ratio", growth_title, "", gain_title, ""],
         *(_ratio_row(row, measured.gain(row)) for row in measured.appends),
         [_RENDER, f"{measured.render.growth:.0f}x", "", "", ""],
     ]
     loop = [
-        ["event loop, beside", "longest wait, median", "worst", "aim", ""],
+        ["event loop, during", "longest wait, median", "worst", "aim", ""],
         *(_wait_row(name, waits) for name, waits in measured.waits.items()),
     ]
     head = [
-        f"{about['cores']} cores of {about['cpu']}; other programs had {about['others']} of them",
+        f"{about['cores']} cores of {about['cpu']}; other programs used {about['others']} of them",
         f"Python {about['python']}, {about['libraries']}",
         f"histories of {tokens} ids; results of {RESULT_TOKENS}",
     ]
@@ -322,8 +324,8 @@ def as_text(measured: Measured, about: dict[str, str]) -> str:
 
 
 def _ratio_row(times: Times, gain: float) -> list[str]:
-    grown, gained = verdict(times.growth <= GROWTH), verdict(gain >= GAIN)
-    return [times.name, f"{times.growth:.2f}x", grown, f"{gain:,.0f}x", gained]
+    growth_met, gain_met = verdict(times.growth <= GROWTH), verdict(gain >= GAIN)
+    return [times.name, f"{times.growth:.2f}x", growth_met, f"{gain:,.0f}x", gain_met]
 
 
 def _wait_row(name: str, waits: Sequence[float]) -> list[str]:
@@ -336,8 +338,8 @@ def _wait_row(name: str, waits: Sequence[float]) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=kind)
-    parser.add_argument("--quick", action="store_true", help="only see that it runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to this file")
+    parser.add_argument("--quick", action="store_true", help="only check that it runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     return parser
 
 

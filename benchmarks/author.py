@@ -1,4 +1,4 @@
-"""Who writes the conversations: an agent that runs commands in a repository, and what they print."""
+"""Write the benchmark's conversations: an agent runs commands in a repository and reads their output."""
 
 import json
 import random
@@ -9,7 +9,7 @@ from tokenization import ChatTokenizer
 RESULT_TOKENS = 200
 _SEED = 20
 _LINE_TOKENS = 8
-"""A line of a log has more."""
+"""Lower bound of the tokens in a line of a log."""
 TOOLS = (
     {
         "type": "function",
@@ -35,7 +35,7 @@ Messages = list[dict[str, Any]]
 
 
 class Author:
-    """Writes the conversation: always the same, and no text twice."""
+    """Writes conversations: the same in every run, with no text twice."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -43,52 +43,52 @@ class Author:
         self._words = _VOCABULARY.split()
 
     def result(self, tokens: int = RESULT_TOKENS, call: str = "call_0") -> Messages:
-        """What a command printed: so many tokens."""
+        """The output of a command, with this number of tokens."""
         lines = (self._log_line() for _ in range(tokens // _LINE_TOKENS + 1))
         printed = self._cut("\n".join(lines), tokens)
         return [{"role": "tool", "tool_call_id": call, "content": printed}]
 
     def results(self, count: int, *, new: bool) -> list[Messages]:
-        """Different results, or one `count` times."""
+        """`count` results: all different if `new`, else all equal."""
         return [self.result() for _ in range(count)] if new else [self.result()] * count
 
     def history(self, length: int) -> tuple[Messages, list[int]]:
-        """Messages that end with a tool call, and their ids as an engine has them: about `length`."""
-        messages, fixed = [SYSTEM], self._count([])
-        missing = length - fixed
+        """Messages that end with a tool call, and their ids up to its stop token: about `length`."""
+        messages, preamble = [SYSTEM], self._count([])
+        remaining = length - preamble
         while True:
-            turns = [*self._question(self._prose(30)), *self.result(), self._says(self._prose(120))]
+            turns = [*self._question(self._prose(30)), *self.result(), self._assistant(self._prose(120))]
             ending = self._question("")
-            size, least = self._count(turns) - fixed, self._count(ending) - fixed
-            if size + least > missing:
+            size, ending_size = self._count(turns) - preamble, self._count(ending) - preamble
+            if size + ending_size > remaining:
                 break
             messages += turns
-            missing -= size
-        messages += self._question(self._prose(missing - least))
+            remaining -= size
+        messages += self._question(self._prose(remaining - ending_size))
         ids = self._tokenizer.render(messages, tools=TOOLS, add_generation_prompt=False)
         stop = self._tokenizer.stop_id(tools=TOOLS)
         return messages, ids[: len(ids) - ids[::-1].index(stop)]
 
     def opening(self, tokens: int) -> Messages:
-        """How a conversation begins: with a question of so many tokens."""
+        """The first messages of a conversation: the system message and a question of `tokens` tokens."""
         return [SYSTEM, {"role": "user", "content": self._prose(tokens)}]
 
     def sampled(self, tokens: int) -> tuple[dict[str, Any], list[int]]:
-        """What a model says in so many tokens, and a command behind it, with the ids of both."""
-        said = self._question("")[1] | {"content": self._prose(tokens)}
+        """An assistant message with a text of this number of tokens and a tool call; and its ids."""
+        message = self._question("")[1] | {"content": self._prose(tokens)}
         opening = self.opening(1)
         prompt = self._tokenizer.render(opening, tools=TOOLS)
-        whole = self._tokenizer.render([*opening, said], tools=TOOLS, add_generation_prompt=False)
+        whole = self._tokenizer.render([*opening, message], tools=TOOLS, add_generation_prompt=False)
         stop = self._tokenizer.stop_id(tools=TOOLS)
-        return said, whole[len(prompt) : len(whole) - whole[::-1].index(stop)]
+        return message, whole[len(prompt) : len(whole) - whole[::-1].index(stop)]
 
-    def _question(self, content: str) -> Messages:
+    def _question(self, content: str) -> Messages:  # with the tool call that follows it
         path, number = f"src/{self._word()}/{self._word()}.py", self._random.randrange(1, 900)
         arguments = json.dumps({"command": f"sed -n {number},{number + 40}p {path}", "timeout_s": 30})
         call = {"id": "call_0", "type": "function", "function": {"name": "run", "arguments": arguments}}
-        return [{"role": "user", "content": content}, {**self._says(None), "tool_calls": [call]}]
+        return [{"role": "user", "content": content}, {**self._assistant(None), "tool_calls": [call]}]
 
-    def _says(self, content: str | None) -> dict[str, Any]:
+    def _assistant(self, content: str | None) -> dict[str, Any]:
         return {"role": "assistant", "content": content}
 
     def _prose(self, tokens: int) -> str:
@@ -96,17 +96,17 @@ class Author:
 
     def _log_line(self) -> str:
         seconds, code = self._random.uniform(0, 99), self._random.getrandbits(32)
-        said = " ".join(self._word() for _ in range(6))
-        return f"{seconds:.3f} {self._word()}.py:{self._random.randrange(900)} [{code:08x}] {said}"
+        text = " ".join(self._word() for _ in range(6))
+        return f"{seconds:.3f} {self._word()}.py:{self._random.randrange(900)} [{code:08x}] {text}"
 
     def _word(self) -> str:
         return self._random.choice(self._words)
 
     def _cut(self, text: str, tokens: int) -> str:
-        """The first tokens of a text of ASCII, in which a vocabulary's letter is a letter."""
-        spelled = self._tokenizer.token_strings(self._tokenizer.encode(text)[:tokens])
-        return text[: sum(map(len, spelled))]
+        """The text's first tokens. ASCII only: there each character of a token string is one of the text."""
+        strings = self._tokenizer.token_strings(self._tokenizer.encode(text)[:tokens])
+        return text[: sum(map(len, strings))]
 
     def _count(self, messages: Messages) -> int:
-        together = [SYSTEM, *messages]
-        return len(self._tokenizer.render(together, tools=TOOLS, add_generation_prompt=False))
+        with_system = [SYSTEM, *messages]
+        return len(self._tokenizer.render(with_system, tools=TOOLS, add_generation_prompt=False))

@@ -1,7 +1,7 @@
-"""What is asked and what is answered: the requests of clients, and the canned answers of the no-op engine.
+"""The measured requests, and the canned responses of the no-op engine.
 
-Requests carry the header set of the OpenAI SDK, answers those of vLLM, because headers are a good part of
-what a small request costs.
+Requests have the headers of the OpenAI SDK and responses those of vLLM, because headers are a large part of
+the cost of a small request.
 """
 
 import json
@@ -15,7 +15,7 @@ MODEL = "noop"
 CHUNKS = 256
 MANY = 100_000
 PACE_S = 0.005
-"""Between the chunks of a paced stream: a fast engine's time per token."""
+"""Pause between the chunks of a paced stream: a fast engine's time per token."""
 
 HEADERS = {
     "host": "127.0.0.1",
@@ -39,59 +39,59 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of request, and how hard to try it."""
+    """One kind of request, and how often to send it."""
 
     name: str
     path: str
     body: dict[str, Any]
-    answer: str
-    """Which canned answer the engine gives."""
+    response: str
+    """Name of the engine's canned response."""
     samples: int
-    """Requests for the added latency, per round; 0 where one has no meaning."""
+    """Requests per round to measure the added latency; 0 if it is not measured."""
     connections: int
-    """Requests at once, for throughput."""
+    """Concurrent requests to measure throughput."""
     added_ms: float | None = None
-    """Aim: at most this many milliseconds added at the median."""
+    """Aim: the maximum of the median added latency, in milliseconds."""
     per_second: float | None = None
-    """Aim: at least this many requests a second on one core."""
+    """Aim: the minimum of requests per second on one core."""
 
     @property
     def paced(self) -> bool:
-        """Whether the engine takes its time, so that the rate says nothing."""
-        return self.answer == "paced"
+        """Whether the engine pauses between chunks, so that the throughput is limited by it."""
+        return self.response == "paced"
 
     def headers(self) -> dict[str, str]:
-        """What a client sends beside the body."""
-        return {**HEADERS, "x-answer": self.answer}
+        """The request's headers, without its length."""
+        return {**HEADERS, "x-response": self.response}
 
     def payload(self) -> bytes:
-        """The body as JSON, as compact as httpx makes it."""
+        """The body as compact JSON, as httpx encodes it."""
         return _dump({"model": MODEL, **self.body})
 
     def request(self) -> bytes:
-        """The whole HTTP request."""
+        """The HTTP request as bytes."""
         return http_request(self.path, self.headers(), self.payload())
 
 
 def http_request(path: str, headers: dict[str, str], payload: bytes) -> bytes:
-    """A whole HTTP request."""
+    """An HTTP request as bytes."""
     headers = {**headers, "content-length": str(len(payload))}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + payload
 
 
 def cases() -> list[Case]:
-    """Everything that is measured."""
+    """All cases that are measured."""
     chat = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
     small: dict[str, float] = {"added_ms": 1.0, "per_second": 1500}
     large: dict[str, float] = {"added_ms": 5.0, "per_second": 200}
     few, many = ids(50), ids(MANY)
-    quiet = {"prompt_ids": many, "return_token_ids": False}
+    without_ids = {"prompt_ids": many, "return_token_ids": False}
     stream = {"messages": chat, "stream": True}
     return [
         Case("small chat", CHAT, {"messages": chat}, "small", 100, 32, **small),
         Case("small token route", TOKENS, {"prompt_ids": few}, "tokens", 100, 32, **small),
-        Case("100k ids in", TOKENS, quiet, "small", 30, 8, **large),
+        Case("100k ids in", TOKENS, without_ids, "small", 30, 8, **large),
         Case("100k ids out", TOKENS, {"prompt_ids": few}, "long", 30, 8, **large),
         Case("100k ids in, echoed", TOKENS, {"prompt_ids": many}, "echo", 30, 8, **large),
         Case("256-chunk stream", CHAT, stream, "stream", 30, 32),
@@ -100,31 +100,31 @@ def cases() -> list[Case]:
 
 
 def ids(count: int) -> list[int]:
-    """Ids as large vocabularies have them: five or six digits mostly, and no run that compresses."""
+    """Ids like those of a large vocabulary: mostly of five or six digits, and not compressible."""
     return [(n * 7919 + 12345) % 151_643 for n in range(count)]
 
 
-def answers() -> dict[str, bytes]:
-    """Whole HTTP answers by name. Streams have none: they come in pieces."""
+def responses() -> dict[str, bytes]:
+    """HTTP responses as bytes, by name. Streams are not among them: see `stream`."""
     few = ids(50)
     return {
-        "small": answer(_completion()),
-        "tokens": answer(_completion(few, ids(20))),
-        "long": answer(_completion(few, ids(MANY))),
-        "echo": answer(_completion(ids(MANY), ids(20))),
+        "small": http_response(_completion()),
+        "tokens": http_response(_completion(few, ids(20))),
+        "long": http_response(_completion(few, ids(MANY))),
+        "echo": http_response(_completion(ids(MANY), ids(20))),
     }
 
 
 def stream() -> list[bytes]:
-    """A stream of chunks: the head, one HTTP chunk for each event, the end."""
+    """The parts of a streamed HTTP response: the head, one HTTP chunk for each event, the end."""
     kind = b"content-type: text/event-stream; charset=utf-8\r\n"
     head = b"HTTP/1.1 200 OK\r\n" + kind + b"transfer-encoding: chunked\r\n\r\n"
     events = [b"data: " + _dump(_chunk(n)) + b"\n\n" for n in range(CHUNKS - 1)] + [b"data: [DONE]\n\n"]
     return [head, *(b"%x\r\n%b\r\n" % (len(event), event) for event in events), b"0\r\n\r\n"]
 
 
-def answer(value: object, status: str = "200 OK") -> bytes:
-    """A whole HTTP answer with a JSON body."""
+def http_response(value: object, status: str = "200 OK") -> bytes:
+    """An HTTP response with a JSON body, as bytes."""
     body = _dump(value)
     head = f"HTTP/1.1 {status}\r\ndate: Fri, 21 Nov 2025 00:00:00 GMT\r\nserver: uvicorn\r\n"
     return f"{head}content-length: {len(body)}\r\ncontent-type: application/json\r\n\r\n".encode() + body

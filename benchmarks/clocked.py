@@ -1,7 +1,7 @@
-"""The proxy with clocks on its stages: `python -m benchmarks.clocked FILE serve ...`.
+"""The proxy with timers in its stages: `python -m benchmarks.clocked FILE serve ...`.
 
-For each chat completion one line goes to FILE: the stages with their beginning and end in nanoseconds of
-CLOCK_MONOTONIC, which all processes of a machine share: a client knows its own requests by their time.
+It writes one line to FILE for each chat completion: the start and end of every stage, in nanoseconds of
+CLOCK_MONOTONIC. All processes share this clock, so a client finds its own requests by their time.
 """
 
 import functools
@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-ANSWER = "answer"
-"""All of a request, but for HTTP and JSON towards the client."""
+REQUEST = "request"
+"""The span of a whole request, except for HTTP parsing and writing on the client's side."""
 STAGES = {
     "parse request": "proxy.dialects.chat:ChatDialect.parse",
     "parse messages": "proxy.history.placing:Placer.parse",
@@ -33,7 +33,7 @@ STAGES = {
     "commit": "{store}.add",
     "cache": "proxy.history.cache:TurnCache.put",
 }
-"""One after the other, each with the function that is timed."""
+"""The stages of a request in order, each with the function that is timed."""
 INSIDE = {
     "match: find": "{store}.find",
     "match: path": "{store}.path",
@@ -50,24 +50,24 @@ Span = tuple[str, int, int]
 
 
 class Clocks:
-    """Times functions, and writes down what was timed whenever an answer is complete."""
+    """Times the stages' functions, and writes the spans of each request when it ends."""
 
     def __init__(self, file: int) -> None:
         self._file = file
         self._spans: list[Span] = []
 
     def start(self) -> None:
-        """Put a clock on every stage.
+        """Replace the function of every stage by a timed one.
 
         Raises:
-            AttributeError: a stage has no such function any more.
+            AttributeError: a stage's function does not exist (any more).
         """
         for name, target in (STAGES | INSIDE).items():
             for store in _STORES if "{store}" in target else ("",):
-                self._put(target.format(store=store), name)
-        self._put("proxy.routes.turns:TurnRoute.answer", ANSWER)
+                self._replace(target.format(store=store), name)
+        self._replace("proxy.routes.turns:TurnRoute.answer", REQUEST)
 
-    def _put(self, target: str, name: str) -> None:
+    def _replace(self, target: str, name: str) -> None:
         module, _, path = target.partition(":")
         *owners, attribute = path.split(".")
         owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
@@ -75,7 +75,7 @@ class Clocks:
 
     def _timed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(work)
-        async def waited(*args: Any, **kwargs: Any) -> Any:
+        async def timed_coroutine(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter_ns()
             try:
                 return await work(*args, **kwargs)
@@ -83,24 +83,24 @@ class Clocks:
                 self._stop(name, start)
 
         @functools.wraps(work)
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def timed_function(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter_ns()
             try:
                 return work(*args, **kwargs)
             finally:
                 self._stop(name, start)
 
-        return waited if inspect.iscoroutinefunction(work) else called
+        return timed_coroutine if inspect.iscoroutinefunction(work) else timed_function
 
     def _stop(self, name: str, start: int) -> None:
         self._spans.append((name, start, time.perf_counter_ns()))
-        if name == ANSWER:
+        if name == REQUEST:
             spans, self._spans = self._spans, []
             os.write(self._file, json.dumps(spans).encode() + b"\n")
 
 
 def read_clocks(file: Path) -> list[list[Span]]:
-    """What was written, one list for each request."""
+    """Read a file of `Clocks`: one list of spans for each request."""
     lines = file.read_text().splitlines() if file.exists() else []
     return [[(name, start, end) for name, start, end in json.loads(line)] for line in lines]
 

@@ -1,4 +1,4 @@
-"""A client cheap enough not to be what is measured: raw sockets, canned requests, answers only counted."""
+"""A load generator that costs little CPU: raw sockets, canned requests, responses that are not parsed."""
 
 import asyncio
 import re
@@ -19,12 +19,12 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
-class BadAnswer(Exception):
-    """An answer is not what the engine sent."""
+class BadResponse(Exception):
+    """A response is an error, is cut off, or differs from the engine's."""
 
 
 class Framing:
-    """Finds the end of an HTTP answer. Keeps the head and the last bytes, nothing between."""
+    """Finds the end of an HTTP response. Keeps only its head and its last bytes."""
 
     def __init__(self) -> None:
         self._head = b""
@@ -32,10 +32,10 @@ class Framing:
         self._tail = b""
 
     def feed(self, data: bytes) -> bool:
-        """Whether the answer is complete with `data`.
+        """Add received bytes; returns whether the response is complete.
 
         Raises:
-            BadAnswer: its status is not 200.
+            BadResponse: the response's status is not 200.
         """
         if not self._tail and self._left is None:
             self._head += data
@@ -43,7 +43,7 @@ class Framing:
             if end < 0:
                 return False
             if not self._head.startswith(b"HTTP/1.1 200"):
-                raise BadAnswer(self._head[:500].decode("latin-1"))
+                raise BadResponse(self._head[:500].decode("latin-1"))
             length = _LENGTH.search(self._head, 0, end + 2)
             data = self._head[end + 4 :]
             self._left = int(length[1]) if length else None
@@ -78,13 +78,13 @@ class Latency:
     def _receive(self) -> bytes:
         data = self._socket.recv(_READ)
         if not data:
-            raise BadAnswer("the connection was closed in the middle of an answer")
+            raise BadResponse("the connection was closed in the middle of a response")
         return data
 
 
 def latencies(ports: Sequence[int], request: bytes, samples: int, warm_up: int = 5) -> list[list[float]]:
-    """Milliseconds of `samples` requests to each port, taken in turns so that a machine that slows down
-    slows all of them."""
+    """Milliseconds of `samples` requests to each port. The ports alternate, so that a slow machine
+    affects all of them."""
     connections = [Latency(port) for port in ports]
     try:
         rounds = [[c.measure(request) for c in connections] for _ in range(warm_up + samples)]
@@ -95,27 +95,27 @@ def latencies(ports: Sequence[int], request: bytes, samples: int, warm_up: int =
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """What came of some seconds of load."""
+class LoadResult:
+    """The result of some seconds of load."""
 
     requests: int
     seconds: float
-    """Until the last answer."""
+    """Time until the last response."""
     p99_ms: float
-    """How long the slowest hundredth of the requests waited at least."""
+    """The 99th percentile of the latencies."""
 
 
-def throughput(port: int, request: bytes, connections: int, seconds: float) -> Answered:
-    """Keep `connections` requests under way for `seconds`: each connection asks at least once, and the
-    last answers are waited for.
+def throughput(port: int, request: bytes, connections: int, seconds: float) -> LoadResult:
+    """Keep `connections` requests in flight for `seconds`, then wait for the last responses. Each connection
+    sends at least one request.
 
     Raises:
-        BadAnswer: a status is not 200, or a connection was closed.
+        BadResponse: a status is not 200, or a connection was closed.
     """
     return uvloop.run(_drive(port, request, connections, seconds))
 
 
-async def _drive(port: int, request: bytes, connections: int, seconds: float) -> Answered:
+async def _drive(port: int, request: bytes, connections: int, seconds: float) -> LoadResult:
     loop = asyncio.get_running_loop()
     clients = [
         (await loop.create_connection(lambda: _Client(request), "127.0.0.1", port))[1]
@@ -125,72 +125,76 @@ async def _drive(port: int, request: bytes, connections: int, seconds: float) ->
     for client in clients:
         client.start(start + seconds)
     taken = sorted(chain.from_iterable(await asyncio.gather(*(client.done for client in clients))))
-    return Answered(len(taken), time.perf_counter() - start, 1000 * taken[len(taken) * 99 // 100])
+    return LoadResult(len(taken), time.perf_counter() - start, 1000 * taken[len(taken) * 99 // 100])
 
 
 class _Client(asyncio.Protocol):
-    """One connection that asks again as soon as it has its answer."""
+    """One connection that sends the next request as soon as a response is complete."""
 
     def __init__(self, request: bytes) -> None:
         self.done: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-        """The seconds that each request took."""
+        """The latencies of all requests in seconds, once the connection is done."""
         self._request = request
-        self._taken: list[float] = []
+        self._latencies: list[float] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
 
     def start(self, deadline: float) -> None:
-        """Ask until `deadline`, a time of `time.perf_counter`."""
+        """Send requests until `deadline`, a value of `time.perf_counter`."""
         self._deadline = deadline
-        self._ask()
+        self._send()
 
     def data_received(self, data: bytes) -> None:
-        """Ask again once the answer is complete, or be done."""
+        """When the response is complete, send the next request, or end after the deadline."""
         try:
             complete = self._framing.feed(data)
-        except BadAnswer as error:
+        except BadResponse as error:
             self.done.set_exception(error)
             self._transport.close()
             return
         if not complete:
             return
         now = time.perf_counter()
-        self._taken.append(now - self._asked)
+        self._latencies.append(now - self._sent_at)
         if now < self._deadline:
-            self._ask()
+            self._send()
         else:
-            self.done.set_result(self._taken)
+            self.done.set_result(self._latencies)
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail, unless done."""
+        """Fail, unless the deadline has passed."""
         if not self.done.done():
-            self.done.set_exception(BadAnswer(f"the connection was closed in the middle of an answer: {exc}"))
+            self.done.set_exception(
+                BadResponse(f"the connection was closed in the middle of a response: {exc}")
+            )
 
-    def _ask(self) -> None:
+    def _send(self) -> None:
         self._framing = Framing()
-        self._asked = time.perf_counter()
+        self._sent_at = time.perf_counter()
         self._transport.write(self._request)
 
 
 def check_same(case: Case, direct: int, proxy: int) -> None:
-    """Ask both once, properly.
+    """Send one request to both ports with a standard HTTP client, and compare the responses.
 
     Raises:
-        BadAnswer: the proxy's answer is not the engine's.
+        BadResponse: the proxy's response is not the engine's.
     """
     status, body = _fetch(case, proxy)
     if (status, body) != _fetch(case, direct) or status != 200:
-        raise BadAnswer(f"{case.name}: the proxy answers {status} {body[:300]!r}, not what the engine sent")
+        raise BadResponse(
+            f"{case.name}: the proxy returned {status} {body[:300]!r}, not the engine's response"
+        )
 
 
 def _fetch(case: Case, port: int) -> tuple[int, bytes]:
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
     try:
         connection.request("POST", case.path, case.payload(), case.headers())
-        answer = connection.getresponse()
-        return answer.status, answer.read()
+        response = connection.getresponse()
+        return response.status, response.read()
     finally:
         connection.close()

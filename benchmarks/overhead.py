@@ -1,4 +1,4 @@
-"""What does the proxy add to a request? The command; `--help` says what is measured and how."""
+"""Benchmark: the cost that the proxy adds to a request. `--help` describes the measurement."""
 
 import argparse
 import json
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    # of a program run by its path, Python puts the folder on the search path: this package is one above
+    # for a program that is run by its path, Python searches its folder; this package is in the parent folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.cases import Case, cases
-from benchmarks.load import BadAnswer, check_same, latencies, throughput
+from benchmarks.load import BadResponse, check_same, latencies, throughput
 from benchmarks.processes import Cores, Proxy, StartError, noop_engine, pinned, proxy, write_tokenizer
 from benchmarks.report import Result, machine, overhead_json, overhead_text
 
@@ -22,30 +22,30 @@ _DESCRIPTION = """\
 Measure what the proxy adds over a direct connection to an engine that does nothing.
 
 Three processes: the engine (canned answers from a raw socket server), the proxy exactly as `tokenproxy serve`
-runs it, recording to a new SQLite file, and this client. The proxy is pinned to one core; engine and client
-have others, or share the one that is left. All cases are gone through in rounds, so that a busy minute of the
-machine spoils no case alone:
+runs it, with a new SQLite store, and this client. The proxy is pinned to one core; engine and client
+use others, or share the remaining one. The cases are measured in rounds, so that a disturbance of the machine
+affects all of them:
 
-  added latency  requests one after the other on a kept-alive connection, in turns direct and through the
+  added latency  sequential requests on a kept-alive connection, alternately direct and through the
                  proxy. `added p50` is the median through the proxy minus the direct median.
-  throughput     many connections, each of which asks again as soon as it is answered. `proxy/s` is the median
-                 round, `core` how busy the proxy kept its core, `CPU ms` what a request cost its process,
-                 `p99` how long the slowest hundredth waited (with so many at once, mostly for each other).
-                 Where `core` is well below 100%, client and engine were the limit, or other programs were,
-                 and `1000/CPU` says what one core could do.
+  throughput     many connections that each send the next request after a response. `proxy/s` is the median
+                round, `core` the load of the proxy's core, `CPU ms` its process's CPU time per request,
+                `p99` the 99th percentile of the latency (with so many connections, mostly queueing).
+                If `core` is well below 100%, client, engine or other programs were the limit,
+                and `1000/CPU` is the rate that one core could reach.
 
 The aims: at most 1 ms added and at least 1,500 requests/s on one core for small requests; at most 5 ms and
 at least 200 requests/s with 100k ids. A missed aim does not change the exit code: machines differ.
 
-Run it where nothing else runs. Linux only: it pins processes to cores and reads /proc.
+Run it on an idle machine. Linux only: it pins processes to cores and reads /proc.
 """
 
 _EXAMPLES = """\
 examples:
-  python benchmarks/overhead.py                     everything: some three minutes
-  python benchmarks/overhead.py --case "100k ids"   the cases whose names hold these words
-  python benchmarks/overhead.py --quick             does it run: a few seconds, and numbers that mean little
-  python benchmarks/overhead.py --json out.json     every round by itself, for another program
+  python benchmarks/overhead.py                     measure everything: about three minutes
+  python benchmarks/overhead.py --case "100k ids"   measure the cases whose names contain this text
+  python benchmarks/overhead.py --quick             check that it runs: a few seconds, imprecise numbers
+  python benchmarks/overhead.py --json out.json     also write every round to a file
 """
 
 
@@ -55,11 +55,11 @@ class Effort:
 
     rounds: int
     samples: float
-    """Share of the samples that each case wants for its latency."""
+    """Share of each case's latency samples that are taken."""
     seconds: float
-    """Throughput of each case, direct and through the proxy, in each round."""
+    """Duration of each throughput measurement, direct and through the proxy."""
     tokenizer: bool
-    """Whether the proxy loads one, as in earnest: seconds at its start."""
+    """Whether the proxy loads a tokenizer, as in production; this takes seconds."""
 
 
 FULL = Effort(rounds=5, samples=1.0, seconds=2.0, tokenizer=True)
@@ -74,11 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [case for case in cases() if options.case in case.name]
     if not chosen:
         names = ", ".join(f'"{case.name}"' for case in cases())
-        return _fail(f'no case holds "{options.case}" in its name; there are {names}')
+        return _fail(f'no case name contains "{options.case}"; the cases are {names}')
     about = machine()
     try:
         results = measure(chosen, QUICK if options.quick else FULL)
-    except (StartError, BadAnswer) as error:
+    except (StartError, BadResponse) as error:
         return _fail(str(error))
     print(overhead_text(results, about))
     if options.json is not None:
@@ -90,8 +90,8 @@ def measure(chosen: Sequence[Case], effort: Effort) -> list[Result]:
     """Start engine and proxy, and run all rounds.
 
     Raises:
-        StartError: one of them does not come up.
-        BadAnswer: the proxy's answers are not the engine's.
+        StartError: one of them does not start.
+        BadResponse: the proxy's responses are not the engine's.
     """
     cores = Cores.pick()
     results = [Result(case) for case in chosen]
@@ -117,23 +117,25 @@ def _one_round(result: Result, direct: int, running: Proxy, effort: Effort) -> N
     case, request = result.case, result.case.request()
     samples = round(case.samples * effort.samples)
     if samples:
-        through, straight = latencies((running.port, direct), request, samples)
-        result.proxy_ms += through
-        result.direct_ms += straight
+        proxy_ms, direct_ms = latencies((running.port, direct), request, samples)
+        result.proxy_ms += proxy_ms
+        result.direct_ms += direct_ms
     for port, rate in ((direct, result.direct), (running.port, result.proxy)):
         if not case.paced:
-            throughput(port, request, case.connections, 0.0)  # connections and caches warm up
-        cpu_s, others_s = running.cpu_s(), running.others_s()
-        answered = throughput(port, request, case.connections, effort.seconds)
-        rate.add(answered, running.cpu_s() - cpu_s, running.others_s() - others_s)
+            throughput(port, request, case.connections, 0.0)  # warm up connections and caches
+        cpu_s, other_programs_s = running.cpu_s(), running.other_programs_s()
+        load = throughput(port, request, case.connections, effort.seconds)
+        rate.add(load, running.cpu_s() - cpu_s, running.other_programs_s() - other_programs_s)
 
 
 def _parser() -> argparse.ArgumentParser:
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=kind)
-    parser.add_argument("--quick", action="store_true", help="only see that it runs")
-    parser.add_argument("--case", default="", metavar="WORDS", help="only cases whose name holds these words")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to this file")
+    parser.add_argument("--quick", action="store_true", help="only check that it runs")
+    parser.add_argument(
+        "--case", default="", metavar="WORDS", help="only cases whose name contains this text"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     return parser
 
 

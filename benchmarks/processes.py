@@ -1,4 +1,4 @@
-"""The processes around the client: the no-op engine, and the proxy as `tokenproxy serve` runs it.
+"""Run the processes of a benchmark: the no-op engine, the proxy as `tokenproxy serve` runs it, and Redis.
 
 Linux only: processes are pinned to cores, and their CPU time is read from /proc.
 """
@@ -24,12 +24,12 @@ _START_TIMEOUT_S = 120.0
 
 
 class StartError(Exception):
-    """A process did not come up; the message holds what it said."""
+    """A process did not start; the message has the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Who runs where. The proxy has a core of its own wherever there are two."""
+    """The core of each process. The proxy has one of its own if there are at least two."""
 
     engine: int
     client: int
@@ -37,7 +37,7 @@ class Cores:
 
     @classmethod
     def pick(cls) -> "Cores":
-        """From those that this process may use; with two, engine and client share the first."""
+        """Choose among the cores that this process may use. With two, engine and client share the first."""
         free = sorted(os.sched_getaffinity(0))
         return cls(engine=free[0], client=free[-2:][0], proxy=free[-1])
 
@@ -52,19 +52,19 @@ class Proxy:
     core: int
 
     def cpu_s(self) -> float:
-        """Seconds of CPU it has used, all threads, in user and kernel mode."""
+        """CPU seconds that its process has used, in user and kernel mode."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def others_s(self) -> float:
-        """Seconds that its core has run anything else."""
+    def other_programs_s(self) -> float:
+        """CPU seconds that other processes have used on its core."""
         lines = Path("/proc/stat").read_text().splitlines()
         user, nice, system = next(line for line in lines if line.startswith(f"cpu{self.core} ")).split()[1:4]
         return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK") - self.cpu_s()
 
 
-def others_s() -> float:
-    """Seconds that the cores of this process have run anything else."""
+def other_programs_s() -> float:
+    """CPU seconds that other processes have used on the cores of this process."""
     fields = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
     busy = {name: sum(map(int, ticks[:3])) for name, *ticks in fields}
     ours = os.times()
@@ -74,7 +74,7 @@ def others_s() -> float:
 
 @contextmanager
 def pinned(core: int) -> Iterator[None]:
-    """Keep this process, and the ones it starts, on one core."""
+    """Pin this process, and those that it starts, to one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -85,10 +85,10 @@ def pinned(core: int) -> Iterator[None]:
 
 @contextmanager
 def noop_engine(core: int, tokenizer: Path | None, *, turns: bool = False) -> Iterator[int]:
-    """Run the no-op engine; gives its port.
+    """Run the no-op engine; yields its port.
 
     Args:
-        turns: whether it holds conversations, for which it loads the tokenizer.
+        turns: whether it holds conversations; then it loads the tokenizer.
     """
     command = [sys.executable, "-m", "benchmarks.noop", *(["--model", str(tokenizer)] if tokenizer else [])]
     process = _start([*command, *(["--turns"] if turns else [])], core, stdout=subprocess.PIPE)
@@ -106,11 +106,11 @@ def noop_engine(core: int, tokenizer: Path | None, *, turns: bool = False) -> It
 def proxy(
     core: int, engine_port: int, log: Path, *, store: str | None = None, clocks: Path | None = None
 ) -> Iterator[Proxy]:
-    """Run the proxy before the engine, and wait until it has asked the engine and loaded its tokenizer.
+    """Run the proxy in front of the engine, and wait until it is ready and has loaded the tokenizer.
 
     Args:
-        store: URL of what it records to; a new file beside the log if None.
-        clocks: where it writes how long its stages took; None for a proxy without clocks.
+        store: URL of its store; None is a new SQLite file next to the log.
+        clocks: file for the times of its stages; None runs it without timers.
     """
     engine, store = f"http://127.0.0.1:{engine_port}", store or f"sqlite://{log.absolute()}.db"
     program = ["benchmarks.clocked", str(clocks)] if clocks else ["proxy.cli"]
@@ -126,7 +126,7 @@ def proxy(
 
 @contextmanager
 def redis_server(core: int, folder: Path) -> Iterator[str | None]:
-    """Run a Redis that writes nothing to disk; gives its URL, or None where none is installed."""
+    """Run a Redis that writes nothing to disk; yields its URL, or None if Redis is not installed."""
     program = next(filter(None, map(shutil.which, ("redis-server", "valkey-server"))), None)
     if program is None:
         yield None
@@ -144,9 +144,9 @@ def redis_server(core: int, folder: Path) -> Iterator[str | None]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """The smallest tokenizer with a chat template: each message is one token.
+    """Write the smallest tokenizer with a chat template: each message is one token.
 
-    With it the proxy loads what it loads in earnest, so that its heap is of the usual size.
+    With it the proxy loads the same libraries as in production, so that its heap has a realistic size.
     """
     token = {"id": 0, "content": "<turn>", "special": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -164,7 +164,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def _start(command: list[str], core: int, **streams: Any) -> "subprocess.Popen[bytes]":
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TOKENPROXY_")}
-    with pinned(core):  # inherited, so that it holds for every thread from the first on
+    with pinned(core):  # the child inherits it, so it applies to all threads from the start
         return subprocess.Popen(command, cwd=_ROOT, env={**kept, "HF_HUB_OFFLINE": "1"}, **streams)
 
 
@@ -200,14 +200,14 @@ def _wait_ready(process: "subprocess.Popen[bytes]", log: Path) -> int:
 
 
 def _settled(port: int) -> bool:
-    """Whether the engine was asked, and nothing is loading that would disturb the measurement."""
+    """Whether the proxy is ready, and loads nothing that would disturb the measurement."""
     connection = HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", "/ready")
-        answer = connection.getresponse()
-        state = json.loads(answer.read())
+        response = connection.getresponse()
+        state = json.loads(response.read())
     except (OSError, HTTPException):
         return False
     finally:
         connection.close()
-    return answer.status == 200 and all(engine.get("append") != "loading" for engine in state["engines"])
+    return response.status == 200 and all(engine.get("append") != "loading" for engine in state["engines"])

@@ -1,4 +1,4 @@
-"""What was measured, as tables and as JSON."""
+"""Results of the benchmarks, as tables and as JSON."""
 
 import os
 import platform
@@ -11,36 +11,36 @@ from statistics import median
 from typing import Any
 
 from benchmarks.cases import Case
-from benchmarks.clocked import ANSWER, INSIDE, STAGES, Span
-from benchmarks.load import Answered
+from benchmarks.clocked import INSIDE, REQUEST, STAGES, Span
+from benchmarks.load import LoadResult
 
 _LIBRARIES = ("uvicorn", "uvloop", "httptools", "fastapi", "starlette", "aiohttp", "msgspec")
 
 QUIET = 0.05
-"""Share of the proxy's core that other programs may have before the numbers are doubtful."""
+"""Share of the proxy's core that other programs may use before a warning is printed."""
 
 
 @dataclass(slots=True)
 class Rate:
-    """Requests answered under load."""
+    """Throughput under load, over all rounds."""
 
     requests: int = 0
     seconds: float = 0.0
     cpu_s: float = 0.0
-    """What the proxy's process used meanwhile."""
-    others_s: float = 0.0
-    """What other programs used of the proxy's core meanwhile."""
+    """CPU seconds of the proxy's process meanwhile."""
+    other_programs_s: float = 0.0
+    """CPU seconds of other programs on the proxy's core meanwhile."""
     rounds: list[float] = field(default_factory=list)
-    """Requests a second of each round."""
+    """Requests per second in each round."""
     p99_ms: list[float] = field(default_factory=list)
-    """What the slowest hundredth of the requests waited, in each round."""
+    """99th percentile of the latencies in each round."""
 
-    def add(self, answered: Answered, cpu_s: float, others_s: float) -> None:
-        """One more round."""
+    def add(self, answered: LoadResult, cpu_s: float, other_programs_s: float) -> None:
+        """Add a round."""
         self.requests += answered.requests
         self.seconds += answered.seconds
         self.cpu_s += cpu_s
-        self.others_s += others_s
+        self.other_programs_s += other_programs_s
         self.rounds.append(answered.requests / answered.seconds)
         self.p99_ms.append(answered.p99_ms)
 
@@ -51,7 +51,7 @@ class Rate:
 
     @property
     def cpu_ms(self) -> float:
-        """Milliseconds of CPU for each request."""
+        """CPU milliseconds per request."""
         return 1000 * self.cpu_s / self.requests
 
 
@@ -72,7 +72,7 @@ class Result:
 
     @property
     def met(self) -> dict[str, bool]:
-        """Which aims are met, of those that the case has."""
+        """For each aim of the case, whether it is met."""
         met = {}
         if self.case.added_ms is not None:
             met["added_p50"] = self.added_ms <= self.case.added_ms
@@ -82,7 +82,7 @@ class Result:
 
 
 def machine() -> dict[str, str]:
-    """What the numbers depend on."""
+    """Machine and library versions, on which the numbers depend."""
     info = Path("/proc/cpuinfo").read_text()
     models = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
     return {
@@ -99,14 +99,14 @@ def overhead_json(results: Sequence[Result], about: dict[str, str]) -> dict[str,
 
 
 def overhead_text(results: Sequence[Result], about: dict[str, str]) -> str:
-    """Two Markdown tables that also read well on a terminal."""
+    """The results as two Markdown tables, aligned for a terminal."""
     head = [
         f"{about['cores']} cores of {about['cpu']}",
         f"Python {about['python']}, {about['libraries']}",
     ]
-    others = sum(result.proxy.others_s for result in results) / sum(r.proxy.seconds for r in results)
-    disturbed = f"While the proxy was under load, other programs had {others:.0%} of its core"
-    disturbed += ": measure again when they rest." if others > QUIET else "."
+    others = sum(result.proxy.other_programs_s for result in results) / sum(r.proxy.seconds for r in results)
+    disturbed = f"While the proxy was under load, other programs used {others:.0%} of its core"
+    disturbed += ": measure again on an idle machine." if others > QUIET else "."
     latency = [
         ["added latency", "direct p50", "proxy p50", "added p50", "aim", ""],
         *(_latency_row(result) for result in results if result.proxy_ms),
@@ -114,7 +114,7 @@ def overhead_text(results: Sequence[Result], about: dict[str, str]) -> str:
     load = [
         [
             "on one core",
-            "at once",
+            "connections",
             "p99",
             "direct/s",
             "proxy/s",
@@ -160,12 +160,12 @@ def _load_row(result: Result) -> list[str]:
 
 
 def verdict(met: bool | None) -> str:
-    """How an aim is named in a table; nothing for what has none."""
+    """A table's cell for an aim; empty if there is none."""
     return "" if met is None else "met" if met else "MISSED"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table that also reads well on a terminal. The first row is its head."""
+    """A Markdown table, aligned for a terminal. The first row is the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -193,52 +193,52 @@ def _case(result: Result) -> dict[str, Any]:
 
 
 SAME, ELSEWHERE, RESTARTED = "", "other process", "restarted"
-"""Which process recorded the turn before: the one that is asked, another one, or one that ended."""
+"""The process that recorded the turn before: the measured one, another one, or one that has ended."""
 FLAT = 3.0
-"""Aim: added after the longest conversation over added after the shortest."""
-_REST, _PROXY = "the rest", "proxy in all"
+"""Aim: the maximum of time added to the longest conversation / time added to the shortest."""
+_REST, _PROXY = "the rest", "proxy, total"
 
 ByLength = defaultdict[int, list[float]]
 
 
 @dataclass(slots=True)
 class Times:
-    """The turns that were timed with one store, from one state of the process, by length."""
+    """The turns that were timed with one store and one state of the process, by conversation length."""
 
     store: str
     state: str
     direct_ms: ByLength = field(default_factory=lambda: defaultdict(list))
     proxy_ms: ByLength = field(default_factory=lambda: defaultdict(list))
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Of the prompts."""
+    """Lengths of the prompts."""
     windows: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """When each request began and ended: nanoseconds of CLOCK_MONOTONIC."""
+    """Start and end of each request, in nanoseconds of CLOCK_MONOTONIC."""
     stages: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     """Milliseconds of each stage of each request."""
 
     @property
     def name(self) -> str:
-        """As the tables have it."""
+        """The row's name in the tables."""
         return f"{self.store}, {self.state}" if self.state else self.store
 
     def added(self, length: int, share: float = 0.5) -> float:
-        """What the proxy adds, in milliseconds: its percentile minus the direct median."""
+        """Milliseconds that the proxy adds: its percentile minus the direct median."""
         return percentile(self.proxy_ms[length], share) - median(self.direct_ms[length])
 
     def stage(self, name: str, length: int) -> float:
-        """The median of a stage, in milliseconds; 0 if it never came to it."""
+        """The median of a stage in milliseconds; 0 if it never ran."""
         return median(self.stages[length].get(name) or [0.0])
 
     def add_stages(self, requests: Sequence[Sequence[Span]]) -> None:
-        """Take the stages of the requests that were timed out of what the clocks said."""
-        answers = {}
+        """Find the stages of the timed requests among the spans of all requests."""
+        spans_by_start = {}
         for spans in requests:
-            answers.update({start: spans for name, start, _ in spans if name == ANSWER})
-        starts = sorted(answers)
+            spans_by_start.update({start: spans for name, start, _ in spans if name == REQUEST})
+        starts = sorted(spans_by_start)
         for length, windows in self.windows.items():
             found: dict[str, list[float]] = defaultdict(list)
             for begin, end in windows:
-                spans = next(answers[start] for start in starts if begin <= start <= end)
+                spans = next(spans_by_start[start] for start in starts if begin <= start <= end)
                 taken = dict.fromkeys((*STAGES, *INSIDE), 0.0)
                 for name, start, stop in spans:
                     if name in taken and begin <= start and stop <= end:
@@ -252,26 +252,26 @@ class Times:
 
 @dataclass(slots=True)
 class Measured:
-    """Everything that was measured."""
+    """All results."""
 
     lengths: list[int]
     rows: list[Times] = field(default_factory=list)
     render: ByLength = field(default_factory=lambda: defaultdict(list))
     """Milliseconds of rendering the whole conversation."""
     others: float = 0.0
-    """Share of the proxies' core that other programs had."""
+    """Share of the proxies' core that other programs used."""
 
     def growth(self, times: Times) -> float:
-        """How many times as much is added after the longest conversation as after the shortest."""
+        """Time added to the longest conversation / time added to the shortest."""
         return times.added(self.lengths[-1]) / times.added(self.lengths[0])
 
     def gain(self, times: Times, length: int) -> float:
-        """How many times as long as what is added a rendering takes."""
+        """Time of a rendering / time added by the proxy."""
         return median(self.render[length]) / times.added(length)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that is exceeded by the rest of them."""
+    """The value below which this share of the values is: 0.5 for the median."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
@@ -305,16 +305,16 @@ def turns_json(measured: Measured, about: dict[str, str]) -> dict[str, Any]:
 
 
 def turns_text(measured: Measured, about: dict[str, str]) -> str:
-    """Markdown tables that also read well on a terminal."""
+    """The results as Markdown tables, aligned for a terminal."""
     short, long = _label(measured.lengths[0]), _label(measured.lengths[-1])
     tokens = ", ".join(f"{median(measured.rows[0].tokens[length]):,.0f}" for length in measured.lengths)
     head = [
-        f"{about['cores']} cores of {about['cpu']}; other programs had {about['others']} of the proxy's",
+        f"{about['cores']} cores of {about['cpu']}; other programs used {about['others']} of the proxy's",
         f"Python {about['python']}, {about['libraries']}",
         f"prompts of {tokens} ids",
     ]
     titles = [f"{quantile} {_label(length)}" for length in measured.lengths for quantile in ("p50", "p99")]
-    gain = f"render / it, {long}"
+    gain = f"render / added, {long}"
     added = [
         ["ms added to a turn", *titles, f"{long} / {short}", f"<= {FLAT:g}x", gain],
         *(_row(times, measured) for times in measured.rows),
@@ -339,7 +339,7 @@ def _render_row(measured: Measured) -> list[str]:
 
 
 def _stages(store: str, measured: Measured) -> str:
-    """The stages with one store: as they grow, and after the longest where less is known."""
+    """The stages with one store: by length, and for the longest also from the other states of the process."""
     same, *cold = [times for times in measured.rows if times.store == store]
     lengths, last = measured.lengths, measured.lengths[-1]
     head = [f"{store}: stage, p50 in ms", *map(_label, lengths)]

@@ -1,4 +1,4 @@
-"""A plain OpenAI client that holds long conversations: it sends all messages, and takes the answer."""
+"""A plain OpenAI client for long conversations: it sends all messages in every request."""
 
 import re
 import socket
@@ -11,19 +11,19 @@ import msgspec
 
 from benchmarks.author import TOOLS, Author, Messages
 from benchmarks.cases import CHAT, HEADERS, MODEL, http_request
-from benchmarks.load import BadAnswer
+from benchmarks.load import BadResponse
 
 OPENING_TOKENS, RESULT_TOKENS = 300, 400
 _FIRST_TOKENS, _STEP_TOKENS = 430, 610
-"""About: a first prompt with its tools, and what each turn puts behind it."""
+"""About: tokens of the first prompt with its tools, and tokens that each turn appends."""
 _READ = 1 << 18
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _TOOLS = msgspec.json.encode(TOOLS)
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """An answer, and when: nanoseconds of CLOCK_MONOTONIC."""
+class TimedResponse:
+    """A response, with start and end of the request in nanoseconds of CLOCK_MONOTONIC."""
 
     start_ns: int
     end_ns: int
@@ -37,28 +37,28 @@ class Answered:
 
     @property
     def prompt_tokens(self) -> int:
-        """The length of the prompt, as the proxy told it; 0 where the engine rendered it."""
+        """The prompt's length from the proxy's headers; 0 if the engine rendered it."""
         return int(self.headers.get("x-prompt-reused", 0)) + int(self.headers.get("x-prompt-appended", 0))
 
     def message(self) -> tuple[bytes, str]:
-        """What was said, as a client sends it back, and the id of its tool call."""
-        said = msgspec.json.decode(self.body)["choices"][0]["message"]
-        kept = {name: value for name, value in said.items() if value is not None}
-        return msgspec.json.encode(kept), kept["tool_calls"][0]["id"]
+        """The assistant message as JSON, as a client sends it back, and the id of its tool call."""
+        message = msgspec.json.decode(self.body)["choices"][0]["message"]
+        fields = {name: value for name, value in message.items() if value is not None}
+        return msgspec.json.encode(fields), fields["tool_calls"][0]["id"]
 
 
-class Line:
+class Connection:
     """One kept-alive connection, one request at a time."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._socket: socket.socket | None = None
 
-    def ask(self, request: bytes) -> Answered:
-        """Send a request and read its answer.
+    def send(self, request: bytes) -> TimedResponse:
+        """Send a request and read the response.
 
         Raises:
-            BadAnswer: the status is not 200, or the connection was closed.
+            BadResponse: the status is not 200, or the connection was closed.
         """
         if self._socket is None:
             self._socket = socket.create_connection(("127.0.0.1", self._port), timeout=60)
@@ -69,22 +69,22 @@ class Line:
         while missing > 0:
             data = self._socket.recv(_READ)
             if not data:
-                raise BadAnswer("the connection was closed in the middle of an answer")
+                raise BadResponse("the connection was closed in the middle of a response")
             if not head:
                 parts[0] += data
-                found, _, behind = parts[0].partition(b"\r\n\r\n")
-                length = _LENGTH.search(found + b"\r\n")
-                if len(found) == len(parts[0]) or length is None:
+                lines_of_head, _, body_start = parts[0].partition(b"\r\n\r\n")
+                length = _LENGTH.search(lines_of_head + b"\r\n")
+                if len(lines_of_head) == len(parts[0]) or length is None:
                     continue
-                head, parts, data, missing = found, [b""], behind, int(length[1])
+                head, parts, data, missing = lines_of_head, [b""], body_start, int(length[1])
             parts.append(data)
             missing -= len(data)
         end = time.perf_counter_ns()
         first, *lines = head.decode("latin-1").split("\r\n")
         if " 200 " not in first:
-            raise BadAnswer(f"{first}: {b''.join(parts)[:500]!r}")
+            raise BadResponse(f"{first}: {b''.join(parts)[:500]!r}")
         pairs = (line.partition(": ") for line in lines)
-        return Answered(start, end, {name.lower(): value for name, _, value in pairs}, b"".join(parts))
+        return TimedResponse(start, end, {name.lower(): value for name, _, value in pairs}, b"".join(parts))
 
     def close(self) -> None:
         """Close the connection, if there is one."""
@@ -94,76 +94,78 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
-    """A conversation in which the model is to speak next: its messages as JSON."""
+class Conversation:
+    """A conversation whose next turn is the model's: its messages as JSON."""
 
     messages: tuple[bytes, ...]
 
     @classmethod
-    def begin(cls, author: Author) -> "Talk":
-        """A system message and a question."""
+    def begin(cls, author: Author) -> "Conversation":
+        """A new conversation: a system message and a question."""
         return cls(tuple(map(msgspec.json.encode, author.opening(OPENING_TOKENS))))
 
     @property
     def rendered(self) -> bool:
-        """Whether nothing was sampled yet, so that somebody must render the prompt."""
+        """Whether the next turn is the first, whose prompt the engine renders."""
         return len(self.messages) == 2
 
     def request(self, *, ids: bool = False) -> bytes:
         """The request for the next turn.
 
         Args:
-            ids: whether the answer shall hold token ids.
+            ids: whether to request token ids.
         """
         fields = {"model": MODEL, "messages": msgspec.Raw(b"[" + b",".join(self.messages) + b"]")}
         extra: dict[str, Any] = {"return_token_ids": True} if ids else {}
         body = msgspec.json.encode({**fields, "tools": msgspec.Raw(_TOOLS), "max_tokens": 512, **extra})
-        answer = "first" if self.rendered else "turn"
-        return http_request(CHAT, {**HEADERS, "x-answer": answer}, body)
+        response = "first" if self.rendered else "turn"
+        return http_request(CHAT, {**HEADERS, "x-response": response}, body)
 
-    def and_then(self, answered: Answered, author: Author) -> "Talk":
-        """The conversation with an answer, and the result of the tool that it called."""
-        said, call = answered.message()
-        (result,) = author.result(RESULT_TOKENS, call)
-        return Talk((*self.messages, said, msgspec.json.encode(result)))
+    def with_turn(self, response: TimedResponse, author: Author) -> "Conversation":
+        """The conversation with the response's message, and the result of its tool call."""
+        message, call_id = response.message()
+        (result,) = author.result(RESULT_TOKENS, call_id)
+        return Conversation((*self.messages, message, msgspec.json.encode(result)))
 
     def parsed(self) -> Messages:
         """The messages as objects."""
         return [msgspec.json.decode(message) for message in self.messages]
 
 
-def grown(line: Line, author: Author, tokens: int) -> Talk:
-    """A conversation that was held over a line until the prompt after the next has about so many tokens.
+def build_conversation(connection: Connection, author: Author, tokens: int) -> Conversation:
+    """Hold a conversation until the prompt of the turn after the next has about `tokens` tokens.
 
     Raises:
-        BadAnswer: the proxy did not keep it exact.
+        BadResponse: the proxy did not keep it exact.
     """
-    talk, length = Talk.begin(author), 0
+    conversation, length = Conversation.begin(author), 0
     while max(length, _FIRST_TOKENS) + _STEP_TOKENS < tokens:
-        answered = line.ask(talk.request())
-        expect(answered, "rendered" if talk.rendered else "extended")
-        talk = talk.and_then(answered, author)
-        length = answered.prompt_tokens + _STEP_TOKENS
-    return talk
+        response = connection.send(conversation.request())
+        expect(response, "rendered" if conversation.rendered else "extended")
+        conversation = conversation.with_turn(response, author)
+        length = response.prompt_tokens + _STEP_TOKENS
+    return conversation
 
 
-def expect(answered: Answered, source: str) -> None:
-    """See that the proxy made a prompt as it should.
-
-    Raises:
-        BadAnswer: it did not.
-    """
-    if answered.headers.get("x-prompt-source") != source:
-        said = {name: value for name, value in answered.headers.items() if name.startswith("x-prompt-")}
-        raise BadAnswer(f"a prompt should be {source}; the proxy says {said}")
-
-
-def check_exact(line: Line, talk: Talk, render: Callable[[Messages], list[int]]) -> None:
-    """Ask with ids, and compare them with a rendering of the messages, which nothing here makes drift.
+def expect(response: TimedResponse, source: str) -> None:
+    """Check the source of the prompt in the proxy's headers.
 
     Raises:
-        BadAnswer: they differ.
+        BadResponse: the source is another one.
     """
-    answered = line.ask(talk.request(ids=True))
-    if msgspec.json.decode(answered.body)["prompt_token_ids"] != render(talk.parsed()):
-        raise BadAnswer("the engine was sent another prompt than a rendering of the messages")
+    if response.headers.get("x-prompt-source") != source:
+        headers = {name: value for name, value in response.headers.items() if name.startswith("x-prompt-")}
+        raise BadResponse(f"the prompt's source must be {source}, but the proxy returned {headers}")
+
+
+def check_exact(
+    connection: Connection, conversation: Conversation, render: Callable[[Messages], list[int]]
+) -> None:
+    """Compare the prompt's ids with a rendering of the messages: in these conversations both must be equal.
+
+    Raises:
+        BadResponse: they differ.
+    """
+    response = connection.send(conversation.request(ids=True))
+    if msgspec.json.decode(response.body)["prompt_token_ids"] != render(conversation.parsed()):
+        raise BadResponse("the prompt differs from a rendering of the messages")

@@ -1,4 +1,4 @@
-"""What does it cost to keep plain OpenAI conversations exact? The command; `--help` says how."""
+"""Benchmark: the cost of keeping plain OpenAI conversations exact. `--help` describes the measurement."""
 
 import argparse
 import json
@@ -13,12 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 if __name__ == "__main__":
-    # of a program run by its path, Python puts the folder on the search path: this package is one above
+    # for a program that is run by its path, Python searches its folder; this package is in the parent folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.author import TOOLS, Author
 from benchmarks.clocked import read_clocks
-from benchmarks.load import BadAnswer
+from benchmarks.load import BadResponse
 from benchmarks.processes import Cores, Proxy, StartError, noop_engine, pinned, proxy, redis_server
 from benchmarks.report import (
     ELSEWHERE,
@@ -31,45 +31,45 @@ from benchmarks.report import (
     turns_json,
     turns_text,
 )
-from benchmarks.talk import Line, Talk, check_exact, expect, grown
+from benchmarks.talk import Connection, Conversation, build_conversation, check_exact, expect
 from proxy.demo.checkpoint import ensure_checkpoint
 from proxy.demo.errors import DemoError
 from tokenization import ChatTokenizer, TokenizationError
 
 _DESCRIPTION = """\
-Measure what `POST /v1/chat/completions` of the proxy adds to a turn of a conversation: it is recognised, its
-recorded ids are sent with the new ones behind them, and what is sampled is recorded.
+Measure the time that the proxy's `POST /v1/chat/completions` adds to a turn of a conversation: it matches
+the conversation, sends its recorded ids with the new ids after them, and records the completion.
 
 The conversation is an agent's: a question, then turns of some 200 sampled tokens with a tool call, each
 followed by a result of 400 tokens, until the prompt has about 1k, 32k and 128k tokens. The client is plain
-OpenAI: it sends all messages each time, and asks for no ids. The engine does nothing: it sends back the ids
-that it was given and a canned turn with ids and log-probabilities, as vLLM does. Engine and client share a
+OpenAI: it sends all messages each time, and requests no ids. The engine does nothing: it returns the ids
+that it was sent and a canned turn with ids and log-probabilities, as vLLM does. Engine and client share a
 core, the proxy has another. Each timed request is sent to the engine itself and to the proxy:
 
-  added         median through the proxy minus direct median. Direct, the engine is sent messages and renders
-                nothing. Proxied, it is also sent ids and sends them back: that is part of what is added.
-  render        what the engine would do instead on messages: template and encoding of the whole conversation.
-  SQLite, ...   where the proxy records. Redis is measured where a redis-server is installed.
+  added         median through the proxy minus direct median. The direct engine gets messages and renders
+               nothing. Through the proxy it also gets ids and returns them: this is part of the added time.
+  render        the engine's work without the proxy: render and encode the whole conversation.
+  SQLite, ...   the proxy's store. Redis is measured if a redis-server is installed.
   other process the turn before was recorded by another process that shares the store; this one had the one
                 before that.
-  restarted     nothing of the conversation is known to the process: everything comes from the store.
+  restarted     the process has no turn of the conversation cached: all are read from the store.
 
-Every turn continues one that was recorded a moment ago, and no two are equal. Once for each store and
-length it is checked that the prompt has the ids of a rendering. The other tables say what the stages take, by
-clocks inside the proxy; `the rest` is HTTP, hand-overs between threads, and the client.
+Every turn continues one that was recorded just before, and no two are equal. Once for each store and
+length the program checks that the prompt has the ids of a rendering. The other tables show the stages, timed
+inside the proxy; `the rest` is HTTP, hand-overs between threads, and the client.
 
-The aim: what is added after 128k tokens is at most three times what is added after 1k. A missed aim does not
+The aim: the time added at 128k tokens is at most three times the time added at 1k. A missed aim does not
 change the exit code: machines differ.
 
-Run it where nothing else runs. Linux only: it pins processes to cores and reads /proc.
+Run it on an idle machine. Linux only: it pins processes to cores and reads /proc.
 """
 
 _EXAMPLES = """\
 examples:
-  python benchmarks/transparent.py                  everything: about three minutes
-  python benchmarks/transparent.py --store SQLite   one store
-  python benchmarks/transparent.py --quick          does it run: half a minute, and numbers that mean little
-  python benchmarks/transparent.py --json out.json  every sample by itself, for another program
+  python benchmarks/transparent.py                  measure everything: about three minutes
+  python benchmarks/transparent.py --store SQLite   measure one store
+  python benchmarks/transparent.py --quick          check that it runs: half a minute, imprecise numbers
+  python benchmarks/transparent.py --json out.json  also write every sample to a file
 """
 
 STORES = ("SQLite", "memory", "Redis")
@@ -77,16 +77,16 @@ STORES = ("SQLite", "memory", "Redis")
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to measure, of each length and store."""
+    """How often to measure, for each length and store."""
 
     lengths: tuple[int, ...]
     rounds: int
     turns: int
-    """In a round, from a process that knows the conversation; a quarter as many from another one."""
+    """Per round, in a process that has the conversation cached; a quarter as many in another process."""
     restarts: int
-    """In all."""
+    """In total."""
     renders: int
-    """In a round."""
+    """Per round."""
 
 
 FULL = Effort(lengths=(1_000, 32_000, 128_000), rounds=5, turns=20, restarts=5, renders=2)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         folder = ensure_checkpoint()
         measured = measure(folder, options.store or STORES, QUICK if options.quick else FULL)
-    except (DemoError, TokenizationError, StartError, BadAnswer) as error:
+    except (DemoError, TokenizationError, StartError, BadResponse) as error:
         return _fail(str(error))
     libraries = ", ".join(
         f"{name} {version(name)}" for name in ("uvicorn", "aiohttp", "msgspec", "tokenizers")
@@ -109,25 +109,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = {**machine(), "libraries": libraries, "others": f"{measured.others:.0%}"}
     print(turns_text(measured, about))
     if measured.others > QUIET:
-        print(
-            f"\nOther programs had {measured.others:.0%} of the proxy's core: measure again when they rest."
-        )
+        print(f"\nOther programs used {measured.others:.0%} of the proxy's core: repeat on an idle machine.")
     if options.json is not None:
         options.json.write_text(json.dumps(turns_json(measured, about), indent=1) + "\n")
     return 0
 
 
 def measure(checkpoint: Path, stores: Sequence[str], effort: Effort) -> Measured:
-    """Hold the conversations with each store, and time the turns behind them.
+    """Hold the conversations with each store, and time their next turns.
 
     Raises:
-        StartError: a process does not come up.
-        BadAnswer: the proxy does not keep a conversation, or its ids are wrong.
+        StartError: a process does not start.
+        BadResponse: the proxy does not match a conversation, or its ids are wrong.
     """
     measured = Measured(list(effort.lengths))
     cores = Cores.pick()
     tokenizer = ChatTokenizer.load(checkpoint)
-    seconds, others_s = 0.0, 0.0
+    seconds, other_programs_s = 0.0, 0.0
     with (
         tempfile.TemporaryDirectory(prefix="tokenproxy-bench-") as scratch,
         noop_engine(cores.engine, checkpoint, turns=True) as engine,
@@ -138,21 +136,21 @@ def measure(checkpoint: Path, stores: Sequence[str], effort: Effort) -> Measured
         for store in stores:
             url = urls[store]
             if url is None:
-                print("no redis-server here: the Redis store is left out", file=sys.stderr)
+                print("the Redis store is skipped: install redis-server to measure it", file=sys.stderr)
                 continue
             print(f"{store}: starting ...", file=sys.stderr)
             with _bench(cores, engine, Path(scratch) / store, url) as bench:
-                start, before_s = time.monotonic(), bench.others_s()
+                start, before_s = time.monotonic(), bench.other_programs_s()
                 measured.rows += bench.rows(store, tokenizer, measured, effort)
                 seconds += time.monotonic() - start
-                others_s += bench.others_s() - before_s
-    measured.others = others_s / seconds
+                other_programs_s += bench.other_programs_s() - before_s
+    measured.others = other_programs_s / seconds
     return measured
 
 
 @contextmanager
 def _bench(cores: Cores, engine: int, files: Path, store: str) -> Iterator["Bench"]:
-    """One proxy before the engine, or two where processes can share the store."""
+    """One proxy in front of the engine, or two if processes can share the store."""
     with ExitStack() as stack:
         running = [
             stack.enter_context(
@@ -166,31 +164,33 @@ def _bench(cores: Cores, engine: int, files: Path, store: str) -> Iterator["Benc
             )
             for number in range(1 if store == "memory:" else 2)
         ]
-        lines = [stack.enter_context(closing(Line(port))) for port in (engine, *(p.port for p in running))]
+        lines = [
+            stack.enter_context(closing(Connection(port))) for port in (engine, *(p.port for p in running))
+        ]
         clocks = [files.with_suffix(f".{number}.clocks") for number in range(len(running))]
         yield Bench(running, lines[0], lines[1], lines[2] if len(lines) > 2 else None, clocks)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The proxies before an engine that share a store, and lines to all of them."""
+    """The proxies that share a store, and connections to them and to the engine."""
 
     running: list[Proxy]
-    engine: Line
-    here: Line
-    other: Line | None
-    """To another process that shares the store; None for a store of one process."""
+    engine: Connection
+    here: Connection
+    other: Connection | None
+    """To another process that shares the store; None for the memory store."""
     clocks: list[Path]
 
-    def others_s(self) -> float:
-        """Seconds that the proxies' core has run anything else."""
-        return self.running[0].others_s() - sum(beside.cpu_s() for beside in self.running[1:])
+    def other_programs_s(self) -> float:
+        """CPU seconds that other processes have used on the proxies' core."""
+        return self.running[0].other_programs_s() - sum(process.cpu_s() for process in self.running[1:])
 
     def rows(self, store: str, tokenizer: ChatTokenizer, measured: Measured, effort: Effort) -> list[Times]:
         """Time turns after conversations of each length.
 
         Raises:
-            BadAnswer: see `measure`.
+            BadResponse: see `measure`.
         """
         author = Author(tokenizer)
         states = (SAME, ELSEWHERE, RESTARTED) if self.other else (SAME,)
@@ -198,52 +198,59 @@ class Bench:
         talks = {}
         for length in effort.lengths:
             print(f"{store}: a conversation of {length:,} tokens ...", file=sys.stderr)
-            talks[length] = grown(self.here, author, length)
+            talks[length] = build_conversation(self.here, author, length)
             self._check(talks[length], author, tokenizer)
         for number in range(effort.rounds):
             print(f"{store}: round {number + 1} of {effort.rounds} ...", file=sys.stderr)
-            for length, talk in talks.items():
+            for length, conversation in talks.items():
                 for turn in range(effort.turns):
-                    self._time(self.here, self._next(self.here, talk, author), rows[SAME], length)
+                    self._time(self.here, self._next(self.here, conversation, author), rows[SAME], length)
                     if self.other and turn % 4 == 0:
-                        elsewhere = self._next(self.here, self._next(self.other, talk, author), author)
+                        elsewhere = self._next(
+                            self.here, self._next(self.other, conversation, author), author
+                        )
                         self._time(self.other, elsewhere, rows[ELSEWHERE], length)
-                measured.render[length] += _renders(tokenizer, self._next(self.here, talk, author), effort)
+                measured.render[length] += _renders(
+                    tokenizer, self._next(self.here, conversation, author), effort
+                )
         for length in effort.lengths if self.other else ():
             for number in range(effort.restarts):
                 count = f"{number + 1} of {effort.restarts}"
                 print(f"{store}: restart {count} after {length:,} tokens ...", file=sys.stderr)
-                talk = grown(self.here, author, length)
+                conversation = build_conversation(self.here, author, length)
                 self._time(
-                    self.other or self.here, self._next(self.here, talk, author), rows[RESTARTED], length
+                    self.other or self.here,
+                    self._next(self.here, conversation, author),
+                    rows[RESTARTED],
+                    length,
                 )
         requests = [spans for file in self.clocks for spans in read_clocks(file)]
         for row in rows.values():
             row.add_stages(requests)
         return list(rows.values())
 
-    def _next(self, line: Line, talk: Talk, author: Author) -> Talk:
-        """A conversation with one more turn, which a proxy has recorded."""
-        return talk.and_then(line.ask(talk.request()), author)
+    def _next(self, connection: Connection, conversation: Conversation, author: Author) -> Conversation:
+        """The conversation with one more turn, which a proxy has recorded."""
+        return conversation.with_turn(connection.send(conversation.request()), author)
 
-    def _time(self, line: Line, talk: Talk, times: Times, length: int) -> None:
-        request = talk.request()
-        direct, proxied = self.engine.ask(request), line.ask(request)
+    def _time(self, connection: Connection, conversation: Conversation, times: Times, length: int) -> None:
+        request = conversation.request()
+        direct, proxied = self.engine.send(request), connection.send(request)
         expect(proxied, "extended")
         times.direct_ms[length].append(direct.ms)
         times.proxy_ms[length].append(proxied.ms)
         times.tokens[length].append(proxied.prompt_tokens)
         times.windows[length].append((proxied.start_ns, proxied.end_ns))
 
-    def _check(self, talk: Talk, author: Author, tokenizer: ChatTokenizer) -> None:
-        following = self._next(self.here, talk, author)
+    def _check(self, conversation: Conversation, author: Author, tokenizer: ChatTokenizer) -> None:
+        following = self._next(self.here, conversation, author)
         check_exact(self.other or self.here, following, partial(tokenizer.render, tools=TOOLS))
 
 
-def _renders(tokenizer: ChatTokenizer, talk: Talk, effort: Effort) -> list[float]:
-    """Milliseconds of rendering a conversation, its messages parsed already."""
+def _renders(tokenizer: ChatTokenizer, conversation: Conversation, effort: Effort) -> list[float]:
+    """Milliseconds of rendering a conversation from parsed messages."""
     taken = []
-    messages = talk.parsed()
+    messages = conversation.parsed()
     for _ in range(effort.renders):
         start = time.perf_counter_ns()
         tokenizer.render(messages, tools=TOOLS)
@@ -254,11 +261,11 @@ def _renders(tokenizer: ChatTokenizer, talk: Talk, effort: Effort) -> list[float
 def _parser() -> argparse.ArgumentParser:
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=kind)
-    parser.add_argument("--quick", action="store_true", help="only see that it runs")
+    parser.add_argument("--quick", action="store_true", help="only check that it runs")
     parser.add_argument(
         "--store", action="append", choices=STORES, help="only this store; repeatable (default: all)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     return parser
 
 

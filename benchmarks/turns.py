@@ -1,7 +1,7 @@
-"""What the no-op engine samples in a conversation: the same turn each time, under an id of its own.
+"""The no-op engine's turns in a conversation: always the same completion, with a new tool-call id.
 
-It says what vLLM says: the ids it was given, cut as bytes out of the request, the ids that it sampled, and
-their log-probabilities. Only a conversation's first prompt is rendered here.
+A response has the fields of vLLM's: the prompt ids, cut as bytes out of the request, the sampled ids, and
+their log-probabilities. Only the first prompt of a conversation is rendered here.
 """
 
 import json
@@ -11,49 +11,51 @@ from benchmarks.author import Author
 from benchmarks.cases import MODEL
 from tokenization import ChatTokenizer
 
-SAID_TOKENS = 150
-"""Of the text before the tool call, which has some 50 more."""
-_GIVEN = b'"prompt_token_ids":['
+TEXT_TOKENS = 150
+"""Tokens of the text; the tool call after it has about 50 more."""
+_PROMPT_FIELD = b'"prompt_token_ids":['
 _CALL_ID = "call_00000000"
 _HEAD = b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
 class Turns:
-    """Answers chat requests of the benchmark's client."""
+    """Responds to the chat requests of the benchmark's client."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._number = 0
-        message, ids = Author(tokenizer).sampled(SAID_TOKENS)
+        message, ids = Author(tokenizer).sampled(TEXT_TOKENS)
         message["tool_calls"][0]["id"] = _CALL_ID
-        spelled = [_entry(token) for token in tokenizer.token_strings(ids)]
+        logprobs = [_entry(token) for token in tokenizer.token_strings(ids)]
         self._bodies = {
-            quiet: _pieces(message, None if quiet else ids, None if quiet else spelled, len(ids))
-            for quiet in (True, False)
+            without_ids: _pieces(
+                message, None if without_ids else ids, None if without_ids else logprobs, len(ids)
+            )
+            for without_ids in (True, False)
         }
 
     def tokenize(self, request: dict[str, Any]) -> dict[str, Any]:
-        """As the route /tokenize."""
+        """The response of `/tokenize`."""
         tokens = self._render(request)
         return {"count": len(tokens), "max_model_len": 1_000_000, "tokens": tokens}
 
-    def answer(self, body: bytes, *, render: bool) -> bytes:
-        """The next turn, as a whole HTTP answer.
+    def respond(self, body: bytes, *, render: bool) -> bytes:
+        """The next turn, as an HTTP response.
 
         Args:
-            render: whether messages are rendered where no ids are given; otherwise no ids are echoed.
+            render: whether to render the messages if the request has no ids; else no prompt ids are returned.
         """
-        asked = b'"return_token_ids":true' in body
-        at = body.rfind(_GIVEN) if asked else -1
+        with_ids = b'"return_token_ids":true' in body
+        at = body.rfind(_PROMPT_FIELD) if with_ids else -1
         prompt = b"null"
         if at >= 0:
-            prompt = body[at + len(_GIVEN) - 1 : body.index(b"]", at) + 1]
-        elif asked and render:
+            prompt = body[at + len(_PROMPT_FIELD) - 1 : body.index(b"]", at) + 1]
+        elif with_ids and render:
             prompt = json.dumps(self._render(json.loads(body)), separators=(",", ":")).encode()
         self._number += 1
-        before, behind = self._bodies[not asked]
-        length = len(before) + len(behind) + len(_CALL_ID) - len("call_") + len(prompt) + 1
-        return b"".join((_HEAD % length, before, b"%08d" % self._number, behind, prompt, b"}"))
+        before, after = self._bodies[not with_ids]
+        length = len(before) + len(after) + len(_CALL_ID) - len("call_") + len(prompt) + 1
+        return b"".join((_HEAD % length, before, b"%08d" % self._number, after, prompt, b"}"))
 
     def _render(self, request: dict[str, Any]) -> list[int]:
         return self._tokenizer.render(request["messages"], tools=request.get("tools"))
@@ -64,7 +66,7 @@ def _entry(token: str) -> dict[str, Any]:
 
 
 def _pieces(message: dict[str, Any], ids: list[int] | None, logprobs: Any, count: int) -> tuple[bytes, bytes]:
-    """A completion up to the number of its tool call, and from there to its last value, the prompt."""
+    """The completion's bytes before the number of its tool-call id, and from there to the prompt ids."""
     choice = {
         "index": 0,
         "message": {**message, "refusal": None, "reasoning": None},
@@ -87,5 +89,5 @@ def _pieces(message: dict[str, Any], ids: list[int] | None, logprobs: Any, count
         "prompt_token_ids": None,
     }
     whole = json.dumps(completion, separators=(",", ":")).encode()
-    before, behind = whole.split(_CALL_ID.encode())
-    return before + b"call_", behind.removesuffix(b"null}")
+    before, after = whole.split(_CALL_ID.encode())
+    return before + b"call_", after.removesuffix(b"null}")

@@ -1,10 +1,10 @@
-"""An agent on the plain OpenAI SDK: it keeps messages, knows no ids, and only its base URL is the proxy's.
+"""An agent on the plain OpenAI SDK: it keeps messages and no ids; only its base URL is that of the proxy.
 
-It asks about the weather and calls a tool. Each row of the table is one request: whether its prompt
-continues the ids of the turn before (extended) or was rendered anew (rendered, and the reason), how many
-ids were reused, and how many the chat template put behind them.
+It calls a tool to answer questions about the weather. Each row of the table is one request: whether its
+prompt extends the ids of the turn before (extended) or was rendered from messages (rendered, with the
+reason), how many ids were reused, and how many ids of new messages were appended.
 
-An API key, if the server wants one, is in OPENAI_API_KEY.
+If the server requires an API key, set OPENAI_API_KEY.
 """
 
 import argparse
@@ -29,17 +29,17 @@ ARGUMENTS = {
 }
 TOOL = {"name": "get_weather", "description": "Weather in a city", "strict": True, "parameters": ARGUMENTS}
 ROW = "{:>4}  {:<8}  {:<16} {:>6} {:>8}  {:<10}  {}"
-SAID = ("source", "reason", "reused", "appended")
+PROMPT_HEADERS = ("source", "reason", "reused", "appended")
 
 
 def main() -> int:
-    """Run the agent: 0 when it is done, 1 when the server refuses, 2 when none answers."""
+    """Run the agent: returns 0 after a complete run, 1 if the server refuses, 2 if none responds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server, without /v1 (%(default)s)")
     parser.add_argument("--model", default="smollm2", help="name that GET /v1/models lists (%(default)s)")
-    parser.add_argument("--stream", action="store_true", help="ask for streams; prompts stay as exact")
+    parser.add_argument("--stream", action="store_true", help="request streams")
     parser.add_argument(
-        "--session", metavar="ID", help="work under /sessions/ID/v1; at the end set a reward, count samples"
+        "--session", metavar="ID", help="use /sessions/ID/v1; at the end set a reward and count the samples"
     )
     options = parser.parse_args()
     root, session = options.url.rstrip("/"), quote(options.session or "", safe="")
@@ -55,7 +55,7 @@ def main() -> int:
             samples = rewarded.get("/samples", cast_to=dict[str, Any])["samples"]
             print(f"session {options.session}: reward 1.0, samples: {len(samples)}")
     except APIConnectionError:
-        print(f"agent.py: no server answers at {root}; --url names another one", file=sys.stderr)
+        print(f"agent.py: no server at {root}: start one, or pass --url", file=sys.stderr)
         return 2
     except OpenAIError as error:
         print(f"agent.py: {error}", file=sys.stderr)
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def converse(client: OpenAI, model: str, stream: bool) -> None:
-    """Two turns for each question: the model calls the tool, then says what it learned."""
+    """Hold two turns for each question: the model calls the tool, then answers from its result."""
     messages: list[Any] = []
     for number in range(2 * len(QUESTIONS)):
         calls_tool = number % 2 == 0
@@ -74,7 +74,7 @@ def converse(client: OpenAI, model: str, stream: bool) -> None:
             "model": model,
             "messages": messages,
             "tools": [{"type": "function", "function": TOOL}],
-            # A large model decides for itself ("auto"); the demo's small one has to be told.
+            # A large model decides for itself ("auto"); the demo's small one must be told.
             "tool_choice": "required" if calls_tool else "none",
             "temperature": 0.8,
             "max_tokens": 96,
@@ -86,29 +86,29 @@ def converse(client: OpenAI, model: str, stream: bool) -> None:
         for call in calls:
             content = weather(call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-        if calls_tool and not calls:  # a call that was cut short is no call
+        if calls_tool and not calls:  # max_tokens cut the call short
             messages.append({"role": "user", "content": "Please go on."})
         if number == 0:
-            print(ROW.format("turn", *SAID, "finish", "says"))
-        about = [headers.get(f"x-prompt-{name}", "-") for name in SAID]
+            print(ROW.format("turn", *PROMPT_HEADERS, "finish", "content"))
+        prompt_info = [headers.get(f"x-prompt-{name}", "-") for name in PROMPT_HEADERS]
         text = " ".join([*(call.function.arguments for call in calls), message.content or ""])
-        print(ROW.format(number + 1, *about, completion.choices[0].finish_reason, repr(text[:40])))
+        print(ROW.format(number + 1, *prompt_info, completion.choices[0].finish_reason, repr(text[:40])))
 
 
 def ask(client: OpenAI, stream: bool, **request: Any) -> tuple[Mapping[str, str], ChatCompletion]:
-    """Headers and answer; a stream is put together to the same."""
+    """Send a request; returns headers and completion, which for a stream is assembled from its chunks."""
     if not stream:
-        answer = client.chat.completions.with_raw_response.create(**request)
-        return answer.headers, answer.parse()
-    answer = client.chat.completions.with_raw_response.create(**request, stream=True)
+        response = client.chat.completions.with_raw_response.create(**request)
+        return response.headers, response.parse()
+    response = client.chat.completions.with_raw_response.create(**request, stream=True)
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
-    for chunk in answer.parse():
+    for chunk in response.parse():
         state.handle_chunk(chunk)
-    return answer.headers, state.current_completion_snapshot
+    return response.headers, state.current_completion_snapshot
 
 
 def weather(arguments: str) -> str:
-    """What the tool answers, also to arguments that a model cut short."""
+    """The tool's result; an error text if the arguments are incomplete or wrong."""
     try:
         return WEATHER.get(json.loads(arguments)["city"].strip().lower(), "no weather station there")
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,8 +1,8 @@
 """Environments that hold the ids and append to them locally: several guessing games at once.
 
-The library renders the first prompt, and puts the chat template's ids for what happened since behind what was
-sampled; the token route takes plain `prompt_ids`. What comes out can be trained on as it is: the ids of each
-game, which of them were sampled, and a reward. An API key, if the server wants one, is in OPENAI_API_KEY.
+The library renders the first prompt, and appends the ids of the environment's messages after each turn; the
+token route gets plain `prompt_ids`. Each game ends as a training sample: ids, loss mask and reward. If the
+server requires an API key, set OPENAI_API_KEY.
 """
 
 import argparse
@@ -33,23 +33,23 @@ TOOLS = [{"type": "function", "function": TOOL}]
 
 @dataclass
 class Game:
-    """One conversation, as a trainer wants it."""
+    """One conversation as a training sample."""
 
     secret: int
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
-    """1 where the model sampled the id, 0 where it was given."""
+    """Loss mask: 1 for a sampled id, 0 for an id of the prompt."""
     reward: float = 0.0
 
     def extend(self, ids: list[int], *, sampled: bool) -> None:
-        """Put ids behind all others."""
+        """Append ids, and their part of the loss mask."""
         self.ids += ids
         self.mask += [int(sampled)] * len(ids)
 
-    def respond(self, said: ChatCompletionMessage) -> list[dict[str, str]]:
-        """What the environment says to a turn."""
+    def respond(self, message: ChatCompletionMessage) -> list[dict[str, str]]:
+        """The environment's messages after a turn."""
         new = []
-        for call in said.tool_calls or []:
+        for call in message.tool_calls or []:
             if call.type != "function":
                 continue
             try:
@@ -59,21 +59,21 @@ class Game:
             except (ValueError, KeyError, TypeError) as error:
                 content = f"error: {error}"
             new.append({"role": "tool", "tool_call_id": call.id, "content": content})
-        # A call that was cut short is no call.
+        # Without a complete tool call there is no result to send.
         return new or [{"role": "user", "content": "Please guess a number."}]
 
 
 async def play(client: AsyncOpenAI, tokenizer: ChatTokenizer, model: str, turns: int, secret: int) -> Game:
-    """Up to `turns` guesses. The tokenizer works in a thread, so that the other games go on meanwhile."""
+    """Play up to `turns` guesses. The tokenizer runs in a thread, so that other games are not blocked."""
     game = Game(secret)
     opening = [{"role": "user", "content": OPENING}]
     game.extend(await asyncio.to_thread(tokenizer.render, opening, tools=TOOLS), sampled=False)
     settings = {"model": model, "tools": TOOLS, "tool_choice": "required", "max_tokens": 96}
     for turn in range(turns):
         body = settings | {"prompt_ids": game.ids}
-        answer = await client.post("/chat/completions/tokens", body=body, cast_to=ChatCompletion)
-        assert (answer.model_extra or {})["prompt_token_ids"] == game.ids, "the engine had another prompt"
-        choice = answer.choices[0]
+        completion = await client.post("/chat/completions/tokens", body=body, cast_to=ChatCompletion)
+        assert (completion.model_extra or {})["prompt_token_ids"] == game.ids, "the engine's prompt differs"
+        choice = completion.choices[0]
         game.extend((choice.model_extra or {})["token_ids"], sampled=True)
         new = game.respond(choice.message)
         if turn == turns - 1 or game.reward == 1.0:
@@ -86,13 +86,13 @@ async def play(client: AsyncOpenAI, tokenizer: ChatTokenizer, model: str, turns:
 
 
 async def main() -> int:
-    """Play the games: 0 when all are over, 1 when something is refused, 2 when no server answers."""
+    """Play the games: returns 0 when all are over, 1 on an error, 2 if no server responds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server, without /v1 (%(default)s)")
     parser.add_argument("--model", default="smollm2", help="name that GET /v1/models lists (%(default)s)")
     parser.add_argument("--tokenizer", metavar="PATH", required=True, help="the model's folder or hub name")
-    parser.add_argument("--games", type=int, default=4, help="games at once (%(default)s)")
-    parser.add_argument("--turns", type=int, default=3, help="guesses in each (%(default)s)")
+    parser.add_argument("--games", type=int, default=4, help="number of concurrent games (%(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="guesses in each game (%(default)s)")
     options = parser.parse_args()
     root = options.url.rstrip("/")
     try:
@@ -104,7 +104,7 @@ async def main() -> int:
             plays = [play(client, tokenizer, options.model, options.turns, secret) for secret in secrets]
             games = await asyncio.gather(*plays)
     except APIConnectionError:
-        print(f"environment_async.py: no server answers at {root}; --url names another one", file=sys.stderr)
+        print(f"environment_async.py: no server at {root}: start one, or pass --url", file=sys.stderr)
         return 2
     except (OpenAIError, TokenizationError) as error:
         print(f"environment_async.py: {error}", file=sys.stderr)

@@ -1,14 +1,14 @@
-"""Everything the proxy answers with an error object, and the status it answers with.
+"""The errors that the proxy returns as error objects, with their status.
 
     ApiError
-    ├── BadRequest         400  what the client sent is wrong; `param` names the field
+    ├── BadRequest         400  the request is invalid; `param` names the field
     ├── Unauthorized       401  the API key is missing, or was refused
     ├── NotFound           404  no such model, session or route
     ├── BodyTooLarge       413  the request body is over the limit
-    ├── Unsupported        501  no engine here can do it; the message says what to upgrade or enable
-    ├── EngineBroken       502  the engine closed the connection or answered nonsense
-    ├── EngineUnavailable  503  no engine answers; comes with Retry-After
-    └── EngineTimeout      504  the engine did not answer in time
+    ├── Unsupported        501  no engine supports the request; the message names what to upgrade or enable
+    ├── EngineBroken       502  the engine closed the connection or returned a malformed response
+    ├── EngineUnavailable  503  no engine responds; sent with Retry-After
+    └── EngineTimeout      504  the engine did not accept a connection in time
 
 The wire format is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 """
@@ -17,7 +17,7 @@ import msgspec
 
 
 class ApiError(Exception):
-    """Base of all errors that reach the client as an error object."""
+    """Base of all errors that are returned to the client as an error object."""
 
     status = 500
     kind = "InternalServerError"
@@ -41,7 +41,7 @@ class ApiError(Exception):
         return error_body(self.message, self.kind, self.param, self.code or self.status)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Response headers beside the body."""
+        """The response's headers: content type, and Retry-After if set."""
         headers = [(b"content-type", b"application/json")]
         if self.retry_after is not None:
             headers.append((b"retry-after", str(self.retry_after).encode()))
@@ -49,7 +49,7 @@ class ApiError(Exception):
 
 
 class BadRequest(ApiError):
-    """What the client sent is wrong."""
+    """The request is invalid; `param` names the field."""
 
     status = 400
     kind = "BadRequestError"
@@ -62,7 +62,7 @@ class Unauthorized(ApiError):
     kind = "AuthenticationError"
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Response headers, with the scheme that a client should use."""
+        """The response's headers, with the authentication scheme that the client should use."""
         return [*super().headers(), (b"www-authenticate", b"Bearer")]
 
 
@@ -81,21 +81,21 @@ class BodyTooLarge(ApiError):
 
 
 class Unsupported(ApiError):
-    """No engine here can do it."""
+    """No engine supports the request; the message names what to upgrade or enable."""
 
     status = 501
     kind = "NotImplementedError"
 
 
 class EngineBroken(ApiError):
-    """The engine closed the connection or answered nonsense."""
+    """The engine closed the connection or returned a malformed response."""
 
     status = 502
     kind = "BadGatewayError"
 
 
 class EngineUnavailable(ApiError):
-    """No engine answers."""
+    """No engine responds."""
 
     status = 503
     kind = "ServiceUnavailableError"
@@ -105,7 +105,7 @@ class EngineUnavailable(ApiError):
 
 
 class EngineTimeout(ApiError):
-    """The engine did not answer in time."""
+    """The engine did not accept a connection in time."""
 
     status = 504
     kind = "GatewayTimeoutError"

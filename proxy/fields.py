@@ -1,7 +1,7 @@
-"""JSON objects taken apart at their top level only.
+"""Parse JSON objects at their top level only, and join them again.
 
-A request may carry 100k ids in one field. Its values stay bytes: they are looked at where a route
-needs them and joined again for the engine, so nothing is parsed for the sake of passing it on.
+A request may hold 100k ids in one field. Field values stay raw bytes: a route decodes only the fields that it
+needs, and the others are sent to the engine as they arrived.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ NULL = b"null"
 
 
 def parse(body: bytes) -> Fields:
-    """The fields of a JSON object.
+    """The fields of a JSON object: `{"a": [1], "b": 2}` gives `a` as the bytes `[1]` and `b` as `2`.
 
     Raises:
-        BadRequest: the body is not JSON, or JSON but not an object; `param` is `body`.
+        BadRequest: the body is not a JSON object; `param` is `body`.
     """
     try:
         return _decoder.decode(body)
@@ -33,7 +33,7 @@ def parse(body: bytes) -> Fields:
 
 
 def join(fields: Fields) -> bytes:
-    """The fields as one JSON object; values are copied as they are, and once: they may be megabytes."""
+    """Encode fields as one JSON object. Values are copied unchanged, and only once: they may be megabytes."""
     parts: list[bytes | msgspec.Raw] = []
     for name, value in fields.items():
         parts += b",", msgspec.json.encode(name), b":", value
@@ -42,27 +42,27 @@ def join(fields: Fields) -> bytes:
 
 
 def raw(value: object) -> msgspec.Raw:
-    """A Python value as a field."""
+    """Encode a Python value as the value of a field."""
     return msgspec.Raw(msgspec.json.encode(value))
 
 
 def is_null(value: msgspec.Raw) -> bool:
-    """Whether a value is null, without a copy of one that is not."""
+    """Whether a value is null. The value, which may be large, is not copied."""
     view = memoryview(value)
     return view.nbytes == len(NULL) and view == NULL
 
 
 def given(fields: Mapping[str, msgspec.Raw], name: str) -> bytes | None:
-    """The bytes of a field, or None where it is missing or null."""
+    """The raw bytes of a field, or None if it is missing or null."""
     value = fields.get(name)
     return None if value is None or is_null(value) else bytes(value)
 
 
 def read(fields: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | None:
-    """A field as a value of `kind`, or None where it is missing or null.
+    """Decode a field as a value of `kind`; None if it is missing or null.
 
     Raises:
-        BadRequest: it holds something else; `param` is the field's name.
+        BadRequest: the value has another type; `param` is the field's name.
     """
     value = fields.get(name)
     if value is None or is_null(value):
@@ -74,12 +74,12 @@ def read(fields: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | Non
 
 
 def read_messages(fields: Fields, name: str) -> list[dict[str, Any]] | None:
-    """A field that holds a non-empty list of messages, or None where it is missing or null.
+    """Decode a field that holds a list of messages; None if it is missing or null.
 
     Raises:
-        BadRequest: it holds something else, or nothing; `param` is the field's name.
+        BadRequest: it is not a list of objects, or is empty; `param` is the field's name.
     """
     messages = read(fields, name, list[dict[str, Any]])
     if messages is not None and not messages:
-        raise BadRequest(f"`{name}` must not be empty", param=name)
+        raise BadRequest(f"`{name}` must not be empty: send at least one message", param=name)
     return messages

@@ -1,4 +1,4 @@
-"""What an engine takes for media. It renders messages that hold some, and ignores prompt ids beside them."""
+"""Detect media in messages as vLLM does, because with media it ignores given prompt ids and renders."""
 
 from collections.abc import Mapping
 
@@ -11,16 +11,16 @@ _MEDIA_KEYS = frozenset(
         *("image_embeds", "image_pil", "image_url", "input_image"),
     }
 )
-"""Keys by which vLLM takes a part for media whatever its type."""
+"""Keys that make vLLM treat a content part as media, whatever its `type`."""
 
 
 def media_kind(content: object) -> str | None:
-    """The type of the first part of a message's content that is no text, or None if all of it is."""
+    """The quoted type of the first content part that is not text, like `'image_url'`; None if all is text."""
     if not isinstance(content, list):
         return None
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        media = _MEDIA_KEYS.intersection(part) if isinstance(part, Mapping) else ()
-        if media or not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        media_keys = _MEDIA_KEYS.intersection(part) if isinstance(part, Mapping) else ()
+        if media_keys or not isinstance(kind, str) or kind not in _TEXT_PARTS:
             return repr(kind)
     return None

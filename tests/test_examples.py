@@ -1,4 +1,4 @@
-"""The examples without a server: they say what they do, stand in their table, and fail in one clear line."""
+"""The examples without a server: help texts, the table in their README, and errors."""
 
 import ast
 import os
@@ -24,12 +24,14 @@ _MOST_LINES = 120
 every_example = pytest.mark.parametrize("name", sorted(_FLAGS))
 
 
-def test_no_example_is_forgotten_here() -> None:
+def test_every_example_is_tested() -> None:
     assert {path.name for path in _FOLDER.glob("*.py")} == set(_FLAGS)
 
 
 @every_example
-def test_help_teaches(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_description_flags_and_defaults(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", [str(_FOLDER / name), "--help"])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -44,7 +46,7 @@ def test_help_teaches(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @every_example
-def test_an_example_is_short_and_complete_in_itself(name: str) -> None:
+def test_example_is_short_and_imports_only_public_packages(name: str) -> None:
     source = (_FOLDER / name).read_text()
     assert len(source.splitlines()) < _MOST_LINES
     imported = {
@@ -62,7 +64,7 @@ def test_an_example_is_short_and_complete_in_itself(name: str) -> None:
 
 
 @every_example
-def test_the_table_lists_it(name: str) -> None:
+def test_readme_table_lists_every_example(name: str) -> None:
     rows = [line for line in (_FOLDER / "README.md").read_text().splitlines() if line.startswith("| [")]
     assert len(rows) == len(_FLAGS)
     assert any(row.startswith(f"| [{name}]({name}) |") for row in rows)
@@ -70,18 +72,18 @@ def test_the_table_lists_it(name: str) -> None:
 
 @pytest.mark.slow
 @every_example
-def test_a_server_that_is_not_there(name: str, tiny_model: TinyModel) -> None:
+def test_missing_server_is_a_one_line_error(name: str, tiny_model: TinyModel) -> None:
     url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     given = {"--tokenizer": str(tiny_model.folder)} if "--tokenizer" in _FLAGS[name] else {}
     arguments = ["--url", url, *(word for pair in given.items() for word in pair)]
     run = subprocess.run(
         [sys.executable, str(_FOLDER / name), *arguments],
-        # without torch transformers says so, on the stream that is looked at here
+        # without torch, transformers prints an advisory to stderr
         env=os.environ | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert run.returncode == 2, run.stderr
-    assert run.stderr == f"{name}: no server answers at {url}; --url names another one\n"
+    assert run.stderr == f"{name}: no server at {url}: start one, or pass --url\n"
     assert run.stdout == ""

@@ -19,7 +19,7 @@ _SPELLINGS = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 2}, {"e
 
 
 @given(st.dictionaries(st.text(), _VALUES), _SPELLINGS)
-def test_values_survive_byte_for_byte(value: dict[str, Any], spelling: dict[str, Any]) -> None:
+def test_parse_and_join_keep_values_byte_for_byte(value: dict[str, Any], spelling: dict[str, Any]) -> None:
     body = json.dumps(value, **spelling).encode()
     fields = parse(body)
     assert json.loads(join(fields)) == value
@@ -41,33 +41,33 @@ def test_values_survive_byte_for_byte(value: dict[str, Any], spelling: dict[str,
         '{"a": 1, "a": 2}',
     ],
 )
-def test_spellings_that_a_parser_would_change(spelling: str) -> None:
+def test_values_that_a_full_parser_would_rewrite_are_kept(spelling: str) -> None:
     fields = parse(f'{{ "x" : {spelling} , "y":null}}'.encode())
     assert bytes(fields["x"]) == spelling.encode()
     assert join(fields) == f'{{"x":{spelling},"y":null}}'.encode()
 
 
-def test_of_duplicate_names_the_last_counts_as_in_other_parsers() -> None:
+def test_last_of_duplicate_names_is_used() -> None:
     body = b'{"a": 1, "b": 2, "a": 3}'
     assert json.loads(join(parse(body))) == json.loads(body) == {"a": 3, "b": 2}
 
 
 @pytest.mark.parametrize("body", [b"[]", b"7", b'"{}"', b"null", b"true"])
-def test_a_body_that_is_no_object(body: bytes) -> None:
+def test_body_must_be_an_object(body: bytes) -> None:
     with pytest.raises(BadRequest, match="must be a JSON object") as caught:
         parse(body)
     assert caught.value.param == "body"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"a": }', b'{"a": 1} {', b"{'a': 1}", b'{"\xff": 1}'])
-def test_a_body_that_is_no_json(body: bytes) -> None:
+def test_body_must_be_json(body: bytes) -> None:
     with pytest.raises(BadRequest, match="not valid JSON") as caught:
         parse(body)
     assert caught.value.param == "body"
 
 
 @pytest.mark.parametrize("body, expected", [(b'{"a": 0}', b"0"), (b'{"a": null}', None), (b"{}", None)])
-def test_null_counts_as_missing(body: bytes, expected: bytes | None) -> None:
+def test_given_treats_null_as_missing(body: bytes, expected: bytes | None) -> None:
     assert given_field(parse(body), "a") == expected
 
 
@@ -81,7 +81,7 @@ def test_read() -> None:
 
 
 @pytest.mark.parametrize("value", ["[]", "{}", "[1]", '"text"', "[[]]"])
-def test_messages_are_objects_in_a_list(value: str) -> None:
+def test_messages_must_be_a_list_of_objects(value: str) -> None:
     with pytest.raises(BadRequest) as caught:
         read_messages(parse(b'{"messages": %s}' % value.encode()), "messages")
     assert caught.value.param == "messages"

@@ -17,11 +17,11 @@ from proxy.vllm_launcher import PLUGIN, VllmMissing, allowed_plugins, installed_
         ("tokenproxy,cpu", [], "tokenproxy,cpu"),
     ],
 )
-def test_no_other_plugin_is_taken_away(before: str | None, installed: list[str], expected: str) -> None:
+def test_other_plugins_stay_enabled(before: str | None, installed: list[str], expected: str) -> None:
     assert allowed_plugins(before, installed) == expected
 
 
-def test_our_plugin_loads_only_when_it_is_named() -> None:
+def test_plugin_is_not_loaded_by_default() -> None:
     assert PLUGIN not in installed_plugins()
 
 

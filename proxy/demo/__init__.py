@@ -1,4 +1,4 @@
-"""A real model, a real vLLM and a real conversation, with no GPU and no model hub.
+"""`tokenproxy demo`: a conversation with a real model on a real vLLM, with no GPU and no model hub.
 
-Not needed to serve anything: the package proves on the reader's own machine what the rest claims.
+It shows on the user's own machine that prompts stay exact. Serving does not need it.
 """

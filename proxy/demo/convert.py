@@ -1,6 +1,6 @@
-"""Writes a checkpoint from a GGUF file: `python -m proxy.demo.convert GGUF TEMPLATE FOLDER`.
+"""Convert a GGUF file into a checkpoint: `python -m proxy.demo.convert GGUF TEMPLATE FOLDER`.
 
-The only file of the demo that imports torch and transformers; `proxy.demo.checkpoint` runs it as a process.
+The only module of the demo that imports torch; `proxy.demo.checkpoint` runs it as a child process.
 """
 
 import sys
@@ -24,7 +24,7 @@ def convert(gguf_file: Path, template_file: Path, folder: Path) -> None:
     """Write `gguf_file` as bfloat16 safetensors with its tokenizer, whose template is `template_file`.
 
     Raises:
-        ValueError: the result does not end its turns with `<|im_end|>` (id 2), or does not know the
+        ValueError: the converted model's stop token is not `<|im_end|>` (id 2), or it does not know the
             capital of France.
     """
     tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
@@ -42,7 +42,7 @@ def _dense_model(gguf_file: Path) -> LlamaForCausalLM:
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
     )
-    # A model loaded from GGUF refuses to be saved, and its config would send vLLM to look for GGUF again.
+    # A model loaded from GGUF cannot be saved, and with its config vLLM would look for a GGUF file.
     fields = packed.config.to_dict()
     fields.pop("quantization_config", None)
     model = LlamaForCausalLM(LlamaConfig.from_dict(fields | {"dtype": "bfloat16"}))
@@ -52,10 +52,10 @@ def _dense_model(gguf_file: Path) -> LlamaForCausalLM:
 
 
 def _check(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A broken conversion must fail here, not be cached."""
-    ends = (tokenizer.convert_tokens_to_ids(END_OF_TURN), model.generation_config.eos_token_id)
-    if ends != (END_OF_TURN_ID, END_OF_TURN_ID):
-        raise ValueError(f"tokenizer and generation config end a turn with {ends}, not {END_OF_TURN_ID}")
+    """Raise ValueError if the conversion is broken, so that it is not cached."""
+    stop_ids = (tokenizer.convert_tokens_to_ids(END_OF_TURN), model.generation_config.eos_token_id)
+    if stop_ids != (END_OF_TURN_ID, END_OF_TURN_ID):
+        raise ValueError(f"stop tokens of tokenizer and generation config: {stop_ids}, not {END_OF_TURN_ID}")
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True,
@@ -64,9 +64,9 @@ def _check(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     )
     with torch.inference_mode():
         output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
-    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    if "Paris" not in answer:
-        raise ValueError(f"asked for the capital of France, the model says {answer!r}")
+    text = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    if "Paris" not in text:
+        raise ValueError(f"prompted for the capital of France, the model returned {text!r}")
 
 
 if __name__ == "__main__":

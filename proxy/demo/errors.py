@@ -1,4 +1,4 @@
-"""What can go wrong in the demo.
+"""The demo's errors.
 
 DemoError
 ├── CheckpointError
@@ -9,7 +9,7 @@ DemoError
 
 
 class DemoError(Exception):
-    """Base of the demo's errors. The message is for the person at the terminal: what to do next."""
+    """Base of the demo's errors. The message tells the user what to do next."""
 
 
 class CheckpointError(DemoError):
@@ -21,8 +21,8 @@ class MissingPackageError(CheckpointError):
 
 
 class EngineStartError(DemoError):
-    """vLLM ended or stayed silent before it was ready to serve."""
+    """vLLM ended, or was not ready in time."""
 
 
 class ConversationError(DemoError):
-    """The server refused a turn, or answered one without the ids it was asked for."""
+    """The server cannot be reached, refused a turn, or returned one without ids."""

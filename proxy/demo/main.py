@@ -1,4 +1,4 @@
-"""`tokenproxy demo`: a real stack on this machine, one conversation over three routes, and what it shows."""
+"""`tokenproxy demo`: start vLLM on this machine, hold one conversation over three routes, compare them."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from openai import OpenAI, OpenAIError
 from proxy.demo.checkpoint import ensure_checkpoint
 from proxy.demo.conversation import ChatRoute, StockRoute, TokenRoute, converse
 from proxy.demo.errors import ConversationError, DemoError, EngineStartError
-from proxy.demo.progress import Say, say_stderr
+from proxy.demo.progress import Progress, print_progress
 from proxy.demo.stack import MODEL_NAME, EngineProcess
 from proxy.demo.table import render, summary
 
@@ -37,79 +37,83 @@ def run_demo(
     api_server_count: int = 2,
     url: str | None = None,
 ) -> int:
-    """Start a stack, show on it that token and chat route keep their ids, and stop it.
+    """Start a server, show that its token route and chat route keep the ids exact, and stop it.
 
     Results go to stdout, progress to stderr.
 
     Args:
-        host: address for the engine to listen on.
+        host: address that the engine listens on.
         port: its port; 0 picks a free one.
-        serve: instead of the conversations, say how to use the stack and keep it until Ctrl-C.
-        keep_log: file for vLLM's log, which stays; None drops the log.
-        api_server_count: API server processes of vLLM.
+        serve: instead of the conversations, print how to use the server and run it until Ctrl-C.
+        keep_log: file to keep vLLM's log in; None deletes the log.
+        api_server_count: number of vLLM's API server processes.
         url: use this running server, with or without `/v1`, instead of starting one.
 
     Returns:
-        0 if every follow-up turn of both routes was exact; 1 if one was not; 2 if the stack did not
-        start or did not answer; 130 if it was interrupted before that was known.
+        0 if every follow-up turn of both routes was exact; 1 if one was not; 2 if the server did not
+        start or respond; 130 if the demo was interrupted.
     """
-    say = say_stderr
+    progress = print_progress
     try:
-        with _terminable():
+        with _sigterm_as_interrupt():
             if url is not None:
                 if serve:
-                    raise DemoError("--serve starts a server, --url uses one that runs: give one of them")
-                return _compare(url.rstrip("/").removesuffix("/v1"), say)
+                    raise DemoError(
+                        "--serve starts a server, --url uses a running one: pass only one of them"
+                    )
+                return _compare(url.rstrip("/").removesuffix("/v1"), progress)
             with EngineProcess(
-                ensure_checkpoint(say=say),
+                ensure_checkpoint(progress=progress),
                 host=host,
                 port=port,
                 api_server_count=api_server_count,
                 log_file=keep_log,
             ) as engine:
-                engine.wait_ready(say=say)
-                return _serve(engine, say) if serve else _compare(engine.url, say)
+                engine.wait_ready(progress=progress)
+                return _serve(engine, progress) if serve else _compare(engine.url, progress)
     except DemoError as error:
-        say(f"tokenproxy demo: {error}")
+        progress(f"tokenproxy demo: {error}")
         if isinstance(error, EngineStartError) and keep_log is None:
-            say("--log FILE keeps the whole log of vLLM")
+            progress("to keep the whole log of vLLM, pass --log FILE")
         return _NOT_RUN
     except KeyboardInterrupt:
-        say("interrupted")
+        progress("interrupted")
         return 130
 
 
-def _compare(url: str, say: Say) -> int:
+def _compare(url: str, progress: Progress) -> int:
     """Hold the conversations and print the table.
 
     Raises:
-        ConversationError: the server does not answer, or does not have the routes.
+        ConversationError: the server does not respond, or does not have the routes.
     """
-    # The engine reads the same variable, and then wants the key from its clients.
+    # The engine reads the same variable, and then requires the key from its clients.
     key = os.environ.get("VLLM_API_KEY") or "none"
     client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     model = _served_model(client, url)
     started = time.monotonic()
-    tokens = converse(TokenRoute(client), model, say=say)
-    chat = converse(ChatRoute(client), model, say=say)
-    stock = converse(StockRoute(client), model, say=say)
+    tokens = converse(TokenRoute(client), model, progress=progress)
+    chat = converse(ChatRoute(client), model, progress=progress)
+    stock = converse(StockRoute(client), model, progress=progress)
     print(render(chat, stock))
     print(summary(tokens))
-    say(f"the three conversations took {time.monotonic() - started:.0f} s")
-    return _EXACT if all(ours.exact == ours.follow_ups for ours in (tokens, chat)) else _BROKEN
+    progress(f"the three conversations took {time.monotonic() - started:.0f} s")
+    return _EXACT if all(result.exact == result.follow_ups for result in (tokens, chat)) else _BROKEN
 
 
 def _served_model(client: OpenAI, url: str) -> str:
     try:
         models = client.models.list().data
     except OpenAIError as error:
-        raise ConversationError(f"no OpenAI server answers at {url}: {error}") from error
+        raise ConversationError(
+            f"no OpenAI server responds at {url}: start one, or omit --url ({error})"
+        ) from error
     if not models:
-        raise ConversationError(f"the server at {url} serves no model")
+        raise ConversationError(f"the server at {url} lists no model: start it with one")
     return models[0].id
 
 
-def _serve(engine: EngineProcess, say: Say) -> int:
+def _serve(engine: EngineProcess, progress: Progress) -> int:
     print(f"serving {MODEL_NAME} at {engine.url}/v1 until Ctrl-C; from Python:\n")
     print(_HOW_TO.format(url=engine.url, model=MODEL_NAME), flush=True)
     try:
@@ -117,13 +121,13 @@ def _serve(engine: EngineProcess, say: Say) -> int:
             engine.check_alive()
             time.sleep(1.0)
     except KeyboardInterrupt:
-        say("stopping")
+        progress("stopping")
     return _EXACT
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C in the block: a job that is cancelled must not leave an engine behind."""
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C in the `with` block, so that a cancelled job stops its engine."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Says that something is still going on, so that no wait looks like a hang."""
+"""Report progress at intervals, so that a long wait does not look like a hang."""
 
 import sys
 import threading
@@ -7,36 +7,35 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 INTERVAL_S = 2.0
 
 
-def say_stderr(line: str) -> None:
-    """Print one progress line to stderr at once; stdout stays free for results."""
+def print_progress(line: str) -> None:
+    """Print one progress line to stderr, unbuffered; stdout is for results."""
     print(line, file=sys.stderr, flush=True)
 
 
 def shorten(text: str, limit: int) -> str:
-    """The first `limit` characters of `text`, the last one an ellipsis where something was cut."""
+    """The text, cut to `limit` characters: `shorten("abcdefg", 6)` is `"abcde…"`."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 class Heartbeat:
-    """Says `label (N s) detail` every `interval_s` seconds while the `with` block runs.
+    """Reports `label (N s) detail` every `interval_s` seconds while the `with` block runs.
 
-    Nothing is said about a block that ends within the first interval. `detail` is called in the
-    heartbeat's thread.
+    A block that ends within the first interval reports nothing. `detail` is called in the heartbeat's thread.
     """
 
     def __init__(
         self,
-        say: Say,
+        progress: Progress,
         label: str,
         detail: Callable[[], str] | None = None,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        self._say = say
+        self._progress = progress
         self._label = label
         self._detail = detail
         self._interval_s = interval_s
@@ -58,4 +57,4 @@ class Heartbeat:
         while not self._done.wait(self._interval_s):
             detail = self._detail() if self._detail else ""
             line = f"{self._label} ({time.monotonic() - started:.0f} s) {detail}"
-            self._say(line.rstrip())
+            self._progress(line.rstrip())

@@ -1,4 +1,4 @@
-"""A real vLLM on CPU, as a process that can be started, waited for and ended without a trace."""
+"""Run a vLLM server on CPU: start it, wait until it is ready, and end all its processes."""
 
 import http.client
 import os
@@ -15,7 +15,7 @@ from typing import Self
 
 from proxy.demo.children import child_environment, end_group
 from proxy.demo.errors import EngineStartError
-from proxy.demo.progress import Heartbeat, Say, say_stderr, shorten
+from proxy.demo.progress import Heartbeat, Progress, print_progress, shorten
 
 MODEL_NAME = "smollm2"
 
@@ -34,9 +34,9 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # One thread is enough for so small a model, and more of them wait for each other: on 2 cores 57 tokens/s
-    # with one, 13 with two. Not bound to a core, because vLLM binds to the same one in every server: two
-    # servers that start together are ready after 40 s, and after 75 s when bound.
+    # With so small a model, threads mostly wait for each other: on 2 cores one thread gives 57 tokens/s, two
+    # give 13. They are not bound to a core, because every server would bind to the same one: two servers
+    # that start together are ready after 40 s, and after 75 s if bound.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
@@ -46,9 +46,9 @@ _LOG_PREFIX = re.compile(r"^(\(\S+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) \S+ \
 
 
 class EngineProcess:
-    """One vLLM server and all processes it spawns, between `start` and `stop`.
+    """One vLLM server with all processes that it spawns, from `start` to `stop`.
 
-    As a context manager it starts on entry and stops on exit; entering does not wait until it is ready:
+    As a context manager it starts on entry and stops on exit. Entry does not wait until it is ready:
 
         with EngineProcess(ensure_checkpoint(), plugin=False) as engine:
             engine.wait_ready()
@@ -67,17 +67,17 @@ class EngineProcess:
         extra_environment: Mapping[str, str] | None = None,
         log_file: Path | None = None,
     ) -> None:
-        """Describe a server; nothing runs yet.
+        """Configure a server without starting it.
 
         Args:
             model: folder of the checkpoint.
             host: address to listen on.
-            port: 0 picks a free one.
-            api_server_count: vLLM's API server processes, all behind the one port.
-            plugin: True runs `tokenproxy vllm`, False a stock vLLM with no plugin of any kind.
-            extra_flags: of `vllm serve`; they come last and so win over `STANDARD_FLAGS`.
-            extra_environment: variables that win over this process's and the standard ones.
-            log_file: where output goes, and stays; None is a temporary file that `stop` removes.
+            port: port to listen on; 0 picks a free one.
+            api_server_count: number of vLLM's API server processes, which share the port.
+            plugin: True runs `tokenproxy vllm`, False a stock vLLM without any plugin.
+            extra_flags: flags of `vllm serve`; they override `STANDARD_FLAGS`.
+            extra_environment: variables that override this process's and the standard ones.
+            log_file: file for the output; None writes to a temporary file that `stop` removes.
         """
         self._model = model
         self._host = host
@@ -101,27 +101,27 @@ class EngineProcess:
 
     @property
     def url(self) -> str:
-        """Where it listens, without a path: `http://127.0.0.1:8000`."""
+        """The server's URL without a path: `http://127.0.0.1:8000`."""
         return f"http://{self._local_host}:{self._port}"
 
     @property
     def pid(self) -> int | None:
-        """Id of the process, and of the process group, that `start` made; None when not started."""
+        """Id of the server's first process, and of its process group; None if it does not run."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
         """Start the processes and return at once.
 
         Raises:
-            EngineStartError: something listens on the port.
-            RuntimeError: it is already started.
+            EngineStartError: another process listens on the port.
+            RuntimeError: the server is already started.
         """
         if self._process is not None:
-            raise RuntimeError("this engine is already started")
-        # vLLM with several API servers shares its port with whoever allows it, and `wait_ready` would then
+            raise RuntimeError("the server is already started: stop it first")
+        # vLLM with several API servers lets other processes share its port, and `wait_ready` would then
         # find the other server healthy.
         if self._port and _is_listening(self._local_host, self._port):
-            raise EngineStartError(f"something listens on {self.url} already; choose another port")
+            raise EngineStartError(f"another process listens on {self.url}: choose another port")
         self._port = self._port or free_port(self._host)
         if self._log_file is None:
             descriptor, name = tempfile.mkstemp(prefix="tokenproxy-vllm-", suffix=".log")
@@ -135,67 +135,71 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # A session of its own: one group to end, and Ctrl-C in the terminal is the demo's alone.
+                # A new session is one process group to end, and keeps Ctrl-C in the terminal from the server.
                 start_new_session=True,
             )
 
-    def wait_ready(self, timeout_s: float = 300.0, say: Say = say_stderr) -> None:
-        """Block until `/health` answers 200, saying every 2 s how long it took and what vLLM does.
+    def wait_ready(self, timeout_s: float = 300.0, progress: Progress = print_progress) -> None:
+        """Block until `/health` returns 200; report the elapsed time and vLLM's last log line every 2 s.
 
         Raises:
-            EngineStartError: the process ended, or `timeout_s` seconds passed; with the end of its log.
+            EngineStartError: the server ended, or is not ready after `timeout_s` seconds; has the log's end.
         """
         deadline = time.monotonic() + timeout_s
-        with Heartbeat(say, "starting vLLM", self.last_log_line):
+        with Heartbeat(progress, "starting vLLM", self.last_log_line):
             while not self._is_healthy():
                 self.check_alive()
                 if time.monotonic() >= deadline:
-                    raise EngineStartError(f"vLLM was not ready after {timeout_s:.0f} s{self._ending()}")
+                    raise EngineStartError(f"vLLM was not ready after {timeout_s:.0f} s{self._log_suffix()}")
                 time.sleep(0.2)
 
     def check_alive(self) -> None:
-        """Raise EngineStartError, with the end of the log, unless the server's first process runs."""
-        code = self._process.poll() if self._process else None
-        if self._process is None or code is not None:
-            raise EngineStartError(f"vLLM ended with code {code}{self._ending()}")
-
-    def stop(self, grace_s: float = 15.0, say: Say = say_stderr) -> None:
-        """End every process that was started; it does nothing when none runs.
-
-        SIGTERM first, SIGKILL for those still there after `grace_s` seconds.
+        """Check that the server's first process runs.
 
         Raises:
-            RuntimeError: a process outlived SIGKILL.
+            EngineStartError: it ended, or was not started; the message has the end of its log.
+        """
+        code = self._process.poll() if self._process else None
+        if self._process is None or code is not None:
+            raise EngineStartError(f"vLLM ended with code {code}{self._log_suffix()}")
+
+    def stop(self, grace_s: float = 15.0, progress: Progress = print_progress) -> None:
+        """End all processes of the server; does nothing if it does not run.
+
+        It sends SIGTERM, and after `grace_s` seconds SIGKILL to the processes that still run.
+
+        Raises:
+            RuntimeError: a process survived SIGKILL.
         """
         if self._process is None:
             return
         process, self._process = self._process, None
-        with Heartbeat(say, "stopping vLLM"):
-            left = end_group(process.pid, grace_s)
+        with Heartbeat(progress, "stopping vLLM"):
+            surviving = end_group(process.pid, grace_s)
         process.poll()
         if self._log_file is not None and not self._keeps_log:
             self._log_file.unlink(missing_ok=True)
             self._log_file = None
-        if left:
-            raise RuntimeError(f"these processes of vLLM could not be ended: {left}")
+        if surviving:
+            raise RuntimeError(f"processes of vLLM survived SIGKILL: {surviving}")
 
     def log_tail(self, lines: int = 20) -> str:
         """The last `lines` lines of the log."""
         return "\n".join(self._log_lines()[-lines:])
 
     def last_log_line(self, limit: int = 70) -> str:
-        """The last line of the log that says something, without its prefix, at most `limit` characters."""
+        """The last line of the log that has words, without its prefix, cut to `limit` characters."""
         for line in reversed(self._log_lines()):
-            found = _LOG_PREFIX.match(line)
-            text = found["text"].strip() if found else ""
-            # vLLM's banner is drawn with block characters.
+            match = _LOG_PREFIX.match(line)
+            text = match["text"].strip() if match else ""
+            # Lines without words are vLLM's banner, drawn with block characters.
             if re.search(r"[A-Za-z]{3}", text):
                 return shorten(text, limit)
         return ""
 
     @property
     def _local_host(self) -> str:
-        """An address of this machine that reaches `host`."""
+        """The address to connect to: `host`, or the loopback address if that means all addresses."""
         return "127.0.0.1" if self._host in ("", "0.0.0.0") else self._host
 
     def _command(self) -> list[str]:
@@ -209,7 +213,7 @@ class EngineProcess:
         ]
 
     def _environment(self) -> dict[str, str]:
-        # An empty VLLM_PLUGINS keeps out every plugin that happens to be installed here.
+        # An empty VLLM_PLUGINS disables every installed plugin.
         plugins = {} if self._plugin else {"VLLM_PLUGINS": ""}
         return child_environment() | _ENVIRONMENT | plugins | self._extra_environment
 
@@ -223,9 +227,9 @@ class EngineProcess:
         finally:
             connection.close()
 
-    def _ending(self) -> str:
-        where = f" ({self._log_file})" if self._keeps_log else ""
-        return f"; its log{where} ends with:\n{self.log_tail()}"
+    def _log_suffix(self) -> str:
+        log_path = f" ({self._log_file})" if self._keeps_log else ""
+        return f"; its log{log_path} ends with:\n{self.log_tail()}"
 
     def _log_lines(self) -> list[str]:
         if self._log_file is None or not self._log_file.exists():
@@ -236,7 +240,7 @@ class EngineProcess:
 
 
 def free_port(host: str) -> int:
-    """A TCP port of `host` that nothing listens on; another process may take it before its use."""
+    """A free TCP port of `host`. Another process may take it before it is used."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

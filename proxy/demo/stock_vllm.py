@@ -1,4 +1,4 @@
-"""Runs a vLLM without the plugin: `python -m proxy.demo.stock_vllm MODEL [flags of vllm serve]`."""
+"""Run vLLM without the plugin: `python -m proxy.demo.stock_vllm MODEL [flags of vllm serve]`."""
 
 import sys
 

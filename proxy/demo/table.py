@@ -1,4 +1,4 @@
-"""Two conversations side by side as plain text, for a terminal of 100 columns."""
+"""A plain-text table of two conversations side by side, for a terminal of 100 columns."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -10,27 +10,27 @@ WIDTH = 100
 _SIDE = (("prompt", 7), ("reused", 7), ("added", 6), ("exact", 6), ("cached", 7), ("out", 4), ("s", 5))
 _SIDE_WIDTH = sum(width for _, width in _SIDE)
 _LEGEND = (
-    "prompt: ids in the prompt; reused: the first of them that are the ids of the turn before; added:",
-    "the others; exact: all ids of the turn before, read and sampled, are reused; cached: ids that the",
-    "engine did not compute again (whole blocks); out: ids sampled; s: seconds.",
+    "prompt: ids in the prompt; reused: its first ids, equal to those of the turn before; added:",
+    "the ids after them; exact: all ids of the turn before, prompt and completion, are reused; cached:",
+    "ids from the engine's prefix cache (whole blocks); out: ids sampled; s: seconds.",
 )
 
 
 def render(left: Conversation, right: Conversation) -> str:
-    """The table, a legend and one summary line per conversation; no line is longer than `WIDTH`."""
+    """The table, a legend and a summary line for each conversation. No line is longer than `WIDTH`."""
     lines = [
         _line("", "", left.route.center(_SIDE_WIDTH), right.route.center(_SIDE_WIDTH)),
         _line("turn", "kind", *(_cells([name for name, _ in _SIDE]) for _ in range(2))),
         "-" * len(_line("", "", " " * _SIDE_WIDTH, " " * _SIDE_WIDTH)),
     ]
-    for ours, theirs in zip_longest(left.turns, right.turns):
-        turn = ours or theirs
-        lines.append(_line(str(turn.number), turn.kind, _side(ours), _side(theirs)))
+    for left_turn, right_turn in zip_longest(left.turns, right.turns):
+        turn = left_turn or right_turn
+        lines.append(_line(str(turn.number), turn.kind, _side(left_turn), _side(right_turn)))
     return "\n".join(line.rstrip() for line in [*lines, "", *_LEGEND, "", summary(left), summary(right)])
 
 
 def summary(conversation: Conversation) -> str:
-    """How many follow-up turns began with the ids of the turn before, and how many drifted away."""
+    """One line with the number of follow-up turns that are exact, and of those that drifted."""
     total, exact = conversation.follow_ups, conversation.exact
     if total == 0:
         return f"{conversation.route}: no follow-up turns"

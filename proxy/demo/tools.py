@@ -1,4 +1,4 @@
-"""Two small tools for the demo's conversation: the model asks for them, these functions answer."""
+"""The two tools of the demo's conversation: their schemas, and the functions that run them."""
 
 import json
 
@@ -44,16 +44,16 @@ TOOLS: tuple[ChatCompletionFunctionToolParam, ...] = (
 
 
 def call_tool(name: str, arguments: str) -> str:
-    """Run a tool on the model's JSON `arguments`; the result, or what is wrong with them, as JSON text."""
+    """Run a tool on the model's JSON `arguments`; returns the result, or `{"error": ...}`, as JSON text."""
     try:
-        given = json.loads(arguments)
+        values = json.loads(arguments)
         if name == "get_weather":
-            return json.dumps({"city": given["city"], "temperature": 18, "sky": "light rain"})
+            return json.dumps({"city": values["city"], "temperature": 18, "sky": "light rain"})
         if name == "calculator":
-            return json.dumps({"value": _calculate(given["a"], given["operator"], given["b"])})
+            return json.dumps({"value": _calculate(values["a"], values["operator"], values["b"])})
     except (ValueError, KeyError, TypeError) as error:
         return json.dumps({"error": f"{type(error).__name__}: {error}"})
-    return json.dumps({"error": f"no tool is called {name}"})
+    return json.dumps({"error": f"unknown tool: {name}"})
 
 
 def _calculate(a: int, operator: str, b: int) -> int:

@@ -1,1 +1,1 @@
-"""Talk to one vLLM: over HTTP, or in its own process. Knows nothing of conversations or clients' formats."""
+"""Clients for one vLLM, over HTTP or in its own process. Independent of conversations and client formats."""

@@ -1,4 +1,4 @@
-"""What one engine can do, found out by asking it."""
+"""Discover what an engine supports by sending it small requests."""
 
 import asyncio
 import logging
@@ -8,14 +8,14 @@ import msgspec
 
 from proxy.engine.generate import DERENDER_PATH, GENERATE_PATH, RENDER_PATH, GenerateTokenIn
 from proxy.engine.protocol import Engine
-from proxy.engine.token_in import CHAT_PATH, ChatTokenIn, TokenIn, json_call
+from proxy.engine.token_in import CHAT_PATH, ChatTokenIn, TokenIn, json_request
 from proxy.errors import ApiError, EngineBroken, EngineUnavailable, Unsupported
 from proxy.http import Request
 
 log = logging.getLogger("tokenproxy")
 
 _PROBE_IDS = [1, 0, 1, 1, 0]
-"""Ids that every vocabulary has, in an order that no template renders."""
+"""Ids that every vocabulary has, in an order that no chat template renders."""
 
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 _PRINTABLE: tuple[tuple[str, object], ...] = (
@@ -23,21 +23,21 @@ _PRINTABLE: tuple[tuple[str, object], ...] = (
     ("tool_choice", "required"),
     ("response_format", {"type": "json_object"}),
 )
-"""Fields of a chat request, with values, that some of vLLM's renderers and flags print."""
+"""Chat request fields, with a value each, that some of vLLM's renderers and flags render into the prompt."""
 
 NO_TOKEN_IN = (
-    "this engine takes no prompt ids: upgrade vLLM to a version whose /v1/chat/completions honours "
+    "this engine does not accept prompt ids: upgrade vLLM to a version whose /v1/chat/completions accepts "
     "`kv_transfer_params.prompt_token_ids`, or start it with --enable-scale-out"
 )
 
 
-class CredentialWanted(EngineUnavailable):
-    """The engine tells nothing without an API key."""
+class CredentialRequired(EngineUnavailable):
+    """The engine refuses discovery requests without an accepted API key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What `/v1/models` says about the model an engine serves."""
+    """The model an engine serves, as `/v1/models` lists it."""
 
     name: str
     root: str
@@ -47,45 +47,46 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do."""
+    """What an engine supports."""
 
     version: str
     model: Model | None
     """The base model; None if the engine lists none."""
     models: tuple[str, ...]
-    """All names it serves, LoRA adapters included."""
+    """Names of all served models, including LoRA adapters."""
     token_in: TokenIn | None
-    """How it takes exact prompts; None if it does not."""
+    """How to send it an exact prompt; None if it does not accept one."""
     printed: frozenset[str] = frozenset()
-    """Request fields that its rendering prints, next to messages, tools and template arguments."""
+    """Request fields that change its rendered prompt, besides messages, tools and template arguments."""
     logprobs_mode: str = ""
-    """Its `--logprobs-mode`; empty if it cannot be asked."""
+    """Its `--logprobs-mode`; empty if unknown."""
 
     def require_token_in(self) -> TokenIn:
-        """The spelling of exact prompts.
+        """How to send the engine an exact prompt.
 
         Raises:
-            Unsupported: the engine has none; the message says what to upgrade or enable.
+            Unsupported: the engine accepts no exact prompts; the message names what to upgrade or enable.
         """
         if self.token_in is None:
             raise Unsupported(NO_TOKEN_IN, param="prompt_ids", code="no_token_in")
         return self.token_in
 
 
-async def discover(engine: Engine, wanted: str = "auto") -> Capabilities:
-    """Ask an engine what it is and how it takes exact prompts.
+async def discover(engine: Engine, spelling: str = "auto") -> Capabilities:
+    """Discover an engine's version, models and how to send it an exact prompt.
 
     Args:
-        wanted: `auto`, or the one spelling to allow: `chat` or `generate`.
+        spelling: the way to send exact prompts that is tried: `chat`, `generate`, or `auto` for both in
+            this order.
 
     Raises:
-        ApiError: the engine does not answer.
+        ApiError: the engine does not respond.
     """
     models = await list_models(engine)
     token_in: TokenIn | None = None
-    if wanted in ("auto", "chat") and await _takes_ids_in_chat(engine):
+    if spelling in ("auto", "chat") and await _takes_ids_in_chat(engine):
         token_in = ChatTokenIn()
-    elif wanted in ("auto", "generate") and await _takes_ids_in_generate(engine):
+    elif spelling in ("auto", "generate") and await _takes_ids_in_generate(engine):
         token_in = GenerateTokenIn()
     names = tuple(model.name for model in models)
     version, printed, mode = await asyncio.gather(
@@ -94,23 +95,23 @@ async def discover(engine: Engine, wanted: str = "auto") -> Capabilities:
     return Capabilities(version, models[0] if models else None, names, token_in, printed, mode)
 
 
-async def ask(engine: Engine, request: Request) -> tuple[int, bytes]:
-    """Status and body of one request.
+async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:
+    """Send a request; returns the status and body of the response.
 
     Raises:
-        ApiError: the engine does not answer.
+        ApiError: the engine does not respond.
     """
-    answer = await engine.send(request)
+    response = await engine.send(request)
     try:
-        return answer.status, await answer.read()
+        return response.status, await response.read()
     finally:
-        await answer.aclose()
+        await response.aclose()
 
 
-async def alive(engine: Engine) -> bool:
-    """Whether the engine says it is healthy."""
+async def is_healthy(engine: Engine) -> bool:
+    """Whether the engine responds to `/health` with status 200."""
     try:
-        status, _ = await ask(engine, Request("GET", "/health"))
+        status, _ = await fetch(engine, Request("GET", "/health"))
     except ApiError:
         return False
     return status == 200
@@ -120,13 +121,13 @@ async def list_models(engine: Engine) -> list[Model]:
     """The models an engine serves, base model first.
 
     Raises:
-        CredentialWanted: the engine wants an API key, or another one.
-        ApiError: the engine does not answer.
+        CredentialRequired: the engine refuses the API key, or the lack of one.
+        ApiError: the engine does not respond.
     """
-    status, body = await ask(engine, Request("GET", "/v1/models"))
+    status, body = await fetch(engine, Request("GET", "/v1/models"))
     if status in (401, 403):
-        raise CredentialWanted(
-            f"{engine.name} wants an API key: set `upstream_api_key`, or send requests with a key of its own"
+        raise CredentialRequired(
+            f"{engine.name} requires an API key: set `upstream_api_key`, or send requests with a valid key"
         )
     data = _json(body).get("data") if status == 200 else None
     entries = (
@@ -134,6 +135,7 @@ async def list_models(engine: Engine) -> list[Model]:
         if isinstance(data, list)
         else []
     )
+    # a LoRA adapter has its base model as parent
     entries.sort(key=lambda entry: entry.get("parent") is not None)
     return [
         Model(
@@ -146,15 +148,15 @@ async def list_models(engine: Engine) -> list[Model]:
 
 
 async def _version(engine: Engine) -> str:
-    _, body = await ask(engine, Request("GET", "/version"))
+    _, body = await fetch(engine, Request("GET", "/version"))
     return str(_json(body).get("version", "unknown"))
 
 
 async def printed_fields(engine: Engine) -> frozenset[str]:
-    """The request fields that the engine's rendering prints, of those that some templates and flags print.
+    """Find which fields of `_PRINTABLE` change the prompt that the engine renders.
 
-    The prompts of one-token requests that differ in one field are compared. A field that the engine refuses
-    is printed in no prompt.
+    Sends one-token requests that differ in one field and compares their prompts. A field that the engine
+    refuses cannot be in a prompt.
 
     Raises:
         ApiError: the engine does not respond.
@@ -169,7 +171,7 @@ async def printed_fields(engine: Engine) -> frozenset[str]:
 
 
 async def _prompt_ids(engine: Engine, fields: dict[str, object]) -> object:
-    """The prompt of a small chat request with tools; None if the engine refuses it."""
+    """The prompt ids of a one-token chat request with a tool; None if the engine refuses it."""
     request = {
         "messages": [{"role": "user", "content": "."}],
         "tools": [_TOOL],
@@ -178,13 +180,13 @@ async def _prompt_ids(engine: Engine, fields: dict[str, object]) -> object:
         "return_token_ids": True,
         **fields,
     }
-    status, body = await ask(engine, json_call(CHAT_PATH, request))
+    status, body = await fetch(engine, json_request(CHAT_PATH, request))
     return _json(body).get("prompt_token_ids") if status == 200 else None
 
 
 async def _logprobs_mode(engine: Engine) -> str:
-    """vLLM reports its configuration only under VLLM_SERVER_DEV_MODE=1."""
-    status, body = await ask(engine, Request("GET", "/server_info?config_format=json"))
+    """The engine's `--logprobs-mode`; empty unless it runs with VLLM_SERVER_DEV_MODE=1, which exposes it."""
+    status, body = await fetch(engine, Request("GET", "/server_info?config_format=json"))
     config = _json(body).get("vllm_config") if status == 200 else None
     model = config.get("model_config") if isinstance(config, dict) else None
     mode = model.get("logprobs_mode") if isinstance(model, dict) else None
@@ -192,37 +194,37 @@ async def _logprobs_mode(engine: Engine) -> str:
 
 
 async def _takes_ids_in_chat(engine: Engine) -> bool:
-    """Whether the chat route echoes, as its prompt, ids that no template renders."""
+    """Whether the chat route uses given ids as its prompt: it returns ids that no chat template renders."""
     request = {
         "messages": [{"role": "user", "content": "."}],
         "kv_transfer_params": {"prompt_token_ids": _PROBE_IDS},
         "max_tokens": 1,
         "return_token_ids": True,
     }
-    status, body = await ask(engine, json_call(CHAT_PATH, request))
+    status, body = await fetch(engine, json_request(CHAT_PATH, request))
     if status in (429, 500, 502, 503, 504):
         raise EngineBroken(
-            f"{engine.name} answers {status} to a chat request of one token; asking again later"
+            f"{engine.name} returned status {status} for a chat request of one token; retrying later"
         )
     return status == 200 and _json(body).get("prompt_token_ids") == _PROBE_IDS
 
 
 async def _takes_ids_in_generate(engine: Engine) -> bool:
-    """Whether render, generate and derender all answer."""
+    """Whether the render, generate and derender routes all respond with status 200."""
     chat = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1}
-    status, _ = await ask(engine, json_call(RENDER_PATH, chat))
+    status, _ = await fetch(engine, json_request(RENDER_PATH, chat))
     if status != 200:
         return False
-    generate = {"token_ids": _PROBE_IDS, "sampling_params": {"max_tokens": 1}}
-    status, generated = await ask(engine, json_call(GENERATE_PATH, generate))
+    generate_request = {"token_ids": _PROBE_IDS, "sampling_params": {"max_tokens": 1}}
+    status, generated = await fetch(engine, json_request(GENERATE_PATH, generate_request))
     if status != 200:
         return False
-    derender = {
+    derender_request = {
         "generate_response": msgspec.Raw(generated),
         "chat_request": chat,
         "prompt_token_ids": _PROBE_IDS,
     }
-    status, _ = await ask(engine, json_call(DERENDER_PATH, derender))
+    status, _ = await fetch(engine, json_request(DERENDER_PATH, derender_request))
     return status == 200
 
 

@@ -1,11 +1,13 @@
-"""Exact prompts for engines whose chat route takes no ids: generate, then derender.
+"""Send exact prompts to engines whose chat route does not accept ids: render, generate, derender.
 
-vLLM's scale-out routes (`--enable-scale-out`) do the steps of a chat completion one by one: `/render`
-resolves sampling parameters and grammar, `/inference/v1/generate` runs on ids, `/derender` parses tools and
-reasoning. The proxy puts the exact ids between the first and the second step. It costs two more round
-trips, and in a stream one for every chunk, so it is the second choice.
+vLLM's scale-out routes (`--enable-scale-out`) expose the steps of a chat completion: `/render` resolves
+sampling parameters and grammar, `/inference/v1/generate` samples after a prompt of ids, `/derender` parses
+tool calls and reasoning. The proxy puts the exact ids into the generate request. This costs two more round
+trips than the chat route, and one for every chunk of a stream, so it is used only if the chat route does not
+accept ids.
 
-Answers are made to look like the chat route's (see `proxy.engine.derender`). What it cannot do is refused.
+Responses are converted to those of the chat route (see `proxy.engine.derender`). Requests that these routes
+cannot serve exactly are refused.
 """
 
 from collections.abc import Mapping
@@ -13,9 +15,16 @@ from typing import ClassVar
 
 import msgspec
 
-from proxy.engine.derender import DERENDER_PATH, GENERATE_PATH, Derender, from_engine, json_headers, of_engine
+from proxy.engine.derender import (
+    DERENDER_PATH,
+    GENERATE_PATH,
+    Derender,
+    parse_response,
+    read_response_field,
+    uncompressed_headers,
+)
 from proxy.engine.protocol import Engine
-from proxy.engine.token_in import TokenRequest, named_errors
+from proxy.engine.token_in import TokenRequest, rename_errors
 from proxy.errors import BadRequest
 from proxy.fields import NULL, given, join, raw, read
 from proxy.http import BytesResponse, Request, Response, StreamResponse
@@ -24,83 +33,88 @@ from proxy.types import Fields
 __all__ = ["DERENDER_PATH", "GENERATE_PATH", "RENDER_PATH", "GenerateTokenIn"]
 
 RENDER_PATH = "/v1/chat/completions/render"
-_STAND_IN = msgspec.Raw(b'[{"role":"user","content":"."}]')
-"""Rendered only to resolve the parameters; its ids are thrown away."""
-_UNSAID_LIMIT = msgspec.Raw(b"16")
-"""render leaves out a `max_tokens` that is vLLM's own default, and generate would then know no limit."""
-_REFUSED = {
+_PLACEHOLDER_MESSAGES = msgspec.Raw(b'[{"role":"user","content":"."}]')
+"""Messages for the render request, which only resolves the parameters; the rendered ids are discarded."""
+_DEFAULT_MAX_TOKENS = msgspec.Raw(b"16")
+"""vLLM's default `max_tokens`. render omits it if it is the default; generate, without it, has no limit."""
+_UNSUPPORTED = {
     "stop": "`stop` strings need an engine whose chat route takes `kv_transfer_params.prompt_token_ids`; "
     "use `stop_token_ids`, or upgrade vLLM",
     "logprob_token_ids": "`logprob_token_ids` needs an engine whose chat route takes "
     "`kv_transfer_params.prompt_token_ids`; use `top_logprobs`, or upgrade vLLM",
 }
-"""Fields that this spelling cannot keep: derender decodes the text behind stop strings again, and generate
-answers no log-probabilities of chosen ids."""
+"""Request fields that cannot be served exactly, with the error message: derender shows the text after a stop
+string again, and generate returns no log-probabilities of chosen ids."""
 
 
 class GenerateTokenIn:
-    """vLLM's generate route between its render and derender routes."""
+    """Exact prompts by vLLM's render, generate and derender routes."""
 
     name: ClassVar[str] = "generate"
 
     def takes(self, fields: Mapping[str, msgspec.Raw]) -> bool:
-        """See `TokenIn.takes`: no stop strings, and no log-probabilities of chosen ids."""
-        return _refused(fields) is None
+        """See `TokenIn.takes`: False with stop strings or log-probabilities of chosen ids."""
+        return _unsupported_field(fields) is None
 
     async def complete(self, engine: Engine, request: TokenRequest) -> Response:
         """See `TokenIn.complete`."""
-        refused = _refused(request.fields)
-        if refused is not None:
-            raise BadRequest(_REFUSED[refused], param=refused)
+        unsupported = _unsupported_field(request.fields)
+        if unsupported is not None:
+            raise BadRequest(_UNSUPPORTED[unsupported], param=unsupported)
         chat = dict(request.fields)
-        chat.setdefault("messages", _STAND_IN)
+        chat.setdefault("messages", _PLACEHOLDER_MESSAGES)
         stream = read(request.fields, "stream", bool)
         rendered = await self._render(engine, chat, request)
         if isinstance(rendered, BytesResponse):
             return rendered
-        sampling = of_engine(rendered, "sampling_params", Fields, RENDER_PATH) or {}
+        sampling = read_response_field(rendered, "sampling_params", Fields, RENDER_PATH) or {}
         derender = Derender(engine, request, chat, sampling)
-        body = join(_to_generate(rendered, sampling, request))
-        answer = await engine.send(Request("POST", GENERATE_PATH, json_headers(request.headers), body, True))
-        if answer.status >= 400:
-            return await named_errors(answer, request.field)
+        body = join(_generate_fields(rendered, sampling, request))
+        response = await engine.send(
+            Request("POST", GENERATE_PATH, uncompressed_headers(request.headers), body, True)
+        )
+        if response.status >= 400:
+            return await rename_errors(response, request.field)
         if stream:
-            headers = [pair for pair in answer.headers if pair[0] != b"content-length"]
-            return StreamResponse(200, headers, derender.stream(answer), answer)
+            headers = [pair for pair in response.headers if pair[0] != b"content-length"]
+            return StreamResponse(200, headers, derender.stream(response), response)
         try:
-            content = await answer.read()
+            content = await response.read()
         finally:
-            await answer.aclose()
-        return await derender.whole(content, answer.headers)
+            await response.aclose()
+        return await derender.whole(content, response.headers)
 
     async def _render(self, engine: Engine, chat: Fields, request: TokenRequest) -> Fields | BytesResponse:
-        body = join({**chat, "messages": _STAND_IN})
-        answer = await engine.send(Request("POST", RENDER_PATH, json_headers(request.headers), body, True))
-        answer = await named_errors(answer, request.field)
+        """Send the render request; returns the fields of its response, or the error response."""
+        body = join({**chat, "messages": _PLACEHOLDER_MESSAGES})
+        response = await engine.send(
+            Request("POST", RENDER_PATH, uncompressed_headers(request.headers), body, True)
+        )
+        response = await rename_errors(response, request.field)
         try:
-            content = await answer.read()
+            content = await response.read()
         finally:
-            await answer.aclose()
-        if answer.status >= 400:
-            return BytesResponse(answer.status, answer.headers, content)
-        return from_engine(content, RENDER_PATH)
+            await response.aclose()
+        if response.status >= 400:
+            return BytesResponse(response.status, response.headers, content)
+        return parse_response(content, RENDER_PATH)
 
 
-def _to_generate(rendered: Fields, sampling: Fields, request: TokenRequest) -> Fields:
-    """What render resolved, for the real prompt."""
+def _generate_fields(rendered: Fields, sampling: Fields, request: TokenRequest) -> Fields:
+    """The generate request: the parameters that render resolved, and the exact prompt."""
     resolved = {
-        "sampling_params": msgspec.Raw(join({"max_tokens": _UNSAID_LIMIT, **sampling})),
+        "sampling_params": msgspec.Raw(join({"max_tokens": _DEFAULT_MAX_TOKENS, **sampling})),
         "token_ids": msgspec.Raw(request.prompt_ids),
-        # resolved from the stand-in prompt; null makes the engine look at the real one
+        # render resolved it from the placeholder messages; null makes the engine decide by the exact prompt
         "reasoning_ended": msgspec.Raw(NULL),
     }
     if given(sampling, "logprobs") is not None and not read(
         request.fields, "return_tokens_as_token_ids", bool
     ):
-        resolved["output_mode"] = raw("text")  # so that log-probabilities come with the text of their tokens
+        resolved["output_mode"] = raw("text")  # log-probabilities then hold the text of their tokens
     return {**rendered, **resolved}
 
 
-def _refused(fields: Mapping[str, msgspec.Raw]) -> str | None:
-    """The first field that this spelling cannot keep."""
-    return next((name for name in _REFUSED if given(fields, name) not in (None, b"[]", b'""')), None)
+def _unsupported_field(fields: Mapping[str, msgspec.Raw]) -> str | None:
+    """The first field of the request that cannot be served exactly; None if there is none."""
+    return next((name for name in _UNSUPPORTED if given(fields, name) not in (None, b"[]", b'""')), None)

@@ -1,8 +1,8 @@
-"""An engine on the other side of a socket: a stock vLLM server.
+"""An engine that is reached over HTTP: any vLLM server.
 
-vLLM closes idle connections after 5 s. The pool drops them one second earlier; for the race that
-is left, a repeatable request whose connection ends before the first byte of an answer is sent once more, on a
-connection of its own.
+vLLM closes idle connections after 5 s, so the pool drops them after 4 s. A connection may still be closed
+while a request is being sent: if it ends before the first byte of the response, a repeatable request is sent
+once more, on a new connection.
 """
 
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ from proxy.http import Request, Response
 from proxy.types import Headers
 
 KEEPALIVE_S = 4.0
-_PIECE = 256 * 1024
+_PIECE_BYTES = 256 * 1024
 _HOP_BY_HOP = frozenset(
     {
         b"connection",
@@ -30,12 +30,12 @@ _HOP_BY_HOP = frozenset(
     }
 )
 _NOT_SENT = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
-# uvicorn adds its own date and server
+# the proxy's uvicorn adds its own `date` and `server`
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
 
 
 def make_session(connect_timeout_s: float | None, *, keep_alive: bool = True) -> aiohttp.ClientSession:
-    """A client session for any number of engines. Must be made inside a running event loop."""
+    """A client session for any number of engines. Call it inside a running event loop."""
     return aiohttp.ClientSession(
         connector=(
             aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
@@ -56,13 +56,15 @@ class HttpEngine:
     def __init__(self, base_url: str, session: aiohttp.ClientSession, api_key: str | None = None) -> None:
         self.name = normalise_base_url(base_url)
         self._session = session
-        self._fresh: aiohttp.ClientSession | None = None
+        self._unpooled: aiohttp.ClientSession | None = None
         self._authorization = f"Bearer {api_key}" if api_key else None
 
     async def send(self, request: Request) -> Response:
         """See `Engine.send`."""
         headers = [
-            (name.decode("latin-1"), _text(value)) for name, value in request.headers if name not in _NOT_SENT
+            (name.decode("latin-1"), _header_text(value))
+            for name, value in request.headers
+            if name not in _NOT_SENT
         ]
         if self._authorization:
             headers = [pair for pair in headers if pair[0] != "authorization"]
@@ -70,52 +72,52 @@ class HttpEngine:
         if request.body or request.method in ("POST", "PUT", "PATCH"):
             headers.append(("content-length", str(len(request.body))))
         url = URL(self.name + request.path, encoded=True)
-        session, again = self._session, request.repeatable
+        session, may_retry = self._session, request.repeatable
         while True:
             try:
                 response = await session.request(
                     request.method, url, headers=headers, data=_payload(request.body), allow_redirects=False
                 )
             except aiohttp.ClientConnectorError as error:
-                raise EngineUnavailable(f"no engine answers at {self.name}: {error.os_error}") from error
+                raise EngineUnavailable(f"no engine responds at {self.name}: {error.os_error}") from error
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if not again:
-                    raise EngineBroken(f"{self.name} closed the connection before it answered") from error
-                session, again = self._fresh_session(), False
+                if not may_retry:
+                    raise EngineBroken(f"{self.name} closed the connection before it responded") from error
+                session, may_retry = self._unpooled_session(), False
             except TimeoutError as error:
-                raise EngineTimeout(f"{self.name} took too long to accept a connection") from error
+                raise EngineTimeout(f"{self.name} did not accept a connection in time") from error
             except aiohttp.ClientError as error:
                 raise EngineBroken(f"{self.name}: {type(error).__name__}: {error}") from error
             else:
                 return HttpResponse(response, self.name)
 
     async def aclose(self) -> None:
-        """Close what was opened here; the session belongs to whoever made it."""
-        if self._fresh is not None:
-            await self._fresh.close()
+        """Close the session for retries; the caller closes the session that it passed."""
+        if self._unpooled is not None:
+            await self._unpooled.close()
 
-    def _fresh_session(self) -> aiohttp.ClientSession:
-        """A session that takes no connection out of a pool: all of those may have been closed at once."""
-        if self._fresh is None:
-            self._fresh = make_session(self._session.timeout.sock_connect, keep_alive=False)
-        return self._fresh
+    def _unpooled_session(self) -> aiohttp.ClientSession:
+        """A session that opens a connection for every request: the engine may have closed all pooled ones."""
+        if self._unpooled is None:
+            self._unpooled = make_session(self._session.timeout.sock_connect, keep_alive=False)
+        return self._unpooled
 
 
 class HttpResponse:
-    """A response as it comes from the socket."""
+    """A response that is read from the socket as the caller consumes it."""
 
     def __init__(self, response: aiohttp.ClientResponse, name: str) -> None:
         self.status = response.status
         self.headers: Headers = [
-            (lower, value)
+            (lower_name, value)
             for key, value in response.raw_headers
-            if (lower := key.lower()) not in _NOT_RETURNED
+            if (lower_name := key.lower()) not in _NOT_RETURNED
         ]
         self._response = response
         self._name = name
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes."""
+        """The body's bytes as they arrive."""
         content = self._response.content
         try:
             while chunk := await content.readany():
@@ -131,7 +133,7 @@ class HttpResponse:
             raise EngineBroken(f"{self._name} broke off in the middle of its answer") from error
 
     async def aclose(self) -> None:
-        """Back to the pool if the body was read to its end, else closed: vLLM then aborts the request."""
+        """After the whole body return the connection to the pool, else close it: vLLM then aborts."""
         if self._response.content.at_eof() and self._response.content.exception() is None:
             self._response.release()
         else:
@@ -139,20 +141,20 @@ class HttpResponse:
 
 
 def normalise_base_url(url: str) -> str:
-    """`http://host:8000` from any of `http://host:8000`, `http://host:8000/`, `http://host:8000/v1/`.
+    """The server's root URL: `http://host:8000`, `http://host:8000/` and `/v1/` all give `http://host:8000`.
 
     Raises:
-        ValueError: it is not an http or https URL.
+        ValueError: `url` is not an http or https URL.
     """
     parsed = URL(url)
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"{url!r} is not an http(s) URL, like http://127.0.0.1:8000")
+        raise ValueError(f"{url!r} is not an http(s) URL: use one like http://127.0.0.1:8000")
     root = str(parsed.with_query(None).with_fragment(None)).rstrip("/")
     return root.removesuffix("/v1").rstrip("/")
 
 
-def _text(value: bytes) -> str:
-    """A header's value for aiohttp, which writes UTF-8: that goes out as the same bytes, Latin-1 as UTF-8."""
+def _header_text(value: bytes) -> str:
+    """Decode a header value for aiohttp, which encodes as UTF-8: only Latin-1 values change their bytes."""
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -160,12 +162,12 @@ def _text(value: bytes) -> str:
 
 
 def _payload(body: bytes) -> bytes | AsyncIterator[bytes] | None:
-    """Large bodies go out in pieces, so that one of them does not hold the event loop."""
+    """The body for aiohttp; a large one in pieces, so that writing it does not block the event loop."""
     if not body:
         return None
-    return body if len(body) <= _PIECE else _pieces(body)
+    return body if len(body) <= _PIECE_BYTES else _pieces(body)
 
 
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(body), _PIECE):
-        yield body[start : start + _PIECE]
+    for start in range(0, len(body), _PIECE_BYTES):
+        yield body[start : start + _PIECE_BYTES]

@@ -1,8 +1,8 @@
 """An engine in the same process: vLLM's own routes, called as an ASGI application.
 
-Only public surfaces are used: the routes that vLLM registered before the plugin, with its own exception
-handlers and state. A request goes through the same validation, parsers and cancellation as one from
-the network; what is skipped is the socket.
+It uses only what vLLM's FastAPI application exposes: the routes registered before the plugin, the exception
+handlers and the state. A request passes the same validation, parsers and cancellation as one from the
+network, without a socket.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ _QUEUED_CHUNKS = 64
 
 
 def inner_app(app: "FastAPI") -> "FastAPI":
-    """vLLM's routes as they stand now, as an application of their own that shares vLLM's state."""
+    """An application with the routes that vLLM has registered so far, which shares vLLM's state."""
     from fastapi import FastAPI
 
     inner = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     inner.router.routes[:] = list(app.router.routes)
     inner.state = app.state
-    # vLLM registers its handlers after the plugins' routes: share the mapping instead of copying it
+    # vLLM registers its handlers after the plugins ran: share the mapping, a copy would miss them
     inner.exception_handlers = app.exception_handlers
     return inner
 
@@ -41,29 +41,33 @@ class InProcessEngine:
 
     async def send(self, request: Request) -> Response:
         """See `Engine.send`."""
-        answer = InProcessResponse(self._app, request)
-        await answer.start()
-        return answer
+        response = InProcessResponse(self._app, request)
+        await response.start()
+        return response
 
     async def aclose(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is no connection to close."""
 
 
 class InProcessResponse:
-    """One call of the application, running as a task; closing it is the client's disconnect."""
+    """One call of the application, which runs as a task. Closing it is a client disconnect."""
 
     def __init__(self, app: ASGIApp, request: Request) -> None:
         self.status = 0
         self.headers: Headers = []
         self._request = request
-        self._body_given = False
-        self._left = asyncio.Event()
+        self._body_sent = False
+        self._disconnected = asyncio.Event()
         self._queue: asyncio.Queue[Message | None] = asyncio.Queue(_QUEUED_CHUNKS)
         self._task = asyncio.create_task(self._run(app))
         self._ended = False
 
     async def start(self) -> None:
-        """Wait for status and headers."""
+        """Wait for the status and headers.
+
+        Raises:
+            EngineBroken: the application ended without a response.
+        """
         try:
             message = await self._queue.get()
         except asyncio.CancelledError:
@@ -71,17 +75,17 @@ class InProcessResponse:
             raise
         if message is None:
             self._ended = True
-            raise self._broken()
+            raise self._broken_error()
         self.status = message["status"]
         self.headers = [(name.lower(), value) for name, value in message.get("headers", [])]
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as the application sends it."""
+        """The body's bytes as the application sends them."""
         while not self._ended:
             message = await self._queue.get()
             if message is None:
                 self._ended = True
-                raise self._broken()
+                raise self._broken_error()
             if not message.get("more_body", False):
                 self._ended = True
             if body := message.get("body", b""):
@@ -92,14 +96,15 @@ class InProcessResponse:
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def aclose(self) -> None:
-        """Tell the application that its client is gone, as a server would, and let it finish."""
-        self._left.set()
+        """Report a client disconnect to the application, as a server would, and wait until it ends."""
+        self._disconnected.set()
         while not self._task.done():
+            # the application may be waiting for room in the queue
             while not self._queue.empty():
                 self._queue.get_nowait()
             await asyncio.wait([self._task], timeout=0.05)
         if not self._task.cancelled():
-            self._task.exception()  # vLLM has logged and answered it; asked for so that asyncio does not warn
+            self._task.exception()  # retrieved so that asyncio does not warn; vLLM has logged it already
 
     async def _run(self, app: ASGIApp) -> None:
         try:
@@ -108,10 +113,10 @@ class InProcessResponse:
             await self._queue.put(None)
 
     async def _receive(self) -> Message:
-        if not self._body_given:
-            self._body_given = True
+        if not self._body_sent:
+            self._body_sent = True
             return {"type": "http.request", "body": self._request.body, "more_body": False}
-        await self._left.wait()
+        await self._disconnected.wait()
         return {"type": "http.disconnect"}
 
     def _scope(self, app: ASGIApp) -> Scope:
@@ -133,8 +138,8 @@ class InProcessResponse:
             "state": {},
         }
 
-    def _broken(self) -> EngineBroken:
+    def _broken_error(self) -> EngineBroken:
         cause = self._task.exception() if self._task.done() and not self._task.cancelled() else None
-        broken = EngineBroken("the engine broke off in the middle of its answer")
-        broken.__cause__ = cause
-        return broken
+        error = EngineBroken("the engine broke off in the middle of its answer")
+        error.__cause__ = cause
+        return error

@@ -11,15 +11,15 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """Its URL, or a word for it: for logs and errors."""
+        """Its URL, or another name of it, for log and error messages."""
         ...
 
     async def send(self, request: Request) -> Response:
         """Send a request and wait for the head of the response.
 
         Raises:
-            EngineUnavailable: nothing listens there; the request was not received.
-            EngineBroken: the connection broke before a response came.
+            EngineUnavailable: nothing listens at its address; the request was not received.
+            EngineBroken: the connection broke before a response arrived.
             EngineTimeout: connecting took too long.
         """
         ...
@@ -31,7 +31,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineWithCredential:
-    """An engine that gets a credential with the proxy's own questions."""
+    """An engine to which the proxy's own requests are sent with a credential."""
 
     engine: Engine
     credential: tuple[bytes, bytes]
@@ -47,4 +47,4 @@ class EngineWithCredential:
         return await self.engine.send(replace(request, headers=[*request.headers, self.credential]))
 
     async def aclose(self) -> None:
-        """Nothing is held here: the engine belongs to whoever made it."""
+        """Does nothing: the owner of the wrapped engine closes it."""

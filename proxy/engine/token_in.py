@@ -1,7 +1,7 @@
-"""How an engine takes the exact prompt of a chat completion: one class per spelling.
+"""The ways ("spellings") to send an engine the exact prompt of a chat completion, one class each.
 
-The spelling depends on the version of vLLM and on its flags. It is found out by asking
-the server (`proxy.engine.discovery`), never by comparing version numbers.
+Which one works depends on the version of vLLM and on its flags. `proxy.engine.discovery` tries them on the
+server instead of comparing version numbers.
 """
 
 import re
@@ -18,12 +18,12 @@ from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.types import Fields, Headers
 
 CHAT_PATH = "/v1/chat/completions"
-_NO_MESSAGES = msgspec.Raw(b'[{"role":"user","content":""}]')
-"""Stands where a request must have messages; they are not rendered when ids are given."""
+_PLACEHOLDER_MESSAGES = msgspec.Raw(b'[{"role":"user","content":""}]')
+"""Sent if the client gave no messages: the chat route requires some, but with ids it does not render them."""
 
 _ID_PARAMS = ("kv_transfer_params.prompt_token_ids", "token_ids", "prompt_token_ids")
 _ID_SPELLINGS = ("kv_transfer_params['prompt_token_ids']", *_ID_PARAMS)
-_ENGINE_PARAMETER = re.compile(r" \(parameter=[\w.]+(, value=[^)]*)?\)$")
+_PARAMETER_SUFFIX = re.compile(r" \(parameter=[\w.]+(, value=[^)]*)?\)$")
 
 
 @dataclass(slots=True)
@@ -31,28 +31,28 @@ class TokenRequest:
     """A chat completion whose prompt is ids."""
 
     prompt_ids: bytes
-    """The prompt as a JSON array of ids, checked."""
+    """The prompt as a validated JSON array of ids, for example `b"[1, 74, 75]"`."""
     fields: Fields
     """All other fields of the chat completion, as the client sent them."""
     headers: Headers
     field: str = "prompt_ids"
-    """What the client called the ids: errors name it."""
+    """The client's name of the field with the ids; error messages use it."""
 
 
 class TokenIn(Protocol):
-    """One way to hand an engine the exact prompt."""
+    """One way to send an engine an exact prompt."""
 
     name: ClassVar[str]
 
     def takes(self, fields: Mapping[str, msgspec.Raw]) -> bool:
-        """Whether a chat completion with these fields can be run on ids."""
+        """Whether a chat completion with these fields can be served exactly."""
         ...
 
     async def complete(self, engine: Engine, request: TokenRequest) -> Response:
-        """Run the completion. The answer is a chat completion or its stream of chunks.
+        """Run the completion; returns a chat completion, its stream of chunks, or an error response.
 
         Raises:
-            BadRequest: the request asks for something this spelling cannot do exactly.
+            BadRequest: a field of the request cannot be served exactly; see `takes`.
         """
         ...
 
@@ -60,54 +60,58 @@ class TokenIn(Protocol):
 class ChatTokenIn:
     """vLLM's chat route, with the ids in `kv_transfer_params.prompt_token_ids` (vllm#48145).
 
-    The engine skips rendering and still parses tools and reasoning, so answers pass through untouched.
+    The engine skips rendering but still parses tool calls and reasoning, so its responses need no change.
     """
 
     name: ClassVar[str] = "chat"
 
     def takes(self, fields: Mapping[str, msgspec.Raw]) -> bool:
-        """See `TokenIn.takes`: everything."""
+        """See `TokenIn.takes`: always True."""
         return True
 
     async def complete(self, engine: Engine, request: TokenRequest) -> Response:
         """See `TokenIn.complete`."""
         body = chat_body(request)
-        call = Request("POST", CHAT_PATH, request.headers, body, repeatable=True)
-        return await named_errors(await engine.send(call), request.field)
+        chat_request = Request("POST", CHAT_PATH, request.headers, body, repeatable=True)
+        return await rename_errors(await engine.send(chat_request), request.field)
 
 
 def chat_body(request: TokenRequest) -> bytes:
-    """The chat request that carries the ids, beside what else the client wants of the KV transfer."""
+    """The chat request with the ids in `kv_transfer_params`, next to the client's transfer parameters."""
     fields = dict(request.fields)
     transfer = read(fields, "kv_transfer_params", Fields) or {}
-    fields.setdefault("messages", _NO_MESSAGES)
+    fields.setdefault("messages", _PLACEHOLDER_MESSAGES)
     transfer["prompt_token_ids"] = msgspec.Raw(request.prompt_ids)
     fields["kv_transfer_params"] = msgspec.Raw(join(transfer))
     return join(fields)
 
 
-async def named_errors(answer: Response, field: str) -> Response:
-    """The answer, with the client's own name for the ids in an error that is about them."""
-    if answer.status < 400:
-        return answer
+async def rename_errors(response: Response, field: str) -> Response:
+    """Return the response. An error about the ids names the client's field instead of the engine's."""
+    if response.status < 400:
+        return response
     try:
-        body = await answer.read()
+        body = await response.read()
     finally:
-        await answer.aclose()
+        await response.aclose()
     return BytesResponse(
-        answer.status, error_headers(answer.headers), rename_param(body, answer.status, field)
+        response.status, error_headers(response.headers), rename_param(body, response.status, field)
     )
 
 
 def error_headers(headers: Headers) -> Headers:
-    """Headers that still hold after an error body was rewritten."""
+    """The headers that stay valid after the body was replaced by other JSON."""
     return [
         pair for pair in headers if pair[0] not in (b"content-length", b"content-encoding", b"content-type")
     ] + [(b"content-type", b"application/json")]
 
 
 def rename_param(body: bytes, status: int, field: str) -> bytes:
-    """An engine's error object with `param` set to what the client called the field at fault."""
+    """Rewrite an engine's error object so that it names the client's field.
+
+    With `field="tokens"`, the message "token_ids must not be odd" becomes "tokens must not be odd", `param`
+    becomes "tokens". A body that is not an error object becomes the message of one.
+    """
     try:
         error = msgspec.json.decode(body)["error"]
         message = str(error["message"] or error) if isinstance(error, dict) else str(error)
@@ -115,15 +119,15 @@ def rename_param(body: bytes, status: int, field: str) -> bytes:
         param = error.get("param") if isinstance(error, dict) else None
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         text = body.decode("utf-8", "replace")[:500]
-        return error_body(f"the engine answered {status}: {text}", "BadGatewayError", None, status)
+        return error_body(f"the engine returned status {status}: {text}", "BadGatewayError", None, status)
     param = param.removeprefix("body.") if isinstance(param, str) else None
-    message = _ENGINE_PARAMETER.sub("", message)
+    message = _PARAMETER_SUFFIX.sub("", message)
     if param in _ID_PARAMS:
         for name in _ID_SPELLINGS:
             message = message.replace(name, field)
         param = field
     elif "maximum model length" in message:
-        # the words that clients look for; the generate route has others than the chat route
+        # clients look for the chat route's "maximum context length"; the generate route words it differently
         message, param = f"the prompt exceeds the model's maximum context length: {message}", field
     elif param in (None, "input_tokens"):
         param = _param_from(message, status, field)
@@ -131,6 +135,7 @@ def rename_param(body: bytes, status: int, field: str) -> bytes:
 
 
 def _param_from(message: str, status: int, field: str) -> str | None:
+    """The field that an error message is about, if the engine named none."""
     if "context length" in message or "out of vocabulary" in message or "prompt contains" in message:
         return field
     if status == 404 and "model" in message:
@@ -138,6 +143,6 @@ def _param_from(message: str, status: int, field: str) -> str | None:
     return None
 
 
-def json_call(path: str, value: object) -> Request:
-    """A JSON request of the proxy's own."""
+def json_request(path: str, value: object) -> Request:
+    """A POST request with a JSON body that the proxy sends on its own behalf, not for a client."""
     return Request("POST", path, list(JSON_HEADERS), bytes(raw(value)), repeatable=True)

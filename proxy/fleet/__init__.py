@@ -1,1 +1,1 @@
-"""The engines behind one address: choose one, watch them all. Knows no wire format."""
+"""The engines that the proxy serves: check their health, choose one for each request."""

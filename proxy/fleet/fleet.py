@@ -1,4 +1,4 @@
-"""All engines behind one address, taken in turn."""
+"""All engines of the proxy, used round-robin."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +22,7 @@ class Fleet:
         self._next = 0
 
     def start(self) -> None:
-        """Begin to watch all replicas."""
+        """Start watching all replicas."""
         for replica in self.replicas:
             replica.start()
 
@@ -31,80 +31,81 @@ class Fleet:
         for replica in self.replicas:
             await replica.stop()
 
-    async def wait_asked(self, timeout_s: float = FIRST_ANSWER_TIMEOUT_S) -> None:
-        """Wait until one replica is ready or all were asked; give up after `timeout_s`."""
-        asked = [asyncio.create_task(replica.asked()) for replica in self.replicas]
+    async def wait_discovered(self, timeout_s: float = FIRST_ANSWER_TIMEOUT_S) -> None:
+        """Wait until one replica is ready, discovery was tried on all, or `timeout_s` seconds passed."""
+        waits = [asyncio.create_task(replica.wait_discovered()) for replica in self.replicas]
         try:
             async with asyncio.timeout(timeout_s):
-                for done in asyncio.as_completed(asked):
+                for done in asyncio.as_completed(waits):
                     await done
                     if any(replica.ready for replica in self.replicas):
                         return
         except TimeoutError:
             return
         finally:
-            for task in asked:
+            for task in waits:
                 task.cancel()
 
     async def send(self, request: Request) -> Response:
-        """Send a request to the next replica. Raises as `on_replica` and `Engine.send`."""
+        """Send a request to the next ready replica. Raises as `on_replica` and `Engine.send`."""
         return await self.on_replica(lambda replica: replica.engine.send(request))
 
     async def send_to_any(self, request: Request) -> Response:
-        """Send a request to a replica that is ready, or else to any that responds: it may want a credential.
+        """Send a request to a ready replica; if none is, to one that refuses discovery without a credential.
 
         Raises: as `send`.
         """
-        waiting = [replica for replica in self.replicas if replica.wants_credential]
-        if waiting and not any(replica.ready for replica in self.replicas):
-            return await waiting[0].engine.send(request)
+        need_credential = [replica for replica in self.replicas if replica.wants_credential]
+        if need_credential and not any(replica.ready for replica in self.replicas):
+            return await need_credential[0].engine.send(request)
         return await self.send(request)
 
     async def lend_credential(self, credential: tuple[bytes, bytes]) -> None:
-        """Let replicas that tell nothing without a credential be asked with one that an engine accepts."""
+        """Repeat discovery with a client's accepted credential on the replicas that refuse it without one."""
         for replica in self.replicas:
             await replica.lend_credential(credential)
 
     async def on_replica(self, work: Callable[[Replica], Awaitable[T]], *, token_in: bool = False) -> T:
-        """Do `work` on the next replica; one that accepts no connection is passed over.
+        """Run `work` on the next ready replica; if that accepts no connection, on the one after it.
 
         Args:
-            token_in: whether the replica must take exact prompts.
+            token_in: whether the replica must accept exact prompts.
 
         Raises:
-            EngineUnavailable: no replica answers.
+            EngineUnavailable: no replica responds.
             EngineTimeout: no replica accepted a connection in time.
             EngineBroken: a replica broke after it got the request.
-            Unsupported: replicas answer, but none takes exact prompts.
+            Unsupported: replicas respond, but none accepts exact prompts.
         """
         ready = [replica for replica in self.replicas if replica.ready]
         if not ready:
-            await self.wait_asked()
+            await self.wait_discovered()
             ready = [replica for replica in self.replicas if replica.ready]
         if token_in:
-            able = [r for r in ready if r.capabilities is not None and r.capabilities.token_in is not None]
-            if ready and not able:
+            capable = [r for r in ready if r.capabilities is not None and r.capabilities.token_in is not None]
+            if ready and not capable:
                 raise Unsupported(NO_TOKEN_IN, param="prompt_ids", code="no_token_in")
-            ready = able
+            ready = capable
         self._next += 1
-        slow: EngineTimeout | None = None
-        for turn in range(len(ready)):
-            replica = ready[(self._next + turn) % len(ready)]
+        timeout: EngineTimeout | None = None
+        for offset in range(len(ready)):
+            replica = ready[(self._next + offset) % len(ready)]
             try:
                 return await work(replica)
             except EngineUnavailable as error:
                 replica.mark_down(error)
             except EngineTimeout as error:
-                slow = error
-                replica.suspect()
+                timeout = error
+                replica.check_now()
             except EngineBroken:
-                replica.suspect()
+                # the replica may have run the request: another one must not run it again
+                replica.check_now()
                 raise
-        if slow is not None:
-            raise slow
+        if timeout is not None:
+            raise timeout
         problems = "; ".join(str(report.get("problem", "")) for report in self.report())
-        raise EngineUnavailable(f"no engine answers: {problems}")
+        raise EngineUnavailable(f"no engine responds: {problems}")
 
     def report(self) -> list[dict[str, Any]]:
-        """The state of every replica, for `GET /ready`."""
+        """The state of every replica, as `GET /ready` returns it."""
         return [replica.report() for replica in self.replicas]

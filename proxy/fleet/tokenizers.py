@@ -1,8 +1,8 @@
-"""The tokenizers of the models that engines serve: loaded once, and checked against the engine.
+"""Load the tokenizer of each served model once, and compare it with every engine that serves the model.
 
-Appending needs a tokenizer here. One that differs from the engine's (another template, other defaults)
-would make prompts that the engine itself would never render, so each engine is asked to
-render a conversation, and on any difference appending is refused with the reason.
+The proxy needs the tokenizer to append messages to ids. A tokenizer that differs from the engine's (another
+template, other defaults) would produce prompts that the engine never renders. So every engine renders a few
+conversations, and on any difference appending is refused with the reason.
 """
 
 import asyncio
@@ -12,15 +12,15 @@ from typing import Any
 
 import msgspec
 
-from proxy.engine.discovery import Model, ask
+from proxy.engine.discovery import Model, fetch
 from proxy.engine.protocol import Engine
-from proxy.engine.token_in import json_call
+from proxy.engine.token_in import json_request
 from proxy.errors import EngineBroken, Unsupported
 from tokenization import ChatTokenizer, TokenizationError
 
 log = logging.getLogger("tokenproxy")
 
-_CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+_TOOL_CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 _CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "What is 2 + 2?"}],
     [
@@ -30,11 +30,11 @@ _CONVERSATIONS: list[list[dict[str, Any]]] = [
     ],
     [
         {"role": "user", "content": "What is 2 + 2?"},
-        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]},
         {"role": "tool", "tool_call_id": "call00001", "content": "4"},
     ],
 ]
-"""Rendered here and by the engine; not all templates take all of them."""
+"""Rendered by the proxy and by the engine. A conversation that a template refuses is skipped."""
 
 
 class _Rendered(msgspec.Struct):
@@ -42,7 +42,7 @@ class _Rendered(msgspec.Struct):
 
 
 class Tokenizers:
-    """Loads each tokenizer once, whatever the number of engines that serve its model."""
+    """Loads each tokenizer once, for all engines that serve its model."""
 
     def __init__(
         self,
@@ -58,15 +58,15 @@ class Tokenizers:
         self._loading: dict[str, asyncio.Task[ChatTokenizer]] = {}
 
     async def for_engine(self, engine: Engine, model: Model | None) -> ChatTokenizer:
-        """The tokenizer of the model an engine serves, checked against that engine.
+        """The tokenizer of the model that an engine serves, compared with that engine.
 
         Raises:
-            Unsupported: it cannot be loaded here, or it renders other ids than the engine.
+            Unsupported: the tokenizer cannot be loaded, or renders other ids than the engine.
         """
         source = self._source or (model.root if model else None)
         if source is None:
             raise Unsupported(
-                "appending needs the model's tokenizer, and the engine does not say which model it "
+                "appending needs the model's tokenizer, and the engine does not report which model it "
                 "loaded: set `tokenizer` to the model's folder or hub name",
                 param="append_messages",
                 code="no_tokenizer",
@@ -76,7 +76,7 @@ class Tokenizers:
         try:
             tokenizer = await asyncio.shield(self._loading[source])
         except Exception as error:
-            # the boundary: whatever a model's files or the hub do, the reason is said and loading tried again
+            # the boundary: a model's files or the hub may raise anything; report it, and load again next time
             self._loading.pop(source, None)
             raise Unsupported(
                 f"appending needs the model's tokenizer: {error}; set `tokenizer` to a folder with it",
@@ -94,27 +94,26 @@ class Tokenizers:
             trust_remote_code=self._trust_remote_code,
         )
         # a vocabulary and the libraries that read it are a million objects that live as long as the process:
-        # walking them in every full collection stops the event loop for a fifth of a second
+        # a full garbage collection that visits them blocks the event loop for 0.2 s
         gc.freeze()
         return tokenizer
 
     async def _check(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
+        """Raise Unsupported if a rendering differs from the engine's, or if the engine renders nothing."""
         compared = 0
         for messages in _CONVERSATIONS:
-            status, body = await ask(engine, json_call("/tokenize", {"messages": messages}))
+            status, body = await fetch(engine, json_request("/tokenize", {"messages": messages}))
             if status != 200:
                 continue
             try:
-                theirs = msgspec.json.decode(body, type=_Rendered).tokens
+                engine_ids = msgspec.json.decode(body, type=_Rendered).tokens
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise EngineBroken(
-                    f"{engine.name} answers /tokenize with something else than tokens"
-                ) from error
+                raise EngineBroken(f"{engine.name} returned no list of `tokens` for /tokenize") from error
             try:
-                ours = await asyncio.to_thread(tokenizer.render, messages)
+                own_ids = await asyncio.to_thread(tokenizer.render, messages)
             except TokenizationError:
                 continue
-            if ours != theirs:
+            if own_ids != engine_ids:
                 raise Unsupported(
                     f"the tokenizer or template in {tokenizer.source!r} renders other ids than the engine "
                     f"{engine.name}: set `tokenizer` and `chat_template` to what the engine uses",
@@ -124,7 +123,8 @@ class Tokenizers:
             compared += 1
         if not compared:
             raise Unsupported(
-                f"the engine {engine.name} renders no conversation to compare the tokenizer with",
+                f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
+                "its /tokenize route and chat template must accept a conversation",
                 param="append_messages",
                 code="tokenizer_unchecked",
             )

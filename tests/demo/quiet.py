@@ -1,2 +1,2 @@
 def quiet(_line: str) -> None:
-    """Takes a progress line and says nothing."""
+    """Discard a progress line."""

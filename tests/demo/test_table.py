@@ -24,13 +24,13 @@ def test_one_row_per_turn_with_both_sides():
     assert " ".join(second.split()) == "2 answer | 170 148 22 yes 64 48 1.0 | 160 103 57 NO ? 48 1.0"
 
 
-def test_a_shorter_side_stays_empty():
-    alone = Conversation("stock chat route", (turn(1),))
-    assert rows(render(EXACT, alone))[1].count("|") == 2
-    assert rows(render(alone, EXACT))[1].split("|")[1].strip() == ""
+def test_missing_turns_of_the_shorter_conversation_are_blank():
+    one_turn = Conversation("stock chat route", (turn(1),))
+    assert rows(render(EXACT, one_turn))[1].count("|") == 2
+    assert rows(render(one_turn, EXACT))[1].split("|")[1].strip() == ""
 
 
-def test_fits_the_terminal_with_large_numbers():
+def test_large_numbers_fit_the_terminal_width():
     large = turn(
         12, before=131_072, reused=131_072, prompt=131_072, cached=131_072, seconds=99.9, completion=999
     )
@@ -53,5 +53,5 @@ def test_summary(conversation, line):
     assert summary(conversation) == line
 
 
-def test_the_summaries_end_the_page():
+def test_output_ends_with_both_summaries():
     assert render(EXACT, DRIFTED).splitlines()[-2:] == [summary(EXACT), summary(DRIFTED)]

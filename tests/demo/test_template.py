@@ -23,7 +23,7 @@ def render(messages, tools=None, add_generation_prompt=False):
     return text
 
 
-def test_plain_chat_is_chatml_with_the_models_own_system_prompt():
+def test_chat_without_tools_is_chatml_with_the_default_system_prompt():
     assert render([USER], add_generation_prompt=True) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nhi<|im_end|>\n"
@@ -31,7 +31,7 @@ def test_plain_chat_is_chatml_with_the_models_own_system_prompt():
     )
 
 
-def test_a_given_system_prompt_wins_and_tools_follow_it():
+def test_given_system_prompt_replaces_the_default_and_precedes_tools():
     text = render([{"role": "system", "content": "Be brief."}, USER], tools=list(TOOLS))
     assert text.startswith("<|im_start|>system\nBe brief.\n\n")
     assert text.count("<|im_start|>system") == 1
@@ -39,7 +39,7 @@ def test_a_given_system_prompt_wins_and_tools_follow_it():
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_tool_calls_and_their_results(content):
+def test_tool_calls_and_results_are_rendered(content):
     text = render(
         [
             USER,
@@ -54,12 +54,12 @@ def test_tool_calls_and_their_results(content):
     )
 
 
-def test_text_before_a_call_and_arguments_as_text():
+def test_text_before_a_tool_call_and_string_arguments_are_rendered():
     call = {"function": {"name": "calculator", "arguments": '{"a": 1, "operator": "+", "b": 2}'}}
     text = render([USER, {"role": "assistant", "content": "Well.", "tool_calls": [call]}])
     assert text.endswith(f"<|im_start|>assistant\nWell.\n{CALL_TEXT}<|im_end|>\n")
 
 
-def test_an_empty_list_of_calls_is_no_call():
+def test_empty_tool_calls_render_as_text_only():
     text = render([USER, {"role": "assistant", "content": "Well.", "tool_calls": []}])
     assert text.endswith("<|im_start|>assistant\nWell.<|im_end|>\n")

@@ -27,10 +27,10 @@ def test_weather_names_the_city():
         ("search", "{}"),
     ],
 )
-def test_what_a_model_gets_wrong_becomes_a_result(name, arguments):
+def test_invalid_calls_return_an_error_result(name, arguments):
     assert "error" in json.loads(call_tool(name, arguments))
 
 
-def test_every_declared_tool_exists():
+def test_every_declared_tool_is_implemented():
     for tool in TOOLS:
-        assert "no tool" not in call_tool(tool["function"]["name"], "{}")
+        assert "unknown tool" not in call_tool(tool["function"]["name"], "{}")

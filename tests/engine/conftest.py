@@ -8,7 +8,7 @@ from tests.fake_vllm import FakeVllm
 
 @pytest.fixture
 def fake(mortal: FakeVllm) -> FakeVllm:
-    """Engines are tried alone here, each with connections of its own."""
+    """A new engine for each test, without the proxy."""
     return mortal
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.engine.discovery import CredentialWanted, alive, discover
+from proxy.engine.discovery import CredentialRequired, discover, is_healthy
 from proxy.engine.http import HttpEngine
 from proxy.errors import EngineBroken, EngineUnavailable, Unsupported
 from tests.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Variant
@@ -20,7 +20,7 @@ _CHAT = "/v1/chat/completions"
         (Variant.NEITHER, "auto", None),
     ],
 )
-async def test_spellings(
+async def test_spelling_is_found_or_the_given_one_is_tried(
     engine: HttpEngine, fake: FakeVllm, variant: Variant, wanted: str, found: str | None
 ) -> None:
     fake.variant = variant
@@ -28,14 +28,14 @@ async def test_spellings(
     assert (token_in and token_in.name) == found
 
 
-async def test_an_engine_without_any(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_engine_without_token_in_is_unsupported(engine: HttpEngine, fake: FakeVllm) -> None:
     fake.variant = Variant.NEITHER
     with pytest.raises(Unsupported, match=r"upgrade vLLM .* or start it with --enable-scale-out") as caught:
         (await discover(engine)).require_token_in()
     assert (caught.value.code, caught.value.param) == ("no_token_in", "prompt_ids")
 
 
-async def test_what_the_engine_is(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_version_and_models_are_discovered(engine: HttpEngine, fake: FakeVllm) -> None:
     known = await discover(engine)
     assert known.version == "0.32.0+fake"
     assert known.model is not None
@@ -47,14 +47,14 @@ async def test_what_the_engine_is(engine: HttpEngine, fake: FakeVllm) -> None:
     assert set(known.models) == {"tiny", "adapter"}
 
 
-async def test_probes_are_small(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_probes_sample_one_token(engine: HttpEngine, fake: FakeVllm) -> None:
     await discover(engine)
     assert {seen.json["max_tokens"] for seen in fake.seen(_CHAT)} == {1}
     assert len(fake.seen(_CHAT)) == 5
 
 
 @pytest.mark.parametrize("printed", [(), ("tool_choice",), ("response_format", "tool_choice")])
-async def test_fields_that_the_rendering_prints_are_found(
+async def test_fields_that_change_the_prompt_are_found(
     engine: HttpEngine, fake: FakeVllm, printed: tuple[str, ...]
 ) -> None:
     fake.printed = printed
@@ -69,7 +69,7 @@ async def test_fields_that_the_rendering_prints_are_found(
         (b"[]", ""),
     ],
 )
-async def test_logprobs_mode_is_asked_where_it_can_be(
+async def test_logprobs_mode_is_read_from_server_info(
     engine: HttpEngine, fake: FakeVllm, body: bytes, mode: str
 ) -> None:
     assert (await discover(engine)).logprobs_mode == ""
@@ -87,33 +87,35 @@ async def test_generate_needs_all_three_routes(engine: HttpEngine, fake: FakeVll
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_an_engine_in_trouble_is_not_judged(engine: HttpEngine, fake: FakeVllm, status: int) -> None:
+async def test_server_error_during_discovery_is_raised(
+    engine: HttpEngine, fake: FakeVllm, status: int
+) -> None:
     fake.canned[_CHAT] = Canned(b"", status)
-    with pytest.raises(EngineBroken, match=f"answers {status} .* asking again later"):
+    with pytest.raises(EngineBroken, match=f"returned status {status} .* retrying later"):
         await discover(engine)
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"data": 5}', b'{"data": ["tiny", {}]}'])
-async def test_models_that_are_nonsense(engine: HttpEngine, fake: FakeVllm, body: bytes) -> None:
+async def test_malformed_model_lists_are_ignored(engine: HttpEngine, fake: FakeVllm, body: bytes) -> None:
     fake.canned["/v1/models"] = fake.canned["/version"] = Canned(body)
     known = await discover(engine)
     assert (known.model, known.models, known.version) == (None, (), "unknown")
 
 
-async def test_an_engine_that_wants_a_key(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_engine_that_requires_a_key(engine: HttpEngine, fake: FakeVllm) -> None:
     fake.api_keys = ("secret",)
-    with pytest.raises(CredentialWanted, match="set `upstream_api_key`"):
+    with pytest.raises(CredentialRequired, match="set `upstream_api_key`"):
         await discover(engine)
 
 
-async def test_an_engine_that_is_gone(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_stopped_engine_is_unavailable(engine: HttpEngine, fake: FakeVllm) -> None:
     fake.kill()
-    assert not await alive(engine)
+    assert not await is_healthy(engine)
     with pytest.raises(EngineUnavailable):
         await discover(engine)
 
 
-async def test_alive(engine: HttpEngine, fake: FakeVllm) -> None:
-    assert await alive(engine)
+async def test_is_healthy(engine: HttpEngine, fake: FakeVllm) -> None:
+    assert await is_healthy(engine)
     fake.healthy = False
-    assert not await alive(engine)
+    assert not await is_healthy(engine)

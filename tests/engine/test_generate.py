@@ -33,12 +33,12 @@ def _usage(sampled: int) -> dict[str, int]:
     return {"prompt_tokens": 3, "completion_tokens": sampled, "total_tokens": 3 + sampled}
 
 
-def _message_of(answer: httpx.Response, stream: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The message, put together if it was streamed, and the one choice or its pieces behind the first."""
+def _message_of(response: httpx.Response, stream: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The message, assembled if streamed, and the choice or its chunks after the first."""
     if not stream:
-        [choice] = answer.json()["choices"]
+        [choice] = response.json()["choices"]
         return choice["message"], [choice]
-    head, *pieces = [choice for chunk in data_of(answer.content) for choice in chunk["choices"]]
+    head, *pieces = [choice for chunk in data_of(response.content) for choice in chunk["choices"]]
     message = dict(head["delta"])
     for piece in pieces:
         message["content"] += piece["delta"].pop("content", "")
@@ -51,7 +51,7 @@ def _canned_stream(fake: FakeVllm, events: list[dict[str, Any]]) -> None:
     fake.canned[_GENERATE] = Canned(body + b"data: [DONE]\n\n", 200, {"content-type": "text/event-stream"})
 
 
-def test_three_steps(fake: FakeVllm, client: httpx.Client) -> None:
+def test_request_is_rendered_generated_and_derendered(fake: FakeVllm, client: httpx.Client) -> None:
     fields = {"model": "tiny", "temperature": 0.5, "cache_salt": "s", "priority": 3, "max_tokens": 7}
     assert _post(client, **fields).status_code == 200
     assert [seen.path for seen in fake.requests if seen.method == "POST"] == [_RENDER, _GENERATE, _DERENDER]
@@ -66,14 +66,14 @@ def test_three_steps(fake: FakeVllm, client: httpx.Client) -> None:
     assert derendered["chat_request"]["temperature"] == 0.5
 
 
-def test_the_history_is_context_for_parsing_only(fake: FakeVllm, client: httpx.Client) -> None:
+def test_history_is_sent_to_derender_only(fake: FakeVllm, client: httpx.Client) -> None:
     history = [{"role": "user", "content": "Hi"}]
     _post(client, messages=history)
     assert fake.last(_RENDER).json["messages"] == [{"role": "user", "content": "."}]
     assert fake.last(_DERENDER).json["chat_request"]["messages"] == history
 
 
-def test_a_whole_completion(fake: FakeVllm, client: httpx.Client) -> None:
+def test_completion_has_the_fields_of_the_chat_route(fake: FakeVllm, client: httpx.Client) -> None:
     completion = _post(client, n=2, model="adapter").json()
     assert completion["object"] == "chat.completion"
     assert completion["model"] == "adapter"
@@ -87,11 +87,11 @@ def test_a_whole_completion(fake: FakeVllm, client: httpx.Client) -> None:
         assert choice["weight_versions"] == [{"version": "7", "start": 0, "end": 3}]
 
 
-def test_a_stream(fake: FakeVllm, client: httpx.Client) -> None:
-    answer = _post(client, n=2, stream=True, stream_options={"include_usage": True})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert answer.content.endswith(b"data: [DONE]\n\n")
-    *chunks, usage = data_of(answer.content)
+def test_stream_has_the_chunks_of_the_chat_route(fake: FakeVllm, client: httpx.Client) -> None:
+    response = _post(client, n=2, stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.content.endswith(b"data: [DONE]\n\n")
+    *chunks, usage = data_of(response.content)
     assert usage == {
         **{name: chunks[0][name] for name in ("id", "object", "created", "model")},
         "choices": [],
@@ -110,8 +110,8 @@ def test_a_stream(fake: FakeVllm, client: httpx.Client) -> None:
 
 
 def test_chunks_have_the_keys_of_the_chat_route(client: httpx.Client) -> None:
-    answer = _post(client, stream=True, model="tiny", logprobs=True)
-    first, *chunks, last = data_of(answer.content)
+    response = _post(client, stream=True, model="tiny", logprobs=True)
+    first, *chunks, last = data_of(response.content)
     fixed = {"id", "object", "created", "model", "choices"}
     assert first.keys() == fixed | {"prompt_token_ids", "prompt_text"}
     assert all(chunk.keys() == fixed for chunk in chunks)
@@ -122,16 +122,18 @@ def test_chunks_have_the_keys_of_the_chat_route(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("counted", [True, False], ids=["generate counts", "generate does not count"])
-def test_running_usage(fake: FakeVllm, client: httpx.Client, counted: bool) -> None:
+def test_continuous_usage_counts_tokens_per_choice(
+    fake: FakeVllm, client: httpx.Client, counted: bool
+) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     if not counted:
         _post(client)
         known = fake.last(_DERENDER).json["generate_response"]["request_id"]
         choices = [{"index": index, "token_ids": [74], "finish_reason": None} for index in (0, 1, 0)]
         _canned_stream(fake, [{"request_id": known, "choices": [choice]} for choice in choices])
-    answer = _post(client, stream=True, n=2, stream_options=options)
+    response = _post(client, stream=True, n=2, stream_options=options)
     counts: dict[int, list[int]] = {0: [], 1: []}
-    for chunk in data_of(answer.content):
+    for chunk in data_of(response.content):
         for choice in chunk["choices"]:
             counts[choice["index"]].append(chunk["usage"]["completion_tokens"])
             assert chunk["usage"]["prompt_tokens"] == 3
@@ -139,7 +141,7 @@ def test_running_usage(fake: FakeVllm, client: httpx.Client, counted: bool) -> N
     assert counts == ({0: [0, 1, 2, 3], 1: [0, 1, 2, 3]} if counted else {0: [0, 1, 2], 1: [0, 1]})
 
 
-def test_every_choice_of_a_stream_has_its_own_state(fake: FakeVllm, client: httpx.Client) -> None:
+def test_each_choice_of_a_stream_has_its_own_parser_state(fake: FakeVllm, client: httpx.Client) -> None:
     _post(client, n=2, stream=True)
     states: dict[int, list[list[int] | None]] = {0: [], 1: []}
     for seen in fake.seen(_DERENDER):
@@ -150,10 +152,10 @@ def test_every_choice_of_a_stream_has_its_own_state(fake: FakeVllm, client: http
 
 
 @pytest.mark.parametrize("asked, limit", [({"max_tokens": 16}, 16), ({"max_tokens": 17}, 17), ({}, None)])
-def test_a_limit_that_render_leaves_out(
+def test_max_tokens_that_render_omits_is_set(
     fake: FakeVllm, client: httpx.Client, asked: dict[str, int], limit: int | None
 ) -> None:
-    """16 is the default of vLLM's sampling parameters; without a limit generate runs to the context's end."""
+    """render omits 16, the default; without a limit, generate samples to the end of the context."""
     _post(client, **asked)
     sampling = fake.last(_GENERATE).json["sampling_params"]
     assert sampling["max_tokens"] == (limit or MAX_MODEL_LEN - len(fake.model.render(_STAND_IN)))
@@ -170,7 +172,7 @@ def test_a_limit_that_render_leaves_out(
         ((*HI, 76), 76, {"stop_token_ids": [76], "include_stop_str_in_output": True}, "hij"),
     ],
 )
-def test_the_stop_token_is_in_the_ids_only(
+def test_stop_token_is_in_ids_but_not_in_text(
     fake: FakeVllm,
     client: httpx.Client,
     stream: bool,
@@ -180,16 +182,16 @@ def test_the_stop_token_is_in_the_ids_only(
     text: str,
 ) -> None:
     fake.replies.append(Reply(ids, stop=stop, finish="stop"))
-    answer = _post(client, stream=stream, **fields)
-    [message, choices] = _message_of(answer, stream)
+    response = _post(client, stream=stream, **fields)
+    [message, choices] = _message_of(response, stream)
     assert message["role"] == "assistant"
     assert message["content"] == text
     assert [token for choice in choices for token in choice["token_ids"]] == list(ids)
     assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", stop)
 
 
-def test_a_choice_without_any_id(fake: FakeVllm, client: httpx.Client) -> None:
-    """Aborted before the first token; the others are whole."""
+def test_choice_without_ids_has_empty_content(fake: FakeVllm, client: httpx.Client) -> None:
+    """One choice is aborted before its first token; the other is complete."""
     fake.replies.append(Reply(others=(Reply((), finish="abort"),)))
     first, second = _post(client, n=2).json()["choices"]
     assert (first["message"]["content"], first["finish_reason"]) == ("hi", "stop")
@@ -200,7 +202,7 @@ def test_a_choice_without_any_id(fake: FakeVllm, client: httpx.Client) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("top", [None, 1])
 @pytest.mark.parametrize("as_ids", [False, True])
-def test_logprobs(client: httpx.Client, stream: bool, top: int | None, as_ids: bool) -> None:
+def test_logprobs_are_converted(client: httpx.Client, stream: bool, top: int | None, as_ids: bool) -> None:
     asked = {"logprobs": True, "top_logprobs": top, "return_tokens_as_token_ids": as_ids}
     _, choices = _message_of(_post(client, stream=stream, **asked), stream)
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
@@ -210,15 +212,15 @@ def test_logprobs(client: httpx.Client, stream: bool, top: int | None, as_ids: b
         assert entry == {**shown, "top_logprobs": [shown] if top else []}
 
 
-def test_no_logprobs(fake: FakeVllm, client: httpx.Client) -> None:
+def test_logprobs_are_null_unless_requested(fake: FakeVllm, client: httpx.Client) -> None:
     assert _post(client).json()["choices"][0]["logprobs"] is None
     assert fake.last(_GENERATE).json["output_mode"] == "tokens"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_without_ids(fake: FakeVllm, client: httpx.Client, stream: bool) -> None:
-    answer = _post(client, stream=stream, return_token_ids=False)
-    chunks = list(data_of(answer.content)) if stream else [answer.json()]
+def test_ids_are_absent_unless_requested(fake: FakeVllm, client: httpx.Client, stream: bool) -> None:
+    response = _post(client, stream=stream, return_token_ids=False)
+    chunks = list(data_of(response.content)) if stream else [response.json()]
     for chunk in chunks:
         assert chunk.get("prompt_token_ids") is None
         assert all(choice.get("token_ids") is None for choice in chunk["choices"])
@@ -235,7 +237,7 @@ def test_without_ids(fake: FakeVllm, client: httpx.Client, stream: bool) -> None
         ("required", "length", "length", "length"),
     ],
 )
-def test_calls_end_a_turn_as_they_do_in_the_chat_route(
+def test_finish_reason_with_tool_calls_equals_the_chat_route(
     fake: FakeVllm,
     client: httpx.Client,
     stream: bool,
@@ -244,7 +246,7 @@ def test_calls_end_a_turn_as_they_do_in_the_chat_route(
     whole: str,
     streamed: str,
 ) -> None:
-    """vLLM itself tells calls that were cut short apart in streams only, unless calls are required."""
+    """vLLM reports `length` for a call that was cut short in streams, and if tool calls are required."""
     fake.replies.append(Reply(finish=finish, message={"content": None, "tool_calls": [_CALL]}))
     message, choices = _message_of(_post(client, stream=stream, tool_choice=tool_choice), stream)
     numbered = {"index": 0, "id": "1", "type": "function", "function": {"name": "f"}}
@@ -252,13 +254,13 @@ def test_calls_end_a_turn_as_they_do_in_the_chat_route(
     assert choices[-1]["finish_reason"] == (streamed if stream else whole)
 
 
-def test_a_named_call_ends_like_a_text(fake: FakeVllm, client: httpx.Client) -> None:
+def test_named_tool_choice_keeps_finish_reason_stop(fake: FakeVllm, client: httpx.Client) -> None:
     fake.replies.append(Reply(message={"tool_calls": [_CALL]}))
     [choice] = _post(client, tool_choice={"type": "function"}).json()["choices"]
     assert (choice["message"]["tool_calls"], choice["finish_reason"]) == ([_CALL], "stop")
 
 
-def test_one_call_only(fake: FakeVllm, client: httpx.Client) -> None:
+def test_parallel_tool_calls_false_keeps_the_first_call(fake: FakeVllm, client: httpx.Client) -> None:
     fake.replies.append(Reply(message={"tool_calls": [_CALL, {**_CALL, "id": "2"}]}))
     [choice] = _post(client, parallel_tool_calls=False).json()["choices"]
     assert choice["message"]["tool_calls"] == [_CALL]
@@ -266,69 +268,73 @@ def test_one_call_only(fake: FakeVllm, client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("stop", ["x", ["x"]])
 def test_stop_strings_are_refused(fake: FakeVllm, client: httpx.Client, stop: object) -> None:
-    answer = _post(client, stop=stop)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop")
+    response = _post(client, stop=stop)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stop")
 
 
-def test_chosen_logprobs_are_refused(client: httpx.Client) -> None:
-    answer = _post(client, logprob_token_ids=[5])
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprob_token_ids")
+def test_logprob_token_ids_are_refused(client: httpx.Client) -> None:
+    response = _post(client, logprob_token_ids=[5])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logprob_token_ids")
 
 
 @pytest.mark.parametrize("stop", [None, [], ""])
-def test_no_stop_strings(fake: FakeVllm, client: httpx.Client, stop: object) -> None:
+def test_empty_stop_is_accepted(fake: FakeVllm, client: httpx.Client, stop: object) -> None:
     assert _post(client, stop=stop).status_code == 200
 
 
 @pytest.mark.parametrize("path", [_RENDER, _GENERATE, _DERENDER])
-def test_a_step_that_is_refused(fake: FakeVllm, client: httpx.Client, path: str) -> None:
+def test_error_of_each_step_is_returned(fake: FakeVllm, client: httpx.Client, path: str) -> None:
     body = b'{"error": {"message": "no", "type": "BadRequestError", "param": "n", "code": 400}}'
     fake.canned[path] = Canned(body, 400, {"content-type": "application/json"})
-    answer = _post(client)
-    assert answer.status_code == 400
-    assert (answer.json()["error"]["message"], answer.json()["error"]["param"]) == ("no", "n")
+    response = _post(client)
+    assert response.status_code == 400
+    assert (response.json()["error"]["message"], response.json()["error"]["param"]) == ("no", "n")
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b""])
 @pytest.mark.parametrize("path", [_RENDER, _GENERATE, _DERENDER])
-def test_a_step_that_answers_nonsense(fake: FakeVllm, client: httpx.Client, path: str, body: bytes) -> None:
-    """The client did nothing wrong, so it is no 400."""
+def test_malformed_response_of_each_step_is_502(
+    fake: FakeVllm, client: httpx.Client, path: str, body: bytes
+) -> None:
+    """The client's request is valid, so the status is not 400."""
     fake.canned[path] = Canned(body)
-    answer = _post(client)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "BadGatewayError")
+    response = _post(client)
+    assert (response.status_code, response.json()["error"]["type"]) == (502, "BadGatewayError")
 
 
 @pytest.mark.parametrize("body", [b'{"choices": 5}', b'{"choices": [5]}', b'{"choices": []}'])
 @pytest.mark.parametrize("path", [_GENERATE, _DERENDER])
-def test_choices_that_do_not_match(fake: FakeVllm, client: httpx.Client, path: str, body: bytes) -> None:
+def test_wrong_choices_are_502(fake: FakeVllm, client: httpx.Client, path: str, body: bytes) -> None:
     if path == _GENERATE:
         fake.canned[_DERENDER] = Canned(b'{"choices": [{}]}')
     fake.canned[path] = Canned(body)
-    answer = _post(client)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "BadGatewayError")
+    response = _post(client)
+    assert (response.status_code, response.json()["error"]["type"]) == (502, "BadGatewayError")
 
 
 @pytest.mark.parametrize(
     "canned", [Canned(b'{"error": {"message": "no"}}', 400), Canned(b"<html>"), Canned(b"{}")]
 )
-def test_a_stream_that_cannot_be_derendered(fake: FakeVllm, client: httpx.Client, canned: Canned) -> None:
+def test_derender_failure_ends_the_stream_with_an_error(
+    fake: FakeVllm, client: httpx.Client, canned: Canned
+) -> None:
     fake.canned[_DERENDER] = canned
-    answer = _post(client, stream=True)
-    error = list(data_of(answer.content))[-1]["error"]
+    response = _post(client, stream=True)
+    error = list(data_of(response.content))[-1]["error"]
     assert (error["type"], error["code"]) == ("BadGatewayError", 502)
-    assert b"[DONE]" not in answer.content
+    assert b"[DONE]" not in response.content
 
 
-def test_errors_of_the_engine_in_a_stream_are_passed_on(fake: FakeVllm, client: httpx.Client) -> None:
+def test_engine_errors_in_a_stream_are_forwarded(fake: FakeVllm, client: httpx.Client) -> None:
     error = {"error": {"message": "out of memory", "type": "InternalServerError", "param": None, "code": 500}}
     _canned_stream(fake, [error])
     assert list(data_of(_post(client, stream=True).content)) == [error]
 
 
-def test_too_long_a_prompt_is_said_in_the_words_of_the_chat_route(
+def test_too_long_prompt_error_has_the_wording_of_the_chat_route(
     fake: FakeVllm, client: httpx.Client
 ) -> None:
-    answer = client.post(_TOKENS, json={"tokens": [5] * (MAX_MODEL_LEN + 1)})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, "tokens")
+    response = client.post(_TOKENS, json={"tokens": [5] * (MAX_MODEL_LEN + 1)})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tokens")
     assert "maximum context length" in error["message"]

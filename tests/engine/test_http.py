@@ -21,12 +21,12 @@ def _chat(*, stream: bool = True, repeatable: bool = False) -> Request:
     return Request("POST", _CHAT, [], json.dumps({**_HI, "stream": stream}).encode(), repeatable)
 
 
-async def _ask(engine: HttpEngine, call: Request) -> tuple[Response, bytes]:
-    answer = await engine.send(call)
+async def _ask(engine: HttpEngine, request: Request) -> tuple[Response, bytes]:
+    response = await engine.send(request)
     try:
-        return answer, await answer.read()
+        return response, await response.read()
     finally:
-        await answer.aclose()
+        await response.aclose()
 
 
 @pytest.mark.parametrize(
@@ -42,17 +42,17 @@ async def _ask(engine: HttpEngine, call: Request) -> tuple[Response, bytes]:
         ("http://[::1]:8000/v1", "http://[::1]:8000"),
     ],
 )
-def test_base_urls(url: str, root: str) -> None:
+def test_base_url_is_normalised(url: str, root: str) -> None:
     assert normalise_base_url(url) == root
 
 
 @pytest.mark.parametrize("url", ["host:8000", "localhost", "ftp://host", "http://", "/v1", ""])
-def test_what_is_no_base_url(url: str) -> None:
+def test_invalid_base_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="is not an http"):
         normalise_base_url(url)
 
 
-async def test_headers_go_as_they_came(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_end_to_end_headers_are_forwarded_unchanged(engine: HttpEngine, fake: FakeVllm) -> None:
     sent = [
         (b"x-one", b"1"),
         (b"x-one", b"2"),
@@ -74,18 +74,18 @@ async def test_headers_go_as_they_came(engine: HttpEngine, fake: FakeVllm) -> No
     assert {name for name, _ in arrived} == names | {b"host", b"content-length"}
 
 
-async def test_headers_that_are_no_utf8_go_on_as_utf8(engine: HttpEngine, fake: FakeVllm) -> None:
-    """The HTTP client writes nothing else; such bytes in headers have been obsolete for long."""
+async def test_latin1_headers_are_forwarded_as_utf8(engine: HttpEngine, fake: FakeVllm) -> None:
+    """aiohttp writes header values as UTF-8."""
     await _ask(engine, Request("GET", "/anything", [(b"x-latin1", "Zoë".encode("latin-1"))]))
     assert fake.last("/anything").header("x-latin1") == "Zoë".encode()
 
 
-async def test_no_header_is_made_up(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_no_header_is_added(engine: HttpEngine, fake: FakeVllm) -> None:
     await _ask(engine, Request("GET", "/anything"))
     assert [name.lower() for name, _ in fake.last("/anything").headers] == [b"host"]
 
 
-async def test_the_engines_key_replaces_the_clients(fake: FakeVllm) -> None:
+async def test_upstream_api_key_replaces_the_clients_key(fake: FakeVllm) -> None:
     async with make_session(1.0) as session:
         engine = HttpEngine(fake.url, session, "engine")
         await _ask(engine, Request("GET", "/anything", [(b"authorization", b"Bearer client")]))
@@ -94,14 +94,14 @@ async def test_the_engines_key_replaces_the_clients(fake: FakeVllm) -> None:
     ]
 
 
-async def test_the_target_goes_as_it_came(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_path_and_query_are_forwarded_unchanged(engine: HttpEngine, fake: FakeVllm) -> None:
     target = "/a%2Fb/%e4%B8%AD;x=1?q=1+2%20&q=%2F&empty=&+"
     await _ask(engine, Request("GET", target))
     assert fake.requests[-1].target == target
 
 
 @pytest.mark.parametrize("size", [0, 1, 256 * 1024, 256 * 1024 + 1, 2_000_000])
-async def test_bodies_of_any_size(engine: HttpEngine, fake: FakeVllm, size: int) -> None:
+async def test_bodies_of_all_sizes_are_forwarded(engine: HttpEngine, fake: FakeVllm, size: int) -> None:
     body = bytes(range(256)) * (size // 256 + 1)
     await _ask(engine, Request("POST", "/anything", [], body[:size]))
     seen = fake.last("/anything")
@@ -120,24 +120,24 @@ async def test_bodies_of_any_size(engine: HttpEngine, fake: FakeVllm, size: int)
     ],
     ids=["compressed", "redirect", "no content", "teapot"],
 )
-async def test_answers_come_as_they_are(engine: HttpEngine, fake: FakeVllm, canned: Canned) -> None:
+async def test_responses_are_returned_unchanged(engine: HttpEngine, fake: FakeVllm, canned: Canned) -> None:
     fake.canned["/anything"] = canned
-    answer, body = await _ask(engine, Request("GET", "/anything"))
-    assert (answer.status, body) == (canned.status, canned.body)
-    assert {(k.encode(), v.encode()) for k, v in canned.headers.items()} <= set(answer.headers)
+    response, body = await _ask(engine, Request("GET", "/anything"))
+    assert (response.status, body) == (canned.status, canned.body)
+    assert {(k.encode(), v.encode()) for k, v in canned.headers.items()} <= set(response.headers)
 
 
-async def test_headers_of_one_connection_end_with_it(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_hop_by_hop_response_headers_are_dropped(engine: HttpEngine, fake: FakeVllm) -> None:
     own = {"keep-alive": "timeout=5", "proxy-authenticate": "Basic", "trailer": "x", "server": "s"}
     others = {"x-other": "1", "content-type": "text/plain"}
     fake.canned["/anything"] = Canned(b"", 200, {**own, **others})
-    answer, _ = await _ask(engine, Request("GET", "/anything"))
-    assert {name for name, _ in answer.headers} == {b"x-other", b"content-length", b"content-type"}
+    response, _ = await _ask(engine, Request("GET", "/anything"))
+    assert {name for name, _ in response.headers} == {b"x-other", b"content-length", b"content-type"}
     stream, _ = await _ask(engine, _chat())
     assert {name for name, _ in stream.headers} == {b"content-type"}
 
 
-async def test_cookies_of_one_client_are_not_sent_for_another(fake: FakeVllm) -> None:
+async def test_cookies_are_not_stored(fake: FakeVllm) -> None:
     fake.canned["/anything"] = Canned(b"", 200, {"set-cookie": "a=1"})
     async with make_session(1.0) as session:
         engine = HttpEngine(fake.url.replace("127.0.0.1", "localhost"), session)
@@ -147,47 +147,47 @@ async def test_cookies_of_one_client_are_not_sent_for_another(fake: FakeVllm) ->
     assert fake.last("/anything").header("cookie") is None
 
 
-async def test_connections_are_kept(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_connections_are_reused(engine: HttpEngine, fake: FakeVllm) -> None:
     for _ in range(3):
         await _ask(engine, _chat())
     assert [seen.reused for seen in fake.requests] == [False, True, True]
 
 
-async def test_an_engine_that_closed_an_idle_connection(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_repeatable_request_is_retried_on_a_closed_connection(
+    engine: HttpEngine, fake: FakeVllm
+) -> None:
     fake.hang_up = lambda seen: seen.reused
     await _ask(engine, _chat(repeatable=True))
-    answer, _ = await _ask(engine, _chat(repeatable=True))
-    assert answer.status == 200
+    response, _ = await _ask(engine, _chat(repeatable=True))
+    assert response.status == 200
     assert [seen.reused for seen in fake.requests] == [False, True, False]
 
 
-async def test_an_engine_that_closed_all_idle_connections(engine: HttpEngine, fake: FakeVllm) -> None:
-    for answer in [await engine.send(_chat()) for _ in range(3)]:
-        await answer.read()
-        await answer.aclose()
+async def test_retry_does_not_use_the_pool(engine: HttpEngine, fake: FakeVllm) -> None:
+    for response in [await engine.send(_chat()) for _ in range(3)]:
+        await response.read()
+        await response.aclose()
     fake.hang_up = lambda seen: seen.reused
-    answer, _ = await _ask(engine, _chat(repeatable=True))
-    assert answer.status == 200
+    response, _ = await _ask(engine, _chat(repeatable=True))
+    assert response.status == 200
 
 
-async def test_what_may_not_be_repeated_is_sent_once(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_request_that_is_not_repeatable_is_sent_once(engine: HttpEngine, fake: FakeVllm) -> None:
     fake.hang_up = lambda seen: seen.reused
     await _ask(engine, _chat())
-    with pytest.raises(EngineBroken, match="before it answered"):
+    with pytest.raises(EngineBroken, match="before it responded"):
         await _ask(engine, _chat())
     assert len(fake.requests) == 2
 
 
-async def test_an_engine_that_dies_of_a_request_gets_it_twice_at_most(
-    engine: HttpEngine, fake: FakeVllm
-) -> None:
+async def test_repeatable_request_is_sent_twice_at_most(engine: HttpEngine, fake: FakeVllm) -> None:
     fake.hang_up = lambda seen: True
-    with pytest.raises(EngineBroken, match="before it answered"):
+    with pytest.raises(EngineBroken, match="before it responded"):
         await _ask(engine, _chat(repeatable=True))
     assert len(fake.requests) == 2
 
 
-async def test_what_is_no_http() -> None:
+async def test_response_that_is_not_http_is_an_error() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"220 mail.example.org ESMTP\r\n")
@@ -199,15 +199,15 @@ async def test_what_is_no_http() -> None:
             await HttpEngine(f"http://127.0.0.1:{port}", session).send(Request("GET", "/"))
 
 
-async def test_nothing_listens(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_refused_connection_is_unavailable(engine: HttpEngine, fake: FakeVllm) -> None:
     fake.kill()
-    with pytest.raises(EngineUnavailable, match=f"no engine answers at {fake.url}"):
+    with pytest.raises(EngineUnavailable, match=f"no engine responds at {fake.url}"):
         await _ask(engine, _chat())
 
 
 @pytest.fixture
 def deaf_port() -> Iterator[int]:
-    """A port whose queue of connections is full, so that a new one hangs."""
+    """A port with a full backlog: new connections are never accepted."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -219,9 +219,9 @@ def deaf_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-async def test_a_connection_that_is_not_accepted(deaf_port: int) -> None:
+async def test_connection_that_is_not_accepted_times_out(deaf_port: int) -> None:
     async with make_session(0.2) as session:
-        with pytest.raises(EngineTimeout, match="too long to accept"):
+        with pytest.raises(EngineTimeout, match="did not accept a connection"):
             await HttpEngine(f"http://127.0.0.1:{deaf_port}", session).send(_chat())
 
 
@@ -230,32 +230,34 @@ async def test_a_connection_that_is_not_accepted(deaf_port: int) -> None:
     [Reply(break_at=1, how="close"), Reply(break_at=1, how="reset"), Reply(break_at=1, how="inside")],
     ids=lambda reply: reply.how,
 )
-async def test_an_answer_that_breaks_off(engine: HttpEngine, fake: FakeVllm, reply: Reply) -> None:
+async def test_response_that_breaks_off_is_an_error(engine: HttpEngine, fake: FakeVllm, reply: Reply) -> None:
     reply.hold_at = 1
     fake.replies.extend([reply, reply])
-    answer = await engine.send(_chat())
-    chunks = answer.chunks()
+    response = await engine.send(_chat())
+    chunks = response.chunks()
     received = await anext(chunks)
     fake.release()
     with pytest.raises(EngineBroken, match="middle of its answer"):
         async for chunk in chunks:
             received += chunk
     assert received.startswith(b"data: {")
-    await answer.aclose()
+    await response.aclose()
     with pytest.raises(EngineBroken, match="middle of its answer"):
         await _ask(engine, _chat())
 
 
-async def test_closing_early_aborts(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_closing_early_aborts_the_engines_request(engine: HttpEngine, fake: FakeVllm) -> None:
     fake.replies.append(Reply(hold_at=2))
-    answer = await engine.send(_chat())
-    await anext(answer.chunks())
+    response = await engine.send(_chat())
+    await anext(response.chunks())
     assert (fake.running, fake.aborted) == (1, 0)
-    await answer.aclose()
+    await response.aclose()
     await asyncio.to_thread(wait_until, lambda: (fake.running, fake.aborted) == (0, 1))
 
 
-async def test_cancelling_before_an_answer_aborts(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_cancelling_before_a_response_aborts_the_engines_request(
+    engine: HttpEngine, fake: FakeVllm
+) -> None:
     fake.replies.append(Reply(hold_at=0))
     sending = asyncio.create_task(engine.send(_chat(stream=False)))
     await asyncio.to_thread(wait_until, lambda: fake.running)

@@ -14,7 +14,7 @@ from proxy.types import Receive, Scope, Send
 
 
 class App:
-    """An application like vLLM's, which knows what became of its streams."""
+    """An application like vLLM's that records how its streams ended."""
 
     def __init__(self) -> None:
         self.app = FastAPI()
@@ -62,7 +62,7 @@ class App:
         return StreamingResponse(chunks())
 
     async def wait(self, request: FastapiRequest) -> Response:
-        """As vLLM waits for a whole completion: until it is there, or the client gone."""
+        """Wait as vLLM does for a completion: until it is complete or the client disconnects."""
         while not self.go.is_set():
             if await request.is_disconnected():
                 self.aborted = True
@@ -92,18 +92,18 @@ def engine(app: App) -> InProcessEngine:
 
 
 async def _read(engine: InProcessEngine, path: str) -> tuple[int, bytes]:
-    answer = await engine.send(Request("GET", path))
-    body = await answer.read()
-    await answer.aclose()
-    return answer.status, body
+    response = await engine.send(Request("GET", path))
+    body = await response.read()
+    await response.aclose()
+    return response.status, body
 
 
-async def test_a_request_arrives_as_it_would_from_a_socket(engine: InProcessEngine) -> None:
+async def test_application_gets_the_request_as_from_a_socket(engine: InProcessEngine) -> None:
     headers = [(b"x-one", b"1"), (b"x-one", b"2"), (b"content-length", b"999")]
-    answer = await engine.send(Request("POST", "/echo?a=%2F&b=+", headers, b"{}"))
-    body = json.loads(await answer.read())
-    assert answer.status == 201
-    assert (b"x-answer", b"yes") in answer.headers
+    response = await engine.send(Request("POST", "/echo?a=%2F&b=+", headers, b"{}"))
+    body = json.loads(await response.read())
+    assert response.status == 201
+    assert (b"x-answer", b"yes") in response.headers
     assert body == {
         "secret": "shared",
         "path": "/echo",
@@ -113,27 +113,27 @@ async def test_a_request_arrives_as_it_would_from_a_socket(engine: InProcessEngi
     }
 
 
-async def test_chunks_come_one_by_one(engine: InProcessEngine, app: App) -> None:
-    answer = await engine.send(Request("GET", "/stream"))
-    chunks = answer.chunks()
+async def test_chunks_are_yielded_as_they_are_sent(engine: InProcessEngine, app: App) -> None:
+    response = await engine.send(Request("GET", "/stream"))
+    chunks = response.chunks()
     assert await anext(chunks) == b"one"
     assert not app.ended.is_set()
     app.go.set()
     assert [chunk async for chunk in chunks] == [b"two"]
-    await answer.aclose()
+    await response.aclose()
     assert app.ended.is_set()
     assert not app.aborted
 
 
-async def test_closing_early_is_the_clients_disconnect(engine: InProcessEngine, app: App) -> None:
-    answer = await engine.send(Request("GET", "/stream"))
-    await anext(answer.chunks())
-    await asyncio.wait_for(answer.aclose(), 5)
+async def test_closing_early_is_a_client_disconnect(engine: InProcessEngine, app: App) -> None:
+    response = await engine.send(Request("GET", "/stream"))
+    await anext(response.chunks())
+    await asyncio.wait_for(response.aclose(), 5)
     assert app.ended.is_set()
     assert app.aborted
 
 
-async def test_closing_early_frees_a_stream_that_waits_for_its_reader(app: App) -> None:
+async def test_closing_early_ends_a_stream_with_a_full_queue(app: App) -> None:
     running = False
 
     async def watched(scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,16 +144,14 @@ async def test_closing_early_frees_a_stream_that_waits_for_its_reader(app: App) 
         finally:
             running = False
 
-    answer = await InProcessEngine(watched).send(Request("GET", "/flood"))
+    response = await InProcessEngine(watched).send(Request("GET", "/flood"))
     await asyncio.sleep(0.05)
     assert running
-    await asyncio.wait_for(answer.aclose(), 5)
+    await asyncio.wait_for(response.aclose(), 5)
     assert not running
 
 
-async def test_cancelling_before_an_answer_is_the_clients_disconnect(
-    engine: InProcessEngine, app: App
-) -> None:
+async def test_cancelling_before_a_response_is_a_client_disconnect(engine: InProcessEngine, app: App) -> None:
     sending = asyncio.create_task(engine.send(Request("GET", "/wait")))
     await asyncio.sleep(0.05)
     sending.cancel()
@@ -167,7 +165,7 @@ async def test_cancelling_before_an_answer_is_the_clients_disconnect(
     "path, status, words",
     [("/missing", 404, "no such thing"), ("/crash", 400, "bad value"), ("/none", 404, "Not")],
 )
-async def test_errors_are_the_applications_own(
+async def test_error_responses_are_the_applications(
     engine: InProcessEngine, path: str, status: int, words: str
 ) -> None:
     found, body = await _read(engine, path)
@@ -175,7 +173,7 @@ async def test_errors_are_the_applications_own(
     assert words in body.decode()
 
 
-async def test_handlers_registered_later_count_too(app: App, engine: InProcessEngine) -> None:
+async def test_exception_handlers_registered_later_are_used(app: App, engine: InProcessEngine) -> None:
     async def handler(request: FastapiRequest, error: Exception) -> Response:
         return Response("handled", 404)
 
@@ -183,7 +181,7 @@ async def test_handlers_registered_later_count_too(app: App, engine: InProcessEn
     assert await _read(engine, "/missing") == (404, b"handled")
 
 
-async def test_an_exception_that_nobody_handles() -> None:
+async def test_unhandled_exception_uses_the_applications_handler() -> None:
     app = FastAPI()
 
     @app.get("/")
@@ -197,7 +195,7 @@ async def test_an_exception_that_nobody_handles() -> None:
     assert await _read(InProcessEngine(inner_app(app)), "/") == (500, b'{"error":"unexpected"}')
 
 
-async def test_an_application_that_dies_before_it_answers() -> None:
+async def test_application_that_fails_before_its_response_is_broken() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("dead")
 
@@ -207,16 +205,16 @@ async def test_an_application_that_dies_before_it_answers() -> None:
 
 
 @pytest.mark.parametrize("raises", [True, False])
-async def test_an_application_that_breaks_off(raises: bool) -> None:
+async def test_application_that_breaks_off_is_an_error(raises: bool) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"one", "more_body": True})
         if raises:
             raise RuntimeError("dead")
 
-    answer = await InProcessEngine(app).send(Request("GET", "/"))
-    chunks = answer.chunks()
+    response = await InProcessEngine(app).send(Request("GET", "/"))
+    chunks = response.chunks()
     assert await anext(chunks) == b"one"
     with pytest.raises(EngineBroken, match="middle of its answer"):
         await anext(chunks)
-    await answer.aclose()
+    await response.aclose()

@@ -31,7 +31,7 @@ def _collect(chunks: AsyncIterator[bytes]) -> list[bytes]:
     st.lists(st.integers(0, 12)),
     st.sampled_from(["", "data: half"]),
 )
-def test_any_cut_gives_the_same_bytes_cut_between_events(
+def test_bytes_are_unchanged_and_cut_between_events(
     blocks: list[list[str]], newline: str, sizes: list[int], rest: str
 ) -> None:
     end = newline * 2
@@ -42,7 +42,7 @@ def test_any_cut_gives_the_same_bytes_cut_between_events(
     assert all(piece.endswith(end.encode()) for piece in whole)
 
 
-async def test_an_event_is_not_held_back() -> None:
+async def test_complete_event_is_yielded_at_once() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         yield b"data: 1\n\ndata: 2"
         await asyncio.Event().wait()
@@ -50,7 +50,7 @@ async def test_an_event_is_not_held_back() -> None:
     assert await asyncio.wait_for(anext(whole_events(chunks())), 5) == b"data: 1\n\n"
 
 
-async def test_of_a_stream_that_breaks_only_whole_events_are_passed_on() -> None:
+async def test_broken_stream_yields_only_whole_events() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         yield b"data: 1\n\nda"
         yield b"ta: 2"
@@ -63,6 +63,6 @@ async def test_of_a_stream_that_breaks_only_whole_events_are_passed_on() -> None
 
 
 @given(st.lists(st.integers(0, 12)))
-def test_data_of_events(sizes: list[int]) -> None:
+def test_events_yields_the_data_of_each_event(sizes: list[int]) -> None:
     stream = b": comment\n\ndata: 1\n\nevent: x\ndata:2\r\n\r\nid: 7\n\ndata: a\ndata:  b\n\ndata: [DONE]\n\n"
     assert _collect(events(_cut(stream, sizes))) == [b"1", b"2", b"a\n b", b"[DONE]"]

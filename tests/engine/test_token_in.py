@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from proxy.engine.token_in import TokenRequest, chat_body, named_errors, rename_param
+from proxy.engine.token_in import TokenRequest, chat_body, rename_errors, rename_param
 from proxy.errors import BadRequest
 from proxy.fields import parse
 from proxy.http import BytesResponse
@@ -25,20 +25,20 @@ def _request(body: str = "{}") -> TokenRequest:
         ),
     ],
 )
-def test_ids_join_the_other_transfer_parameters(body: str, transfer: bytes) -> None:
+def test_ids_are_added_to_the_clients_transfer_parameters(body: str, transfer: bytes) -> None:
     assert bytes(parse(chat_body(_request(body)))["kv_transfer_params"]) == transfer
 
 
-def test_messages_of_the_client_stay() -> None:
+def test_clients_messages_are_kept() -> None:
     messages = '[{"role": "user", "content": "Hi"}]'
     assert bytes(parse(chat_body(_request(f'{{"messages": {messages}}}')))["messages"]) == messages.encode()
 
 
-def test_a_chat_needs_messages() -> None:
+def test_placeholder_messages_are_added() -> None:
     assert json.loads(chat_body(_request()))["messages"] == [{"role": "user", "content": ""}]
 
 
-def test_transfer_parameters_that_are_no_object() -> None:
+def test_invalid_transfer_parameters_are_refused() -> None:
     with pytest.raises(BadRequest) as caught:
         chat_body(_request('{"kv_transfer_params": [3]}'))
     assert caught.value.param == "kv_transfer_params"
@@ -74,7 +74,7 @@ _CONTEXT = (
         ("something else", None, "something else", None),
     ],
 )
-def test_errors_name_the_fields_of_the_client(
+def test_errors_name_the_clients_fields(
     message: str, param: str | None, expected_message: str, expected_param: str | None
 ) -> None:
     body = rename_param(error_body(message, "BadRequestError", param, 400), 400, "tokens")
@@ -86,7 +86,7 @@ def test_errors_name_the_fields_of_the_client(
     }
 
 
-def test_an_unknown_model() -> None:
+def test_unknown_model_error_names_model() -> None:
     body = error_body("The model `x` does not exist.", "NotFoundError", None, 404)
     assert json.loads(rename_param(body, 404, "tokens"))["error"]["param"] == "model"
 
@@ -94,32 +94,32 @@ def test_an_unknown_model() -> None:
 @pytest.mark.parametrize(
     "body, words",
     [
-        (b"<html>Bad gateway</html>", "the engine answered 500: <html>Bad gateway"),
-        (b"\xff\x00", "the engine answered 500: "),
-        (b"", "the engine answered 500: "),
-        (b"[]", "the engine answered 500: []"),
-        (b'{"detail": "Not Found"}', 'the engine answered 500: {"detail"'),
+        (b"<html>Bad gateway</html>", "the engine returned status 500: <html>Bad gateway"),
+        (b"\xff\x00", "the engine returned status 500: "),
+        (b"", "the engine returned status 500: "),
+        (b"[]", "the engine returned status 500: []"),
+        (b'{"detail": "Not Found"}', 'the engine returned status 500: {"detail"'),
         (b'{"error": "Unauthorized"}', "Unauthorized"),
         (b'{"error": null}', "None"),
     ],
 )
-def test_errors_that_are_no_error_objects(body: bytes, words: str) -> None:
+def test_bodies_without_error_object_become_error_objects(body: bytes, words: str) -> None:
     error: dict[str, Any] = json.loads(rename_param(body, 500, "tokens"))["error"]
     assert error["message"].startswith(words)
     assert error["code"] == 500
 
 
-async def test_headers_of_a_rewritten_error() -> None:
+async def test_rewritten_error_has_json_headers() -> None:
     headers = [(b"retry-after", b"7"), (b"content-length", b"999"), (b"content-type", b"text/plain")]
-    answer = await named_errors(BytesResponse(429, headers, b"slow down"), "tokens")
-    body = await answer.read()
-    assert sorted(answer.headers) == [
+    response = await rename_errors(BytesResponse(429, headers, b"slow down"), "tokens")
+    body = await response.read()
+    assert sorted(response.headers) == [
         (b"content-length", str(len(body)).encode()),
         (b"content-type", b"application/json"),
         (b"retry-after", b"7"),
     ]
 
 
-async def test_good_answers_are_not_touched() -> None:
-    answer = BytesResponse(200, [], b"{ }")
-    assert await named_errors(answer, "tokens") is answer
+async def test_successful_response_is_returned_unchanged() -> None:
+    response = BytesResponse(200, [], b"{ }")
+    assert await rename_errors(response, "tokens") is response

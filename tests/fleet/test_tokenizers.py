@@ -28,7 +28,7 @@ def model(tiny_model: TinyModel) -> Model:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The sources that were loaded."""
+    """Records the sources of all tokenizers that are loaded."""
     loaded: list[str] = []
     load = ChatTokenizer.load
 
@@ -40,26 +40,28 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return loaded
 
 
-async def test_a_tokenizer_is_loaded_once(engine: HttpEngine, model: Model, loads: list[str]) -> None:
+async def test_tokenizer_is_loaded_once_for_all_engines(
+    engine: HttpEngine, model: Model, loads: list[str]
+) -> None:
     tokenizers = Tokenizers()
     found = await asyncio.gather(*(tokenizers.for_engine(engine, model) for _ in range(3)))
     assert found[0] is found[1] is found[2]
     assert loads == [model.root]
 
 
-async def test_what_is_set_wins_over_what_the_engine_says(engine: HttpEngine, model: Model) -> None:
+async def test_tokenizer_setting_overrides_the_engines_model(engine: HttpEngine, model: Model) -> None:
     assert (await Tokenizers(model.root).for_engine(engine, _MISSING)).source == model.root
     assert (await Tokenizers(model.root).for_engine(engine, None)).source == model.root
 
 
-async def test_an_engine_that_does_not_say_its_model(engine: HttpEngine) -> None:
+async def test_engine_without_model_root_needs_the_tokenizer_setting(engine: HttpEngine) -> None:
     with pytest.raises(Unsupported, match="set `tokenizer`") as caught:
         await Tokenizers().for_engine(engine, None)
     assert (caught.value.code, caught.value.param) == ("no_tokenizer", "append_messages")
 
 
-async def test_a_tokenizer_that_cannot_be_loaded(engine: HttpEngine, loads: list[str]) -> None:
-    """Every replica of the model learns why, and it is tried anew, as the folder may have come since."""
+async def test_failed_load_is_reported_and_retried(engine: HttpEngine, loads: list[str]) -> None:
+    """All waiting replicas get the error; the next request loads again."""
     tokenizers = Tokenizers()
     asking = (tokenizers.for_engine(engine, _MISSING) for _ in range(3))
     problems = await asyncio.gather(*asking, return_exceptions=True)
@@ -69,7 +71,9 @@ async def test_a_tokenizer_that_cannot_be_loaded(engine: HttpEngine, loads: list
     assert loads == ["/no/such/folder"] * 2
 
 
-async def test_another_template_than_the_engines(engine: HttpEngine, model: Model, mortal: FakeVllm) -> None:
+async def test_other_template_than_the_engines_is_refused(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
     mortal.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(Unsupported, match="renders other ids") as caught:
         await Tokenizers().for_engine(engine, model)
@@ -77,7 +81,7 @@ async def test_another_template_than_the_engines(engine: HttpEngine, model: Mode
     await Tokenizers(None, mortal.chat_template).for_engine(engine, model)
 
 
-async def test_a_template_that_takes_one_turn_only(
+async def test_conversations_that_the_template_refuses_are_skipped(
     engine: HttpEngine, model: Model, mortal: FakeVllm
 ) -> None:
     mortal.chat_template = (
@@ -96,7 +100,7 @@ async def test_a_template_that_takes_one_turn_only(
     ],
     ids=["second message", "tool calls", "tool results"],
 )
-async def test_templates_that_differ_only_further_on(
+async def test_templates_that_differ_in_later_messages_are_refused(
     engine: HttpEngine, model: Model, mortal: FakeVllm, change: tuple[str, str]
 ) -> None:
     changed = CHATML.replace("message.role + '\n'", "message.role + '\\n'").replace(*change)
@@ -106,7 +110,9 @@ async def test_templates_that_differ_only_further_on(
         await Tokenizers().for_engine(engine, model)
 
 
-async def test_an_engine_that_renders_nothing(engine: HttpEngine, model: Model, mortal: FakeVllm) -> None:
+async def test_engine_that_renders_nothing_is_refused(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
     mortal.canned["/tokenize"] = Canned(b"", 404)
     with pytest.raises(Unsupported, match="renders no conversation") as caught:
         await Tokenizers().for_engine(engine, model)
@@ -114,7 +120,7 @@ async def test_an_engine_that_renders_nothing(engine: HttpEngine, model: Model, 
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"\xff", b"[]", b"{}", b'{"tokens": "1"}'])
-async def test_an_engine_that_answers_nonsense(
+async def test_malformed_tokenize_response_is_an_error(
     engine: HttpEngine, model: Model, mortal: FakeVllm, body: bytes
 ) -> None:
     mortal.canned["/tokenize"] = Canned(body)
