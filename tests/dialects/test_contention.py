@@ -4,13 +4,14 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 import httpx
 import pytest
 
-from proxy.history import planner
+from proxy.history import continuation
 from tests.fake_vllm import Reply
 from tests.talk import CHAT, Talk, behind, sent_ids, user
 from tests.tiny_model import END
@@ -38,8 +39,8 @@ def _post(
     return response
 
 
-def _same(*ids: int, silent: tuple[str, ...] = ()) -> Reply:
-    return Reply((*ids, END), message={"content": "same"}, silent=silent)
+def _same(*ids: int) -> Reply:
+    return Reply((*ids, END), message={"content": "same"})
 
 
 @pytest.mark.parametrize("others", [1, 15, 20, 40])
@@ -62,7 +63,7 @@ def test_turns_without_ids_do_not_hide_other_candidates(talk: Callable[[], Talk]
     _post(made.pair, made.messages, _same(80, 81))
     _post(made.pair, made.messages, _same(84, 85))
     for _ in range(silent):
-        _post(made.pair, made.messages, _same(90, 91, silent=("ids",)))
+        _post(made.pair, made.messages, replace(_same(90, 91), silent=("ids",)))
     followed = _post(made.pair, [*made.messages, _SAME, user("more")])
     assert followed.headers["x-prompt-reason"] == "ambiguous"
 
@@ -74,14 +75,14 @@ def test_a_cancelled_request_leaves_its_candidate_to_others(
     sessions = {_post(made.pair, made.messages, Reply(_SPLIT)).headers["x-session-id"] for _ in range(2)}
     reply = {"role": "assistant", "content": made.model.decode(list(_SPLIT))}
     messages = [*made.messages, reply, user("go")]
-    exact = planner.continue_turn
+    exact = continuation.continue_turn
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.4)
         return exact(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(planner, "continue_turn", slow)
+        patched.setattr("proxy.history.planner.continue_turn", slow)
         for _ in range(2):
             with send_and_keep(made.pair.client.base_url, CHAT, json.dumps({"messages": messages}).encode()):
                 time.sleep(0.2)

@@ -48,7 +48,9 @@ def test_a_tokenizer_that_cannot_be_loaded(mortal: FakeVllm) -> None:
 def test_no_engine() -> None:
     with run_app(Settings(upstreams=[_DOWN])) as client:
         wait_until(
-            lambda: "no engine responds" in client.get("/ready").text or "/health" in client.get("/ready").text
+            lambda: (
+                "no engine responds" in client.get("/ready").text or "/health" in client.get("/ready").text
+            )
         )
         answer = client.get("/ready")
         assert (answer.status_code, answer.json()["ready"]) == (503, False)
