@@ -5,10 +5,12 @@ and after `make install`, and after the latter they start sooner: transformers i
 installed, which takes seconds.
 """
 
+import os
 import sys
 
 import hypothesis
 
+os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # else transformers warns that torch is not installed
 for name in ("torch", "vllm"):
     sys.modules[name] = None  # type: ignore[assignment]  # the import system raises ModuleNotFoundError for None
 
