@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from verifiers.clients import (  # type: ignore[import-untyped]
+from verifiers.clients import (
     OpenAIChatCompletionsClient,
     OpenAIChatCompletionsTokenClient,
 )
-from verifiers.types import (  # type: ignore[import-untyped]
+from verifiers.types import (
     AssistantMessage,
     Messages,
     State,
@@ -29,8 +29,8 @@ from verifiers.types import (  # type: ignore[import-untyped]
     TrajectoryStep,
     UserMessage,
 )
-from verifiers.utils.message_utils import concat_messages  # type: ignore[import-untyped]
-from verifiers.utils.response_utils import (  # type: ignore[import-untyped]
+from verifiers.utils.message_utils import concat_messages
+from verifiers.utils.response_utils import (
     parse_response_message,
     parse_response_tokens,
 )
