@@ -45,6 +45,24 @@ class _Exchange:
     response: Response
 
 
+class _ClosedOnError:
+    """Closes an engine's response that nobody gets, because the client left or the store failed.
+
+    Between its head and its owner are steps that wait; one that is cancelled must not leave the engine
+    generating for nobody.
+    """
+
+    def __init__(self) -> None:
+        self.response: Response | None = None
+
+    async def __aenter__(self) -> "_ClosedOnError":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None and self.response is not None:
+            await self.response.aclose()
+
+
 async def serve_turn(request: ChatRequest, services: Services) -> Response:
     """The response to a chat request: a chat completion, its stream of chunks, or an engine's error.
 
@@ -53,6 +71,7 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
     """
     history = services.history
     async with AsyncExitStack() as stack:
+        opened = await stack.enter_async_context(_ClosedOnError())
         attempt = await stack.enter_async_context(history.retries.attempt(request))
         if attempt.earlier is not None:
             return _replayed(attempt.earlier)
@@ -62,7 +81,8 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
             # from here to the end of the response: nobody evicts the rollout under a turn that runs
             stack.enter_context(history.pins.hold(plan.placement.session.id))
             try:
-                return _Exchange(plan, await _send(request, plan, replica, services))
+                opened.response = await _send(request, plan, replica, services)
+                return _Exchange(plan, opened.response)
             except BaseException:
                 await history.planner.release(plan)
                 raise
