@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokenization.cache import BoundedCache, CacheInfo
+from tokenization.cut import Cut, cut_tail
 from tokenization.discovery import Discovery, Ending, TurnTail, digest
 from tokenization.errors import (
     InvalidIds,
@@ -26,10 +27,11 @@ from tokenization.errors import (
     TokenizerUnavailable,
     UnfinishedTurn,
 )
+from tokenization.locality import Proof
 from tokenization.messages import Message, for_template
 from tokenization.notes import TURN_END_REWRITTEN, differences
 from tokenization.template import Template, Tools
-from tokenization.turns import Cut, RenderOptions, cut_after_other_stop, cut_after_stop
+from tokenization.turns import RenderOptions
 
 Unfinished = Literal["close", "continue", "reject"]
 
@@ -79,11 +81,11 @@ class ChatTokenizer:
 
     def __post_init__(self) -> None:
         self._template = Template(self._tokenizer)
-        self._added_ids = {
-            added.content: number for number, added in self._tokenizer.added_tokens_decoder.items()
-        }
+        added_tokens = self._tokenizer.added_tokens_decoder.items()
+        self._added_ids = {added.content: number for number, added in added_tokens}
         self._added_texts = {number: content for content, number in self._added_ids.items()}
-        self._discovery = Discovery(self._template, self._added_ids)
+        special = {number for number, added in added_tokens if added.special}
+        self._discovery = Discovery(self._template, self._added_ids, special, self.stop_ids)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -93,6 +95,19 @@ class ChatTokenizer:
         fingerprint = hashlib.blake2b(self._backend_json.encode(), digest_size=16)
         fingerprint.update(b"\0" + source.encode("utf-8", "surrogatepass"))
         return fingerprint.hexdigest()
+
+    @property
+    def proof(self) -> Proof | None:
+        """What was proved of the template; None before `prove` returned."""
+        return self._discovery.proof
+
+    def prove(self) -> Proof:
+        """Find out how much of a history decides what the template appends.
+
+        The first call renders some thousand short conversations, which takes up to 10 s of CPU time and mostly
+        less than one. Until then `append` renders the whole history; without one it calls this.
+        """
+        return self._discovery.prove()
 
     @classmethod
     def load(
@@ -252,13 +267,10 @@ class ChatTokenizer:
                 raise InvalidMessages("`history` must end with the assistant turn")
         options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
         turn_tail = self._discovery.turn_tail(new_messages, history, options)
-        cut = self._cut(turn_tail, last_id, stop_reason, cut_off)
-        # text that does not start with an added token is encoded after the token before it, because some
-        # tokenizers (SentencePiece) encode it differently at the start of a text
-        prefix = cut.stop_text
-        if not prefix and not self._discovery.starts_with_added_token(turn_tail.tail.text[cut.position :]):
-            prefix = self._added_texts.get(last_id, "")
-        key = turn_tail.key + digest(cut.position, cut.closed, prefix)
+        stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
+        cut = cut_tail(turn_tail, last_id, stopped=stopped)
+        prefix = self._text_before(turn_tail, cut, last_id)
+        key = turn_tail.key + digest(cut.position, cut.rewritten, prefix)
         return self._suffixes.get_or_make(key, lambda: self._encode_after_cut(turn_tail, cut, prefix))
 
     def ending(
@@ -306,13 +318,10 @@ class ChatTokenizer:
         Raises:
             TemplateUnsupported: the text that closes a turn holds no added token.
         """
-        close = self._discovery.content_close(RenderOptions(tools, False, template_kwargs or {}))
-        tokens = self._discovery.tokens(close)
-        if not tokens:
-            raise TemplateUnsupported(
-                f"the template closes an assistant turn with {close!r}, which holds no added token"
-            )
-        return tokens[-1].id
+        stop = self._discovery.stop_of_content(RenderOptions(tools, True, template_kwargs or {}))
+        if stop is None:
+            raise TemplateUnsupported("the template closes an assistant turn with no token of its own")
+        return stop
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without BOS or other tokens around it. Releases the GIL.
@@ -342,39 +351,34 @@ class ChatTokenizer:
         """Hits, misses and size of the suffix cache."""
         return self._suffixes.info()
 
-    def _cut(self, turn_tail: TurnTail, last_id: int, stop_reason: str | int | None, cut_off: bool) -> Cut:
-        tail, tokens, tokens_if_last = turn_tail.tail, turn_tail.tokens, turn_tail.tokens_if_last
-        cut = cut_after_stop(tail, tokens, tokens_if_last, last_id)
-        if cut is not None:
-            return cut
-        is_stop = last_id in self.stop_ids or last_id == stop_reason
-        # a stop token that is also syntax of the turn, such as `</tool_call>`, does not replace the close
-        if cut_off or not is_stop or last_id in turn_tail.syntax_ids:
-            return Cut(0)
-        return cut_after_other_stop(tail, tokens, tokens_if_last, self._discovery.opening)
+    def _text_before(self, turn_tail: TurnTail, cut: Cut, last_id: int) -> str:
+        """The token to encode before the text after the cut, as context; empty if that needs none.
+
+        Text that does not begin with an added token is encoded after the token before it, because some
+        tokenizers (SentencePiece) encode it differently at the start of a text.
+        """
+        rest = turn_tail.tail.text[cut.position :]
+        if cut.stop_text or self._discovery.starts_with_added_token(rest):
+            return cut.stop_text
+        text: str = self._added_texts.get(last_id, "")
+        return text
 
     def _encode_after_cut(self, turn_tail: TurnTail, cut: Cut, prefix: str) -> Continuation:
-        """Encode the text after the cut; `prefix`, the token before it, is context only and may be empty."""
+        """Encode the text after the cut; `prefix`, the token before it, is context only and may be empty.
+
+        Without an added token at the edge the text is encoded alone: the sampled ids are fixed, so the
+        tokenizer has nothing to merge it with.
+        """
         rest = turn_tail.tail.text[cut.position :]
-        notes = (TURN_END_REWRITTEN,) if cut.rewritten else ()
+        notes = turn_tail.tail.notes + ((TURN_END_REWRITTEN,) if cut.rewritten else ())
         if not rest:
             return Continuation((), (), notes)
+        ids = self.encode(prefix + rest)
         if prefix:
-            first, *ids = self.encode(prefix + rest)
+            first, *ids = ids
             if first != self._added_ids[prefix]:
                 raise TemplateUnsupported("the tokenizer merges the stop token with the text after it")
-        elif self._discovery.starts_with_added_token(rest):
-            ids = self.encode(rest)
-        else:
-            raise TemplateUnsupported(
-                f"the template continues with {rest[:40]!r} where the turn was cut off, "
-                "and the tokenizer may merge that with the sampled text"
-            )
-        closing = [
-            token.id
-            for token in turn_tail.tokens
-            if cut.position <= token.start and token.end <= turn_tail.tail.shared
-        ]
+        closing = [token.id for token in turn_tail.closing if cut.position <= token.start]
         count = _length_holding(ids, closing)
         return Continuation(tuple(ids[:count]), tuple(ids[count:]), notes)
 

@@ -1,35 +1,33 @@
 """Reads from a template's renderings how it continues after a turn, and caches the results.
 
-Nothing here depends on a model family: the only sources are the template's renderings and the tokenizer's
-added tokens, which it never merges with the text around them.
+Nothing here depends on a model family: the sources are the template's renderings, the tokenizer's added
+tokens, which it never merges with the text around them, and the ids that end a turn of the model.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
 from tokenization.cache import BoundedCache
 from tokenization.errors import TemplateUnsupported, TokenizationError
+from tokenization.locality import Locality, Proof, prove
 from tokenization.messages import Message
 from tokenization.template import Template
 from tokenization.turns import (
-    FIRST_RESULT,
     MARK,
     PLACEHOLDER_USER,
-    SECOND_RESULT,
+    TURN_NOT_PRINTED,
     RenderOptions,
     Tail,
     Token,
-    close_start,
     common_prefix_length,
-    placeholder_contexts,
+    placeholder_context,
     render_tail,
-    skeleton,
-    two_tool_results,
+    turn_context,
 )
 
 
@@ -53,197 +51,316 @@ class TurnTail:
 
     key: bytes
     """The cache key: a digest of all that the tail depends on."""
+    whole: Tail
+    """Starts with the turn's own syntax."""
     tail: Tail
     """Starts with the close of the turn."""
     tokens: tuple[Token, ...]
-    """The added tokens in `tail.text`, in order."""
-    tokens_if_last: tuple[Token, ...]
-    """The added tokens in `tail.text_if_last`, in order."""
+    """The special tokens in the lead of the tail, in order."""
+    closers: frozenset[int]
+    """Ids of the special tokens with which the template closes such a turn; empty if it has no close."""
+    close_tokens: tuple[Token, ...]
+    """The added tokens up to the last one that closes the turn. Blank ones, such as a line feed that is a
+    token of Gemma 3, are text like other text."""
+    stop_if_last: int | None
+    """The token that closes the turn where it is the last message, if that is another one (GPT-OSS)."""
     syntax_ids: frozenset[int]
     """Ids of the added tokens between the model's last text and the close, such as `</tool_call>`."""
+
+    @property
+    def closing(self) -> list[Token]:
+        """The tokens of the lead that close the turn."""
+        return [token for token in self.tokens if token.id in self.closers]
+
+
+@dataclass(frozen=True, slots=True)
+class _ContentClose:
+    """How a template closes a turn without tool calls."""
+
+    text: str
+    """The text up to the token that ends the turn; empty if the opening of the next message ends it."""
+    closers: frozenset[int]
+    """Ids of the special tokens in it."""
 
 
 class Discovery:
     """The tails of one template with one tokenizer. Safe to use from several threads."""
 
-    def __init__(self, template: Template, added_tokens: Mapping[str, int]) -> None:
-        """`added_tokens` maps the text of each added token to its id."""
+    def __init__(
+        self, template: Template, added_tokens: Mapping[str, int], special_ids: Set[int], stop_ids: Set[int]
+    ) -> None:
+        """Args:
+        added_tokens: the id of each added token, by its text.
+        special_ids: ids of the added tokens that are special.
+        stop_ids: ids that end a turn of the model.
+        """
+        self.proof: Proof | None = None
         self._template = template
-        self._added_ids = added_tokens
-        self._added_texts = {number: content for content, number in added_tokens.items()}
-        # longest first: of two tokens that start at one place the tokenizer takes the longer
+        self._added_ids = dict(added_tokens)
+        self._added_texts = {number: text for text, number in added_tokens.items()}
+        self._special_ids = frozenset(special_ids) | frozenset(stop_ids)
+        self._stop_ids = frozenset(stop_ids)
         longest_first = sorted(added_tokens, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._tails: BoundedCache[bytes, TurnTail] = BoundedCache(
             1024, lambda turn_tail: len(turn_tail.tail.text) <= 16_384
         )
-        self._content_closes: BoundedCache[bytes, str] = BoundedCache(256)
-        # shapes of new messages whose tail did not change after more messages: checked once per shape,
-        # because each check costs three more renderings
-        self._checked_shapes: BoundedCache[bytes, bool] = BoundedCache(4096)
+        self._content_closes: BoundedCache[bytes, _ContentClose] = BoundedCache(256)
+        self._proving = threading.Lock()
+
+    def prove(self) -> Proof:
+        """What decides the text after a turn. Takes up to `MAX_SECONDS` of CPU time the first time."""
+        with self._proving:
+            if self.proof is None:
+                self.proof = prove(self._tail_or_none, self._template.syntax)
+            return self.proof
 
     def starts_with_added_token(self, text: str) -> bool:
         """Whether the text starts with an added token, so that it can be encoded by itself."""
         return self._pattern.match(text) is not None
 
-    def tokens(self, text: str) -> tuple[Token, ...]:
-        """The added tokens in a text, in order."""
-        return tuple(
-            Token(self._added_ids[m.group()], m.start(), m.end()) for m in self._pattern.finditer(text)
-        )
+    def tokens(self, text: str, *, special: bool = False) -> tuple[Token, ...]:
+        """The added tokens in a text, in order; or only the special ones."""
+        found = (Token(self._added_ids[m.group()], m.start(), m.end()) for m in self._pattern.finditer(text))
+        return tuple(token for token in found if not special or token.id in self._special_ids)
 
     def turn_tail(
         self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
     ) -> TurnTail:
-        """The tail of the last turn, rendered with as little of the history as the template allows.
+        """The tail of the last turn of `history`, rendered with as little of it as is proved to be enough.
+
+        Without a history a turn is assumed that the new messages could follow.
 
         Raises: as `ChatTokenizer.append`.
         """
-        key = digest(list(new), None if history is None else skeleton(history), _options_key(options))
+        if history is None:
+            return self._tail_after_any_turn(new, options)
+        context = turn_context(history[-1])
+        key = digest(list(new), context, _options_key(options))
+        in_turn, refusal = None, None
         try:
-            return self._tails.get_or_make(key, lambda: self._find_tail(key, new, history, options))
-        except TokenizationError:
-            if history is None:
-                raise
-        # the template needs more than the skeleton of the history: render all of it
+            in_turn = self._tails.get_or_make(key, lambda: self._find(key, context, new, options))
+        except TokenizationError as error:
+            refusal = error
+        local = self.proof is not None and self.proof.locality(new) is not Locality.HISTORY
+        if in_turn is not None and local:
+            return in_turn
         history_key = digest(list(new), list(history), _options_key(options))
-        close = self.content_close(options)
         return self._tails.get_or_make(
-            history_key, lambda: self._tail_after_syntax(history_key, history, new, options, close)
+            history_key, lambda: self._find(history_key, history, new, options, in_turn)
         )
+
+    def _tail_after_any_turn(self, new: Sequence[Message], options: RenderOptions) -> TurnTail:
+        locality = self.prove().locality(new)
+        if locality is not Locality.NEW:
+            raise TemplateUnsupported(
+                "what the template prints after a turn depends on earlier messages: give `history` "
+                f"({self.prove().reason})"
+            )
+        context = placeholder_context(new)
+        key = digest(list(new), None, _options_key(options))
+        return self._tails.get_or_make(key, lambda: self._find(key, context, new, options))
+
+    def _tail_or_none(
+        self, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
+    ) -> object | None:
+        """All of a tail that decides which ids are appended; None where the template refuses the messages."""
+        try:
+            found = self._find(b"", context, new, options)
+        except TokenizationError:
+            return None
+        return found.tail.text, found.tail.lead, found.tokens, found.closers
+
+    def _find(
+        self,
+        key: bytes,
+        context: Sequence[Message],
+        new: Sequence[Message],
+        options: RenderOptions,
+        guide: TurnTail | None = None,
+    ) -> TurnTail:
+        """Render a context and take the turn's own syntax from its tail.
+
+        Args:
+            guide: the tail of the same turn in a smaller context.
+        """
+        whole = render_tail(self._template, context, new, options, guide.whole if guide else None)
+        close = self._content_close(options)
+        start, closers = 0, close.closers
+        if context[-1].get("tool_calls") and TURN_NOT_PRINTED not in whole.notes:
+            start, closers = self._close_of_call(whole, close)
+        tail = whole.without_start(start)
+        lead = tail.text[: tail.lead]
+        tokens = self.tokens(lead, special=True)
+        last = next((token for token in reversed(tokens) if token.id in closers), None)
+        if_last = self._token_at(tail.text_if_last, last.start) if last else None
+        return TurnTail(
+            key,
+            whole,
+            tail,
+            tokens,
+            closers,
+            tuple(t for t in self.tokens(lead[: last.end if last else 0]) if lead[t.start : t.end].strip()),
+            if_last if last and if_last != last.id and if_last in self._special_ids else None,
+            frozenset(token.id for token in self.tokens(whole.text[:start])),
+        )
+
+    def _close_of_call(self, tail: Tail, close: _ContentClose) -> tuple[int, frozenset[int]]:
+        """Where the syntax of a turn with tool calls ends and its close begins, and the ids of the close.
+
+        Example: 12 in `</tool_call><|im_end|>\n`, with the content close `<|im_end|>`.
+        """
+        lead = tail.text[: tail.lead]
+        if close.text and (start := lead.find(close.text)) >= 0:
+            return start, close.closers
+        if not tail.text_if_last:
+            raise TemplateUnsupported("the template does not show where its tool calls end")
+        shared = self._shared(lead, tail.text_if_last)
+        token_if_last = self._token_at(tail.text_if_last, shared)
+        tokens = self.tokens(lead[:shared], special=True)
+        shared = next((token.start for token in tokens if token.id in self._result_openers), shared)
+        own = [token for token in tokens if token.end <= shared]
+        # without a close of its own the opening of the next message ends the turn: GLM, and Gemma 4, which
+        # closes the turn only if no result follows
+        if not close.text or token_if_last in self._stop_ids | close.closers or not own:
+            return shared, frozenset()
+        return own[-1].start, frozenset({own[-1].id})
+
+    def _content_close(self, options: RenderOptions) -> _ContentClose:
+        """How the template closes a turn without tool calls."""
+        key = digest(_options_key(options))
+        return self._content_closes.get_or_make(key, lambda: self._find_content_close(options))
+
+    def _find_content_close(self, options: RenderOptions) -> _ContentClose:
+        context = [PLACEHOLDER_USER, {"role": "assistant", "content": "."}]
+        tail = render_tail(self._template, context, [{"role": "user", "content": "qZuserZq"}], options)
+        lead = tail.text[: tail.lead]
+        shared = self._shared(lead, tail.text_if_last)
+        tokens = self.tokens(lead, special=True)
+        first, every = self._openers
+        closing = [token for token in tokens if token.end <= shared and token.id not in first]
+        if not closing:
+            # the last turn may end with another token than earlier ones, or with none
+            token_if_last = self._token_at(tail.text_if_last, shared)
+            replaced = token_if_last in self._special_ids and token_if_last not in every - self._stop_ids
+            closing = [
+                token
+                for token in tokens
+                if (replaced and token.start == shared)
+                or (token.id in self._stop_ids and token.id not in every)
+            ][:1]
+        if not closing:
+            return _ContentClose("", frozenset())
+        return _ContentClose(lead[: closing[-1].end], frozenset(token.id for token in closing))
+
+    @cached_property
+    def _openers(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Ids of the special tokens that open messages: before each first message, and before any.
+
+        Nothing was closed before the first message. But a template may print one of its own before it.
+        """
+        system = {"role": "system", "content": MARK}
+        question = {"role": "user", "content": MARK}
+        found = []
+        for messages in ([question], [system, PLACEHOLDER_USER]):
+            try:
+                text = self._template.text(messages, None, False, {})
+            except TokenizationError:
+                continue
+            if MARK in text:
+                found.append(frozenset(t.id for t in self.tokens(text.partition(MARK)[0], special=True)))
+        prompt = frozenset(token.id for token in self.tokens(self._generation_prompt(), special=True))
+        if not prompt and found:
+            # a template that always prints it: whatever follows a user message
+            text = self._template.text([question], None, False, {}).partition(MARK)[2]
+            found.append(found[0] | {token.id for token in self.tokens(text, special=True)})
+        first = frozenset.intersection(*found) if found else frozenset()
+        return first | prompt, frozenset.union(prompt, *found)
+
+    @cached_property
+    def _result_openers(self) -> frozenset[int]:
+        """Ids of the tokens that open a tool result: they stand between two results, never after both."""
+        texts = ("qZfirstZq", "qZsecondZq")
+        results = [
+            {"role": "tool", "tool_call_id": f"call0000{i}", "content": t} for i, t in enumerate(texts)
+        ]
+        try:
+            text = self._template.text([*placeholder_context(results), *results], None, True, {})
+        except TokenizationError:
+            return frozenset()
+        first, second = (text.rfind(word) for word in texts)
+        if not 0 <= first < second:
+            return frozenset()
+        tokens = self.tokens(text, special=True)
+        between = {token.id for token in tokens if first < token.start < second}
+        return frozenset(between - {token.id for token in tokens if token.start > second})
+
+    def _generation_prompt(self) -> str:
+        try:
+            without = self._template.text([PLACEHOLDER_USER], None, False, {})
+            with_prompt = self._template.text([PLACEHOLDER_USER], None, True, {})
+        except TokenizationError:
+            return ""
+        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
+
+    def _shared(self, lead: str, text_if_last: str) -> int:
+        """Length of the common prefix, in characters, ending where no added token is cut in two.
+
+        Example: of `<|im_end|>` and `<|im_start|>` the texts share `<|im_`; the result is 0.
+        """
+        shared = common_prefix_length(lead, text_if_last)
+        for text in (lead, text_if_last):
+            for token in self.tokens(text):
+                if token.start < shared < token.end:
+                    shared = token.start
+        return shared
+
+    def _token_at(self, text: str, position: int) -> int | None:
+        match = self._pattern.match(text, position)
+        return self._added_ids[match.group()] if match else None
 
     def ending(
         self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
     ) -> Ending:
         """How the last turn ends, for a person to read. Raises: as `turn_tail`."""
         turn_tail = self.turn_tail(new, history, options)
-        shared = turn_tail.tail.shared
-        close = turn_tail.tail.text[:shared]
-        token_if_followed = next((token for token in turn_tail.tokens if token.start == shared), None)
-        token_if_last = next((token for token in turn_tail.tokens_if_last if token.start == shared), None)
-        stops = [token.id for token in turn_tail.tokens if token.end <= shared][-1:]
-        if token_if_last is not None and token_if_followed is not None and not close:
-            # the last turn ends with one token, an earlier turn with another
-            close, shared = self._added_texts[token_if_followed.id], token_if_followed.end
-            stops += [token_if_last.id, token_if_followed.id]
-        opening = (
-            self._added_texts[token_if_followed.id] if token_if_followed is not None and not close else None
-        )
-        stop_texts = [self._added_texts[stop] for stop in stops]
-        return Ending(close, stop_texts, opening, turn_tail.tail.text[shared:])
+        tail, closing = turn_tail.tail, turn_tail.closing
+        lead = tail.text[: tail.lead]
+        if not closing:
+            opening = turn_tail.tokens[0] if turn_tail.tokens else None
+            return Ending("", [], self._added_texts[opening.id] if opening else None, tail.text)
+        end = max(self._shared(lead, tail.text_if_last), closing[-1].end)
+        opener = next((t for t in turn_tail.tokens if closing[-1].end <= t.start < end), None)
+        end = opener.start if opener else end
+        stops = [closing[-1].id]
+        token_if_last = self._token_at(tail.text_if_last, closing[-1].start)
+        if token_if_last is not None and token_if_last != closing[-1].id:
+            stops.insert(0, token_if_last)
+        return Ending(lead[:end], [self._added_texts[stop] for stop in stops], None, tail.text[end:])
 
     def assistant_header(self) -> str:
         """The text before an assistant's content that history and generation prompt have in common.
 
-        Example: `<|im_start|>assistant\\n`, also where the generation prompt continues with `<think>\\n`.
+        Example: `<|im_start|>assistant\n`, also where the generation prompt continues with `<think>\n`.
         """
         turn, options = {"role": "assistant", "content": MARK}, RenderOptions(None, True, {})
+        prompt = self._generation_prompt()
         try:
             question = self._template.text([PLACEHOLDER_USER], None, False, options.kwargs)
-            with_prompt = self._template.text([PLACEHOLDER_USER], None, True, options.kwargs)
             answered = self._template.text(
                 [PLACEHOLDER_USER, turn, PLACEHOLDER_USER], None, True, options.kwargs
             )
         except TokenizationError:
             return ""
-        if not with_prompt.startswith(question) or MARK not in answered:
+        if not prompt or MARK not in answered:
             return ""
-        end = common_prefix_length(with_prompt, answered[: answered.find(MARK)])
-        return with_prompt[len(question) : end]
+        end = common_prefix_length(question + prompt, answered[: answered.find(MARK)])
+        return (question + prompt)[len(question) : end]
 
-    def content_close(self, options: RenderOptions) -> str:
-        """The text with which the template closes a turn without tool calls; empty if it has no close."""
-        key = digest(_options_key(options))
-        return self._content_closes.get_or_make(key, lambda: self._find_content_close(options))
-
-    def _find_content_close(self, options: RenderOptions) -> str:
-        context = [PLACEHOLDER_USER, {"role": "assistant", "content": "."}]
-        tail = self._align_shared(render_tail(self._template, context, [PLACEHOLDER_USER], options))
-        if tail.shared:
-            return tail.text[: tail.shared]
-        match = self._pattern.match(tail.text)
-        return match.group() if match and self._pattern.match(tail.text_if_last) else ""
-
-    @cached_property
-    def opening(self) -> frozenset[int]:
-        """Ids of the tokens that open a tool result: they stand between two results, never after both."""
-        context, results = two_tool_results()
-        try:
-            text = render_tail(self._template, context, results, RenderOptions(None, True, {})).text
-        except TokenizationError:
-            return frozenset()
-        first, second = text.find(FIRST_RESULT), text.find(SECOND_RESULT)
-        if not 0 <= first < second:
-            return frozenset()
-        tokens = self.tokens(text)
-        between = {token.id for token in tokens if first < token.start < second}
-        return frozenset(between - {token.id for token in tokens if token.start > second})
-
-    def _find_tail(
-        self,
-        key: bytes,
-        new: Sequence[Message],
-        history: Sequence[Message] | None,
-        options: RenderOptions,
-    ) -> TurnTail:
-        """The tail in the first group of placeholder contexts that all lead to the same one."""
-        content_close = self.content_close(options)
-        shape = digest(_shape(new), None if history is None else skeleton(history), _options_key(options))
-        problem: TokenizationError | None = None
-        for number, group in enumerate(placeholder_contexts(new, history)):
-            group_key = shape + bytes([number])
-            longer = [] if self._checked_shapes.get(group_key) else group.longer
-            try:
-                turn_tails = [
-                    self._tail_after_syntax(key, context, new, options, content_close)
-                    for context in group.contexts
-                ]
-            except TokenizationError as error:
-                problem = error
-                continue
-            for context in [*group.optional, *longer]:
-                # a template may refuse these, which proves nothing
-                with suppress(TokenizationError):
-                    turn_tails.append(self._tail_after_syntax(key, context, new, options, content_close))
-            if all(turn_tail.tail == turn_tails[0].tail for turn_tail in turn_tails):
-                self._checked_shapes.put(group_key, True)
-                return turn_tails[0]
-            problem = TemplateUnsupported(
-                "the template prints details of earlier messages next to the new ones: give `history`"
-            )
-        assert problem is not None  # there is at least one group
-        raise problem
-
-    def _tail_after_syntax(
-        self,
-        key: bytes,
-        context: Sequence[Message],
-        new: Sequence[Message],
-        options: RenderOptions,
-        content_close: str,
-    ) -> TurnTail:
-        tail = self._align_shared(render_tail(self._template, context, new, options))
-        tokens = self.tokens(tail.text)
-        start = close_start(tail, tokens, content_close)
-        closing = tail.without_start(start)
-        syntax_ids = frozenset(token.id for token in tokens if token.end <= start)
-        return TurnTail(
-            key, closing, self.tokens(closing.text), self.tokens(closing.text_if_last), syntax_ids
-        )
-
-    def _align_shared(self, tail: Tail) -> Tail:
-        """The tail with a shared part that ends where no added token is cut in two.
-
-        Example: of `<|im_end|>` and `<|im_start|>` the texts share `<|im_`; the shared part ends before it.
-        """
-        for token in self.tokens(tail.text):
-            if token.start < tail.shared < token.end:
-                return Tail(tail.text, token.start, tail.text_if_last)
-        return tail
-
-
-def _shape(new: Sequence[Message]) -> list[object]:
-    return [[message.get("role"), sorted(message)] for message in new]
+    def stop_of_content(self, options: RenderOptions) -> int | None:
+        """The id of the token that closes a turn without tool calls; None if there is none."""
+        tokens = self.tokens(self._content_close(options).text, special=True)
+        return tokens[-1].id if tokens else None
 
 
 def _options_key(options: RenderOptions) -> object:

@@ -29,7 +29,7 @@ def differences(
     """
     notes = []
     if turn.get("reasoning") or turn.get("reasoning_content"):
-        mark = unused_mark([turn], new, options)
+        mark = unused_mark([turn], new, options.tools, dict(options.kwargs))
         marked = {**turn, "reasoning": mark, "reasoning_content": mark}
         last, followed = _text(template, marked, [], options), _text(template, marked, new, options)
         if mark in last and followed and mark not in followed:

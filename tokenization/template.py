@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenization.errors import InvalidMessages
 from tokenization.messages import Message, for_template
+from tokenization.syntax import Syntax, read_syntax
 
 Tools = Sequence[Mapping[str, Any]]
 _FIRST, _SECOND = "qZfirstZq", "qZsecondZq"
@@ -64,6 +65,18 @@ class Template:
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
             raise InvalidMessages(f"the chat template refuses the messages: {error}") from error
         return text
+
+    @cached_property
+    def syntax(self) -> Syntax:
+        """The constants and variables of its source; of all of them if there are several."""
+        template = self._tokenizer.chat_template
+        sources = list(template.values()) if isinstance(template, dict) else [template]
+        return read_syntax("\n".join(sources))
+
+    @property
+    def strings(self) -> tuple[str, ...]:
+        """Text that its source compares with or looks for."""
+        return self.syntax.strings
 
     @cached_property
     def own_arguments(self) -> frozenset[str]:

@@ -2,23 +2,31 @@
 
 A turn is rendered with a marker as the last text that the model wrote. After the marker the rendering holds,
 in this order: the rest of the turn's own syntax (the closing brackets of a tool call), the text that closes
-the turn, and the continuation (separators, new messages, generation prompt). The model samples all of the
-syntax, part of the close, or all of it, and nothing of the continuation; the last sampled token shows where
-its part ends. Example, with ChatML, a tool call and a new user message:
+the turn, and the continuation (separators, new messages, generation prompt). Example, with ChatML, a tool
+call and a new user message:
 
     syntax         "}}\\n</tool_call>
     close          <|im_end|>\\n
     continuation   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
+
+The continuation begins with the header of the first new message, here `<|im_start|>user\\n`. Syntax, close and
+header are the tail's *lead*: the last sampled token shows how much of it the model sampled. To find its end,
+and to prove that each new text is printed exactly once, the conversation is rendered a second time with
+markers in place of the new texts.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenization.errors import InvalidMessages, TemplateUnsupported
 from tokenization.messages import Message
 from tokenization.template import Template, Tools
 
+TURN_NOT_PRINTED = "turn_not_printed"
+"""A note: the template prints nothing of the turn's tool calls, or not its content."""
 MARK = "qZassistantZq"
 PLACEHOLDER_USER: dict[str, Any] = {"role": "user", "content": "."}
 
@@ -38,14 +46,17 @@ class Tail:
 
     text: str
     """The tail when new messages follow the turn."""
-    shared: int
-    """Length of the common prefix of both tails, in characters: syntax and close of the turn."""
+    lead: int
+    """Length of the text before the first new text, in characters: syntax, close, header."""
     text_if_last: str
-    """The tail when the turn is the last message."""
+    """The tail when the turn is the last message; empty if the template cannot print that."""
+    notes: tuple[str, ...] = ()
+    """How the rendered turn differs from the one that was given: see `tokenization.notes`."""
 
     def without_start(self, length: int) -> "Tail":
         """The tail without its first `length` characters."""
-        return Tail(self.text[length:], self.shared - length, self.text_if_last[length:])
+        last = self.text_if_last[length:] if self.text_if_last[:length] == self.text[:length] else ""
+        return Tail(self.text[length:], self.lead - length, last, self.notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,72 +68,234 @@ class RenderOptions:
     kwargs: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """Words that occur in none of the arguments, so that they are found only where they were put."""
+
+    nonce: str
+
+    @property
+    def turn(self) -> str:
+        return f"qZ{self.nonce}assistantZq"
+
+    @property
+    def content(self) -> str:
+        return f"qZ{self.nonce}contentZq"
+
+    def new(self, index: int, part: int) -> str:
+        return f"qZ{self.nonce}new{index}p{part}Zq"
+
+
+def unused_mark(*arguments: object) -> str:
+    """A word that occurs in none of the arguments."""
+    return _unused_marks(*arguments).turn
+
+
+def _unused_marks(*arguments: object) -> _Marks:
+    source, nonce = repr(arguments), ""
+    while f"qZ{nonce}" in source:
+        nonce += "q"
+    return _Marks(nonce)
+
+
 def render_tail(
-    template: Template, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
+    template: Template,
+    context: Sequence[Message],
+    new: Sequence[Message],
+    options: RenderOptions,
+    guide: Tail | None = None,
 ) -> Tail:
-    """Render `context`, whose last message is the assistant turn, with and without `new`; cut at the marker.
+    """Render `context`, whose last message is the assistant turn, with `new`; cut at the marker.
+
+    Args:
+        guide: the tail of the same turn in a smaller context. Where the tail begins in the same way, lead and
+            last rendering are taken from there, so that the context is rendered only once.
 
     Raises:
         InvalidMessages: the template refuses the messages in every form of the turn.
-        TemplateUnsupported: the template prints nothing of an assistant turn.
+        TemplateUnsupported: the template prints nothing of an assistant turn, or a new text not exactly once.
     """
+    marks = _unused_marks(context, new, options.tools, dict(options.kwargs))
     refusal: InvalidMessages | None = None
-    mark = unused_mark(context, new, options)
-    for marked_turn in _marked(context[-1], mark):
-        marked_context = [*context[:-1], marked_turn]
+    for turn, notes in _marked_forms(context[-1], marks.turn):
+        marked = [*context[:-1], turn]
         try:
-            followed = template.text(
-                [*marked_context, *new], options.tools, options.add_generation_prompt, options.kwargs
-            )
-            last = template.text(marked_context, options.tools, False, options.kwargs)
+            text = _after(marks.turn, _render(template, [*marked, *new], options))
         except InvalidMessages as error:
             refusal = error
             continue
-        if mark in followed and mark in last:
-            text, text_if_last = _text_after(followed, mark), _text_after(last, mark)
-            return Tail(text, common_prefix_length(text, text_if_last), text_if_last)
+        if text is None:
+            continue
+        if guide is not None and guide.notes == notes and text.startswith(guide.text[: guide.lead]):
+            tail = replace(guide, text=text)
+        else:
+            lead = _lead(template, marked, new, options, marks)
+            shared = common_prefix_length(text, lead)
+            tail = Tail(text, shared, _tail_if_last(template, marked, options, marks.turn), notes)
+        _check_new_texts(tail.text, new, template.strings)
+        return tail
     if refusal is not None:
         raise refusal
     raise TemplateUnsupported("the template prints nothing of an assistant turn")
 
 
-def unused_mark(context: Sequence[Message], new: Sequence[Message], options: RenderOptions) -> str:
-    """A marker that occurs in none of the arguments, so its only occurrence is where it was put."""
-    source = repr((context, new, options.tools, options.kwargs))
-    mark = MARK
-    while mark in source:
-        mark += "q"
-    return mark
+def _render(template: Template, messages: Sequence[Message], options: RenderOptions) -> str:
+    return template.text(messages, options.tools, options.add_generation_prompt, options.kwargs)
 
 
-def _marked(turn: Message, mark: str) -> list[dict[str, Any]]:
-    """Forms of the turn with the marker as the last text written, to be tried in order.
+def _tail_if_last(template: Template, marked: Sequence[Message], options: RenderOptions, mark: str) -> str:
+    try:
+        return _after(mark, template.text(marked, options.tools, False, options.kwargs)) or ""
+    except (InvalidMessages, TemplateUnsupported):
+        return ""
 
-    A turn with tool calls has several forms: the marker in its last argument, with each kind of content (as
-    in the turn, empty, null, text), and last the marker as its content.
+
+def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """The turn with the marker as the last text written, and other forms to try if that is not printed.
+
+    The marker is at the end of the content, or is the argument of the last tool call. Yields each form with
+    notes on how it differs.
     """
-    # reasoning is printed before the marker, so it is no part of the tail
-    content = {**turn, "content": mark}
-    content.pop("reasoning", None)
-    content.pop("reasoning_content", None)
     calls = turn.get("tool_calls")
-    if not calls:
+    if calls:
+        function = {**calls[-1]["function"], "arguments": {"q": mark}}
+        yield {**turn, "tool_calls": [*calls[:-1], {**calls[-1], "function": function}]}, ()
+    content = turn.get("content")
+    notes = (TURN_NOT_PRINTED,) if calls else ()
+    if isinstance(content, str) and content:
+        yield {**turn, "content": content + mark}, notes
+    elif isinstance(content, list) and content:
+        yield {**turn, "content": [*content, {"type": "text", "text": mark}]}, notes
+    yield {**turn, "content": mark}, notes or ((TURN_NOT_PRINTED,) if content else ())
+
+
+def _after(mark: str, text: str) -> str | None:
+    """The text after the marker; None if it was not printed. Raises TemplateUnsupported."""
+    before, found, after = text.partition(mark)
+    if not found:
+        return None
+    if mark in after:
+        raise TemplateUnsupported("the template prints the text of a turn more than once")
+    return after
+
+
+def _lead(
+    template: Template,
+    marked: Sequence[Message],
+    new: Sequence[Message],
+    options: RenderOptions,
+    marks: _Marks,
+) -> str:
+    """The text between the turn and the first new text, from a rendering with markers as the new texts.
+
+    Raises:
+        TemplateUnsupported: a new text is not printed exactly once after the turn, or text of the turn is
+            printed after it.
+    """
+    turn = dict(marked[-1])
+    if turn.get("tool_calls") and turn.get("content") and marks.turn not in repr(turn["content"]):
+        turn["content"] = marks.content
+    words: dict[str, int] = {}
+    blank: list[str] = []
+    messages = [_with_marks(message, index, marks, words, blank) for index, message in enumerate(new)]
+    try:
+        whole = _render(template, [*marked[:-1], turn, *messages], options)
+    except InvalidMessages as error:
+        raise TemplateUnsupported(
+            f"the template does not take other text in the place of a new message: {error}"
+        ) from error
+    before, found, after = whole.partition(marks.turn)
+    if not found:
+        raise TemplateUnsupported("whether the template prints a turn depends on the text after it")
+    if marks.content in after:
+        raise TemplateUnsupported("the template prints the content of a turn after its tool calls")
+    for word, index in words.items():
+        if word in before or after.count(word) != 1:
+            times = before.count(word) + after.count(word)
+            where = "before the turn" if word in before else f"{times} times"
+            raise TemplateUnsupported(
+                f"the template prints new message {index} ({new[index].get('role')}) {where}"
+            )
+    return after[: min((after.index(word) for word in [*words, *blank] if word in after), default=len(after))]
+
+
+def _with_marks(
+    message: Message, index: int, marks: _Marks, words: dict[str, int], blank: list[str]
+) -> dict[str, Any]:
+    """A new message with a marker for each text.
+
+    Adds to `words` each marker that must be printed exactly once, with the index of its message, and to `blank`
+    each that stands for white space.
+    """
+
+    def mark(part: int, text: object) -> object:
+        if not isinstance(text, str) or (not text and message.get("role") == "assistant"):
+            return text
+        word = marks.new(index, part)
+        if text.strip():
+            words[word] = index
+        else:
+            blank.append(word)
+        return word
+
+    marked = dict(message)
+    content = message.get("content")
+    if isinstance(content, str):
+        marked["content"] = mark(0, content)
+    elif isinstance(content, list):
+        marked["content"] = [
+            {**part, "text": mark(number, part["text"])}
+            if isinstance(part, Mapping) and "text" in part
+            else part
+            for number, part in enumerate(content)
+        ]
+    if calls := message.get("tool_calls"):
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": {"q": mark(1000 + number, "q")}}}
+            for number, call in enumerate(calls)
+        ]
+    return marked
+
+
+def _check_new_texts(tail: str, new: Sequence[Message], strings: Sequence[str]) -> None:
+    """Check that the tail holds the text of each new message, as it is or escaped.
+
+    A template may leave out of a text only what its source looks for, such as `/no_think`.
+
+    Raises:
+        TemplateUnsupported: it does not.
+    """
+    for index, message in enumerate(new):
+        if message.get("role") == "assistant":
+            continue  # its reasoning may be left out
+        for text in _texts(message.get("content")):
+            if not _printed(text.strip(), tail) and not all(
+                _printed(piece, tail) for piece in _without(text, strings)
+            ):
+                raise TemplateUnsupported(
+                    f"the template does not print the text of new message {index} ({message.get('role')})"
+                )
+
+
+def _texts(content: object) -> list[str]:
+    if isinstance(content, str):
         return [content]
-    marked_calls = [*calls[:-1], _marked_call(calls[-1], mark)]
-    # some templates print no call next to content, and some print more after a turn that has content
-    same_kind = mark if turn.get("content") else turn.get("content")
-    texts = dict.fromkeys((same_kind, "", None, mark))
-    return [*({**content, "content": text, "tool_calls": marked_calls} for text in texts), content]
+    parts = content if isinstance(content, list) else []
+    return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
 
 
-def _marked_call(call: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    function = {**call["function"], "arguments": {"q": mark}}
-    return {**call, "function": function}
+def _printed(text: str, tail: str) -> bool:
+    if text in tail:
+        return True
+    escaped = (json.dumps(text, ensure_ascii=False), json.dumps(text), repr(text))
+    return any(form[1:-1] in tail for form in escaped)
 
 
-def _text_after(text: str, mark: str) -> str:
-    # the last occurrence: a marker that is both content and argument is printed twice
-    return text[text.rfind(mark) + len(mark) :]
+def _without(text: str, strings: Sequence[str]) -> list[str]:
+    """The pieces of a text between occurrences of strings, without white space around them."""
+    removed = sorted((string for string in strings if string), key=len, reverse=True)
+    pieces = re.split("|".join(map(re.escape, removed)) or r"(?!)", text)
+    return [piece.strip() for piece in pieces]
 
 
 def common_prefix_length(first: str, second: str) -> int:
@@ -133,187 +306,32 @@ def common_prefix_length(first: str, second: str) -> int:
     return min(len(first), len(second))
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Where a tail is cut: the text before was sampled, or replaced by a token that was sampled."""
+def turn_context(turn: Message) -> list[dict[str, Any]]:
+    """Reduce a conversation to a user message and its last turn, with placeholder text.
 
-    position: int
-    stop_text: str = ""
-    """The template's stop token that ends at `position`; empty if the model did not close the turn."""
-    rewritten: bool = False
-    """Whether the model sampled another token where the template prints `stop_text`."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the model closed the turn."""
-        return bool(self.stop_text)
-
-
-def cut_after_stop(
-    tail: Tail, tokens: Sequence[Token], tokens_if_last: Sequence[Token], last_id: int
-) -> Cut | None:
-    """Cut a tail after the token `last_id`, which the model sampled last.
-
-    Example: the tail `<|im_end|>\\n<|im_start|>user...` is cut after `<|im_end|>`.
-
-    Args:
-        tail: a tail without syntax: its shared part is the close.
-        tokens: the added tokens in `tail.text`, in order.
-        tokens_if_last: the added tokens in `tail.text_if_last`, in order.
-
-    Returns:
-        None if the template closes no such turn with that token.
+    Kept of the turn are the names and ids of its tool calls, and which kinds of content it has. Conversations
+    with equal contexts share one rendering.
     """
-    closing = [token for token in tokens if token.end <= tail.shared]
-    for token in reversed(closing):
-        if token.id == last_id:
-            return _cut_after(tail, token)
-    # no close of its own: the token that ends the turn depends on whether a message follows
-    token_if_followed = _token_at(tokens, tail.shared)
-    token_if_last = _token_at(tokens_if_last, tail.shared)
-    if closing or token_if_followed is None:
-        return None
-    if token_if_followed.id == last_id:
-        return _cut_after(tail, token_if_followed)
-    # GPT-OSS: the last turn ends with <|return|>, which becomes <|end|> when messages follow
-    if token_if_last is not None and token_if_last.id == last_id:
-        return _cut_after(tail, token_if_followed, rewritten=True)
-    return None
-
-
-def cut_after_other_stop(
-    tail: Tail, tokens: Sequence[Token], tokens_if_last: Sequence[Token], opening: Collection[int]
-) -> Cut:
-    """Cut a tail after a stop token that the template never prints: it replaces the template's own.
-
-    Args:
-        opening: ids of tokens that open messages. Such a token is never replaced, even where it closes the
-            turn: the next message would lack its opening.
-    """
-    closing = [token for token in tokens if token.end <= tail.shared]
-    if closing:
-        return Cut(0) if closing[-1].id in opening else _cut_after(tail, closing[-1], rewritten=True)
-    token_if_followed = _token_at(tokens, tail.shared)
-    if token_if_followed is not None and _token_at(tokens_if_last, tail.shared) is not None:
-        return _cut_after(tail, token_if_followed, rewritten=True)
-    return Cut(0)
-
-
-def close_start(tail: Tail, tokens: Sequence[Token], content_close: str) -> int:
-    """Where in a tail the turn's syntax ends and its close begins, in characters.
-
-    Example: 12 in `</tool_call><|im_end|>\\n`, with the content close `<|im_end|>\\n`.
-
-    Args:
-        content_close: the text with which the template closes a turn without tool calls.
-    """
-    position = tail.text[: tail.shared].rfind(content_close)
-    if not content_close or position >= 0:
-        return position if content_close else tail.shared
-    # turns with tool calls have a close of their own: take the last added token
-    closing = [token for token in tokens if token.end <= tail.shared]
-    return closing[-1].start if closing else tail.shared
-
-
-def _cut_after(tail: Tail, token: Token, *, rewritten: bool = False) -> Cut:
-    return Cut(token.end, tail.text[token.start : token.end], rewritten)
-
-
-def _token_at(tokens: Sequence[Token], position: int) -> Token | None:
-    return next((token for token in tokens if token.start == position), None)
-
-
-def skeleton(history: Sequence[Message]) -> list[dict[str, Any]]:
-    """Reduce a conversation to what decides the text after its last turn.
-
-    What remains is a system message, a user message and the last turn with the names and ids of its tool
-    calls, all with placeholder text. Conversations with equal skeletons share one rendering.
-    """
-    turn: dict[str, Any] = {"role": "assistant", "content": _placeholder_content(history[-1])}
-    if calls := history[-1].get("tool_calls"):
-        turn["tool_calls"] = [
+    content = turn.get("content")
+    reduced: dict[str, Any] = {"role": "assistant", "content": "." if content else ""}
+    if turn.get("reasoning") or turn.get("reasoning_content"):
+        reduced["reasoning"] = "."
+    if calls := turn.get("tool_calls"):
+        reduced["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": {"q": "."}}} for call in calls
         ]
-    first = history[0]
-    system = [{"role": first["role"], "content": "."}] if first.get("role") in ("system", "developer") else []
-    return [*system, PLACEHOLDER_USER, turn]
+    return [PLACEHOLDER_USER, reduced]
 
 
-@dataclass(frozen=True, slots=True)
-class ContextGroup:
-    """Contexts in which the same new messages should render to the same tail."""
-
-    contexts: list[list[dict[str, Any]]]
-    """The template must render each of these."""
-    optional: list[list[dict[str, Any]]] = field(default_factory=list)
-    """Turns of other kinds, which the template may refuse."""
-    longer: list[list[dict[str, Any]]] = field(default_factory=list)
-    """The same turn after more messages, which the template may refuse."""
-
-
-def placeholder_contexts(new: Sequence[Message], history: Sequence[Message] | None) -> Iterator[ContextGroup]:
-    """Yield groups of contexts to render `new` in, the group with the fewest details of `history` first.
-
-    The first group whose contexts all render to the same tail is used: the tail then depends on no detail
-    that differs between them. Example, for a tool result without history: a turn that calls the tool
-    "alpha", and one that calls "omega".
-    """
+def placeholder_context(new: Sequence[Message]) -> list[dict[str, Any]]:
+    """A user message and a turn that new messages could follow: it calls a tool for each leading result."""
     leading = next((i for i, message in enumerate(new) if message.get("role") != "tool"), len(new))
-    results = new[:leading]
-    if history is None:
-        pair = [_placeholder_turn(leading, name, results, ".") for name in ("alpha", "omega")]
-        optional = [_placeholder_turn(leading, "alpha", results, content) for content in ("", None)]
-        without_calls = _placeholder_turn(0, "alpha", [], ".")
-        yield ContextGroup(pair, [*optional, without_calls] if leading else [], _longer(pair[0]))
-        return
-    calls, content = history[-1].get("tool_calls") or [], _placeholder_content(history[-1])
-    pair = [_placeholder_turn(len(calls), name, results, content) for name in ("alpha", "omega")]
-    yield ContextGroup(pair, longer=_longer(pair[0]))
-    # names and ids of the calls matter: use those of the history
-    reduced = skeleton(history)
-    yield ContextGroup([reduced], longer=_longer(reduced))
-
-
-def _longer(context: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    without_system = [message for message in context if message["role"] not in ("system", "developer")]
-    system = {"role": "system", "content": "qZsystemZq"}
-    exchange = [PLACEHOLDER_USER, {"role": "assistant", "content": "."}]
-    return [[*exchange, *without_system], [system, *without_system], [system, *exchange, *without_system]]
-
-
-def _placeholder_content(turn: Message) -> str | None:
-    """Placeholder text, an empty text or None, whichever the content of the turn is."""
-    content = turn.get("content")
-    return "." if content else None if content is None else ""
-
-
-def _placeholder_turn(
-    count: int, name: str, results: Sequence[Message], content: str | None
-) -> list[dict[str, Any]]:
-    """A user message and a turn with `count` tool calls, matching the names and ids in `results`.
-
-    Args:
-        name: name of each tool, and start of each call id, where `results` has none.
-    """
-    turn: dict[str, Any] = {"role": "assistant", "content": content}
+    turn: dict[str, Any] = {"role": "assistant", "content": "" if leading else "."}
     calls = []
-    for index in range(count):
-        result = results[index] if index < len(results) else {}
-        function = {"name": result.get("name") or name, "arguments": {"q": "."}}
-        call_id = result.get("tool_call_id") or f"{name}{index}"
+    for index, result in enumerate(new[:leading]):
+        function = {"name": result.get("name") or "alpha", "arguments": {"q": "."}}
+        call_id = result.get("tool_call_id") or f"call{index:05}"
         calls.append({"id": call_id, "type": "function", "function": function})
     if calls:
         turn["tool_calls"] = calls
     return [PLACEHOLDER_USER, turn]
-
-
-FIRST_RESULT, SECOND_RESULT = "qZfirstZq", "qZsecondZq"
-
-
-def two_tool_results() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A turn with two tool calls, and their results: the text between these closes one and opens the next."""
-    results = [
-        {"role": "tool", "tool_call_id": f"call0000{index}", "name": "alpha", "content": content}
-        for index, content in enumerate((FIRST_RESULT, SECOND_RESULT))
-    ]
-    return _placeholder_turn(2, "alpha", results, ""), results

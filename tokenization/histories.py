@@ -1,0 +1,161 @@
+"""Conversations for the proof that a template is local: histories that might change what follows a turn.
+
+Each is the part of a conversation before the sampled turn. Most differ from a plain question in one thing
+only, so that no effect hides another.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenization.syntax import Syntax
+
+Messages = list[dict[str, Any]]
+WORD = "."
+_STANDARD_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A sampled turn and the messages after it."""
+
+    turn: dict[str, Any]
+    new: Messages
+
+    @property
+    def after_results(self) -> bool:
+        """Whether the new messages begin with tool results."""
+        return bool(self.new) and self.new[0]["role"] == "tool"
+
+
+def user(content: object = WORD) -> dict[str, Any]:
+    """A user message."""
+    return {"role": "user", "content": content}
+
+
+def assistant(content: object = WORD, **fields: Any) -> dict[str, Any]:
+    """An assistant turn."""
+    return {"role": "assistant", "content": content, **fields}
+
+
+def call(index: int = 0, name: str = "alpha", arguments: object = None) -> dict[str, Any]:
+    """A tool call. Its id has nine characters, which some templates require."""
+    function = {"name": name, "arguments": {"q": WORD} if arguments is None else arguments}
+    return {"id": f"call{index:05}", "type": "function", "function": function}
+
+
+def result(index: int = 0, content: object = "qr", **fields: Any) -> dict[str, Any]:
+    """The result of the call with that index."""
+    return {"role": "tool", "tool_call_id": f"call{index:05}", "content": content, **fields}
+
+
+def _calls(*indices: int, content: object = "", name: str = "alpha", **fields: Any) -> dict[str, Any]:
+    return assistant(content, tool_calls=[call(index, name) for index in indices], **fields)
+
+
+PRINCIPAL_STEPS = (
+    Step(assistant(), [user("qn")]),
+    Step(_calls(1), [result(1)]),
+    Step(_calls(1, 2), [result(1), result(2, "qs")]),
+    Step(_calls(1), [result(1), user("qn")]),
+)
+"""The steps that are tried after every history."""
+
+
+def steps(syntax: Syntax) -> Iterator[Step]:
+    """Sampled turns and new messages of every kind, and turns that hold each string of the template."""
+    yield from PRINCIPAL_STEPS
+    parts = [{"type": "text", "text": "qn"}, {"type": "text", "text": "qp"}]
+    yield Step(assistant(), [user(parts)])
+    yield Step(assistant(), [user("qn"), user("qp")])
+    yield Step(assistant(reasoning=WORD), [user("qn")])
+    yield Step(assistant(), [user("qn"), assistant("qa"), user("qp")])
+    yield Step(assistant(), [user("qn"), _calls(3), result(3), assistant("qa"), user("qp")])
+    yield Step(_calls(1), [result(1), _calls(3), result(3)])
+    yield Step(_calls(1, content=WORD), [result(1)])
+    yield Step(_calls(1, reasoning=WORD), [result(1)])
+    yield Step(_calls(1), [result(1, name="alpha")])
+    yield Step(_calls(1), [user("qn")])
+    yield Step(_calls(1, 2), [result(2), result(1, "qs")])
+    yield Step(_calls(1, 2), [result(1)])
+    yield Step(_calls(1, 2, name="omega"), [result(1), result(2, "qs"), user("qn")])
+    yield Step(_calls(1, 1), [result(1), result(1, "qs")])
+    yield Step(assistant(), [result(1)])
+    for role in ("system", "developer", *_other_roles(syntax)):
+        yield Step(assistant(), [{"role": role, "content": "qn"}])
+        yield Step(assistant(), [{"role": role, "content": "qn"}, user("qp")])
+    for string in syntax.strings:
+        yield Step(assistant(f"{WORD} {string}"), [user("qn")])
+        yield Step(assistant(string), [user("qn")])
+        yield Step(_calls(1, name=string or "alpha"), [result(1)])
+        yield Step(assistant("", tool_calls=[call(1, arguments={string: string})]), [result(1)])
+
+
+def structures(syntax: Syntax) -> Iterator[Messages]:
+    """Histories of every structure: roles, lengths, calls and results, parts."""
+    system, exchange = {"role": "system", "content": WORD}, [user(), assistant()]
+    round_of_calls = [user(), _calls(8), result(8)]
+    yield [system, user()]
+    yield [*exchange, user()]
+    yield [system, *exchange, user()]
+    yield [user(), user()]
+    yield [user(), assistant(), assistant(), user()]
+    yield [assistant(), user()]
+    yield [*exchange, system, user()]
+    yield [system, system, user()]
+    yield [user([{"type": "text", "text": WORD}, {"type": "text", "text": WORD}])]
+    yield [user(), assistant(reasoning=WORD), user()]
+    yield [user(), assistant(reasoning=WORD, tool_calls=[call(8)]), result(8)]
+    yield round_of_calls
+    yield [system, *round_of_calls]
+    yield [*round_of_calls, assistant(), user()]
+    yield [*round_of_calls, _calls(9), result(9)]
+    yield [user(), _calls(8, content=WORD), result(8)]
+    yield [user(), _calls(8, 9), result(8), result(9)]
+    yield [user(), _calls(8, 9), result(9), result(8), assistant(), user()]
+    yield [user(), _calls(8, 9), result(8), assistant(), user()]
+    yield [user(), _calls(8), assistant(), user()]
+    yield [user(), _calls(1, 2), result(1), result(2), assistant(), user()]
+    yield [user(), _calls(1), result(1), _calls(1), result(1)]
+    yield [user(), result(8), assistant(), user()]
+    yield [user(), assistant(""), user()]
+    yield [user(), assistant(None, tool_calls=[call(8)]), result(8, name="alpha")]
+    for role in ("developer", *_other_roles(syntax)):
+        yield [{"role": role, "content": WORD}, user()]
+        yield [*exchange, {"role": role, "content": WORD}, user()]
+        yield [user(), assistant(), {"role": role, "content": WORD}]
+    yield from _lengths(max(syntax.numbers, default=0))
+
+
+def with_string(string: str) -> Iterator[Messages]:
+    """Histories that hold a string of the template, each in one place."""
+    for text in (string, f"{WORD} {string} {WORD}"):
+        yield [{"role": "system", "content": text}, user()]
+        yield [user(text)]
+        yield [user(text), assistant(), user()]
+        yield [user(), assistant(text), user()]
+        yield [user(), _calls(8), result(8, text)]
+    yield [{"role": "system", "content": [{"type": "text", "text": string}]}, user()]
+    yield [user(), assistant(reasoning=string), user()]
+    yield [user(), _calls(8, name=string or "alpha"), result(8)]
+    yield [user(), assistant("", tool_calls=[call(8, arguments={string: string})]), result(8)]
+    yield [user(), _calls(8), result(8, name=string)]
+
+
+def _lengths(number: int) -> Iterator[Messages]:
+    """Histories of more messages than `number`: of even and odd length, with and without calls."""
+    count = number // 2 + 2
+    exchanges = [message for _ in range(count) for message in (user(), assistant())]
+    yield [*exchanges, user()]
+    yield [{"role": "system", "content": WORD}, *exchanges, user()]
+    yield [*[user() for _ in range(2 * count)], user()]
+    rounds: Messages = [user()]
+    for index in range(10, 10 + count):
+        rounds += [_calls(index), result(index)]
+    yield rounds
+    yield [*rounds, assistant(), user()]
+
+
+def _other_roles(syntax: Syntax) -> Sequence[str]:
+    """Strings of the template that might be roles."""
+    return [string for string in syntax.strings if string.isidentifier() and string not in _STANDARD_ROLES]
