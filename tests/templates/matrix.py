@@ -33,6 +33,8 @@ class Verdict(StrEnum):
     REFUSED = "refused"
     WRONG = "wrong"
     EXCLUDED = "excluded"
+    UNCHECKED = "unchecked"
+    """Excluded, but answered, and nothing tells whether the answer is right."""
 
 
 @dataclass(frozen=True)

@@ -47,15 +47,15 @@ class Shape:
         return "call" if self.history[-1].get("tool_calls") else "content"
 
 
-def _user(content: object) -> Message:
+def user(content: object) -> Message:
     return {"role": "user", "content": content}
 
 
-def _assistant(content: object, **fields: Any) -> Message:
+def assistant(content: object, **fields: Any) -> Message:
     return {"role": "assistant", "content": content, **fields}
 
 
-def _call(index: int, city: str, name: str = "weather") -> Message:
+def call(index: int, city: str, name: str = "weather") -> Message:
     arguments = json.dumps({"city": city, "days": [1, False, None], "unit": "°C"}, ensure_ascii=False)
     return {
         "id": f"call_{index}",
@@ -64,174 +64,172 @@ def _call(index: int, city: str, name: str = "weather") -> Message:
     }
 
 
-def _result(index: int, content: object) -> Message:
+def result(index: int, content: object) -> Message:
     return {"role": "tool", "tool_call_id": f"call_{index}", "content": content}
 
 
-def _parts(*texts: str) -> list[dict[str, str]]:
+def parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-_QUESTION = _user("What is the weather in Zürich?")
-_NEXT = _user("And newest tomorrow?")
-_SYSTEM = {"role": "system", "content": "Be brief, and true."}
-_ANSWER = "It is sunny in Zürich today, with a light wind from the west."
-_REASONING = "The user asks about Zürich, so I look at the sky."
-_ONE_CALL = _assistant("", tool_calls=[_call(1, "Zürich")])
-_TWO_CALLS = _assistant("", tool_calls=[_call(1, "Zürich"), _call(2, "Oslo", "clock")])
-_WEATHER_RESULT = _result(1, '{"newsun": true, "high": 24.50}')
-_CLOCK_RESULT = _result(2, "newclock says\n  nine 九 o'clock")
-_CLOCK_CALL = _assistant("", tool_calls=[_call(3, "Oslo", "clock")])
-_EARLIER = [_user("Is it late in Oslo?"), _CLOCK_CALL, _result(3, "23:58, -4 °C")]
+QUESTION = user("What is the weather in Zürich?")
+NEXT = user("And newest tomorrow?")
+SYSTEM = {"role": "system", "content": "Be brief, and true."}
+ANSWER = "It is sunny in Zürich today, with a light wind from the west."
+REASONING = "The user asks about Zürich, so I look at the sky."
+ONE_CALL = assistant("", tool_calls=[call(1, "Zürich")])
+TWO_CALLS = assistant("", tool_calls=[call(1, "Zürich"), call(2, "Oslo", "clock")])
+WEATHER_RESULT = result(1, '{"newsun": true, "high": 24.50}')
+CLOCK_RESULT = result(2, "newclock says\n  nine 九 o'clock")
+CLOCK_CALL = assistant("", tool_calls=[call(3, "Oslo", "clock")])
+EARLIER = [user("Is it late in Oslo?"), CLOCK_CALL, result(3, "23:58, -4 °C")]
 
 SHAPES = (
-    Shape("text", "content", [_QUESTION, _assistant(_ANSWER)], [_NEXT]),
-    Shape("text", "content after system", [_SYSTEM, _QUESTION, _assistant(_ANSWER)], [_NEXT]),
+    Shape("text", "content", [QUESTION, assistant(ANSWER)], [NEXT]),
+    Shape("text", "content after system", [SYSTEM, QUESTION, assistant(ANSWER)], [NEXT]),
     Shape(
         "text",
         "content, third turn",
-        [_QUESTION, _assistant("Sunny."), _user("Sure?"), _assistant(_ANSWER)],
-        [_NEXT],
+        [QUESTION, assistant("Sunny."), user("Sure?"), assistant(ANSWER)],
+        [NEXT],
     ),
-    Shape(
-        "text", "content, tools declared", [_SYSTEM, _QUESTION, _assistant(_ANSWER)], [_NEXT], with_tools=True
-    ),
+    Shape("text", "content, tools declared", [SYSTEM, QUESTION, assistant(ANSWER)], [NEXT], with_tools=True),
     Shape(
         "odd text, parts",
         "odd text",
         [
-            _user("  Wie spät?\t\n\n"),
-            _assistant("\n  Neun Uhr 👩‍💻 — e\u0301 nicht é,\u00a0ok?\r\n\tJa 東京 at nine"),
+            user("  Wie spät?\t\n\n"),
+            assistant("\n  Neun Uhr 👩‍💻 — e\u0301 nicht é,\u00a0ok?\r\n\tJa 東京 at nine"),
         ],
-        [_user(" \n newodd\u200b 🤷🏽‍♀️ \\n {{ x }} <b>&amp;</b>\t \n")],
+        [user(" \n newodd\u200b 🤷🏽‍♀️ \\n {{ x }} <b>&amp;</b>\t \n")],
     ),
     Shape(
         "odd text, parts",
         "list content",
-        [_user(_parts("What is", "the weather?")), _assistant(_parts(_ANSWER))],
-        [_user(_parts("And newest", "tomorrow?"))],
+        [user(parts("What is", "the weather?")), assistant(parts(ANSWER))],
+        [user(parts("And newest", "tomorrow?"))],
     ),
-    Shape("reasoning", "reasoning", [_QUESTION, _assistant(_ANSWER, reasoning_content=_REASONING)], [_NEXT]),
+    Shape("reasoning", "reasoning", [QUESTION, assistant(ANSWER, reasoning_content=REASONING)], [NEXT]),
     Shape(
         "reasoning",
         "reasoning in content",
-        [_QUESTION, _assistant(f"<think>\n{_REASONING}\n</think>\n\n{_ANSWER}")],
-        [_NEXT],
+        [QUESTION, assistant(f"<think>\n{REASONING}\n</think>\n\n{ANSWER}")],
+        [NEXT],
     ),
     Shape(
         "later rounds",
         "content after results",
-        [*_EARLIER, _assistant("Yes, it is late.")],
-        [_NEXT],
+        [*EARLIER, assistant("Yes, it is late.")],
+        [NEXT],
         with_tools=True,
     ),
     Shape(
         "tool results",
         "content, then a result",
-        [_QUESTION, _assistant("[weather(city='Zürich')]")],
-        [_result(1, "newsun")],
+        [QUESTION, assistant("[weather(city='Zürich')]")],
+        [result(1, "newsun")],
         with_tools=True,
     ),
-    Shape("tool results", "call", [_QUESTION, _ONE_CALL], [_WEATHER_RESULT], with_tools=True),
+    Shape("tool results", "call", [QUESTION, ONE_CALL], [WEATHER_RESULT], with_tools=True),
     Shape(
         "tool results",
         "call after system",
-        [_SYSTEM, _QUESTION, _ONE_CALL],
-        [_WEATHER_RESULT],
+        [SYSTEM, QUESTION, ONE_CALL],
+        [WEATHER_RESULT],
         with_tools=True,
     ),
     Shape(
         "tool results",
         "call, then result and user",
-        [_QUESTION, _ONE_CALL],
-        [_WEATHER_RESULT, _NEXT],
+        [QUESTION, ONE_CALL],
+        [WEATHER_RESULT, NEXT],
         with_tools=True,
     ),
     Shape(
         "tool results",
         "content and call",
-        [_QUESTION, {**_ONE_CALL, "content": "I look."}],
-        [_WEATHER_RESULT],
+        [QUESTION, {**ONE_CALL, "content": "I look."}],
+        [WEATHER_RESULT],
         with_tools=True,
     ),
     Shape(
         "reasoning",
         "reasoning and call",
-        [_QUESTION, {**_ONE_CALL, "reasoning_content": _REASONING}],
-        [_WEATHER_RESULT],
+        [QUESTION, {**ONE_CALL, "reasoning_content": REASONING}],
+        [WEATHER_RESULT],
         with_tools=True,
     ),
     Shape(
         "parallel calls",
         "parallel calls",
-        [_QUESTION, _TWO_CALLS],
-        [_WEATHER_RESULT, _CLOCK_RESULT],
+        [QUESTION, TWO_CALLS],
+        [WEATHER_RESULT, CLOCK_RESULT],
         with_tools=True,
     ),
     Shape(
         "parallel calls",
         "parallel calls, results swapped",
-        [_QUESTION, _TWO_CALLS],
-        [_CLOCK_RESULT, _WEATHER_RESULT],
+        [QUESTION, TWO_CALLS],
+        [CLOCK_RESULT, WEATHER_RESULT],
         with_tools=True,
     ),
     Shape(
         "parallel calls",
         "parallel calls, then user",
-        [_QUESTION, _TWO_CALLS],
-        [_WEATHER_RESULT, _CLOCK_RESULT, _NEXT],
+        [QUESTION, TWO_CALLS],
+        [WEATHER_RESULT, CLOCK_RESULT, NEXT],
         with_tools=True,
     ),
     Shape(
         "odd text, parts",
         "call, list content",
-        [_QUESTION, _ONE_CALL],
-        [_result(1, _parts("newsun", "all day"))],
+        [QUESTION, ONE_CALL],
+        [result(1, parts("newsun", "all day"))],
         with_tools=True,
     ),
-    Shape("later rounds", "call after results", [*_EARLIER, _ONE_CALL], [_WEATHER_RESULT], with_tools=True),
+    Shape("later rounds", "call after results", [*EARLIER, ONE_CALL], [WEATHER_RESULT], with_tools=True),
     Shape(
         "later rounds",
         "call in a second round",
-        [*_EARLIER, _assistant("Yes, it is late."), _QUESTION, _ONE_CALL],
-        [_WEATHER_RESULT],
+        [*EARLIER, assistant("Yes, it is late."), QUESTION, ONE_CALL],
+        [WEATHER_RESULT],
         with_tools=True,
     ),
     # a conversation that was edited: the edited turn and all messages after it are new
     Shape(
         "forks",
         "an edited answer among the new",
-        [_QUESTION, _assistant(_ANSWER)],
-        [_user("And newest in Oslo?"), _assistant("newly sunny."), _user("newer still?")],
+        [QUESTION, assistant(ANSWER)],
+        [user("And newest in Oslo?"), assistant("newly sunny."), user("newer still?")],
     ),
     Shape(
         "forks",
         "an edited answer with reasoning",
-        [_SYSTEM, _QUESTION, _assistant(_ANSWER, reasoning_content=_REASONING)],
+        [SYSTEM, QUESTION, assistant(ANSWER, reasoning_content=REASONING)],
         [
-            _user("And newest in Oslo?"),
-            _assistant("newly sunny.", reasoning_content="newly looked at"),
-            _user("newer still?"),
+            user("And newest in Oslo?"),
+            assistant("newly sunny.", reasoning_content="newly looked at"),
+            user("newer still?"),
         ],
     ),
     Shape(
         "forks",
         "an edited call and its result",
-        [_QUESTION, _assistant(_ANSWER)],
+        [QUESTION, assistant(ANSWER)],
         [
-            _user("Is it newly late in Oslo?"),
-            {**_CLOCK_CALL, "content": "newly asked"},
-            _result(3, "newclock 23:58"),
-            _assistant("newly late."),
-            _NEXT,
+            user("Is it newly late in Oslo?"),
+            {**CLOCK_CALL, "content": "newly asked"},
+            result(3, "newclock 23:58"),
+            assistant("newly late."),
+            NEXT,
         ],
         with_tools=True,
     ),
     Shape(
         "forks",
         "after a call, an edited call",
-        [_QUESTION, _ONE_CALL],
-        [_WEATHER_RESULT, {**_CLOCK_CALL, "content": "newly asked"}, _result(3, "newclock 23:58")],
+        [QUESTION, ONE_CALL],
+        [WEATHER_RESULT, {**CLOCK_CALL, "content": "newly asked"}, result(3, "newclock 23:58")],
         with_tools=True,
     ),
 )
