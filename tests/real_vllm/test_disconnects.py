@@ -85,7 +85,8 @@ def test_engine_killed_in_mid_stream_in_front_and_coming_back(engines: dict[str,
     stock = engines["stock"]
     with run_proxy(stock.url, "--watch-interval-s", "1") as front:
         client = openai.OpenAI(base_url=f"{front}/v1", api_key="none", max_retries=0, timeout=60)
-        with pytest.raises(openai.APIError, match="broke off in the middle"):
+        # its core may die before its server, which then reports that itself
+        with pytest.raises(openai.APIError, match=r"broke off in the middle|EngineCore"):
             for number, _ in enumerate(_stream(client)):
                 if number == 5:
                     stock.stop(grace_s=0)
