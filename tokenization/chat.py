@@ -104,8 +104,8 @@ class ChatTokenizer:
     def prove(self) -> Proof:
         """Find out how much of a history decides what the template appends.
 
-        The first call renders some thousand short conversations, which takes up to 10 s of CPU time and mostly
-        less than one. Until then `append` renders the whole history; without one it calls this.
+        The first call renders some thousand short conversations, which takes up to 10 s of CPU time, mostly
+        less than one. Until then `append` renders the whole history; without a history it calls this.
         """
         return self._discovery.prove()
 

@@ -9,6 +9,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +28,7 @@ from tokenization.turns import (
     common_prefix_length,
     placeholder_context,
     render_tail,
+    text_after_turn,
     turn_context,
 )
 
@@ -66,6 +68,14 @@ class TurnTail:
     """The token that closes the turn where it is the last message, if that is another one (GPT-OSS)."""
     syntax_ids: frozenset[int]
     """Ids of the added tokens between the model's last text and the close, such as `</tool_call>`."""
+
+    def appends_as(self, other: "TurnTail") -> bool:
+        """Whether the same ids are appended, whatever was sampled last."""
+        mine, others = (
+            (turn_tail.tail.text, turn_tail.tokens, turn_tail.close_tokens, turn_tail.closers)
+            for turn_tail in (self, other)
+        )
+        return mine == others
 
     @property
     def closing(self) -> list[Token]:
@@ -112,7 +122,7 @@ class Discovery:
         """What decides the text after a turn. Takes up to `MAX_SECONDS` of CPU time the first time."""
         with self._proving:
             if self.proof is None:
-                self.proof = prove(self._tail_or_none, self._template.syntax)
+                self.proof = prove(self, self._template.syntax)
             return self.proof
 
     def starts_with_added_token(self, text: str) -> bool:
@@ -137,11 +147,10 @@ class Discovery:
             return self._tail_after_any_turn(new, options)
         context = turn_context(history[-1])
         key = digest(list(new), context, _options_key(options))
-        in_turn, refusal = None, None
-        try:
+        in_turn = None
+        # the turn alone may be refused where the whole conversation is not
+        with suppress(TokenizationError):
             in_turn = self._tails.get_or_make(key, lambda: self._find(key, context, new, options))
-        except TokenizationError as error:
-            refusal = error
         local = self.proof is not None and self.proof.locality(new) is not Locality.HISTORY
         if in_turn is not None and local:
             return in_turn
@@ -161,15 +170,25 @@ class Discovery:
         key = digest(list(new), None, _options_key(options))
         return self._tails.get_or_make(key, lambda: self._find(key, context, new, options))
 
-    def _tail_or_none(
+    def tail_in(
         self, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
-    ) -> object | None:
-        """All of a tail that decides which ids are appended; None where the template refuses the messages."""
+    ) -> TurnTail | None:
+        """The tail of the last turn of a context; None where the template refuses the messages."""
         try:
-            found = self._find(b"", context, new, options)
+            return self._find(b"", context, new, options)
         except TokenizationError:
             return None
-        return found.tail.text, found.tail.lead, found.tokens, found.closers
+
+    def continues_alike(
+        self, tail: TurnTail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
+    ) -> bool:
+        """Whether the same is appended after a context; also where the template refuses the messages."""
+        try:
+            if text_after_turn(self._template, context, new, options) == tail.whole.text:
+                return True
+            return self._find(b"", context, new, options).appends_as(tail)
+        except TokenizationError:
+            return True
 
     def _find(
         self,

@@ -62,8 +62,8 @@ PRINCIPAL_STEPS = (
 """The steps that are tried after every history."""
 
 
-def steps(syntax: Syntax) -> Iterator[Step]:
-    """Sampled turns and new messages of every kind, and turns that hold each string of the template."""
+def steps() -> Iterator[Step]:
+    """Sampled turns and new messages of every kind."""
     yield from PRINCIPAL_STEPS
     parts = [{"type": "text", "text": "qn"}, {"type": "text", "text": "qp"}]
     yield Step(assistant(), [user(parts)])
@@ -81,6 +81,10 @@ def steps(syntax: Syntax) -> Iterator[Step]:
     yield Step(_calls(1, 2, name="omega"), [result(1), result(2, "qs"), user("qn")])
     yield Step(_calls(1, 1), [result(1), result(1, "qs")])
     yield Step(assistant(), [result(1)])
+
+
+def steps_with_strings(syntax: Syntax) -> Iterator[Step]:
+    """Steps with each role, and turns that hold each string of the template."""
     for role in ("system", "developer", *_other_roles(syntax)):
         yield Step(assistant(), [{"role": role, "content": "qn"}])
         yield Step(assistant(), [{"role": role, "content": "qn"}, user("qp")])
@@ -91,8 +95,8 @@ def steps(syntax: Syntax) -> Iterator[Step]:
         yield Step(assistant("", tool_calls=[call(1, arguments={string: string})]), [result(1)])
 
 
-def structures(syntax: Syntax) -> Iterator[Messages]:
-    """Histories of every structure: roles, lengths, calls and results, parts."""
+def structures() -> Iterator[Messages]:
+    """Short histories of every structure: turns, calls and results, parts, reasoning."""
     system, exchange = {"role": "system", "content": WORD}, [user(), assistant()]
     round_of_calls = [user(), _calls(8), result(8)]
     yield [system, user()]
@@ -120,11 +124,15 @@ def structures(syntax: Syntax) -> Iterator[Messages]:
     yield [user(), result(8), assistant(), user()]
     yield [user(), assistant(""), user()]
     yield [user(), assistant(None, tool_calls=[call(8)]), result(8, name="alpha")]
+
+
+def with_roles(syntax: Syntax) -> Iterator[Messages]:
+    """Histories that hold a message of each other role."""
     for role in ("developer", *_other_roles(syntax)):
-        yield [{"role": role, "content": WORD}, user()]
-        yield [*exchange, {"role": role, "content": WORD}, user()]
-        yield [user(), assistant(), {"role": role, "content": WORD}]
-    yield from _lengths(max(syntax.numbers, default=0))
+        message = {"role": role, "content": WORD}
+        yield [message, user()]
+        yield [user(), assistant(), message, user()]
+        yield [user(), assistant(), message]
 
 
 def with_string(string: str) -> Iterator[Messages]:
@@ -142,9 +150,9 @@ def with_string(string: str) -> Iterator[Messages]:
     yield [user(), _calls(8), result(8, name=string)]
 
 
-def _lengths(number: int) -> Iterator[Messages]:
-    """Histories of more messages than `number`: of even and odd length, with and without calls."""
-    count = number // 2 + 2
+def lengths(syntax: Syntax) -> Iterator[Messages]:
+    """Histories of more messages than the template's largest number, of even and odd length."""
+    count = max(syntax.numbers, default=0) // 2 + 2
     exchanges = [message for _ in range(count) for message in (user(), assistant())]
     yield [*exchanges, user()]
     yield [{"role": "system", "content": WORD}, *exchanges, user()]

@@ -3,7 +3,7 @@
 A smaller context may stand for the real history only where that was shown. The proof is differential: the
 template is rendered after histories that hold every string that its source compares with, more messages than
 its largest number, repeated, re-ordered and missing results, each role, tools and template arguments
-(`tokenization.histories`). Where the text after the turn is the same as after the smaller context, every time,
+(`tokenization.histories`). If the text after the turn is the same as after the smaller context, every time,
 the template is local.
 
 What the proof does not try is left to the audit, which compares a share of the appends with the whole
@@ -11,13 +11,24 @@ rendering.
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
-from typing import Any
+from itertools import product
+from typing import Any, Protocol, TypeVar
 
-from tokenization.histories import PRINCIPAL_STEPS, Messages, Step, steps, structures, user, with_string
+from tokenization.histories import (
+    PRINCIPAL_STEPS,
+    Messages,
+    Step,
+    lengths,
+    steps,
+    steps_with_strings,
+    structures,
+    user,
+    with_roles,
+    with_string,
+)
 from tokenization.messages import Message
 from tokenization.syntax import Syntax
 from tokenization.turns import RenderOptions, placeholder_context, turn_context
@@ -25,7 +36,7 @@ from tokenization.turns import RenderOptions, placeholder_context, turn_context
 PROOF_VERSION = 1
 """Part of the key of a stored proof. Raise it when the proof changes."""
 MAX_SECONDS = 10.0
-"""CPU time after which a template counts as not local. Most proofs take less than one second."""
+"""CPU time after which a template counts as not local. Most proofs take less than one."""
 _MAX_STRINGS = 150
 _MAX_NUMBER = 128
 _TOOLS = [
@@ -70,24 +81,40 @@ class Proof:
 
 NOT_LOCAL = Proof(Locality.HISTORY, Locality.HISTORY)
 
-TailOf = Callable[[Sequence[Message], Sequence[Message], RenderOptions], Hashable | None]
-"""What follows the last turn of a context, given the new messages; None where the template refuses them."""
+Tail = TypeVar("Tail")
 _Case = tuple[Messages, Step, RenderOptions]
 
 
-def prove(tail_of: TailOf, syntax: Syntax) -> Proof:
-    """Find out what decides the text after a turn. Takes up to `MAX_SECONDS` of CPU time, mostly below one."""
+class Tails(Protocol[Tail]):
+    """What a template prints after the last turn of a context."""
+
+    def tail_in(
+        self, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
+    ) -> Tail | None:
+        """What follows; None where the template refuses the messages."""
+        ...
+
+    def continues_alike(
+        self, tail: Tail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
+    ) -> bool:
+        """Whether the same follows after a context; also where the template refuses the messages."""
+        ...
+
+
+def prove(tails: Tails[Any], syntax: Syntax) -> Proof:
+    """Find out what decides the text after a turn. Takes up to `MAX_SECONDS` of CPU time."""
     if len(syntax.strings) > _MAX_STRINGS:
         return _not_local(f"its source compares with {len(syntax.strings)} strings, too many to try")
     if max(syntax.numbers, default=0) > _MAX_NUMBER:
         return _not_local(f"its source compares with {max(syntax.numbers)}, too large to try")
-    return _Prover(tail_of).prove(_cases(syntax))
+    return _Prover(tails).prove(_cases(syntax))
 
 
 class _Prover:
-    def __init__(self, tail_of: TailOf) -> None:
-        self._tail_of = tail_of
-        self._local: dict[object, Hashable | None] = {}
+    def __init__(self, tails: Tails[Any]) -> None:
+        self._tails = tails
+        self._in_turn: dict[str, Any] = {}
+        """The tail after the last turn alone, by step and options; None where that is refused."""
         self._found = {True: Locality.NEW, False: Locality.NEW}
         self._reasons: dict[bool, str] = {}
 
@@ -96,62 +123,52 @@ class _Prover:
         for history, step, options in cases:
             if time.thread_time() - began > MAX_SECONDS:
                 return _not_local(f"the proof was not complete after {MAX_SECONDS:.0f} s")
-            self._compare(history, step, options)
-            if all(locality is Locality.HISTORY for locality in self._found.values()):
+            if self._found[step.after_results] is not Locality.HISTORY:
+                self._compare(history, step, options)
+            elif all(locality is Locality.HISTORY for locality in self._found.values()):
                 break
         return Proof(self._found[True], self._found[False], "; ".join(self._reasons.values()))
 
     def _compare(self, history: Messages, step: Step, options: RenderOptions) -> None:
-        results = step.after_results
-        if self._found[results] is Locality.HISTORY:
-            return
-        real = self._tail_of([*history, step.turn], step.new, options)
-        if real is None:
-            return
-        in_turn = self._memo(turn_context(step.turn), step.new, options)
-        if in_turn is not None and in_turn != real:
-            self._found[results] = Locality.HISTORY
-            self._reasons[results] = _reason("more than the last turn", history, step, options)
-        elif self._found[results] is Locality.NEW:
-            alone = self._memo(placeholder_context(step.new), step.new, options)
-            if alone is not None and alone != real:
-                self._found[results] = Locality.TURN
-                self._reasons[results] = _reason("the last turn", history, step, options)
+        key = repr((step, options))
+        if key not in self._in_turn:
+            self._in_turn[key] = self._tails.tail_in(turn_context(step.turn), step.new, options)
+            self._compare_alone(self._in_turn[key], history, step, options)
+        in_turn = self._in_turn[key]
+        context = [*history, step.turn]
+        if in_turn is not None and not self._tails.continues_alike(in_turn, context, step.new, options):
+            self._found[step.after_results] = Locality.HISTORY
+            self._reasons[step.after_results] = _reason("earlier messages decide", history, step, options)
 
-    def _memo(self, context: list[dict[str, Any]], new: Messages, options: RenderOptions) -> Hashable | None:
-        key = repr((context, new, options))
-        if key not in self._local:
-            self._local[key] = self._tail_of(context, new, options)
-        return self._local[key]
+    def _compare_alone(self, in_turn: Any, history: Messages, step: Step, options: RenderOptions) -> None:
+        """Compare with the tail of a turn that is made up from the new messages."""
+        alone = self._tails.tail_in(placeholder_context(step.new), step.new, options)
+        if alone is None:
+            return
+        if in_turn is None:
+            in_turn = self._tails.tail_in([*history, step.turn], step.new, options)
+        if in_turn is not None and not alone.appends_as(in_turn):
+            self._found[step.after_results] = Locality.TURN
+            self._reasons[step.after_results] = _reason("the last turn decides", history, step, options)
 
 
 def _cases(syntax: Syntax) -> Iterator[_Case]:
-    plain = RenderOptions(None, True, {})
-    every_step, every_structure = list(steps(syntax)), list(structures(syntax))
-    for step in every_step:
-        yield [user()], step, plain
-    for history in every_structure:
-        for step in every_step[: len(every_step) - 4 * len(syntax.strings)]:
+    plain, with_tools = RenderOptions(None, True, {}), RenderOptions(_TOOLS, True, {})
+    every_structure = [*structures(), *lengths(syntax), *with_roles(syntax)]
+    for step in steps():
+        for history in [[user()], *every_structure]:
             yield history, step, plain
-    with_strings = [history for string in syntax.strings for history in with_string(string)]
-    for options in _options(syntax):
-        for history in chain(every_structure, with_strings if _plain(options) else ()):
-            for step in PRINCIPAL_STEPS:
-                yield history, step, options
-
-
-def _options(syntax: Syntax) -> Iterator[RenderOptions]:
-    """Without and with tools, without generation prompt, and with each template argument."""
-    yield RenderOptions(None, True, {})
-    yield RenderOptions(_TOOLS, True, {})
-    yield RenderOptions(None, False, {})
-    for name in syntax.kwargs:
-        for value in (True, False, "low"):
-            yield RenderOptions(_TOOLS, True, {name: value})
-
-
-def _plain(options: RenderOptions) -> bool:
-    return options.add_generation_prompt and not options.kwargs
+    for step in steps_with_strings(syntax):
+        yield [user()], step, plain
+    for string in syntax.strings:
+        for history, step in product(with_string(string), PRINCIPAL_STEPS[:2]):
+            yield history, step, plain
+    for options in (with_tools, RenderOptions(None, False, {})):
+        for history, step in product(every_structure, PRINCIPAL_STEPS):
+            yield history, step, options
+    for name, value in product(syntax.kwargs, (True, False, "low")):
+        for history, step in product(structures(), PRINCIPAL_STEPS[:2]):
+            yield history, step, RenderOptions(_TOOLS, True, {name: value})
 
 
 def _not_local(reason: str) -> Proof:
@@ -162,7 +179,7 @@ def _reason(what: str, history: Messages, step: Step, options: RenderOptions) ->
     kwargs: Mapping[str, Any] = options.kwargs
     setting = "".join(f" with {name}={value!r}" for name, value in kwargs.items())
     followed = ", ".join(message["role"] for message in step.new)
-    return f"{what} decides what follows{setting}: {followed} after {_shown([*history, step.turn])}"
+    return f"{what} what is printed{setting}: {followed} after {_shown([*history, step.turn])}"
 
 
 def _shown(messages: Messages, limit: int = 160) -> str:

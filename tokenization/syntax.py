@@ -1,7 +1,7 @@
 """What the source of a chat template compares with and reads: the values on which a rendering may depend.
 
-Found in the template's syntax tree. A string that is only printed, such as `<|im_start|>`, decides nothing and
-is left out.
+Found in the template's syntax tree. A string that is only printed, such as `<|im_start|>`, decides nothing
+and is left out.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,6 @@ _DECIDING = (
     nodes.Call,
     nodes.Filter,
     nodes.Getitem,
-    nodes.Getattr,
     nodes.Dict,
     nodes.Assign,
     nodes.Mod,
@@ -42,7 +41,7 @@ class Syntax:
     """The constants and variables of a template."""
 
     strings: tuple[str, ...]
-    """Text that the template compares with, looks for, or reads as the name of a field."""
+    """Text that the template compares with or looks for."""
     numbers: tuple[int, ...]
     """Whole numbers that the template compares with or divides by; without their signs."""
     kwargs: tuple[str, ...]
@@ -81,11 +80,12 @@ def read_syntax(source: str) -> Syntax:
 
 
 def _deciding_values(tree: nodes.Template) -> Iterator[object]:
+    names = {id(node.arg) for node in tree.find_all(nodes.Getitem)}
     for node in tree.find_all(_DECIDING):
-        if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name):
-            if node.node.name in _PRINTING_CALLS:
-                continue
-        if isinstance(node, nodes.Getattr):
-            yield node.attr
+        called = node.node if isinstance(node, nodes.Call) else None
+        if isinstance(called, nodes.Name) and called.name in _PRINTING_CALLS:
+            continue
         for constant in node.find_all(nodes.Const):
-            yield constant.value
+            # `message['role']` reads a field; which fields a message has is not up to its text
+            if not (isinstance(constant.value, str) and id(constant) in names):
+                yield constant.value

@@ -9,9 +9,9 @@ call and a new user message:
     close          <|im_end|>\\n
     continuation   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
 
-The continuation begins with the header of the first new message, here `<|im_start|>user\\n`. Syntax, close and
-header are the tail's *lead*: the last sampled token shows how much of it the model sampled. To find its end,
-and to prove that each new text is printed exactly once, the conversation is rendered a second time with
+The continuation begins with the header of the first new message, here `<|im_start|>user\\n`. Syntax, close
+and header are the tail's *lead*: the last sampled token shows how much of it the model sampled. To find its
+end, and to prove that each new text is printed exactly once, the conversation is rendered a second time with
 markers in place of the new texts.
 """
 
@@ -116,24 +116,43 @@ def render_tail(
         TemplateUnsupported: the template prints nothing of an assistant turn, or a new text not exactly once.
     """
     marks = _unused_marks(context, new, options.tools, dict(options.kwargs))
+    marked, text, notes = _followed(template, context, new, options, marks.turn)
+    if guide is not None and guide.notes == notes and text.startswith(guide.text[: guide.lead]):
+        tail = replace(guide, text=text)
+    else:
+        lead = _lead(template, marked, new, options, marks)
+        last = _tail_if_last(template, marked, options, marks.turn)
+        tail = Tail(text, common_prefix_length(text, lead), last, notes)
+    _check_new_texts(tail.text, new, template.strings)
+    return tail
+
+
+def text_after_turn(
+    template: Template, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
+) -> str:
+    """The text of `render_tail`, unchecked: one rendering. Raises the same errors."""
+    mark = unused_mark(context, new, options.tools, dict(options.kwargs))
+    return _followed(template, context, new, options, mark)[1]
+
+
+def _followed(
+    template: Template,
+    context: Sequence[Message],
+    new: Sequence[Message],
+    options: RenderOptions,
+    mark: str,
+) -> tuple[list[Message], str, tuple[str, ...]]:
+    """The context with a marker in its last turn, the text after the marker, and notes on the marked turn."""
     refusal: InvalidMessages | None = None
-    for turn, notes in _marked_forms(context[-1], marks.turn):
+    for turn, notes in _marked_forms(context[-1], mark):
         marked = [*context[:-1], turn]
         try:
-            text = _after(marks.turn, _render(template, [*marked, *new], options))
+            text = _after(mark, _render(template, [*marked, *new], options))
         except InvalidMessages as error:
             refusal = error
             continue
-        if text is None:
-            continue
-        if guide is not None and guide.notes == notes and text.startswith(guide.text[: guide.lead]):
-            tail = replace(guide, text=text)
-        else:
-            lead = _lead(template, marked, new, options, marks)
-            shared = common_prefix_length(text, lead)
-            tail = Tail(text, shared, _tail_if_last(template, marked, options, marks.turn), notes)
-        _check_new_texts(tail.text, new, template.strings)
-        return tail
+        if text is not None:
+            return marked, text, notes
     if refusal is not None:
         raise refusal
     raise TemplateUnsupported("the template prints nothing of an assistant turn")
@@ -171,7 +190,7 @@ def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tu
 
 def _after(mark: str, text: str) -> str | None:
     """The text after the marker; None if it was not printed. Raises TemplateUnsupported."""
-    before, found, after = text.partition(mark)
+    _, found, after = text.partition(mark)
     if not found:
         return None
     if mark in after:
@@ -224,8 +243,8 @@ def _with_marks(
 ) -> dict[str, Any]:
     """A new message with a marker for each text.
 
-    Adds to `words` each marker that must be printed exactly once, with the index of its message, and to `blank`
-    each that stands for white space.
+    Adds to `words` each marker that must be printed exactly once, with the index of its message, and to
+    `blank` each that stands for white space.
     """
 
     def mark(part: int, text: object) -> object:
