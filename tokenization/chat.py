@@ -10,7 +10,6 @@ encoded, and it is sliced out of the template's own rendering.
 
 import hashlib
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 from tokenization.cache import BoundedCache, CacheInfo
 from tokenization.discovery import Discovery, Ending, TurnTail, digest
+from tokenization.encoder import Encoder
 from tokenization.errors import (
     InvalidIds,
     InvalidMessages,
@@ -72,7 +72,6 @@ class ChatTokenizer:
     _backend_json: str
     stop_ids: frozenset[int] = frozenset()
     """Ids that end a turn of this model: the tokenizer's EOS, and `eos_token_id` of the generation config."""
-    _threads: threading.local = field(default_factory=threading.local)
     _suffixes: BoundedCache[bytes, Continuation] = field(
         default_factory=lambda: BoundedCache(1024, lambda continuation: len(continuation.suffix_ids) <= 2_048)
     )
@@ -84,6 +83,8 @@ class ChatTokenizer:
         }
         self._added_texts = {number: content for content, number in self._added_ids.items()}
         self._discovery = Discovery(self._template, self._added_ids)
+        # made here, not at first use: loading takes seconds anyway, and no request waits for it
+        self._encoder = Encoder(self._backend_json)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -320,23 +321,15 @@ class ChatTokenizer:
         Raises:
             InvalidMessages: the text holds half of a surrogate pair.
         """
-        try:
-            ids: list[int] = self._thread_backend().encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except TypeError as error:  # a lone surrogate: half of a character that was cut in two
-            raise InvalidMessages(
-                "the text is not valid Unicode: it holds half of a surrogate pair"
-            ) from error
-        return ids
+        return self._encoder.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. To read and compare only: encoding it gives other ids."""
-        text: str = self._thread_backend().decode(list(ids), skip_special_tokens=False)
-        return text
+        return self._encoder.decode(ids)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The token of each id as the vocabulary spells it; empty for ids without one."""
-        backend = self._thread_backend()
-        return [backend.id_to_token(token) or "" for token in ids]
+        return self._encoder.token_strings(ids)
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses and size of the suffix cache."""
@@ -377,19 +370,6 @@ class ChatTokenizer:
         ]
         count = _length_holding(ids, closing)
         return Continuation(tuple(ids[:count]), tuple(ids[count:]), notes)
-
-    def _thread_backend(self) -> Any:
-        """This thread's copy of the tokenizer. A copy shared by threads fails with "Already borrowed"."""
-        backend = getattr(self._threads, "backend", None)
-        if backend is None:
-            from tokenizers import Tokenizer
-
-            backend = Tokenizer.from_str(self._backend_json)
-            # a tokenizer.json may enable both; engines encode whole prompts without padding
-            backend.no_truncation()
-            backend.no_padding()
-            self._threads.backend = backend
-        return backend
 
 
 def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:

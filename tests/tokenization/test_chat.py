@@ -166,12 +166,13 @@ def test_threads_share_a_tokenizer(tokenizer: ChatTokenizer) -> None:
         assert list(threads.map(work, texts)) == [expected[text] for text in texts]
 
 
-def test_each_thread_has_its_own_copy_of_the_backend(tokenizer: ChatTokenizer) -> None:
-    """A copy that threads share may fail with "Already borrowed"."""
-    backend = tokenizer._thread_backend()
-    with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(tokenizer._thread_backend).result() is not backend
-    assert tokenizer._thread_backend() is backend
+def test_truncation_set_on_the_transformers_tokenizer_is_ignored(tiny_model: TinyModel) -> None:
+    """Encoding uses a private copy: callers of transformers may set truncation and padding of its own one."""
+    fresh = ChatTokenizer.load(tiny_model.folder)
+    text = "longer than four tokens " * 10
+    ids = fresh.encode(text)
+    fresh._tokenizer.backend_tokenizer.enable_truncation(4)
+    assert fresh.encode(text) == ids
 
 
 _TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
