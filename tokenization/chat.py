@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from tokenization.appended import Appended, Unjoined
 from tokenization.cache import BoundedCache, CacheInfo
 from tokenization.discovery import Discovery, Ending, TurnTail, digest
 from tokenization.encoder import Encoder
@@ -41,20 +42,6 @@ class Continuation:
     close_ids: tuple[int, ...]
     """Ids that close the turn because the model did not sample them; empty if it did."""
     suffix_ids: tuple[int, ...]
-    """Ids of separators, new messages and generation prompt."""
-    notes: tuple[str, ...] = ()
-    """Where the template would print the sampled turn differently: see `tokenization.notes`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Appended:
-    """The next prompt of a conversation."""
-
-    prompt_ids: list[int]
-    """The whole next prompt: the ids given, then `close_ids`, then `suffix_ids`."""
-    close_ids: list[int]
-    """Ids inserted to close the turn because the model did not sample them; empty if it did."""
-    suffix_ids: list[int]
     """Ids of separators, new messages and generation prompt."""
     notes: tuple[str, ...] = ()
     """Where the template would print the sampled turn differently: see `tokenization.notes`."""
@@ -217,7 +204,8 @@ class ChatTokenizer:
         if history:
             options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
             notes += differences(self._template, history[-1], new_messages, options)
-        return Appended([*prompt_ids, *close, *suffix], close, suffix, notes)
+        parts = Unjoined(prompt_ids, len(prompt_ids), continuation.close_ids + continuation.suffix_ids)
+        return Appended(parts, close, suffix, notes)
 
     def continuation(
         self,

@@ -126,6 +126,14 @@ def test_sampled_stop_token_is_not_added_again(tokenizer: ChatTokenizer) -> None
     assert (cut_off.close_ids, stopped.close_ids) == ([END], [])
 
 
+def test_list_given_to_append_may_be_extended_before_the_prompt_is_read(tokenizer: ChatTokenizer) -> None:
+    given = [1, 74, 75, END]
+    expected = tokenizer.append(list(given), _USER).prompt_ids
+    appended = tokenizer.append(given, _USER)
+    given += appended.suffix_ids
+    assert appended.prompt_ids == expected == given
+
+
 def test_suffix_does_not_depend_on_the_prompt(tokenizer: ChatTokenizer) -> None:
     fresh = ChatTokenizer.load(tokenizer.source)
     all_appended: list[Appended] = [fresh.append(prompt, _USER) for prompt in ([1], [5, END], [300] * 1000)]
