@@ -166,7 +166,8 @@ class ChatTokenizer:
         `\\n<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n`.
 
         Args:
-            prompt_ids: the prompt and the completion so far; the last id is the last sampled one.
+            prompt_ids: the prompt and the completion so far; the last id is the last sampled one. Not copied
+                before `Appended.prompt_ids` is read: until then only add ids to it.
             new_messages: the messages after the sampled turn: tool results, user messages.
             history: the messages up to and including the sampled turn; needed only by templates that print
                 details of earlier messages next to new ones.
