@@ -101,7 +101,9 @@ class Discovery:
         """
         key = digest(list(new), None if history is None else skeleton(history), _options_key(options))
         try:
-            return self._tails.get_or_make(key, lambda: self._find_tail(key, new, history, options))
+            return self._tails.get_or_make(
+                key, lambda: self._find_tail(key, new, history, options), (TokenizationError,)
+            )
         except TokenizationError:
             if history is None:
                 raise
@@ -109,7 +111,9 @@ class Discovery:
         history_key = digest(list(new), list(history), _options_key(options))
         close = self.content_close(options)
         return self._tails.get_or_make(
-            history_key, lambda: self._tail_after_syntax(history_key, history, new, options, close)
+            history_key,
+            lambda: self._tail_after_syntax(history_key, history, new, options, close),
+            (TokenizationError,),
         )
 
     def ending(

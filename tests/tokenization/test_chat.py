@@ -215,6 +215,34 @@ def test_template_without_a_safe_place_to_append_is_refused(
         with_template(template).append([300], [_result("a", "sun")])
 
 
+def _never(*_arguments: object, **_options: object) -> str:
+    raise AssertionError("rendered")
+
+
+@pytest.mark.parametrize("template", _UNSUPPORTED.values(), ids=_UNSUPPORTED)
+def test_repeated_refused_append_renders_nothing(
+    with_template: Callable[[str], ChatTokenizer], monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    tokenizer = with_template(template)
+    with pytest.raises(TemplateUnsupported) as first:
+        tokenizer.append([300], [_result("a", "sun")])
+    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", _never)
+    with pytest.raises(TemplateUnsupported) as second:
+        tokenizer.append([300], [_result("a", "sun")])
+    assert str(second.value) == str(first.value)
+
+
+def test_repeated_append_that_needs_history_renders_nothing(
+    with_template: Callable[[str], ChatTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal without the details of the history is cached, and so is the tail with them."""
+    tokenizer = with_template(_UNSUPPORTED["give `history`"])
+    history: list[Message] = [*_USER, {"role": "assistant", "content": "", "tool_calls": _CALLS[:1]}]
+    first = tokenizer.continuation(END, [_result("a", "sun")], history=history)
+    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", _never)
+    assert tokenizer.continuation(END, [_result("a", "sun")], history=history) == first
+
+
 def test_history_is_not_needed_where_no_tool_results_follow(
     with_template: Callable[[str], ChatTokenizer],
 ) -> None:
