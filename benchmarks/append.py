@@ -268,7 +268,7 @@ def _ms(call: Callable[[], object]) -> float:
 def first_of_thread(past: Past, new: Messages) -> float:
     """Milliseconds of an append that is the first one of a thread, without the start of the thread."""
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(int).result()
+        thread.submit(int).result()  # starts it
         return thread.submit(_ms, partial(NEW.call, past, new)).result()
 
 
@@ -280,8 +280,10 @@ async def all_waits(past: Past, author: Author, count: int) -> dict[str, list[fl
         _RENDER: past.render,
     }
     waits: dict[str, list[float]] = {name: [] for name in (*calls, _FIRST)}
+    loop = asyncio.get_running_loop()
     for _ in range(count):
         with ThreadPoolExecutor(1) as thread:
+            await loop.run_in_executor(thread, int)  # starts it
             waits[_FIRST].append(await longest_wait(thread, partial(NEW.call, past, author.result())))
             for name, call in calls.items():
                 waits[name].append(await longest_wait(thread, partial(call, author.result())))

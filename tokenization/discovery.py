@@ -158,7 +158,9 @@ class Discovery:
     def content_close(self, options: RenderOptions) -> str:
         """The text with which the template closes a turn without tool calls; empty if it has no close."""
         key = digest(_options_key(options))
-        return self._content_closes.get_or_make(key, lambda: self._find_content_close(options))
+        return self._content_closes.get_or_make(
+            key, lambda: self._find_content_close(options), (TokenizationError,)
+        )
 
     def _find_content_close(self, options: RenderOptions) -> str:
         context = [PLACEHOLDER_USER, {"role": "assistant", "content": "."}]

@@ -232,11 +232,29 @@ def test_repeated_refused_append_renders_nothing(
     assert str(second.value) == str(first.value)
 
 
+def test_repeated_append_to_a_refused_history_renders_nothing(
+    with_template: Callable[[str], ChatTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = with_template("{{ raise_exception('this template refuses all messages') }}")
+    history: list[Message] = [*_USER, {"role": "assistant", "content": "Both."}]
+    for _ in range(2):
+        with pytest.raises(InvalidMessages, match="refuses all messages"):
+            tokenizer.continuation(END, _USER, history=history)
+        monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", _never)
+
+
 def test_repeated_append_that_needs_history_renders_nothing(
     with_template: Callable[[str], ChatTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The refusal without the details of the history is cached, and so is the tail with them."""
-    tokenizer = with_template(_UNSUPPORTED["give `history`"])
+    """The placeholders of a history are refused, because the first message is printed next to the result.
+
+    That is cached, and so is the tail with the real history.
+    """
+    tokenizer = with_template(
+        "{% for m in messages %}"
+        + _TURN
+        + "{% if m.role == 'tool' %}{{ messages[0].content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    )
     history: list[Message] = [*_USER, {"role": "assistant", "content": "", "tool_calls": _CALLS[:1]}]
     first = tokenizer.continuation(END, [_result("a", "sun")], history=history)
     monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", _never)
