@@ -1,8 +1,8 @@
 """Text to ids and back, with a private copy of the tokenizer that all threads share.
 
-Invariant: nothing changes the copy after it is made. A `tokenizers.Tokenizer` fails with "Already borrowed"
-only if one thread changes it (truncation, padding, added tokens) while another one reads it. So the copy must
-be private: transformers sets truncation and padding of its own tokenizer as its callers ask.
+Invariant: nothing changes the copy after it is made. If one thread changes a `tokenizers.Tokenizer` (its
+truncation, padding or added tokens) while another one reads it, version 0.21 fails with "Already borrowed",
+and 0.23 encodes with the change. So the copy is private: callers of transformers change its own tokenizer.
 """
 
 from collections.abc import Sequence
