@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.append import LENGTHS, WAYS
 from benchmarks.cases import cases
 from benchmarks.clocked import INSIDE, REQUEST, STAGES, read_clocks
 from benchmarks.report import Measured, Times, turns_json, turns_text
@@ -54,6 +55,19 @@ def test_quick_conversation_run_times_every_state_and_stage(tmp_path: Path) -> N
     for row in rows:
         for stages in row["samples"]["stages_ms"].values():
             assert all(all(stages[stage]) for stage in STAGES), row["state"]
+
+
+@pytest.mark.slow
+@linux
+def test_quick_append_run_times_every_way_at_every_length(tmp_path: Path) -> None:
+    written = tmp_path / "out.json"
+    run = _run("benchmarks/append.py", "--quick", "--json", str(written))
+    assert run.returncode == 0, run.stderr
+    measured = json.loads(written.read_text())["samples"]["ms"]
+    names = [way.name for way in WAYS] + ["append, first of its thread", "render"]
+    assert list(measured) == names
+    assert all(f"| {name} " in run.stdout for name in names)
+    assert all(measured[name][str(length)] for name in names for length in LENGTHS)
 
 
 def test_every_timed_stage_exists(tmp_path: Path) -> None:

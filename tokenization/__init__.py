@@ -13,9 +13,10 @@ used on its own:
     assert appended.prompt_ids[: len(prompt + completion)] == prompt + completion
 """
 
+from tokenization.appended import Appended
 from tokenization.cache import CacheInfo
 from tokenization.canonical import CanonicalMessage, canonical, chain
-from tokenization.chat import Appended, ChatTokenizer, Continuation
+from tokenization.chat import ChatTokenizer, Continuation
 from tokenization.errors import (
     InvalidIds,
     InvalidMessages,

@@ -10,16 +10,17 @@ encoded, and it is sliced out of the template's own rendering.
 
 import hashlib
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from tokenization.appended import Appended, Unjoined
 from tokenization.cache import BoundedCache, CacheInfo
 from tokenization.cut import Cut, cut_tail
 from tokenization.discovery import Discovery, Ending, TurnTail, digest
+from tokenization.encoder import Encoder
 from tokenization.errors import (
     InvalidIds,
     InvalidMessages,
@@ -48,20 +49,6 @@ class Continuation:
     """Where the template would print the sampled turn differently: see `tokenization.notes`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Appended:
-    """The next prompt of a conversation."""
-
-    prompt_ids: list[int]
-    """The whole next prompt: the ids given, then `close_ids`, then `suffix_ids`."""
-    close_ids: list[int]
-    """Ids inserted to close the turn because the model did not sample them; empty if it did."""
-    suffix_ids: list[int]
-    """Ids of separators, new messages and generation prompt."""
-    notes: tuple[str, ...] = ()
-    """Where the template would print the sampled turn differently: see `tokenization.notes`."""
-
-
 @dataclass
 class ChatTokenizer:
     """A fast tokenizer with its chat template. Safe to use from several threads."""
@@ -74,7 +61,6 @@ class ChatTokenizer:
     _backend_json: str
     stop_ids: frozenset[int] = frozenset()
     """Ids that end a turn of this model: the tokenizer's EOS, and `eos_token_id` of the generation config."""
-    _threads: threading.local = field(default_factory=threading.local)
     _suffixes: BoundedCache[bytes, Continuation] = field(
         default_factory=lambda: BoundedCache(1024, lambda continuation: len(continuation.suffix_ids) <= 2_048)
     )
@@ -86,6 +72,8 @@ class ChatTokenizer:
         self._added_texts = {number: content for content, number in self._added_ids.items()}
         special = {number for number, added in added_tokens if added.special}
         self._discovery = Discovery(self._template, self._added_ids, special, self.stop_ids)
+        # made here, not at first use: loading takes seconds anyway, and no request waits for it
+        self._encoder = Encoder(self._backend_json)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -193,7 +181,8 @@ class ChatTokenizer:
         `\\n<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n`.
 
         Args:
-            prompt_ids: the prompt and the completion so far; the last id is the last sampled one.
+            prompt_ids: the prompt and the completion so far; the last id is the last sampled one. Not copied
+                before `Appended.prompt_ids` is read: until then only add ids to it.
             new_messages: the messages after the sampled turn: tool results, user messages.
             history: the messages up to and including the sampled turn; needed only by templates that print
                 details of earlier messages next to new ones.
@@ -231,7 +220,8 @@ class ChatTokenizer:
         if history:
             options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
             notes += differences(self._template, history[-1], new_messages, options)
-        return Appended([*prompt_ids, *close, *suffix], close, suffix, notes)
+        parts = Unjoined(prompt_ids, len(prompt_ids), continuation.close_ids + continuation.suffix_ids)
+        return Appended(parts, close, suffix, notes)
 
     def continuation(
         self,
@@ -329,23 +319,15 @@ class ChatTokenizer:
         Raises:
             InvalidMessages: the text holds half of a surrogate pair.
         """
-        try:
-            ids: list[int] = self._thread_backend().encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except TypeError as error:  # a lone surrogate: half of a character that was cut in two
-            raise InvalidMessages(
-                "the text is not valid Unicode: it holds half of a surrogate pair"
-            ) from error
-        return ids
+        return self._encoder.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. To read and compare only: encoding it gives other ids."""
-        text: str = self._thread_backend().decode(list(ids), skip_special_tokens=False)
-        return text
+        return self._encoder.decode(ids)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The token of each id as the vocabulary spells it; empty for ids without one."""
-        backend = self._thread_backend()
-        return [backend.id_to_token(token) or "" for token in ids]
+        return self._encoder.token_strings(ids)
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses and size of the suffix cache."""
@@ -381,19 +363,6 @@ class ChatTokenizer:
         closing = [token.id for token in turn_tail.closing if cut.position <= token.start]
         count = _length_holding(ids, closing)
         return Continuation(tuple(ids[:count]), tuple(ids[count:]), notes)
-
-    def _thread_backend(self) -> Any:
-        """This thread's copy of the tokenizer. A copy shared by threads fails with "Already borrowed"."""
-        backend = getattr(self._threads, "backend", None)
-        if backend is None:
-            from tokenizers import Tokenizer
-
-            backend = Tokenizer.from_str(self._backend_json)
-            # a tokenizer.json may enable both; engines encode whole prompts without padding
-            backend.no_truncation()
-            backend.no_padding()
-            self._threads.backend = backend
-        return backend
 
 
 def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:

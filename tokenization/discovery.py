@@ -150,14 +150,12 @@ class Discovery:
         in_turn = None
         # the turn alone may be refused where the whole conversation is not
         with suppress(TokenizationError):
-            in_turn = self._tails.get_or_make(key, lambda: self._find(key, context, new, options))
+            in_turn = self._tail(key, context, new, options)
         local = self.proof is not None and self.proof.locality(new) is not Locality.HISTORY
         if in_turn is not None and local:
             return in_turn
         history_key = digest(list(new), list(history), _options_key(options))
-        return self._tails.get_or_make(
-            history_key, lambda: self._find(history_key, history, new, options, in_turn)
-        )
+        return self._tail(history_key, history, new, options, in_turn)
 
     def _tail_after_any_turn(self, new: Sequence[Message], options: RenderOptions) -> TurnTail:
         locality = self.prove().locality(new)
@@ -168,7 +166,20 @@ class Discovery:
             )
         context = placeholder_context(new)
         key = digest(list(new), None, _options_key(options))
-        return self._tails.get_or_make(key, lambda: self._find(key, context, new, options))
+        return self._tail(key, context, new, options)
+
+    def _tail(
+        self,
+        key: bytes,
+        context: Sequence[Message],
+        new: Sequence[Message],
+        options: RenderOptions,
+        guide: TurnTail | None = None,
+    ) -> TurnTail:
+        """As `_find`, cached; a refusal too."""
+        return self._tails.get_or_make(
+            key, lambda: self._find(key, context, new, options, guide), (TokenizationError,)
+        )
 
     def tail_in(
         self, context: Sequence[Message], new: Sequence[Message], options: RenderOptions

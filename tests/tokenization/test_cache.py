@@ -1,6 +1,10 @@
+import gc
+import weakref
+
 import pytest
 
 from tokenization.cache import BoundedCache, CacheInfo
+from tokenization.errors import InvalidMessages, TemplateUnsupported, TokenizationError
 
 
 def test_hits_and_misses_are_counted() -> None:
@@ -18,11 +22,88 @@ def test_least_recently_used_entry_is_evicted() -> None:
     assert cache.info().size == 2
 
 
-def test_errors_are_not_cached() -> None:
+def test_errors_are_not_cached_by_default() -> None:
     cache: BoundedCache[str, int] = BoundedCache(2)
     with pytest.raises(ZeroDivisionError):
         cache.get_or_make("a", lambda: 1 // 0)
     assert cache.get_or_make("a", lambda: 1) == 1
+
+
+class _Refusing:
+    """A computation that raises an error, and counts its calls."""
+
+    def __init__(self, kind: type[Exception], message: str = "refused") -> None:
+        self.kind = kind
+        self.message = message
+        self.calls = 0
+
+    def __call__(self) -> int:
+        self.calls += 1
+        raise self.kind(self.message)
+
+
+def test_errors_of_the_given_types_are_cached() -> None:
+    cache: BoundedCache[str, int] = BoundedCache(2)
+    refusing = _Refusing(TemplateUnsupported)
+    for _ in range(3):
+        with pytest.raises(TemplateUnsupported, match="refused"):
+            cache.get_or_make("a", refusing, (TokenizationError,))
+    assert refusing.calls == 1
+    assert cache.info() == CacheInfo(hits=2, misses=1, size=1, max_size=2)
+    assert cache.get("a") is None
+    cache.put("a", 1)
+    assert cache.get_or_make("a", refusing, (TokenizationError,)) == 1
+
+
+def test_other_errors_are_not_cached() -> None:
+    cache: BoundedCache[str, int] = BoundedCache(2)
+    refusing = _Refusing(ZeroDivisionError)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            cache.get_or_make("a", refusing, (TokenizationError,))
+    assert refusing.calls == 2
+
+
+def test_cached_errors_are_evicted_like_values() -> None:
+    cache: BoundedCache[str, int] = BoundedCache(2)
+    refusing = _Refusing(InvalidMessages)
+    for key in ("a", "b", "c", "a"):
+        with pytest.raises(InvalidMessages):
+            cache.get_or_make(key, refusing, (TokenizationError,))
+    assert (refusing.calls, cache.info().size) == (4, 2)
+
+
+def test_cached_error_is_a_new_object_each_time() -> None:
+    """An object that is raised again grows its traceback each time."""
+    cache: BoundedCache[str, int] = BoundedCache(2)
+    raised = []
+    for _ in range(4):
+        with pytest.raises(InvalidMessages) as caught:
+            cache.get_or_make("a", _Refusing(InvalidMessages), (TokenizationError,))
+        raised.append(caught.value)
+    assert len({id(error) for error in raised}) == 4
+    assert all(error.__context__ is None and error.__cause__ is None for error in raised)
+
+
+def test_cached_error_keeps_nothing_of_the_failed_call_alive() -> None:
+    cache: BoundedCache[str, int] = BoundedCache(2)
+    refusing = _Refusing(InvalidMessages)
+    with pytest.raises(InvalidMessages) as caught:
+        cache.get_or_make("a", refusing, (TokenizationError,))
+    call = weakref.ref(refusing)
+    del refusing, caught
+    gc.collect()
+    assert call() is None
+    assert cache.info().size == 1
+
+
+def test_errors_with_long_messages_are_not_cached() -> None:
+    cache: BoundedCache[str, int] = BoundedCache(2)
+    refusing = _Refusing(InvalidMessages, "x" * 100_000)
+    for _ in range(2):
+        with pytest.raises(InvalidMessages):
+            cache.get_or_make("a", refusing, (TokenizationError,))
+    assert (refusing.calls, cache.info().size) == (2, 0)
 
 
 def test_large_values_are_not_cached() -> None:

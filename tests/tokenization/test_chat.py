@@ -126,6 +126,14 @@ def test_sampled_stop_token_is_not_added_again(tokenizer: ChatTokenizer) -> None
     assert (cut_off.close_ids, stopped.close_ids) == ([END], [])
 
 
+def test_list_given_to_append_may_be_extended_before_the_prompt_is_read(tokenizer: ChatTokenizer) -> None:
+    given = [1, 74, 75, END]
+    expected = tokenizer.append(list(given), _USER).prompt_ids
+    appended = tokenizer.append(given, _USER)
+    given += appended.suffix_ids
+    assert appended.prompt_ids == expected == given
+
+
 def test_suffix_does_not_depend_on_the_prompt(tokenizer: ChatTokenizer) -> None:
     fresh = ChatTokenizer.load(tokenizer.source)
     all_appended: list[Appended] = [fresh.append(prompt, _USER) for prompt in ([1], [5, END], [300] * 1000)]
@@ -166,12 +174,13 @@ def test_threads_share_a_tokenizer(tokenizer: ChatTokenizer) -> None:
         assert list(threads.map(work, texts)) == [expected[text] for text in texts]
 
 
-def test_each_thread_has_its_own_copy_of_the_backend(tokenizer: ChatTokenizer) -> None:
-    """A copy that threads share may fail with "Already borrowed"."""
-    backend = tokenizer._thread_backend()
-    with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(tokenizer._thread_backend).result() is not backend
-    assert tokenizer._thread_backend() is backend
+def test_truncation_set_on_the_transformers_tokenizer_is_ignored(tiny_model: TinyModel) -> None:
+    """Encoding uses a private copy: callers of transformers may set truncation and padding of its own one."""
+    fresh = ChatTokenizer.load(tiny_model.folder)
+    text = "longer than four tokens " * 10
+    ids = fresh.encode(text)
+    fresh._tokenizer.backend_tokenizer.enable_truncation(4)
+    assert fresh.encode(text) == ids
 
 
 _TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
@@ -204,6 +213,52 @@ def test_template_without_a_safe_place_to_append_is_refused(
 ) -> None:
     with pytest.raises(TemplateUnsupported, match=error):
         with_template(template).append([300], [_result("a", "sun")])
+
+
+def _never(*_arguments: object, **_options: object) -> str:
+    raise AssertionError("rendered")
+
+
+@pytest.mark.parametrize("template", _UNSUPPORTED.values(), ids=_UNSUPPORTED)
+def test_repeated_refused_append_renders_nothing(
+    with_template: Callable[[str], ChatTokenizer], monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    tokenizer = with_template(template)
+    with pytest.raises(TemplateUnsupported) as first:
+        tokenizer.append([300], [_result("a", "sun")])
+    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", _never)
+    with pytest.raises(TemplateUnsupported) as second:
+        tokenizer.append([300], [_result("a", "sun")])
+    assert str(second.value) == str(first.value)
+
+
+def test_repeated_append_to_a_refused_history_renders_nothing(
+    with_template: Callable[[str], ChatTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = with_template("{{ raise_exception('this template refuses all messages') }}")
+    history: list[Message] = [*_USER, {"role": "assistant", "content": "Both."}]
+    for _ in range(2):
+        with pytest.raises(InvalidMessages, match="refuses all messages"):
+            tokenizer.continuation(END, _USER, history=history)
+        monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", _never)
+
+
+def test_repeated_append_that_needs_history_renders_nothing(
+    with_template: Callable[[str], ChatTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The placeholders of a history are refused, because the first message is printed next to the result.
+
+    That is cached, and so is the tail with the real history.
+    """
+    tokenizer = with_template(
+        "{% for m in messages %}"
+        + _TURN
+        + "{% if m.role == 'tool' %}{{ messages[0].content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    history: list[Message] = [*_USER, {"role": "assistant", "content": "", "tool_calls": _CALLS[:1]}]
+    first = tokenizer.continuation(END, [_result("a", "sun")], history=history)
+    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", _never)
+    assert tokenizer.continuation(END, [_result("a", "sun")], history=history) == first
 
 
 def test_history_is_not_needed_where_no_tool_results_follow(

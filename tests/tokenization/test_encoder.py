@@ -1,0 +1,90 @@
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tokenizers import AddedToken
+
+from tests.templates.pairing import TOKENIZERS
+from tokenization.encoder import Encoder
+from tokenization.errors import InvalidMessages
+
+_THREADS, _SECONDS = 32, 1.5
+_WORDS = (
+    "weather",
+    "Zürich",
+    "四 °C",
+    "🙂",
+    "<|im_start|>",
+    "<|im_end|>",
+    "def answer():\n    return 42\n",
+    "  ",
+)
+
+
+def _encoder(tokenizer: str) -> Encoder:
+    backend = TOKENIZERS[tokenizer]()
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in ("<|im_start|>", "<|im_end|>")]
+    )
+    return Encoder(backend.to_str())
+
+
+def _texts(count: int) -> list[str]:
+    source = random.Random(0)
+    return [" ".join(source.choices(_WORDS, k=number % 90)) + str(number) for number in range(count)]
+
+
+def test_threads_that_share_an_encoder_get_the_results_of_one_thread() -> None:
+    """A tokenizer that threads share must not fail with "Already borrowed", nor mix up their texts."""
+    alone, shared, texts = _encoder("bytes"), _encoder("bytes"), _texts(256)
+    ids = [alone.encode(text) for text in texts]
+    decoded, strings = [alone.decode(each) for each in ids], [alone.token_strings(each) for each in ids]
+    barrier = threading.Barrier(_THREADS)
+
+    def work(first: int) -> int:
+        barrier.wait()
+        number, deadline = first, time.monotonic() + _SECONDS
+        while time.monotonic() < deadline:
+            index = number % len(texts)
+            assert shared.encode(texts[index]) == ids[index]
+            assert shared.decode(ids[index]) == decoded[index]
+            assert shared.token_strings(ids[index]) == strings[index]
+            number += 1
+        return number - first
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        assert all(threads.map(work, range(_THREADS)))
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_results_are_those_of_a_plain_tokenizer(tokenizer: str) -> None:
+    encoder, plain = _encoder(tokenizer), TOKENIZERS[tokenizer]()
+    for text in ("the weather in Zürich", "", " 四 °C", "a\n\nb 🙂"):
+        ids = plain.encode(text, add_special_tokens=False).ids
+        assert encoder.encode(text) == ids
+        assert encoder.decode(ids) == plain.decode(ids, skip_special_tokens=False)
+
+
+def test_special_tokens_are_decoded() -> None:
+    encoder = _encoder("bytes")
+    text = "<|im_start|>user\nthe weather<|im_end|>"
+    assert encoder.decode(encoder.encode(text)) == text
+
+
+def test_token_strings_are_empty_for_ids_without_a_token() -> None:
+    assert _encoder("bytes").token_strings([10**6]) == [""]
+
+
+def test_truncation_and_padding_of_the_description_are_ignored() -> None:
+    backend = TOKENIZERS["bytes"]()
+    ids = backend.encode("the weather in Oslo").ids
+    backend.enable_truncation(2)
+    backend.enable_padding(length=50)
+    assert Encoder(backend.to_str()).encode("the weather in Oslo") == ids
+
+
+def test_half_of_a_surrogate_pair_is_rejected() -> None:
+    with pytest.raises(InvalidMessages, match="half of a surrogate pair"):
+        _encoder("bytes").encode("a face: \ud83d")
