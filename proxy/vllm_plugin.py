@@ -76,7 +76,7 @@ class TokenProxyPlugin:
         template = _template_text(str(settings.chat_template or "") or getattr(args, "chat_template", None))
         trust = settings.trust_remote_code or bool(getattr(args, "trust_remote_code", False))
         revision = getattr(args, "tokenizer_revision", None) or getattr(args, "revision", None)
-        tokenizers = Tokenizers(source, template, trust, revision)
+        tokenizers = Tokenizers(source, template, trust, revision, settings.proof_folder)
         mode = str(getattr(args, "logprobs_mode", None) or "")
         replica = Replica(self._engine, tokenizers, settings.token_in, settings.watch_interval_s, mode)
         fleet = Fleet([replica])

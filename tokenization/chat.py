@@ -28,9 +28,10 @@ from tokenization.errors import (
     TokenizerUnavailable,
     UnfinishedTurn,
 )
-from tokenization.locality import Proof
+from tokenization.locality import PROOF_VERSION, Locality, Proof
 from tokenization.messages import Message, for_template
 from tokenization.notes import TURN_END_REWRITTEN, differences
+from tokenization.proofs import load_proof, store_proof
 from tokenization.template import Template, Tools
 from tokenization.turns import RenderOptions
 
@@ -89,13 +90,64 @@ class ChatTokenizer:
         """What was proved of the template; None before `prove` returned."""
         return self._discovery.proof
 
-    def prove(self) -> Proof:
+    def is_local(self, new_messages: Sequence[Message]) -> bool:
+        """Whether it was proved that of the history only the last turn decides what follows it."""
+        return self.proof is not None and self.proof.locality(new_messages) is not Locality.HISTORY
+
+    def prove(self, folder: Path | None = None) -> Proof:
         """Find out how much of a history decides what the template appends.
 
         The first call renders some thousand short conversations, which takes up to 10 s of CPU time, mostly
         less than one. Until then `append` renders the whole history; without a history it calls this.
+
+        Args:
+            folder: where proofs are kept for other processes; made if it is missing.
         """
-        return self._discovery.prove()
+        if folder is None or self._discovery.proof is not None:
+            return self._discovery.prove()
+        stored = load_proof(folder, self._proof_key)
+        if stored is None:
+            stored = self._discovery.prove()
+            store_proof(folder, self._proof_key, stored)
+        self._discovery.proof = stored
+        return stored
+
+    def audit(
+        self,
+        new_messages: Sequence[Message],
+        history: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        folder: Path | None = None,
+    ) -> list[Message] | None:
+        """Compare what `append` adds to this history with a rendering of all of it.
+
+        Returns:
+            None if they agree, or if the whole history is rendered anyway. Otherwise the shortest history
+            that was found to differ; `append` then renders the whole history for such messages, and so do
+            processes that read `folder` when they start.
+        """
+        options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
+        refutation = self._discovery.refutation(new_messages, history, options)
+        if refutation is not None and folder is not None and self.proof is not None:
+            store_proof(folder, self._proof_key, self.proof)
+        return refutation
+
+    @cached_property
+    def _proof_key(self) -> str:
+        """32 hexadecimal digits: a digest of all that a proof depends on."""
+        from importlib.metadata import version
+
+        parts = (
+            PROOF_VERSION,
+            self._tokenizer.chat_template,
+            sorted(self._added_ids.items()),
+            sorted(self.stop_ids),
+            [version(name) for name in ("jinja2", "transformers")],
+        )
+        return digest(*parts).hex()
 
     @classmethod
     def load(
@@ -250,11 +302,8 @@ class ChatTokenizer:
             return Continuation((), ())
         if not new_messages:
             raise InvalidMessages("must not be empty")
-        if history is not None:
-            # the first and last message are all that is read of the history here: raise early if they are bad
-            for_template(history[:1])
-            if not history or for_template(history[-1:])[0]["role"] != "assistant":
-                raise InvalidMessages("`history` must end with the assistant turn")
+        if history is not None and not _ends_with_assistant(history):
+            raise InvalidMessages("`history` must end with the assistant turn")
         options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
         turn_tail = self._discovery.turn_tail(new_messages, history, options)
         stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
@@ -375,6 +424,10 @@ def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _ends_with_assistant(history: Sequence[Message]) -> bool:
+    return bool(history) and for_template([history[-1]])[0]["role"] == "assistant"
 
 
 def _length_holding(ids: Sequence[int], subsequence: Sequence[int]) -> int:

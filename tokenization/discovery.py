@@ -125,6 +125,39 @@ class Discovery:
                 self.proof = prove(self, self._template.syntax)
             return self.proof
 
+    def refutation(
+        self, new: Sequence[Message], history: Sequence[Message], options: RenderOptions
+    ) -> list[Message] | None:
+        """The shortest history found after which other text is printed than the proof says.
+
+        None if the proof holds for this history. If it does not, the whole history is rendered from now on
+        where messages like the new ones follow.
+        """
+        proof = self.proof
+        if proof is None or proof.locality(new) is Locality.HISTORY:
+            return None
+        in_turn = self.tail_in(turn_context(history[-1]), new, options)
+        if in_turn is None or self.continues_alike(in_turn, history, new, options):
+            return None
+        self.proof = proof.demoted(new, "an audit found that earlier messages decide what is printed")
+        return self._shortest(in_turn, list(history), new, options)
+
+    def _shortest(
+        self, tail: TurnTail, history: list[Message], new: Sequence[Message], options: RenderOptions
+    ) -> list[Message]:
+        """Leave out messages while a difference remains: half of the rest at first, at last each one."""
+        size = len(history) // 2
+        while size:
+            start = 0
+            while start < len(history) - 1:
+                shorter = history[:start] + history[min(start + size, len(history) - 1) :]
+                if self.continues_alike(tail, shorter, new, options):
+                    start += size
+                else:
+                    history = shorter
+            size //= 2
+        return history
+
     def starts_with_added_token(self, text: str) -> bool:
         """Whether the text starts with an added token, so that it can be encoded by itself."""
         return self._pattern.match(text) is not None

@@ -8,6 +8,8 @@ conversations, and on any difference appending is refused with the reason.
 import asyncio
 import gc
 import logging
+import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -50,11 +52,14 @@ class Tokenizers:
         chat_template: str | None = None,
         trust_remote_code: bool = False,
         revision: str | None = None,
+        proof_folder: Path | None = None,
     ) -> None:
+        """`proof_folder` is where proofs about chat templates are kept; None keeps them in memory."""
         self._source = source
         self._chat_template = chat_template
         self._trust_remote_code = trust_remote_code
         self._revision = revision
+        self._proof_folder = proof_folder
         self._loading: dict[str, asyncio.Task[ChatTokenizer]] = {}
 
     async def for_engine(self, engine: Engine, model: Model | None) -> ChatTokenizer:
@@ -96,7 +101,23 @@ class Tokenizers:
         # a vocabulary and the libraries that read it are a million objects that live as long as the process:
         # a full garbage collection that visits them blocks the event loop for 0.2 s
         gc.freeze()
+        # a daemon, because nobody waits for a proof, not even the end of the process
+        threading.Thread(target=self._prove, args=(tokenizer,), name="prove", daemon=True).start()
         return tokenizer
+
+    def _prove(self, tokenizer: ChatTokenizer) -> None:
+        try:
+            proof = tokenizer.prove(self._proof_folder)
+        except Exception:  # the boundary of the thread: without a proof whole histories are rendered
+            log.exception("the chat template of %s could not be examined", tokenizer.source)
+            return
+        log.info(
+            "chat template of %s: what follows a turn depends on the %s, after tool results on the %s%s",
+            tokenizer.source,
+            proof.after_messages,
+            proof.after_results,
+            f" ({proof.reason})" if proof.reason else "",
+        )
 
     async def _check(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
         """Raise Unsupported if a rendering differs from the engine's, or if the engine renders nothing."""
