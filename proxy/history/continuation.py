@@ -4,6 +4,7 @@ Law: the result begins with the bytes of the ids that were given.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from proxy.history.cached_turn import CachedTurn
@@ -72,7 +73,8 @@ def continue_turn(
             stop_reason=turn.stop_reason,
         )
 
-    try:
-        return after(None)
-    except TokenizationError:
-        return after(conversation.parse(0, end + 1))
+    # a new system message may become part of the first message, if the history has a developer message
+    if all(message.get("role") != "system" for message in new):
+        with suppress(TokenizationError):
+            return after(None)
+    return after(conversation.parse(0, end + 1))
