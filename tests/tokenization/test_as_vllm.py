@@ -5,9 +5,9 @@ request, conversion of its messages, rendering. No engine is started.
 """
 
 import copy
-import functools
 import json
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,12 @@ from tokenization.content_format import detect_content_format
 pytestmark = pytest.mark.slow
 _TEMPLATES = template_files()
 _LISTS_PER_TEMPLATE = 12
+_PRINT_ALL = "{{ messages | tojson }} {{ tools | tojson }} {{ enable_thinking }} {{ reasoning_effort }}"
+_FORMATS = {
+    "string": "",
+    "openai": "{% for m in messages %}{% for part in m.content %}{% endfor %}{% endfor %}",
+}
+_DEVELOPER = {"unknown": "", "known": "{# 'developer' #}"}
 _CONFIG = SimpleNamespace(
     multimodal_config=None,
     enable_prompt_embeds=False,
@@ -50,11 +56,6 @@ _REQUESTS: tuple[dict[str, Any], ...] = (
 
 class _Refused(Exception):
     """vLLM refuses the request before it renders the template."""
-
-
-@functools.cache
-def _subject(name: str) -> ChatTokenizer:
-    return load_for_check(str(_TEMPLATES[name]))
 
 
 def _vllm_text(tokenizer: Any, body: dict[str, Any]) -> str | None:
@@ -159,8 +160,22 @@ def test_content_format(name: str) -> None:
 @pytest.mark.parametrize("name", _TEMPLATES)
 def test_rendered_text(name: str) -> None:
     pytest.importorskip("vllm.renderers.hf")
-    subject, source, compared = _subject(name), random.Random(name), 0
-    while compared < _LISTS_PER_TEMPLATE:
+    _compare(load_for_check(str(_TEMPLATES[name])), random.Random(name), _LISTS_PER_TEMPLATE)
+
+
+@pytest.mark.parametrize("developer", _DEVELOPER)
+@pytest.mark.parametrize("content_format", _FORMATS)
+def test_everything_that_reaches_a_template(tmp_path: Path, content_format: str, developer: str) -> None:
+    pytest.importorskip("vllm.renderers.hf")
+    file = tmp_path / "template.jinja"
+    file.write_text(_PRINT_ALL + _FORMATS[content_format] + _DEVELOPER[developer])
+    _compare(load_for_check(str(file)), random.Random(content_format + developer), 150)
+
+
+def _compare(subject: ChatTokenizer, source: random.Random, count: int) -> None:
+    """Compare the texts of `count` conversations that vLLM does not refuse before it renders them."""
+    compared = 0
+    while compared < count:
         body = _body(source)
         try:
             expected = _vllm_text(subject._tokenizer, body)
