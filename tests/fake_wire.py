@@ -220,8 +220,8 @@ def tools_as_rendered(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]
     if tools is None:
         return None
     fields = ("name", "description", "parameters")
-    functions = [tool["function"] for tool in tools]
+    functions = [tool.get("function") for tool in tools]
     return [
-        {"type": "function", "function": {name: function.get(name) for name in fields}}
-        for function in functions
+        {"type": "function", "function": {name: function.get(name) for name in fields}} if function else tool
+        for tool, function in zip(tools, functions, strict=True)
     ]
