@@ -38,8 +38,9 @@ def for_template(
     """Convert messages as vLLM converts them for a template.
 
     If the template does not know the role `developer`, a conversation that has such a message gets all of its
-    system and developer messages merged into one system message at the start. So an appended developer
-    message may change the start of the rendering: see `changes_start`.
+    system and developer messages merged into one system message at the start. The result then has other
+    positions than `messages`, and a new message may change the start of the rendering instead of its end: so
+    an append asks `changes_start` first. Otherwise each message stays in its place.
 
     Args:
         parts: convert content to a list of parts (content format "openai"); otherwise to one text, its parts

@@ -1,5 +1,6 @@
 import pytest
 
+from tests.templates.families import TEMPLATES
 from tokenization.content_format import ContentFormat, detect_content_format
 
 _MACRO = "{% macro show(text) %}{% for part in text %}{{ part.text }}{% endfor %}{% endmacro %}"
@@ -38,3 +39,9 @@ def _loop(body: str, messages: str = "messages") -> str:
 )
 def test_format_is_the_one_that_vllm_detects(source: str, expected: ContentFormat) -> None:
     assert detect_content_format(source) == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_format_of_real_templates(name: str) -> None:
+    template = TEMPLATES[name]
+    assert detect_content_format(template.source) == ("openai" if template.takes_parts else "string")
