@@ -28,6 +28,7 @@ from tokenization.template import Template, Tools
 TURN_NOT_PRINTED = "turn_not_printed"
 """A note: the template prints nothing of the turn's tool calls, or not its content."""
 MARK = "qZassistantZq"
+_PART_OPENING, _PART_CLOSING = "'text': '", "'}]"
 PLACEHOLDER_USER: dict[str, Any] = {"role": "user", "content": "."}
 
 
@@ -190,11 +191,14 @@ def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tu
 
 def _after(mark: str, text: str) -> str | None:
     """The text after the marker; None if it was not printed. Raises TemplateUnsupported."""
-    _, found, after = text.partition(mark)
+    before, found, after = text.partition(mark)
     if not found:
         return None
     if mark in after:
         raise TemplateUnsupported("the template prints the text of a turn more than once")
+    if after.startswith(_PART_CLOSING) and before.rfind(_PART_OPENING) > before.rfind(_PART_CLOSING):
+        # it prints the list of the content's parts as Python does, where the model wrote the text alone
+        return after[len(_PART_CLOSING) :]
     return after
 
 
