@@ -196,8 +196,15 @@ def _after(mark: str, text: str) -> str | None:
         return None
     if mark in after:
         raise TemplateUnsupported("the template prints the text of a turn more than once")
+    return _without_part_closing(before, after)
+
+
+def _without_part_closing(before: str, after: str) -> str:
+    """The text after a turn, also where its content is printed as a Python list of parts.
+
+    The model wrote the text alone, without the end of the list.
+    """
     if after.startswith(_PART_CLOSING) and before.rfind(_PART_OPENING) > before.rfind(_PART_CLOSING):
-        # it prints the list of the content's parts as Python does, where the model wrote the text alone
         return after[len(_PART_CLOSING) :]
     return after
 
@@ -239,6 +246,7 @@ def _lead(
             raise TemplateUnsupported(
                 f"the template prints new message {index} ({new[index].get('role')}) {where}"
             )
+    after = _without_part_closing(before, after)
     return after[: min((after.index(word) for word in [*words, *blank] if word in after), default=len(after))]
 
 
