@@ -4,8 +4,9 @@ import re
 from collections.abc import Sequence
 from enum import StrEnum
 
-from tests.templates.generic_oracle import content_of, words_of
+from tests.templates.oracle import content_of, words_of
 from tests.templates.shapes import Shape
+from tokenization import Appended
 
 
 class Kind(StrEnum):
@@ -28,6 +29,15 @@ class Kind(StrEnum):
     HEADER = "other text before the new messages"
     GENERATION_PROMPT = "another generation prompt"
     NEW_PRINTED_OTHERWISE = "other text among the new messages"
+
+
+def malformed(appended: Appended, ids: list[int]) -> Kind | None:
+    """The error in an answer's lists of ids, given the ids that it was asked to append to."""
+    if appended.prompt_ids[: len(ids)] != ids:
+        return Kind.PREFIX
+    if appended.prompt_ids[len(ids) :] != [*appended.close_ids, *appended.suffix_ids]:
+        return Kind.SUM
+    return None
 
 
 def broken_law(shape: Shape, text: str) -> Kind | None:
