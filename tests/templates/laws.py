@@ -18,6 +18,7 @@ class Kind(StrEnum):
     OTHER_IDS = "the right text in other ids"
     NEW_MISSING = "a new message is missing"
     NEW_DROPPED = "a new message is missing, as in the template's rendering, and the answer does not say so"
+    NOT_APPENDED = "an answer, although the rendering does not print the new messages after the turn"
     NEW_REPEATED = "a new message is repeated"
     TURN_REPEATED = "text of the sampled turn is appended"
     SECOND_STOP = "a second stop token"

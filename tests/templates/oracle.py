@@ -18,8 +18,8 @@ For a history H that ends with an assistant turn, and new messages N:
 An added token is call syntax if its partner, such as `<tool_call>` for `</tool_call>`, is in the text of
 the turn, or if it is printed between two calls of one turn.
 
-After a turn without calls, and where no added token is printed, the model samples EOS, which is no part of
-the text.
+Where no such token is printed, or only one that opens the turns of all roles, the model samples EOS, which is
+no part of the text.
 
 Where a step has no result, `Undecided` tells why. Nothing of the package under test is used.
 """
@@ -54,9 +54,10 @@ class Reason(StrEnum):
     NEW_BEFORE_TURN = "the template prints new messages before the turn's end"
     REORDERED = "the template prints text of the turn after the new messages"
     DEPENDS_ON_TURN = "the text after the turn depends on the turn's text"
-    TURN_QUOTED = "the template prints the turn's content as a Python list"
-    NO_STOP = "the template prints no token that ends a turn with calls"
-    UNCLEAR_STOP = "the turn alone cannot be rendered, so its close is unclear"
+    SECOND_STOP = "the template prints the stop token twice after the turn"
+    UNCLEAR_STOP = (
+        "the template prints no stop token, or does not render the turn alone, so its end is unclear"
+    )
 
 
 class Undecided(Exception):
@@ -74,12 +75,13 @@ class TurnEnd:
     tail: str
     """The rest of the call's syntax; empty in a turn without calls."""
     close: str
-    """What closes the turn, up to its stop token; empty where the stop token opens the next message."""
+    """What closes the turn, up to its stop token; empty where the stop token opens the next message or is not
+    printed."""
     rest: str
     """Separators, the new messages and the generation prompt."""
     stop: str
-    """The stop token as this rendering has it: the end of `close` or, if that is empty, the start of `rest`;
-    empty if the template prints none."""
+    """The stop token as this rendering has it: the end of `close` or, if that is empty, the first special token
+    of `rest`; empty if the template prints none."""
     sampled_stop: str
     """The token that the model samples there: the last turn of a rendering may end with another one."""
 
@@ -202,12 +204,13 @@ class Oracle:
             after = after.replace(mark, "")
         if mark in after:
             raise Undecided(Reason.TURN_REPEATED, whole)
-        if after.startswith("'}]"):
-            raise Undecided(Reason.TURN_QUOTED, whole)
-        _check_new_messages(shape, before, after)
+        prompt = self.prompt(shape, kwargs)
+        _check_new_messages(shape, prompt, before, after)
         alone = self._alone(history, shape, kwargs)
         alone_after = alone.partition(mark)[2] if alone and mark in alone else None
-        turn_text = self._after_prompt(self.prompt(shape, kwargs), before)
+        if shape.kind == "content":
+            after, alone_after = _unquoted(after), alone_after and _unquoted(alone_after)
+        turn_text = self._after_prompt(prompt, before)
         return self._divide(shape, _Rendering(before, turn_text, after, alone_after))
 
     def _divide(self, shape: Shape, rendering: _Rendering) -> TurnEnd:
@@ -217,8 +220,6 @@ class Oracle:
         tokens = self._tokens(header)
         syntax = self._syntax(shape, rendering.turn_text, tokens)
         free = list(itertools.dropwhile(lambda token: token.text in syntax, tokens))
-        if not free:
-            return self._without_stop(shape, after)
         shared = _shared_length(header, alone) if alone is not None else 0
         closing = [token for token in free if token.end <= shared]
         if not self.reads_generation_prompt:
@@ -226,26 +227,37 @@ class Oracle:
         if closing and self._opens_message(closing[-1], rendering):
             closing.pop()
         if closing:
-            start = closing[0].start if shape.kind == "call" else 0
-            end = closing[-1]
-            return TurnEnd(after[:start], after[start : end.end], after[end.end :], end.text, end.text)
-        stop = free[0]
+            if [token.text for token in free].count(closing[-1].text) > 1:
+                raise Undecided(Reason.SECOND_STOP, after)
+            return _closed(shape, after, closing[-1], closing[-1].text)
+        ends = [token for token in free if token.text in self._special]
         last = [token.text for token in self._tokens(alone or "") if token.text not in syntax]
-        ends_otherwise = bool(last) and last[0] != stop.text and self.reads_generation_prompt
-        closes = stop.text in self._closes and not self._opens_message(stop, rendering)
-        if ends_otherwise or closes:
-            start = stop.start if shape.kind == "call" else 0
-            sampled = last[0] if ends_otherwise else stop.text
-            return TurnEnd(after[:start], after[start : stop.end], after[stop.end :], stop.text, sampled)
-        if alone is None and stop.text != free[-1].text:
-            raise Undecided(Reason.UNCLEAR_STOP, after)
-        return TurnEnd(after[: stop.start], "", after[stop.start :], stop.text, stop.text)
+        if ends and last and last[0] != ends[0].text and self.reads_generation_prompt:
+            return _closed(shape, after, ends[0], last[0])
+        return self._divide_at_opener(shape, rendering, ends)
 
-    def _without_stop(self, shape: Shape, after: str) -> TurnEnd:
-        """The end of a turn after which no added token is printed: the model samples EOS."""
-        if shape.kind == "call":
-            raise Undecided(Reason.NO_STOP, after)
-        return TurnEnd("", "", after, "", self.tokenizer.eos_token)
+    def _divide_at_opener(self, shape: Shape, rendering: _Rendering, ends: list[_Token]) -> TurnEnd:
+        """Divide the text after the marker, where the turn alone is printed without a close.
+
+        Args:
+            ends: special tokens after the syntax of the turn, up to the first word of a new message.
+        """
+        after, alone = rendering.after, rendering.alone
+        stop = ends[0] if ends else None
+        if stop and stop.text not in self._assistant_header:
+            closes = stop.text in self._closes or stop.text != ends[-1].text
+            if closes and not self._opens_message(stop, rendering):
+                return _closed(shape, after, stop, stop.text)
+            if alone is None and stop.text != ends[-1].text:
+                raise Undecided(Reason.UNCLEAR_STOP, after)
+            start = stop.start if shape.kind == "call" else 0
+            return TurnEnd(after[:start], "", after[start:], stop.text, stop.text)
+        # the model samples EOS, and the template does not print it
+        if shape.kind == "content":
+            return TurnEnd("", "", after, "", self.tokenizer.eos_token)
+        if alone is None or not after.startswith(alone) or not self.reads_generation_prompt:
+            raise Undecided(Reason.UNCLEAR_STOP, after)
+        return TurnEnd(alone, "", after[len(alone) :], "", self.tokenizer.eos_token)
 
     def _opens_message(self, stop: _Token, rendering: _Rendering) -> bool:
         """Whether the stop token is the first of a pair around the next message, as in Gemma 4."""
@@ -281,29 +293,39 @@ class Oracle:
 
     @cached_property
     def _of_messages(self) -> frozenset[str]:
-        """Added tokens in a prompt of a single user message, without tools."""
-        shape = Shape("", "", [], [])
-        try:
-            prompt = self.render([{"role": "user", "content": "Hi"}], shape, {})
-        except TemplateRefuses:
-            return frozenset()
-        return frozenset(token.text for token in self._tokens(prompt))
+        """Added tokens between messages without calls."""
+        return frozenset(token.text for text in self._between_messages for token in self._tokens(text))
+
+    @cached_property
+    def _assistant_header(self) -> frozenset[str]:
+        """Added tokens between a user message and an answer, without the first: it may close the message."""
+        return frozenset(token.text for token in self._tokens(self._between_messages[0])[1:])
 
     @cached_property
     def _closes(self) -> frozenset[str]:
         """The token that follows the text of a user message."""
-        shape = Shape(
-            "",
-            "",
-            [{"role": "user", "content": _USER_WORD}, {"role": "assistant", "content": MARKS[0]}],
-            [{"role": "user", "content": _NEXT_WORD}],
-        )
+        return frozenset(token.text for token in self._tokens(self._between_messages[0])[:1])
+
+    @cached_property
+    def _between_messages(self) -> tuple[str, str]:
+        """The text between a user message and an answer, and that between the answer and a user message."""
+        messages = [
+            {"role": "user", "content": _USER_WORD},
+            {"role": "assistant", "content": MARKS[0]},
+            {"role": "user", "content": _NEXT_WORD},
+        ]
         try:
-            whole = self.render([*shape.history, *shape.new], shape, {})
+            whole = self.render(messages, Shape("", "", [], []), {})
         except TemplateRefuses:
-            return frozenset()
-        after_user = whole.partition(_USER_WORD)[2].partition(MARKS[0])[0]
-        return frozenset(token.text for token in self._tokens(after_user)[:1])
+            return "", ""
+        after_user = whole.partition(_USER_WORD)[2]
+        return after_user.partition(MARKS[0])[0], after_user.partition(MARKS[0])[2].partition(_NEXT_WORD)[0]
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        """The special ones among the added tokens: only these may end a turn."""
+        tokens = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in tokens if token.special)
 
     def _alone(self, history: Sequence[Message], shape: Shape, kwargs: Mapping[str, Any]) -> str | None:
         """The rendering of a history that ends with the turn; None if the template refuses it."""
@@ -362,9 +384,23 @@ def content_of(message: Message) -> str:
     return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
-def _check_new_messages(shape: Shape, before: str, after: str) -> None:
+def _closed(shape: Shape, after: str, stop: _Token, sampled_stop: str) -> TurnEnd:
+    """The division of the text after the marker, where the turn is closed by a token.
+
+    The close of a turn with calls is only that token: whatever is before it may be syntax of the call.
+    """
+    start = stop.start if shape.kind == "call" else 0
+    return TurnEnd(after[:start], after[start : stop.end], after[stop.end :], stop.text, sampled_stop)
+
+
+def _unquoted(after: str) -> str:
+    """The text after a turn's content, without the end of a list of parts that is printed as such."""
+    return after.removeprefix("'}]").removeprefix('"}]')
+
+
+def _check_new_messages(shape: Shape, prompt: str, before: str, after: str) -> None:
     words = words_of(shape.new)
-    if any(word in before for word in words):
+    if any(word in before and word not in prompt for word in words):
         raise Undecided(Reason.NEW_BEFORE_TURN, before)
     if not all(word in after for word in words):
         raise Undecided(Reason.NEW_NOT_PRINTED, after)

@@ -61,9 +61,9 @@ class Turn:
 
     def after_stop(self) -> list[int]:
         """The ids after the turn's own stop token."""
-        rest = self.end.rest if self.end.close else self.end.rest.removeprefix(self.end.stop)
         if not self.end.stop:
-            return self.oracle.encode(rest)
+            return self.oracle.encode(self.end.rest)
+        rest = self.end.rest if self.end.close else self.end.rest.partition(self.end.stop)[2]
         # with the token before it, because a token may absorb the white space after it
         first, *ids = self.oracle.encode(self.end.stop + rest)
         assert self.oracle.decode([first]) == self.end.stop
@@ -80,7 +80,7 @@ class Turn:
 
 def own_stop(turn: Turn) -> Sampled:
     stop, history = turn.end.sampled_stop, turn.shape.history
-    close = turn.end.close.removesuffix(turn.end.stop)
+    close = turn.end.text.partition(turn.end.stop)[0] if turn.end.stop else ""
     return Sampled(history, turn.text(history) + close + stop, turn.after_stop(), stop_token=stop)
 
 
@@ -145,6 +145,8 @@ ENDINGS: dict[str, Callable[[Turn], Sampled]] = {
     "abort at once": abort_at_once,
     "length in reasoning": length_in_reasoning,
 }
+COMMON_ENDINGS = ("own stop", "length", "other stop", "stop string", "abort")
+"""Endings that every turn may have."""
 ENDINGS_OF_EVERY_SHAPE = ("own stop", "length")
 _ENDINGS_OF_ONE_SHAPE = {"abort at once": "content", "length in reasoning": "reasoning"}
 

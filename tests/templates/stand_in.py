@@ -22,6 +22,10 @@ _SPECIAL = re.compile(
     # <|im_end|>, the same with full-width bars, <|turn>, <turn|>
     r"<\|[^<>|\s'\"{}]{1,40}\|>|<\uff5c[^<>\s'\"{}]{1,40}\uff5c>|<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>"
     # <s>, </s>, <bos>, <start_of_turn>, <sop>
+    # ]~b], [e~[
+    r"|\]~!?b[\[\]]|\[e~\["
+    # <SPECIAL_12>, <longcat_user>, <role>, <beginning_of_sentence>, <seed:eos>
+    r"|<[A-Za-z]+_\d+>|</?longcat_[a-z_]+>|</?role>|<(?:beginning|end)_of_sentence>|</?seed:[a-z_:]+>"
     r"|</?s>|<[be]os>|<(?:start|end)_of_[a-z]+>|<sop>|<unk>|\[gMASK\]|<(?:BOS|EOS)_TOKEN>"
 )
 _PLAIN = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value|tool_calls_section|answer)>")

@@ -31,7 +31,7 @@ def test_fast_sample_has_every_way_to_end_a_turn(matrix: Matrix) -> None:
 
 
 def _ways_to_end(trial: Trial) -> set[tuple[str, str]]:
-    """How turns end: with the stop token of the rendering, with another, or with the next message's opener."""
+    """How turns end: with the stop token of the rendering, with another, or with an opener."""
     turns = [trial.turn(shape, "none") for shape in SHAPES]
     ends = [(turn.shape.kind, turn.end) for turn in turns if isinstance(turn, Turn)]
     return {

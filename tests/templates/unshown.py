@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tests.templates.engine import TemplateRefuses
 from tests.templates.laws import Kind, broken_law, malformed
-from tests.templates.oracle import Oracle, Reason, Undecided
+from tests.templates.oracle import Oracle, Reason, Undecided, words_of
 from tests.templates.sampling import ENDINGS, Sampled, Turn, applies
 from tests.templates.shapes import ANSWER, Message, Shape, assistant
 from tests.templates.verdicts import Finding, Verdict
 from tokenization import Appended
+
+_NOT_APPENDED = (Reason.NEW_NOT_PRINTED, Reason.NEW_BEFORE_TURN, Reason.REORDERED)
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Unshown:
     turns: tuple[Turn, ...]
     """The turns of simpler conversations that can end in the same way."""
     ending: str
+    kwargs: Mapping[str, Any]
 
     @classmethod
     def of(
@@ -51,7 +55,7 @@ class Unshown:
                     turns.append(turn)
             except Undecided:
                 continue
-        return cls(oracle, shape, reason, tuple(turns), ending)
+        return cls(oracle, shape, reason, tuple(turns), ending, kwargs)
 
     def sampled(self, stop: str, other_stop: str) -> Sampled:
         """The turn as the first simpler conversation shows it; otherwise, with the given stop tokens."""
@@ -78,15 +82,24 @@ class Unshown:
         if error := malformed(appended, ids):
             return Finding(Verdict.WRONG, error, f"appended {text!r}")
         if law := broken_law(self.shape, text):
-            dropped = law is Kind.NEW_MISSING and self.reason is Reason.NEW_NOT_PRINTED
-            kind = Kind.NEW_DROPPED if dropped else law
+            kind = Kind.NEW_DROPPED if law is Kind.NEW_MISSING and self._drops_new() else law
             return Finding(Verdict.WRONG, kind, f"appended {text!r}; {self.reason}")
         expected = [ENDINGS[self.ending](turn).expected for turn in self.turns]
         if new_ids in expected or appended.notes:
             return Finding(Verdict.EXCLUDED, self.reason)
         shown = [self.oracle.decode(ids) for ids in expected]
         detail = f"appended {text!r}; simpler conversations show {shown}"
+        if self.reason in _NOT_APPENDED:
+            return Finding(Verdict.WRONG, Kind.NOT_APPENDED, f"{detail}; {self.reason}")
         return Finding(Verdict.UNCHECKED, self.reason, detail)
+
+    def _drops_new(self) -> bool:
+        """Whether the rendering of the whole conversation lacks a new message too."""
+        try:
+            whole = self.oracle.render([*self.shape.history, *self.shape.new], self.shape, self.kwargs)
+        except TemplateRefuses:
+            return False
+        return not all(word in whole for word in words_of(self.shape.new))
 
 
 def _shortest(history: Sequence[Message]) -> list[Message]:
