@@ -80,8 +80,8 @@ class TurnEnd:
     rest: str
     """Separators, the new messages and the generation prompt."""
     stop: str
-    """The stop token as this rendering has it: the end of `close` or, if that is empty, the first special token
-    of `rest`; empty if the template prints none."""
+    """The stop token in this rendering: the end of `close` or, if that is empty, the first special token of
+    `rest`; empty if the template prints none."""
     sampled_stop: str
     """The token that the model samples there: the last turn of a rendering may end with another one."""
 
@@ -221,7 +221,7 @@ class Oracle:
         syntax = self._syntax(shape, rendering.turn_text, tokens)
         free = list(itertools.dropwhile(lambda token: token.text in syntax, tokens))
         shared = _shared_length(header, alone) if alone is not None else 0
-        closing = [token for token in free if token.end <= shared]
+        closing = [token for token in free if token.end <= shared and token.text in self._special]
         if not self.reads_generation_prompt:
             closing = closing[:1]
         if closing and self._opens_message(closing[-1], rendering):

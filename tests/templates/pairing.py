@@ -24,6 +24,16 @@ _SENTENCEPIECE = {
     "phi3_5": "llama2_like",
     "llava_next": "mistral_like",
 }
+_REAL = {
+    "qwen3": "tokenizer-qwen3",
+    "qwen3_instruct_2507": "tokenizer-qwen3",
+    "llama3": "tokenizer-llama3",
+    "llama3_1": "tokenizer-llama3_1",
+    "gemma3": "tokenizer-gemma3",
+    "deepseekv3": "tokenizer-deepseek_v3",
+    "gptoss": "tokenizer-gptoss",
+}
+"""Templates of `trl` and the folders of their models' tokenizers."""
 FAST_SAMPLE = frozenset(
     {
         *("qwen3", "gptoss", "glm4moe", "llama3_2", "deepseekv3", "cohere2", "phi3"),
@@ -39,7 +49,7 @@ class Pairing:
 
     template: ChatTemplate
     vocabulary: str = "bytes"
-    """A key of `VOCABULARIES`."""
+    """A key of `VOCABULARIES`, or the folder of a real tokenizer."""
 
     @property
     def name(self) -> str:
@@ -85,10 +95,15 @@ def trl_pairings() -> tuple[Pairing, ...]:
     return (*(Pairing(template) for template in templates.values()), *second)
 
 
+def real_pairings() -> list[Pairing]:
+    """Templates of `trl` with the tokenizers of their models, which `scripts/fetch-templates` fetches."""
+    return [Pairing(pairing(name).template, tokenizer) for name, tokenizer in _REAL.items()]
+
+
 def all_pairings() -> list[Pairing]:
     """The pairings of every source. Raises FileNotFoundError if one was not fetched."""
     fetched = [Pairing(template) for template in corpus() if template.source in FETCHED]
-    return [*trl_pairings(), *fetched]
+    return [*trl_pairings(), *real_pairings(), *fetched]
 
 
 def pairing(name: str) -> Pairing:

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from tests.templates.corpus import ChatTemplate
+from tests.templates.corpus import FOLDER, ChatTemplate
 from tests.templates.families import Family
 from tests.templates.vocabularies import VOCABULARIES
 
@@ -62,16 +62,29 @@ class StandIn:
 
 
 def declared(template: ChatTemplate, family: Family, vocabulary: str) -> StandIn:
-    """A tokenizer with the added tokens of the model."""
+    """A tokenizer with the added tokens of the model.
+
+    Args:
+        vocabulary: a key of `VOCABULARIES`, or the folder of a real tokenizer.
+    """
 
     def added(text: str, *, special: bool) -> AddedToken:
         return AddedToken(text, special=special, normalized=False, rstrip=text in family.rstrip.split())
 
-    backend = VOCABULARIES[vocabulary]()
+    backend = _backend(vocabulary)
     other_stop = family.alternate or OTHER_STOP
     backend.add_special_tokens([added(text, special=True) for text in [*family.special.split(), other_stop]])
     backend.add_tokens([added(text, special=False) for text in family.plain.split()])
     return StandIn(_fast(template, backend, family.eos, family.bos), family.eos, other_stop)
+
+
+def _backend(vocabulary: str) -> Tokenizer:
+    if vocabulary in VOCABULARIES:
+        return VOCABULARIES[vocabulary]()
+    path = FOLDER / vocabulary / "tokenizer.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run scripts/fetch-templates")
+    return Tokenizer.from_file(str(path))
 
 
 def guessed(template: ChatTemplate, renderings: Iterable[str] = ()) -> StandIn:

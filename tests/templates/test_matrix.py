@@ -7,7 +7,7 @@ import pytest
 from tests.templates.corpus import fetched_template
 from tests.templates.laws import Kind
 from tests.templates.matrix import Cell, Matrix, Trial
-from tests.templates.pairing import EVERY_PAIRING, Pairing, pairing, trl_pairings
+from tests.templates.pairing import EVERY_PAIRING, Pairing, pairing, real_pairings, trl_pairings
 from tests.templates.report import PAGE, count, put_into, table
 from tests.templates.sample import sample_names
 from tests.templates.sampling import Turn
@@ -36,6 +36,13 @@ def test_no_cell_is_wrong(matrix: Matrix, pairing: Pairing) -> None:
 )
 def test_no_cell_of_a_fetched_template_is_wrong(matrix: Matrix, name: str) -> None:
     results = matrix.results(Pairing(fetched_template(name)))
+    assert not {result.verdict for result in results} & {*_FINDINGS}, describe(results, _FINDINGS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pairing", real_pairings(), ids=lambda pairing: pairing.name)
+def test_no_cell_of_a_real_tokenizer_is_wrong(matrix: Matrix, pairing: Pairing) -> None:
+    results = matrix.results(pairing)
     assert not {result.verdict for result in results} & {*_FINDINGS}, describe(results, _FINDINGS)
 
 
