@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from enum import StrEnum
 
-from tests.templates.oracle import content_of, words_of
+from tests.templates.marks import content_of, words_of
 from tests.templates.shapes import Shape
 from tokenization import Appended
 

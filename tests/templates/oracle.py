@@ -24,9 +24,7 @@ no part of the text.
 Where a step has no result, `Undecided` tells why. Nothing of the package under test is used.
 """
 
-import copy
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +33,9 @@ from functools import cached_property
 from typing import Any
 
 from tests.templates.engine import Renderer, TemplateRefuses
+from tests.templates.marks import MARKS, content_of, marked, marks_a_name, words_of
 from tests.templates.shapes import TOOLS, Message, Shape, call
 
-MARKS = ("Qmarkonez", "Zothermarkthatislongerq")
 _GENERATION = {"add_generation_prompt": True}
 _NO_GENERATION = {"add_generation_prompt": False}
 _USER_WORD, _NEXT_WORD = "newfirstword", "newsecondword"
@@ -339,49 +337,6 @@ class Oracle:
         shared = _shared_length(prompt, text)
         cut = next((token.start for token in self._tokens(text) if token.start < shared < token.end), shared)
         return text[cut:]
-
-
-def marked(history: Sequence[Message], mark: str) -> list[Message]:
-    """The history with a marker at the end of the text of its last turn."""
-    *before, last = copy.deepcopy(list(history))
-    if last.get("tool_calls"):
-        function = last["tool_calls"][-1]["function"]
-        arguments = json.loads(function["arguments"] or "{}")
-        texts = [name for name, value in arguments.items() if isinstance(value, str)]
-        if texts:
-            arguments[texts[-1]] += mark
-            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        else:
-            function["name"] += mark
-    elif isinstance(last["content"], list):
-        last["content"][-1]["text"] += mark
-    else:
-        last["content"] = (last["content"] or "") + mark
-    return [*before, last]
-
-
-def marks_a_name(history: Sequence[Message]) -> bool:
-    """Whether `marked` puts the marker into the name of a call."""
-    calls = history[-1].get("tool_calls") or []
-    arguments = [json.loads(call["function"]["arguments"] or "{}") for call in calls[-1:]]
-    return bool(calls) and not any(isinstance(value, str) for value in arguments[0].values())
-
-
-def words_of(new: Sequence[Message]) -> list[str]:
-    """The word of each new message that starts with "new", by which to find the message."""
-    return [word_of(message) for message in new]
-
-
-def word_of(message: Message) -> str:
-    content = message["content"]
-    text = " ".join(part["text"] for part in content) if isinstance(content, list) else content
-    return next(word for word in text.replace('"', " ").split() if word.startswith("new")).rstrip(":,\u200b")
-
-
-def content_of(message: Message) -> str:
-    """A message's content as text."""
-    content = message.get("content")
-    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
 def _closed(shape: Shape, after: str, stop: _Token, sampled_stop: str) -> TurnEnd:

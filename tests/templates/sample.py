@@ -14,7 +14,7 @@ import jinja2.nodes
 from tests.templates.corpus import FETCHED, ChatTemplate, corpus
 
 SAMPLE_FILE = Path(__file__).with_name("sample.txt")
-_SIZE = 40
+_SIZE = 24
 
 
 def sample_names() -> list[str]:

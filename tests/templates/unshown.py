@@ -13,7 +13,8 @@ from typing import Any
 
 from tests.templates.engine import TemplateRefuses
 from tests.templates.laws import Kind, broken_law, malformed
-from tests.templates.oracle import Oracle, Reason, Undecided, words_of
+from tests.templates.marks import words_of
+from tests.templates.oracle import Oracle, Reason, Undecided
 from tests.templates.sampling import ENDINGS, Sampled, Turn, applies
 from tests.templates.shapes import ANSWER, Message, Shape, assistant
 from tests.templates.verdicts import Finding, Verdict
