@@ -323,7 +323,7 @@ class Discovery:
             # GPT-OSS: the last turn ends with <|return|>, earlier ones with <|end|>
             return [token for token in tokens if token.start == shared]
         # the last turn ends with nothing; the first of several tokens is no opening of the next message
-        stops = [token for token in tokens[:-1][:1] if token.id in self._stop_ids]
+        stops = [token for token in tokens[:-1][:1] if token.id in self._stop_ids - self._openers]
         return [] if text_if_last else stops
 
     @cached_property
