@@ -136,11 +136,11 @@ class Discovery:
         proof = self.proof
         if proof is None or proof.locality(new) is Locality.HISTORY:
             return None
-        in_turn = self.tail_in(turn_context(history[-1]), new, options)
-        if in_turn is None or self.continues_alike(in_turn, history, new, options):
+        in_turn, whole = self.tail_in(turn_context(history[-1]), new, options), list(history)
+        if in_turn is None or self.continues_alike(in_turn, whole, new, options):
             return None
         self.proof = proof.demoted(new, "an audit found that earlier messages decide what is printed")
-        return self._shortest(in_turn, list(history), new, options)
+        return self._shortest(in_turn, whole, new, options)
 
     def _shortest(
         self, tail: TurnTail, history: list[Message], new: Sequence[Message], options: RenderOptions
@@ -187,8 +187,9 @@ class Discovery:
         local = self.proof is not None and self.proof.locality(new) is not Locality.HISTORY
         if in_turn is not None and local:
             return in_turn
-        history_key = digest(list(new), list(history), _options_key(options))
-        return self._tail(history_key, history, new, options, in_turn)
+        whole = list(history)
+        history_key = digest(list(new), whole, _options_key(options))
+        return self._tail(history_key, whole, new, options, in_turn)
 
     def _tail_after_any_turn(self, new: Sequence[Message], options: RenderOptions) -> TurnTail:
         locality = self.prove().locality(new)
