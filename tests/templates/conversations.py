@@ -1,7 +1,7 @@
 """Conversations and template arguments that a template's own source suggests, as further shapes of the matrix."""
 
 import copy
-from typing import Any
+from typing import Any, TypeGuard
 
 import jinja2.nodes
 
@@ -186,7 +186,7 @@ def _constants(template: CorpusTemplate) -> list[str]:
 _SEARCHES = ("startswith", "endswith", "find", "split", "replace", "count")
 
 
-def _is_text(node: jinja2.nodes.Node) -> bool:
+def _is_text(node: jinja2.nodes.Node) -> TypeGuard[jinja2.nodes.Const]:
     return isinstance(node, jinja2.nodes.Const) and isinstance(node.value, str)
 
 

@@ -310,7 +310,7 @@ def marked(history: Sequence[Message], mark: str) -> list[Message]:
 
 def marks_a_name(history: Sequence[Message]) -> bool:
     """Whether `marked` puts the marker into the name of a call."""
-    calls = history[-1].get("tool_calls")
+    calls = history[-1].get("tool_calls") or []
     return bool(calls) and not any(
         isinstance(value, str) for value in json.loads(calls[-1]["function"]["arguments"] or "{}").values()
     )
