@@ -250,6 +250,8 @@ class ChatTokenizer:
             return Continuation((), ())
         if not new_messages:
             raise InvalidMessages("must not be empty")
+        if not all(isinstance(message, Mapping) for message in new_messages):
+            raise InvalidMessages("every new message must be an object")
         if history is not None:
             # the first and last message are all that is read of the history here: raise early if they are bad
             for_template(history[:1])

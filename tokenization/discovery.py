@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tokenization.cache import BoundedCache
-from tokenization.errors import TemplateUnsupported, TokenizationError
+from tokenization.errors import InvalidMessages, TemplateUnsupported, TokenizationError
 from tokenization.locality import Locality, Proof, prove
 from tokenization.messages import Message
 from tokenization.template import Template
 from tokenization.turns import (
     MARK,
     PLACEHOLDER_USER,
-    TURN_NOT_PRINTED,
     RenderOptions,
     Tail,
     Token,
@@ -161,7 +160,7 @@ class Discovery:
         locality = self.prove().locality(new)
         if locality is not Locality.NEW:
             raise TemplateUnsupported(
-                "what the template prints after a turn depends on earlier messages: give `history` "
+                "what the template prints after a turn may depend on earlier messages: give `history` "
                 f"({self.prove().reason})"
             )
         context = placeholder_context(new)
@@ -217,7 +216,7 @@ class Discovery:
         whole = render_tail(self._template, context, new, options, guide.whole if guide else None)
         close = self._content_close(options)
         start, closers = 0, close.closers
-        if context[-1].get("tool_calls") and TURN_NOT_PRINTED not in whole.notes:
+        if whole.in_call:
             start, closers = self._close_of_call(whole, close)
         tail = whole.without_start(start)
         lead = tail.text[: tail.lead]
@@ -402,6 +401,13 @@ def _options_key(options: RenderOptions) -> object:
 
 
 def digest(*parts: object) -> bytes:
-    """A 16-byte cache key for JSON-like values. The order of keys in objects counts: templates print it."""
-    text = json.dumps(parts, ensure_ascii=False, default=repr)
+    """A 16-byte cache key for JSON-like values. The order of keys in objects counts: templates print it.
+
+    Raises:
+        InvalidMessages: a value is nested too deep.
+    """
+    try:
+        text = json.dumps(parts, ensure_ascii=False, default=repr)
+    except RecursionError as error:
+        raise InvalidMessages("the messages, tools or template arguments are nested too deep") from error
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -15,6 +15,11 @@ from tokenization.messages import Message, for_template
 from tokenization.syntax import Syntax, read_syntax
 
 Tools = Sequence[Mapping[str, Any]]
+_RENDERING_ERRORS = (
+    *(TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError),
+    RecursionError,  # also where arguments are nested too deep to be printed as JSON
+)
+"""What the expressions of a template raise for messages that it was not written for."""
 _FIRST, _SECOND = "qZfirstZq", "qZsecondZq"
 
 
@@ -62,7 +67,7 @@ class Template:
                         "tokenize": False,
                     },
                 )
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+        except (*_RENDERING_ERRORS, TemplateError) as error:
             raise InvalidMessages(f"the chat template refuses the messages: {error}") from error
         return text
 
