@@ -210,4 +210,10 @@ def _settled(port: int) -> bool:
         return False
     finally:
         connection.close()
-    return response.status == 200 and all(engine.get("append") != "loading" for engine in state["engines"])
+    return response.status == 200 and all(_knows_template(engine) for engine in state["engines"])
+
+
+def _knows_template(engine: dict[str, Any]) -> bool:
+    """Whether the tokenizer is loaded and its chat template examined, or neither will be."""
+    append = engine.get("append")
+    return append != "loading" and (append != "ready" or bool(engine["template"]))

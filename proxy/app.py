@@ -47,7 +47,12 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with make_session(settings.connect_timeout_s) as session:
             key = settings.upstream_api_key.get_secret_value() if settings.upstream_api_key else None
-            tokenizers = Tokenizers(settings.tokenizer, template, settings.trust_remote_code)
+            tokenizers = Tokenizers(
+                settings.tokenizer,
+                template,
+                settings.trust_remote_code,
+                proof_folder=settings.proof_folder,
+            )
             replicas = [
                 Replica(
                     HttpEngine(url, session, key), tokenizers, settings.token_in, settings.watch_interval_s

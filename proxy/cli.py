@@ -146,6 +146,18 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--store-max-age-s", type=float, metavar="S", help="evict turns so long unused (default: 7 days)")
     add("--cache-bytes", type=int, metavar="N", help="memory for recent conversations (default: 256 MiB)")
     add(
+        "--proof-folder",
+        type=Path,
+        metavar="DIR",
+        help="where it is kept what was proved of chat templates (default: ~/.cache/tokenproxy/proofs)",
+    )
+    add(
+        "--audit-share",
+        type=float,
+        metavar="SHARE",
+        help="share of appends to compare with a rendering of the whole history (default: 0.01)",
+    )
+    add(
         "--record-logprobs",
         action=argparse.BooleanOptionalAction,
         help="record log-probabilities, whether clients want them or not (default: yes)",

@@ -19,6 +19,9 @@ class Metrics:
         self.ambiguous = self._counter(
             "ambiguous_prompts", "Prompts rendered because several recorded turns fit."
         )
+        self.audits = self._counter(
+            "append_audits", "Appends compared with a rendering of the whole history, by result.", "result"
+        )
         self.retries = self._counter("retries", "Repeated requests, by result.", "result")
         self.evicted = self._counter(
             "evicted_rollouts", "Rollouts evicted from the store to keep its limits."

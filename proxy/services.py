@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from proxy.fleet.fleet import Fleet
+from proxy.history.audit import Auditor
 from proxy.history.history import History
 from proxy.history.store import Limits
 from proxy.metrics import Metrics
@@ -16,10 +17,11 @@ def make_services(
 ) -> Services:
     """The services of one application. Their history is to be opened before the first request."""
     limits = Limits(max_bytes=settings.store_max_bytes, max_age_s=settings.store_max_age_s)
+    auditor = Auditor(metrics, settings.audit_share, settings.proof_folder)
     store = make_store(settings.store, limits)
     return Services(
         fleet,
-        History(store, encoders, metrics, settings.cache_bytes),
+        History(store, encoders, metrics, settings.cache_bytes, auditor),
         encoders,
         settings.body_limit_bytes,
         settings.record_logprobs,

@@ -32,6 +32,11 @@ def default_store() -> str:
     return f"sqlite:///{Path(state) / 'tokenproxy' / 'rollouts.db'}"
 
 
+def default_proof_folder() -> Path:
+    """In the user's cache folder: it can be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenproxy" / "proofs"
+
+
 class SettingsError(Exception):
     """A setting is missing or wrong; the message names it and says what it should be."""
 
@@ -89,6 +94,17 @@ class Settings(BaseSettings):
     )
     cache_bytes: int = Field(
         default=256 * 2**20, ge=0, description="memory for recently used conversations and their ids"
+    )
+    proof_folder: Path = Field(
+        default_factory=default_proof_folder,
+        description="where it is kept what was proved of chat templates, for all processes",
+    )
+    audit_share: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="share of appends compared with a rendering of the whole history, and the first of each "
+        "kind; 0 for none",
     )
     connect_timeout_s: float = Field(default=5.0, gt=0, description="seconds to wait for a connection")
     watch_interval_s: float = Field(default=5.0, gt=0, description="seconds between health checks")

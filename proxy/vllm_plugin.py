@@ -8,9 +8,10 @@ lifespan. The engine is reached through vLLM's own routes, in the same process.
 import logging
 import os
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from proxy.services import make_services
 from proxy.settings import load_settings
 from proxy.turn.services import Services
 from proxy.types import Scope
+from tokenization.content_format import ContentFormat
 
 log = logging.getLogger("tokenproxy")
 
@@ -73,10 +75,19 @@ class TokenProxyPlugin:
         _show_log()
         settings = load_settings(_config_file())
         source = settings.tokenizer or getattr(args, "tokenizer", None)
-        template = _template_text(str(settings.chat_template or "") or getattr(args, "chat_template", None))
+        rendering = _rendering(state, args)
+        template = _template_text(str(settings.chat_template or "") or rendering.chat_template)
         trust = settings.trust_remote_code or bool(getattr(args, "trust_remote_code", False))
         revision = getattr(args, "tokenizer_revision", None) or getattr(args, "revision", None)
-        tokenizers = Tokenizers(source, template, trust, revision)
+        tokenizers = Tokenizers(
+            source,
+            template,
+            trust,
+            revision,
+            rendering.content_format,
+            rendering.default_template_kwargs,
+            settings.proof_folder,
+        )
         mode = str(getattr(args, "logprobs_mode", None) or "")
         replica = Replica(self._engine, tokenizers, settings.token_in, settings.watch_interval_s, mode)
         fleet = Fleet([replica])
@@ -113,6 +124,29 @@ def _close_at_shutdown(app: FastAPI, close: Callable[[], Awaitable[None]]) -> No
 def _config_file() -> Path | None:
     value = os.environ.get(CONFIG_VARIABLE)
     return Path(value) if value else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """What vLLM renders with, next to the tokenizer."""
+
+    chat_template: str | None
+    """A path or the template itself; None if it is the model's own."""
+    content_format: ContentFormat | None
+    """None if vLLM detects it."""
+    default_template_kwargs: Mapping[str, Any]
+
+
+def _rendering(state: Any, args: Namespace) -> _Rendering:
+    """What vLLM's renderer has resolved, or else what its arguments state."""
+    names = ("chat_template", "chat_template_content_format", "default_chat_template_kwargs")
+    renderer = getattr(state, "online_renderer", None)
+    template, content_format, kwargs = (
+        getattr(renderer, name, None) or getattr(args, name, None) for name in names
+    )
+    return _Rendering(
+        template, content_format if content_format in ("string", "openai") else None, kwargs or {}
+    )
 
 
 def _template_text(value: str | None) -> str | None:

@@ -37,6 +37,7 @@ from tests.fake_wire import (
     echoed,
     error_body,
     event_of,
+    tools_as_rendered,
 )
 from tests.tiny_model import HI, VOCAB_SIZE, TinyModel
 
@@ -50,6 +51,7 @@ __all__ = [
     "as_rendered",
     "data_of",
     "error_body",
+    "tools_as_rendered",
 ]
 
 
@@ -276,7 +278,7 @@ class FakeVllm:
                 **{
                     **(body.get("chat_template_kwargs") or {}),
                     "add_generation_prompt": body.get("add_generation_prompt", True),
-                    "tools": body.get("tools"),
+                    "tools": tools_as_rendered(body.get("tools")),
                     "chat_template": self.chat_template,
                 },
             )

@@ -195,7 +195,10 @@ def data_of(stream: bytes) -> Iterator[Any]:
 
 
 def as_rendered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as vLLM hands them to a template: texts are strings, arguments of tool calls are objects."""
+    """Messages as vLLM hands them to a template: texts are strings, arguments of tool calls are objects.
+
+    The template is one that loops over no content and does not know the role `developer`.
+    """
     messages = copy.deepcopy(messages)
     for message in messages:
         content = message.get("content")
@@ -205,4 +208,20 @@ def as_rendered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for call in message.get("tool_calls") or []:
             arguments = call["function"].get("arguments") or {}
             call["function"]["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return messages
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    system = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+    others = [message for message in messages if message["role"] not in ("system", "developer")]
+    return [{"role": "system", "content": "\n\n".join(filter(None, system))}, *others]
+
+
+def tools_as_rendered(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Tools as vLLM hands them to a template: unset fields are null, unknown ones are dropped."""
+    if tools is None:
+        return None
+    fields = ("name", "description", "parameters")
+    functions = [tool.get("function") for tool in tools]
+    return [
+        {"type": "function", "function": {name: function.get(name) for name in fields}} if function else tool
+        for tool, function in zip(tools, functions, strict=True)
+    ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.fake_vllm import FakeVllm, Reply, as_rendered, data_of
+from tests.fake_vllm import FakeVllm, Reply, as_rendered, data_of, tools_as_rendered
 from tests.tiny_model import END, TinyModel
 from tests.utils import Pair
 
@@ -121,7 +121,9 @@ class Talk:
     def rendered(self, body: dict[str, Any]) -> list[int]:
         """What the engine makes of a request itself."""
         kwargs = body.get("chat_template_kwargs") or {}
-        return self.model.render(as_rendered(body["messages"]), tools=body.get("tools"), **kwargs)
+        return self.model.render(
+            as_rendered(body["messages"]), tools=tools_as_rendered(body.get("tools")), **kwargs
+        )
 
     def follow(self, *new: Message, expected: Sequence[int] | None = None, **asking: Any) -> Answered:
         """Say something, which must go on from `expected`, by default the ids of the last turn."""

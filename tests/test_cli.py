@@ -114,6 +114,8 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
         "--connect-timeout-s": "3.5",
         "--watch-interval-s": "4.5",
         "--encoder-threads": "5",
+        "--proof-folder": str(tmp_path),
+        "--audit-share": "0.5",
         "--log-level": "debug",
     }
     repeated = [

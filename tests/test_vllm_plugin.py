@@ -20,8 +20,8 @@ from proxy.history.store import StoreError
 from proxy.http import Request as ProxyRequest
 from proxy.types import ASGIApp, Receive, Scope, Send
 from proxy.vllm_plugin import TokenProxyPlugin
-from tests.fake_vllm import as_rendered, data_of
-from tests.tiny_model import END, TinyModel
+from tests.fake_vllm import as_rendered, data_of, tools_as_rendered
+from tests.tiny_model import CHATML, END, HI, TinyModel
 from tests.utils import run_server, wait_until
 
 _TOKENS = "/v1/chat/completions/tokens"
@@ -93,8 +93,10 @@ class Server:
 
     async def tokenize(self, request: Request) -> Any:
         """Never called from outside in vLLM, which lets a plugin's route take the place of its own."""
-        messages = (await request.json())["messages"]
-        return {"tokens": self.model.render(as_rendered(messages), chat_template=self.template)}
+        body = await request.json()
+        tools = tools_as_rendered(body.get("tools"))
+        messages = as_rendered(body["messages"])
+        return {"tokens": self.model.render(messages, chat_template=self.template, tools=tools)}
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()
@@ -128,6 +130,27 @@ def inside(server: Server) -> Iterator[httpx.Client]:
     with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
         wait_until(lambda: client.get("/ready").status_code == 200)
         yield client
+
+
+@pytest.mark.parametrize("resolved", [True, False])
+def test_appending_renders_with_what_vllm_was_started_with(tiny_model: TinyModel, resolved: bool) -> None:
+    """The renderer's resolved values come first; the arguments stand in for a vLLM without this attribute."""
+    template = CHATML.replace("message.content", "(message.content | string)") + "{{ suffix }}"
+    values: dict[str, Any] = {
+        "chat_template": template,
+        "chat_template_content_format": "string",
+        "default_chat_template_kwargs": {"suffix": "hi"},
+    }
+    server = Server(tiny_model)
+    server.template = template.replace("{{ suffix }}", "hi")
+    if resolved:
+        server.app.state.online_renderer = Namespace(**values)
+    else:
+        server.args = Namespace(tokenizer=str(tiny_model.folder), **values)
+    with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        answer = client.post(_TOKENS, json={"tokens": [1, 74, END], "append_messages": _NEXT})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["prompt_token_ids"][-len(HI) :] == list(HI)
 
 
 def test_vllm_finds_it() -> None:

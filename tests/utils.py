@@ -79,7 +79,9 @@ def run_proxy(engines: Sequence[FakeVllm], **settings: Any) -> Iterator[httpx.Cl
 
 
 def _known(engine: dict[str, Any]) -> bool:
-    return bool(engine["ready"]) and engine["append"] != "loading"
+    if not engine["ready"] or engine["append"] == "loading":
+        return False
+    return engine["append"] != "ready" or bool(engine["template"])
 
 
 @dataclass

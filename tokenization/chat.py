@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from tokenization.appended import Appended, Unjoined
 from tokenization.cache import BoundedCache, CacheInfo
+from tokenization.content_format import ContentFormat
 from tokenization.cut import Cut, cut_tail
 from tokenization.discovery import Discovery, Ending, TurnTail, digest
 from tokenization.encoder import Encoder
@@ -28,10 +29,11 @@ from tokenization.errors import (
     TokenizerUnavailable,
     UnfinishedTurn,
 )
-from tokenization.locality import Proof
+from tokenization.locality import PROOF_VERSION, Locality, Proof
 from tokenization.messages import Message, for_template
 from tokenization.notes import TURN_END_REWRITTEN, differences
-from tokenization.template import Template, Tools
+from tokenization.proofs import load_proof, store_proof
+from tokenization.template import Template, Tools, merge_templates
 from tokenization.turns import RenderOptions
 
 Unfinished = Literal["close", "continue", "reject"]
@@ -61,12 +63,16 @@ class ChatTokenizer:
     _backend_json: str
     stop_ids: frozenset[int] = frozenset()
     """Ids that end a turn of this model: the tokenizer's EOS, and `eos_token_id` of the generation config."""
+    content_format: ContentFormat | None = None
+    """The form of content that the template gets; None if it is detected as vLLM detects it."""
+    default_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template for all renderings, where a request does not set them."""
     _suffixes: BoundedCache[bytes, Continuation] = field(
         default_factory=lambda: BoundedCache(1024, lambda continuation: len(continuation.suffix_ids) <= 2_048)
     )
 
     def __post_init__(self) -> None:
-        self._template = Template(self._tokenizer)
+        self._template = Template(self._tokenizer, self.content_format, self.default_template_kwargs)
         added_tokens = self._tokenizer.added_tokens_decoder.items()
         self._added_ids = {added.content: number for number, added in added_tokens}
         self._added_texts = {number: content for content, number in self._added_ids.items()}
@@ -77,11 +83,14 @@ class ChatTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits, the same wherever vocabulary, merges and chat template are the same."""
+        """32 hexadecimal digits, the same wherever vocabulary, merges, chat template and its settings are."""
         template = self._tokenizer.chat_template
         source = template if isinstance(template, str) else json.dumps(template, sort_keys=True, default=repr)
         fingerprint = hashlib.blake2b(self._backend_json.encode(), digest_size=16)
         fingerprint.update(b"\0" + source.encode("utf-8", "surrogatepass"))
+        if self.content_format or self.default_template_kwargs:
+            settings = [self.content_format, dict(self.default_template_kwargs)]
+            fingerprint.update(b"\0" + json.dumps(settings, sort_keys=True, default=repr).encode())
         return fingerprint.hexdigest()
 
     @property
@@ -89,13 +98,66 @@ class ChatTokenizer:
         """What was proved of the template; None before `prove` returned."""
         return self._discovery.proof
 
-    def prove(self) -> Proof:
+    def is_local(self, new_messages: Sequence[Message]) -> bool:
+        """Whether it was proved that of the history only the last turn decides what follows it."""
+        return self.proof is not None and self.proof.locality(new_messages) is not Locality.HISTORY
+
+    def prove(self, folder: Path | None = None) -> Proof:
         """Find out how much of a history decides what the template appends.
 
         The first call renders some thousand short conversations, which takes up to 10 s of CPU time, mostly
         less than one. Until then `append` renders the whole history; without a history it calls this.
+
+        Args:
+            folder: where proofs are kept for other processes; made if it is missing.
         """
-        return self._discovery.prove()
+        if folder is None or self._discovery.proof is not None:
+            return self._discovery.prove()
+        stored = load_proof(folder, self._proof_key)
+        if stored is None:
+            stored = self._discovery.prove()
+            store_proof(folder, self._proof_key, stored)
+        self._discovery.proof = stored
+        return stored
+
+    def audit(
+        self,
+        new_messages: Sequence[Message],
+        history: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        folder: Path | None = None,
+    ) -> list[Message] | None:
+        """Compare what `append` adds to this history with a rendering of all of it.
+
+        Returns:
+            None if they agree, or if the whole history is rendered anyway. Otherwise the shortest history
+            that was found to differ; `append` then renders the whole history for such messages, and so do
+            processes that read `folder` when they start.
+        """
+        options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
+        refutation = self._discovery.refutation(new_messages, history, options)
+        if refutation is not None and folder is not None and self.proof is not None:
+            store_proof(folder, self._proof_key, self.proof)
+        return refutation
+
+    @cached_property
+    def _proof_key(self) -> str:
+        """32 hexadecimal digits: a digest of all that a proof depends on."""
+        from importlib.metadata import version
+
+        parts = (
+            PROOF_VERSION,
+            self._tokenizer.chat_template,
+            sorted(self._added_ids.items()),
+            sorted(self.stop_ids),
+            self.content_format,
+            dict(self.default_template_kwargs),
+            [version(name) for name in ("jinja2", "transformers")],
+        )
+        return digest(*parts).hex()
 
     @classmethod
     def load(
@@ -105,6 +167,8 @@ class ChatTokenizer:
         *,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        content_format: ContentFormat | None = None,
+        default_template_kwargs: Mapping[str, Any] | None = None,
     ) -> "ChatTokenizer":
         """Load tokenizer and template from a folder or from the Hugging Face hub.
 
@@ -113,6 +177,10 @@ class ChatTokenizer:
             chat_template: Jinja source that replaces the model's own template.
             revision: branch, tag or commit on the hub.
             trust_remote_code: run Python code that the model's repository brings.
+            content_format: pass content to the template as text ("string") or as a list of parts ("openai");
+                None detects it as vLLM does. An engine's is its `--chat-template-content-format`.
+            default_template_kwargs: variables of the template that apply where a request does not set them.
+                An engine's are its `--default-chat-template-kwargs`.
 
         Raises:
             TokenizerUnavailable: the tokenizer cannot be loaded, is not a fast one, or has no chat template.
@@ -128,6 +196,12 @@ class ChatTokenizer:
             raise TokenizerUnavailable(f"cannot load a tokenizer from {source!r}: {error}") from error
         if chat_template is not None:
             tokenizer.chat_template = chat_template
+        else:
+            # multimodal models may keep the template that their processor uses in a file of its own
+            legacy = _config(source, "chat_template.json", revision)
+            processor = _config(source, "processor_config.json", revision).get("chat_template")
+            template = processor or legacy.get("chat_template")
+            tokenizer.chat_template = merge_templates(tokenizer.chat_template, template)
         if not tokenizer.chat_template:
             raise TokenizerUnavailable(
                 f"the tokenizer in {source!r} has no chat template: pass one, or use a chat model"
@@ -144,7 +218,27 @@ class ChatTokenizer:
         stops = generation.get("eos_token_id", config.get("eos_token_id"))
         stops = stops if isinstance(stops, list) else [stops]
         stop_ids = frozenset(stop for stop in [tokenizer.eos_token_id, *stops] if isinstance(stop, int))
-        return cls(source, max([len(tokenizer), *sizes]), tokenizer, backend.to_str(), stop_ids)
+        return cls(
+            source,
+            max([len(tokenizer), *sizes]),
+            tokenizer,
+            backend.to_str(),
+            stop_ids,
+            content_format,
+            default_template_kwargs or {},
+        )
+
+    def with_content_format(self, content_format: ContentFormat | None) -> "ChatTokenizer":
+        """A tokenizer that shares the vocabulary of this one, and passes content to the template as given."""
+        return ChatTokenizer(
+            self.source,
+            self.vocab_size,
+            self._tokenizer,
+            self._backend_json,
+            self.stop_ids,
+            content_format,
+            self.default_template_kwargs,
+        )
 
     def render(
         self,
@@ -184,8 +278,9 @@ class ChatTokenizer:
             prompt_ids: the prompt and the completion so far; the last id is the last sampled one. Not copied
                 before `Appended.prompt_ids` is read: until then only add ids to it.
             new_messages: the messages after the sampled turn: tool results, user messages.
-            history: the messages up to and including the sampled turn; needed only by templates that print
-                details of earlier messages next to new ones.
+            history: the messages up to and including the sampled turn; needed by templates that print
+                details of earlier messages next to new ones, and for a new system message after a developer
+                message.
             tools: tools declared to the template.
             finish_reason: how the turn ended, as the engine reports it.
             stop_reason: the stop string or stop token that ended the turn, as vLLM reports it.
@@ -252,12 +347,10 @@ class ChatTokenizer:
             raise InvalidMessages("must not be empty")
         if not all(isinstance(message, Mapping) for message in new_messages):
             raise InvalidMessages("every new message must be an object")
-        if history is not None:
-            # the first and last message are all that is read of the history here: raise early if they are bad
-            for_template(history[:1])
-            if not history or for_template(history[-1:])[0]["role"] != "assistant":
-                raise InvalidMessages("`history` must end with the assistant turn")
+        if history is not None and not _ends_with_assistant(history):
+            raise InvalidMessages("`history` must end with the assistant turn")
         options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
+        self._template.refuse_merged(new_messages, history, tools, options.kwargs)
         turn_tail = self._discovery.turn_tail(new_messages, history, options)
         stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
         cut = cut_tail(turn_tail, last_id, stopped=stopped)
@@ -377,6 +470,10 @@ def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _ends_with_assistant(history: Sequence[Message]) -> bool:
+    return bool(history) and for_template([history[-1]])[0]["role"] == "assistant"
 
 
 def _length_holding(ids: Sequence[int], subsequence: Sequence[int]) -> int:

@@ -66,6 +66,12 @@ class Report:
     """Whether the rendering of a history does not change when messages follow."""
     thinking_stripped: bool | None
     """Whether reasoning is dropped from a turn when a user message follows; None if it is never printed."""
+    after_messages: str
+    """What decides the text after a turn that a user message follows: see `tokenization.locality`."""
+    after_results: str
+    """What decides it where tool results follow."""
+    locality_reason: str
+    """A conversation that shows why it is more than the new messages; empty if it is not."""
     shapes: list[Shape]
 
     @property
@@ -110,6 +116,7 @@ def load_for_check(source: str) -> ChatTokenizer:
 
 def check(tokenizer: ChatTokenizer) -> Report:
     """Examine a template. What the template cannot do is reported, not raised."""
+    proof = tokenizer.prove()
     turn = {"role": "assistant", "content": "Sunny."}
     content_ending = _ending(tokenizer, [_USER, turn], [_NEXT], None)
     call_ending = _ending(tokenizer, [_USER, _turn_with_calls(1)], _results(1), _TOOLS)
@@ -125,6 +132,9 @@ def check(tokenizer: ChatTokenizer) -> Report:
         after_user=after,
         append_only=_append_only(tokenizer, [_USER, turn], [_NEXT]),
         thinking_stripped=_thinking_stripped(tokenizer),
+        after_messages=str(proof.after_messages),
+        after_results=str(proof.after_results),
+        locality_reason=proof.reason,
         shapes=[
             _try_append(tokenizer, name, *conversation) for name, conversation in _conversations().items()
         ],
@@ -233,6 +243,9 @@ def table(report: Report) -> str:
             "thinking stripped",
             {True: "yes", False: "no", None: "never printed"}[report.thinking_stripped],
         ),
+        ("after a turn depends on", f"the {report.after_messages}"),
+        ("after results depends on", f"the {report.after_results}"),
+        *([("because", report.locality_reason)] if report.locality_reason else []),
     ]
     lines = [f"{name:<26}{value}" for name, value in rows]
     lines += ["", "conversation              append"]

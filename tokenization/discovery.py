@@ -124,6 +124,39 @@ class Discovery:
                 self.proof = prove(self, self._template.syntax)
             return self.proof
 
+    def refutation(
+        self, new: Sequence[Message], history: Sequence[Message], options: RenderOptions
+    ) -> list[Message] | None:
+        """The shortest history found after which other text is printed than the proof says.
+
+        None if the proof holds for this history. If it does not, the whole history is rendered from now on
+        where messages like the new ones follow.
+        """
+        proof = self.proof
+        if proof is None or proof.locality(new) is Locality.HISTORY:
+            return None
+        in_turn = self.tail_in(turn_context(history[-1]), new, options)
+        if in_turn is None or self.continues_alike(in_turn, history, new, options):
+            return None
+        self.proof = proof.demoted(new, "an audit found that earlier messages decide what is printed")
+        return self._shortest(in_turn, list(history), new, options)
+
+    def _shortest(
+        self, tail: TurnTail, history: list[Message], new: Sequence[Message], options: RenderOptions
+    ) -> list[Message]:
+        """Leave out messages while a difference remains: half of the rest at first, at last each one."""
+        size = len(history) // 2
+        while size:
+            start = 0
+            while start < len(history) - 1:
+                shorter = history[:start] + history[min(start + size, len(history) - 1) :]
+                if self.continues_alike(tail, shorter, new, options):
+                    start += size
+                else:
+                    history = shorter
+            size //= 2
+        return history
+
     def starts_with_added_token(self, text: str) -> bool:
         """Whether the text starts with an added token, so that it can be encoded by itself."""
         return self._pattern.match(text) is not None
@@ -240,20 +273,24 @@ class Discovery:
         Example: 12 in `</tool_call><|im_end|>\n`, with the content close `<|im_end|>`.
         """
         lead = tail.text[: tail.lead]
-        if close.text and (start := lead.find(close.text)) >= 0:
+        shared = self._shared(lead, tail.text_if_last)
+        start = lead[:shared].rfind(close.text) if close.text else -1
+        if start < 0 and close.closers:
+            start = lead.find(close.text)
+        if start >= 0:
             return start, close.closers
         if not tail.text_if_last:
             raise TemplateUnsupported("the template does not show where its tool calls end")
-        shared = self._shared(lead, tail.text_if_last)
         token_if_last = self._token_at(tail.text_if_last, shared)
-        tokens = self.tokens(lead[:shared], special=True)
+        tokens = self._closing_tokens(lead, shared)
         shared = next((token.start for token in tokens if token.id in self._result_openers), shared)
         own = [token for token in tokens if token.end <= shared]
         # without a close of its own the opening of the next message ends the turn: GLM, and Gemma 4, which
         # closes the turn only if no result follows
         if not close.text or token_if_last in self._stop_ids | close.closers or not own:
             return shared, frozenset()
-        return own[-1].start, frozenset({own[-1].id})
+        first = next((token for token in own if token.id in close.closers), own[-1])
+        return first.start, frozenset(token.id for token in own if token.start >= first.start)
 
     def _content_close(self, options: RenderOptions) -> _ContentClose:
         """How the template closes a turn without tool calls."""
@@ -265,46 +302,46 @@ class Discovery:
         tail = render_tail(self._template, context, [{"role": "user", "content": "qZuserZq"}], options)
         lead = tail.text[: tail.lead]
         shared = self._shared(lead, tail.text_if_last)
+        closing = self._closing_tokens(lead, shared) or self._only_stop(lead, tail.text_if_last, shared)
+        text = lead[: closing[-1].end] if closing else lead[:shared]
+        return _ContentClose(text, frozenset(token.id for token in closing))
+
+    def _closing_tokens(self, lead: str, shared: int) -> list[Token]:
+        """The special tokens that are printed after a turn whether or not a message follows."""
+        tokens = [token for token in self.tokens(lead, special=True) if token.end <= shared]
+        if self._generation_prompt:
+            return tokens
+        # a template that always prints the generation prompt: its tokens open messages
+        return [token for token in tokens if token.id not in self._openers]
+
+    def _only_stop(self, lead: str, text_if_last: str, shared: int) -> list[Token]:
+        """The token that ends a turn which messages follow, where the last turn ends differently."""
         tokens = self.tokens(lead, special=True)
-        first, every = self._openers
-        closing = [token for token in tokens if token.end <= shared and token.id not in first]
-        if not closing:
-            # the last turn may end with another token than earlier ones, or with none
-            token_if_last = self._token_at(tail.text_if_last, shared)
-            replaced = token_if_last in self._special_ids and token_if_last not in every - self._stop_ids
-            closing = [
-                token
-                for token in tokens
-                if (replaced and token.start == shared)
-                or (token.id in self._stop_ids and token.id not in every)
-            ][:1]
-        if not closing:
-            return _ContentClose("", frozenset())
-        return _ContentClose(lead[: closing[-1].end], frozenset(token.id for token in closing))
+        token_if_last = self._token_at(text_if_last, shared)
+        if token_if_last in self._special_ids - (self._openers - self._stop_ids):
+            # GPT-OSS: the last turn ends with <|return|>, earlier ones with <|end|>
+            return [token for token in tokens if token.start == shared]
+        # the last turn ends with nothing; the first of several tokens is no opening of the next message
+        stops = [token for token in tokens[:-1][:1] if token.id in self._stop_ids]
+        return [] if text_if_last else stops
 
     @cached_property
-    def _openers(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Ids of the special tokens that open messages: before each first message, and before any.
-
-        Nothing was closed before the first message. But a template may print one of its own before it.
-        """
+    def _openers(self) -> frozenset[int]:
+        """Ids of the special tokens that open messages: nothing was closed before the first message."""
         system = {"role": "system", "content": MARK}
-        question = {"role": "user", "content": MARK}
         found = []
-        for messages in ([question], [system, PLACEHOLDER_USER]):
+        for messages in ([{"role": "user", "content": MARK}], [system, PLACEHOLDER_USER]):
             try:
                 text = self._template.text(messages, None, False, {})
             except TokenizationError:
                 continue
-            if MARK in text:
-                found.append(frozenset(t.id for t in self.tokens(text.partition(MARK)[0], special=True)))
-        prompt = frozenset(token.id for token in self.tokens(self._generation_prompt(), special=True))
-        if not prompt and found:
-            # a template that always prints it: whatever follows a user message
-            text = self._template.text([question], None, False, {}).partition(MARK)[2]
-            found.append(found[0] | {token.id for token in self.tokens(text, special=True)})
-        first = frozenset.intersection(*found) if found else frozenset()
-        return first | prompt, frozenset.union(prompt, *found)
+            before, mark, after = text.partition(MARK)
+            if mark:
+                found.append({token.id for token in self.tokens(before, special=True)})
+            if mark and not found[1:] and not self._generation_prompt:
+                found[0] |= {token.id for token in self.tokens(after, special=True)[1:]}
+        # a template may print a message of its own, and close it, before the first; not before each first
+        return frozenset.intersection(*map(frozenset, found)) if found else frozenset()
 
     @cached_property
     def _result_openers(self) -> frozenset[int]:
@@ -324,7 +361,9 @@ class Discovery:
         between = {token.id for token in tokens if first < token.start < second}
         return frozenset(between - {token.id for token in tokens if token.start > second})
 
+    @cached_property
     def _generation_prompt(self) -> str:
+        """The text that `add_generation_prompt` adds; empty if it adds none."""
         try:
             without = self._template.text([PLACEHOLDER_USER], None, False, {})
             with_prompt = self._template.text([PLACEHOLDER_USER], None, True, {})
@@ -373,7 +412,7 @@ class Discovery:
         Example: `<|im_start|>assistant\n`, also where the generation prompt continues with `<think>\n`.
         """
         turn, options = {"role": "assistant", "content": MARK}, RenderOptions(None, True, {})
-        prompt = self._generation_prompt()
+        prompt = self._generation_prompt
         try:
             question = self._template.text([PLACEHOLDER_USER], None, False, options.kwargs)
             answered = self._template.text(

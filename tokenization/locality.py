@@ -76,10 +76,15 @@ class Proof:
     reason: str = ""
     """What depends on more than the new messages; empty if nothing does."""
 
+    def demoted(self, new: Sequence[Message], reason: str) -> "Proof":
+        """The proof after it was refuted for such new messages."""
+        if _begins_with_result(new):
+            return Proof(Locality.HISTORY, self.after_messages, reason)
+        return Proof(self.after_results, Locality.HISTORY, reason)
+
     def locality(self, new: Sequence[Message]) -> Locality:
         """What decides the text after a turn that these messages follow."""
-        results = bool(new) and new[0].get("role") == "tool"
-        return self.after_results if results else self.after_messages
+        return self.after_results if _begins_with_result(new) else self.after_messages
 
 
 NOT_LOCAL = Proof(Locality.HISTORY, Locality.HISTORY)
@@ -185,6 +190,10 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
         for value in dict.fromkeys((True, False, "low", *compared)):
             for history, step in product(structures(), PRINCIPAL_STEPS[:2]):
                 yield history, step, RenderOptions(_TOOLS, True, {name: value})
+
+
+def _begins_with_result(new: Sequence[Message]) -> bool:
+    return bool(new) and new[0].get("role") == "tool"
 
 
 def _not_local(reason: str) -> Proof:

@@ -1,8 +1,9 @@
 """Converts messages from the form that OpenAI clients send to the form that chat templates take.
 
-The forms differ in three places: clients may send content as text parts, send the arguments of tool calls as
-JSON text, and use either of two names for reasoning. The conversion is the one that vLLM makes before it
-renders, so that text rendered here equals text rendered there.
+The forms differ: clients may send content as text or as parts, send the arguments of tool calls as JSON text,
+use either of two names for reasoning, and address the model as `developer`. The conversion is the one that
+vLLM makes before it renders (vllm/renderers/chat_utils.py and hf.py), so that text rendered here equals text
+rendered there. Where vLLM refuses a message, this conversion may accept it.
 """
 
 import json
@@ -15,20 +16,59 @@ Message = Mapping[str, Any]
 """A chat message of the OpenAI API, as parsed from JSON."""
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 """The values of `type` of content parts that hold text."""
-_COPIED_FIELDS = ("name", "tool_call_id", "task")
+_TOOL_REFERENCE = "tool_reference"
+_PART_FIELDS = frozenset(
+    {"type", "text", "refusal", "thinking", "closed", "name", "uuid", "prompt_cache_breakpoint"}
+    | {"image_embeds", "image_pil", "image_url", "video_embeds", "video_url"}
+    | {"audio_embeds", "audio_url", "input_audio", "file", "data"}
+)
+"""Fields that vLLM knows of some kind of part. Any other field of a text part reaches the template."""
+_BILLING_HEADER = "x-anthropic-billing-header"
+"""Start of a line that vLLM removes from system messages, because it changes with every request."""
+_CALL_FIELDS = dict.fromkeys(["id", "function", "type"])
+_FUNCTION_FIELDS = dict.fromkeys(["arguments", "name"])
+_TOOL_FIELDS = dict.fromkeys(["function", "type"])
+_DEFINITION_FIELDS = dict.fromkeys(["name", "description", "parameters", "strict"])
+"""Fields in the order that vLLM's parser gives them: templates print whole objects as JSON."""
 
 
-def for_template(messages: Sequence[Message], *, parts: bool = False) -> list[dict[str, Any]]:
-    """Convert messages: arguments to objects, reasoning to both of its names, content to text or parts.
+def for_template(
+    messages: Sequence[Message], *, parts: bool = False, developer: bool = True
+) -> list[dict[str, Any]]:
+    """Convert messages as vLLM converts them for a template.
+
+    If the template does not know the role `developer`, a conversation that has such a message gets all of its
+    system and developer messages merged into one system message at the start. The result then has other
+    positions than `messages`, and a new message may change the start of the rendering instead of its end: so
+    an append asks `changes_start` first. Otherwise each message stays in its place.
 
     Args:
-        parts: convert content to a list of text parts, as vLLM does for templates that loop over it;
-            otherwise to one text, its parts joined by line feeds. Tool results become one text always.
+        parts: convert content to a list of parts (content format "openai"); otherwise to one text, its parts
+            joined by line feeds. Tool results become one text always, unless they refer to tools.
+        developer: whether the template knows the role `developer`.
 
     Raises:
         InvalidMessages: a message is not an object, has no role, or holds a part that is not text.
     """
-    return [_convert(message, index, parts) for index, message in enumerate(messages)]
+    converted = [_convert(message, index, parts) for index, message in enumerate(messages)]
+    if not developer and any(message["role"] == "developer" for message in converted):
+        return _merge_system(converted)
+    return converted
+
+
+def changes_start(new: Sequence[Message], history: Sequence[Message] | None) -> bool:
+    """Whether new messages are merged into the first message, for templates that do not know `developer`.
+
+    Args:
+        new: the messages after `history`.
+        history: None if it is not known; it is taken to hold no developer message then.
+    """
+    roles = [message.get("role") for message in new if isinstance(message, Mapping)]
+    if "developer" in roles or "system" not in roles:
+        return "developer" in roles
+    return any(
+        isinstance(message, Mapping) and message.get("role") == "developer" for message in history or []
+    )
 
 
 def _convert(message: Message, index: int, parts: bool) -> dict[str, Any]:
@@ -37,62 +77,87 @@ def _convert(message: Message, index: int, parts: bool) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidMessages(f"message {index} needs a role")
-    texts = texts_of(message.get("content"), index)
-    result: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
-    if parts and role != "tool":
-        result["content"] = [{"type": "text", "text": text} for text in texts]
-    for key in _COPIED_FIELDS:
+    result: dict[str, Any] = {"role": role, "content": _content(message.get("content"), role, index, parts)}
+    if role == "assistant":
+        calls = message.get("tool_calls")
+        if calls:
+            if not isinstance(calls, list):
+                raise InvalidMessages(f"tool calls of message {index} must be a list")
+            result["tool_calls"] = [_convert_call(call, index) for call in calls]
+        reasoning = message.get("reasoning")
+        reasoning = message.get("reasoning_content") if reasoning is None else reasoning
+        if reasoning is not None:
+            result["reasoning"] = result["reasoning_content"] = reasoning
+    elif role == "tool" and "tool_call_id" in message:
+        result["tool_call_id"] = message["tool_call_id"]
+    for key in ("name", "task"):
         if isinstance(message.get(key), str):
             result[key] = message[key]
-    reasoning = message.get("reasoning")
-    reasoning = message.get("reasoning_content") if reasoning is None else reasoning
-    if isinstance(reasoning, str):
-        result["reasoning"] = result["reasoning_content"] = reasoning
-    if role == "developer" and message.get("tools") is not None:
-        result["tools"] = message["tools"]
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise InvalidMessages(f"tool calls of message {index} must be a list")
-        result["tool_calls"] = [_convert_call(call, index) for call in calls]
+    if role == "developer":
+        result["tools"] = _developer_tools(message.get("tools"))
     return result
 
 
-def texts_of(content: object, index: int) -> list[str]:
-    """The texts in a message's content: no text for null, one for a string, one for each text part.
-
-    Args:
-        content: the message's `content`, as parsed from JSON.
-        index: the message's place in the conversation, for the error message.
-
-    Raises:
-        InvalidMessages: the content is not null, a string or a list of text parts.
-    """
+def _content(content: object, role: str, index: int, parts: bool) -> str | list[dict[str, Any]]:
+    """A message's content as one text, or as a list of parts."""
+    as_parts = parts and role != "tool"
+    if isinstance(content, str) and not (role == "system" and content.startswith(_BILLING_HEADER)):
+        return [{"type": "text", "text": content}] if as_parts else content
     if content is None:
-        return []
-    if isinstance(content, str):
-        return [content]
-    if not isinstance(content, list):
+        return [] if as_parts else ""
+    if not isinstance(content, str | list):
         raise InvalidMessages(f"content of message {index} must be a string or a list of parts")
-    return [_text_of_part(part, index) for part in content]
+    listed = [_part(part, index) for part in ([content] if isinstance(content, str) else content)]
+    if role == "system":
+        listed = _without_billing_header(listed)
+    if as_parts or (parts and any(part["type"] != "text" for part in listed)):
+        return listed
+    texts = [part.get("text") or part.get("name") or "" for part in listed]
+    # vLLM keeps empty texts of tool results in the format "openai" only
+    return "\n".join(texts if parts else filter(None, texts))
 
 
-def _text_of_part(part: object, index: int) -> str:
+def _part(part: object, index: int) -> dict[str, Any]:
+    """A part of type "text" or "tool_reference", from any form of it that clients send."""
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": part}
+    if isinstance(part, dict) and len(part) == 2 and part.get("type") == "text":
+        text = part.get("text")
+        if isinstance(text, str):
+            return part  # almost every part is of this form
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, Mapping) and kind == _TOOL_REFERENCE:
+        if not isinstance(part.get("name"), str | None):
+            raise InvalidMessages(f"a tool reference in message {index} holds no name")
+        return {"type": _TOOL_REFERENCE, "name": part.get("name")}
     if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise InvalidMessages(f"message {index} holds a part of type {kind!r}: send text parts only")
-    text = part.get("text", part.get(kind))
-    if not isinstance(text, str):
+    text = part.get(kind if kind in ("refusal", "thinking") else "text")
+    if not isinstance(text, str) or part.get("uuid") is not None:
         raise InvalidMessages(f"a text part in message {index} holds no text")
-    return text
+    result = {"type": "text", "text": text}
+    if len(part) > 2:
+        result.update((key, value) for key, value in part.items() if key not in _PART_FIELDS)
+    return result
+
+
+def _without_billing_header(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parts without their first line where that is the header; a part that holds nothing else is dropped."""
+    kept = []
+    for part in parts:
+        if part["type"] != "text" or not part["text"].startswith(_BILLING_HEADER):
+            kept.append(part)
+        elif rest := part["text"].partition("\n")[2]:
+            kept.append({**part, "text": rest})
+    return kept
 
 
 def _convert_call(call: object, index: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise InvalidMessages(f"tool calls of message {index} must be objects with a function")
+    if call.get("type", "function") != "function":
+        raise InvalidMessages(f"tool calls of message {index} must be of type 'function'")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
@@ -100,6 +165,49 @@ def _convert_call(call: object, index: int) -> dict[str, Any]:
         except (ValueError, RecursionError):
             # as vLLM does: arguments that are not valid JSON must not end a conversation
             arguments = {}
-    if not isinstance(arguments, Mapping):
-        arguments = {}
-    return {**call, "function": {**function, "arguments": arguments}}
+    result, definition = _ordered(call, _CALL_FIELDS), _ordered(function, _FUNCTION_FIELDS)
+    definition["arguments"] = arguments if isinstance(arguments, Mapping) else {}
+    result["function"] = definition
+    return result
+
+
+def _developer_tools(tools: object) -> object:
+    """The tools of a developer message with their fields in vLLM's order; others are left as they are."""
+    if not isinstance(tools, list):
+        return tools
+    functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools]
+    if not all(isinstance(function, Mapping) and "name" in function for function in functions):
+        return tools
+    if not all(tool.get("type") == "function" for tool in tools):
+        return tools
+    return [
+        {**_ordered(tool, _TOOL_FIELDS), "function": _ordered(tool["function"], _DEFINITION_FIELDS)}
+        for tool in tools
+    ]
+
+
+def _ordered(values: Mapping[str, Any], first: Mapping[str, None]) -> dict[str, Any]:
+    """The same values, those of the keys of `first` before all others."""
+    if first.keys() <= values.keys():
+        return {**first, **values}
+    return {**{key: values[key] for key in first if key in values}, **values}
+
+
+def _merge_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Developer messages as system messages, and all of those as one text at the start.
+
+    A single such message at the start keeps its content and other fields.
+    """
+    system = [message for message in messages if message["role"] in ("system", "developer")]
+    if len(system) == 1 and messages[0] is system[0]:
+        first = {key: value for key, value in system[0].items() if key != "tools"}
+        return [{**first, "role": "system"}, *messages[1:]]
+    texts = [text for message in system if (text := _text_of(message["content"]))]
+    others = [message for message in messages if message["role"] not in ("system", "developer")]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
+def _text_of(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if "text" in part)

@@ -1,33 +1,51 @@
-"""Renders messages with a chat template.
+"""Renders messages with a chat template, as vLLM renders them.
 
-An engine converts messages before it renders them: content to text or to parts, whichever the template takes,
-and arguments to objects. One trial rendering shows which content a template takes.
+An engine picks one of the tokenizer's templates, and converts messages and tools to what it takes: content to
+text or to parts, arguments to objects, developer messages to system messages. All of it is decided by the
+source of the template, once for each template.
 """
 
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tokenization.errors import InvalidMessages
-from tokenization.messages import Message, for_template
+from tokenization.cache import BoundedCache
+from tokenization.content_format import ContentFormat, detect_content_format
+from tokenization.errors import InvalidMessages, TemplateUnsupported
+from tokenization.messages import Message, changes_start, for_template
 from tokenization.syntax import Syntax, read_syntax
+from tokenization.tools import tools_for_template
 
 Tools = Sequence[Mapping[str, Any]]
-_RENDERING_ERRORS = (
-    *(TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError),
-    RecursionError,  # also where arguments are nested too deep to be printed as JSON
-)
-"""What the expressions of a template raise for messages that it was not written for."""
-_FIRST, _SECOND = "qZfirstZq", "qZsecondZq"
+"""Tools as a client declares them, parsed from JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the source of a template tells about the messages that it takes."""
+
+    content_format: ContentFormat
+    developer: bool
+    """Whether it knows the role `developer`: its source holds the quoted word."""
 
 
 class Template:
     """The chat template of a tokenizer. Safe to use from several threads."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        content_format: ContentFormat | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`content_format` is detected if None; `defaults` are template variables for all renderings."""
         self._tokenizer = tokenizer
+        self._content_format = content_format
+        self._defaults = dict(defaults or {})
+        self._traits: BoundedCache[str, Traits] = BoundedCache(8)
         self._lock = threading.Lock()
 
     def text(
@@ -40,36 +58,48 @@ class Template:
         """Render messages in the form that OpenAI clients send.
 
         Raises:
-            InvalidMessages: a message is malformed, or the template refuses it.
+            InvalidMessages: a message is malformed, the template refuses it, or it fails on it.
         """
-        converted = for_template(messages, parts=self._takes_parts)
-        return self._render(converted, tools, add_generation_prompt, kwargs)
+        source = self._source(tools, kwargs)
+        traits = self.traits(source)
+        converted = for_template(
+            messages, parts=traits.content_format == "openai", developer=traits.developer
+        )
+        # vLLM leaves out arguments that are null or "auto", so that the server's defaults apply
+        given = {name: value for name, value in kwargs.items() if value is not None and value != "auto"}
+        # fields of the request override template variables of the same name, as in vLLM
+        arguments = {
+            **self._defaults,
+            **given,
+            "chat_template": source,
+            "tools": tools_for_template(tools),
+            "add_generation_prompt": add_generation_prompt,
+            "tokenize": False,
+        }
+        return self._render(converted, arguments)
 
-    def _render(
+    def refuse_merged(
         self,
-        messages: list[dict[str, Any]],
+        new: Sequence[Message],
+        history: Sequence[Message] | None,
         tools: Tools | None,
-        add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
-    ) -> str:
-        from jinja2 import TemplateError
+    ) -> None:
+        """Refuse new messages that an engine merges into the first message of the conversation.
 
-        try:
-            # the Jinja environment of transformers is not documented as thread-safe
-            with self._lock:
-                # fields of the request override template variables of the same name, as in vLLM
-                text: str = self._tokenizer.apply_chat_template(
-                    messages,
-                    **{
-                        **kwargs,
-                        "tools": list(tools) if tools else None,
-                        "add_generation_prompt": add_generation_prompt,
-                        "tokenize": False,
-                    },
-                )
-        except (*_RENDERING_ERRORS, TemplateError) as error:
-            raise InvalidMessages(f"the chat template refuses the messages: {error}") from error
-        return text
+        Raises:
+            TemplateUnsupported: a new message changes the start of the rendering.
+            InvalidMessages: the tokenizer has no template to render the messages with.
+        """
+        if changes_start(new, history) and not self.traits(self._source(tools, kwargs)).developer:
+            raise TemplateUnsupported(
+                "the template does not know the role `developer`, so the engine merges system and developer "
+                "messages into the first message, and none can be appended: send it as a user message"
+            )
+
+    def traits(self, source: str) -> Traits:
+        """What the engine reads from the source of a template."""
+        return self._traits.get_or_make(source, lambda: self._read_traits(source))
 
     @cached_property
     def syntax(self) -> Syntax:
@@ -95,15 +125,56 @@ class Template:
         }
         return frozenset(names - {"documents", "add_generation_prompt"})
 
-    @cached_property
-    def _takes_parts(self) -> bool:
-        """Whether the template prints the texts in a list of content parts, not the list itself."""
-        parts = [{"type": "text", "text": text} for text in (_FIRST, _SECOND)]
-        text = self._render_or_empty([{"role": "user", "content": parts}])
-        return _FIRST in text and _SECOND in text and "'type'" not in text and '"type"' not in text
+    def _read_traits(self, source: str) -> Traits:
+        developer = '"developer"' in source or "'developer'" in source
+        return Traits(self._content_format or detect_content_format(source), developer)
 
-    def _render_or_empty(self, messages: list[dict[str, Any]]) -> str:
+    def _source(self, tools: Tools | None, kwargs: Mapping[str, Any]) -> str:
+        """The source of the template for a request: tokenizers may have several, one of them for tools."""
         try:
-            return self._render(messages, None, True, {})
-        except InvalidMessages:
-            return ""
+            source = self._tokenizer.get_chat_template(kwargs.get("chat_template") or None, tools or None)
+        except (ValueError, TypeError) as error:
+            raise InvalidMessages(f"the tokenizer has no chat template for the messages: {error}") from error
+        if not isinstance(source, str):
+            raise InvalidMessages("the template argument `chat_template` must be a string")
+        return source
+
+    def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+        try:
+            # the Jinja environment of transformers is not documented as thread-safe
+            with self._lock:
+                text: str = self._tokenizer.apply_chat_template(messages, **arguments)
+        except MemoryError:
+            raise
+        except Exception as error:  # the boundary: a template is a program, and may raise anything
+            raise InvalidMessages(_reason(error)) from error
+        return text
+
+
+def _reason(error: Exception) -> str:
+    """Why a template rendered nothing, for the message of an error."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    if isinstance(error, TemplateSyntaxError):
+        return f"the chat template cannot be compiled: line {error.lineno}: {error.message}"
+    if isinstance(error, TemplateError):
+        return f"the chat template refuses the messages: {error}"
+    return f"the chat template fails on the messages: {type(error).__name__}: {error}"
+
+
+def merge_templates(
+    own: str | Mapping[str, str] | None, processor: str | None
+) -> str | Mapping[str, str] | None:
+    """The templates of a model whose processor has one too: vLLM uses the processor's unless there are tools.
+
+    Args:
+        own: the tokenizer's template, or its templates by name.
+        processor: the processor's template.
+
+    Returns:
+        the templates in the form that a tokenizer holds them.
+    """
+    if processor is None or processor == own:
+        return own
+    with_tools = own.get("tool_use", own.get("default")) if isinstance(own, Mapping) else own
+    return {"default": processor, "tool_use": with_tools} if with_tools else processor

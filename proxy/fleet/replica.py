@@ -168,6 +168,7 @@ class Replica:
             error = task.exception()
             report["append"] = "ready" if error is None else str(error)
             if error is None:
+                report["template"] = _template_report(task.result())
                 cache = task.result().cache_info()
                 report["append_cache"] = {"hits": cache.hits, "misses": cache.misses}
         return report
@@ -243,6 +244,18 @@ class Replica:
         )
         if capabilities.token_in is None:
             log.warning("%s: %s", self.engine.name, NO_TOKEN_IN)
+
+
+def _template_report(tokenizer: ChatTokenizer) -> dict[str, str]:
+    """What decides the text after a turn; empty until the template was examined."""
+    proof = tokenizer.proof
+    if proof is None:
+        return {}
+    return {
+        "after_messages": str(proof.after_messages),
+        "after_results": str(proof.after_results),
+        "reason": proof.reason,
+    }
 
 
 def _engine_failed(task: "asyncio.Task[ChatTokenizer]") -> bool:

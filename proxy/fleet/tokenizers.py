@@ -2,12 +2,16 @@
 
 The proxy needs the tokenizer to append messages to ids. A tokenizer that differs from the engine's (another
 template, other defaults) would produce prompts that the engine never renders. So every engine renders a few
-conversations, and on any difference appending is refused with the reason.
+conversations, and on any difference appending is refused with the reason. An engine does not report which
+content format it runs with (`--chat-template-content-format`): it is the one with which all renderings agree.
 """
 
 import asyncio
 import gc
 import logging
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,24 +21,51 @@ from proxy.engine.protocol import Engine
 from proxy.engine.token_in import json_request
 from proxy.errors import EngineBroken, Unsupported
 from tokenization import ChatTokenizer, TokenizationError
+from tokenization.content_format import ContentFormat
 
 log = logging.getLogger("tokenproxy")
 
 _TOOL_CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
-_CONVERSATIONS: list[list[dict[str, Any]]] = [
-    [{"role": "user", "content": "What is 2 + 2?"}],
-    [
-        {"role": "user", "content": "What is 2 + 2?\n"},
-        {"role": "assistant", "content": "It is 4."},
-        {"role": "user", "content": " Grüße,  in words: 四?"},
-    ],
-    [
-        {"role": "user", "content": "What is 2 + 2?"},
-        {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]},
-        {"role": "tool", "tool_call_id": "call00001", "content": "4"},
-    ],
+_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+_QUESTION: dict[str, Any] = {"role": "user", "content": "What is 2 + 2?"}
+_ANSWER: dict[str, Any] = {"role": "assistant", "content": "It is 4."}
+_IN_PARTS = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
+_REQUESTS: list[dict[str, Any]] = [
+    {"messages": [_QUESTION]},
+    {
+        "messages": [
+            {"role": "user", "content": "What is 2 + 2?\n"},
+            _ANSWER,
+            {"role": "user", "content": " Grüße,  in words: 四?"},
+        ]
+    },
+    {
+        "messages": [
+            _QUESTION,
+            {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "4"},
+        ]
+    },
+    # the tool lacks a description, which engines fill in
+    {"messages": [_QUESTION], "tools": [_TOOL]},
+    # content as text or as parts
+    {"messages": [{"role": "user", "content": _IN_PARTS}]},
+    {"messages": [{"role": "system", "content": _IN_PARTS}, _QUESTION]},
+    # messages that engines may merge into the first
+    {"messages": [{"role": "developer", "content": "Be brief."}, _QUESTION]},
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            _QUESTION,
+            _ANSWER,
+            {"role": "developer", "content": _IN_PARTS},
+            _QUESTION,
+        ]
+    },
+    {"messages": [_QUESTION, _ANSWER, {"role": "system", "content": "Be brief."}, _QUESTION]},
 ]
-"""Rendered by the proxy and by the engine. A conversation that a template refuses is skipped."""
+"""Rendered by the engine, and compared with it. A conversation that the engine refuses is skipped."""
+_CONTENT_FORMATS: tuple[ContentFormat, ...] = ("string", "openai")
 
 
 class _Rendered(msgspec.Struct):
@@ -50,12 +81,24 @@ class Tokenizers:
         chat_template: str | None = None,
         trust_remote_code: bool = False,
         revision: str | None = None,
+        content_format: ContentFormat | None = None,
+        default_template_kwargs: Mapping[str, Any] | None = None,
+        proof_folder: Path | None = None,
     ) -> None:
+        """Arguments are those of `ChatTokenizer.load`; None leaves it to the model and its engine.
+
+        `proof_folder` is where proofs about chat templates are kept; None keeps them in memory.
+        """
         self._source = source
         self._chat_template = chat_template
         self._trust_remote_code = trust_remote_code
         self._revision = revision
+        self._content_format = content_format
+        self._default_template_kwargs = default_template_kwargs
+        self._proof_folder = proof_folder
         self._loading: dict[str, asyncio.Task[ChatTokenizer]] = {}
+        self._examined: dict[int, ChatTokenizer] = {}
+        self._in_format: dict[tuple[str, ContentFormat], ChatTokenizer] = {}
 
     async def for_engine(self, engine: Engine, model: Model | None) -> ChatTokenizer:
         """The tokenizer of the model that an engine serves, compared with that engine.
@@ -83,7 +126,11 @@ class Tokenizers:
                 param="append_messages",
                 code="no_tokenizer",
             ) from error
-        await self._check(engine, tokenizer)
+        tokenizer = await self._check(engine, source, tokenizer)
+        if id(tokenizer) not in self._examined:
+            self._examined[id(tokenizer)] = tokenizer
+            # a daemon, because nobody waits for a proof, not even the end of the process
+            threading.Thread(target=self._prove, args=(tokenizer,), name="prove", daemon=True).start()
         return tokenizer
 
     def _load(self, source: str) -> ChatTokenizer:
@@ -92,39 +139,86 @@ class Tokenizers:
             self._chat_template,
             revision=self._revision,
             trust_remote_code=self._trust_remote_code,
+            content_format=self._content_format,
+            default_template_kwargs=self._default_template_kwargs,
         )
         # a vocabulary and the libraries that read it are a million objects that live as long as the process:
         # a full garbage collection that visits them blocks the event loop for 0.2 s
         gc.freeze()
         return tokenizer
 
-    async def _check(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
-        """Raise Unsupported if a rendering differs from the engine's, or if the engine renders nothing."""
-        compared = 0
-        for messages in _CONVERSATIONS:
-            status, body = await fetch(engine, json_request("/tokenize", {"messages": messages}))
-            if status != 200:
-                continue
-            try:
-                engine_ids = msgspec.json.decode(body, type=_Rendered).tokens
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise EngineBroken(f"{engine.name} returned no list of `tokens` for /tokenize") from error
-            try:
-                own_ids = await asyncio.to_thread(tokenizer.render, messages)
-            except TokenizationError:
-                continue
-            if own_ids != engine_ids:
-                raise Unsupported(
-                    f"the tokenizer or template in {tokenizer.source!r} renders other ids than the engine "
-                    f"{engine.name}: set `tokenizer` and `chat_template` to what the engine uses",
-                    param="append_messages",
-                    code="tokenizer_mismatch",
-                )
-            compared += 1
-        if not compared:
+    def _prove(self, tokenizer: ChatTokenizer) -> None:
+        try:
+            proof = tokenizer.prove(self._proof_folder)
+        except Exception:  # the boundary of the thread: without a proof whole histories are rendered
+            log.exception("the chat template of %s could not be examined", tokenizer.source)
+            return
+        log.info(
+            "chat template of %s: what follows a turn depends on the %s, after tool results on the %s%s",
+            tokenizer.source,
+            proof.after_messages,
+            proof.after_results,
+            f" ({proof.reason})" if proof.reason else "",
+        )
+
+    async def _check(self, engine: Engine, source: str, tokenizer: ChatTokenizer) -> ChatTokenizer:
+        """The tokenizer, with the content format with which it renders the same ids as the engine.
+
+        Raises:
+            Unsupported: it renders other ids with each format, or there is no rendering to compare.
+        """
+        renderings = [
+            (request, ids) for request in _REQUESTS if (ids := await _rendered(engine, request)) is not None
+        ]
+        if not renderings:
             raise Unsupported(
                 f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
                 "its /tokenize route and chat template must accept a conversation",
                 param="append_messages",
                 code="tokenizer_unchecked",
             )
+        for candidate in self._candidates(source, tokenizer):
+            if await asyncio.to_thread(_agrees, candidate, renderings):
+                return candidate
+        raise Unsupported(
+            f"the tokenizer or template in {tokenizer.source!r} renders other ids than the engine "
+            f"{engine.name}: set `tokenizer` and `chat_template` to what the engine uses",
+            param="append_messages",
+            code="tokenizer_mismatch",
+        )
+
+    def _candidates(self, source: str, tokenizer: ChatTokenizer) -> Iterator[ChatTokenizer]:
+        """The tokenizer with the format that is given or detected; if none is given, with every format."""
+        yield tokenizer
+        for content_format in _CONTENT_FORMATS if self._content_format is None else ():
+            key = (source, content_format)
+            if key not in self._in_format:
+                self._in_format[key] = tokenizer.with_content_format(content_format)
+            yield self._in_format[key]
+
+
+async def _rendered(engine: Engine, request: dict[str, Any]) -> list[int] | None:
+    """The ids that an engine makes of a conversation; None if it refuses the request.
+
+    Raises:
+        EngineBroken: the response is malformed.
+        ApiError: the engine does not respond.
+    """
+    status, body = await fetch(engine, json_request("/tokenize", request))
+    if status != 200:
+        return None
+    try:
+        return msgspec.json.decode(body, type=_Rendered).tokens
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise EngineBroken(f"{engine.name} returned no list of `tokens` for /tokenize") from error
+
+
+def _agrees(tokenizer: ChatTokenizer, renderings: list[tuple[dict[str, Any], list[int]]]) -> bool:
+    """Whether a tokenizer renders every conversation as the engine does."""
+    try:
+        return all(
+            tokenizer.render(request["messages"], tools=request.get("tools")) == engine_ids
+            for request, engine_ids in renderings
+        )
+    except TokenizationError:  # a template that refuses what the engine renders is not the engine's
+        return False

@@ -6,10 +6,11 @@ Law: the result begins with the bytes of the ids that were given.
 from collections.abc import Sequence
 from typing import Any
 
+from proxy.history.audit import Auditor
 from proxy.history.cached_turn import CachedTurn
 from proxy.history.conversation import Conversation
 from proxy.turn.request import Rendering
-from tokenization import ChatTokenizer, TokenizationError, ids
+from tokenization import ChatTokenizer, ids
 
 
 def continue_ids(
@@ -21,6 +22,7 @@ def continue_ids(
     history: Sequence[dict[str, Any]] | None = None,
     finish_reason: str | None = "stop",
     stop_reason: str | int | None = None,
+    auditor: Auditor | None = None,
 ) -> tuple[bytes, list[int]]:
     """The next prompt of a conversation that is already ids.
 
@@ -29,6 +31,7 @@ def continue_ids(
         new: the messages since then.
         history: the messages that led to the ids, if known; the last one is the assistant's.
         finish_reason, stop_reason: how the last turn ended, as the engine gave it.
+        auditor: compares a share of the appends with a rendering of the whole history.
 
     Returns:
         the whole prompt as a JSON array, and the ids after `raw`.
@@ -47,32 +50,31 @@ def continue_ids(
         add_generation_prompt=rendering.add_generation_prompt,
         template_kwargs=rendering.parse_template_kwargs(),
     )
+    if auditor is not None and history is not None:
+        auditor.consider(tokenizer, history, new, rendering)
     appended = [*following.close_ids, *following.suffix_ids]
     return ids.join(raw, appended), appended
 
 
 def continue_turn(
-    tokenizer: ChatTokenizer, turn: CachedTurn, conversation: Conversation, end: int, rendering: Rendering
+    tokenizer: ChatTokenizer,
+    turn: CachedTurn,
+    conversation: Conversation,
+    end: int,
+    rendering: Rendering,
+    auditor: Auditor | None = None,
 ) -> tuple[bytes, list[int]]:
     """The next prompt after a recorded turn, whose message stands at index `end` of a conversation.
 
-    The history is used only where the new messages alone do not decide what follows. Returns and raises as
-    `continue_ids`.
+    Returns and raises as `continue_ids`.
     """
-    new = conversation.parse(end + 1, len(conversation.raws))
-
-    def after(history: list[dict[str, Any]] | None) -> tuple[bytes, list[int]]:
-        return continue_ids(
-            tokenizer,
-            turn.ids,
-            new,
-            rendering,
-            history=history,
-            finish_reason=turn.finish_reason,
-            stop_reason=turn.stop_reason,
-        )
-
-    try:
-        return after(None)
-    except TokenizationError:
-        return after(conversation.parse(0, end + 1))
+    return continue_ids(
+        tokenizer,
+        turn.ids,
+        conversation.parse(end + 1, len(conversation.raws)),
+        rendering,
+        history=conversation.history(end + 1),
+        finish_reason=turn.finish_reason,
+        stop_reason=turn.stop_reason,
+        auditor=auditor,
+    )

@@ -7,7 +7,7 @@ is made with.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import msgspec
 
@@ -71,6 +71,29 @@ def is_distinctive(message: dict[str, Any]) -> bool:
     return sum(len(text.strip()) for text in texts if isinstance(text, str)) >= _DISTINCTIVE_BYTES
 
 
+class LazyMessages(Sequence[dict[str, Any]]):
+    """Messages that are parsed when they are read: of a long history mostly the last one only."""
+
+    def __init__(self, raws: Sequence[msgspec.Raw]) -> None:
+        self._raws = raws
+        self._parsed: dict[int, dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._raws)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        position = range(len(self))[index]
+        if position not in self._parsed:
+            self._parsed[position] = _parse(self._raws[position])
+        return self._parsed[position]
+
+
 @dataclass
 class Conversation:
     """The messages of a request."""
@@ -107,6 +130,10 @@ class Conversation:
     def strict_before(self, index: int) -> bytes:
         """The strict digest of the messages before one."""
         return self.messages[index - 1].strict if index else NOTHING
+
+    def history(self, end: int) -> "LazyMessages":
+        """The messages before `end`, each parsed when it is read."""
+        return LazyMessages(self.raws[:end])
 
     def parse(self, first: int, end: int) -> list[dict[str, Any]]:
         """The messages from `first` to before `end` as objects."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.errors import BadRequest, Unsupported
+from proxy.errors import BadRequest, EngineUnavailable, Unsupported
 from proxy.history.cached_turn import CachedTurn
 from proxy.history.continuation import continue_ids, continue_turn
 from proxy.history.conversation import Conversation
@@ -28,6 +28,7 @@ async def append_messages(
     Raises:
         BadRequest: the template refuses the messages.
         Unsupported: there is no tokenizer, or no exact append for this template.
+        EngineUnavailable: there is no history, and the template is not proved yet.
     """
     tokenizer = model.tokenizer
     if tokenizer is None:
@@ -37,6 +38,11 @@ async def append_messages(
     whole = _objects(request.messages, "messages") if request.messages else []
     before = whole[: len(whole) - len(new)]
     history = before if before and before[-1].get("role") == "assistant" else None
+    if history is None and tokenizer.proof is None:
+        raise EngineUnavailable(
+            "the chat template is still being examined, which takes seconds after the start: send the "
+            "conversation as `messages` too, or try again"
+        )
     raw = ids.compact(given.raw)
     try:
         if reserved := tokenizer.reserved(request.rendering.parse_template_kwargs()):
@@ -45,7 +51,9 @@ async def append_messages(
                 param="chat_template_kwargs",
             )
         return await placer.in_thread(
-            lambda: continue_ids(tokenizer, raw, new, request.rendering, history=history)
+            lambda: continue_ids(
+                tokenizer, raw, new, request.rendering, history=history, auditor=placer.auditor
+            )
         )
     except msgspec.DecodeError as error:
         raise BadRequest(f"`tools`: {error}", param="tools") from error

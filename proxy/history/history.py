@@ -4,6 +4,7 @@ import asyncio
 import logging
 from concurrent.futures import Executor
 
+from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
 from proxy.history.matcher import Matcher
 from proxy.history.pins import Pins
@@ -24,14 +25,17 @@ EVICTION_INTERVAL_S = 60.0
 class History:
     """Planner, recorder and retries over one store. One per application."""
 
-    def __init__(self, store: Store, executor: Executor, metrics: Metrics, cache_bytes: int) -> None:
+    def __init__(
+        self, store: Store, executor: Executor, metrics: Metrics, cache_bytes: int, auditor: Auditor
+    ) -> None:
+        self.auditor = auditor
         self.store = store
         self.metrics = metrics
         self.cache = TurnCache(cache_bytes)
         self.tasks = Tasks()
         self.pins = Pins(store, metrics)
         matcher = Matcher(store, self.cache, executor)
-        self.placer = Placer(store, self.cache, matcher, self.pins, executor, metrics)
+        self.placer = Placer(store, self.cache, matcher, self.pins, executor, metrics, auditor)
         self.planner = Planner(self.placer)
         self.recorder = Recorder(store, self.cache, executor, metrics, self.tasks)
         self.retries = Retries(store, metrics, self.tasks)
@@ -44,6 +48,7 @@ class History:
 
     async def aclose(self) -> None:
         """Finish recording, then close the store."""
+        self.auditor.close()
         await self.tasks.aclose()
         await self.store.aclose()
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
 from proxy.history.conversation import Conversation
 from proxy.history.matcher import Match, Matcher
@@ -44,6 +45,7 @@ class Placer:
     pins: Pins
     executor: Executor
     metrics: Metrics
+    auditor: Auditor
     _parts: BoundedCache[bytes, tuple[bytes, ...]] = field(default_factory=lambda: BoundedCache(1024))
 
     async def parse(self, messages: bytes) -> Conversation:

@@ -125,7 +125,9 @@ class Planner:
             return Rendered(placement=placement, reason=Reason.SPECIAL_REQUEST)
         try:
             prompt, appended = await self.placer.in_thread(
-                lambda: continue_turn(tokenizer, turn, conversation, match.end, rendering)
+                lambda: continue_turn(
+                    tokenizer, turn, conversation, match.end, rendering, self.placer.auditor
+                )
             )
         except TemplateUnsupported:
             return Rendered(placement=placement, reason=Reason.TEMPLATE_UNSUPPORTED)

@@ -181,6 +181,19 @@ def test_an_edit_of_what_others_said(talk: Make, at: int) -> None:
     made.follow(user("Go on"))
 
 
+def test_messages_that_the_engine_merges_into_the_first_are_rendered(talk: Make) -> None:
+    """Its template does not know the role `developer`, so such a message changes the start of the prompt."""
+    made, kind = talk(), {"role": "system", "content": "Be kind"}
+    made.ask(reply=Reply(SPLIT))
+    made.follow(kind, user("more"))
+    answered = made.ask({"role": "developer", "content": "Be brief"}, user("And?"))
+    assert (answered.sent, answered.reason) == (None, "template_unsupported")
+    made.follow(user("Go on"))
+    answered = made.ask(kind, user("And?"))
+    assert (answered.sent, answered.reason) == (None, "template_unsupported")
+    made.follow(user("Go on"))
+
+
 def test_a_turn_that_was_left_out(talk: Make) -> None:
     made = talk()
     made.ask(reply=Reply(SPLIT))

@@ -54,7 +54,8 @@ def test_the_prefix_is_kept(
 def test_tools_and_template_arguments_count(
     client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
 ) -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
+    function = {"name": "f", "description": None, "parameters": None}
+    tools = [{"type": "function", "function": function}]
     one = call()
     turn = {"role": "assistant", "content": "", "tool_calls": [one]}
     messages = [user("Hi"), turn, result(one, "1")]

@@ -126,3 +126,56 @@ async def test_malformed_tokenize_response_is_an_error(
     mortal.canned["/tokenize"] = Canned(body)
     with pytest.raises(ApiError):
         await Tokenizers().for_engine(engine, model)
+
+
+_EITHER = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ '[' + part.text + ']' }}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Prints text and parts differently. vLLM detects that it takes parts."""
+
+
+async def test_content_format_is_the_one_that_the_engine_runs_with(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
+    """The engine, which passes content as text, runs with `--chat-template-content-format string`."""
+    mortal.chat_template = _EITHER
+    tokenizers = Tokenizers(None, _EITHER)
+    tokenizer = await tokenizers.for_engine(engine, model)
+    assert tokenizer.content_format == "string"
+    assert await tokenizers.for_engine(engine, model) is tokenizer
+    user = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert "user\na\nb<|im_end|>" in tokenizer.decode(tokenizer.append([1], [user]).suffix_ids)
+
+
+async def test_content_format_that_the_engine_reports_is_the_only_one_tried(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
+    mortal.chat_template = _EITHER
+    with pytest.raises(Unsupported, match="renders other ids"):
+        await Tokenizers(None, _EITHER, content_format="openai").for_engine(engine, model)
+    tokenizer = await Tokenizers(None, _EITHER, content_format="string").for_engine(engine, model)
+    assert tokenizer.content_format == "string"
+
+
+async def test_template_arguments_that_the_engine_sets_by_default(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
+    thinking = "{% if add_generation_prompt and enable_thinking %}{{ '<think>' }}{% endif %}"
+    mortal.chat_template = CHATML + thinking.replace("enable_thinking", "true")
+    with pytest.raises(Unsupported, match="renders other ids"):
+        await Tokenizers(None, CHATML + thinking).for_engine(engine, model)
+    defaults = {"enable_thinking": True}
+    tokenizers = Tokenizers(None, CHATML + thinking, default_template_kwargs=defaults)
+    assert (await tokenizers.for_engine(engine, model)).default_template_kwargs == defaults
+
+
+async def test_engine_that_merges_no_developer_messages_is_refused(
+    engine: HttpEngine, model: Model, mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.fake_vllm.as_rendered", lambda messages: messages)
+    mortal.chat_template = "{% for m in messages %}{{ m.role + ':' + m.content | string }}{% endfor %}"
+    with pytest.raises(Unsupported, match="renders other ids"):
+        await Tokenizers(None, mortal.chat_template).for_engine(engine, model)

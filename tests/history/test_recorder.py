@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from proxy.history.audit import Auditor
 from proxy.history.cached_turn import cached_turn, hash_ids
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.history import History
@@ -147,7 +148,7 @@ def test_ids_that_cannot_be_packed_make_the_turn_untrainable(odd: list[Any]) -> 
 @pytest.fixture
 async def history() -> AsyncIterator[History]:
     with ThreadPoolExecutor(1) as executor:
-        made = History(MemoryStore(Limits()), executor, Metrics(), 2**20)
+        made = History(MemoryStore(Limits()), executor, Metrics(), 2**20, Auditor(Metrics(), 0, None))
         await made.open()
         yield made
         await made.aclose()

@@ -186,10 +186,15 @@ def wait_ready(url: str, timeout_s: float = 120.0) -> dict[str, object]:
         try:
             answer = httpx.get(f"{url}/ready", timeout=10)
             state = answer.text
-            if answer.status_code == 200 and answer.json()["engines"][0]["append"] == "ready":
+            if answer.status_code == 200 and _can_append(answer.json()["engines"][0]):
                 ready: dict[str, object] = answer.json()["engines"][0]
                 return ready
         except httpx.TransportError as error:
             state = error
         time.sleep(0.2)
     raise TimeoutError(f"{url} was not ready after {timeout_s:.0f} s: {state}")
+
+
+def _can_append(engine: dict[str, object]) -> bool:
+    """Whether messages can be appended, also without a history: the chat template was examined."""
+    return engine["append"] == "ready" and bool(engine["template"])

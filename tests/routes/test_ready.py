@@ -16,6 +16,8 @@ def test_an_engine_that_is_ready(fake: FakeVllm, client: httpx.Client, method: s
     if method == "GET":
         found = answer.json()
         assert found["engines"][0].pop("append_cache").keys() == {"hits", "misses"}
+        template = found["engines"][0].pop("template")
+        assert template == {"after_messages": "new messages", "after_results": "new messages", "reason": ""}
         assert found == {
             "ready": True,
             "engines": [

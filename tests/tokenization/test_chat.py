@@ -20,7 +20,8 @@ from tokenization import (
 )
 
 Message = dict[str, Any]
-_TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+_WEATHER = {"name": "weather", "description": None, "parameters": {"type": "object"}}
+_TOOLS = [{"type": "function", "function": _WEATHER}]
 _USER = [{"role": "user", "content": "And then?"}]
 
 

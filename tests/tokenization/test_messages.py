@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from tokenization import InvalidMessages
-from tokenization.messages import for_template
+from tokenization.messages import changes_start, for_template
 
 
 def _call(arguments: object) -> dict[str, Any]:
@@ -22,10 +22,7 @@ def _call(arguments: object) -> dict[str, Any]:
         ),
         ({"content": ["a", {"text": "b"}]}, {"content": "a\nb"}),
         ({"content": [{"type": "refusal", "refusal": "no"}]}, {"content": "no"}),
-        (
-            {"content": "a", "name": "n", "tool_call_id": "t"},
-            {"content": "a", "name": "n", "tool_call_id": "t"},
-        ),
+        ({"content": "a", "name": "n", "tool_call_id": "t"}, {"content": "a", "name": "n"}),
         ({"content": "a", "audio": None, "tool_calls": []}, {"content": "a"}),
         ({"content": "a", "reasoning": "r"}, {"content": "a", "reasoning": "r", "reasoning_content": "r"}),
         (
@@ -41,6 +38,126 @@ def _call(arguments: object) -> dict[str, Any]:
 )
 def test_conversion(message: dict[str, Any], expected: dict[str, Any]) -> None:
     assert for_template([{"role": "assistant", **message}]) == [{"role": "assistant", **expected}]
+
+
+@pytest.mark.parametrize(
+    "message, text, parts",
+    [
+        ({"role": "user", "content": "a"}, "a", [{"type": "text", "text": "a"}]),
+        ({"role": "user", "content": ""}, "", [{"type": "text", "text": ""}]),
+        ({"role": "user", "content": None}, "", []),
+        (
+            {"role": "user", "content": ["a", "", {"type": "text", "text": "b", "cache_control": 1}]},
+            "a\nb",
+            [
+                {"type": "text", "text": "a"},
+                {"type": "text", "text": ""},
+                {"type": "text", "text": "b", "cache_control": 1},
+            ],
+        ),
+        ({"role": "tool", "content": ["a", "", "b"]}, "a\nb", "a\n\nb"),
+        ({"role": "tool", "content": []}, "", ""),
+        (
+            {"role": "tool", "content": ["a", {"type": "tool_reference", "name": "f"}]},
+            "a\nf",
+            [{"type": "text", "text": "a"}, {"type": "tool_reference", "name": "f"}],
+        ),
+        ({"role": "system", "content": "x-anthropic-billing-header: cch=1"}, "", []),
+        (
+            {"role": "system", "content": "x-anthropic-billing-header: cch=1\nBe brief."},
+            "Be brief.",
+            [{"type": "text", "text": "Be brief."}],
+        ),
+        (
+            {"role": "system", "content": ["x-anthropic-billing-header: cch=1", "Be brief."]},
+            "Be brief.",
+            [{"type": "text", "text": "Be brief."}],
+        ),
+    ],
+)
+def test_content_formats(message: dict[str, Any], text: str, parts: list[dict[str, Any]] | str) -> None:
+    for as_parts, expected in ((False, text), (True, parts)):
+        [converted] = for_template([message], parts=as_parts)
+        assert converted == {"role": message["role"], "content": expected}
+
+
+@pytest.mark.parametrize(
+    "message, expected",
+    [
+        ({"role": "user", "reasoning": "r", "tool_call_id": "a", "tool_calls": [5], "tools": []}, {}),
+        ({"role": "tool", "tool_call_id": "a", "reasoning": "r"}, {"tool_call_id": "a"}),
+        ({"role": "system", "name": "n", "task": "t"}, {"name": "n", "task": "t"}),
+        ({"role": "user", "name": None}, {}),
+        ({"role": "developer"}, {"tools": None}),
+        ({"role": "developer", "tools": [{"name": "f"}]}, {"tools": [{"name": "f"}]}),
+    ],
+)
+def test_each_role_has_its_own_fields(message: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert for_template([message]) == [{"role": message["role"], "content": "", **expected}]
+
+
+def test_fields_of_calls_and_tools_have_the_order_of_vllm() -> None:
+    call = {"type": "function", "x": 1, "id": "1", "function": {"name": "f", "y": 2, "arguments": "{}"}}
+    [message] = for_template([{"role": "assistant", "tool_calls": [call]}])
+    assert repr(message["tool_calls"][0]) == repr(
+        {"id": "1", "function": {"arguments": {}, "name": "f", "y": 2}, "type": "function", "x": 1}
+    )
+    tool = {"type": "function", "x": 1, "function": {"parameters": {}, "name": "f"}}
+    [message] = for_template([{"role": "developer", "tools": [tool]}])
+    assert repr(message["tools"][0]) == repr(
+        {"function": {"name": "f", "parameters": {}}, "type": "function", "x": 1}
+    )
+
+
+_BRIEF = {"role": "system", "content": "Be brief."}
+_KIND = {"role": "developer", "content": ["Be", "kind."], "name": "n"}
+_USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize(
+    "messages, expected",
+    [
+        ([_BRIEF, _KIND, _USER], "Be brief.\n\nBe\nkind."),
+        ([_USER, _KIND], "Be\nkind."),
+        ([_KIND, _USER, {"role": "developer", "content": ""}, _BRIEF], "Be\nkind.\n\nBe brief."),
+    ],
+)
+def test_system_messages_are_merged_for_templates_without_developer(
+    messages: list[dict[str, Any]], expected: str, parts: bool
+) -> None:
+    user = for_template([_USER], parts=parts)
+    converted = for_template(messages, parts=parts, developer=False)
+    assert converted == [{"role": "system", "content": expected}, *user]
+    kept = for_template(messages, parts=parts)
+    assert [message["role"] for message in kept] == [message["role"] for message in messages]
+
+
+def test_single_developer_message_at_the_start_keeps_its_fields() -> None:
+    [first, _] = for_template([_KIND, _USER], parts=True, developer=False)
+    texts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind."}]
+    assert first == {"role": "system", "content": texts, "name": "n"}
+
+
+def test_system_messages_stay_in_place_without_a_developer_message() -> None:
+    converted = for_template([_BRIEF, _USER, _BRIEF], developer=False)
+    assert [message["role"] for message in converted] == ["system", "user", "system"]
+
+
+@pytest.mark.parametrize(
+    "new, history, expected",
+    [
+        ([_USER], [_KIND], False),
+        ([_USER, _KIND], None, True),
+        ([_BRIEF], None, False),
+        ([_BRIEF], [_BRIEF, _USER], False),
+        ([_BRIEF], [_USER, _KIND], True),
+    ],
+)
+def test_new_messages_that_change_the_start(
+    new: list[dict[str, Any]], history: list[dict[str, Any]] | None, expected: bool
+) -> None:
+    assert changes_start(new, history) == expected
 
 
 def test_input_messages_are_not_changed() -> None:
@@ -65,6 +182,10 @@ def test_input_messages_are_not_changed() -> None:
         ({"role": "assistant", "tool_calls": ["f"]}, "tool calls of message 1"),
         ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "tool calls of message 1"),
         ({"role": "assistant", "tool_calls": 5}, "tool calls of message 1"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {}}]}, "of type 'function'"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "uuid": "u"}]}, "holds no text"),
+        ({"role": "user", "content": [{"type": "refusal", "text": "a"}]}, "holds no text"),
+        ({"role": "tool", "content": [{"type": "tool_reference", "name": 5}]}, "holds no name"),
     ],
 )
 def test_invalid_messages_are_rejected(message: Any, error: str) -> None:

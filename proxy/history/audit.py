@@ -1,0 +1,119 @@
+"""Audits the appends that did not render the whole history.
+
+A proof tries many conversations, but not all. The first append of each kind of conversation, and a share of
+the others, is compared with a rendering of the whole history after the prompt was planned. One difference
+ends that way of appending for the template.
+"""
+
+import json
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from proxy.metrics import Metrics
+from proxy.turn.request import Rendering
+from tokenization import ChatTokenizer
+from tokenization.cache import BoundedCache
+
+log = logging.getLogger("tokenproxy")
+
+MAX_WAITING = 32
+"""Audits that may wait. Others are left out: under load the share gets smaller, not the proxy slower."""
+_SHOWN_CHARACTERS = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Append:
+    tokenizer: ChatTokenizer
+    history: Sequence[Mapping[str, Any]]
+    new: Sequence[Mapping[str, Any]]
+    rendering: Rendering
+
+
+class Auditor:
+    """Decides which appends are audited, and audits them one at a time, off the event loop."""
+
+    def __init__(self, metrics: Metrics, share: float, proof_folder: Path | None) -> None:
+        """`share` of the appends is audited, from 0 to 1; with 0 the first of each kind is not either."""
+        self._metrics = metrics
+        self._share = share
+        self._proof_folder = proof_folder
+        self._thread = ThreadPoolExecutor(1, "audit")
+        self._audited_kinds: BoundedCache[object, bool] = BoundedCache(4096)
+        self._waiting = 0
+
+    def consider(
+        self,
+        tokenizer: ChatTokenizer,
+        history: Sequence[Mapping[str, Any]],
+        new: Sequence[Mapping[str, Any]],
+        rendering: Rendering,
+    ) -> None:
+        """Audit an append later, if it is the first of its kind or is drawn. Any thread may call it."""
+        if not self._share or not tokenizer.is_local(new) or self._waiting >= MAX_WAITING:
+            return
+        kind = _kind(tokenizer, history, new, rendering)
+        first = self._audited_kinds.get(kind) is None
+        if not first and random.random() >= self._share:
+            return
+        self._audited_kinds.put(kind, True)
+        self._waiting += 1
+        self._thread.submit(self._audit, _Append(tokenizer, history, new, rendering))
+
+    def close(self) -> None:
+        """Leave out the audits that wait, and end the thread after the one that runs."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _audit(self, append: _Append) -> None:
+        try:
+            refuted = self._refute(append)
+        except Exception:  # the boundary of the thread: the append itself went well
+            log.exception("an append could not be audited")
+            return
+        finally:
+            self._waiting -= 1
+        self._metrics.audits.labels("same" if refuted is None else "different").inc()
+        if refuted is not None:
+            example = json.dumps({"history": refuted, "new": append.new}, ensure_ascii=False, default=repr)
+            log.error(
+                "the chat template of %s appends other text after the whole history than was proved; from "
+                "now on the whole history is rendered. Smallest example found: %s",
+                append.tokenizer.source,
+                example[:_SHOWN_CHARACTERS],
+            )
+
+    def _refute(self, append: _Append) -> Sequence[Mapping[str, Any]] | None:
+        return append.tokenizer.audit(
+            append.new,
+            append.history,
+            tools=append.rendering.parse_tools(),
+            add_generation_prompt=append.rendering.add_generation_prompt,
+            template_kwargs=append.rendering.parse_template_kwargs(),
+            folder=self._proof_folder,
+        )
+
+
+def _kind(
+    tokenizer: ChatTokenizer,
+    history: Sequence[Mapping[str, Any]],
+    new: Sequence[Mapping[str, Any]],
+    rendering: Rendering,
+) -> object:
+    """What makes conversations alike: the length of the history, the last turn, the new messages, options."""
+    turn = history[-1]
+    return (
+        tokenizer.fingerprint,
+        len(history).bit_length(),
+        history[0].get("role"),
+        bool(turn.get("content")),
+        bool(turn.get("reasoning") or turn.get("reasoning_content")),
+        len(turn.get("tool_calls") or ()),
+        tuple(message.get("role") for message in new[:8]),
+        rendering.tools is not None,
+        rendering.add_generation_prompt,
+        tuple(sorted(rendering.parse_template_kwargs())),
+    )
