@@ -49,7 +49,7 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
         "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% endif %}"
         "{% for m in messages %}" + _HEADER + "{% if loop.last and m.role == 'user' and system is defined %}"
         "{{ system + '\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}" + _PROMPT,
-        NEW,
+        HISTORY,  # also a user message may follow the results
         HISTORY,
         f"^{_EARLIER}: user after system 'qw'",
     ),
@@ -106,19 +106,20 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
         r"the last turn decides what is printed: tool after user 'qw', assistant with calls ''",
     ),
     "arguments of the first call": (
-        _next_to_result(
-            "loop.previtem.tool_calls[0].function.arguments | tojson if loop.previtem.tool_calls"
-        ),
+        "{% for m in messages %}" + _HEADER + "{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function | tojson }}{% endfor %}{% if m.role == 'tool' and loop.previtem.tool_calls %}"
+        "{{ loop.previtem.tool_calls[0].function.arguments | tojson }}{% endif %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}" + _PROMPT,
         HISTORY,
         NEW,
         _EARLIER,
     ),
     "content of the first message": (_next_to_result("messages[0].content"), HISTORY, NEW, _EARLIER),
     "close of a turn with calls": (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for call in m.tool_calls or [] %}"
-        "{{ call.function | tojson }}{% endfor %}{{ '<|eos|>' if m.tool_calls else '<|im_end|>' }}{% endfor %}"
-        + _PROMPT,
-        NEW,
+        "{% for m in messages %}" + _HEADER + "{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function | tojson }}{% endfor %}{{ '<|eos|>' if m.tool_calls else '<|im_end|>' }}"
+        "{% endfor %}" + _PROMPT,
+        TURN,  # a result may follow a turn without calls
         TURN,
         "^the last turn decides what is printed: user after user 'qw', assistant with calls ''",
     ),
@@ -262,7 +263,7 @@ def test_history_is_rendered_where_it_decides(prove_first: bool) -> None:
 
 def test_history_is_required_where_it_decides() -> None:
     tokenizer = tokenizer_with(_prompt_if("'/no_think' in messages[0].content"))
-    with pytest.raises(TemplateUnsupported, match="give `history` .*user after system '/no_think'"):
+    with pytest.raises(TemplateUnsupported, match=r"give `history` .*user after system '/no_think'"):
         tokenizer.append([1], [user("And?")])
 
 
