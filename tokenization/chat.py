@@ -345,6 +345,8 @@ class ChatTokenizer:
             return Continuation((), ())
         if not new_messages:
             raise InvalidMessages("must not be empty")
+        if not all(isinstance(message, Mapping) for message in new_messages):
+            raise InvalidMessages("every new message must be an object")
         if history is not None and not _ends_with_assistant(history):
             raise InvalidMessages("`history` must end with the assistant turn")
         options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})

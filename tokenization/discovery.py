@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tokenization.cache import BoundedCache
-from tokenization.errors import TemplateUnsupported, TokenizationError
+from tokenization.errors import InvalidMessages, TemplateUnsupported, TokenizationError
 from tokenization.locality import Locality, Proof, prove
 from tokenization.messages import Message
 from tokenization.template import Template
 from tokenization.turns import (
     MARK,
     PLACEHOLDER_USER,
-    TURN_NOT_PRINTED,
     RenderOptions,
     Tail,
     Token,
@@ -192,15 +191,17 @@ class Discovery:
         return self._tail(history_key, whole, new, options, in_turn)
 
     def _tail_after_any_turn(self, new: Sequence[Message], options: RenderOptions) -> TurnTail:
-        locality = self.prove().locality(new)
-        if locality is not Locality.NEW:
-            raise TemplateUnsupported(
-                "what the template prints after a turn depends on earlier messages: give `history` "
-                f"({self.prove().reason})"
-            )
+        proof = self.prove()
         context = placeholder_context(new)
         key = digest(list(new), None, _options_key(options))
-        return self._tail(key, context, new, options)
+        # first, because where the template objects to the new messages as such, its own error tells more
+        turn_tail = self._tail(key, context, new, options)
+        if proof.locality(new) is not Locality.NEW:
+            raise TemplateUnsupported(
+                "what the template prints after a turn may depend on earlier messages: give `history` "
+                f"({proof.reason})"
+            )
+        return turn_tail
 
     def _tail(
         self,
@@ -251,7 +252,7 @@ class Discovery:
         whole = render_tail(self._template, context, new, options, guide.whole if guide else None)
         close = self._content_close(options)
         start, closers = 0, close.closers
-        if context[-1].get("tool_calls") and TURN_NOT_PRINTED not in whole.notes:
+        if whole.in_call:
             start, closers = self._close_of_call(whole, close)
         tail = whole.without_start(start)
         lead = tail.text[: tail.lead]
@@ -300,7 +301,7 @@ class Discovery:
         return self._content_closes.get_or_make(key, lambda: self._find_content_close(options))
 
     def _find_content_close(self, options: RenderOptions) -> _ContentClose:
-        context = [PLACEHOLDER_USER, {"role": "assistant", "content": "."}]
+        context = [*self._preamble, PLACEHOLDER_USER, {"role": "assistant", "content": "."}]
         tail = render_tail(self._template, context, [{"role": "user", "content": "qZuserZq"}], options)
         lead = tail.text[: tail.lead]
         shared = self._shared(lead, tail.text_if_last)
@@ -328,11 +329,23 @@ class Discovery:
         return [] if text_if_last else stops
 
     @cached_property
+    def _preamble(self) -> list[Message]:
+        """A system message, if the template refuses conversations without one."""
+        system: Message = {"role": "system", "content": "."}
+        preambles: list[list[Message]] = [[], [system]]
+        for preamble in preambles:
+            with suppress(TokenizationError):
+                self._template.text([*preamble, PLACEHOLDER_USER], None, True, {})
+                return preamble
+        return []
+
+    @cached_property
     def _openers(self) -> frozenset[int]:
         """Ids of the special tokens that open messages: nothing was closed before the first message."""
         system = {"role": "system", "content": MARK}
         found = []
-        for messages in ([{"role": "user", "content": MARK}], [system, PLACEHOLDER_USER]):
+        question = {"role": "user", "content": MARK}
+        for messages in ([*self._preamble, question], [system, PLACEHOLDER_USER]):
             try:
                 text = self._template.text(messages, None, False, {})
             except TokenizationError:
@@ -353,7 +366,8 @@ class Discovery:
             {"role": "tool", "tool_call_id": f"call0000{i}", "content": t} for i, t in enumerate(texts)
         ]
         try:
-            text = self._template.text([*placeholder_context(results), *results], None, True, {})
+            context = [*self._preamble, *placeholder_context(results)]
+            text = self._template.text([*context, *results], None, True, {})
         except TokenizationError:
             return frozenset()
         first, second = (text.rfind(word) for word in texts)
@@ -367,8 +381,9 @@ class Discovery:
     def _generation_prompt(self) -> str:
         """The text that `add_generation_prompt` adds; empty if it adds none."""
         try:
-            without = self._template.text([PLACEHOLDER_USER], None, False, {})
-            with_prompt = self._template.text([PLACEHOLDER_USER], None, True, {})
+            question = [*self._preamble, PLACEHOLDER_USER]
+            without = self._template.text(question, None, False, {})
+            with_prompt = self._template.text(question, None, True, {})
         except TokenizationError:
             return ""
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
@@ -416,10 +431,9 @@ class Discovery:
         turn, options = {"role": "assistant", "content": MARK}, RenderOptions(None, True, {})
         prompt = self._generation_prompt
         try:
-            question = self._template.text([PLACEHOLDER_USER], None, False, options.kwargs)
-            answered = self._template.text(
-                [PLACEHOLDER_USER, turn, PLACEHOLDER_USER], None, True, options.kwargs
-            )
+            before = [*self._preamble, PLACEHOLDER_USER]
+            question = self._template.text(before, None, False, options.kwargs)
+            answered = self._template.text([*before, turn, PLACEHOLDER_USER], None, True, options.kwargs)
         except TokenizationError:
             return ""
         if not prompt or MARK not in answered:
@@ -442,6 +456,13 @@ def _options_key(options: RenderOptions) -> object:
 
 
 def digest(*parts: object) -> bytes:
-    """A 16-byte cache key for JSON-like values. The order of keys in objects counts: templates print it."""
-    text = json.dumps(parts, ensure_ascii=False, default=repr)
+    """A 16-byte cache key for JSON-like values. The order of keys in objects counts: templates print it.
+
+    Raises:
+        InvalidMessages: a value is nested too deep.
+    """
+    try:
+        text = json.dumps(parts, ensure_ascii=False, default=repr)
+    except RecursionError as error:
+        raise InvalidMessages("the messages, tools or template arguments are nested too deep") from error
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -11,7 +11,8 @@ from typing import Any
 from tokenization.syntax import Syntax
 
 Messages = list[dict[str, Any]]
-WORD = "."
+WORD = "qw"
+"""Text of earlier messages. No placeholder of `tokenization.turns` has it, so that an echo of it shows."""
 _STANDARD_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
@@ -49,8 +50,11 @@ def result(index: int = 0, content: object = "qr", **fields: Any) -> dict[str, A
     return {"role": "tool", "tool_call_id": f"call{index:05}", "content": content, **fields}
 
 
-def _calls(*indices: int, content: object = "", name: str = "alpha", **fields: Any) -> dict[str, Any]:
-    return assistant(content, tool_calls=[call(index, name) for index in indices], **fields)
+def _calls(
+    *indices: int, content: object = "", name: str = "alpha", arguments: object = None, **fields: Any
+) -> dict[str, Any]:
+    calls = [call(index, name, arguments) for index in indices]
+    return assistant(content, tool_calls=calls, **fields)
 
 
 PRINCIPAL_STEPS = (
@@ -78,6 +82,7 @@ def steps() -> Iterator[Step]:
     yield Step(_calls(1), [user("qn")])
     yield Step(_calls(1, 2), [result(2), result(1, "qs")])
     yield Step(_calls(1, 2), [result(1)])
+    yield Step(_calls(1, 2, arguments={"r": "qv"}), [result(1), user("qn")])
     yield Step(_calls(1, 2, name="omega"), [result(1), result(2, "qs"), user("qn")])
     yield Step(_calls(1, 1), [result(1), result(1, "qs")])
     yield Step(assistant(), [result(1)])
@@ -92,7 +97,13 @@ def steps_with_strings(syntax: Syntax) -> Iterator[Step]:
         yield Step(assistant(f"{WORD} {string}"), [user("qn")])
         yield Step(assistant(string), [user("qn")])
         yield Step(_calls(1, name=string or "alpha"), [result(1)])
-        yield Step(assistant("", tool_calls=[call(1, arguments={string: string})]), [result(1)])
+        yield Step(_calls(1, arguments={string: string}), [result(1)])
+
+
+def steps_with_new_string(string: str) -> Iterator[Step]:
+    """Steps whose new message is a string of the template."""
+    yield Step(assistant(), [user(string)])
+    yield Step(_calls(1), [result(1, string)])
 
 
 def structures() -> Iterator[Messages]:
@@ -108,6 +119,7 @@ def structures() -> Iterator[Messages]:
     yield [*exchange, system, user()]
     yield [system, system, user()]
     yield [user([{"type": "text", "text": WORD}, {"type": "text", "text": WORD}])]
+    yield [{**user(), "name": "alpha"}]
     yield [user(), assistant(reasoning=WORD), user()]
     yield [user(), assistant(reasoning=WORD, tool_calls=[call(8)]), result(8)]
     yield round_of_calls
@@ -135,23 +147,31 @@ def with_roles(syntax: Syntax) -> Iterator[Messages]:
         yield [user(), assistant(), message]
 
 
+def with_text(text: str) -> Iterator[Messages]:
+    """Histories that hold a text, each in one message."""
+    yield [{"role": "system", "content": text}, user()]
+    yield [user(text)]
+    yield [user(text), assistant(), user()]
+    yield [user(), assistant(text), user()]
+    yield [user(), _calls(8), result(8, text)]
+
+
 def with_string(string: str) -> Iterator[Messages]:
-    """Histories that hold a string of the template, each in one place."""
-    for text in (string, f"{WORD} {string} {WORD}"):
-        yield [{"role": "system", "content": text}, user()]
-        yield [user(text)]
-        yield [user(text), assistant(), user()]
-        yield [user(), assistant(text), user()]
-        yield [user(), _calls(8), result(8, text)]
+    """Histories that hold a string of the template in one place: once as the whole text, or more often."""
+    yield from with_text(string)
+    yield from with_text(f"{WORD} {string} {string} {string} {WORD}")
     yield [{"role": "system", "content": [{"type": "text", "text": string}]}, user()]
     yield [user(), assistant(reasoning=string), user()]
     yield [user(), _calls(8, name=string or "alpha"), result(8)]
-    yield [user(), assistant("", tool_calls=[call(8, arguments={string: string})]), result(8)]
+    yield [user(), _calls(8, arguments={string: string}), result(8)]
     yield [user(), _calls(8), result(8, name=string)]
 
 
 def lengths(syntax: Syntax) -> Iterator[Messages]:
-    """Histories of more messages than the template's largest number, of even and odd length."""
+    """Histories of more messages, and of longer texts, than the template's largest number.
+
+    The number of messages is even and odd.
+    """
     count = max(syntax.numbers, default=0) // 2 + 2
     exchanges = [message for _ in range(count) for message in (user(), assistant())]
     yield [*exchanges, user()]
@@ -162,6 +182,8 @@ def lengths(syntax: Syntax) -> Iterator[Messages]:
         rounds += [_calls(index), result(index)]
     yield rounds
     yield [*rounds, assistant(), user()]
+    # more characters, words and lines
+    yield from with_text(f"{WORD}\n" * 2 * count)
 
 
 def _other_roles(syntax: Syntax) -> Sequence[str]:

@@ -19,21 +19,24 @@ from typing import Any, Protocol, TypeVar
 
 from tokenization.histories import (
     PRINCIPAL_STEPS,
+    WORD,
     Messages,
     Step,
     lengths,
     steps,
+    steps_with_new_string,
     steps_with_strings,
     structures,
     user,
     with_roles,
     with_string,
+    with_text,
 )
 from tokenization.messages import Message
 from tokenization.syntax import Syntax
 from tokenization.turns import RenderOptions, placeholder_context, turn_context
 
-PROOF_VERSION = 1
+PROOF_VERSION = 2
 """Part of the key of a stored proof. Raise it when the proof changes."""
 MAX_SECONDS = 10.0
 """CPU time after which a template counts as not local. Most proofs take less than one."""
@@ -111,7 +114,7 @@ def prove(tails: Tails[Any], syntax: Syntax) -> Proof:
     if len(syntax.strings) > _MAX_STRINGS:
         return _not_local(f"its source compares with {len(syntax.strings)} strings, too many to try")
     if max(syntax.numbers, default=0) > _MAX_NUMBER:
-        return _not_local(f"its source compares with {max(syntax.numbers)}, too large to try")
+        return _not_local(f"its source compares with a number above {_MAX_NUMBER}, too large to try")
     return _Prover(tails).prove(_cases(syntax))
 
 
@@ -120,6 +123,8 @@ class _Prover:
         self._tails = tails
         self._in_turn: dict[str, Any] = {}
         """The tail after the last turn alone, by step and options; None where that is refused."""
+        self._tried: set[bool] = set()
+        """Whether tool results come first in the steps that could be rendered without template arguments."""
         self._found = {True: Locality.NEW, False: Locality.NEW}
         self._reasons: dict[bool, str] = {}
 
@@ -132,6 +137,10 @@ class _Prover:
                 self._compare(history, step, options)
             elif all(locality is Locality.HISTORY for locality in self._found.values()):
                 break
+        for after_results in self._found.keys() - self._tried:
+            followed = "tool results" if after_results else "other messages"
+            self._found[after_results] = Locality.HISTORY
+            self._reasons[after_results] = f"the template refuses {followed} after a turn: nothing is proved"
         return Proof(self._found[True], self._found[False], "; ".join(self._reasons.values()))
 
     def _compare(self, history: Messages, step: Step, options: RenderOptions) -> None:
@@ -140,6 +149,8 @@ class _Prover:
             self._in_turn[key] = self._tails.tail_in(turn_context(step.turn), step.new, options)
             self._compare_alone(self._in_turn[key], history, step, options)
         in_turn = self._in_turn[key]
+        if in_turn is not None and not options.kwargs:
+            self._tried.add(step.after_results)
         context = [*history, step.turn]
         if in_turn is not None and not self._tails.continues_alike(in_turn, context, step.new, options):
             self._found[step.after_results] = Locality.HISTORY
@@ -168,12 +179,17 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
     for string in syntax.strings:
         for history, step in product(with_string(string), PRINCIPAL_STEPS[:2]):
             yield history, step, plain
+        for history, step in product(with_text(string), PRINCIPAL_STEPS[:2]):
+            yield history, step, with_tools
+        for step, history in product(steps_with_new_string(string), with_text(WORD)):
+            yield history, step, plain
     for options in (with_tools, RenderOptions(None, False, {})):
         for history, step in product(every_structure, PRINCIPAL_STEPS):
             yield history, step, options
-    for name, value in product(syntax.kwargs, (True, False, "low")):
-        for history, step in product(structures(), PRINCIPAL_STEPS[:2]):
-            yield history, step, RenderOptions(_TOOLS, True, {name: value})
+    for name, compared in syntax.kwargs.items():
+        for value in dict.fromkeys((True, False, "low", *compared)):
+            for history, step in product(structures(), PRINCIPAL_STEPS[:2]):
+                yield history, step, RenderOptions(_TOOLS, True, {name: value})
 
 
 def _begins_with_result(new: Sequence[Message]) -> bool:

@@ -4,7 +4,8 @@ Found in the template's syntax tree. A string that is only printed, such as `<|i
 and is left out.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import jinja2
@@ -43,9 +44,9 @@ class Syntax:
     strings: tuple[str, ...]
     """Text that the template compares with or looks for."""
     numbers: tuple[int, ...]
-    """Whole numbers that the template compares with or divides by; without their signs."""
-    kwargs: tuple[str, ...]
-    """Variables that a request may set."""
+    """Numbers that the template compares with or divides by; without their signs, fractions rounded up."""
+    kwargs: Mapping[str, tuple[object, ...]]
+    """Variables that a request may set, each with the constants that it is compared with."""
 
 
 class _Generation(Extension):
@@ -66,26 +67,74 @@ def read_syntax(source: str) -> Syntax:
     )
     try:
         tree = environment.parse(source)
+        # this also folds constants: afterwards `'/no' + '_think'` is one string in the tree
         kwargs = meta.find_undeclared_variables(tree) - _NOT_KWARGS
     except (jinja2.TemplateError, RecursionError):
-        return Syntax((), (), ())
+        return Syntax((), (), {})
     strings: dict[str, None] = {}
     numbers: set[int] = set()
     for value in _deciding_values(tree):
         if isinstance(value, str):
             strings[value] = None
-        elif isinstance(value, int) and not isinstance(value, bool):
+        elif isinstance(value, int):
             numbers.add(abs(value))
-    return Syntax(tuple(strings), tuple(sorted(numbers)), tuple(sorted(kwargs)))
+        elif isinstance(value, float) and math.isfinite(value):
+            numbers.add(math.ceil(abs(value)))
+    return Syntax(tuple(strings), tuple(sorted(numbers)), _compared_with(tree, kwargs))
 
 
 def _deciding_values(tree: nodes.Template) -> Iterator[object]:
-    names = {id(node.arg) for node in tree.find_all(nodes.Getitem)}
+    fields = {id(node.arg) for node in tree.find_all(nodes.Getitem)}
+    for node in _deciding_nodes(tree):
+        # `message['role']` reads a field; which fields a message has is not up to its text
+        yield from (value for value in _constants(node, fields) if not isinstance(value, bool))
+    for block in tree.find_all(nodes.AssignBlock):
+        for data in block.find_all(nodes.TemplateData):
+            yield data.data
+
+
+def _constants(node: nodes.Node, excluded: Set[int] = frozenset()) -> Iterator[object]:
+    """The constants in and under a node, also those inside folded lists and dicts.
+
+    Args:
+        excluded: identities of nodes whose value is left out if it is a string.
+    """
+    constants = [node] if isinstance(node, nodes.Const) else node.find_all(nodes.Const)
+    for constant in constants:
+        if not (isinstance(constant.value, str) and id(constant) in excluded):
+            yield from _scalars(constant.value)
+
+
+def _scalars(value: object) -> Iterator[object]:
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _scalars(item)
+    else:
+        yield value
+
+
+def _deciding_nodes(tree: nodes.Template) -> Iterator[nodes.Node]:
     for node in tree.find_all(_DECIDING):
         called = node.node if isinstance(node, nodes.Call) else None
-        if isinstance(called, nodes.Name) and called.name in _PRINTING_CALLS:
-            continue
-        for constant in node.find_all(nodes.Const):
-            # `message['role']` reads a field; which fields a message has is not up to its text
-            if not (isinstance(constant.value, str) and id(constant) in names):
-                yield constant.value
+        if not (isinstance(called, nodes.Name) and called.name in _PRINTING_CALLS):
+            yield node
+    # the body of a loop, of a macro or of `{% with %}` decides nothing as such
+    for loop in tree.find_all(nodes.For):
+        yield loop.iter
+    for macro in tree.find_all(nodes.Macro):
+        yield from macro.defaults
+    for block in tree.find_all(nodes.With):
+        yield from block.values
+
+
+def _compared_with(tree: nodes.Template, names: Set[str]) -> dict[str, tuple[object, ...]]:
+    """The constants that each variable is compared with, in the order of the names."""
+    values: dict[str, dict[object, None]] = {name: {} for name in sorted(names)}
+    for comparison in tree.find_all(nodes.Compare):
+        constants = dict.fromkeys(_constants(comparison))
+        for variable in comparison.find_all(nodes.Name):
+            if variable.name in values:
+                values[variable.name] |= constants
+    return {name: tuple(compared) for name, compared in values.items()}

@@ -51,13 +51,15 @@ class Tail:
     """Length of the text before the first new text, in characters: syntax, close, header."""
     text_if_last: str
     """The tail when the turn is the last message; empty if the template cannot print that."""
+    in_call: bool = False
+    """Whether that text is an argument of a tool call, so that the tail starts with the call's own syntax."""
     notes: tuple[str, ...] = ()
     """How the rendered turn differs from the one that was given: see `tokenization.notes`."""
 
     def without_start(self, length: int) -> "Tail":
         """The tail without its first `length` characters."""
         last = self.text_if_last[length:] if self.text_if_last[:length] == self.text[:length] else ""
-        return Tail(self.text[length:], self.lead - length, last, self.notes)
+        return replace(self, text=self.text[length:], lead=self.lead - length, text_if_last=last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +120,14 @@ def render_tail(
     """
     marks = _unused_marks(context, new, options.tools, dict(options.kwargs))
     marked, text, notes = _followed(template, context, new, options, marks.turn)
-    if guide is not None and guide.notes == notes and text.startswith(guide.text[: guide.lead]):
+    in_call = marks.turn in repr(marked[-1].get("tool_calls"))
+    same_form = guide is not None and (guide.in_call, guide.notes) == (in_call, notes)
+    if guide is not None and same_form and text.startswith(guide.text[: guide.lead]):
         tail = replace(guide, text=text)
     else:
         lead = _lead(template, marked, new, options, marks)
         last = _tail_if_last(template, marked, options, marks.turn)
-        tail = Tail(text, common_prefix_length(text, lead), last, notes)
+        tail = Tail(text, common_prefix_length(text, lead), last, in_call, notes)
     _check_new_texts(tail.text, new, template.strings)
     return tail
 
@@ -173,13 +177,17 @@ def _tail_if_last(template: Template, marked: Sequence[Message], options: Render
 def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
     """The turn with the marker as the last text written, and other forms to try if that is not printed.
 
-    The marker is at the end of the content, or is the argument of the last tool call. Yields each form with
-    notes on how it differs.
+    The marker is the argument of a tool call, of the last one if that is printed, or at the end of the
+    content. Yields each form with notes on what the template does not print.
     """
-    calls = turn.get("tool_calls")
-    if calls:
-        function = {**calls[-1]["function"], "arguments": {"q": mark}}
-        yield {**turn, "tool_calls": [*calls[:-1], {**calls[-1], "function": function}]}, ()
+    calls = turn.get("tool_calls") or []
+    for index in reversed(range(len(calls))):
+        # GPT-OSS prints the first call only
+        notes = (TURN_NOT_PRINTED,) if index < len(calls) - 1 else ()
+        yield (
+            {**turn, "tool_calls": [*calls[:index], _with_argument(calls[index], mark), *calls[index + 1 :]]},
+            notes,
+        )
     content = turn.get("content")
     notes = (TURN_NOT_PRINTED,) if calls else ()
     if isinstance(content, str) and content:
@@ -187,6 +195,10 @@ def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tu
     elif isinstance(content, list) and content:
         yield {**turn, "content": [*content, {"type": "text", "text": mark}]}, notes
     yield {**turn, "content": mark}, notes or ((TURN_NOT_PRINTED,) if content else ())
+
+
+def _with_argument(call: Mapping[str, Any], argument: object) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": {"q": argument}}}
 
 
 def _after(mark: str, text: str) -> str | None:
@@ -260,7 +272,8 @@ def _with_marks(
     """
 
     def mark(part: int, text: object) -> object:
-        if not isinstance(text, str) or (not text and message.get("role") == "assistant"):
+        # templates test whether a turn with calls has a content too
+        if not isinstance(text, str) or (not text and message.get("tool_calls")):
             return text
         word = marks.new(index, part)
         if text.strip():
@@ -270,7 +283,7 @@ def _with_marks(
         return word
 
     marked = dict(message)
-    content = message.get("content")
+    content = message.get("content") or ""
     if isinstance(content, str):
         marked["content"] = mark(0, content)
     elif isinstance(content, list):
@@ -282,8 +295,7 @@ def _with_marks(
         ]
     if calls := message.get("tool_calls"):
         marked["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": {"q": mark(1000 + number, "q")}}}
-            for number, call in enumerate(calls)
+            _with_argument(call, mark(1000 + number, "q")) for number, call in enumerate(calls)
         ]
     return marked
 
@@ -348,9 +360,7 @@ def turn_context(turn: Message) -> list[dict[str, Any]]:
     if turn.get("reasoning") or turn.get("reasoning_content"):
         reduced["reasoning"] = "."
     if calls := turn.get("tool_calls"):
-        reduced["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": {"q": "."}}} for call in calls
-        ]
+        reduced["tool_calls"] = [_with_argument(call, ".") for call in calls]
     return [PLACEHOLDER_USER, reduced]
 
 

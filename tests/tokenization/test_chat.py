@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tiny_model import CHATML, END, VOCAB_SIZE, TinyModel
+from tests.tiny_model import CHATML, END, HI, VOCAB_SIZE, TinyModel
 from tokenization import (
     Appended,
     ChatTokenizer,
@@ -186,20 +186,16 @@ def test_truncation_set_on_the_transformers_tokenizer_is_ignored(tiny_model: Tin
 
 _TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
 _UNSUPPORTED = {
-    "continues with 'toolsun'": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
-    "merge that with the sampled text": (
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    ),
     "prints nothing of an assistant turn": (
         "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if loop.last or m.role != 'assistant' %}"
         "{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     ),
-    "details of earlier messages next to the new ones": (
+    "give `history` .the last turn decides what is printed: user after .* assistant with calls": (
         "{% for m in messages %}"
         + _TURN
         + "{% if not m.tool_calls %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
     ),
-    "give `history`": (
+    "give `history` .*tool after user 'qw', assistant with calls": (
         "{% for m in messages %}{% if m.role == 'tool' %}"
         "{{ loop.previtem.tool_calls[0].function.name }}{% endif %}"
         + _TURN
@@ -214,6 +210,24 @@ def test_template_without_a_safe_place_to_append_is_refused(
 ) -> None:
     with pytest.raises(TemplateUnsupported, match=error):
         with_template(template).append([300], [_result("a", "sun")])
+
+
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", "toolsun"),
+        ("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "\ntool: sun\n"),
+    ],
+)
+@pytest.mark.parametrize("last_id", [300, HI[1], END])
+def test_text_without_a_token_at_its_start_is_encoded_alone(
+    with_template: Callable[[str], ChatTokenizer], template: str, text: str, last_id: int
+) -> None:
+    """The sampled ids are fixed, so nothing is merged with them."""
+    tokenizer = with_template(template)
+    appended = tokenizer.append([last_id], [_result("a", "sun")])
+    assert appended.prompt_ids == [last_id, *tokenizer.encode(text)]
+    assert appended.close_ids == []
 
 
 def _never(*_arguments: object, **_options: object) -> str:
@@ -266,7 +280,7 @@ def test_history_is_not_needed_where_no_tool_results_follow(
     with_template: Callable[[str], ChatTokenizer],
 ) -> None:
     # this template prints the name of a call next to its result
-    tokenizer = with_template(_UNSUPPORTED["give `history`"])
+    tokenizer = with_template(list(_UNSUPPORTED.values())[-1])
     assert tokenizer.append([1], _USER).close_ids == [END]
 
 

@@ -1,0 +1,103 @@
+"""The constants and variables that `read_syntax` finds in the source of a template."""
+
+import pytest
+
+from tokenization.syntax import Syntax, read_syntax
+
+_STRINGS = {
+    "comparison": ("{% if m.content == 'x' %}{% endif %}", {"x"}),
+    "inequality in an output": ("{{ 'printed' if m.role != 'x' }}", {"x"}),
+    "membership": ("{% if 'x' in m.content %}{% endif %}", {"x"}),
+    "member of a list": ("{% if m.role in ['x', 'y'] %}{% endif %}", {"x", "y"}),
+    "member of a tuple": ("{% if m.role not in ('x', 'y') %}{% endif %}", {"x", "y"}),
+    "member of a list with a variable": ("{% if m.role in ['x', name] %}{% endif %}", {"x"}),
+    "set": ("{% set tag = 'x' %}{% if tag in m.content %}{% endif %}", {"x"}),
+    "set block": ("{% set tag %}x{% endset %}{% if tag in m.content %}{% endif %}", {"x"}),
+    "with": ("{% with tag = 'x' %}{{ tag in m.content }}{% endwith %}", {"x"}),
+    "namespace": ("{% set ns = namespace(tag='x') %}{% set ns.other = 'y' %}", {"x", "y"}),
+    "list": ("{% set tags = ['x', ['y']] %}", {"x", "y"}),
+    "dict": ("{% set tags = {'x': {'y': 'z'}} %}{{ tags[m.role] }}", {"x", "y", "z"}),
+    "method startswith": ("{% if m.content.startswith('x') %}{% endif %}", {"x"}),
+    "method split": ("{{ m.content.split('x')[0] }}", {"x"}),
+    "method replace": ("{{ m.content.replace('x', 'y') }}", {"x", "y"}),
+    "method get": ("{{ m.get('x') }}", {"x"}),
+    "filter": ("{{ m.content | replace('x', '') }}", {"x", ""}),
+    "filter with a default": ("{{ m.name | default('x') }}", {"x"}),
+    "test": ("{% if m.content is equalto 'x' %}{% endif %}", {"x"}),
+    "argument of a macro": (
+        "{% macro f(tag) %}{{ tag in m.content }}{% endmacro %}{{ f('x') }}{{ f(tag='y') }}",
+        {"x", "y"},
+    ),
+    "default of a macro": ("{% macro f(tag='x') %}{{ tag in m.content }}{% endmacro %}{{ f() }}", {"x"}),
+    "loop over a list": ("{% for tag in ['x', 'y'] %}{{ tag in m.content }}{% endfor %}", {"x", "y"}),
+    "loop with a condition": ("{% for m in messages if m.role == 'x' %}{% endfor %}", {"x"}),
+    "loop over a filter": (
+        "{% for m in messages | selectattr('role', 'equalto', 'x') %}{% endfor %}",
+        {"role", "equalto", "x"},
+    ),
+    "folded constant": ("{% if '/no' + '_think' in m.content %}{% endif %}", {"/no_think"}),
+    "generation block": ("{% generation %}{{ 'x' in m.content }}{% endgeneration %}", {"x"}),
+    "loop control": (
+        "{% for m in messages %}{% if m.role == 'x' %}{% break %}{% endif %}{% endfor %}",
+        {"x"},
+    ),
+    "only printed": ("{{ 'x' }}{{ 'y' + m.content }}z", set()),
+    "printed in a loop": ("{% for m in messages %}{{ 'x' ~ m.role }}{% endfor %}", set()),
+    "name of a field": ("{{ m['role'] }}{{ m['a']['b'] }}", set()),
+    "text of an error": ("{{ raise_exception('x' + m.role) }}{{ strftime_now('%d') }}", set()),
+    "comment": ("{# {% if m.role == 'x' %} #}", set()),
+}
+
+
+@pytest.mark.parametrize("source, strings", _STRINGS.values(), ids=_STRINGS)
+def test_strings(source: str, strings: set[str]) -> None:
+    assert set(read_syntax(source).strings) == strings
+
+
+_NUMBERS = {
+    "comparison": ("{% if loop.index > 20 %}{% endif %}", (20,)),
+    "modulo": ("{% if loop.index0 % 2 == 1 %}{% endif %}", (1, 2)),
+    "negative": ("{% if x == -3 %}{% endif %}", (3,)),
+    "slice": ("{{ messages[1:] }}{{ messages[-4:][:7] }}", (1, 4, 7)),
+    "index": ("{{ messages[0].content }}{{ messages[-1].content }}", (0, 1)),
+    "set": ("{% set limit = 5 %}", (5,)),
+    "folded": ("{% if messages | length > 5 * 5 %}{% endif %}", (25,)),
+    "fraction": ("{% if messages | length > 20.5 %}{% endif %}", (21,)),
+    "test": ("{% if x is divisibleby 3 %}{% endif %}", (3,)),
+    "argument": ("{% for i in range(9) %}{% endfor %}", (9,)),
+    "huge": ("{% if x > 10 ** 400 %}{% endif %}", (10**400,)),
+    "beyond a float": ("{% if x > 1e400 %}{% endif %}", ()),
+    "truth values": ("{% if x == true %}{% endif %}{% set y = false %}", ()),
+    "only printed": ("{{ 12 }}", ()),
+}
+
+
+@pytest.mark.parametrize("source, numbers", _NUMBERS.values(), ids=_NUMBERS)
+def test_numbers(source: str, numbers: tuple[int, ...]) -> None:
+    assert read_syntax(source).numbers == numbers
+
+
+def test_kwargs_are_the_variables_that_the_renderer_does_not_set() -> None:
+    source = (
+        "{{ bos_token }}{{ tools }}{{ messages }}{{ documents }}{{ raise_exception('x') }}"
+        "{% if add_generation_prompt and enable_thinking %}{{ strftime_now('%d') }}{% endif %}"
+        "{% set own = 1 %}{{ own }}{{ namespace() }}{{ date }}"
+    )
+    assert read_syntax(source).kwargs == {"date": (), "enable_thinking": ()}
+
+
+def test_kwargs_have_the_constants_that_they_are_compared_with() -> None:
+    source = (
+        "{% if effort == 'high' or effort in ['low', 3] %}{% endif %}{{ 'y' if 'x' == mode }}"
+        "{% if m.role == 'user' and mode %}{% endif %}"
+    )
+    kwargs = read_syntax("{% set m = messages[0] %}" + source).kwargs
+    assert kwargs == {"effort": ("high", "low", 3), "mode": ("x",)}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% if %}", "{{ 'x' == ", "{% unknown %}", "{% for m in messages %}", "{{ x | nofilter('a') }}"],
+)
+def test_template_that_cannot_be_parsed_has_no_syntax(source: str) -> None:
+    assert read_syntax(source) == Syntax((), (), {})
