@@ -274,7 +274,8 @@ class Oracle:
             return set()
         opened = {_stem(token.text) for token in self._tokens(turn_text)}
         opened -= {_stem(token) for token in self._of_messages}
-        return {token.text for token in tokens if _stem(token.text) in opened} | self._between_calls
+        syntax = {token.text for token in tokens if _stem(token.text) in opened} | self._between_calls
+        return syntax | self._after_name if marks_a_name(shape.history) else syntax
 
     @cached_property
     def _between_calls(self) -> frozenset[str]:
@@ -290,14 +291,25 @@ class Oracle:
         return frozenset() if found & self._of_messages else found
 
     @cached_property
+    def _after_name(self) -> frozenset[str]:
+        """Added tokens that the template prints between the name of a call and its arguments."""
+        turn = {"role": "assistant", "content": "", "tool_calls": [call(1, MARKS[0], _NEXT_WORD)]}
+        shape = Shape("", "", [{"role": "user", "content": "Hi"}, turn], [], with_tools=True)
+        after_name = (self._alone(shape.history, shape, {}) or "").partition(_NEXT_WORD)[2]
+        return frozenset(token.text for token in self._tokens(after_name.partition(MARKS[0])[0]))
+
+    @cached_property
     def _of_messages(self) -> frozenset[str]:
         """Added tokens between messages without calls."""
         return frozenset(token.text for text in self._between_messages for token in self._tokens(text))
 
     @cached_property
     def _assistant_header(self) -> frozenset[str]:
-        """Added tokens between a user message and an answer, without the first: it may close the message."""
-        return frozenset(token.text for token in self._tokens(self._between_messages[0])[1:])
+        """Added tokens that open an answer, and may open other messages too."""
+        after_user = [token.text for token in self._tokens(self._between_messages[0])]
+        opens_user = {token.text for token in self._tokens(self._before_user)}
+        # the first token may close the user message
+        return frozenset([*after_user[1:], *(text for text in after_user if text in opens_user)])
 
     @cached_property
     def _closes(self) -> frozenset[str]:
@@ -305,19 +317,27 @@ class Oracle:
         return frozenset(token.text for token in self._tokens(self._between_messages[0])[:1])
 
     @cached_property
-    def _between_messages(self) -> tuple[str, str]:
-        """The text between a user message and an answer, and that between the answer and a user message."""
+    def _chat(self) -> str:
+        """The rendering of a user message, an answer and a user message; empty if the template refuses it."""
         messages = [
             {"role": "user", "content": _USER_WORD},
             {"role": "assistant", "content": MARKS[0]},
             {"role": "user", "content": _NEXT_WORD},
         ]
         try:
-            whole = self.render(messages, Shape("", "", [], []), {})
+            return self.render(messages, Shape("", "", [], []), {})
         except TemplateRefuses:
-            return "", ""
-        after_user = whole.partition(_USER_WORD)[2]
-        return after_user.partition(MARKS[0])[0], after_user.partition(MARKS[0])[2].partition(_NEXT_WORD)[0]
+            return ""
+
+    @property
+    def _before_user(self) -> str:
+        return self._chat.partition(_USER_WORD)[0]
+
+    @property
+    def _between_messages(self) -> tuple[str, str]:
+        """The text between a user message and an answer, and that between the answer and a user message."""
+        after_user, _, after_answer = self._chat.partition(_USER_WORD)[2].partition(MARKS[0])
+        return after_user, after_answer.partition(_NEXT_WORD)[0]
 
     @cached_property
     def _special(self) -> frozenset[str]:
