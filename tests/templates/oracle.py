@@ -37,7 +37,6 @@ from tests.templates.marks import MARKS, content_of, marked, marks_a_name, words
 from tests.templates.shapes import TOOLS, Message, Shape, call
 
 _GENERATION = {"add_generation_prompt": True}
-_NO_GENERATION = {"add_generation_prompt": False}
 _USER_WORD, _NEXT_WORD = "newfirstword", "newsecondword"
 
 
@@ -229,9 +228,14 @@ class Oracle:
                 raise Undecided(Reason.SECOND_STOP, after)
             return _closed(shape, after, closing[-1], closing[-1].text)
         ends = [token for token in free if token.text in self._special]
-        last = [token.text for token in self._tokens(alone or "") if token.text not in syntax]
-        if ends and last and last[0] != ends[0].text and self.reads_generation_prompt:
-            return _closed(shape, after, ends[0], last[0])
+        last = [token for token in self._tokens(alone or "") if token.text in self._special - syntax]
+        if last and self.reads_generation_prompt and [last[0].text] != [token.text for token in ends[:1]]:
+            if ends and ends[0].text not in self._assistant_header:
+                return _closed(shape, after, ends[0], last[0].text)
+            # only the last turn of a rendering has a close
+            tail = (alone or "")[: last[0].start] if shape.kind == "call" else ""
+            if after.startswith(tail):
+                return TurnEnd(tail, "", after[len(tail) :], "", last[0].text)
         return self._divide_at_opener(shape, rendering, ends)
 
     def _divide_at_opener(self, shape: Shape, rendering: _Rendering, ends: list[_Token]) -> TurnEnd:
@@ -305,38 +309,38 @@ class Oracle:
 
     @cached_property
     def _assistant_header(self) -> frozenset[str]:
-        """Added tokens that open an answer, and may open other messages too."""
-        after_user = [token.text for token in self._tokens(self._between_messages[0])]
-        opens_user = {token.text for token in self._tokens(self._before_user)}
-        # the first token may close the user message
-        return frozenset([*after_user[1:], *(text for text in after_user if text in opens_user)])
+        """Added tokens that open an answer."""
+        tokens = self._tokens(self._between_messages[0])
+        return frozenset(token.text for token in tokens[self._closing_tokens_of_user :])
 
     @cached_property
     def _closes(self) -> frozenset[str]:
-        """The token that follows the text of a user message."""
-        return frozenset(token.text for token in self._tokens(self._between_messages[0])[:1])
+        """Added tokens that close a user message."""
+        tokens = self._tokens(self._between_messages[0])
+        return frozenset(token.text for token in tokens[: self._closing_tokens_of_user])
 
     @cached_property
-    def _chat(self) -> str:
-        """The rendering of a user message, an answer and a user message; empty if the template refuses it."""
+    def _closing_tokens_of_user(self) -> int:
+        """The number of added tokens that close a user message; 1 if the template does not tell."""
+        if not self.reads_generation_prompt:
+            return 1
+        user = {"role": "user", "content": _USER_WORD}
+        whole = self._alone([user], Shape("", "", [], []), {})
+        return 1 if whole is None else len(self._tokens(whole.partition(_USER_WORD)[2]))
+
+    @cached_property
+    def _between_messages(self) -> tuple[str, str]:
+        """The text between a user message and an answer, and that between the answer and a user message."""
         messages = [
             {"role": "user", "content": _USER_WORD},
             {"role": "assistant", "content": MARKS[0]},
             {"role": "user", "content": _NEXT_WORD},
         ]
         try:
-            return self.render(messages, Shape("", "", [], []), {})
+            whole = self.render(messages, Shape("", "", [], []), {})
         except TemplateRefuses:
-            return ""
-
-    @property
-    def _before_user(self) -> str:
-        return self._chat.partition(_USER_WORD)[0]
-
-    @property
-    def _between_messages(self) -> tuple[str, str]:
-        """The text between a user message and an answer, and that between the answer and a user message."""
-        after_user, _, after_answer = self._chat.partition(_USER_WORD)[2].partition(MARKS[0])
+            return "", ""
+        after_user, _, after_answer = whole.partition(_USER_WORD)[2].partition(MARKS[0])
         return after_user, after_answer.partition(_NEXT_WORD)[0]
 
     @cached_property
@@ -348,7 +352,7 @@ class Oracle:
     def _alone(self, history: Sequence[Message], shape: Shape, kwargs: Mapping[str, Any]) -> str | None:
         """The rendering of a history that ends with the turn; None if the template refuses it."""
         try:
-            return self.render(history, shape, {**kwargs, **_NO_GENERATION})
+            return self.render(history, shape, {**kwargs, "add_generation_prompt": False})
         except TemplateRefuses:
             return None
 
