@@ -37,7 +37,6 @@ from tests.templates.marks import MARKS, content_of, marked, marks_a_name, words
 from tests.templates.shapes import TOOLS, Message, Shape, call
 
 _GENERATION = {"add_generation_prompt": True}
-_NO_GENERATION = {"add_generation_prompt": False}
 _USER_WORD, _NEXT_WORD = "newfirstword", "newsecondword"
 
 
@@ -229,9 +228,14 @@ class Oracle:
                 raise Undecided(Reason.SECOND_STOP, after)
             return _closed(shape, after, closing[-1], closing[-1].text)
         ends = [token for token in free if token.text in self._special]
-        last = [token.text for token in self._tokens(alone or "") if token.text not in syntax]
-        if ends and last and last[0] != ends[0].text and self.reads_generation_prompt:
-            return _closed(shape, after, ends[0], last[0])
+        last = [token for token in self._tokens(alone or "") if token.text in self._special - syntax]
+        if last and self.reads_generation_prompt and [last[0].text] != [token.text for token in ends[:1]]:
+            if ends and ends[0].text not in self._assistant_header:
+                return _closed(shape, after, ends[0], last[0].text)
+            # only the last turn of a rendering has a close
+            tail = (alone or "")[: last[0].start] if shape.kind == "call" else ""
+            if after.startswith(tail):
+                return TurnEnd(tail, "", after[len(tail) :], "", last[0].text)
         return self._divide_at_opener(shape, rendering, ends)
 
     def _divide_at_opener(self, shape: Shape, rendering: _Rendering, ends: list[_Token]) -> TurnEnd:
@@ -274,7 +278,8 @@ class Oracle:
             return set()
         opened = {_stem(token.text) for token in self._tokens(turn_text)}
         opened -= {_stem(token) for token in self._of_messages}
-        return {token.text for token in tokens if _stem(token.text) in opened} | self._between_calls
+        syntax = {token.text for token in tokens if _stem(token.text) in opened} | self._between_calls
+        return syntax | self._after_name if marks_a_name(shape.history) else syntax
 
     @cached_property
     def _between_calls(self) -> frozenset[str]:
@@ -290,19 +295,38 @@ class Oracle:
         return frozenset() if found & self._of_messages else found
 
     @cached_property
+    def _after_name(self) -> frozenset[str]:
+        """Added tokens that the template prints between the name of a call and its arguments."""
+        turn = {"role": "assistant", "content": "", "tool_calls": [call(1, MARKS[0], _NEXT_WORD)]}
+        shape = Shape("", "", [{"role": "user", "content": "Hi"}, turn], [], with_tools=True)
+        after_name = (self._alone(shape.history, shape, {}) or "").partition(_NEXT_WORD)[2]
+        return frozenset(token.text for token in self._tokens(after_name.partition(MARKS[0])[0]))
+
+    @cached_property
     def _of_messages(self) -> frozenset[str]:
         """Added tokens between messages without calls."""
         return frozenset(token.text for text in self._between_messages for token in self._tokens(text))
 
     @cached_property
     def _assistant_header(self) -> frozenset[str]:
-        """Added tokens between a user message and an answer, without the first: it may close the message."""
-        return frozenset(token.text for token in self._tokens(self._between_messages[0])[1:])
+        """Added tokens that open an answer."""
+        tokens = self._tokens(self._between_messages[0])
+        return frozenset(token.text for token in tokens[self._closing_tokens_of_user :])
 
     @cached_property
     def _closes(self) -> frozenset[str]:
-        """The token that follows the text of a user message."""
-        return frozenset(token.text for token in self._tokens(self._between_messages[0])[:1])
+        """Added tokens that close a user message."""
+        tokens = self._tokens(self._between_messages[0])
+        return frozenset(token.text for token in tokens[: self._closing_tokens_of_user])
+
+    @cached_property
+    def _closing_tokens_of_user(self) -> int:
+        """The number of added tokens that close a user message; 1 if the template does not tell."""
+        if not self.reads_generation_prompt:
+            return 1
+        user = {"role": "user", "content": _USER_WORD}
+        whole = self._alone([user], Shape("", "", [], []), {})
+        return 1 if whole is None else len(self._tokens(whole.partition(_USER_WORD)[2]))
 
     @cached_property
     def _between_messages(self) -> tuple[str, str]:
@@ -316,8 +340,8 @@ class Oracle:
             whole = self.render(messages, Shape("", "", [], []), {})
         except TemplateRefuses:
             return "", ""
-        after_user = whole.partition(_USER_WORD)[2]
-        return after_user.partition(MARKS[0])[0], after_user.partition(MARKS[0])[2].partition(_NEXT_WORD)[0]
+        after_user, _, after_answer = whole.partition(_USER_WORD)[2].partition(MARKS[0])
+        return after_user, after_answer.partition(_NEXT_WORD)[0]
 
     @cached_property
     def _special(self) -> frozenset[str]:
@@ -328,7 +352,7 @@ class Oracle:
     def _alone(self, history: Sequence[Message], shape: Shape, kwargs: Mapping[str, Any]) -> str | None:
         """The rendering of a history that ends with the turn; None if the template refuses it."""
         try:
-            return self.render(history, shape, {**kwargs, **_NO_GENERATION})
+            return self.render(history, shape, {**kwargs, "add_generation_prompt": False})
         except TemplateRefuses:
             return None
 

@@ -24,8 +24,12 @@ _SPECIAL = re.compile(
     # <s>, </s>, <bos>, <start_of_turn>, <sop>
     # ]~b], [e~[
     r"|\]~!?b[\[\]]|\[e~\["
-    # <SPECIAL_12>, <longcat_user>, <role>, <beginning_of_sentence>, <seed:eos>
-    r"|<[A-Za-z]+_\d+>|</?longcat_[a-z_]+>|</?role>|<(?:beginning|end)_of_sentence>|</?seed:[a-z_:]+>"
+    # [|endofturn|]
+    r"|\[\|[a-z_]+\|\]"
+    # <SPECIAL_12>, <longcat_user>, <role>, <assistant>, <beginning_of_sentence>, <sep>
+    r"|<[A-Za-z]+_\d+>|</?longcat_[a-z_]+>|</?(?:role|assistant|user|system)>|<(?:beginning|end)_of_sentence>|<sep>"
+    # <seed:eos>, <eos:6124c78e>
+    r"|</?[a-z_]+:[0-9a-z_]+>"
     r"|</?s>|<[be]os>|<(?:start|end)_of_[a-z]+>|<sop>|<unk>|\[gMASK\]|<(?:BOS|EOS)_TOKEN>"
 )
 _PLAIN = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value|tool_calls_section|answer)>")
