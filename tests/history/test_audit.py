@@ -46,7 +46,7 @@ def _history(text: str, exchanges: int = 1) -> list[dict[str, Any]]:
 
 
 def _audited(metrics: Metrics, result: str) -> float:
-    return metrics.audits.labels(result)._value.get()
+    return float(metrics.audits.labels(result)._value.get())
 
 
 def test_a_difference_ends_local_appends(
