@@ -70,8 +70,9 @@ def count(results: Sequence[Result]) -> Count:
 
 
 def table(counts: Count) -> str:
-    """A table for the docs with a row for each family of trl and each other source."""
-    groups = [*(family.name for family in FAMILIES), *FETCHED]
+    """A table for the docs with a row for each family of trl and each other source that has cells."""
+    counted = {group for group, _, _ in counts}
+    groups = [group for group in (*(family.name for family in FAMILIES), *FETCHED) if group in counted]
     sides = ("", "without history: ")
     header = ["templates", *(f"{side}{column}" for side in sides for column in _COLUMNS)]
     rows = [_row(group, [group], counts) for group in groups] + [_row("all", groups, counts)]
