@@ -129,7 +129,27 @@ def render_tail(
         last = _tail_if_last(template, marked, options, marks.turn)
         tail = Tail(text, common_prefix_length(text, lead), last, in_call, notes)
     _check_new_texts(tail.text, new, template.strings)
+    if _is_empty(context[-1]):
+        _check_after_empty_turn(tail, _render(template, [*context, *new], options))
     return tail
+
+
+def _is_empty(turn: Message) -> bool:
+    """Whether the text that is marked in a turn, its content or the arguments of its last call, is empty."""
+    calls = turn.get("tool_calls")
+    if not calls:
+        return not turn.get("content")
+    return calls[-1]["function"].get("arguments") in (None, "", "{}", {})
+
+
+def _check_after_empty_turn(tail: Tail, text: str) -> None:
+    """Check a tail against the rendering of the turn as it is: a marker makes an empty text one that is not.
+
+    Raises:
+        TemplateUnsupported: something else follows the turn that is empty.
+    """
+    if not text.endswith(tail.text[tail.lead :]):
+        raise TemplateUnsupported("what the template prints after a turn depends on whether that is empty")
 
 
 def text_after_turn(
@@ -195,6 +215,12 @@ def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tu
     elif isinstance(content, list) and content:
         yield {**turn, "content": [*content, {"type": "text", "text": mark}]}, notes
     yield {**turn, "content": mark}, notes or ((TURN_NOT_PRINTED,) if content else ())
+
+
+def _reduced_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    if _is_empty({"tool_calls": [call]}):
+        return {**call, "function": {**call["function"], "arguments": {}}}
+    return _with_argument(call, ".")
 
 
 def _with_argument(call: Mapping[str, Any], argument: object) -> dict[str, Any]:
@@ -352,15 +378,15 @@ def common_prefix_length(first: str, second: str) -> int:
 def turn_context(turn: Message) -> list[dict[str, Any]]:
     """Reduce a conversation to a user message and its last turn, with placeholder text.
 
-    Kept of the turn are the names and ids of its tool calls, and which kinds of content it has. Conversations
-    with equal contexts share one rendering.
+    Kept of the turn are the names and ids of its tool calls, whether they have arguments, and which kinds of
+    content it has. Conversations with equal contexts share one rendering.
     """
     content = turn.get("content")
     reduced: dict[str, Any] = {"role": "assistant", "content": "." if content else ""}
     if turn.get("reasoning") or turn.get("reasoning_content"):
         reduced["reasoning"] = "."
     if calls := turn.get("tool_calls"):
-        reduced["tool_calls"] = [_with_argument(call, ".") for call in calls]
+        reduced["tool_calls"] = [_reduced_call(call) for call in calls]
     return [PLACEHOLDER_USER, reduced]
 
 
