@@ -186,6 +186,11 @@ class Oracle:
         first, second = (self._after_mark(shape, kwargs, mark) for mark in MARKS)
         if first != second:
             raise Undecided(Reason.DEPENDS_ON_TURN, f"{first} and {second}")
+        if marks_a_name(shape.history):
+            # a template may ask whether a tool of that name was declared
+            unmarked = self.render([*shape.history, *shape.new], shape, kwargs)
+            if not unmarked.endswith(first.rest):
+                raise Undecided(Reason.DEPENDS_ON_TURN, unmarked)
         return first
 
     def _after_mark(self, shape: Shape, kwargs: Mapping[str, Any], mark: str) -> TurnEnd:
