@@ -187,7 +187,24 @@ class Discovery:
         if in_turn is not None and local:
             return in_turn
         history_key = digest(list(new), list(history), _options_key(options))
-        return self._tail(history_key, history, new, options, in_turn)
+        return self._tails.get_or_make(
+            history_key,
+            lambda: self._tail_after_history(history_key, history, new, options, in_turn),
+            (TokenizationError,),
+        )
+
+    def _tail_after_history(
+        self,
+        key: bytes,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        options: RenderOptions,
+        guide: TurnTail | None,
+    ) -> TurnTail:
+        turn_tail = self._find(key, history, new, options, guide)
+        if not self.ends(turn_tail, history, new, options):
+            raise TemplateUnsupported("what the template prints after a turn depends on the text of the turn")
+        return turn_tail
 
     def _tail_after_any_turn(self, new: Sequence[Message], options: RenderOptions) -> TurnTail:
         proof = self.prove()
@@ -208,11 +225,10 @@ class Discovery:
         context: Sequence[Message],
         new: Sequence[Message],
         options: RenderOptions,
-        guide: TurnTail | None = None,
     ) -> TurnTail:
         """As `_find`, cached; a refusal too."""
         return self._tails.get_or_make(
-            key, lambda: self._find(key, context, new, options, guide), (TokenizationError,)
+            key, lambda: self._find(key, context, new, options), (TokenizationError,)
         )
 
     def tail_in(
@@ -234,6 +250,21 @@ class Discovery:
             return self._find(b"", context, new, options).appends_as(tail)
         except TokenizationError:
             return True
+
+    def ends(
+        self, tail: TurnTail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
+    ) -> bool:
+        """Whether the rendering of context and new messages, without any marker, ends with the tail.
+
+        Also where the template refuses the messages. A template may test the end of a turn's text, which a
+        marker hides.
+        """
+        try:
+            messages = [*context, *new]
+            text = self._template.text(messages, options.tools, options.add_generation_prompt, options.kwargs)
+        except TokenizationError:
+            return True
+        return text.endswith(tail.tail.text)
 
     def _find(
         self,

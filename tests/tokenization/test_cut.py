@@ -128,6 +128,7 @@ _CASES: dict[str, tuple[str, Any, Any, str, dict[str, Any], str, str]] = {
     ),
     "no close": ("glm", _turn(), _user(), "<|user|>", {}, "", _GLM_USER),
     "no close, as length": ("glm", _turn(), _user(), "o", _LENGTH, "", "<|user|>" + _GLM_USER),
+    "no close, stop as length": ("glm", _turn(), _user(), "<|user|>", _LENGTH, "", _GLM_USER),
     "no close, alternate stop": ("glm", _turn(), _user(), "<|eos|>", {}, "", "<|user|>" + _GLM_USER),
     "no close, stop of another role": (
         "glm", _turn(), _user(), "<|observation|>", {}, "", "<|user|>" + _GLM_USER
