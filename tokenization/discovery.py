@@ -58,8 +58,8 @@ class TurnTail:
     """Starts with the close of the turn."""
     tokens: tuple[Token, ...]
     """The special tokens in the lead of the tail, in order."""
-    closers: frozenset[int]
-    """Ids of the special tokens with which the template closes such a turn; empty if it has no close."""
+    closing: tuple[Token, ...]
+    """Those that close the turn; empty if the template has no close."""
     close_tokens: tuple[Token, ...]
     """The added tokens up to the last one that closes the turn. Blank ones, such as a line feed that is a
     token of Gemma 3, are text like other text."""
@@ -71,15 +71,10 @@ class TurnTail:
     def appends_as(self, other: "TurnTail") -> bool:
         """Whether the same ids are appended, whatever was sampled last."""
         mine, others = (
-            (turn_tail.tail.text, turn_tail.tokens, turn_tail.close_tokens, turn_tail.closers)
+            (turn_tail.tail.text, turn_tail.tokens, turn_tail.close_tokens, turn_tail.closing)
             for turn_tail in (self, other)
         )
         return mine == others
-
-    @property
-    def closing(self) -> list[Token]:
-        """The tokens of the lead that close the turn."""
-        return [token for token in self.tokens if token.id in self.closers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,14 +282,17 @@ class Discovery:
         tail = whole.without_start(start)
         lead = tail.text[: tail.lead]
         tokens = self.tokens(lead, special=True)
-        last = next((token for token in reversed(tokens) if token.id in closers), None)
+        # the token that closes a turn may open the next message too
+        end = len(close.text) if closers == close.closers and lead.startswith(close.text) else len(lead)
+        closing = tuple(token for token in tokens if token.id in closers and token.end <= end)
+        last = closing[-1] if closing else None
         if_last = self._token_at(tail.text_if_last, last.start) if last else None
         return TurnTail(
             key,
             whole,
             tail,
             tokens,
-            closers,
+            closing,
             tuple(t for t in self.tokens(lead[: last.end if last else 0]) if lead[t.start : t.end].strip()),
             if_last if last and if_last != last.id and if_last in self._special_ids else None,
             frozenset(token.id for token in self.tokens(whole.text[:start])),

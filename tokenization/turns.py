@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenization.errors import InvalidMessages, TemplateUnsupported
-from tokenization.messages import Message
+from tokenization.messages import Message, for_template
 from tokenization.template import Template, Tools
 
 TURN_NOT_PRINTED = "turn_not_printed"
@@ -276,10 +276,8 @@ def _with_marks(
         marked["content"] = mark(0, content)
     elif isinstance(content, list):
         marked["content"] = [
-            {**part, "text": mark(number, part["text"])}
-            if isinstance(part, Mapping) and "text" in part
-            else part
-            for number, part in enumerate(content)
+            {**part, "text": mark(number, part["text"])} if "text" in part else part
+            for number, part in enumerate(_parts(content))
         ]
     if calls := message.get("tool_calls"):
         marked["tool_calls"] = [
@@ -309,10 +307,17 @@ def _check_new_texts(tail: str, new: Sequence[Message], strings: Sequence[str]) 
 
 
 def _texts(content: object) -> list[str]:
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list) else []
-    return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    if isinstance(content, list):
+        return [part["text"] for part in _parts(content) if "text" in part]
+    return [content] if isinstance(content, str) else []
+
+
+def _parts(content: list[Any]) -> list[dict[str, Any]]:
+    """The parts of a content in the form that templates take; those with a text have it under `text`."""
+    parts: list[dict[str, Any]] = for_template([{"role": "user", "content": content}], parts=True)[0][
+        "content"
+    ]
+    return parts
 
 
 def _printed(text: str, tail: str) -> bool:

@@ -304,6 +304,14 @@ def test_tail_that_depends_on_the_text_of_the_turn_is_refused() -> None:
     assert appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY) == ("", _REST)
 
 
+def test_close_that_depends_on_the_history() -> None:
+    close = "{{ 'no more to say' * 5 if '/no_think' in messages[0].content }}{{ '<|im_end|>\n' }}"
+    turn = _HEADER + "{{ m.content }}" + close
+    tokenizer = tokenizer_with("{% for m in messages %}" + turn + "{% endfor %}" + _PROMPT)
+    texts = appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY)
+    assert texts == ("", _REST.replace("And?", "And?" + "no more to say" * 5))
+
+
 def _texts_rendered(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object], tokenizer: Any) -> str:
     """The text of all messages that are rendered meanwhile."""
     rendered: list[object] = []
