@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tokenization.cache import BoundedCache
@@ -25,6 +25,7 @@ from tokenization.turns import (
     Tail,
     Token,
     common_prefix_length,
+    last_text,
     placeholder_context,
     render_tail,
     text_after_turn,
@@ -58,8 +59,8 @@ class TurnTail:
     """Starts with the close of the turn."""
     tokens: tuple[Token, ...]
     """The special tokens in the lead of the tail, in order."""
-    closers: frozenset[int]
-    """Ids of the special tokens with which the template closes such a turn; empty if it has no close."""
+    closing: tuple[Token, ...]
+    """Those that close the turn; empty if the template has no close."""
     close_tokens: tuple[Token, ...]
     """The added tokens up to the last one that closes the turn. Blank ones, such as a line feed that is a
     token of Gemma 3, are text like other text."""
@@ -68,18 +69,18 @@ class TurnTail:
     syntax_ids: frozenset[int]
     """Ids of the added tokens between the model's last text and the close, such as `</tool_call>`."""
 
+    @property
+    def syntax(self) -> str:
+        """The turn's own syntax after the model's last text, such as `"}}\n</tool_call>`; mostly empty."""
+        return self.whole.text[: len(self.whole.text) - len(self.tail.text)]
+
     def appends_as(self, other: "TurnTail") -> bool:
         """Whether the same ids are appended, whatever was sampled last."""
         mine, others = (
-            (turn_tail.tail.text, turn_tail.tokens, turn_tail.close_tokens, turn_tail.closers)
+            (turn_tail.tail.text, turn_tail.tokens, turn_tail.close_tokens, turn_tail.closing)
             for turn_tail in (self, other)
         )
         return mine == others
-
-    @property
-    def closing(self) -> list[Token]:
-        """The tokens of the lead that close the turn."""
-        return [token for token in self.tokens if token.id in self.closers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,35 @@ class Discovery:
             return in_turn
         whole = list(history)
         history_key = digest(list(new), whole, _options_key(options))
-        return self._tail(history_key, whole, new, options, in_turn)
+        return self._tails.get_or_make(
+            history_key,
+            lambda: self._tail_after_history(history_key, whole, new, options, in_turn),
+            (TokenizationError,),
+        )
+
+    def _tail_after_history(
+        self,
+        key: bytes,
+        history: list[Message],
+        new: Sequence[Message],
+        options: RenderOptions,
+        in_turn: TurnTail | None,
+    ) -> TurnTail:
+        """The tail after a whole history; `in_turn` is that after its last turn alone.
+
+        Mostly the two are equal. One rendering shows that if it ends with the turn and then the tail.
+        """
+        text = self._template.text(
+            [*history, *new], options.tools, options.add_generation_prompt, options.kwargs
+        )
+        if in_turn is not None and text.endswith(in_turn.tail.text):
+            end_of_turn = in_turn.syntax or last_text(history[-1])
+            if end_of_turn and text[: len(text) - len(in_turn.tail.text)].endswith(end_of_turn):
+                return replace(in_turn, key=key)
+        turn_tail = self._find(key, history, new, options, in_turn)
+        if not text.endswith(turn_tail.tail.text):
+            raise TemplateUnsupported("what the template prints after a turn depends on the text of the turn")
+        return turn_tail
 
     def _tail_after_any_turn(self, new: Sequence[Message], options: RenderOptions) -> TurnTail:
         proof = self.prove()
@@ -209,11 +238,10 @@ class Discovery:
         context: Sequence[Message],
         new: Sequence[Message],
         options: RenderOptions,
-        guide: TurnTail | None = None,
     ) -> TurnTail:
         """As `_find`, cached; a refusal too."""
         return self._tails.get_or_make(
-            key, lambda: self._find(key, context, new, options, guide), (TokenizationError,)
+            key, lambda: self._find(key, context, new, options), (TokenizationError,)
         )
 
     def tail_in(
@@ -236,6 +264,21 @@ class Discovery:
         except TokenizationError:
             return True
 
+    def ends(
+        self, tail: TurnTail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
+    ) -> bool:
+        """Whether the rendering of context and new messages, without any marker, ends with the tail.
+
+        Also where the template refuses the messages. A template may test the end of a turn's text, which a
+        marker hides.
+        """
+        try:
+            messages = [*context, *new]
+            text = self._template.text(messages, options.tools, options.add_generation_prompt, options.kwargs)
+        except TokenizationError:
+            return True
+        return text.endswith(tail.tail.text)
+
     def _find(
         self,
         key: bytes,
@@ -257,14 +300,17 @@ class Discovery:
         tail = whole.without_start(start)
         lead = tail.text[: tail.lead]
         tokens = self.tokens(lead, special=True)
-        last = next((token for token in reversed(tokens) if token.id in closers), None)
+        # the token that closes a turn may open the next message too
+        end = len(close.text) if closers == close.closers and lead.startswith(close.text) else len(lead)
+        closing = tuple(token for token in tokens if token.id in closers and token.end <= end)
+        last = closing[-1] if closing else None
         if_last = self._token_at(tail.text_if_last, last.start) if last else None
         return TurnTail(
             key,
             whole,
             tail,
             tokens,
-            closers,
+            closing,
             tuple(t for t in self.tokens(lead[: last.end if last else 0]) if lead[t.start : t.end].strip()),
             if_last if last and if_last != last.id and if_last in self._special_ids else None,
             frozenset(token.id for token in self.tokens(whole.text[:start])),

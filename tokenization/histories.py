@@ -87,10 +87,12 @@ def steps() -> Iterator[Step]:
     yield Step(_calls(1, 2, name="omega"), [result(1), result(2, "qs"), user("qn")])
     yield Step(_calls(1, 1), [result(1), result(1, "qs")])
     yield Step(assistant(), [result(1)])
+    yield Step(assistant(reasoning=WORD), [result(1)])
 
 
 def steps_with_strings(syntax: Syntax) -> Iterator[Step]:
-    """Steps with each role, and turns that hold each string of the template."""
+    """Steps with each role, and turns with a long text or with each string of the template."""
+    yield Step(assistant(_long_text(syntax)), [user("qn")])
     for role in ("system", "developer", *_other_roles(syntax)):
         yield Step(assistant(), [{"role": role, "content": "qn"}])
         yield Step(assistant(), [{"role": role, "content": "qn"}, user("qp")])
@@ -115,6 +117,7 @@ def structures() -> Iterator[Messages]:
     yield [*exchange, user()]
     yield [system, *exchange, user()]
     yield [user(), user()]
+    yield [user("qn")]  # the text of the new message
     yield [user(), assistant(), assistant(), user()]
     yield [assistant(), user()]
     yield [*exchange, system, user()]
@@ -173,7 +176,7 @@ def lengths(syntax: Syntax) -> Iterator[Messages]:
 
     The number of messages is even and odd.
     """
-    count = max(syntax.numbers, default=0) // 2 + 2
+    count = _largest(syntax) // 2 + 2
     exchanges = [message for _ in range(count) for message in (user(), assistant())]
     yield [*exchanges, user()]
     yield [{"role": "system", "content": WORD}, *exchanges, user()]
@@ -183,8 +186,16 @@ def lengths(syntax: Syntax) -> Iterator[Messages]:
         rounds += [_calls(index), result(index)]
     yield rounds
     yield [*rounds, assistant(), user()]
-    # more characters, words and lines
-    yield from with_text(f"{WORD}\n" * 2 * count)
+    yield from with_text(_long_text(syntax))
+
+
+def _long_text(syntax: Syntax) -> str:
+    """A text of more characters, words and lines than the template's largest number."""
+    return f"{WORD}\n" * (_largest(syntax) + 2)
+
+
+def _largest(syntax: Syntax) -> int:
+    return max(syntax.numbers, default=0)
 
 
 def _other_roles(syntax: Syntax) -> Sequence[str]:

@@ -108,6 +108,12 @@ class Tails(Protocol[Tail]):
         """Whether the same follows after a context; also where the template refuses the messages."""
         ...
 
+    def ends(
+        self, tail: Tail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
+    ) -> bool:
+        """Whether the rendering of context and new messages ends so; also where the template refuses them."""
+        ...
+
 
 def prove(tails: Tails[Any], syntax: Syntax) -> Proof:
     """Find out what decides the text after a turn. Takes up to `MAX_SECONDS` of CPU time."""
@@ -148,6 +154,7 @@ class _Prover:
         if key not in self._in_turn:
             self._in_turn[key] = self._tails.tail_in(turn_context(step.turn), step.new, options)
             self._compare_alone(self._in_turn[key], history, step, options)
+            self._compare_unmarked(self._in_turn[key], history, step, options)
         in_turn = self._in_turn[key]
         if in_turn is not None and not options.kwargs:
             self._tried.add(step.after_results)
@@ -155,6 +162,14 @@ class _Prover:
         if in_turn is not None and not self._tails.continues_alike(in_turn, context, step.new, options):
             self._found[step.after_results] = Locality.HISTORY
             self._reasons[step.after_results] = _reason("earlier messages decide", history, step, options)
+
+    def _compare_unmarked(self, in_turn: Any, history: Messages, step: Step, options: RenderOptions) -> None:
+        """Compare with the conversation as it is: tails are found by a marker in the turn."""
+        context = [*history, step.turn]
+        if in_turn is not None and not self._tails.ends(in_turn, context, step.new, options):
+            self._found[step.after_results] = Locality.HISTORY
+            reason = _reason("the text of the turn decides", history, step, options)
+            self._reasons[step.after_results] = reason
 
     def _compare_alone(self, in_turn: Any, history: Messages, step: Step, options: RenderOptions) -> None:
         """Compare with the tail of a turn that is made up from the new messages."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenization.errors import InvalidMessages, TemplateUnsupported
-from tokenization.messages import Message
+from tokenization.messages import Message, for_template
 from tokenization.template import Template, Tools
 
 TURN_NOT_PRINTED = "turn_not_printed"
@@ -129,27 +129,7 @@ def render_tail(
         last = _tail_if_last(template, marked, options, marks.turn)
         tail = Tail(text, common_prefix_length(text, lead), last, in_call, notes)
     _check_new_texts(tail.text, new, template.strings)
-    if _is_empty(context[-1]):
-        _check_after_empty_turn(tail, _render(template, [*context, *new], options))
     return tail
-
-
-def _is_empty(turn: Message) -> bool:
-    """Whether the text that is marked in a turn, its content or the arguments of its last call, is empty."""
-    calls = turn.get("tool_calls")
-    if not calls:
-        return not turn.get("content")
-    return calls[-1]["function"].get("arguments") in (None, "", "{}", {})
-
-
-def _check_after_empty_turn(tail: Tail, text: str) -> None:
-    """Check a tail against the rendering of the turn as it is: a marker makes an empty text one that is not.
-
-    Raises:
-        TemplateUnsupported: something else follows the turn that is empty.
-    """
-    if not text.endswith(tail.text[tail.lead :]):
-        raise TemplateUnsupported("what the template prints after a turn depends on whether that is empty")
 
 
 def text_after_turn(
@@ -218,7 +198,7 @@ def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tu
 
 
 def _reduced_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    if _is_empty({"tool_calls": [call]}):
+    if call["function"].get("arguments") in (None, "", "{}", {}):
         return {**call, "function": {**call["function"], "arguments": {}}}
     return _with_argument(call, ".")
 
@@ -314,10 +294,8 @@ def _with_marks(
         marked["content"] = mark(0, content)
     elif isinstance(content, list):
         marked["content"] = [
-            {**part, "text": mark(number, part["text"])}
-            if isinstance(part, Mapping) and "text" in part
-            else part
-            for number, part in enumerate(content)
+            {**part, "text": mark(number, part["text"])} if "text" in part else part
+            for number, part in enumerate(_parts(content))
         ]
     if calls := message.get("tool_calls"):
         marked["tool_calls"] = [
@@ -347,10 +325,17 @@ def _check_new_texts(tail: str, new: Sequence[Message], strings: Sequence[str]) 
 
 
 def _texts(content: object) -> list[str]:
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list) else []
-    return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    if isinstance(content, list):
+        return [part["text"] for part in _parts(content) if "text" in part]
+    return [content] if isinstance(content, str) else []
+
+
+def _parts(content: list[Any]) -> list[dict[str, Any]]:
+    """The parts of a content in the form that templates take; those with a text have it under `text`."""
+    parts: list[dict[str, Any]] = for_template([{"role": "user", "content": content}], parts=True)[0][
+        "content"
+    ]
+    return parts
 
 
 def _printed(text: str, tail: str) -> bool:
@@ -365,6 +350,12 @@ def _without(text: str, strings: Sequence[str]) -> list[str]:
     removed = sorted((string for string in strings if string), key=len, reverse=True)
     pieces = re.split("|".join(map(re.escape, removed)) or r"(?!)", text)
     return [piece.strip() for piece in pieces]
+
+
+def last_text(turn: Message) -> str:
+    """The last text of a turn's content, without white space around it."""
+    texts = _texts(turn.get("content"))
+    return texts[-1].strip() if texts else ""
 
 
 def common_prefix_length(first: str, second: str) -> int:

@@ -47,6 +47,12 @@ _ALWAYS_PROMPTS = _CHATML.replace(
 _PLAIN_CLOSE = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + ' END<|im_end|>' }}{% endfor %}assistant: "
 )
+# a token for each role, and a close
+_HEADER = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|im_end|>' }}{% endfor %}"
+_BOTH = (
+    "{% for m in messages %}{{ '<|im_end|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_end|>assistant\n' }}{% endif %}"
+)
 
 
 def _user(content: str = "And?") -> dict[str, Any]:
@@ -86,6 +92,9 @@ def tokenizers() -> dict[str, ChatTokenizer]:
         "two tokens": tokenizer_with(_TWO_TOKENS, special=[*SPECIAL, "<|answered|>"]),
         "always prompts": tokenizer_with(_ALWAYS_PROMPTS),
         "plain close": tokenizer_with(_PLAIN_CLOSE),
+        "header": tokenizer_with(_HEADER, special=[*SPECIAL, "<|user|>"], stops=["<|im_end|>", "<|user|>"]),
+        "both": tokenizer_with(_BOTH),
+        "plain stop": tokenizer_with(_CHATML, special=["<|im_start|>", "<|eos|>"], plain=["<|im_end|>"]),
     }
 
 
@@ -93,6 +102,8 @@ _GPTOSS_USER = "<|start|>user<|message|>And?<|end|><|start|>assistant"
 _GPTOSS_RESULT = "<|start|>tool<|message|>sun<|end|><|start|>assistant"
 _GLM_USER, _GLM_RESULT = "\nAnd?<|assistant|>\n", "\nsun<|assistant|>\n"
 _TWO_REST = "<|im_start|>user\nAnd?<|answered|><|im_end|><|im_start|>assistant\n"
+_HEADER_REST = "\nAnd?<|im_end|>"
+_BOTH_REST = "<|im_end|>user\nAnd?<|im_end|><|im_end|>assistant\n"
 _PLAIN_REST = "user: And? END<|im_end|>assistant: "
 _LENGTH = {"finish_reason": "length"}
 _STOP_STRING = {"stop_reason": "END"}
@@ -108,6 +119,15 @@ _CASES: dict[str, tuple[str, Any, Any, str, dict[str, Any], str, str]] = {
         "chatml", _turn(), _user(), "<|im_start|>", _LENGTH, "<|im_end|>", _CHATML_REST
     ),
     "alternate stop": ("chatml", _turn(), _user(), "<|eos|>", {}, "", _CHATML_REST),
+    "stop that opens the next message": ("header", _turn(), _user(), "<|user|>", {}, "", _HEADER_REST),
+    "close before a header": ("header", _turn(), _user(), "<|im_end|>", {}, "", "<|user|>" + _HEADER_REST),
+    "one token for both": ("both", _turn(), _user(), "<|im_end|>", {}, "", _BOTH_REST),
+    "alternate stop, one token for both": ("both", _turn(), _user(), "<|eos|>", {}, "", _BOTH_REST),
+    "one token for both, as length": ("both", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _BOTH_REST),
+    "stop that is not special": ("plain stop", _turn(), _user(), "<|im_end|>", {}, "", _CHATML_REST),
+    "stop that is not special, as length": (
+        "plain stop", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _CHATML_REST
+    ),
     "alternate stop, as length": ("chatml", _turn(), _user(), "<|eos|>", _LENGTH, "<|im_end|>", _CHATML_REST),
     "alternate stop before two messages": (
         "chatml", _turn(), [_user("a"), _user("b")], "<|eos|>", {},
@@ -128,6 +148,7 @@ _CASES: dict[str, tuple[str, Any, Any, str, dict[str, Any], str, str]] = {
     ),
     "no close": ("glm", _turn(), _user(), "<|user|>", {}, "", _GLM_USER),
     "no close, as length": ("glm", _turn(), _user(), "o", _LENGTH, "", "<|user|>" + _GLM_USER),
+    "no close, stop as length": ("glm", _turn(), _user(), "<|user|>", _LENGTH, "", _GLM_USER),
     "no close, alternate stop": ("glm", _turn(), _user(), "<|eos|>", {}, "", "<|user|>" + _GLM_USER),
     "no close, stop of another role": (
         "glm", _turn(), _user(), "<|observation|>", {}, "", "<|user|>" + _GLM_USER
@@ -186,14 +207,21 @@ def test_cut(
     assert appended_text(tokenizer, last, messages, history=history, **how) == (close, rest)
 
 
-@pytest.mark.parametrize("content", [None, "", [], [{"type": "text", "text": ""}], " \n"])
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        *[(None, ""), ("", ""), ([], ""), ([{"type": "text", "text": ""}], ""), (" \n", " \n")],
+        (["a", "b"], "a\nb"),
+        ([{"type": "refusal", "refusal": "no"}], "no"),
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "input_text", "text": "a"}], "hm\na"),
+    ],
+)
 @pytest.mark.parametrize("role", ["user", "assistant"])
-def test_message_without_text_is_not_taken_for_a_close(
-    tokenizers: dict[str, ChatTokenizer], role: str, content: object
+def test_message_is_not_taken_for_a_close(
+    tokenizers: dict[str, ChatTokenizer], role: str, content: object, text: str
 ) -> None:
-    """The next message must not be cut off with the close of the turn."""
+    """A message whose text is not found must not be cut off with the close of the turn."""
     message = {"role": role, "content": content}
-    text = content if isinstance(content, str) else ""
     rest = f"\n<|im_start|>{role}\n{text}<|im_end|>\n<|im_start|>assistant\n"
     assert appended_text(tokenizers["chatml"], "<|eos|>", [message]) == ("", rest)
     assert appended_text(tokenizers["chatml"], "o", [message], **_LENGTH) == ("<|im_end|>", rest)

@@ -182,6 +182,34 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
         HISTORY,
         _EARLIER,
     ),
+    "end of the turn's text": (
+        _prompt_if("messages | length > 1 and messages[-2].content.endswith('?')"),
+        NEW,
+        HISTORY,
+        "the text of the turn decides what is printed: user after user 'qw', assistant 'qw [?]'",
+    ),
+    "length of the turn's text": (
+        _prompt_if("messages | length > 1 and messages[-2].content | length > 40"),
+        NEW,
+        HISTORY,
+        _EARLIER,
+    ),
+    "text that was used before": (
+        _prompt_if("messages[0].content == messages[-1].content"),
+        HISTORY,
+        HISTORY,
+        "user after user 'qn'",
+    ),
+    "reasoning after the content": (
+        "{% for m in messages %}"
+        + _HEADER
+        + "{{ m.content ~ (m.reasoning or '') + '<|im_end|>\n' }}{% endfor %}"
+        + _PROMPT,
+        HISTORY,
+        HISTORY,
+        _EARLIER,
+    ),
+    "name of the result": (_next_to_result("m.name or 'nameless'"), NEW, NEW, "^$"),
     "required template argument": (
         "{% if not date %}{{ raise_exception('no date') }}{% endif %}"
         + _prompt_if("'/no_think' in messages[0].content"),
@@ -265,6 +293,23 @@ def test_history_is_required_where_it_decides() -> None:
     tokenizer = tokenizer_with(_prompt_if("'/no_think' in messages[0].content"))
     with pytest.raises(TemplateUnsupported, match=r"give `history` .*user after system '/no_think'"):
         tokenizer.append([1], [user("And?")])
+
+
+def test_tail_that_depends_on_the_text_of_the_turn_is_refused() -> None:
+    """The marker after the turn's text hides its end from the template."""
+    tokenizer = tokenizer_with(_prompt_if("messages[-2].content.endswith('?')"))
+    history = [user("Hi"), {"role": "assistant", "content": "Hello?"}]
+    with pytest.raises(TemplateUnsupported, match="depends on the text of the turn"):
+        tokenizer.append([1], [user("And?")], history=history)
+    assert appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY) == ("", _REST)
+
+
+def test_close_that_depends_on_the_history() -> None:
+    close = "{{ 'no more to say' * 5 if '/no_think' in messages[0].content }}{{ '<|im_end|>\n' }}"
+    turn = _HEADER + "{{ m.content }}" + close
+    tokenizer = tokenizer_with("{% for m in messages %}" + turn + "{% endfor %}" + _PROMPT)
+    texts = appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY)
+    assert texts == ("", _REST.replace("And?", "And?" + "no more to say" * 5))
 
 
 def _texts_rendered(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object], tokenizer: Any) -> str:

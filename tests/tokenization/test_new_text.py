@@ -90,7 +90,7 @@ def test_marker_in_the_history_is_text(text: str) -> None:
 _EXACT: dict[str, tuple[str, Any, str]] = {
     "escaped": ("m.content | tojson", 'é "x"\n\\', json.dumps('é "x"\n\\', ensure_ascii=False)),
     "escaped to ASCII": ("m.content | tojson(ensure_ascii=true)", 'é "x"', json.dumps('é "x"')),
-    "as a Python literal": ("[m.content]", "it's\n", '["it\'s\\n"]'),
+    "as a Python literal": ("[m.content]", 'it\'s "x"\n', str(['it\'s "x"\n'])),
     "stripped": ("m.content | trim", " x\n", "x"),
     "stripped to nothing": ("m.content | trim", " \n", ""),
     "without /no_think": ("m.content.replace('/no_think', '')", "x /no_think y", "x  y"),
@@ -145,6 +145,16 @@ def test_text_that_is_not_printed_once_is_refused(template: str, text: str, erro
     history = [_user("Hi"), {"role": "assistant", "content": "Hello."}]
     with pytest.raises(TemplateUnsupported, match=error):
         tokenizer_with(template).continuation(0, [_user(text)], history=history)
+
+
+def test_reasoning_of_a_new_turn_may_be_left_out() -> None:
+    template = _chatml("m.content if loop.last else m.content.split('</think>')[-1]")
+    new = [_user("a"), {"role": "assistant", "content": "<think>Because.</think>Well."}, _user("b")]
+    suffix = _suffix(template, *new)
+    assert suffix == (
+        "\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nWell.<|im_end|>\n"
+        "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_every_new_text_is_looked_for() -> None:
