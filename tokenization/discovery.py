@@ -5,7 +5,6 @@ tokens, which it never merges with the text around them, and the ids that end a 
 """
 
 import hashlib
-import json
 import re
 import threading
 from collections.abc import Mapping, Sequence, Set
@@ -28,6 +27,7 @@ from tokenization.turns import (
     common_prefix_length,
     placeholder_context,
     render_tail,
+    serialized,
     text_after_turn,
     turn_context,
 )
@@ -442,5 +442,4 @@ def _options_key(options: RenderOptions) -> object:
 
 def digest(*parts: object) -> bytes:
     """A 16-byte cache key for JSON-like values. The order of keys in objects counts: templates print it."""
-    text = json.dumps(parts, ensure_ascii=False, default=repr)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return hashlib.blake2b(serialized(parts), digest_size=16).digest()
