@@ -40,6 +40,7 @@ templates: dev  ## count what is exact for which chat template, and renew the ta
 bench: install  ## measure what the proxy adds to requests and to turns of conversations
 	@.venv/bin/python benchmarks/overhead.py
 	@.venv/bin/python benchmarks/append.py
+	@.venv/bin/python benchmarks/proofs.py
 	@.venv/bin/python benchmarks/transparent.py
 
 clean:  ## remove caches and build output; .venv stays
