@@ -42,6 +42,7 @@ templates: dev  ## run every real chat template, report what is wrong, renew the
 bench: install  ## measure what the proxy adds to requests and to turns of conversations
 	@.venv/bin/python benchmarks/overhead.py
 	@.venv/bin/python benchmarks/append.py
+	@.venv/bin/python benchmarks/proofs.py
 	@.venv/bin/python benchmarks/transparent.py
 
 clean:  ## remove caches and build output; .venv stays

@@ -10,7 +10,9 @@ import pytest
 from benchmarks.append import LENGTHS, WAYS
 from benchmarks.cases import cases
 from benchmarks.clocked import INSIDE, REQUEST, STAGES, read_clocks
+from benchmarks.proofs import prove_all, read_templates
 from benchmarks.report import Measured, Times, turns_json, turns_text
+from tokenization.locality import Locality
 
 ROOT = Path(__file__).parent.parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="pins processes to cores")
@@ -64,10 +66,39 @@ def test_quick_append_run_times_every_way_at_every_length(tmp_path: Path) -> Non
     run = _run("benchmarks/append.py", "--quick", "--json", str(written))
     assert run.returncode == 0, run.stderr
     measured = json.loads(written.read_text())["samples"]["ms"]
-    names = [way.name for way in WAYS] + ["append, first of its thread", "render"]
+    names = [way.name for way in WAYS] + ["append, first of its thread", "render", "text, not local"]
     assert list(measured) == names
     assert all(f"| {name} " in run.stdout for name in names)
     assert all(measured[name][str(length)] for name in names for length in LENGTHS)
+
+
+@linux
+def test_quick_proof_run_times_each_template_of_trl_and_a_folder(tmp_path: Path) -> None:
+    folder, written = tmp_path / "templates", tmp_path / "out.json"
+    folder.mkdir()
+    source = "{% for m in messages %}{{ loop.index ~ m.role ~ m.content }}<|im_end|>\n{% endfor %}"
+    for name in ("numbered", "the same"):
+        (folder / f"{name}.jinja").write_text(source)
+    assert [name for name, text in read_templates(folder).items() if text == source] == ["numbered"]
+    run = _run("benchmarks/proofs.py", str(folder), "--quick", "--json", str(written))
+    assert run.returncode == 0, run.stderr
+    proofs = json.loads(written.read_text())["proofs"]
+    assert all(proof["cpu_s"] > 0 for proof in proofs.values())
+    assert f"| {len(proofs)} templates " in run.stdout
+    assert all(name in run.stdout for name in proofs)
+
+
+def test_template_that_numbers_messages_is_not_local(tmp_path: Path) -> None:
+    source = "{% for m in messages %}{{ loop.index ~ m.role ~ m.content }}<|im_end|>\n{% endfor %}"
+    (timed,) = prove_all({"numbered": source})
+    assert timed.proof.after_messages is Locality.HISTORY
+    assert timed.cpu_s > 0
+
+
+def test_missing_template_folder_is_an_error(tmp_path: Path) -> None:
+    run = _run("benchmarks/proofs.py", str(tmp_path / "missing"), timeout=60)
+    assert run.returncode == 2
+    assert "is not a folder" in run.stderr
 
 
 def test_every_timed_stage_exists(tmp_path: Path) -> None:

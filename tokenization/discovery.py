@@ -5,7 +5,6 @@ tokens, which it never merges with the text around them, and the ids that end a 
 """
 
 import hashlib
-import json
 import re
 import threading
 from collections.abc import Mapping, Sequence, Set
@@ -28,6 +27,7 @@ from tokenization.turns import (
     last_text,
     placeholder_context,
     render_tail,
+    serialized,
     text_after_turn,
     turn_context,
 )
@@ -508,7 +508,6 @@ def digest(*parts: object) -> bytes:
         InvalidMessages: a value is nested too deep.
     """
     try:
-        text = json.dumps(parts, ensure_ascii=False, default=repr)
+        return hashlib.blake2b(serialized(parts), digest_size=16).digest()
     except RecursionError as error:
         raise InvalidMessages("the messages, tools or template arguments are nested too deep") from error
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -16,6 +16,7 @@ markers in place of the new texts.
 """
 
 import json
+import marshal
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -95,10 +96,23 @@ def unused_mark(*arguments: object) -> str:
 
 
 def _unused_marks(*arguments: object) -> _Marks:
-    source, nonce = repr(arguments), ""
-    while f"qZ{nonce}" in source:
+    source, nonce = serialized(arguments), ""
+    while f"qZ{nonce}".encode() in source:
         nonce += "q"
     return _Marks(nonce)
+
+
+def serialized(values: Any) -> bytes:
+    """JSON-like values as bytes in which each text is found as UTF-8.
+
+    Equal values with their keys in the same order give equal bytes.
+    """
+    try:
+        # a tenth of the time of JSON; version 0, because later ones depend on which objects are identical
+        return marshal.dumps(values, 0)
+    except ValueError:
+        text = json.dumps(values, ensure_ascii=False, default=repr)
+        return text.encode("utf-8", "surrogatepass")
 
 
 def render_tail(
@@ -111,8 +125,9 @@ def render_tail(
     """Render `context`, whose last message is the assistant turn, with `new`; cut at the marker.
 
     Args:
-        guide: the tail of the same turn in a smaller context. Where the tail begins in the same way, lead and
-            last rendering are taken from there, so that the context is rendered only once.
+        guide: the tail of the same turn in a smaller context. Where the tail begins in the same way, or
+            differs only in the header, lead and last rendering are taken from there, so that the context is
+            rendered only once.
 
     Raises:
         InvalidMessages: the template refuses the messages in every form of the turn.
@@ -122,14 +137,34 @@ def render_tail(
     marked, text, notes = _followed(template, context, new, options, marks.turn)
     in_call = marks.turn in repr(marked[-1].get("tool_calls"))
     same_form = guide is not None and (guide.in_call, guide.notes) == (in_call, notes)
-    if guide is not None and same_form and text.startswith(guide.text[: guide.lead]):
-        tail = replace(guide, text=text)
-    else:
+    tail = _guided(guide, text) if guide is not None and same_form else None
+    if tail is None:
         lead = _lead(template, marked, new, options, marks)
         last = _tail_if_last(template, marked, options, marks.turn)
         tail = Tail(text, common_prefix_length(text, lead), last, in_call, notes)
     _check_new_texts(tail.text, new, template.strings)
     return tail
+
+
+def _guided(guide: Tail, text: str) -> Tail | None:
+    """The tail with this text, its other fields from the same turn in a smaller context.
+
+    Example: the guide's `<|im_end|>\\n<|im_start|>tool\\nResult 1: qr<|im_end|>\\n` and a text that has
+    `Result 12: ` there. None if the texts differ in the close, or in more than the header.
+    """
+    if text.startswith(guide.text[: guide.lead]):
+        return replace(guide, text=text)
+    after_lead = guide.text[guide.lead :]
+    lead = len(text) - len(after_lead)
+    # up to this length the texts must agree, so that the close is the same
+    close = len(guide.text_if_last)
+    if (
+        0 < close <= min(lead, guide.lead)
+        and text[:close] == guide.text[:close]
+        and text.endswith(after_lead)
+    ):
+        return replace(guide, text=text, lead=lead)
+    return None
 
 
 def text_after_turn(

@@ -1,0 +1,90 @@
+"""An append after a template that is not local: the whole history is rendered as text, once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.tiny_model import CHATML, END, TinyModel
+from tokenization import ChatTokenizer
+from tokenization.turns import serialized, unused_mark
+
+_NUMBERED = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + message.role ~ loop.index")
+_CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"q": "x"}'}}
+_CALLED = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+_ANSWERED = {"role": "assistant", "content": "Yes."}
+
+
+def _history(count: int, turn: dict[str, Any]) -> list[dict[str, Any]]:
+    question = {"role": "user", "content": "Well?"}
+    return [message for _ in range(count) for message in (question, _ANSWERED)] + [question, turn]
+
+
+@pytest.mark.parametrize("proved", [True, False])
+@pytest.mark.parametrize("template", [CHATML, _NUMBERED], ids=["local", "numbered"])
+@pytest.mark.parametrize(
+    "turn, new",
+    [
+        (_ANSWERED, [{"role": "user", "content": "And then?"}]),
+        (_ANSWERED, [{"role": "user", "content": "1"}, {"role": "user", "content": "12\n"}]),
+        (_CALLED, [{"role": "tool", "tool_call_id": "a", "content": "12"}]),
+        (_CALLED, [{"role": "tool", "tool_call_id": "a", "content": " 11: 12"}]),
+    ],
+    ids=["user", "two users", "result", "result with a number"],
+)
+def test_prompt_equals_a_rendering(
+    tiny_model: TinyModel, proved: bool, template: str, turn: dict[str, Any], new: list[dict[str, Any]]
+) -> None:
+    tokenizer = ChatTokenizer.load(tiny_model.folder, template)
+    if proved:
+        tokenizer.prove()
+    for count in (0, 1, 5, 60):
+        history = _history(count, turn)
+        ids = tokenizer.render(history, add_generation_prompt=False)
+        sampled = ids[: len(ids) - ids[::-1].index(END)]
+        appended = tokenizer.append(sampled, new, history=history)
+        assert appended.prompt_ids == tokenizer.render([*history, *new])
+
+
+def test_template_that_numbers_messages_is_not_local(tiny_model: TinyModel) -> None:
+    tokenizer = ChatTokenizer.load(tiny_model.folder, _NUMBERED)
+    tokenizer.prove()
+    assert not tokenizer.is_local([{"role": "user", "content": "And then?"}])
+
+
+@pytest.mark.parametrize("template", [CHATML, _NUMBERED], ids=["local", "numbered"])
+def test_whole_history_is_rendered_once(
+    tiny_model: TinyModel, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = ChatTokenizer.load(tiny_model.folder, template)
+    counts: list[int] = []
+    render: Callable[..., str] = tokenizer._tokenizer.apply_chat_template
+
+    def counted(messages: list[dict[str, Any]], **arguments: Any) -> str:
+        counts.append(len(messages))
+        return render(messages, **arguments)
+
+    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", counted)
+    history, new = _history(20, _CALLED), [{"role": "tool", "tool_call_id": "a", "content": "12"}]
+    tokenizer.append([END], new, history=history)
+    assert [count for count in counts if count > 10] == [len(history) + 1]
+
+
+def test_mark_occurs_in_none_of_the_messages() -> None:
+    history = [{"role": "user", "content": "qZ qZq and qZassistantZq"}, {"role": "user", "content": "é qZqq"}]
+    assert unused_mark(history) == "qZqqqassistantZq"
+
+
+@pytest.mark.parametrize("value", ["é 'x'\n\"", "\ud800", 3, 2.5, None, True, object()], ids=lambda value: type(value).__name__)
+def test_equal_values_have_equal_bytes(value: object) -> None:
+    values = {"role": "user", "content": [value]}
+    assert serialized(values) == serialized({"role": "us" + "er", "content": [value]})
+    assert serialized(values) != serialized({"content": [value], "role": "user"})
+
+
+def test_texts_are_found_in_the_bytes_of_any_values() -> None:
+    class Text(str):
+        __slots__ = ()
+
+    for value in ("qZé", Text("qZé"), {"qZé": [()]}):
+        assert "qZé".encode() in serialized([value])
