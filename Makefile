@@ -34,8 +34,10 @@ format: dev  ## let ruff fix and format the code
 	@.venv/bin/ruff check --fix .
 	@.venv/bin/ruff format .
 
-templates: dev  ## count what is exact for which chat template, and renew the table in docs/templates.md
-	@.venv/bin/python -m tests.templates.report --write
+# For some of the templates: make templates ARGS="--only qwen3"
+templates: dev  ## run every real chat template, report what is wrong, renew the table in docs/templates.md
+	@.venv/bin/python scripts/fetch-templates
+	@.venv/bin/python -m tests.templates.report $(or $(ARGS),--write)
 
 bench: install  ## measure what the proxy adds to requests and to turns of conversations
 	@.venv/bin/python benchmarks/overhead.py

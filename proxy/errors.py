@@ -8,6 +8,7 @@
     ├── Unsupported        501  no engine supports the request; the message names what to upgrade or enable
     ├── EngineBroken       502  the engine closed the connection or returned a malformed response
     ├── EngineUnavailable  503  no engine responds; sent with Retry-After
+    ├── NotReady           503  the proxy itself still prepares something; sent with Retry-After
     └── EngineTimeout      504  the engine did not accept a connection in time
 
 The wire format is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
@@ -102,6 +103,16 @@ class EngineUnavailable(ApiError):
 
     def __init__(self, message: str, *, retry_after: int = 2) -> None:
         super().__init__(message, retry_after=retry_after)
+
+
+class NotReady(ApiError):
+    """The proxy itself still prepares something that the request needs."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param=param, code=code, retry_after=2)
 
 
 class EngineTimeout(ApiError):

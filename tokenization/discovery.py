@@ -130,11 +130,11 @@ class Discovery:
         proof = self.proof
         if proof is None or proof.locality(new) is Locality.HISTORY:
             return None
-        in_turn = self.tail_in(turn_context(history[-1]), new, options)
-        if in_turn is None or self.continues_alike(in_turn, history, new, options):
+        in_turn, whole = self.tail_in(turn_context(history[-1]), new, options), list(history)
+        if in_turn is None or self.continues_alike(in_turn, whole, new, options):
             return None
         self.proof = proof.demoted(new, "an audit found that earlier messages decide what is printed")
-        return self._shortest(in_turn, list(history), new, options)
+        return self._shortest(in_turn, whole, new, options)
 
     def _shortest(
         self, tail: TurnTail, history: list[Message], new: Sequence[Message], options: RenderOptions
@@ -181,10 +181,11 @@ class Discovery:
         local = self.proof is not None and self.proof.locality(new) is not Locality.HISTORY
         if in_turn is not None and local:
             return in_turn
-        history_key = digest(list(new), list(history), _options_key(options))
+        whole = list(history)
+        history_key = digest(list(new), whole, _options_key(options))
         return self._tails.get_or_make(
             history_key,
-            lambda: self._tail_after_history(history_key, history, new, options, in_turn),
+            lambda: self._tail_after_history(history_key, whole, new, options, in_turn),
             (TokenizationError,),
         )
 
@@ -353,7 +354,7 @@ class Discovery:
             # GPT-OSS: the last turn ends with <|return|>, earlier ones with <|end|>
             return [token for token in tokens if token.start == shared]
         # the last turn ends with nothing; the first of several tokens is no opening of the next message
-        stops = [token for token in tokens[:-1][:1] if token.id in self._stop_ids]
+        stops = [token for token in tokens[:-1][:1] if token.id in self._stop_ids - self._openers]
         return [] if text_if_last else stops
 
     @cached_property

@@ -79,6 +79,7 @@ def steps() -> Iterator[Step]:
     yield Step(_calls(1, content=WORD), [result(1)])
     yield Step(_calls(1, reasoning=WORD), [result(1)])
     yield Step(_calls(1), [result(1, name="alpha")])
+    yield Step(assistant("", tool_calls=[call(1, arguments={})]), [result(1)])
     yield Step(_calls(1), [user("qn")])
     yield Step(_calls(1, 2), [result(2), result(1, "qs")])
     yield Step(_calls(1, 2), [result(1)])

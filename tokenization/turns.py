@@ -28,6 +28,7 @@ from tokenization.template import Template, Tools
 TURN_NOT_PRINTED = "turn_not_printed"
 """A note: the template prints nothing of the turn's tool calls, or not its content."""
 MARK = "qZassistantZq"
+_PART_OPENING, _PART_CLOSING = "'text': '", "'}]"
 PLACEHOLDER_USER: dict[str, Any] = {"role": "user", "content": "."}
 
 
@@ -128,7 +129,27 @@ def render_tail(
         last = _tail_if_last(template, marked, options, marks.turn)
         tail = Tail(text, common_prefix_length(text, lead), last, in_call, notes)
     _check_new_texts(tail.text, new, template.strings)
+    if _is_empty(context[-1]):
+        _check_after_empty_turn(tail, _render(template, [*context, *new], options))
     return tail
+
+
+def _is_empty(turn: Message) -> bool:
+    """Whether the text that is marked in a turn, its content or the arguments of its last call, is empty."""
+    calls = turn.get("tool_calls")
+    if not calls:
+        return not turn.get("content")
+    return calls[-1]["function"].get("arguments") in (None, "", "{}", {})
+
+
+def _check_after_empty_turn(tail: Tail, text: str) -> None:
+    """Check a tail against the rendering of the turn as it is: a marker makes an empty text one that is not.
+
+    Raises:
+        TemplateUnsupported: something else follows the turn that is empty.
+    """
+    if not text.endswith(tail.text[tail.lead :]):
+        raise TemplateUnsupported("what the template prints after a turn depends on whether that is empty")
 
 
 def text_after_turn(
@@ -196,17 +217,33 @@ def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tu
     yield {**turn, "content": mark}, notes or ((TURN_NOT_PRINTED,) if content else ())
 
 
+def _reduced_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    if _is_empty({"tool_calls": [call]}):
+        return {**call, "function": {**call["function"], "arguments": {}}}
+    return _with_argument(call, ".")
+
+
 def _with_argument(call: Mapping[str, Any], argument: object) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": {"q": argument}}}
 
 
 def _after(mark: str, text: str) -> str | None:
     """The text after the marker; None if it was not printed. Raises TemplateUnsupported."""
-    _, found, after = text.partition(mark)
+    before, found, after = text.partition(mark)
     if not found:
         return None
     if mark in after:
         raise TemplateUnsupported("the template prints the text of a turn more than once")
+    return _without_part_closing(before, after)
+
+
+def _without_part_closing(before: str, after: str) -> str:
+    """The text after a turn, also where its content is printed as a Python list of parts.
+
+    The model wrote the text alone, without the end of the list.
+    """
+    if after.startswith(_PART_CLOSING) and before.rfind(_PART_OPENING) > before.rfind(_PART_CLOSING):
+        return after[len(_PART_CLOSING) :]
     return after
 
 
@@ -247,6 +284,7 @@ def _lead(
             raise TemplateUnsupported(
                 f"the template prints new message {index} ({new[index].get('role')}) {where}"
             )
+    after = _without_part_closing(before, after)
     return after[: min((after.index(word) for word in [*words, *blank] if word in after), default=len(after))]
 
 
@@ -345,15 +383,15 @@ def common_prefix_length(first: str, second: str) -> int:
 def turn_context(turn: Message) -> list[dict[str, Any]]:
     """Reduce a conversation to a user message and its last turn, with placeholder text.
 
-    Kept of the turn are the names and ids of its tool calls, and which kinds of content it has. Conversations
-    with equal contexts share one rendering.
+    Kept of the turn are the names and ids of its tool calls, whether they have arguments, and which kinds of
+    content it has. Conversations with equal contexts share one rendering.
     """
     content = turn.get("content")
     reduced: dict[str, Any] = {"role": "assistant", "content": "." if content else ""}
     if turn.get("reasoning") or turn.get("reasoning_content"):
         reduced["reasoning"] = "."
     if calls := turn.get("tool_calls"):
-        reduced["tool_calls"] = [_with_argument(call, ".") for call in calls]
+        reduced["tool_calls"] = [_reduced_call(call) for call in calls]
     return [PLACEHOLDER_USER, reduced]
 
 

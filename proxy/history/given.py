@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.errors import BadRequest, EngineUnavailable, Unsupported
+from proxy.errors import BadRequest, NotReady, Unsupported
 from proxy.history.cached_turn import CachedTurn
 from proxy.history.continuation import continue_ids, continue_turn
 from proxy.history.conversation import Conversation
@@ -28,7 +28,7 @@ async def append_messages(
     Raises:
         BadRequest: the template refuses the messages.
         Unsupported: there is no tokenizer, or no exact append for this template.
-        EngineUnavailable: there is no history, and the template is not proved yet.
+        NotReady: there is no history, and the template is not proved yet.
     """
     tokenizer = model.tokenizer
     if tokenizer is None:
@@ -39,9 +39,11 @@ async def append_messages(
     before = whole[: len(whole) - len(new)]
     history = before if before and before[-1].get("role") == "assistant" else None
     if history is None and tokenizer.proof is None:
-        raise EngineUnavailable(
+        raise NotReady(
             "the chat template is still being examined, which takes seconds after the start: send the "
-            "conversation as `messages` too, or try again"
+            "conversation as `messages` too, or try again",
+            param="messages",
+            code="template_unproved",
         )
     raw = ids.compact(given.raw)
     try:

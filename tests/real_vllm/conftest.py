@@ -92,7 +92,10 @@ def engines(
     wanted = {
         "plugin": EngineProcess(model, plugin=True, api_server_count=2, log_file=logs / "plugin.log"),
         "stock": EngineProcess(
-            model, plugin=False, extra_flags=["--enable-scale-out"], log_file=logs / "stock.log"
+            model,
+            plugin=False,
+            extra_flags=["--enable-scale-out", "--trust-request-chat-template"],
+            log_file=logs / "stock.log",
         ),
     }
     if any("mortal_engine" in getattr(item, "fixturenames", ()) for item in request.session.items):

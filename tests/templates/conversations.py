@@ -1,11 +1,12 @@
-"""Conversations and template arguments that a template's own source suggests, as further shapes of the matrix."""
+"""Conversations and template arguments that the source of a template suggests: more shapes for the matrix."""
 
 import copy
-from typing import Any, TypeGuard
+from collections.abc import Iterable
+from typing import Any
 
 import jinja2.nodes
 
-from tests.templates.corpus import CorpusTemplate
+from tests.templates.corpus import ChatTemplate
 from tests.templates.shapes import (
     ANSWER,
     EARLIER,
@@ -26,21 +27,45 @@ from tests.templates.shapes import (
 )
 
 _ROLES = frozenset(
-    "system user assistant tool developer function model ipython text image audio video string array object "
-    "tool_calls content role type name arguments id parameters description function_call".split()
+    {
+        *("system", "user", "assistant", "tool", "developer", "function", "model", "ipython"),
+        *(
+            "text",
+            "image",
+            "audio",
+            "video",
+            "string",
+            "array",
+            "object",
+            "type",
+            "role",
+            "content",
+            "name",
+            "id",
+        ),
+        *("tool_calls", "function_call", "arguments", "parameters", "description"),
+    }
 )
+_SEARCHES = ("startswith", "endswith", "find", "split", "replace", "count")
+"""Methods of texts that take a text to look for."""
 _MAX_CONSTANTS = 6
 _MAX_NUMBER = 40
 _MAX_VARIABLES = 8
+_FURTHER_VALUES: dict[str, tuple[object, ...]] = {
+    "reasoning_effort": ("low", "high"),
+    "reasoning_strength": ("low",),
+    "builtin_tools": (["python"],),
+    "date_string": ("1 Jan 2025",),
+}
+"""Values to try for a template argument next to True and False."""
 _NO_SWITCH = frozenset(
-    # set by every renderer, or arguments of `apply_chat_template` itself
-    "messages tools documents bos_token eos_token pad_token unk_token raise_exception strftime_now namespace range "
-    "dict lipsum cycler joiner add_generation_prompt chat_template truncation padding tokenize".split()
+    {
+        *("messages", "tools", "documents", "bos_token", "eos_token", "pad_token", "unk_token"),
+        *("raise_exception", "strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner"),
+        *("add_generation_prompt", "chat_template", "truncation", "padding", "tokenize"),
+    }
 )
-
-
-def _silent(turn: Message, **fields: object) -> Message:
-    return {**turn, **fields}
+"""Variables that every renderer sets, and arguments of `apply_chat_template` itself."""
 
 
 def _group(group: str, name: str, history: list[Message], new: list[Message]) -> Shape:
@@ -104,20 +129,18 @@ FURTHER_SHAPES = (
         [*EARLIER, assistant("Yes, it is late."), QUESTION, TWO_CALLS],
         [WEATHER_RESULT, result(2, "newclock says nine")],
     ),
-    _group(
-        "tool results", "call, null content", [QUESTION, _silent(ONE_CALL, content=None)], [WEATHER_RESULT]
-    ),
+    _group("tool results", "call, null content", [QUESTION, {**ONE_CALL, "content": None}], [WEATHER_RESULT]),
     _group("tool results", "call without arguments", [QUESTION, _NO_ARGUMENTS], [WEATHER_RESULT]),
     _group(
         "tool results",
         "content, reasoning and call",
-        [QUESTION, _silent(ONE_CALL, content="I look.", reasoning_content=REASONING)],
+        [QUESTION, {**ONE_CALL, "content": "I look.", "reasoning_content": REASONING}],
         [WEATHER_RESULT],
     ),
     _group(
         "tool results",
         "content and call, then result and user",
-        [QUESTION, _silent(ONE_CALL, content="I look.")],
+        [QUESTION, {**ONE_CALL, "content": "I look."}],
         [WEATHER_RESULT, NEXT],
     ),
     _group("parallel calls", "one result is missing", [QUESTION, TWO_CALLS], [WEATHER_RESULT]),
@@ -137,7 +160,7 @@ WITH_EVERY_VARIABLE = frozenset({"content", "call", "reasoning"})
 """Names of the conversations that are tried with every template argument."""
 
 
-def shapes_of(template: CorpusTemplate) -> list[Shape]:
+def shapes_of(template: ChatTemplate) -> list[Shape]:
     """The conversations to try with a template."""
     shapes = [*SHAPES, *FURTHER_SHAPES]
     for constant in _constants(template):
@@ -156,41 +179,41 @@ def shapes_of(template: CorpusTemplate) -> list[Shape]:
     return shapes
 
 
-def variables_of(template: CorpusTemplate) -> dict[str, dict[str, Any]]:
+def variables_of(template: ChatTemplate) -> dict[str, dict[str, Any]]:
     """The template arguments to try with a template, by name."""
     switches = sorted(template.variables - _NO_SWITCH)[:_MAX_VARIABLES]
     tried: dict[str, dict[str, Any]] = {"none": {}}
     if "add_generation_prompt" in template.variables:
         tried["add_generation_prompt=False"] = {"add_generation_prompt": False}
     for name in switches:
-        tried |= {f"{name}={value}": {name: value} for value in (True, False)}
+        for value in (True, False, *_FURTHER_VALUES.get(name, ())):
+            tried[f"{name}={value}"] = {name: value}
     return tried
 
 
-def _constants(template: CorpusTemplate) -> list[str]:
+def _constants(template: ChatTemplate) -> list[str]:
     """Texts that the template looks for, in a comparison or a call, without the names of roles and fields."""
     if template.tree is None:
         return []
     found: set[str] = set()
     for comparison in template.tree.find_all(jinja2.nodes.Compare):
         operands = [comparison.expr, *(operand.expr for operand in comparison.ops)]
-        found |= {str(operand.value) for operand in operands if _is_text(operand)}
+        found |= _texts(operands)
     for method in template.tree.find_all(jinja2.nodes.Call):
         if isinstance(method.node, jinja2.nodes.Getattr) and method.node.attr in _SEARCHES:
-            found |= {str(argument.value) for argument in method.args if _is_text(argument)}
+            found |= _texts(method.args)
     texts = sorted(text for text in found if len(text.strip()) > 1 and text not in _ROLES)
     # what looks like a command first
     return sorted(texts, key=lambda text: not text.startswith("/"))[:_MAX_CONSTANTS]
 
 
-_SEARCHES = ("startswith", "endswith", "find", "split", "replace", "count")
+def _texts(nodes: Iterable[jinja2.nodes.Node]) -> set[str]:
+    """The values of those nodes that are string constants."""
+    constants = (node for node in nodes if isinstance(node, jinja2.nodes.Const))
+    return {constant.value for constant in constants if isinstance(constant.value, str)}
 
 
-def _is_text(node: jinja2.nodes.Node) -> TypeGuard[jinja2.nodes.Const]:
-    return isinstance(node, jinja2.nodes.Const) and isinstance(node.value, str)
-
-
-def _largest_number(template: CorpusTemplate) -> int:
+def _largest_number(template: ChatTemplate) -> int:
     if template.tree is None:
         return 0
     numbers = [node.value for node in template.tree.find_all(jinja2.nodes.Const) if type(node.value) is int]

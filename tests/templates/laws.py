@@ -4,8 +4,9 @@ import re
 from collections.abc import Sequence
 from enum import StrEnum
 
-from tests.templates.generic_oracle import content_of, words_of
+from tests.templates.marks import content_of, words_of
 from tests.templates.shapes import Shape
+from tokenization import Appended
 
 
 class Kind(StrEnum):
@@ -17,6 +18,7 @@ class Kind(StrEnum):
     OTHER_IDS = "the right text in other ids"
     NEW_MISSING = "a new message is missing"
     NEW_DROPPED = "a new message is missing, as in the template's rendering, and the answer does not say so"
+    NOT_APPENDED = "an answer, although the rendering does not print the new messages after the turn"
     NEW_REPEATED = "a new message is repeated"
     TURN_REPEATED = "text of the sampled turn is appended"
     SECOND_STOP = "a second stop token"
@@ -28,6 +30,15 @@ class Kind(StrEnum):
     HEADER = "other text before the new messages"
     GENERATION_PROMPT = "another generation prompt"
     NEW_PRINTED_OTHERWISE = "other text among the new messages"
+
+
+def malformed(appended: Appended, ids: list[int]) -> Kind | None:
+    """The error in an answer's lists of ids, given the ids that it was asked to append to."""
+    if appended.prompt_ids[: len(ids)] != ids:
+        return Kind.PREFIX
+    if appended.prompt_ids[len(ids) :] != [*appended.close_ids, *appended.suffix_ids]:
+        return Kind.SUM
+    return None
 
 
 def broken_law(shape: Shape, text: str) -> Kind | None:

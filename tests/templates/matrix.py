@@ -1,66 +1,56 @@
-"""The matrix: template x conversation x ending x template arguments, with a verdict for each cell.
+"""The matrix: template x conversation x ending x template arguments, each with and without history.
 
-A cell is exact, refused (a typed error, although the oracle has an answer) or wrong. In an exact cell
+A cell with expected ids is exact, refused (a typed error) or wrong. In an exact cell
 
     appended.prompt_ids == prompt_ids + appended.close_ids + appended.suffix_ids
 
-and the ids after `prompt_ids` equal those of the oracle. Without history, the same call must be exact or
-refused.
+and the ids after `prompt_ids` are the expected ones. Where the oracle has none, the cell is excluded with its
+reason, and `append` is called all the same: see `unshown`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.templates.exclusions import EXCLUDED
-from tests.templates.families import KWARGS, kwargs_of
-from tests.templates.oracle import Oracle
-from tests.templates.pairing import PAIRINGS, Pairing, save_tokenizer
-from tests.templates.sampling import ENDINGS, Sampled, Turn, applies, sampled_ids
-from tests.templates.shapes import SHAPES, TOOLS, Message, Shape
+from tests.templates.conversations import WITH_EVERY_ENDING, WITH_EVERY_VARIABLE, shapes_of, variables_of
+from tests.templates.engine import EngineRenderer, Renderer, TemplateRefuses
+from tests.templates.laws import Kind, kind_of_difference, malformed
+from tests.templates.oracle import Oracle, Reason, Undecided
+from tests.templates.pairing import Pairing
+from tests.templates.sampling import (
+    COMMON_ENDINGS,
+    ENDINGS,
+    ENDINGS_OF_EVERY_SHAPE,
+    Sampled,
+    Turn,
+    applies,
+    sampled_ids,
+)
+from tests.templates.shapes import SHAPES, TOOLS, Shape
+from tests.templates.stand_in import StandIn
+from tests.templates.unshown import Unshown
+from tests.templates.verdicts import Finding, Result, Verdict
 from tokenization import Appended, ChatTokenizer, TokenizationError
 
-_CUT_WITH_EVERY_KWARGS = ("content", "call")
-"""Names of the conversations that also end with "length" under each template argument."""
-
-
-class Verdict(StrEnum):
-    """The result of a cell."""
-
-    EXACT = "exact"
-    REFUSED = "refused"
-    WRONG = "wrong"
-    EXCLUDED = "excluded"
-    UNCHECKED = "unchecked"
-    """Excluded, but answered, and nothing tells whether the answer is right."""
+RendererFactory = Callable[[StandIn, str], Renderer]
+"""Makes the oracle's renderer from a tokenizer and a template, for example one that asks a running engine."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One call of `append`."""
+    """A conversation, how its last turn ended, and the template arguments."""
 
-    pairing: Pairing
     shape: Shape
     ending: str
     """A key of `ENDINGS`."""
-    kwargs: str
-    """A key of `KWARGS`."""
-
-    def __str__(self) -> str:
-        return f"{self.pairing.name} | {self.shape.name} | {self.ending} | {self.kwargs}"
+    variables: str
+    """A key of `Trial.variables`."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The verdict on a cell, and the reason."""
-
-    cell: Cell
-    verdict: Verdict
-    detail: str = ""
-    without_history: Verdict = Verdict.EXCLUDED
-    """The verdict on the same call with `history=None`."""
+def plain_renderer(tokens: StandIn, template: str) -> Renderer:
+    return EngineRenderer(tokens.tokenizer, template)
 
 
 @dataclass
@@ -68,131 +58,190 @@ class Trial:
     """Runs all cells of one pairing. Cells share the renderings of the oracle."""
 
     pairing: Pairing
+    tokens: StandIn
     oracle: Oracle
     subject: ChatTokenizer
     """The tokenizer under test."""
-    _turns: dict[tuple[str, str], Turn] = field(default_factory=dict)
+    stops: tuple[str, ...]
+    """The stop tokens of the model."""
+    shapes: list[Shape]
+    variables: dict[str, dict[str, Any]]
+    """The template arguments to try, by name."""
+    _turns: dict[tuple[str, str], Turn | Undecided] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, pairing: Pairing, folder: Path) -> "Trial":
+    def start(
+        cls, pairing: Pairing, folder: Path, make_renderer: RendererFactory = plain_renderer
+    ) -> "Trial":
         """Write the pairing's tokenizer to a folder and load it from there."""
-        reference = save_tokenizer(pairing, folder)
-        return cls(pairing, Oracle(pairing.template, reference), ChatTokenizer.load(folder))
+        template, tokens = pairing.template, pairing.stand_in()
+        renderer = make_renderer(tokens, template.text)
+        oracle = Oracle(renderer, tokens.tokenizer, _reads_generation_prompt(renderer))
+        stops = _stops(oracle, tokens)
+        if tokens.eos_is_a_guess:
+            tokens = replace(tokens, eos=stops[0])
+            tokens.tokenizer.eos_token = stops[0]
+        tokens.tokenizer.save_pretrained(folder)
+        config = {"eos_token_id": [tokens.id_of(stop) for stop in stops]}
+        (folder / "generation_config.json").write_text(json.dumps(config))
+        subject = ChatTokenizer.load(folder)
+        return cls(pairing, tokens, oracle, subject, stops, shapes_of(template), variables_of(template))
 
     def cells(self) -> Iterator[Cell]:
         """Every cell of the pairing, the excluded ones too."""
-        kwargs_names = kwargs_of(self.pairing.template) if self.pairing.tokenizer == "bytes" else ["none"]
-        for shape in SHAPES:
-            for name in kwargs_names:
-                for ending in _endings(shape, name):
-                    if applies(ending, shape, self.oracle, KWARGS[name]):
-                        yield Cell(self.pairing, shape, ending, name)
+        for shape in self.shapes:
+            for variables in self.variables if shape.name in WITH_EVERY_VARIABLE else ["none"]:
+                every = variables == "none" and shape.name in WITH_EVERY_ENDING
+                for ending in ENDINGS if every else ENDINGS_OF_EVERY_SHAPE:
+                    turn = self.turn(shape, variables)
+                    if ending in COMMON_ENDINGS or (isinstance(turn, Turn) and applies(ending, turn)):
+                        yield Cell(shape, ending, variables)
 
-    def outcomes(self) -> list[Outcome]:
+    def results(self) -> list[Result]:
+        """The findings on every cell, with history and without."""
         before = repr((SHAPES, TOOLS))
-        outcomes = [self.outcome(cell) for cell in self.cells()]
+        results = [result for cell in self.cells() for result in self.judge(cell)]
         assert repr((SHAPES, TOOLS)) == before, "append changed the messages or tools it was given"
-        return outcomes
+        return results
 
-    def outcome(self, cell: Cell) -> Outcome:
-        """Call `append` for a cell, with and without history, and compare the ids with the oracle's."""
-        if excluded := EXCLUDED.get((self.pairing.template.name, cell.shape.name)):
-            return Outcome(cell, Verdict.EXCLUDED, excluded[1])
-        turn = self.turn(cell.shape, cell.kwargs)
-        sampled = ENDINGS[cell.ending](turn)
-        prompt_ids = turn.prompt_ids + sampled_ids(sampled.text, str(cell), self.oracle)
-        expected = self.oracle.appended(turn.after, sampled.sampled_close)
-        verdict, detail = self._judge(cell, sampled, prompt_ids, expected, sampled.history)
-        verdict_without_history, detail_without_history = self._judge(
-            cell, sampled, prompt_ids, expected, None
-        )
-        if verdict_without_history is Verdict.WRONG and verdict is not Verdict.WRONG:
-            return Outcome(
-                cell, Verdict.WRONG, f"without history: {detail_without_history}", verdict_without_history
-            )
-        return Outcome(cell, verdict, detail, verdict_without_history)
+    def judge(self, cell: Cell) -> list[Result]:
+        """The findings on a cell, with history and without."""
+        turn = self.turn(cell.shape, cell.variables)
+        undecided: Undecided
+        if isinstance(turn, Turn):
+            try:
+                return self._judge_shown(cell, turn, ENDINGS[cell.ending](turn))
+            except Undecided as error:
+                undecided = error
+        else:
+            undecided = turn
+        return self._judge_unshown(cell, undecided.reason)
 
-    def turn(self, shape: Shape, kwargs_name: str) -> Turn:
-        """The conversation at the moment of sampling. Raises: as `Oracle.after_turn`."""
-        key = (shape.name, kwargs_name)
+    def turn(self, shape: Shape, variables: str) -> Turn | Undecided:
+        """The conversation at the moment of sampling; or why its rendering does not show what follows."""
+        key = (shape.name, variables)
         if key not in self._turns:
-            kwargs = KWARGS[kwargs_name]
-            self._turns[key] = Turn(self.oracle, shape, kwargs, self.oracle.after_turn(shape, kwargs))
+            kwargs = self.variables[variables]
+            try:
+                end = self.oracle.turn_end(shape, kwargs)
+                self._turns[key] = Turn(self.oracle, shape, kwargs, end, self.tokens.other_stop)
+            except Undecided as undecided:
+                self._turns[key] = undecided
         return self._turns[key]
 
-    def _judge(
-        self,
-        cell: Cell,
-        sampled: Sampled,
-        prompt_ids: list[int],
-        expected: list[int],
-        history: list[Message] | None,
-    ) -> tuple[Verdict, str]:
-        id_of = self.oracle.tokenizer.convert_tokens_to_ids
-        kwargs = dict(KWARGS[cell.kwargs])
-        options: dict[str, Any] = {
-            "add_generation_prompt": kwargs.pop("add_generation_prompt", True),
-            "history": history,
-            "tools": TOOLS if cell.shape.with_tools else None,
-            "finish_reason": sampled.finish_reason,
-            "stop_reason": sampled.stop_reason(self.pairing.template.family.eos, id_of),
-            "template_kwargs": kwargs,
-        }
-        try:
-            appended = self.subject.append(list(prompt_ids), cell.shape.new, **options)
-        except TokenizationError as error:
-            return Verdict.REFUSED, f"{type(error).__name__}: {error}"
-        except Exception as error:  # noqa: BLE001 - the boundary: an untyped error is a finding, not a crash
-            return Verdict.WRONG, f"raised {error!r}"
-        error_text = self._error_in(appended, prompt_ids, expected)
-        return (Verdict.WRONG, error_text) if error_text else (Verdict.EXACT, "")
+    def prompt_ids(self, cell: Cell, turn: Turn, sampled: Sampled) -> list[int]:
+        """The ids of the prompt and of the sampled turn."""
+        prompt = self.oracle.encode(self.oracle.prompt(turn.shape, turn.kwargs))
+        return prompt + sampled_ids(sampled.text, self._seed(cell), self.oracle)
 
-    def _error_in(self, appended: Appended, prompt_ids: list[int], expected: list[int]) -> str:
-        """A description of the first error in a result; empty if there is none."""
-        if appended.prompt_ids[: len(prompt_ids)] != prompt_ids:
-            return "the given ids are not a prefix of the next prompt"
-        new_ids = appended.prompt_ids[len(prompt_ids) :]
-        if new_ids != [*appended.close_ids, *appended.suffix_ids]:
-            return "close_ids and suffix_ids are not the ids that were appended"
-        if new_ids == expected:
-            return ""
-        new_text, expected_text = self.oracle.decode(new_ids), self.oracle.decode(expected)
-        if new_text == expected_text:
-            return f"the right text in other ids: {new_ids} instead of {expected}"
-        return f"appended {new_text!r} instead of {expected_text!r}"
+    def _judge_shown(self, cell: Cell, turn: Turn, sampled: Sampled) -> list[Result]:
+        ids = self.prompt_ids(cell, turn, sampled)
+        results = []
+        for history in (True, False):
+            answer = self._append(cell, sampled, ids, history)
+            finding = (
+                answer if isinstance(answer, Finding) else self._compare(cell, turn, sampled, ids, answer)
+            )
+            results.append(self._result(cell, history, finding))
+        return results
+
+    def _judge_unshown(self, cell: Cell, reason: Reason) -> list[Result]:
+        kwargs, other_stop = self.variables[cell.variables], self.tokens.other_stop
+        unshown = Unshown.of(self.oracle, cell.shape, kwargs, cell.ending, reason, other_stop)
+        sampled = unshown.sampled(self.stops[0], other_stop)
+        ids = unshown.prompt() + sampled_ids(sampled.text, self._seed(cell), self.oracle)
+        # an aborted turn may have no ids, and `append` refuses that
+        ids = ids or self.oracle.encode("Hi")
+        results = []
+        for history in (True, False):
+            answer = self._append(cell, sampled, ids, history)
+            if not isinstance(answer, Finding):
+                finding = unshown.judge(ids, answer)
+            else:
+                finding = answer if answer.verdict is Verdict.WRONG else Finding(Verdict.EXCLUDED, reason)
+            results.append(self._result(cell, history, finding))
+        return results
+
+    def _compare(
+        self, cell: Cell, turn: Turn, sampled: Sampled, ids: list[int], appended: Appended
+    ) -> Finding:
+        """The verdict on an answer where the ids are known."""
+        if error := malformed(appended, ids):
+            return Finding(Verdict.WRONG, error)
+        new_ids = appended.prompt_ids[len(ids) :]
+        if new_ids == sampled.expected:
+            return Finding(Verdict.EXACT)
+        text, expected = self.oracle.decode(new_ids), self.oracle.decode(sampled.expected)
+        kind = kind_of_difference(cell.shape, cell.ending, text, expected, self.stops, turn.end.tail)
+        if text == expected:
+            return Finding(Verdict.WRONG, kind, f"{new_ids} instead of {sampled.expected}: {text!r}")
+        return Finding(Verdict.WRONG, kind, f"appended {text!r} instead of {expected!r}")
+
+    def _append(self, cell: Cell, sampled: Sampled, ids: list[int], history: bool) -> Appended | Finding:
+        """The answer; or the finding on the error."""
+        kwargs = dict(self.variables[cell.variables])
+        try:
+            return self.subject.append(
+                list(ids),
+                cell.shape.new,
+                history=sampled.history if history else None,
+                tools=TOOLS if cell.shape.with_tools else None,
+                finish_reason=sampled.finish_reason,
+                stop_reason=sampled.stop_reason(self.tokens.eos, self.tokens.id_of),
+                add_generation_prompt=kwargs.pop("add_generation_prompt", True),
+                template_kwargs=kwargs,
+            )
+        except TokenizationError as error:
+            return Finding(Verdict.REFUSED, type(error).__name__, str(error))
+        except Exception as error:  # noqa: BLE001 - the boundary: an untyped error is a finding, not a crash
+            return Finding(Verdict.WRONG, Kind.UNTYPED_ERROR, repr(error))
+
+    def _seed(self, cell: Cell) -> str:
+        return f"{self.pairing.name} | {cell.shape.name} | {cell.ending} | {cell.variables}"
+
+    def _result(self, cell: Cell, history: bool, finding: Finding) -> Result:
+        where = (self.pairing.group, self.pairing.name, cell.shape.name, cell.ending, cell.variables)
+        return Result(*where, history, finding)
 
 
 @dataclass
 class Matrix:
-    """The trials of all pairings. Each pairing runs once."""
+    """The trials of pairings. Each pairing runs once."""
 
     folder: Path
     """The folder for the tokenizers of the pairings."""
     _trials: dict[str, Trial] = field(default_factory=dict)
-    _outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    _results: dict[str, list[Result]] = field(default_factory=dict)
 
     def trial(self, pairing: Pairing) -> Trial:
         if pairing.name not in self._trials:
-            self._trials[pairing.name] = Trial.start(pairing, self.folder / pairing.name)
+            folder = self.folder / pairing.name.replace("/", "_")
+            self._trials[pairing.name] = Trial.start(pairing, folder)
         return self._trials[pairing.name]
 
-    def outcomes(self, pairing: Pairing) -> list[Outcome]:
-        if pairing.name not in self._outcomes:
-            self._outcomes[pairing.name] = self.trial(pairing).outcomes()
-        return self._outcomes[pairing.name]
-
-    def all_outcomes(self) -> list[Outcome]:
-        return [outcome for pairing in PAIRINGS for outcome in self.outcomes(pairing)]
+    def results(self, pairing: Pairing) -> list[Result]:
+        if pairing.name not in self._results:
+            self._results[pairing.name] = self.trial(pairing).results()
+        return self._results[pairing.name]
 
 
-def _endings(shape: Shape, kwargs_name: str) -> list[str]:
-    if kwargs_name == "none":
-        return list(ENDINGS)
-    return ["own stop", "length"] if shape.name in _CUT_WITH_EVERY_KWARGS else ["own stop"]
+def _reads_generation_prompt(renderer: Renderer) -> bool:
+    """Whether a prompt ends otherwise with `add_generation_prompt` than without."""
+    messages = [{"role": "user", "content": "Hi"}]
+    try:
+        texts = {renderer.render(messages, None, {"add_generation_prompt": on}) for on in (True, False)}
+    except TemplateRefuses:
+        return False
+    return len(texts) > 1
 
 
-def describe(outcomes: list[Outcome], verdict: Verdict, limit: int = 12) -> str:
-    """The first `limit` cells with a verdict, and the reasons, as text for a failure message."""
-    entries = [f"{outcome.cell}\n    {outcome.detail}" for outcome in outcomes if outcome.verdict is verdict]
-    rest = [f"... and {len(entries) - limit} more"] if len(entries) > limit else []
-    return "\n".join([f"{len(entries)} cells {verdict}:", *entries[:limit], *rest])
+def _stops(oracle: Oracle, tokens: StandIn) -> tuple[str, ...]:
+    """The stop tokens that turns of common conversations end with; EOS; and another."""
+    found: list[str] = []
+    for shape in SHAPES:
+        try:
+            end = oracle.turn_end(shape, {})
+        except Undecided:
+            continue
+        found += [end.sampled_stop, *([end.stop] if end.close else [])]
+    return tuple(dict.fromkeys([*found, tokens.eos, tokens.other_stop]))

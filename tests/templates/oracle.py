@@ -1,48 +1,64 @@
-"""The oracle: the expected text after an assistant turn, read from a rendering of the whole conversation.
+"""What a template prints after a sampled turn, read from its renderings; nothing is declared for a
+template.
 
-Uses nothing of the package under test. For a history H that ends with an assistant turn, and new messages N:
+For a history H that ends with an assistant turn, and new messages N:
 
-1. Put a marker, a word that occurs nowhere else, at the end of the turn's text: after its content or, in a
-   turn with tool calls, after the last argument of its last call.
-2. Render H and N together.
-3. Split the text after the marker into three: the `tail` of the turn's own text (closing quotes and tags of
-   the call), the `close` of the turn, and the `rest` (separators, new messages, generation prompt). The close
-   is declared with the model (`Close`); it is at its first occurrence after the marker.
-4. Repeat with another marker. The result must be equal: otherwise the text after a turn depends on the turn.
+1. Put a marker at the end of the turn's text: after its content or, in a turn with tool calls, at the end
+   of the last string among the arguments of its last call (at the end of the call's name, if there is
+   none).
+2. Render H and N together. The text after the marker is divided into the `tail` (the rest of the call's
+   syntax), the `close` of the turn, and the `rest`.
+3. Render H alone. What both renderings have in common after the marker holds the tail and the close, and
+   nothing of the next message. The last added token in it that is no call syntax ends the turn.
+4. If it holds no such token, then the next added token ends the turn: the model samples the token that
+   opens the next message (GLM, Gemma 4); or the template prints no close after the last turn, or another
+   one (GPT-OSS).
+5. Repeat with another marker. The result must be equal.
 
-The next prompt is right if close and rest, without the sampled part of the close, follow the given ids. Ids
-are compared, not only text: the close starts with an added token, so the ids from there on do not depend on
-the text before, and only one list of ids is right.
+An added token is call syntax if its partner, such as `<tool_call>` for `</tool_call>`, is in the text of
+the turn, or if it is printed between two calls of one turn.
+
+Where no such token is printed, or only one that opens the turns of all roles, the model samples EOS, which is
+no part of the text.
+
+Where a step has no result, `Undecided` tells why. Nothing of the package under test is used.
 """
 
-import copy
-import json
+import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-import jinja2
+from tests.templates.engine import Renderer, TemplateRefuses
+from tests.templates.marks import MARKS, content_of, marked, marks_a_name, words_of
+from tests.templates.shapes import TOOLS, Message, Shape, call
 
-from tests.templates.families import Close, Template
-from tests.templates.shapes import TOOLS, Message, Shape
-
-_MARKS = ("Qmarkonez", "Zothermarkthatislongerq")
+_GENERATION = {"add_generation_prompt": True}
+_USER_WORD, _NEXT_WORD = "newfirstword", "newsecondword"
 
 
 class Reason(StrEnum):
     """Why a template gives no expected text for a conversation."""
 
-    REFUSED = "the template raises an error"
+    PROMPT_REFUSED = "the template raises an error before the turn is sampled"
+    REFUSED = "the template raises an error for the whole conversation"
     TURN_NOT_PRINTED = "the template does not print the turn's text or its last call"
-    NEW_NOT_PRINTED = "the template does not print all new messages"
+    TURN_REPEATED = "the template prints the turn's text more than once"
+    NEW_NOT_PRINTED = "the template does not print all new messages after the turn"
+    NEW_BEFORE_TURN = "the template prints new messages before the turn's end"
     REORDERED = "the template prints text of the turn after the new messages"
+    DEPENDS_ON_TURN = "the text after the turn depends on the turn's text"
+    SECOND_STOP = "the template prints the stop token twice after the turn"
+    UNCLEAR_STOP = (
+        "the template prints no stop token, or does not render the turn alone, so its end is unclear"
+    )
 
 
-class Impossible(Exception):
-    """The template's own rendering gives no expected text."""
+class Undecided(Exception):
+    """The renderings give no expected text."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
@@ -50,31 +66,60 @@ class Impossible(Exception):
 
 
 @dataclass(frozen=True)
-class TextAfterTurn:
+class TurnEnd:
     """The text of a rendering after the marker, in three parts."""
 
     tail: str
-    """The end of the turn's own text."""
+    """The rest of the call's syntax; empty in a turn without calls."""
     close: str
-    """What closes the turn; empty where `rest` begins with a stop token that opens the next message."""
+    """What closes the turn, up to its stop token; empty where the stop token opens the next message or is not
+    printed."""
     rest: str
     """Separators, the new messages and the generation prompt."""
-    opener: str
-    """The stop token with which `rest` begins; empty if `close` is not."""
+    stop: str
+    """The stop token in this rendering: the end of `close` or, if that is empty, the first special token of
+    `rest`; empty if the template prints none."""
+    sampled_stop: str
+    """The token that the model samples there: the last turn of a rendering may end with another one."""
 
     @property
     def text(self) -> str:
-        """The text after the turn's own text: close and rest."""
+        """All text after the turn's own."""
         return self.close + self.rest
 
 
 @dataclass(frozen=True)
-class Oracle:
-    """Computes the expected ids after a turn, from renderings of one template and the declared `Close`."""
+class _Token:
+    """An added token in a text."""
 
-    template: Template
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class _Rendering:
+    """A rendering of history and new messages, around the marker."""
+
+    before: str
+    turn_text: str
+    """The end of `before` that is not the prompt."""
+    after: str
+    alone: str | None
+    """The text after the marker in a rendering of the history alone; None if the template refuses it."""
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Reads the text and the ids after a turn from the renderings of one template."""
+
+    renderer: Renderer
     tokenizer: Any
-    """The plain transformers tokenizer that carries the template."""
+    """A transformers tokenizer, for the ids."""
+    reads_generation_prompt: bool
+    """Whether the template reads `add_generation_prompt`; if not, a history alone may end with the header of
+    the next turn."""
+    _ends: dict[str, "TurnEnd | Undecided"] = field(default_factory=dict)
 
     @cached_property
     def added_tokens(self) -> re.Pattern[str]:
@@ -84,126 +129,272 @@ class Oracle:
         return re.compile("|".join(map(re.escape, texts)))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with nothing added around it."""
         ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def render(self, messages: Sequence[Message], shape: Shape, kwargs: Mapping[str, Any]) -> str:
-        """Render messages, converted as an engine converts them.
+        """Raises TemplateRefuses."""
+        return self.renderer.render(messages, TOOLS if shape.with_tools else None, {**_GENERATION, **kwargs})
+
+    def turn_end(self, shape: Shape, kwargs: Mapping[str, Any]) -> TurnEnd:
+        """What the template prints after the last turn of the history, with the new messages.
 
         Raises:
-            Impossible: the template refuses the messages.
+            Undecided: the renderings do not show it.
         """
-        with_prompt = {"add_generation_prompt": True, **kwargs}
+        key = repr((shape, sorted(kwargs.items())))
+        if key not in self._ends:
+            try:
+                self._ends[key] = self._turn_end(shape, kwargs)
+            except Undecided as undecided:
+                self._ends[key] = undecided
+        end = self._ends[key]
+        if isinstance(end, Undecided):
+            raise end
+        return end
+
+    def prompt(self, shape: Shape, kwargs: Mapping[str, Any]) -> str:
+        """The text of the prompt after which the turn is sampled. Raises Undecided."""
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                [self._for_template(message) for message in messages],
-                tools=copy.deepcopy(TOOLS) if shape.with_tools else None,
-                tokenize=False,
-                **with_prompt,
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise Impossible(Reason.REFUSED, str(error)) from error
-        return text
+            return self.render(shape.history[:-1], shape, {**kwargs, **_GENERATION})
+        except TemplateRefuses as error:
+            raise Undecided(Reason.PROMPT_REFUSED, str(error)) from error
 
-    def after_turn(self, shape: Shape, kwargs: Mapping[str, Any]) -> TextAfterTurn:
-        """The text that the template prints after the sampled turn of a conversation.
+    def turn_text(self, shape: Shape, kwargs: Mapping[str, Any], history: list[Message]) -> str:
+        """The text of a turn after the prompt, up to the end of its content or of its last call's arguments.
 
         Raises:
-            Impossible: the rendering does not show it.
+            Undecided: the template refuses the history, or does not print the turn.
         """
-        first, second = (self._after_mark(shape, kwargs, mark) for mark in _MARKS)
+        marked_history = marked(history, MARKS[0])
+        whole = self._alone(marked_history, shape, kwargs)
+        if whole is None:
+            try:
+                whole = self.render([*marked_history, *shape.new], shape, kwargs)
+            except TemplateRefuses as error:
+                raise Undecided(Reason.REFUSED, str(error)) from error
+        if MARKS[0] not in whole:
+            raise Undecided(Reason.TURN_NOT_PRINTED, whole)
+        return self._after_prompt(self.prompt(shape, kwargs), whole.partition(MARKS[0])[0])
+
+    def _turn_end(self, shape: Shape, kwargs: Mapping[str, Any]) -> TurnEnd:
+        self.prompt(shape, kwargs)
+        first, second = (self._after_mark(shape, kwargs, mark) for mark in MARKS)
         if first != second:
-            raise AssertionError(f"the text after the turn depends on the turn: {first} and {second}")
+            raise Undecided(Reason.DEPENDS_ON_TURN, f"{first} and {second}")
         return first
 
-    def appended(self, after: TextAfterTurn, sampled_close: str) -> list[int]:
-        """The ids to append to a sampled turn: those of the text after it, without the sampled part.
+    def _after_mark(self, shape: Shape, kwargs: Mapping[str, Any], mark: str) -> TurnEnd:
+        history = marked(shape.history, mark)
+        try:
+            whole = self.render([*history, *shape.new], shape, kwargs)
+        except TemplateRefuses as error:
+            raise Undecided(Reason.REFUSED, str(error)) from error
+        before, separator, after = whole.partition(mark)
+        if not separator:
+            raise Undecided(Reason.TURN_NOT_PRINTED, whole)
+        if marks_a_name(shape.history):
+            after = after.replace(mark, "")
+        if mark in after:
+            raise Undecided(Reason.TURN_REPEATED, whole)
+        prompt = self.prompt(shape, kwargs)
+        _check_new_messages(shape, prompt, before, after)
+        alone = self._alone(history, shape, kwargs)
+        alone_after = alone.partition(mark)[2] if alone and mark in alone else None
+        if shape.kind == "content":
+            after, alone_after = _unquoted(after), alone_after and _unquoted(alone_after)
+        turn_text = self._after_prompt(prompt, before)
+        return self._divide(shape, _Rendering(before, turn_text, after, alone_after))
+
+    def _divide(self, shape: Shape, rendering: _Rendering) -> TurnEnd:
+        """Divide the text after the marker."""
+        after, alone = rendering.after, rendering.alone
+        header = after[: min(after.index(word) for word in words_of(shape.new))]
+        tokens = self._tokens(header)
+        syntax = self._syntax(shape, rendering.turn_text, tokens)
+        free = list(itertools.dropwhile(lambda token: token.text in syntax, tokens))
+        shared = _shared_length(header, alone) if alone is not None else 0
+        closing = [token for token in free if token.end <= shared and token.text in self._special]
+        if not self.reads_generation_prompt:
+            closing = closing[:1]
+        if closing and self._opens_message(closing[-1], rendering):
+            closing.pop()
+        if closing:
+            if [token.text for token in free].count(closing[-1].text) > 1:
+                raise Undecided(Reason.SECOND_STOP, after)
+            return _closed(shape, after, closing[-1], closing[-1].text)
+        ends = [token for token in free if token.text in self._special]
+        last = [token for token in self._tokens(alone or "") if token.text in self._special - syntax]
+        if last and self.reads_generation_prompt and [last[0].text] != [token.text for token in ends[:1]]:
+            if ends and ends[0].text not in self._assistant_header:
+                return _closed(shape, after, ends[0], last[0].text)
+            # only the last turn of a rendering has a close
+            tail = (alone or "")[: last[0].start] if shape.kind == "call" else ""
+            if after.startswith(tail):
+                return TurnEnd(tail, "", after[len(tail) :], "", last[0].text)
+        return self._divide_at_opener(shape, rendering, ends)
+
+    def _divide_at_opener(self, shape: Shape, rendering: _Rendering, ends: list[_Token]) -> TurnEnd:
+        """Divide the text after the marker, where the turn alone is printed without a close.
 
         Args:
-            sampled_close: the start of `after.text` that was sampled: the close, a part of it, the opener, or
-                nothing.
+            ends: special tokens after the syntax of the turn, up to the first word of a new message.
         """
-        whole, head = self.encode(after.text), self.encode(sampled_close)
-        if not after.text.startswith(sampled_close) or whole[: len(head)] != head:
-            raise AssertionError(f"{after.text!r} does not start with {sampled_close!r}")
-        return whole[len(head) :]
+        after, alone = rendering.after, rendering.alone
+        stop = ends[0] if ends else None
+        if stop and stop.text not in self._assistant_header:
+            closes = stop.text in self._closes or stop.text != ends[-1].text
+            if closes and not self._opens_message(stop, rendering):
+                return _closed(shape, after, stop, stop.text)
+            if alone is None and stop.text != ends[-1].text:
+                raise Undecided(Reason.UNCLEAR_STOP, after)
+            start = stop.start if shape.kind == "call" else 0
+            return TurnEnd(after[:start], "", after[start:], stop.text, stop.text)
+        # the model samples EOS, and the template does not print it
+        if shape.kind == "content":
+            return TurnEnd("", "", after, "", self.tokenizer.eos_token)
+        if alone is None or not after.startswith(alone) or not self.reads_generation_prompt:
+            raise Undecided(Reason.UNCLEAR_STOP, after)
+        return TurnEnd(alone, "", after[len(alone) :], "", self.tokenizer.eos_token)
 
-    def close_of(self, shape: Shape, kwargs: Mapping[str, Any]) -> Close:
-        """How the sampled turn of a conversation ends."""
-        return self.template.family.close_of(shape.kind, kwargs)
+    def _opens_message(self, stop: _Token, rendering: _Rendering) -> bool:
+        """Whether the stop token is the first of a pair around the next message, as in Gemma 4."""
+        earlier, later = (
+            [token.text for token in self._tokens(text) if _stem(token.text) == _stem(stop.text)]
+            for text in (rendering.before, rendering.after[stop.end :])
+        )
+        return earlier[:1] in ([], [stop.text]) and bool(later) and later[0] != stop.text
 
-    def _after_mark(self, shape: Shape, kwargs: Mapping[str, Any], mark: str) -> TextAfterTurn:
-        whole = self.render([*marked(shape.history, mark), *shape.new], shape, kwargs)
-        if mark not in whole:
-            raise Impossible(Reason.TURN_NOT_PRINTED, whole)
-        before, _, after = whole.rpartition(mark)
-        if mark in before:
-            raise AssertionError(f"the template prints the turn twice: {whole!r}")
-        _check_new_messages(shape, before, after)
-        close = self.close_of(shape, kwargs)
-        opener = "" if close.shown else close.openers[shape.new[0]["role"]]
-        tail, separator, rest = after.partition(close.shown or opener)
-        if not separator or (shape.kind == "content" and tail.strip()):
-            raise AssertionError(f"the turn does not end as declared: {after!r}")
-        return TextAfterTurn(tail, close.shown, opener + rest if opener else rest, opener)
+    def _tokens(self, text: str) -> list[_Token]:
+        return [_Token(*match.span(), match.group()) for match in self.added_tokens.finditer(text)]
 
-    def _for_template(self, message: Message) -> Message:
-        """A message as vLLM passes it to the template.
+    def _syntax(self, shape: Shape, turn_text: str, tokens: list[_Token]) -> set[str]:
+        """The texts of those tokens that are call syntax."""
+        if shape.kind == "content":
+            return set()
+        opened = {_stem(token.text) for token in self._tokens(turn_text)}
+        opened -= {_stem(token) for token in self._of_messages}
+        syntax = {token.text for token in tokens if _stem(token.text) in opened} | self._between_calls
+        return syntax | self._after_name if marks_a_name(shape.history) else syntax
 
-        Content becomes text, its parts joined by line feeds, or a list of parts, whichever the template
-        takes; tool results are always text. Arguments become an object. Reasoning gets both of its names.
-        """
-        converted = copy.deepcopy(message)
-        texts = _texts(message.get("content"))
-        if self.template.takes_parts and message["role"] != "tool":
-            converted["content"] = [{"type": "text", "text": text} for text in texts]
-        else:
-            converted["content"] = "\n".join(texts)
-        if "reasoning_content" in converted:
-            converted["reasoning"] = converted["reasoning_content"]
-        for call in converted.get("tool_calls", ()):
-            if not self.template.takes_argument_text:
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        return converted
+    @cached_property
+    def _between_calls(self) -> frozenset[str]:
+        """Added tokens that the template prints between two calls of one turn."""
+        calls = [call(1, MARKS[0]), call(2, MARKS[1])]
+        calls[1]["function"]["name"] = _NEXT_WORD
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        shape = Shape("", "", [{"role": "user", "content": "Hi"}, turn], [], with_tools=True)
+        whole = self._alone(shape.history, shape, {}) or ""
+        between = whole.partition(MARKS[0])[2].partition(_NEXT_WORD)
+        found = frozenset(token.text for token in self._tokens(between[0] if between[1] else ""))
+        # each call may be a message of its own
+        return frozenset() if found & self._of_messages else found
+
+    @cached_property
+    def _after_name(self) -> frozenset[str]:
+        """Added tokens that the template prints between the name of a call and its arguments."""
+        turn = {"role": "assistant", "content": "", "tool_calls": [call(1, MARKS[0], _NEXT_WORD)]}
+        shape = Shape("", "", [{"role": "user", "content": "Hi"}, turn], [], with_tools=True)
+        after_name = (self._alone(shape.history, shape, {}) or "").partition(_NEXT_WORD)[2]
+        return frozenset(token.text for token in self._tokens(after_name.partition(MARKS[0])[0]))
+
+    @cached_property
+    def _of_messages(self) -> frozenset[str]:
+        """Added tokens between messages without calls."""
+        return frozenset(token.text for text in self._between_messages for token in self._tokens(text))
+
+    @cached_property
+    def _assistant_header(self) -> frozenset[str]:
+        """Added tokens that open an answer."""
+        tokens = self._tokens(self._between_messages[0])
+        return frozenset(token.text for token in tokens[self._closing_tokens_of_user :])
+
+    @cached_property
+    def _closes(self) -> frozenset[str]:
+        """Added tokens that close a user message."""
+        tokens = self._tokens(self._between_messages[0])
+        return frozenset(token.text for token in tokens[: self._closing_tokens_of_user])
+
+    @cached_property
+    def _closing_tokens_of_user(self) -> int:
+        """The number of added tokens that close a user message; 1 if the template does not tell."""
+        if not self.reads_generation_prompt:
+            return 1
+        user = {"role": "user", "content": _USER_WORD}
+        whole = self._alone([user], Shape("", "", [], []), {})
+        return 1 if whole is None else len(self._tokens(whole.partition(_USER_WORD)[2]))
+
+    @cached_property
+    def _between_messages(self) -> tuple[str, str]:
+        """The text between a user message and an answer, and that between the answer and a user message."""
+        messages = [
+            {"role": "user", "content": _USER_WORD},
+            {"role": "assistant", "content": MARKS[0]},
+            {"role": "user", "content": _NEXT_WORD},
+        ]
+        try:
+            whole = self.render(messages, Shape("", "", [], []), {})
+        except TemplateRefuses:
+            return "", ""
+        after_user, _, after_answer = whole.partition(_USER_WORD)[2].partition(MARKS[0])
+        return after_user, after_answer.partition(_NEXT_WORD)[0]
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        """The special ones among the added tokens: only these may end a turn."""
+        tokens = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in tokens if token.special)
+
+    def _alone(self, history: Sequence[Message], shape: Shape, kwargs: Mapping[str, Any]) -> str | None:
+        """The rendering of a history that ends with the turn; None if the template refuses it."""
+        try:
+            return self.render(history, shape, {**kwargs, "add_generation_prompt": False})
+        except TemplateRefuses:
+            return None
+
+    def _after_prompt(self, prompt: str, text: str) -> str:
+        """A rendering without its common prefix with the prompt, which ends before an added token."""
+        shared = _shared_length(prompt, text)
+        cut = next((token.start for token in self._tokens(text) if token.start < shared < token.end), shared)
+        return text[cut:]
 
 
-def marked(history: Sequence[Message], mark: str) -> list[Message]:
-    """The history with a marker at the end of the text of its last turn."""
-    *before, last = copy.deepcopy(list(history))
-    if last.get("tool_calls"):
-        function = last["tool_calls"][-1]["function"]
-        arguments = json.loads(function["arguments"])
-        arguments[list(arguments)[-1]] += mark
-        function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-    elif isinstance(last["content"], list):
-        last["content"][-1]["text"] += mark
-    else:
-        last["content"] += mark
-    return [*before, last]
+def _closed(shape: Shape, after: str, stop: _Token, sampled_stop: str) -> TurnEnd:
+    """The division of the text after the marker, where the turn is closed by a token.
+
+    The close of a turn with calls is only that token: whatever is before it may be syntax of the call.
+    """
+    start = stop.start if shape.kind == "call" else 0
+    return TurnEnd(after[:start], after[start : stop.end], after[stop.end :], stop.text, sampled_stop)
 
 
-def _texts(content: object) -> list[str]:
-    return [part["text"] for part in content] if isinstance(content, list) else [str(content)]
+def _unquoted(after: str) -> str:
+    """The text after a turn's content, without the end of a list of parts that is printed as such."""
+    return after.removeprefix("'}]").removeprefix('"}]')
 
 
-def _check_new_messages(shape: Shape, before: str, after: str) -> None:
-    words = [_word_of(message) for message in shape.new]
-    if any(word in before for word in words):
-        raise AssertionError("the template prints new messages before the turn")
+def _check_new_messages(shape: Shape, prompt: str, before: str, after: str) -> None:
+    words = words_of(shape.new)
+    if any(word in before and word not in prompt for word in words):
+        raise Undecided(Reason.NEW_BEFORE_TURN, before)
     if not all(word in after for word in words):
-        raise Impossible(Reason.NEW_NOT_PRINTED, after)
-    content = shape.history[-1]["content"]
-    if shape.kind == "call" and content and after.rfind(content) > after.find(words[0]):
-        raise Impossible(Reason.REORDERED, after)
+        raise Undecided(Reason.NEW_NOT_PRINTED, after)
+    content = content_of(shape.history[-1])
+    if shape.kind == "call" and content and after.rfind(content) > min(after.index(word) for word in words):
+        raise Undecided(Reason.REORDERED, after)
 
 
-def _word_of(message: Message) -> str:
-    """The word in a new message that starts with "new": see `tests.templates.shapes`."""
-    text = " ".join(_texts(message["content"]))
-    return next(word for word in text.replace('"', " ").split() if word.startswith("new")).rstrip(":,\u200b")
+def _shared_length(left: str, right: str) -> int:
+    """The length of the common prefix of two texts."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def _stem(token: str) -> str:
+    """Equal for the two tokens of a pair: `tool_call` for `<tool_call>` and `<|tool_call_end|>`."""
+    words = re.findall(r"[a-z]+", token.lower().replace("\u2581", "_"))
+    return "_".join(word for word in words if word not in ("begin", "start", "end", "of"))

@@ -3,20 +3,22 @@
 python -m tests.templates.record_formats   writes tests/templates/takes_parts.txt
 """
 
-from tests.templates.corpus import corpus, digest
+from collections.abc import Iterable
+
+from tests.templates.corpus import ChatTemplate, corpus, digest
 from tests.templates.engine import TAKES_PARTS_FILE
 
 
-def detected_digests() -> set[str]:
-    """Digests of the templates that take parts, as vLLM detects it."""
+def detected_digests(templates: Iterable[ChatTemplate]) -> set[str]:
+    """Digests of those templates that take parts, as vLLM detects it."""
     from vllm.renderers.hf import _detect_content_format
 
     return {
         digest(template.text)
-        for template in corpus()
+        for template in templates
         if _detect_content_format(template.text, default="string") == "openai"
     }
 
 
 if __name__ == "__main__":
-    TAKES_PARTS_FILE.write_text("\n".join(sorted(detected_digests())) + "\n")
+    TAKES_PARTS_FILE.write_text("\n".join(sorted(detected_digests(corpus()))) + "\n")

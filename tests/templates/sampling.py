@@ -1,22 +1,14 @@
-"""Sampled turns: the text of a turn as the template prints it, how the turn ended, and unusual ids for it.
-
-A model may sample other ids for a text than the tokenizer chooses. So the text of a turn is split at random
-places and each piece is encoded by itself; only added tokens stay whole.
-"""
+"""How a sampled turn may end, with the ids that follow it according to the oracle."""
 
 import copy
 import random
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.templates.families import Close
-from tests.templates.oracle import Oracle, TextAfterTurn, marked
+from tests.templates.oracle import Oracle, TurnEnd
 from tests.templates.shapes import Message, Shape
 
-_MARK = "Zsampledz"
 _STOP_STRING = " END"
 
 
@@ -28,8 +20,8 @@ class Sampled:
     """The conversation up to and including this turn, as the engine parsed it."""
     text: str
     """The sampled text, including a stop token at its end."""
-    sampled_close: str
-    """The start of the template's text after the turn that was sampled, as the template spells it."""
+    expected: list[int]
+    """The ids to append."""
     finish_reason: str = "stop"
     stop_token: str = ""
     stop_string: str = ""
@@ -43,53 +35,18 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Turn:
-    """A conversation whose last turn is to be sampled."""
+    """A conversation whose last turn was sampled, and what the template prints after it."""
 
     oracle: Oracle
     shape: Shape
     kwargs: Mapping[str, Any]
-    after: TextAfterTurn
-    _texts: dict[str, str] = field(default_factory=dict)
-
-    @cached_property
-    def close(self) -> Close:
-        return self.oracle.close_of(self.shape, self.kwargs)
-
-    @cached_property
-    def prompt(self) -> str:
-        """The text of the prompt."""
-        before = self.shape.history[:-1]
-        return self.oracle.render(before, self.shape, {**self.kwargs, "add_generation_prompt": True})
-
-    @cached_property
-    def prompt_ids(self) -> list[int]:
-        """The ids of the prompt, as the engine tokenises it."""
-        return self.oracle.encode(self.prompt)
+    end: TurnEnd
+    other_stop: str
+    """A stop token of the model that does not close its turns."""
 
     def text(self, history: list[Message]) -> str:
-        """The text of the turn after the prompt, without its close."""
-        key = repr(history[-1])
-        if key not in self._texts:
-            self._texts[key] = self._text(history)
-        return self._texts[key]
-
-    def _text(self, history: list[Message]) -> str:
-        *before, last = marked(history, _MARK)
-        if "reasoning_content" in last:
-            # GPT-OSS and LFM2.5 read reasoning under this name
-            last["thinking"] = last["reasoning_content"]
-        whole = self.oracle.render(
-            [*before, last], self.shape, {**self.kwargs, "add_generation_prompt": False}
-        )
-        begin = self._end_of_prompt(whole)
-        return whole[begin : whole.rindex(_MARK)] + (self.after.tail if self.shape.kind == "call" else "")
-
-    def _end_of_prompt(self, whole: str) -> int:
-        """The length of the common prefix of a rendering and the prompt, ending before an added token."""
-        pairs = enumerate(zip(self.prompt, whole, strict=False))
-        shared = next((index for index, (left, right) in pairs if left != right), len(self.prompt))
-        tokens = self.oracle.added_tokens.finditer(whole)
-        return next((token.start() for token in tokens if token.start() < shared < token.end()), shared)
+        """The text of the turn, with the whole syntax of its calls and without its close."""
+        return self.oracle.turn_text(self.shape, self.kwargs, history) + self.end.tail
 
     def cut_history(self) -> list[Message]:
         """The history with the turn's content cut to two thirds; a turn with tool calls is not changed."""
@@ -102,41 +59,59 @@ class Turn:
             last["content"] = _two_thirds(last["content"])
         return [*before, last]
 
+    def after_stop(self) -> list[int]:
+        """The ids after the turn's own stop token."""
+        if not self.end.stop:
+            return self.oracle.encode(self.end.rest)
+        rest = self.end.rest if self.end.close else self.end.rest.partition(self.end.stop)[2]
+        # with the token before it, because a token may absorb the white space after it
+        first, *ids = self.oracle.encode(self.end.stop + rest)
+        assert self.oracle.decode([first]) == self.end.stop
+        return ids
+
+    def whole_end(self) -> list[int]:
+        """The ids after a turn of which nothing was sampled but its own text."""
+        return self.oracle.encode(self.end.text)
+
+    @property
+    def tokens_of_close(self) -> list[str]:
+        return self.oracle.added_tokens.findall(self.end.close)
+
 
 def own_stop(turn: Turn) -> Sampled:
-    stop = turn.close.stop(turn.shape.new[0]["role"])
-    history = turn.shape.history
-    sampled_close = turn.after.close or turn.after.opener
-    return Sampled(
-        history, turn.text(history) + stop, sampled_close, stop_token=re.findall("<.*?>", stop)[-1]
-    )
+    stop, history = turn.end.sampled_stop, turn.shape.history
+    close = turn.end.text.partition(turn.end.stop)[0] if turn.end.stop else ""
+    return Sampled(history, turn.text(history) + close + stop, turn.after_stop(), stop_token=stop)
 
 
-def alternate_stop(turn: Turn) -> Sampled:
-    """The model ended its turn with another stop token in place of the close."""
-    stop = turn.oracle.template.family.alternate or ""
+def length(turn: Turn) -> Sampled:
+    """The token limit ended the turn: in its content, or after the syntax of its calls."""
+    history = turn.cut_history()
+    return Sampled(history, turn.text(history), turn.whole_end(), "length")
+
+
+def other_stop(turn: Turn) -> Sampled:
+    """The model ended its turn with another of its stop tokens, in place of the close."""
     history = turn.shape.history
-    return Sampled(history, turn.text(history) + stop, turn.after.close, stop_token=stop)
+    # a stop token that opens the next message is not replaced
+    expected = turn.after_stop() if turn.end.close else turn.whole_end()
+    return Sampled(history, turn.text(history) + turn.other_stop, expected, stop_token=turn.other_stop)
 
 
 def part_of_the_close(turn: Turn) -> Sampled:
     """The token limit cut the turn off between the tokens of its close."""
-    first = re.findall("<.*?>", turn.after.close)[0]
-    history = turn.shape.history
-    return Sampled(history, turn.text(history) + first, first, "length")
+    history, token = turn.shape.history, turn.tokens_of_close[0]
+    sampled_close = turn.end.close.partition(token)[0] + token
+    expected = turn.whole_end()[len(turn.oracle.encode(sampled_close)) :]
+    return Sampled(history, turn.text(history) + sampled_close, expected, "length")
 
 
 def stop_string(turn: Turn) -> Sampled:
     history = turn.cut_history()
     text = turn.text(history)
     if turn.shape.kind == "content":
-        return Sampled(history, text + _STOP_STRING, "", stop_string=_STOP_STRING)
-    return Sampled(history, text, "", stop_string=text[-6:])
-
-
-def length(turn: Turn) -> Sampled:
-    history = turn.cut_history()
-    return Sampled(history, turn.text(history), "", "length")
+        return Sampled(history, text + _STOP_STRING, turn.whole_end(), stop_string=_STOP_STRING)
+    return Sampled(history, text, turn.whole_end(), stop_string=text[-6:])
 
 
 def abort(turn: Turn) -> Sampled:
@@ -146,49 +121,49 @@ def abort(turn: Turn) -> Sampled:
 def abort_at_once(turn: Turn) -> Sampled:
     """The turn was aborted before its first token."""
     *before, last = turn.shape.history
-    return Sampled([*before, {**last, "content": ""}], "", "", "abort")
+    return Sampled([*before, {**last, "content": ""}], "", turn.whole_end(), "abort")
 
 
 def length_in_reasoning(turn: Turn) -> Sampled:
     *before, last = turn.shape.history
-    reasoning = _two_thirds(last["reasoning_content"])
+    whole = last["reasoning_content"]
+    reasoning = _two_thirds(whole)
     text = turn.text(turn.shape.history)
-    whole_reasoning = last["reasoning_content"]
-    if whole_reasoning in text:
-        text = text[: text.index(whole_reasoning) + len(reasoning)]
-    else:
-        # a model may write reasoning even if its template prints none
-        text = f"<think>\n{reasoning}"
-    return Sampled([*before, {**last, "content": "", "reasoning_content": reasoning}], text, "", "length")
+    # a model may write reasoning even if its template prints none
+    text = text[: text.index(whole)] + reasoning if whole in text else f"<think>\n{reasoning}"
+    history = [*before, {**last, "content": "", "reasoning_content": reasoning}]
+    return Sampled(history, text, turn.whole_end(), "length")
 
 
 ENDINGS: dict[str, Callable[[Turn], Sampled]] = {
     "own stop": own_stop,
     "length": length,
-    "alternate stop": alternate_stop,
+    "other stop": other_stop,
     "part of the close": part_of_the_close,
     "stop string": stop_string,
     "abort": abort,
     "abort at once": abort_at_once,
     "length in reasoning": length_in_reasoning,
 }
+COMMON_ENDINGS = ("own stop", "length", "other stop", "stop string", "abort")
+"""Endings that every turn may have."""
+ENDINGS_OF_EVERY_SHAPE = ("own stop", "length")
+_ENDINGS_OF_ONE_SHAPE = {"abort at once": "content", "length in reasoning": "reasoning"}
 
 
-def applies(ending: str, shape: Shape, oracle: Oracle, kwargs: Mapping[str, Any]) -> bool:
+def applies(ending: str, turn: Turn) -> bool:
     """Whether a turn of this shape can end in this way."""
-    if ending == "alternate stop":
-        return oracle.template.family.alternate is not None
     if ending == "part of the close":
-        return oracle.close_of(shape, kwargs).shown.count("><") > 0
-    if ending == "abort at once":
-        return shape.name == "content"
-    if ending == "length in reasoning":
-        return shape.name == "reasoning"
-    return True
+        return len(turn.tokens_of_close) > 1
+    return _ENDINGS_OF_ONE_SHAPE.get(ending, turn.shape.name) == turn.shape.name
 
 
 def sampled_ids(text: str, seed: str, oracle: Oracle) -> list[int]:
-    """Ids of a text other than those the tokenizer chooses; equal for equal seeds."""
+    """Ids of a text other than those the tokenizer chooses; equal for equal seeds.
+
+    A model may sample other ids for a text than the tokenizer chooses. So the text is split at random places
+    and each piece is encoded by itself; only added tokens stay whole.
+    """
     rng = random.Random(seed)
     ids: list[int] = []
     end = 0

@@ -1,13 +1,11 @@
-# ruff: noqa: RUF001 - DeepSeek spells its tokens with full-width bars
 """The oracle against expectations written by hand, and against whole renderings."""
 
 import pytest
 
-from tests.templates.families import TEMPLATES
 from tests.templates.matrix import Matrix
-from tests.templates.oracle import Impossible
-from tests.templates.pairing import EVERY_PAIRING, Pairing
-from tests.templates.sampling import ENDINGS, sampled_ids
+from tests.templates.oracle import Reason, Undecided
+from tests.templates.pairing import EVERY_PAIRING, Pairing, pairing
+from tests.templates.sampling import ENDINGS, Turn, sampled_ids
 from tests.templates.shapes import SHAPES
 
 _SHAPES = {shape.name: shape for shape in SHAPES}
@@ -25,7 +23,7 @@ _WRITTEN_BY_HAND = {
         f"\n<|im_start|>user\n<tool_response>\n{_RESULT}\n</tool_response>\n<tool_response>\nnewclock says\n"
         "  nine 九 o'clock\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
     ),
-    ("qwen3", "content", "alternate stop"): (
+    ("qwen3", "content", "other stop"): (
         "from the west.<|endoftext|>",
         "\n<|im_start|>user\nAnd newest tomorrow?<|im_end|>\n<|im_start|>assistant\n",
     ),
@@ -34,8 +32,7 @@ _WRITTEN_BY_HAND = {
         "<|im_end|>\n<|im_start|>user\nAnd newest tomorrow?<|im_end|>\n<|im_start|>assistant\n",
     ),
     ("gptoss", "reasoning", "own stop"): (
-        "<|start|>assistant<|channel|>final<|message|>It is sunny in Zürich today, with a light wind "
-        "from the west.<|return|>",
+        "<|channel|>final<|message|>It is sunny in Zürich today, with a light wind from the west.<|return|>",
         "<|start|>user<|message|>And newest tomorrow?<|end|><|start|>assistant",
     ),
     ("gptoss", "content", "stop string"): (
@@ -54,7 +51,7 @@ _WRITTEN_BY_HAND = {
         f"{_JSON_RESULT}<|end|><|start|>assistant",
     ),
     ("glm4moe", "content", "own stop"): ("from the west.<|user|>", "\nAnd newest tomorrow?<|assistant|>"),
-    ("glm4moe", "content", "alternate stop"): (
+    ("glm4moe", "content", "other stop"): (
         "from the west.<|endoftext|>",
         "<|user|>\nAnd newest tomorrow?<|assistant|>",
     ),
@@ -90,14 +87,6 @@ _WRITTEN_BY_HAND = {
         f"<|start_header_id|>ipython<|end_header_id|>\n\n{_JSON_RESULT}<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
-    ("deepseekv3", "call", "own stop"): (
-        '"unit": "°C"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
-        f"<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>{_RESULT}<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
-    ),
-    ("deepseekv3", "call after results", "own stop"): (
-        '"unit": "°C"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
-        f"<｜tool▁output▁begin｜>{_RESULT}<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
-    ),
     ("phi3", "content", "length"): (
         "with a ligh",
         # these tokens absorb the line feed after them
@@ -125,38 +114,64 @@ _WRITTEN_BY_HAND = {
 }
 
 
+# (template, conversation): why its rendering does not show what follows the turn
+_UNDECIDED = {
+    (
+        "deepseekv3",
+        "call",
+    ): Reason.REFUSED,  # it concatenates the arguments with text, but engines send an object
+    ("deepseekv3", "call after results"): Reason.PROMPT_REFUSED,
+    ("gemma", "content after system"): Reason.PROMPT_REFUSED,
+    ("gemma4", "content and call"): Reason.REORDERED,
+    ("gemma4", "content, then a result"): Reason.NEW_NOT_PRINTED,
+    ("gptoss", "parallel calls"): Reason.TURN_NOT_PRINTED,
+    ("llama3_1", "parallel calls"): Reason.REFUSED,
+    ("phi3", "call"): Reason.TURN_NOT_PRINTED,
+}
+
+
 @pytest.mark.parametrize("cell", _WRITTEN_BY_HAND, ids=" | ".join)
 def test_oracle_equals_expectations_written_by_hand(matrix: Matrix, cell: tuple[str, str, str]) -> None:
     template, shape, ending = cell
-    trial = matrix.trial(Pairing(TEMPLATES[template], "bytes"))
+    trial = matrix.trial(pairing(template))
     turn = trial.turn(_SHAPES[shape], "none")
+    assert isinstance(turn, Turn), turn
     sampled = ENDINGS[ending](turn)
     text, appended = _WRITTEN_BY_HAND[cell]
     assert sampled.text.endswith(text)
-    assert trial.oracle.decode(trial.oracle.appended(turn.after, sampled.sampled_close)) == appended
+    assert trial.oracle.decode(sampled.expected) == appended
+
+
+@pytest.mark.parametrize("cell", _UNDECIDED, ids=" | ".join)
+def test_oracle_tells_why_it_has_no_answer(matrix: Matrix, cell: tuple[str, str]) -> None:
+    template, shape = cell
+    turn = matrix.trial(pairing(template)).turn(_SHAPES[shape], "none")
+    assert isinstance(turn, Undecided)
+    assert turn.reason is _UNDECIDED[cell]
 
 
 @EVERY_PAIRING
 def test_ids_after_a_turn_equal_those_of_the_whole_rendering(matrix: Matrix, pairing: Pairing) -> None:
     """The oracle encodes only the text after the turn; an engine encodes the whole rendering."""
-    trial = matrix.trial(pairing)
+    oracle = matrix.trial(pairing).oracle
     for shape in SHAPES:
-        try:
-            after = trial.turn(shape, "none").after
-        except Impossible:
+        turn = matrix.trial(pairing).turn(shape, "none")
+        if isinstance(turn, Undecided) or not oracle.added_tokens.match(turn.end.text):
             continue
-        whole = trial.oracle.render([*shape.history, *shape.new], shape, {})
-        assert whole.endswith(after.text), shape.name
-        ids = trial.oracle.encode(after.text)
-        assert trial.oracle.encode(whole)[-len(ids) :] == ids, shape.name
+        whole = oracle.render([*shape.history, *shape.new], shape, {})
+        assert whole.endswith(turn.end.text), shape.name
+        ids = turn.whole_end()
+        assert oracle.encode(whole)[-len(ids) :] == ids, shape.name
 
 
 @EVERY_PAIRING
 def test_sampled_ids_spell_the_text_in_unusual_ids(matrix: Matrix, pairing: Pairing) -> None:
-    oracle = matrix.trial(pairing).oracle
-    text = ENDINGS["own stop"](matrix.trial(pairing).turn(_SHAPES["odd text"], "none")).text
-    ids = sampled_ids(text, "a seed", oracle)
-    assert ids == sampled_ids(text, "a seed", oracle) != sampled_ids(text, "another seed", oracle)
-    assert ids != oracle.encode(text)
-    if pairing.tokenizer == "bytes":
-        assert oracle.decode(ids) == text
+    trial = matrix.trial(pairing)
+    turn = trial.turn(_SHAPES["odd text"], "none")
+    assert isinstance(turn, Turn)
+    text = ENDINGS["own stop"](turn).text
+    ids = sampled_ids(text, "a seed", trial.oracle)
+    assert ids == sampled_ids(text, "a seed", trial.oracle) != sampled_ids(text, "another seed", trial.oracle)
+    assert ids != trial.oracle.encode(text)
+    if pairing.vocabulary == "bytes":
+        assert trial.oracle.decode(ids) == text

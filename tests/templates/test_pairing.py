@@ -6,23 +6,38 @@ import pytest
 from tokenizers import Tokenizer
 
 from proxy.demo.checkpoint import ensure_checkpoint
-from tests.templates.pairing import PAIRINGS, SAMPLE, TOKENIZERS, Pairing, byte_level, smollm2_merges
+from tests.templates.families import FAMILY_OF, template_files
+from tests.templates.matrix import Matrix, Trial
+from tests.templates.pairing import FAST_SAMPLE, pairing, trl_pairings
+from tests.templates.sampling import Turn
+from tests.templates.shapes import SHAPES
+from tests.templates.vocabularies import VOCABULARIES, byte_level, smollm2_merges
 
 
-def test_sample_has_every_tokenizer_and_every_way_to_end_a_turn() -> None:
-    sample = [pairing for pairing in PAIRINGS if pairing.name in SAMPLE]
-    assert len(sample) == len(SAMPLE)
-    assert {pairing.tokenizer for pairing in sample} == set(TOKENIZERS)
-    assert {_ways_to_end(pairing) for pairing in sample} == {_ways_to_end(pairing) for pairing in PAIRINGS}
+def test_every_template_of_trl_has_a_family() -> None:
+    assert set(FAMILY_OF) == set(template_files())
 
 
-def _ways_to_end(pairing: Pairing) -> tuple[str, ...]:
-    """How turns with and without tool calls end: see `Close`."""
-    family = pairing.template.family
-    closes = (family.close, family.call_close or family.close)
-    return tuple(
-        "opener" if not close.shown else "another token" if close.sampled else "as shown" for close in closes
-    )
+def test_fast_sample_has_every_vocabulary() -> None:
+    assert {pairing(name).vocabulary for name in FAST_SAMPLE} == set(VOCABULARIES)
+
+
+@pytest.mark.slow
+def test_fast_sample_has_every_way_to_end_a_turn(matrix: Matrix) -> None:
+    ways = {each.name: _ways_to_end(matrix.trial(each)) for each in trl_pairings()}
+    assert {way for name in FAST_SAMPLE for way in ways[name]} == {
+        way for each in ways.values() for way in each
+    }
+
+
+def _ways_to_end(trial: Trial) -> set[tuple[str, str]]:
+    """How turns end: with the stop token of the rendering, with another, or with an opener."""
+    turns = [trial.turn(shape, "none") for shape in SHAPES]
+    ends = [(turn.shape.kind, turn.end) for turn in turns if isinstance(turn, Turn)]
+    return {
+        (kind, "opener" if not end.close else "as shown" if end.stop == end.sampled_stop else "another token")
+        for kind, end in ends
+    }
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 import pytest
 
-from tests.templates.families import TEMPLATES
+from tests.templates.engine import takes_parts
+from tests.templates.families import template_files
 from tokenization.content_format import ContentFormat, detect_content_format
 
 _MACRO = "{% macro show(text) %}{% for part in text %}{{ part.text }}{% endfor %}{% endmacro %}"
@@ -41,7 +42,7 @@ def test_format_is_the_one_that_vllm_detects(source: str, expected: ContentForma
     assert detect_content_format(source) == expected
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", template_files())
 def test_format_of_real_templates(name: str) -> None:
-    template = TEMPLATES[name]
-    assert detect_content_format(template.source) == ("openai" if template.takes_parts else "string")
+    source = template_files()[name].read_text("utf-8")
+    assert detect_content_format(source) == ("openai" if takes_parts(source) else "string")

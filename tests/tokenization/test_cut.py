@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.templates.pairing import gemma_like, llama2_like, mistral_like
+from tests.templates.vocabularies import gemma_like, llama2_like, mistral_like
 from tests.tokenization.in_memory import SPECIAL, appended_text, token_id, tokenizer_with
 from tokenization import ChatTokenizer, TemplateUnsupported
 

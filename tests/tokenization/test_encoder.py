@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tokenizers import AddedToken
 
-from tests.templates.pairing import TOKENIZERS
+from tests.templates.vocabularies import VOCABULARIES
 from tokenization.encoder import Encoder
 from tokenization.errors import InvalidMessages
 
@@ -24,7 +24,7 @@ _WORDS = (
 
 
 def _encoder(tokenizer: str) -> Encoder:
-    backend = TOKENIZERS[tokenizer]()
+    backend = VOCABULARIES[tokenizer]()
     backend.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in ("<|im_start|>", "<|im_end|>")]
     )
@@ -58,9 +58,9 @@ def test_threads_that_share_an_encoder_get_the_results_of_one_thread() -> None:
         assert all(threads.map(work, range(_THREADS)))
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("tokenizer", VOCABULARIES)
 def test_results_are_those_of_a_plain_tokenizer(tokenizer: str) -> None:
-    encoder, plain = _encoder(tokenizer), TOKENIZERS[tokenizer]()
+    encoder, plain = _encoder(tokenizer), VOCABULARIES[tokenizer]()
     for text in ("the weather in Zürich", "", " 四 °C", "a\n\nb 🙂"):
         ids = plain.encode(text, add_special_tokens=False).ids
         assert encoder.encode(text) == ids
@@ -78,7 +78,7 @@ def test_token_strings_are_empty_for_ids_without_a_token() -> None:
 
 
 def test_truncation_and_padding_of_the_description_are_ignored() -> None:
-    backend = TOKENIZERS["bytes"]()
+    backend = VOCABULARIES["bytes"]()
     ids = backend.encode("the weather in Oslo").ids
     backend.enable_truncation(2)
     backend.enable_padding(length=50)
