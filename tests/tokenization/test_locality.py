@@ -42,6 +42,17 @@ def _next_to_result(expression: str) -> str:
     )
 
 
+def _any_call(condition: str) -> str:
+    """ChatML whose generation prompt depends on a condition that any call of the conversation may meet."""
+    return (
+        "{% set ns = namespace(found=false) %}{% for m in messages %}{% for call in m.tool_calls or [] %}"
+        "{% if "
+        + condition
+        + " %}{% set ns.found = true %}{% endif %}{% endfor %}{% endfor %}"
+        + _prompt_if("ns.found")
+    )
+
+
 _EARLIER = "earlier messages decide what is printed"
 # (template, what decides after results, what decides after other messages, a part of the reason)
 _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
@@ -206,6 +217,19 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
         + _HEADER
         + "{{ m.content ~ (m.reasoning or '') + '<|im_end|>\n' }}{% endfor %}"
         + _PROMPT,
+        HISTORY,
+        HISTORY,
+        _EARLIER,
+    ),
+    "string in earlier reasoning": (
+        _prompt_if("messages | selectattr('reasoning_content', 'equalto', '/x') | list"),
+        HISTORY,
+        HISTORY,
+        _EARLIER,
+    ),
+    "name of an earlier call": (_any_call("call.function.name == 'search'"), HISTORY, HISTORY, _EARLIER),
+    "argument of an earlier call": (
+        _any_call("'deep' in call.function.arguments"),
         HISTORY,
         HISTORY,
         _EARLIER,
