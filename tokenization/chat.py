@@ -451,6 +451,10 @@ class ChatTokenizer:
         if not rest:
             return Continuation((), (), notes)
         ids = self.encode(prefix + rest)
+        if not prefix and _leading_spaces(self.decode(ids)) > _leading_spaces(rest):
+            raise TemplateUnsupported(
+                f"the tokenizer puts a space before {rest[:20]!r}, which follows the sampled text directly"
+            )
         if prefix:
             first, *ids = ids
             if first != self._added_ids[prefix]:
@@ -474,6 +478,10 @@ def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:
 
 def _ends_with_assistant(history: Sequence[Message]) -> bool:
     return bool(history) and for_template([history[-1]])[0]["role"] == "assistant"
+
+
+def _leading_spaces(text: str) -> int:
+    return len(text) - len(text.lstrip(" "))
 
 
 def _length_holding(ids: Sequence[int], subsequence: Sequence[int]) -> int:

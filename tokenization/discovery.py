@@ -137,7 +137,7 @@ class Discovery:
         if proof is None or proof.locality(new) is Locality.HISTORY:
             return None
         in_turn, whole = self.tail_in(turn_context(history[-1]), new, options), list(history)
-        if in_turn is None or self.continues_alike(in_turn, whole, new, options):
+        if in_turn is None or self._holds(in_turn, whole, new, options):
             return None
         self.proof = proof.demoted(new, "an audit found that earlier messages decide what is printed")
         return self._shortest(in_turn, whole, new, options)
@@ -151,7 +151,7 @@ class Discovery:
             start = 0
             while start < len(history) - 1:
                 shorter = history[:start] + history[min(start + size, len(history) - 1) :]
-                if self.continues_alike(tail, shorter, new, options):
+                if self._holds(tail, shorter, new, options):
                     start += size
                 else:
                     history = shorter
@@ -263,6 +263,12 @@ class Discovery:
             return self._find(b"", context, new, options).appends_as(tail)
         except TokenizationError:
             return True
+
+    def _holds(
+        self, tail: TurnTail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
+    ) -> bool:
+        """Whether a tail is what follows in a context, with a marker in the turn and without."""
+        return self.continues_alike(tail, context, new, options) and self.ends(tail, context, new, options)
 
     def ends(
         self, tail: TurnTail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions

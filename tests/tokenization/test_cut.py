@@ -262,3 +262,22 @@ def test_ids_after_a_stop_equal_those_of_the_whole_rendering(backend: Any, last:
     ids = tokenizer.continuation(token_id(tokenizer, last), [_user()]).suffix_ids
     end = token_id(tokenizer, "<|im_end|>")
     assert whole[-len(ids) - 1 :] == [end, *ids]
+
+
+@pytest.mark.parametrize("backend", [None, gemma_like, llama2_like, mistral_like])
+@pytest.mark.parametrize("how", [{}, _LENGTH])
+def test_text_without_a_token_at_its_start_is_exact_or_refused(backend: Any, how: dict[str, Any]) -> None:
+    """Some SentencePiece vocabularies put a space before a text that is encoded alone."""
+    tokenizer = tokenizer_with(_PLAIN_CLOSE.replace(" END", "END"), backend=backend and backend())
+    whole = tokenizer.render([*_turn(), _user()])
+    end = token_id(tokenizer, "<|im_end|>")
+    ids = tokenizer.continuation(end, [_user()]).suffix_ids
+    assert whole[-len(ids) - 1 :] == [end, *ids]
+    last = tokenizer.encode("Hello.")[-1]
+    if backend in (llama2_like, mistral_like):
+        with pytest.raises(TemplateUnsupported, match="puts a space before 'END"):
+            tokenizer.continuation(last, [_user()], **how)
+    else:
+        continuation = tokenizer.continuation(last, [_user()], **how)
+        ids = continuation.close_ids + continuation.suffix_ids
+        assert whole[-len(ids) :] == list(ids)

@@ -11,6 +11,7 @@ from tests.tokenization.in_memory import appended_text, tokenizer_with
 from tokenization import TemplateUnsupported, TokenizationError, locality
 from tokenization.histories import user
 from tokenization.locality import Locality, Proof
+from tokenization.turns import RenderOptions
 
 NEW, TURN, HISTORY = Locality.NEW, Locality.TURN, Locality.HISTORY
 _HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"
@@ -38,6 +39,17 @@ def _next_to_result(expression: str) -> str:
         + result
         + "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
         + _PROMPT
+    )
+
+
+def _any_call(condition: str) -> str:
+    """ChatML whose generation prompt depends on a condition that any call of the conversation may meet."""
+    return (
+        "{% set ns = namespace(found=false) %}{% for m in messages %}{% for call in m.tool_calls or [] %}"
+        "{% if "
+        + condition
+        + " %}{% set ns.found = true %}{% endif %}{% endfor %}{% endfor %}"
+        + _prompt_if("ns.found")
     )
 
 
@@ -209,6 +221,19 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
         HISTORY,
         _EARLIER,
     ),
+    "string in earlier reasoning": (
+        _prompt_if("messages | selectattr('reasoning_content', 'equalto', '/x') | list"),
+        HISTORY,
+        HISTORY,
+        _EARLIER,
+    ),
+    "name of an earlier call": (_any_call("call.function.name == 'search'"), HISTORY, HISTORY, _EARLIER),
+    "argument of an earlier call": (
+        _any_call("'deep' in call.function.arguments"),
+        HISTORY,
+        HISTORY,
+        _EARLIER,
+    ),
     "name of the result": (_next_to_result("m.name or 'nameless'"), NEW, NEW, "^$"),
     "required template argument": (
         "{% if not date %}{{ raise_exception('no date') }}{% endif %}"
@@ -302,6 +327,18 @@ def test_tail_that_depends_on_the_text_of_the_turn_is_refused() -> None:
     with pytest.raises(TemplateUnsupported, match="depends on the text of the turn"):
         tokenizer.append([1], [user("And?")], history=history)
     assert appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY) == ("", _REST)
+
+
+def test_audit_compares_with_the_turn_as_it_is() -> None:
+    """What no marker shows and no history of the proof has: here a turn whose text is a number."""
+    tokenizer = tokenizer_with(_prompt_if("messages | length > 1 and messages[-2].content.isdigit()"))
+    assert tokenizer.prove().after_messages is NEW
+    history: list[dict[str, Any]] = [user("Hi"), {"role": "assistant", "content": "Hello."}]
+    options = RenderOptions(None, True, {})
+    assert tokenizer._discovery.refutation([user("And?")], history, options) is None
+    history[1]["content"] = "17"
+    assert tokenizer._discovery.refutation([user("And?")], history, options) is not None
+    assert tokenizer.prove().after_messages is HISTORY
 
 
 def test_close_that_depends_on_the_history() -> None:
