@@ -87,8 +87,6 @@ class Proof:
         return self.after_results if _begins_with_result(new) else self.after_messages
 
 
-NOT_LOCAL = Proof(Locality.HISTORY, Locality.HISTORY)
-
 Tail = TypeVar("Tail")
 _Case = tuple[Messages, Step, RenderOptions]
 

@@ -1,4 +1,4 @@
-"""An append after a template that is not local: the whole history is rendered as text, once."""
+"""An append after a template that is not local: the whole history is rendered as text, once or twice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,10 +52,11 @@ def test_template_that_numbers_messages_is_not_local(tiny_model: TinyModel) -> N
     assert not tokenizer.is_local([{"role": "user", "content": "And then?"}])
 
 
-@pytest.mark.parametrize("template", [CHATML, _NUMBERED], ids=["local", "numbered"])
-def test_whole_history_is_rendered_once(
-    tiny_model: TinyModel, template: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("template, times", [(CHATML, 1), (_NUMBERED, 2)], ids=["local", "numbered"])
+def test_how_often_the_whole_history_is_rendered(
+    tiny_model: TinyModel, template: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Once if the same follows as after the last turn alone; else once more, with a marker in the turn."""
     tokenizer = ChatTokenizer.load(tiny_model.folder, template)
     counts: list[int] = []
     render: Callable[..., str] = tokenizer._tokenizer.apply_chat_template
@@ -67,7 +68,7 @@ def test_whole_history_is_rendered_once(
     monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", counted)
     history, new = _history(20, _CALLED), [{"role": "tool", "tool_call_id": "a", "content": "12"}]
     tokenizer.append([END], new, history=history)
-    assert [count for count in counts if count > 10] == [len(history) + 1]
+    assert [count for count in counts if count > 10] == [len(history) + 1] * times
 
 
 def test_mark_occurs_in_none_of_the_messages() -> None:
