@@ -16,24 +16,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from tokenization.added_tokens import AddedTokens
 from tokenization.appended import Appended, Unjoined
 from tokenization.cache import BoundedCache, CacheInfo
 from tokenization.content_format import ContentFormat
 from tokenization.cut import Cut, cut_tail
-from tokenization.discovery import Discovery, Ending, TurnTail, digest
+from tokenization.discovery import Discovery, Ending, TurnTail
 from tokenization.encoder import Encoder
 from tokenization.errors import (
     InvalidIds,
     InvalidMessages,
     TemplateUnsupported,
-    TokenizerUnavailable,
     UnfinishedTurn,
 )
+from tokenization.files import load_files
+from tokenization.keys import digest
 from tokenization.locality import PROOF_VERSION, Locality, Proof
 from tokenization.messages import Message, for_template
 from tokenization.notes import TURN_END_REWRITTEN, differences
 from tokenization.proofs import load_proof, store_proof
-from tokenization.template import Template, Tools, merge_templates
+from tokenization.template import Template, Tools
 from tokenization.turns import RenderOptions
 
 Unfinished = Literal["close", "continue", "reject"]
@@ -73,11 +75,11 @@ class ChatTokenizer:
 
     def __post_init__(self) -> None:
         self._template = Template(self._tokenizer, self.content_format, self.default_template_kwargs)
-        added_tokens = self._tokenizer.added_tokens_decoder.items()
-        self._added_ids = {added.content: number for number, added in added_tokens}
-        self._added_texts = {number: content for content, number in self._added_ids.items()}
-        special = {number for number, added in added_tokens if added.special}
-        self._discovery = Discovery(self._template, self._added_ids, special, self.stop_ids)
+        tokens = self._tokenizer.added_tokens_decoder.items()
+        self._added_ids = {token.content: number for number, token in tokens}
+        special_ids = {number for number, token in tokens if token.special}
+        self._added = AddedTokens(self._added_ids, special_ids, self.stop_ids)
+        self._discovery = Discovery(self._template, self._added)
         # made here, not at first use: loading takes seconds anyway, and no request waits for it
         self._encoder = Encoder(self._backend_json)
 
@@ -185,45 +187,13 @@ class ChatTokenizer:
         Raises:
             TokenizerUnavailable: the tokenizer cannot be loaded, is not a fast one, or has no chat template.
         """
-        from transformers import AutoTokenizer  # slow to import, so only when needed
-
-        source = str(folder)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                source, revision=revision, trust_remote_code=trust_remote_code
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise TokenizerUnavailable(f"cannot load a tokenizer from {source!r}: {error}") from error
-        if chat_template is not None:
-            tokenizer.chat_template = chat_template
-        else:
-            # multimodal models may keep the template that their processor uses in a file of its own
-            legacy = _config(source, "chat_template.json", revision)
-            processor = _config(source, "processor_config.json", revision).get("chat_template")
-            template = processor or legacy.get("chat_template")
-            tokenizer.chat_template = merge_templates(tokenizer.chat_template, template)
-        if not tokenizer.chat_template:
-            raise TokenizerUnavailable(
-                f"the tokenizer in {source!r} has no chat template: pass one, or use a chat model"
-            )
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise TokenizerUnavailable(
-                f"{source!r} has no fast tokenizer: convert it, so that it has a tokenizer.json"
-            )
-        config = _config(source, "config.json", revision)
-        generation = _config(source, "generation_config.json", revision)
-        # multimodal models have the vocabulary size in `text_config`
-        sizes = [part.get("vocab_size") or 0 for part in (config, config.get("text_config") or {})]
-        stops = generation.get("eos_token_id", config.get("eos_token_id"))
-        stops = stops if isinstance(stops, list) else [stops]
-        stop_ids = frozenset(stop for stop in [tokenizer.eos_token_id, *stops] if isinstance(stop, int))
+        files = load_files(str(folder), chat_template, revision, trust_remote_code)
         return cls(
-            source,
-            max([len(tokenizer), *sizes]),
-            tokenizer,
-            backend.to_str(),
-            stop_ids,
+            str(folder),
+            files.vocab_size,
+            files.tokenizer,
+            files.backend_json,
+            files.stop_ids,
             content_format,
             default_template_kwargs or {},
         )
@@ -384,7 +354,7 @@ class ChatTokenizer:
 
         Example: `<|im_start|>assistant\\n`.
         """
-        return self._discovery.assistant_header()
+        return self._discovery.closes.assistant_header()
 
     def text(
         self,
@@ -403,7 +373,7 @@ class ChatTokenizer:
         Raises:
             TemplateUnsupported: the text that closes a turn holds no added token.
         """
-        stop = self._discovery.stop_of_content(RenderOptions(tools, True, template_kwargs or {}))
+        stop = self._discovery.closes.stop_of_content(RenderOptions(tools, True, template_kwargs or {}))
         if stop is None:
             raise TemplateUnsupported("the template closes an assistant turn with no token of its own")
         return stop
@@ -435,10 +405,9 @@ class ChatTokenizer:
         tokenizers (SentencePiece) encode it differently at the start of a text.
         """
         rest = turn_tail.tail.text[cut.position :]
-        if cut.stop_text or self._discovery.starts_with_added_token(rest):
+        if cut.stop_text or self._added.start(rest):
             return cut.stop_text
-        text: str = self._added_texts.get(last_id, "")
-        return text
+        return self._added.text(last_id)
 
     def _encode_after_cut(self, turn_tail: TurnTail, cut: Cut, prefix: str) -> Continuation:
         """Encode the text after the cut; `prefix`, the token before it, is context only and may be empty.
@@ -462,18 +431,6 @@ class ChatTokenizer:
         closing = [token.id for token in turn_tail.closing if cut.position <= token.start]
         count = _length_holding(ids, closing)
         return Continuation(tuple(ids[:count]), tuple(ids[count:]), notes)
-
-
-def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:
-    """A configuration file of the model; empty if there is none, because it is optional."""
-    from transformers.utils import cached_file
-
-    try:
-        file = cached_file(source, name, revision=revision)
-        content = json.loads(Path(file).read_text()) if file else {}
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _ends_with_assistant(history: Sequence[Message]) -> bool:

@@ -4,30 +4,25 @@ Nothing here depends on a model family: the sources are the template's rendering
 tokens, which it never merges with the text around them, and the ids that end a turn of the model.
 """
 
-import hashlib
-import re
 import threading
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 
+from tokenization.added_tokens import AddedTokens, Token
 from tokenization.cache import BoundedCache
-from tokenization.errors import InvalidMessages, TemplateUnsupported, TokenizationError
+from tokenization.closes import Closes
+from tokenization.errors import TemplateUnsupported, TokenizationError
+from tokenization.keys import digest
 from tokenization.locality import Locality, Proof, prove
 from tokenization.messages import Message
+from tokenization.new_texts import last_text
 from tokenization.template import Template
 from tokenization.turns import (
-    MARK,
-    PLACEHOLDER_USER,
     RenderOptions,
     Tail,
-    Token,
-    common_prefix_length,
-    last_text,
     placeholder_context,
     render_tail,
-    serialized,
     text_after_turn,
     turn_context,
 )
@@ -83,39 +78,17 @@ class TurnTail:
         return mine == others
 
 
-@dataclass(frozen=True, slots=True)
-class _ContentClose:
-    """How a template closes a turn without tool calls."""
-
-    text: str
-    """The text up to the token that ends the turn; empty if the opening of the next message ends it."""
-    closers: frozenset[int]
-    """Ids of the special tokens in it."""
-
-
 class Discovery:
     """The tails of one template with one tokenizer. Safe to use from several threads."""
 
-    def __init__(
-        self, template: Template, added_tokens: Mapping[str, int], special_ids: Set[int], stop_ids: Set[int]
-    ) -> None:
-        """Args:
-        added_tokens: the id of each added token, by its text.
-        special_ids: ids of the added tokens that are special.
-        stop_ids: ids that end a turn of the model.
-        """
+    def __init__(self, template: Template, added: AddedTokens) -> None:
         self.proof: Proof | None = None
+        self.closes = Closes(template, added)
         self._template = template
-        self._added_ids = dict(added_tokens)
-        self._added_texts = {number: text for text, number in added_tokens.items()}
-        self._special_ids = frozenset(special_ids) | frozenset(stop_ids)
-        self._stop_ids = frozenset(stop_ids)
-        longest_first = sorted(added_tokens, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._added = added
         self._tails: BoundedCache[bytes, TurnTail] = BoundedCache(
             1024, lambda turn_tail: len(turn_tail.tail.text) <= 16_384
         )
-        self._content_closes: BoundedCache[bytes, _ContentClose] = BoundedCache(256)
         self._proving = threading.Lock()
 
     def prove(self) -> Proof:
@@ -158,15 +131,6 @@ class Discovery:
             size //= 2
         return history
 
-    def starts_with_added_token(self, text: str) -> bool:
-        """Whether the text starts with an added token, so that it can be encoded by itself."""
-        return self._pattern.match(text) is not None
-
-    def tokens(self, text: str, *, special: bool = False) -> tuple[Token, ...]:
-        """The added tokens in a text, in order; or only the special ones."""
-        found = (Token(self._added_ids[m.group()], m.start(), m.end()) for m in self._pattern.finditer(text))
-        return tuple(token for token in found if not special or token.id in self._special_ids)
-
     def turn_tail(
         self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
     ) -> TurnTail:
@@ -179,7 +143,7 @@ class Discovery:
         if history is None:
             return self._tail_after_any_turn(new, options)
         context = turn_context(history[-1])
-        key = digest(list(new), context, _options_key(options))
+        key = digest(list(new), context, options.key())
         in_turn = None
         # the turn alone may be refused where the whole conversation is not
         with suppress(TokenizationError):
@@ -188,7 +152,7 @@ class Discovery:
         if in_turn is not None and local:
             return in_turn
         whole = list(history)
-        history_key = digest(list(new), whole, _options_key(options))
+        history_key = digest(list(new), whole, options.key())
         return self._tails.get_or_make(
             history_key,
             lambda: self._tail_after_history(history_key, whole, new, options, in_turn),
@@ -222,7 +186,7 @@ class Discovery:
     def _tail_after_any_turn(self, new: Sequence[Message], options: RenderOptions) -> TurnTail:
         proof = self.prove()
         context = placeholder_context(new)
-        key = digest(list(new), None, _options_key(options))
+        key = digest(list(new), None, options.key())
         # first, because where the template objects to the new messages as such, its own error tells more
         turn_tail = self._tail(key, context, new, options)
         if proof.locality(new) is not Locality.NEW:
@@ -299,162 +263,31 @@ class Discovery:
             guide: the tail of the same turn in a smaller context.
         """
         whole = render_tail(self._template, context, new, options, guide.whole if guide else None)
-        close = self._content_close(options)
+        close = self.closes.of_content(options)
         start, closers = 0, close.closers
         if whole.in_call:
-            start, closers = self._close_of_call(whole, close)
+            start, closers = self.closes.of_call(whole, close)
         tail = whole.without_start(start)
         lead = tail.text[: tail.lead]
-        tokens = self.tokens(lead, special=True)
+        tokens = self._added.find(lead, special=True)
         # the token that closes a turn may open the next message too
         end = len(close.text) if closers == close.closers and lead.startswith(close.text) else len(lead)
         closing = tuple(token for token in tokens if token.id in closers and token.end <= end)
         last = closing[-1] if closing else None
-        if_last = self._token_at(tail.text_if_last, last.start) if last else None
+        close_text = lead[: last.end if last else 0]
+        if_last = self._added.id_at(tail.text_if_last, last.start) if last else None
         return TurnTail(
             key,
             whole,
             tail,
             tokens,
             closing,
-            tuple(t for t in self.tokens(lead[: last.end if last else 0]) if lead[t.start : t.end].strip()),
-            if_last if last and if_last != last.id and if_last in self._special_ids else None,
-            frozenset(token.id for token in self.tokens(whole.text[:start])),
+            tuple(
+                token for token in self._added.find(close_text) if close_text[token.start : token.end].strip()
+            ),
+            if_last if last and if_last != last.id and if_last in self._added.special_ids else None,
+            frozenset(token.id for token in self._added.find(whole.text[:start])),
         )
-
-    def _close_of_call(self, tail: Tail, close: _ContentClose) -> tuple[int, frozenset[int]]:
-        """Where the syntax of a turn with tool calls ends and its close begins, and the ids of the close.
-
-        Example: 12 in `</tool_call><|im_end|>\n`, with the content close `<|im_end|>`.
-        """
-        lead = tail.text[: tail.lead]
-        shared = self._shared(lead, tail.text_if_last)
-        start = lead[:shared].rfind(close.text) if close.text else -1
-        if start < 0 and close.closers:
-            start = lead.find(close.text)
-        if start >= 0:
-            return start, close.closers
-        if not tail.text_if_last:
-            raise TemplateUnsupported("the template does not show where its tool calls end")
-        token_if_last = self._token_at(tail.text_if_last, shared)
-        tokens = self._closing_tokens(lead, shared)
-        shared = next((token.start for token in tokens if token.id in self._result_openers), shared)
-        own = [token for token in tokens if token.end <= shared]
-        # without a close of its own the opening of the next message ends the turn: GLM, and Gemma 4, which
-        # closes the turn only if no result follows
-        if not close.text or token_if_last in self._stop_ids | close.closers or not own:
-            return shared, frozenset()
-        first = next((token for token in own if token.id in close.closers), own[-1])
-        return first.start, frozenset(token.id for token in own if token.start >= first.start)
-
-    def _content_close(self, options: RenderOptions) -> _ContentClose:
-        """How the template closes a turn without tool calls."""
-        key = digest(_options_key(options))
-        return self._content_closes.get_or_make(key, lambda: self._find_content_close(options))
-
-    def _find_content_close(self, options: RenderOptions) -> _ContentClose:
-        context = [*self._preamble, PLACEHOLDER_USER, {"role": "assistant", "content": "."}]
-        tail = render_tail(self._template, context, [{"role": "user", "content": "qZuserZq"}], options)
-        lead = tail.text[: tail.lead]
-        shared = self._shared(lead, tail.text_if_last)
-        closing = self._closing_tokens(lead, shared) or self._only_stop(lead, tail.text_if_last, shared)
-        text = lead[: closing[-1].end] if closing else lead[:shared]
-        return _ContentClose(text, frozenset(token.id for token in closing))
-
-    def _closing_tokens(self, lead: str, shared: int) -> list[Token]:
-        """The special tokens that are printed after a turn whether or not a message follows."""
-        tokens = [token for token in self.tokens(lead, special=True) if token.end <= shared]
-        if self._generation_prompt:
-            return tokens
-        # a template that always prints the generation prompt: its tokens open messages
-        return [token for token in tokens if token.id not in self._openers]
-
-    def _only_stop(self, lead: str, text_if_last: str, shared: int) -> list[Token]:
-        """The token that ends a turn which messages follow, where the last turn ends differently."""
-        tokens = self.tokens(lead, special=True)
-        token_if_last = self._token_at(text_if_last, shared)
-        if token_if_last in self._special_ids - (self._openers - self._stop_ids):
-            # GPT-OSS: the last turn ends with <|return|>, earlier ones with <|end|>
-            return [token for token in tokens if token.start == shared]
-        # the last turn ends with nothing; the first of several tokens is no opening of the next message
-        stops = [token for token in tokens[:-1][:1] if token.id in self._stop_ids - self._openers]
-        return [] if text_if_last else stops
-
-    @cached_property
-    def _preamble(self) -> list[Message]:
-        """A system message, if the template refuses conversations without one."""
-        system: Message = {"role": "system", "content": "."}
-        preambles: list[list[Message]] = [[], [system]]
-        for preamble in preambles:
-            with suppress(TokenizationError):
-                self._template.text([*preamble, PLACEHOLDER_USER], None, True, {})
-                return preamble
-        return []
-
-    @cached_property
-    def _openers(self) -> frozenset[int]:
-        """Ids of the special tokens that open messages: nothing was closed before the first message."""
-        system = {"role": "system", "content": MARK}
-        found = []
-        question = {"role": "user", "content": MARK}
-        for messages in ([*self._preamble, question], [system, PLACEHOLDER_USER]):
-            try:
-                text = self._template.text(messages, None, False, {})
-            except TokenizationError:
-                continue
-            before, mark, after = text.partition(MARK)
-            if mark:
-                found.append({token.id for token in self.tokens(before, special=True)})
-            if mark and not found[1:] and not self._generation_prompt:
-                found[0] |= {token.id for token in self.tokens(after, special=True)[1:]}
-        # a template may print a message of its own, and close it, before the first; not before each first
-        return frozenset.intersection(*map(frozenset, found)) if found else frozenset()
-
-    @cached_property
-    def _result_openers(self) -> frozenset[int]:
-        """Ids of the tokens that open a tool result: they stand between two results, never after both."""
-        texts = ("qZfirstZq", "qZsecondZq")
-        results = [
-            {"role": "tool", "tool_call_id": f"call0000{i}", "content": t} for i, t in enumerate(texts)
-        ]
-        try:
-            context = [*self._preamble, *placeholder_context(results)]
-            text = self._template.text([*context, *results], None, True, {})
-        except TokenizationError:
-            return frozenset()
-        first, second = (text.rfind(word) for word in texts)
-        if not 0 <= first < second:
-            return frozenset()
-        tokens = self.tokens(text, special=True)
-        between = {token.id for token in tokens if first < token.start < second}
-        return frozenset(between - {token.id for token in tokens if token.start > second})
-
-    @cached_property
-    def _generation_prompt(self) -> str:
-        """The text that `add_generation_prompt` adds; empty if it adds none."""
-        try:
-            question = [*self._preamble, PLACEHOLDER_USER]
-            without = self._template.text(question, None, False, {})
-            with_prompt = self._template.text(question, None, True, {})
-        except TokenizationError:
-            return ""
-        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
-
-    def _shared(self, lead: str, text_if_last: str) -> int:
-        """Length of the common prefix, in characters, ending where no added token is cut in two.
-
-        Example: of `<|im_end|>` and `<|im_start|>` the texts share `<|im_`; the result is 0.
-        """
-        shared = common_prefix_length(lead, text_if_last)
-        for text in (lead, text_if_last):
-            for token in self.tokens(text):
-                if token.start < shared < token.end:
-                    shared = token.start
-        return shared
-
-    def _token_at(self, text: str, position: int) -> int | None:
-        match = self._pattern.match(text, position)
-        return self._added_ids[match.group()] if match else None
 
     def ending(
         self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
@@ -465,55 +298,12 @@ class Discovery:
         lead = tail.text[: tail.lead]
         if not closing:
             opening = turn_tail.tokens[0] if turn_tail.tokens else None
-            return Ending("", [], self._added_texts[opening.id] if opening else None, tail.text)
-        end = max(self._shared(lead, tail.text_if_last), closing[-1].end)
+            return Ending("", [], self._added.text(opening.id) if opening else None, tail.text)
+        end = max(self._added.shared(lead, tail.text_if_last), closing[-1].end)
         opener = next((t for t in turn_tail.tokens if closing[-1].end <= t.start < end), None)
         end = opener.start if opener else end
         stops = [closing[-1].id]
-        token_if_last = self._token_at(tail.text_if_last, closing[-1].start)
+        token_if_last = self._added.id_at(tail.text_if_last, closing[-1].start)
         if token_if_last is not None and token_if_last != closing[-1].id:
             stops.insert(0, token_if_last)
-        return Ending(lead[:end], [self._added_texts[stop] for stop in stops], None, tail.text[end:])
-
-    def assistant_header(self) -> str:
-        """The text before an assistant's content that history and generation prompt have in common.
-
-        Example: `<|im_start|>assistant\n`, also where the generation prompt continues with `<think>\n`.
-        """
-        turn, options = {"role": "assistant", "content": MARK}, RenderOptions(None, True, {})
-        prompt = self._generation_prompt
-        try:
-            before = [*self._preamble, PLACEHOLDER_USER]
-            question = self._template.text(before, None, False, options.kwargs)
-            answered = self._template.text([*before, turn, PLACEHOLDER_USER], None, True, options.kwargs)
-        except TokenizationError:
-            return ""
-        if not prompt or MARK not in answered:
-            return ""
-        end = common_prefix_length(question + prompt, answered[: answered.find(MARK)])
-        return (question + prompt)[len(question) : end]
-
-    def stop_of_content(self, options: RenderOptions) -> int | None:
-        """The id of the token that closes a turn without tool calls; None if there is none."""
-        tokens = self.tokens(self._content_close(options).text, special=True)
-        return tokens[-1].id if tokens else None
-
-
-def _options_key(options: RenderOptions) -> object:
-    return [
-        list(options.tools) if options.tools else None,
-        dict(options.kwargs),
-        options.add_generation_prompt,
-    ]
-
-
-def digest(*parts: object) -> bytes:
-    """A 16-byte cache key for JSON-like values. The order of keys in objects counts: templates print it.
-
-    Raises:
-        InvalidMessages: a value is nested too deep.
-    """
-    try:
-        return hashlib.blake2b(serialized(parts), digest_size=16).digest()
-    except RecursionError as error:
-        raise InvalidMessages("the messages, tools or template arguments are nested too deep") from error
+        return Ending(lead[:end], [self._added.text(stop) for stop in stops], None, tail.text[end:])

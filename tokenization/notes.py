@@ -9,8 +9,9 @@ from typing import Any
 
 from tokenization.errors import TokenizationError
 from tokenization.messages import Message
+from tokenization.new_texts import unused_mark
 from tokenization.template import Template
-from tokenization.turns import PLACEHOLDER_USER, RenderOptions, unused_mark
+from tokenization.turns import PLACEHOLDER_USER, RenderOptions
 
 TURN_END_REWRITTEN = "turn_end_rewritten"
 """The template ends the turn with another stop token than the sampled one."""

@@ -15,15 +15,21 @@ end, and to prove that each new text is printed exactly once, the conversation i
 markers in place of the new texts.
 """
 
-import json
-import marshal
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tokenization.added_tokens import common_prefix_length
 from tokenization.errors import InvalidMessages, TemplateUnsupported
-from tokenization.messages import Message, for_template
+from tokenization.messages import Message
+from tokenization.new_texts import (
+    Marks,
+    check_new_texts,
+    unused_mark,
+    unused_marks,
+    with_argument,
+    with_marks,
+)
 from tokenization.template import Template, Tools
 
 TURN_NOT_PRINTED = "turn_not_printed"
@@ -31,15 +37,6 @@ TURN_NOT_PRINTED = "turn_not_printed"
 MARK = "qZassistantZq"
 _PART_OPENING, _PART_CLOSING = "'text': '", "'}]"
 PLACEHOLDER_USER: dict[str, Any] = {"role": "user", "content": "."}
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """An added token found in a text. The tokenizer never merges text across its edges."""
-
-    id: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,48 +68,9 @@ class RenderOptions:
     add_generation_prompt: bool
     kwargs: Mapping[str, Any]
 
-
-@dataclass(frozen=True, slots=True)
-class _Marks:
-    """Words that occur in none of the arguments, so that they are found only where they were put."""
-
-    nonce: str
-
-    @property
-    def turn(self) -> str:
-        return f"qZ{self.nonce}assistantZq"
-
-    @property
-    def content(self) -> str:
-        return f"qZ{self.nonce}contentZq"
-
-    def new(self, index: int, part: int) -> str:
-        return f"qZ{self.nonce}new{index}p{part}Zq"
-
-
-def unused_mark(*arguments: object) -> str:
-    """A word that occurs in none of the arguments."""
-    return _unused_marks(*arguments).turn
-
-
-def _unused_marks(*arguments: object) -> _Marks:
-    source, nonce = serialized(arguments), ""
-    while f"qZ{nonce}".encode() in source:
-        nonce += "q"
-    return _Marks(nonce)
-
-
-def serialized(values: Any) -> bytes:
-    """JSON-like values as bytes in which each text is found as UTF-8.
-
-    Equal values with their keys in the same order give equal bytes.
-    """
-    try:
-        # a tenth of the time of JSON; version 0, because later ones depend on which objects are identical
-        return marshal.dumps(values, 0)
-    except ValueError:
-        text = json.dumps(values, ensure_ascii=False, default=repr)
-        return text.encode("utf-8", "surrogatepass")
+    def key(self) -> object:
+        """A value for cache keys."""
+        return [list(self.tools) if self.tools else None, dict(self.kwargs), self.add_generation_prompt]
 
 
 def render_tail(
@@ -133,7 +91,7 @@ def render_tail(
         InvalidMessages: the template refuses the messages in every form of the turn.
         TemplateUnsupported: the template prints nothing of an assistant turn, or a new text not exactly once.
     """
-    marks = _unused_marks(context, new, options.tools, dict(options.kwargs))
+    marks = unused_marks(context, new, options.tools, dict(options.kwargs))
     marked, text, notes = _followed(template, context, new, options, marks.turn)
     in_call = marks.turn in repr(marked[-1].get("tool_calls"))
     same_form = guide is not None and (guide.in_call, guide.notes) == (in_call, notes)
@@ -142,7 +100,7 @@ def render_tail(
         lead = _lead(template, marked, new, options, marks)
         last = _tail_if_last(template, marked, options, marks.turn)
         tail = Tail(text, common_prefix_length(text, lead), last, in_call, notes)
-    _check_new_texts(tail.text, new, template.strings)
+    check_new_texts(tail.text, new, template.strings)
     return tail
 
 
@@ -220,7 +178,7 @@ def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tu
         # GPT-OSS prints the first call only
         notes = (TURN_NOT_PRINTED,) if index < len(calls) - 1 else ()
         yield (
-            {**turn, "tool_calls": [*calls[:index], _with_argument(calls[index], mark), *calls[index + 1 :]]},
+            {**turn, "tool_calls": [*calls[:index], with_argument(calls[index], mark), *calls[index + 1 :]]},
             notes,
         )
     content = turn.get("content")
@@ -235,11 +193,7 @@ def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tu
 def _reduced_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if call["function"].get("arguments") in (None, "", "{}", {}):
         return {**call, "function": {**call["function"], "arguments": {}}}
-    return _with_argument(call, ".")
-
-
-def _with_argument(call: Mapping[str, Any], argument: object) -> dict[str, Any]:
-    return {**call, "function": {**call["function"], "arguments": {"q": argument}}}
+    return with_argument(call, ".")
 
 
 def _after(mark: str, text: str) -> str | None:
@@ -267,7 +221,7 @@ def _lead(
     marked: Sequence[Message],
     new: Sequence[Message],
     options: RenderOptions,
-    marks: _Marks,
+    marks: Marks,
 ) -> str:
     """The text between the turn and the first new text, from a rendering with markers as the new texts.
 
@@ -280,7 +234,7 @@ def _lead(
         turn["content"] = marks.content
     words: dict[str, int] = {}
     blank: list[str] = []
-    messages = [_with_marks(message, index, marks, words, blank) for index, message in enumerate(new)]
+    messages = [with_marks(message, index, marks, words, blank) for index, message in enumerate(new)]
     try:
         whole = _render(template, [*marked[:-1], turn, *messages], options)
     except InvalidMessages as error:
@@ -301,104 +255,6 @@ def _lead(
             )
     after = _without_part_closing(before, after)
     return after[: min((after.index(word) for word in [*words, *blank] if word in after), default=len(after))]
-
-
-def _with_marks(
-    message: Message, index: int, marks: _Marks, words: dict[str, int], blank: list[str]
-) -> dict[str, Any]:
-    """A new message with a marker for each text.
-
-    Adds to `words` each marker that must be printed exactly once, with the index of its message, and to
-    `blank` each that stands for white space.
-    """
-
-    def mark(part: int, text: object) -> object:
-        # templates test whether a turn with calls has a content too
-        if not isinstance(text, str) or (not text and message.get("tool_calls")):
-            return text
-        word = marks.new(index, part)
-        if text.strip():
-            words[word] = index
-        else:
-            blank.append(word)
-        return word
-
-    marked = dict(message)
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        marked["content"] = mark(0, content)
-    elif isinstance(content, list):
-        marked["content"] = [
-            {**part, "text": mark(number, part["text"])} if "text" in part else part
-            for number, part in enumerate(_parts(content))
-        ]
-    if calls := message.get("tool_calls"):
-        marked["tool_calls"] = [
-            _with_argument(call, mark(1000 + number, "q")) for number, call in enumerate(calls)
-        ]
-    return marked
-
-
-def _check_new_texts(tail: str, new: Sequence[Message], strings: Sequence[str]) -> None:
-    """Check that the tail holds the text of each new message, as it is or escaped.
-
-    A template may leave out of a text only what its source looks for, such as `/no_think`.
-
-    Raises:
-        TemplateUnsupported: it does not.
-    """
-    for index, message in enumerate(new):
-        if message.get("role") == "assistant":
-            continue  # its reasoning may be left out
-        for text in _texts(message.get("content")):
-            if not _printed(text.strip(), tail) and not all(
-                _printed(piece, tail) for piece in _without(text, strings)
-            ):
-                raise TemplateUnsupported(
-                    f"the template does not print the text of new message {index} ({message.get('role')})"
-                )
-
-
-def _texts(content: object) -> list[str]:
-    if isinstance(content, list):
-        return [part["text"] for part in _parts(content) if "text" in part]
-    return [content] if isinstance(content, str) else []
-
-
-def _parts(content: list[Any]) -> list[dict[str, Any]]:
-    """The parts of a content in the form that templates take; those with a text have it under `text`."""
-    parts: list[dict[str, Any]] = for_template([{"role": "user", "content": content}], parts=True)[0][
-        "content"
-    ]
-    return parts
-
-
-def _printed(text: str, tail: str) -> bool:
-    if text in tail:
-        return True
-    escaped = (json.dumps(text, ensure_ascii=False), json.dumps(text), repr(text))
-    return any(form[1:-1] in tail for form in escaped)
-
-
-def _without(text: str, strings: Sequence[str]) -> list[str]:
-    """The pieces of a text between occurrences of strings, without white space around them."""
-    removed = sorted((string for string in strings if string), key=len, reverse=True)
-    pieces = re.split("|".join(map(re.escape, removed)) or r"(?!)", text)
-    return [piece.strip() for piece in pieces]
-
-
-def last_text(turn: Message) -> str:
-    """The last text of a turn's content, without white space around it."""
-    texts = _texts(turn.get("content"))
-    return texts[-1].strip() if texts else ""
-
-
-def common_prefix_length(first: str, second: str) -> int:
-    """The number of characters that two texts have in common at their start."""
-    for index, (left, right) in enumerate(zip(first, second, strict=False)):
-        if left != right:
-            return index
-    return min(len(first), len(second))
 
 
 def turn_context(turn: Message) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ import pytest
 
 from tests.tiny_model import CHATML, END, TinyModel
 from tokenization import ChatTokenizer
-from tokenization.turns import serialized, unused_mark
+from tokenization.keys import serialized
+from tokenization.new_texts import unused_mark
 
 _NUMBERED = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + message.role ~ loop.index")
 _CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"q": "x"}'}}
@@ -76,7 +77,9 @@ def test_mark_occurs_in_none_of_the_messages() -> None:
     assert unused_mark(history) == "qZqqqassistantZq"
 
 
-@pytest.mark.parametrize("value", ["é 'x'\n\"", "\ud800", 3, 2.5, None, True, object()], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", ["é 'x'\n\"", "\ud800", 3, 2.5, None, True, object()], ids=lambda value: type(value).__name__
+)
 def test_equal_values_have_equal_bytes(value: object) -> None:
     values = {"role": "user", "content": [value]}
     assert serialized(values) == serialized({"role": "us" + "er", "content": [value]})

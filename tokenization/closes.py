@@ -1,0 +1,184 @@
+"""How a chat template closes assistant turns, read from its renderings.
+
+A close ends with the token that the model samples last. It is told from the opening of the next message by
+rendering a turn as the last message and with others after it.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+from tokenization.added_tokens import AddedTokens, Token, common_prefix_length
+from tokenization.cache import BoundedCache
+from tokenization.errors import TemplateUnsupported, TokenizationError
+from tokenization.keys import digest
+from tokenization.messages import Message
+from tokenization.template import Template
+from tokenization.turns import (
+    MARK,
+    PLACEHOLDER_USER,
+    RenderOptions,
+    Tail,
+    placeholder_context,
+    render_tail,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ContentClose:
+    """How a template closes a turn without tool calls."""
+
+    text: str
+    """The text up to the token that ends the turn; empty if the opening of the next message ends it."""
+    closers: frozenset[int]
+    """Ids of the special tokens in it."""
+
+
+class Closes:
+    """The closes of one template with one tokenizer. Safe to use from several threads."""
+
+    def __init__(self, template: Template, added: AddedTokens) -> None:
+        self._template = template
+        self._added = added
+        self._content_closes: BoundedCache[bytes, ContentClose] = BoundedCache(256)
+
+    def of_call(self, tail: Tail, close: ContentClose) -> tuple[int, frozenset[int]]:
+        """Where the syntax of a turn with tool calls ends and its close begins, and the ids of the close.
+
+        Example: 12 in `</tool_call><|im_end|>\n`, with the content close `<|im_end|>`.
+        """
+        lead = tail.text[: tail.lead]
+        shared = self._added.shared(lead, tail.text_if_last)
+        start = lead[:shared].rfind(close.text) if close.text else -1
+        if start < 0 and close.closers:
+            start = lead.find(close.text)
+        if start >= 0:
+            return start, close.closers
+        if not tail.text_if_last:
+            raise TemplateUnsupported("the template does not show where its tool calls end")
+        token_if_last = self._added.id_at(tail.text_if_last, shared)
+        tokens = self._closing_tokens(lead, shared)
+        shared = next((token.start for token in tokens if token.id in self._result_openers), shared)
+        own = [token for token in tokens if token.end <= shared]
+        # without a close of its own the opening of the next message ends the turn: GLM, and Gemma 4, which
+        # closes the turn only if no result follows
+        if not close.text or token_if_last in self._added.stop_ids | close.closers or not own:
+            return shared, frozenset()
+        first = next((token for token in own if token.id in close.closers), own[-1])
+        return first.start, frozenset(token.id for token in own if token.start >= first.start)
+
+    def of_content(self, options: RenderOptions) -> ContentClose:
+        """How the template closes a turn without tool calls."""
+        key = digest(options.key())
+        return self._content_closes.get_or_make(key, lambda: self._find_content_close(options))
+
+    def _find_content_close(self, options: RenderOptions) -> ContentClose:
+        context = [*self._preamble, PLACEHOLDER_USER, {"role": "assistant", "content": "."}]
+        tail = render_tail(self._template, context, [{"role": "user", "content": "qZuserZq"}], options)
+        lead = tail.text[: tail.lead]
+        shared = self._added.shared(lead, tail.text_if_last)
+        closing = self._closing_tokens(lead, shared) or self._only_stop(lead, tail.text_if_last, shared)
+        text = lead[: closing[-1].end] if closing else lead[:shared]
+        return ContentClose(text, frozenset(token.id for token in closing))
+
+    def _closing_tokens(self, lead: str, shared: int) -> list[Token]:
+        """The special tokens that are printed after a turn whether or not a message follows."""
+        tokens = [token for token in self._added.find(lead, special=True) if token.end <= shared]
+        if self._generation_prompt:
+            return tokens
+        # a template that always prints the generation prompt: its tokens open messages
+        return [token for token in tokens if token.id not in self._openers]
+
+    def _only_stop(self, lead: str, text_if_last: str, shared: int) -> list[Token]:
+        """The token that ends a turn which messages follow, where the last turn ends differently."""
+        tokens = self._added.find(lead, special=True)
+        token_if_last = self._added.id_at(text_if_last, shared)
+        if token_if_last in self._added.special_ids - (self._openers - self._added.stop_ids):
+            # GPT-OSS: the last turn ends with <|return|>, earlier ones with <|end|>
+            return [token for token in tokens if token.start == shared]
+        # the last turn ends with nothing; the first of several tokens is no opening of the next message
+        stops = [token for token in tokens[:-1][:1] if token.id in self._added.stop_ids - self._openers]
+        return [] if text_if_last else stops
+
+    @cached_property
+    def _preamble(self) -> list[Message]:
+        """A system message, if the template refuses conversations without one."""
+        system: Message = {"role": "system", "content": "."}
+        preambles: list[list[Message]] = [[], [system]]
+        for preamble in preambles:
+            with suppress(TokenizationError):
+                self._template.text([*preamble, PLACEHOLDER_USER], None, True, {})
+                return preamble
+        return []
+
+    @cached_property
+    def _openers(self) -> frozenset[int]:
+        """Ids of the special tokens that open messages: nothing was closed before the first message."""
+        system = {"role": "system", "content": MARK}
+        found = []
+        question = {"role": "user", "content": MARK}
+        for messages in ([*self._preamble, question], [system, PLACEHOLDER_USER]):
+            try:
+                text = self._template.text(messages, None, False, {})
+            except TokenizationError:
+                continue
+            before, mark, after = text.partition(MARK)
+            if mark:
+                found.append({token.id for token in self._added.find(before, special=True)})
+            if mark and not found[1:] and not self._generation_prompt:
+                found[0] |= {token.id for token in self._added.find(after, special=True)[1:]}
+        # a template may print a message of its own, and close it, before the first; not before each first
+        return frozenset.intersection(*map(frozenset, found)) if found else frozenset()
+
+    @cached_property
+    def _result_openers(self) -> frozenset[int]:
+        """Ids of the tokens that open a tool result: they stand between two results, never after both."""
+        texts = ("qZfirstZq", "qZsecondZq")
+        results = [
+            {"role": "tool", "tool_call_id": f"call0000{i}", "content": t} for i, t in enumerate(texts)
+        ]
+        try:
+            context = [*self._preamble, *placeholder_context(results)]
+            text = self._template.text([*context, *results], None, True, {})
+        except TokenizationError:
+            return frozenset()
+        first, second = (text.rfind(word) for word in texts)
+        if not 0 <= first < second:
+            return frozenset()
+        tokens = self._added.find(text, special=True)
+        between = {token.id for token in tokens if first < token.start < second}
+        return frozenset(between - {token.id for token in tokens if token.start > second})
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        """The text that `add_generation_prompt` adds; empty if it adds none."""
+        try:
+            question = [*self._preamble, PLACEHOLDER_USER]
+            without = self._template.text(question, None, False, {})
+            with_prompt = self._template.text(question, None, True, {})
+        except TokenizationError:
+            return ""
+        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
+
+    def assistant_header(self) -> str:
+        """The text before an assistant's content that history and generation prompt have in common.
+
+        Example: `<|im_start|>assistant\n`, also where the generation prompt continues with `<think>\n`.
+        """
+        turn, options = {"role": "assistant", "content": MARK}, RenderOptions(None, True, {})
+        prompt = self._generation_prompt
+        try:
+            before = [*self._preamble, PLACEHOLDER_USER]
+            question = self._template.text(before, None, False, options.kwargs)
+            answered = self._template.text([*before, turn, PLACEHOLDER_USER], None, True, options.kwargs)
+        except TokenizationError:
+            return ""
+        if not prompt or MARK not in answered:
+            return ""
+        end = common_prefix_length(question + prompt, answered[: answered.find(MARK)])
+        return (question + prompt)[len(question) : end]
+
+    def stop_of_content(self, options: RenderOptions) -> int | None:
+        """The id of the token that closes a turn without tool calls; None if there is none."""
+        tokens = self._added.find(self.of_content(options).text, special=True)
+        return tokens[-1].id if tokens else None
