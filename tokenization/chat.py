@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from tokenization.errors import (
 )
 from tokenization.files import load_files
 from tokenization.keys import digest
-from tokenization.locality import PROOF_VERSION, Locality, Proof
+from tokenization.locality import PROOF_VERSION, Proof
 from tokenization.messages import Message, for_template
 from tokenization.notes import TURN_END_REWRITTEN, differences
 from tokenization.proofs import load_proof, store_proof
@@ -100,14 +101,16 @@ class ChatTokenizer:
         """What was proved of the template; None before `prove` returned."""
         return self._discovery.proof
 
-    def is_local(self, new_messages: Sequence[Message]) -> bool:
+    def is_local(
+        self, new_messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
+    ) -> bool:
         """Whether it was proved that of the history only the last turn decides what follows it."""
-        return self.proof is not None and self.proof.locality(new_messages) is not Locality.HISTORY
+        return self._discovery.is_local(new_messages, RenderOptions(None, True, template_kwargs or {}))
 
     def prove(self, folder: Path | None = None) -> Proof:
         """Find out how much of a history decides what the template appends.
 
-        The first call renders some thousand short conversations, which takes up to 10 s of CPU time, mostly
+        The first call renders some thousand short conversations, which takes up to 30 s of CPU time, mostly
         less than one. Until then `append` renders the whole history; without a history it calls this.
 
         Args:
@@ -118,7 +121,8 @@ class ChatTokenizer:
         stored = load_proof(folder, self._proof_key)
         if stored is None:
             stored = self._discovery.prove()
-            store_proof(folder, self._proof_key, stored)
+            if stored.complete:
+                store_proof(folder, self._proof_key, stored)
         self._discovery.proof = stored
         return stored
 
@@ -267,8 +271,10 @@ class ChatTokenizer:
             TemplateUnsupported: the template does not determine the ids to append.
             UnfinishedTurn: the turn was cut off, and `unfinished` is "reject".
         """
-        if not prompt_ids:
+        if len(prompt_ids) == 0:
             raise InvalidIds("must not be empty")
+        if not isinstance(prompt_ids[-1], Integral) or prompt_ids[-1] < 0:
+            raise InvalidIds(f"must hold non-negative integers, not {prompt_ids[-1]!r}")
         continuation = self.continuation(
             prompt_ids[-1],
             new_messages,

@@ -54,12 +54,19 @@ class Closes:
             start = lead.find(close.text)
         if start >= 0:
             return start, close.closers
+        # the text before the token that closes a turn may differ from turn to turn: white space, at most
+        closer = next((t for t in self._added.find(lead, special=True) if t.id in close.closers), None)
+        if closer is not None:
+            return len(lead[: closer.start].rstrip()), close.closers
         if not tail.text_if_last:
             raise TemplateUnsupported("the template does not show where its tool calls end")
         token_if_last = self._added.id_at(tail.text_if_last, shared)
         tokens = self._closing_tokens(lead, shared)
-        shared = next((token.start for token in tokens if token.id in self._result_openers), shared)
+        shared = next((token.start for token in tokens if token.id in self.result_openers), shared)
         own = [token for token in tokens if token.end <= shared]
+        stop = next((t for t in own if t.id in self._added.stop_ids), None)
+        if not close.text and stop is not None:
+            return len(lead[: stop.start].rstrip()), frozenset({stop.id})
         # without a close of its own the opening of the next message ends the turn: GLM, and Gemma 4, which
         # closes the turn only if no result follows
         if not close.text or token_if_last in self._added.stop_ids | close.closers or not own:
@@ -78,6 +85,10 @@ class Closes:
         lead = tail.text[: tail.lead]
         shared = self._added.shared(lead, tail.text_if_last)
         closing = self._closing_tokens(lead, shared) or self._only_stop(lead, tail.text_if_last, shared)
+        if not closing and (blank := len(lead) - len(lead.lstrip())) + len(tail.text_if_last) > 0:
+            # the white space before the close may depend on what follows
+            shared = blank + self._added.shared(lead.lstrip(), tail.text_if_last.lstrip())
+            closing = self._closing_tokens(lead, shared)
         text = lead[: closing[-1].end] if closing else lead[:shared]
         return ContentClose(text, frozenset(token.id for token in closing))
 
@@ -131,7 +142,7 @@ class Closes:
         return frozenset.intersection(*map(frozenset, found)) if found else frozenset()
 
     @cached_property
-    def _result_openers(self) -> frozenset[int]:
+    def result_openers(self) -> frozenset[int]:
         """Ids of the tokens that open a tool result: they stand between two results, never after both."""
         texts = ("qZfirstZq", "qZsecondZq")
         results = [

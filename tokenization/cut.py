@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tokenization.discovery import TurnTail
+from tokenization.errors import TemplateUnsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,9 @@ def cut_tail(turn_tail: TurnTail, last_id: int, *, stopped: bool) -> Cut:
         stopped: whether a stop token ended the turn. One that the template does not print after this turn
             stands for the template's own. It never stands for a token that opens the next message: where such
             a token alone ends the turn, nothing is replaced.
+
+    Raises:
+        TemplateUnsupported: a stop token ended the turn, and the template closes it with another than others.
     """
     tail, closing = turn_tail.tail, turn_tail.closing
     # without a close, the token that opens the next message ends the turn
@@ -37,4 +41,9 @@ def cut_tail(turn_tail: TurnTail, last_id: int, *, stopped: bool) -> Cut:
     # a stop token that is also syntax of the turn, such as `</tool_call>`, does not replace the close
     if stopped and last_id not in turn_tail.syntax_ids and closing:
         return Cut(closing[-1].end, tail.text[closing[-1].start : closing[-1].end], rewritten=True)
+    if stopped and turn_tail.unclear_stop is not None:
+        stop = turn_tail.unclear_stop
+        if last_id != stop.id:
+            raise TemplateUnsupported("which token closes a turn depends on the conversation")
+        return Cut(stop.end, tail.text[stop.start : stop.end])
     return Cut(0)

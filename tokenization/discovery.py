@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from tokenization.added_tokens import AddedTokens, Token
 from tokenization.cache import BoundedCache
-from tokenization.closes import Closes
+from tokenization.closes import Closes, ContentClose
 from tokenization.errors import TemplateUnsupported, TokenizationError
 from tokenization.keys import digest
-from tokenization.locality import Locality, Proof, prove
+from tokenization.locality import Locality, Proof, prove, tried_values
 from tokenization.messages import Message
 from tokenization.new_texts import last_text
 from tokenization.template import Template
@@ -61,6 +61,8 @@ class TurnTail:
     token of Gemma 3, are text like other text."""
     stop_if_last: int | None
     """The token that closes the turn where it is the last message, if that is another one (GPT-OSS)."""
+    unclear_stop: Token | None
+    """A stop token with which the tail begins although the template closes other turns with another one."""
     syntax_ids: frozenset[int]
     """Ids of the added tokens between the model's last text and the close, such as `</tool_call>`."""
 
@@ -98,6 +100,19 @@ class Discovery:
                 self.proof = prove(self, self._template.syntax)
             return self.proof
 
+    def is_local(self, new: Sequence[Message], options: RenderOptions) -> bool:
+        """Whether it was proved that of the history only the last turn decides what follows it."""
+        proof = self.proof
+        return proof is not None and proof.locality(new) is not Locality.HISTORY and self._tried(options)
+
+    def _tried(self, options: RenderOptions) -> bool:
+        """Whether the proof tried such template arguments: one that the template reads, with such a value."""
+        syntax = self._template.syntax
+        read = {name: value for name, value in options.kwargs.items() if name in syntax.kwargs}
+        if "documents" in options.kwargs or len(read) > 1:
+            return False
+        return all(_is_in(value, tried_values(syntax, name)) for name, value in read.items())
+
     def refutation(
         self, new: Sequence[Message], history: Sequence[Message], options: RenderOptions
     ) -> list[Message] | None:
@@ -107,7 +122,7 @@ class Discovery:
         where messages like the new ones follow.
         """
         proof = self.proof
-        if proof is None or proof.locality(new) is Locality.HISTORY:
+        if proof is None or not self.is_local(new, options):
             return None
         in_turn, whole = self.tail_in(turn_context(history[-1]), new, options), list(history)
         if in_turn is None or self._holds(in_turn, whole, new, options):
@@ -148,8 +163,7 @@ class Discovery:
         # the turn alone may be refused where the whole conversation is not
         with suppress(TokenizationError):
             in_turn = self._tail(key, context, new, options)
-        local = self.proof is not None and self.proof.locality(new) is not Locality.HISTORY
-        if in_turn is not None and local:
+        if in_turn is not None and self.is_local(new, options):
             return in_turn
         whole = list(history)
         history_key = digest(list(new), whole, options.key())
@@ -189,7 +203,7 @@ class Discovery:
         key = digest(list(new), None, options.key())
         # first, because where the template objects to the new messages as such, its own error tells more
         turn_tail = self._tail(key, context, new, options)
-        if proof.locality(new) is not Locality.NEW:
+        if proof.locality(new) is not Locality.NEW or not self._tried(options):
             raise TemplateUnsupported(
                 "what the template prints after a turn may depend on earlier messages: give `history` "
                 f"({proof.reason})"
@@ -286,8 +300,17 @@ class Discovery:
                 token for token in self._added.find(close_text) if close_text[token.start : token.end].strip()
             ),
             if_last if last and if_last != last.id and if_last in self._added.special_ids else None,
+            None if closing else self._unclear_stop(tail.text, close),
             frozenset(token.id for token in self._added.find(whole.text[:start])),
         )
+
+    def _unclear_stop(self, text: str, close: ContentClose) -> Token | None:
+        start = len(text) - len(text.lstrip())
+        first = self._added.id_at(text, start)
+        stops = (self._added.stop_ids | close.closers) - self.closes.result_openers
+        if first is None or first not in stops or not close.closers:
+            return None
+        return Token(first, start, start + len(self._added.text(first)))
 
     def ending(
         self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
@@ -307,3 +330,8 @@ class Discovery:
         if token_if_last is not None and token_if_last != closing[-1].id:
             stops.insert(0, token_if_last)
         return Ending(lead[:end], [self._added.text(stop) for stop in stops], None, tail.text[end:])
+
+
+def _is_in(value: object, values: list[object]) -> bool:
+    """Whether a value is one of these; 1 is not True."""
+    return any(type(value) is type(other) and value == other for other in values)

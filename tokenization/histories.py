@@ -80,6 +80,9 @@ def steps() -> Iterator[Step]:
     yield Step(_calls(1, reasoning=WORD), [result(1)])
     yield Step(_calls(1), [result(1, name="alpha")])
     yield Step(assistant("", tool_calls=[call(1, arguments={})]), [result(1)])
+    yield Step(_calls(1, arguments={"q": "qv", "r": [1, None]}), [result(1)])
+    yield Step(_calls(1, 2, 3), [result(1), result(2, "qs"), result(3, "qt")])
+    yield Step(_calls(1, content=" \n"), [result(1)])
     yield Step(_calls(1), [user("qn")])
     yield Step(_calls(1, 2), [result(2), result(1, "qs")])
     yield Step(_calls(1, 2), [result(1)])
@@ -101,6 +104,8 @@ def steps_with_strings(syntax: Syntax) -> Iterator[Step]:
         yield Step(assistant(string), [user("qn")])
         yield Step(_calls(1, name=string or "alpha"), [result(1)])
         yield Step(_calls(1, arguments={string: string}), [result(1)])
+    for name in syntax.fields:
+        yield Step(_calls(1, arguments={name: "qv"}), [result(1)])
 
 
 def steps_with_new_string(string: str) -> Iterator[Step]:
@@ -130,6 +135,8 @@ def structures() -> Iterator[Messages]:
     yield [system, *round_of_calls]
     yield [*round_of_calls, assistant(), user()]
     yield [*round_of_calls, _calls(9), result(9)]
+    yield [*round_of_calls, _calls(9, name="omega"), result(9)]
+    yield [user(), _calls(5, 6, 7), result(5), result(6), result(7), assistant(), user()]
     yield [user(), _calls(8, content=WORD), result(8)]
     yield [user(), _calls(8, 9), result(8), result(9)]
     yield [user(), _calls(8, 9), result(9), result(8), assistant(), user()]
@@ -154,6 +161,7 @@ def with_roles(syntax: Syntax) -> Iterator[Messages]:
 def with_text(text: str) -> Iterator[Messages]:
     """Histories that hold a text, each in one message."""
     yield [{"role": "system", "content": text}, user()]
+    yield [{"role": "developer", "content": text}, user()]
     yield [user(text)]
     yield [user(text), assistant(), user()]
     yield [user(), assistant(text), user()]
@@ -171,16 +179,30 @@ def with_string(string: str) -> Iterator[Messages]:
     yield [user(), _calls(8), result(8, name=string)]
 
 
+def with_strings(syntax: Syntax) -> Iterator[Messages]:
+    """Histories that hold all strings of the template at once, and each in a system message far away."""
+    yield from with_text(" ".join(syntax.strings))
+    exchanges = [user(), assistant()] * 4
+    for string in syntax.strings:
+        yield [{"role": "system", "content": f"{WORD} {string}"}, *exchanges, user()]
+
+
+def long_steps(syntax: Syntax) -> Iterator[Step]:
+    """Steps with long new messages."""
+    yield Step(assistant(), [user(_long_text(syntax))])
+    yield Step(_calls(1), [result(1, _long_text(syntax))])
+
+
 def lengths(syntax: Syntax) -> Iterator[Messages]:
-    """Histories of more messages, and of longer texts, than the template's largest number.
+    """Histories of more messages, turns and calls, and of longer texts, than the template's largest number.
 
     The number of messages is even and odd.
     """
-    count = _largest(syntax) // 2 + 2
+    count = _largest(syntax) + 2
     exchanges = [message for _ in range(count) for message in (user(), assistant())]
     yield [*exchanges, user()]
     yield [{"role": "system", "content": WORD}, *exchanges, user()]
-    yield [*[user() for _ in range(2 * count)], user()]
+    yield [*[user() for _ in range(count)], user()]
     rounds: Messages = [user()]
     for index in range(10, 10 + count):
         rounds += [_calls(index), result(index)]

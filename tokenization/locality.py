@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import product
+from itertools import chain, product
 from typing import Any, Protocol, TypeVar
 
 from tokenization.histories import (
@@ -23,6 +23,7 @@ from tokenization.histories import (
     Messages,
     Step,
     lengths,
+    long_steps,
     steps,
     steps_with_new_string,
     steps_with_strings,
@@ -30,6 +31,7 @@ from tokenization.histories import (
     user,
     with_roles,
     with_string,
+    with_strings,
     with_text,
 )
 from tokenization.messages import Message
@@ -38,7 +40,7 @@ from tokenization.turns import RenderOptions, placeholder_context, turn_context
 
 PROOF_VERSION = 2
 """Part of the key of a stored proof. Raise it when the proof changes."""
-MAX_SECONDS = 10.0
+MAX_SECONDS = 30.0
 """CPU time after which a template counts as not local. Most proofs take less than one."""
 _MAX_STRINGS = 150
 _MAX_NUMBER = 128
@@ -52,6 +54,7 @@ _TOOLS = [
         },
     }
 ]
+_TWO_TOOLS = [_TOOLS[0], {"type": "function", "function": {"name": "omega", "description": "Asks."}}]
 
 
 class Locality(StrEnum):
@@ -75,6 +78,8 @@ class Proof:
     """What decides it where they begin with another message."""
     reason: str = ""
     """What depends on more than the new messages; empty if nothing does."""
+    complete: bool = True
+    """Whether all was tried; if not, for lack of time, another machine may find more."""
 
     def demoted(self, new: Sequence[Message], reason: str) -> "Proof":
         """The proof after it was refuted for such new messages."""
@@ -136,7 +141,8 @@ class _Prover:
         began = time.thread_time()
         for history, step, options in cases:
             if time.thread_time() - began > MAX_SECONDS:
-                return _not_local(f"the proof was not complete after {MAX_SECONDS:.0f} s")
+                reason = f"the proof was not complete after {MAX_SECONDS:.0f} s"
+                return Proof(Locality.HISTORY, Locality.HISTORY, reason, complete=False)
             if self._found[step.after_results] is not Locality.HISTORY:
                 self._compare(history, step, options)
             elif all(locality is Locality.HISTORY for locality in self._found.values()):
@@ -196,13 +202,25 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
             yield history, step, with_tools
         for step, history in product(steps_with_new_string(string), with_text(WORD)):
             yield history, step, plain
-    for options in (with_tools, RenderOptions(None, False, {})):
+    for history, step in product(with_strings(syntax), PRINCIPAL_STEPS[:2]):
+        yield history, step, plain
+    for history, step in product(structures(), long_steps(syntax)):
+        yield history, step, plain
+    for options in (with_tools, RenderOptions(_TWO_TOOLS, True, {}), RenderOptions(None, False, {})):
         for history, step in product(every_structure, PRINCIPAL_STEPS):
             yield history, step, options
-    for name, compared in syntax.kwargs.items():
-        for value in dict.fromkeys((True, False, "low", *compared)):
+    for name in syntax.kwargs:
+        for value in tried_values(syntax, name):
             for history, step in product(structures(), PRINCIPAL_STEPS[:2]):
                 yield history, step, RenderOptions(_TOOLS, True, {name: value})
+        for value, step in product((True, False), PRINCIPAL_STEPS[:2]):
+            for history in chain(*map(with_text, syntax.strings), lengths(syntax)):
+                yield history, step, RenderOptions(None, True, {name: value})
+
+
+def tried_values(syntax: Syntax, name: str) -> list[object]:
+    """The values of a template argument that the proof tries."""
+    return list(dict.fromkeys((True, False, "low", *syntax.kwargs[name])))
 
 
 def _begins_with_result(new: Sequence[Message]) -> bool:

@@ -130,6 +130,11 @@ def _without(text: str, strings: Sequence[str]) -> list[str]:
     return [piece.strip() for piece in pieces]
 
 
+def has_text(content: object) -> bool:
+    """Whether a content holds more than white space."""
+    return any(text.strip() for text in _texts(content))
+
+
 def last_text(turn: Message) -> str:
     """The last text of a turn's content, without white space around it."""
     texts = _texts(turn.get("content"))

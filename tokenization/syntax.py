@@ -47,6 +47,8 @@ class Syntax:
     """Text that the template compares with or looks for."""
     numbers: tuple[int, ...]
     """Numbers that the template compares with or divides by; without their signs, fractions rounded up."""
+    fields: tuple[str, ...]
+    """Names of fields and of items that the template reads."""
     kwargs: Mapping[str, tuple[object, ...]]
     """Variables that a request may set, each with the constants that it is compared with."""
 
@@ -73,7 +75,7 @@ def read_syntax(source: str) -> Syntax:
         # this also folds constants: afterwards `'/no' + '_think'` is one string in the tree
         kwargs = variables_of_request(tree) - _NOT_KWARGS
     except (jinja2.TemplateError, RecursionError):
-        return Syntax((), (), {})
+        return Syntax((), (), (), {})
     strings: dict[str, None] = {}
     numbers: set[int] = set()
     for value in _deciding_values(tree):
@@ -83,7 +85,11 @@ def read_syntax(source: str) -> Syntax:
             numbers.add(abs(value))
         elif isinstance(value, float) and math.isfinite(value):
             numbers.add(math.ceil(abs(value)))
-    return Syntax(tuple(strings), tuple(sorted(numbers)), _compared_with(tree, kwargs))
+    fields = {node.attr: None for node in tree.find_all(nodes.Getattr)}
+    for node in tree.find_all(nodes.Getitem):
+        if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
+            fields[node.arg.value] = None
+    return Syntax(tuple(strings), tuple(sorted(numbers)), tuple(fields), _compared_with(tree, kwargs))
 
 
 def _deciding_values(tree: nodes.Template) -> Iterator[object]:

@@ -15,6 +15,7 @@ end, and to prove that each new text is printed exactly once, the conversation i
 markers in place of the new texts.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,7 @@ from tokenization.messages import Message
 from tokenization.new_texts import (
     Marks,
     check_new_texts,
+    has_text,
     unused_mark,
     unused_marks,
     with_argument,
@@ -170,7 +172,7 @@ def _tail_if_last(template: Template, marked: Sequence[Message], options: Render
 def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
     """The turn with the marker as the last text written, and other forms to try if that is not printed.
 
-    The marker is the argument of a tool call, of the last one if that is printed, or at the end of the
+    The marker is in the arguments of a tool call, of the last one if that is printed, or at the end of the
     content. Yields each form with notes on what the template does not print.
     """
     calls = turn.get("tool_calls") or []
@@ -178,7 +180,7 @@ def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tu
         # GPT-OSS prints the first call only
         notes = (TURN_NOT_PRINTED,) if index < len(calls) - 1 else ()
         yield (
-            {**turn, "tool_calls": [*calls[:index], with_argument(calls[index], mark), *calls[index + 1 :]]},
+            {**turn, "tool_calls": [*calls[:index], _marked_call(calls[index], mark), *calls[index + 1 :]]},
             notes,
         )
     content = turn.get("content")
@@ -188,6 +190,21 @@ def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tu
     elif isinstance(content, list) and content:
         yield {**turn, "content": [*content, {"type": "text", "text": mark}]}, notes
     yield {**turn, "content": mark}, notes or ((TURN_NOT_PRINTED,) if content else ())
+
+
+def _marked_call(call: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """A call with the marker at the end of its last argument that is text, or as one more argument."""
+    arguments = call["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = {}  # as an engine renders them
+    if not isinstance(arguments, dict):
+        return with_argument(call, mark)
+    texts = [name for name, value in arguments.items() if isinstance(value, str)]
+    marked = {**arguments, texts[-1]: arguments[texts[-1]] + mark} if texts else {**arguments, "q": mark}
+    return {**call, "function": {**call["function"], "arguments": marked}}
 
 
 def _reduced_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,7 +281,7 @@ def turn_context(turn: Message) -> list[dict[str, Any]]:
     content it has. Conversations with equal contexts share one rendering.
     """
     content = turn.get("content")
-    reduced: dict[str, Any] = {"role": "assistant", "content": "." if content else ""}
+    reduced: dict[str, Any] = {"role": "assistant", "content": "." if has_text(content) else ""}
     if turn.get("reasoning") or turn.get("reasoning_content"):
         reduced["reasoning"] = "."
     if calls := turn.get("tool_calls"):

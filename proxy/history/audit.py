@@ -54,7 +54,11 @@ class Auditor:
         rendering: Rendering,
     ) -> None:
         """Audit an append later, if it is the first of its kind or is drawn. Any thread may call it."""
-        if not self._share or not tokenizer.is_local(new) or self._waiting >= MAX_WAITING:
+        if (
+            not self._share
+            or not tokenizer.is_local(new, rendering.parse_template_kwargs())
+            or self._waiting >= MAX_WAITING
+        ):
             return
         kind = _kind(tokenizer, history, new, rendering)
         first = self._audited_kinds.get(kind) is None

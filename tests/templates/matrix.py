@@ -172,6 +172,10 @@ class Trial:
         if new_ids == sampled.expected:
             return Finding(Verdict.EXACT)
         text, expected = self.oracle.decode(new_ids), self.oracle.decode(sampled.expected)
+        cut_off = cell.shape.kind == "call" and cell.ending not in ("own stop", "other stop")
+        if cut_off and text.lstrip() == expected.lstrip():
+            # whether the white space before the close is part of the call's syntax is not shown
+            return Finding(Verdict.EXACT)
         kind = kind_of_difference(cell.shape, cell.ending, text, expected, self.stops, turn.end.tail)
         if text == expected:
             return Finding(Verdict.WRONG, kind, f"{new_ids} instead of {sampled.expected}: {text!r}")
