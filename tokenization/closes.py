@@ -32,6 +32,8 @@ class ContentClose:
     """The text up to the token that ends the turn; empty if the opening of the next message ends it."""
     closers: frozenset[int]
     """Ids of the special tokens in it."""
+    stop: int | None
+    """The last of them, which the model samples last."""
 
 
 class Closes:
@@ -42,10 +44,10 @@ class Closes:
         self._added = added
         self._content_closes: BoundedCache[bytes, ContentClose] = BoundedCache(256)
 
-    def of_call(self, tail: Tail, close: ContentClose) -> tuple[int, frozenset[int]]:
-        """Where the syntax of a turn with tool calls ends and its close begins, and the ids of the close.
+    def of_call(self, tail: Tail, close: ContentClose) -> tuple[int, int, frozenset[int]]:
+        """The close of a turn with tool calls: its start and end in the tail, and the ids of its tokens.
 
-        Example: 12 in `</tool_call><|im_end|>\n`, with the content close `<|im_end|>`.
+        Example: 12 and 22 in `</tool_call><|im_end|>\n`, with the content close `<|im_end|>`.
         """
         lead = tail.text[: tail.lead]
         shared = self._added.shared(lead, tail.text_if_last)
@@ -53,11 +55,11 @@ class Closes:
         if start < 0 and close.closers:
             start = lead.find(close.text)
         if start >= 0:
-            return start, close.closers
+            return start, start + len(close.text), close.closers
         # the text before the token that closes a turn may differ from turn to turn: white space, at most
-        closer = next((t for t in self._added.find(lead, special=True) if t.id in close.closers), None)
-        if closer is not None:
-            return len(lead[: closer.start].rstrip()), close.closers
+        stop = next((t for t in self._added.find(lead, special=True) if t.id == close.stop), None)
+        if stop is not None:
+            return len(lead[: stop.start].rstrip()), stop.end, frozenset({stop.id})
         if not tail.text_if_last:
             raise TemplateUnsupported("the template does not show where its tool calls end")
         token_if_last = self._added.id_at(tail.text_if_last, shared)
@@ -66,13 +68,14 @@ class Closes:
         own = [token for token in tokens if token.end <= shared]
         stop = next((t for t in own if t.id in self._added.stop_ids), None)
         if not close.text and stop is not None:
-            return len(lead[: stop.start].rstrip()), frozenset({stop.id})
+            return len(lead[: stop.start].rstrip()), stop.end, frozenset({stop.id})
         # without a close of its own the opening of the next message ends the turn: GLM, and Gemma 4, which
         # closes the turn only if no result follows
         if not close.text or token_if_last in self._added.stop_ids | close.closers or not own:
-            return shared, frozenset()
+            return shared, shared, frozenset()
         first = next((token for token in own if token.id in close.closers), own[-1])
-        return first.start, frozenset(token.id for token in own if token.start >= first.start)
+        ids = frozenset(token.id for token in own if token.start >= first.start)
+        return first.start, own[-1].end, ids
 
     def of_content(self, options: RenderOptions) -> ContentClose:
         """How the template closes a turn without tool calls."""
@@ -90,7 +93,8 @@ class Closes:
             shared = blank + self._added.shared(lead.lstrip(), tail.text_if_last.lstrip())
             closing = self._closing_tokens(lead, shared)
         text = lead[: closing[-1].end] if closing else lead[:shared]
-        return ContentClose(text, frozenset(token.id for token in closing))
+        stop = closing[-1].id if closing else None
+        return ContentClose(text, frozenset(token.id for token in closing), stop)
 
     def _closing_tokens(self, lead: str, shared: int) -> list[Token]:
         """The special tokens that are printed after a turn whether or not a message follows."""
@@ -191,5 +195,4 @@ class Closes:
 
     def stop_of_content(self, options: RenderOptions) -> int | None:
         """The id of the token that closes a turn without tool calls; None if there is none."""
-        tokens = self._added.find(self.of_content(options).text, special=True)
-        return tokens[-1].id if tokens else None
+        return self.of_content(options).stop

@@ -278,15 +278,15 @@ class Discovery:
         """
         whole = render_tail(self._template, context, new, options, guide.whole if guide else None)
         close = self.closes.of_content(options)
-        start, closers = 0, close.closers
+        # the token that closes a turn may open the next message too: only the close is searched
+        in_content = whole.text[: whole.lead].startswith(close.text)
+        start, end, closers = 0, len(close.text) if in_content else whole.lead, close.closers
         if whole.in_call:
-            start, closers = self.closes.of_call(whole, close)
+            start, end, closers = self.closes.of_call(whole, close)
         tail = whole.without_start(start)
         lead = tail.text[: tail.lead]
         tokens = self._added.find(lead, special=True)
-        # the token that closes a turn may open the next message too
-        end = len(close.text) if closers == close.closers and lead.startswith(close.text) else len(lead)
-        closing = tuple(token for token in tokens if token.id in closers and token.end <= end)
+        closing = tuple(token for token in tokens if token.id in closers and token.end <= end - start)
         last = closing[-1] if closing else None
         close_text = lead[: last.end if last else 0]
         if_last = self._added.id_at(tail.text_if_last, last.start) if last else None

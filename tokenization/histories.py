@@ -83,6 +83,7 @@ def steps() -> Iterator[Step]:
     yield Step(_calls(1, arguments={"q": "qv", "r": [1, None]}), [result(1)])
     yield Step(_calls(1, 2, 3), [result(1), result(2, "qs"), result(3, "qt")])
     yield Step(_calls(1, content=" \n"), [result(1)])
+    yield Step(_calls(1, content=None), [result(1)])
     yield Step(_calls(1), [user("qn")])
     yield Step(_calls(1, 2), [result(2), result(1, "qs")])
     yield Step(_calls(1, 2), [result(1)])

@@ -281,7 +281,7 @@ def turn_context(turn: Message) -> list[dict[str, Any]]:
     content it has. Conversations with equal contexts share one rendering.
     """
     content = turn.get("content")
-    reduced: dict[str, Any] = {"role": "assistant", "content": "." if has_text(content) else ""}
+    reduced: dict[str, Any] = {"role": "assistant", "content": "." if has_text(content) else content}
     if turn.get("reasoning") or turn.get("reasoning_content"):
         reduced["reasoning"] = "."
     if calls := turn.get("tool_calls"):

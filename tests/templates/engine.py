@@ -108,8 +108,12 @@ def _convert_call(call: Mapping[str, Any]) -> dict[str, Any]:
         arguments = json.loads(converted["function"].get("arguments") or "{}")
     except json.JSONDecodeError:
         arguments = {}
-    converted["function"]["arguments"] = arguments if isinstance(arguments, dict) else {}
-    return converted
+    function = {
+        "arguments": arguments if isinstance(arguments, dict) else {},
+        "name": converted["function"]["name"],
+    }
+    # in the order of vLLM's request model, which templates print that show a call as JSON
+    return {"id": converted["id"], "function": function, "type": converted["type"]}
 
 
 def _takes_developer(template: str) -> bool:
