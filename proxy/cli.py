@@ -149,7 +149,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--proof-folder",
         type=Path,
         metavar="DIR",
-        help="where it is kept what was proved of chat templates (default: ~/.cache/tokenproxy/proofs)",
+        help="where it is kept what was proved of chat templates (default: ~/.local/state/tokenproxy/proofs)",
     )
     add(
         "--audit-share",

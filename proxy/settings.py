@@ -28,13 +28,16 @@ ENV_PREFIX = "TOKENPROXY_"
 
 def default_store() -> str:
     """A database in the user's state folder, shared by all processes of this machine."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return f"sqlite:///{Path(state) / 'tokenproxy' / 'rollouts.db'}"
+    return f"sqlite:///{_state_folder() / 'rollouts.db'}"
 
 
 def default_proof_folder() -> Path:
-    """In the user's cache folder: it can be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenproxy" / "proofs"
+    """A folder next to that database."""
+    return _state_folder() / "proofs"
+
+
+def _state_folder() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tokenproxy"
 
 
 class SettingsError(Exception):

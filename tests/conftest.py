@@ -24,7 +24,6 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What is recorded here, and by programs started here, is not put beside the user's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 

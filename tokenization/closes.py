@@ -4,16 +4,19 @@ A close ends with the token that the model samples last. It is told from the ope
 rendering a turn as the last message and with others after it.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from tokenization.added_tokens import AddedTokens, Token, common_prefix_length
 from tokenization.cache import BoundedCache
 from tokenization.errors import TemplateUnsupported, TokenizationError
+from tokenization.histories import ANY_TOOLS
 from tokenization.keys import digest
 from tokenization.messages import Message
-from tokenization.template import Template
+from tokenization.template import Template, Tools
 from tokenization.turns import (
     MARK,
     PLACEHOLDER_USER,
@@ -64,7 +67,11 @@ class Closes:
             raise TemplateUnsupported("the template does not show where its tool calls end")
         token_if_last = self._added.id_at(tail.text_if_last, shared)
         tokens = self._closing_tokens(lead, shared)
-        shared = next((token.start for token in tokens if token.id in self.result_openers), shared)
+        # what opens the next message ends no turn, whichever message that is
+        openers = (self._openers | self.result_openers) - {token.id for token in tokens}
+        openers |= self.result_openers
+        found = self._added.find(lead[:shared], special=True)
+        shared = next((token.start for token in found if token.id in openers), shared)
         own = [token for token in tokens if token.end <= shared]
         stop = next((t for t in own if t.id in self._added.stop_ids), None)
         if not close.text and stop is not None:
@@ -83,7 +90,7 @@ class Closes:
         return self._content_closes.get_or_make(key, lambda: self._find_content_close(options))
 
     def _find_content_close(self, options: RenderOptions) -> ContentClose:
-        context = [*self._preamble, PLACEHOLDER_USER, {"role": "assistant", "content": "."}]
+        context = [*self._setting[0], PLACEHOLDER_USER, {"role": "assistant", "content": "."}]
         tail = render_tail(self._template, context, [{"role": "user", "content": "qZuserZq"}], options)
         lead = tail.text[: tail.lead]
         shared = self._added.shared(lead, tail.text_if_last)
@@ -99,10 +106,12 @@ class Closes:
     def _closing_tokens(self, lead: str, shared: int) -> list[Token]:
         """The special tokens that are printed after a turn whether or not a message follows."""
         tokens = [token for token in self._added.find(lead, special=True) if token.end <= shared]
-        if self._generation_prompt:
-            return tokens
-        # a template that always prints the generation prompt: its tokens open messages
-        return [token for token in tokens if token.id not in self._openers]
+        # some templates always print the opening of another message; its tokens open messages
+        closing = [token for token in tokens if token.id not in self._openers]
+        if closing or not self._generation_prompt:
+            return closing
+        # others print a message of their own before each first one, and close it as any other
+        return [token for token in tokens[:1] if token.id == self._closer_of_user]
 
     def _only_stop(self, lead: str, text_if_last: str, shared: int) -> list[Token]:
         """The token that ends a turn which messages follow, where the last turn ends differently."""
@@ -116,15 +125,19 @@ class Closes:
         return [] if text_if_last else stops
 
     @cached_property
-    def _preamble(self) -> list[Message]:
-        """A system message, if the template refuses conversations without one."""
+    def _setting(self) -> tuple[list[Message], Tools | None]:
+        """A system message and tools, if the template refuses conversations without them."""
         system: Message = {"role": "system", "content": "."}
         preambles: list[list[Message]] = [[], [system]]
-        for preamble in preambles:
+        for tools, preamble in product((None, ANY_TOOLS), preambles):
             with suppress(TokenizationError):
-                self._template.text([*preamble, PLACEHOLDER_USER], None, True, {})
-                return preamble
-        return []
+                self._template.text([*preamble, PLACEHOLDER_USER], tools, True, {})
+                return preamble, tools
+        return [], None
+
+    def _text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        preamble, tools = self._setting
+        return self._template.text([*preamble, *messages], tools, add_generation_prompt, {})
 
     @cached_property
     def _openers(self) -> frozenset[int]:
@@ -132,9 +145,10 @@ class Closes:
         system = {"role": "system", "content": MARK}
         found = []
         question = {"role": "user", "content": MARK}
-        for messages in ([*self._preamble, question], [system, PLACEHOLDER_USER]):
+        preamble, tools = self._setting
+        for messages in ([*preamble, question], [system, PLACEHOLDER_USER]):
             try:
-                text = self._template.text(messages, None, False, {})
+                text = self._template.text(messages, tools, False, {})
             except TokenizationError:
                 continue
             before, mark, after = text.partition(MARK)
@@ -153,8 +167,7 @@ class Closes:
             {"role": "tool", "tool_call_id": f"call0000{i}", "content": t} for i, t in enumerate(texts)
         ]
         try:
-            context = [*self._preamble, *placeholder_context(results)]
-            text = self._template.text([*context, *results], None, True, {})
+            text = self._text([*placeholder_context(results), *results], add_generation_prompt=True)
         except TokenizationError:
             return frozenset()
         first, second = (text.rfind(word) for word in texts)
@@ -165,12 +178,20 @@ class Closes:
         return frozenset(between - {token.id for token in tokens if token.start > second})
 
     @cached_property
+    def _closer_of_user(self) -> int | None:
+        """The id of the first special token after a user's text."""
+        try:
+            text = self._text([{"role": "user", "content": MARK}], add_generation_prompt=True)
+        except TokenizationError:
+            return None
+        return next((token.id for token in self._added.find(text.partition(MARK)[2], special=True)), None)
+
+    @cached_property
     def _generation_prompt(self) -> str:
         """The text that `add_generation_prompt` adds; empty if it adds none."""
         try:
-            question = [*self._preamble, PLACEHOLDER_USER]
-            without = self._template.text(question, None, False, {})
-            with_prompt = self._template.text(question, None, True, {})
+            without = self._text([PLACEHOLDER_USER], add_generation_prompt=False)
+            with_prompt = self._text([PLACEHOLDER_USER], add_generation_prompt=True)
         except TokenizationError:
             return ""
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
@@ -180,12 +201,11 @@ class Closes:
 
         Example: `<|im_start|>assistant\n`, also where the generation prompt continues with `<think>\n`.
         """
-        turn, options = {"role": "assistant", "content": MARK}, RenderOptions(None, True, {})
+        turn = {"role": "assistant", "content": MARK}
         prompt = self._generation_prompt
         try:
-            before = [*self._preamble, PLACEHOLDER_USER]
-            question = self._template.text(before, None, False, options.kwargs)
-            answered = self._template.text([*before, turn, PLACEHOLDER_USER], None, True, options.kwargs)
+            question = self._text([PLACEHOLDER_USER], add_generation_prompt=False)
+            answered = self._text([PLACEHOLDER_USER, turn, PLACEHOLDER_USER], add_generation_prompt=True)
         except TokenizationError:
             return ""
         if not prompt or MARK not in answered:

@@ -4,13 +4,28 @@ Each is the part of a conversation before the sampled turn. Most differ from a p
 only, so that no effect hides another.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenization.syntax import Syntax
 
 Messages = list[dict[str, Any]]
+ANY_TOOLS: Sequence[Mapping[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "alpha",
+            "description": "Tells.",
+            "parameters": {
+                "type": "object",
+                "properties": {"q": {"type": "string", "description": "What."}},
+                "required": ["q"],
+            },
+        },
+    }
+]
+"""A tool, for templates that need one."""
 WORD = "qw"
 """Text of earlier messages. No placeholder of `tokenization.turns` has it, so that an echo of it shows."""
 _STANDARD_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})

@@ -18,6 +18,7 @@ from itertools import chain, product
 from typing import Any, Protocol, TypeVar
 
 from tokenization.histories import (
+    ANY_TOOLS,
     PRINCIPAL_STEPS,
     WORD,
     Messages,
@@ -44,17 +45,11 @@ MAX_SECONDS = 30.0
 """CPU time after which a template counts as not local. Most proofs take less than one."""
 _MAX_STRINGS = 150
 _MAX_NUMBER = 128
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "alpha",
-            "description": "Tells.",
-            "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
-        },
-    }
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "required": []}
+_TWO_TOOLS = [
+    *ANY_TOOLS,
+    {"type": "function", "function": {"name": "omega", "description": "Asks.", "parameters": _NO_ARGUMENTS}},
 ]
-_TWO_TOOLS = [_TOOLS[0], {"type": "function", "function": {"name": "omega", "description": "Asks."}}]
 
 
 class Locality(StrEnum):
@@ -188,7 +183,7 @@ class _Prover:
 
 
 def _cases(syntax: Syntax) -> Iterator[_Case]:
-    plain, with_tools = RenderOptions(None, True, {}), RenderOptions(_TOOLS, True, {})
+    plain, with_tools = RenderOptions(None, True, {}), RenderOptions(ANY_TOOLS, True, {})
     every_structure = [*structures(), *lengths(syntax), *with_roles(syntax)]
     for step in steps():
         for history in [[user()], *every_structure]:
@@ -212,7 +207,7 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
     for name in syntax.kwargs:
         for value in tried_values(syntax, name):
             for history, step in product(structures(), PRINCIPAL_STEPS[:2]):
-                yield history, step, RenderOptions(_TOOLS, True, {name: value})
+                yield history, step, RenderOptions(ANY_TOOLS, True, {name: value})
         for value, step in product((True, False), PRINCIPAL_STEPS[:2]):
             for history in chain(*map(with_text, syntax.strings), lengths(syntax)):
                 yield history, step, RenderOptions(None, True, {name: value})
