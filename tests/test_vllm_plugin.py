@@ -148,6 +148,7 @@ def test_appending_renders_with_what_vllm_was_started_with(tiny_model: TinyModel
     else:
         server.args = Namespace(tokenizer=str(tiny_model.folder), **values)
     with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        wait_until(lambda: client.get("/ready").json()["engines"][0].get("template"))
         answer = client.post(_TOKENS, json={"tokens": [1, 74, END], "append_messages": _NEXT})
     assert answer.status_code == 200, answer.text
     assert answer.json()["prompt_token_ids"][-len(HI) :] == list(HI)
@@ -217,6 +218,7 @@ def test_appending_uses_the_template_that_vllm_was_given(
     server = Server(tiny_model, chat_template=str(path) if as_file else template)
     server.template = template
     with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        wait_until(lambda: client.get("/ready").json()["engines"][0].get("template"))
         answer = client.post(_TOKENS, json={"tokens": [1, 74, END], "append_messages": _NEXT})
     whole = tiny_model.render([{"role": "assistant", "content": "h"}, *_NEXT], chat_template=template)
     assert answer.json()["prompt_token_ids"] == [1, 74, END, *whole[whole.index(END) + 1 :]]
