@@ -129,6 +129,7 @@ def test_a_retry_of_a_request_whose_client_left(talk: Make, stream: bool) -> Non
     made.ask()
     body = {"messages": [*made.messages, user("more")], "stream": stream}
     made.pair.fake.replies.append(Reply((91, 92, END), hold_at=1 if stream else 0))
+    wait_until(lambda: not made.pair.fake.running)  # the first turn is over at the engine too
     before = made.pair.fake.aborted
     with send_and_keep(made.pair.client.base_url, CHAT, json.dumps(body).encode()):
         wait_until(lambda: made.pair.fake.running)
