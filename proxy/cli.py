@@ -19,7 +19,7 @@ Token-exact multi-turn chat for vLLM: append to the ids the engine saw, never re
 """
 
 _VLLM = """\
-Start vLLM with the token routes beside its OpenAI routes. Everything behind `tokenproxy vllm` is given to
+Start vLLM with the token routes next to its OpenAI routes. Everything after `tokenproxy vllm` is given to
 `vllm serve` as it is, --api-server-count included.
 
   tokenproxy vllm Qwen/Qwen3-0.6B --enable-auto-tool-choice --tool-call-parser hermes

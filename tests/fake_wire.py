@@ -51,7 +51,7 @@ class Reply:
     break_at: int | None = None
     """Break the connection instead of sending this event."""
     how: Literal["close", "reset", "head", "inside", "chunked"] = "close"
-    """An orderly end, a TCP reset, an orderly end behind the head of the answer or inside the event, and the
+    """An orderly end, a TCP reset, an orderly end after the head of the answer or inside the event, and the
     last for an answer that does not announce its length."""
 
     def choices(self, n: int) -> list["Reply"]:

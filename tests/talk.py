@@ -33,8 +33,8 @@ def result(of: Message, text: str) -> Message:
     return {"role": "tool", "tool_call_id": of["id"], "content": text}
 
 
-def behind(model: TinyModel, ids: Sequence[int], new: Sequence[Message], **kwargs: Any) -> list[int]:
-    """What stands behind ids once `new` was said: the close if it is missing, and the template's own text."""
+def appended_after(model: TinyModel, ids: Sequence[int], new: Sequence[Message], **kwargs: Any) -> list[int]:
+    """The ids that are expected after `ids`: the close if it is missing, and the rendering of `new`."""
     whole = model.render(as_rendered([*_ROUND, *new]), **kwargs)
     before = model.render(as_rendered(_ROUND), **{**kwargs, "add_generation_prompt": False})
     return [*([] if ids[-1] == END else [END]), *whole[len(before) - 1 :]]
@@ -130,7 +130,7 @@ class Talk:
         before = list(self.ids if expected is None else expected)
         fields = {**self.fields, **asking}
         kwargs = fields.get("chat_template_kwargs") or {}
-        added = behind(self.model, before, new, tools=fields.get("tools"), **kwargs)
+        added = appended_after(self.model, before, new, tools=fields.get("tools"), **kwargs)
         answered = self.ask(*new, **asking)
         assert answered.sent == [*before, *added], answered.said
         assert answered.said["source"] == "extended"

@@ -46,7 +46,7 @@ class Guard:
 
 
 class Server:
-    """vLLM's API server as a plugin sees it: routes first, the plugin's behind them, state at the end."""
+    """vLLM's API server as a plugin sees it: its own routes first, then the plugin's, state at the end."""
 
     def __init__(
         self,

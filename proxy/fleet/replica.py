@@ -209,7 +209,7 @@ class Replica:
         except TimeoutError:
             self._problem = f"{self.engine.name} did not respond within {DISCOVERY_TIMEOUT_S:.0f} s"
         except Exception as error:
-            # the boundary: the watch goes on whatever an engine's response breaks
+            # the boundary of the task: an engine's response must not end the watch
             log.exception("discovering what %s supports failed", self.engine.name)
             self._problem = f"{self.engine.name}: {type(error).__name__}: {error}"
         else:

@@ -89,7 +89,7 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
         return placer.nowhere(request, model)
     match = await placer.match(request, conversation, scope) if whole else Match()
     claimed = placer.place(request, model, scope, conversation, match)
-    try:
+    async with placer.released_on_error(claimed):
         if match.turn is not None and not match.turn.begins(prompt):
             await placer.release(claimed)
             match = Match()
@@ -104,9 +104,6 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
             parent = await _by_ids(placer, prompt, session_id(request.tenant, request.session.name))
             first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
         return replace(placement, parent=parent, first_new=first_new if parent else 0, findable=proved)
-    except BaseException:
-        await placer.release(claimed)
-        raise
 
 
 async def _by_ids(placer: Placer, prompt: bytes, rollout: str) -> CachedTurn | None:

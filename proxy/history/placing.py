@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -110,6 +111,15 @@ class Placer:
         """The placement of a turn that is not recorded."""
         scope = Scope(request.tenant, None, request.model or model.name, request.rendering, ())
         return self.place(request, model, scope, None, Match())
+
+    @asynccontextmanager
+    async def released_on_error(self, placement: Placement) -> AsyncIterator[None]:
+        """Release the turn that a placement claimed if the block fails or is cancelled."""
+        try:
+            yield
+        except BaseException:
+            await self.release(placement)
+            raise
 
     async def release(self, placement: Placement) -> None:
         """Let others continue the turn that was claimed for a request."""

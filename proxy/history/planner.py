@@ -7,6 +7,7 @@ Law, for every plan that continues a recorded turn:
 Planning changes nothing in the request: after a failure it is planned anew for another engine.
 """
 
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 from proxy.history.continuation import continue_turn
@@ -47,11 +48,8 @@ class Planner:
             return Rendered(placement=self.placer.nowhere(request, model), reason=Reason.UNREADABLE)
         match = await self.placer.match(request, conversation, scope)
         placement = self.placer.place(request, model, scope, conversation, match)
-        try:
+        async with self.placer.released_on_error(placement):
             return await self._plan_chat(request, conversation, match, placement, model)
-        except BaseException:
-            await self.placer.release(placement)
-            raise
 
     async def _plan_chat(
         self,
@@ -89,6 +87,10 @@ class Planner:
             reused=prefix,
             appended=ids.check(prompt) - prefix,
         )
+
+    def released_on_error(self, plan: PromptPlan) -> AbstractAsyncContextManager[None]:
+        """Release a plan if what is done with it fails or is cancelled."""
+        return self.placer.released_on_error(plan.placement)
 
     async def release(self, plan: PromptPlan) -> None:
         """Let others continue the turn that a plan claimed: no turn of the plan was recorded."""

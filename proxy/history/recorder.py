@@ -121,7 +121,7 @@ class Recording:
             except StoreError as error:
                 self._recorder.metrics.store_errors.inc()
                 log.error("a turn of %s was not recorded: %s", self.plan.placement.session.id, error)
-            except Exception:
+            except Exception:  # the boundary: what cannot be recorded fails no response
                 self._recorder.metrics.store_errors.inc()
                 log.exception("a turn of %s could not be recorded", self.plan.placement.session.id)
 

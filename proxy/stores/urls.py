@@ -16,7 +16,7 @@ _REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "r
 
 
 def make_store(url: str, limits: Limits) -> Store:
-    """The store behind a URL, not yet open.
+    """The store that a URL names, not yet open.
 
     Raises:
         ValueError: there is no such store; the message says which there are, and quotes no password.

@@ -80,12 +80,9 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
             plan = await _plan(request, replica, services)
             # from here to the end of the response: nobody evicts the rollout under a turn that runs
             stack.enter_context(history.pins.hold(plan.placement.session.id))
-            try:
+            async with history.planner.released_on_error(plan):
                 opened.response = await _send(request, plan, replica, services)
                 return _Exchange(plan, opened.response)
-            except BaseException:
-                await history.planner.release(plan)
-                raise
 
         try:
             exchanged = await services.fleet.on_replica(exchange, token_in=request.needs_token_in)

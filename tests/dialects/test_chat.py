@@ -332,7 +332,7 @@ _TOLD_APART: dict[str, tuple[Message, Message]] = {
 def test_the_spelling_of_the_client_decides(
     talk: Make, pair_of: tuple[Message, Message], swap: bool, depth: int
 ) -> None:
-    """The difference stands in the first turn; the turns behind it are equal."""
+    """The first turns differ, the later ones are equal."""
     one, two = talk(), talk()
     two.messages = list(one.messages)
     one.ask(reply=Reply((*HI, END), message=pair_of[swap]))

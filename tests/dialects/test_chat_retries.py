@@ -212,7 +212,7 @@ def test_a_refused_request_leaves_its_key_free(talk: Make) -> None:
     "field", ["chat_template_kwargs", "tools", "messages", "kv_transfer_params", "reasoning_effort", "model"]
 )
 def test_a_strange_request_leaves_its_key_free(talk: Make, field: str, value: str) -> None:
-    """Nobody waits for ever behind one, whatever it holds."""
+    """A request that waits for the earlier one gets an answer in the end, whatever the earlier one holds."""
     made = talk()
     messages = json.dumps(made.messages)
     body = f'{{"messages": {messages}, "{field}": {value}}}'.encode()

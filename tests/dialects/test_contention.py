@@ -13,7 +13,7 @@ import pytest
 
 from proxy.history import continuation
 from tests.fake_vllm import Reply
-from tests.talk import CHAT, Talk, behind, sent_ids, user
+from tests.talk import CHAT, Talk, appended_after, sent_ids, user
 from tests.tiny_model import END
 from tests.utils import Pair, send_and_keep
 
@@ -111,7 +111,7 @@ def test_ids_that_say_something_else_than_the_messages_are_not_found_by_them(
     made = talk()
     _post(made.pair, made.messages, Reply(_SPLIT))
     ids = [*made.model.render(made.messages), *_SPLIT]
-    other = [*ids, *behind(made.model, ids, [user("AAA")])]
+    other = [*ids, *appended_after(made.model, ids, [user("AAA")])]
     history = [*made.messages, {"role": "assistant", "content": made.model.decode(list(_SPLIT))}, user("BBB")]
     reply = Reply((80, END), message={"content": "zzz"})
     _post(made.pair, history, reply, path=f"{CHAT}/tokens", prompt_ids=other)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.fake_vllm import FakeVllm, Reply
-from tests.talk import CHAT, Message, Talk, behind, sent_ids, user
+from tests.talk import CHAT, Message, Talk, appended_after, sent_ids, user
 from tests.tiny_model import END, TinyModel
 from tests.utils import EVERY_SPELLING, Pair, run_proxy
 
@@ -19,7 +19,7 @@ def _with_ids(made: Talk, *new: Message, reply: Reply | None = None, append: boo
     """A turn on the token route, as verifiers sends it: ids that it made itself, and all messages."""
     script = reply or Reply(SPLIT)
     made.pair.fake.replies.append(script)
-    appended = behind(made.model, made.ids, new)
+    appended = appended_after(made.model, made.ids, new)
     body: dict[str, Any] = {"prompt_ids": [*made.ids, *appended], "messages": [*made.messages, *new]}
     if append:
         body = {"prompt_ids": made.ids, "messages": made.messages, "append_messages": list(new)}

@@ -19,7 +19,7 @@ _HISTORY = [user("Hi"), {"role": "assistant", "content": "hello"}]
 
 
 def _expected(model: TinyModel, prefix: list[int], messages: list[Any], **kwargs: Any) -> list[int]:
-    """The prefix, and what the template renders behind the last assistant turn of the history."""
+    """The prefix, and what the template renders after the last assistant turn of the history."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     before = model.render(messages[: last + 1], False, **kwargs)
     end = max(i for i, token in enumerate(before) if token == END)

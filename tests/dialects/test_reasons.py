@@ -241,7 +241,7 @@ def test_ids_given_for_a_first_turn(talk: Callable[..., Talk]) -> None:
 
 @pytest.mark.parametrize("odd", [["a"], [-1, 2], [2**31], "x", {}])
 def test_turn_whose_ids_could_not_be_read_is_not_continued(talk: Callable[..., Talk], odd: Any) -> None:
-    """Its ids would be the prompt alone: the next prompt would lack what the assistant said."""
+    """A whole response with text but without ids: no turn is continued from its prompt alone."""
     made = talk()
     message = {"role": "assistant", "content": "hello"}
     choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": odd}

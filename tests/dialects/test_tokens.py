@@ -48,14 +48,14 @@ def test_ids_in_and_ids_out(client: httpx.Client, name: str, stream: bool) -> No
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", [_PROMPT, [*_PROMPT, END]])
 def test_append(client: httpx.Client, tiny_model: TinyModel, prompt: list[int], stream: bool) -> None:
-    behind = tiny_model.render([*_HISTORY, *_NEXT])[len(tiny_model.render(_HISTORY, False)) - 1 :]
+    appended = tiny_model.render([*_HISTORY, *_NEXT])[len(tiny_model.render(_HISTORY, False)) - 1 :]
     close = [] if prompt[-1] == END else [END]
     answer = client.post(_TOKENS, json={"tokens": prompt, "append_messages": _NEXT, "stream": stream})
-    assert _ids(answer, stream)[0] == [*prompt, *close, *behind]
+    assert _ids(answer, stream)[0] == [*prompt, *close, *appended]
     assert _said(answer) == {
         "source": "extended",
         "reused": str(len(prompt)),
-        "appended": str(len(close) + len(behind)),
+        "appended": str(len(close) + len(appended)),
     }
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,9 +150,15 @@ class ProxyProcess:
         self._command = [*command, *flags]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start it, and wait until it is ready."""
+    def start(self, client_key: str | None = None) -> None:
+        """Start it, and wait until it is ready.
+
+        Args:
+            client_key: a key that the engine wants. It reaches the proxy with a client's request.
+        """
         self._process = subprocess.Popen(self._command)
+        if client_key is not None:
+            _send_key(self.url, client_key)
         wait_ready(self.url)
 
     def kill(self) -> None:
@@ -171,11 +177,11 @@ class ProxyProcess:
 
 
 @contextmanager
-def run_proxy(upstream: str, *flags: str) -> Iterator[str]:
+def run_proxy(upstream: str, *flags: str, client_key: str | None = None) -> Iterator[str]:
     """`tokenproxy serve` as a process of its own; the value is its URL, once it is ready."""
     proxy = ProxyProcess(upstream, *flags)
     try:
-        proxy.start()
+        proxy.start(client_key)
         yield proxy.url
     finally:
         proxy.stop()
@@ -201,3 +207,14 @@ def wait_ready(url: str, timeout_s: float = 120.0) -> dict[str, object]:
 def _can_append(engine: dict[str, object]) -> bool:
     """Whether messages can be appended, also without a history: the chat template was examined."""
     return engine["append"] == "ready" and bool(engine["template"])
+
+
+def _send_key(url: str, key: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with suppress(httpx.TransportError):
+            answer = httpx.get(f"{url}/v1/sessions", headers={"authorization": f"Bearer {key}"}, timeout=10)
+            if answer.status_code == 200:
+                return
+        time.sleep(0.2)
+    raise TimeoutError(f"{url} let no request with a key through in {timeout_s:.0f} s")

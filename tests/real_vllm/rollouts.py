@@ -1,6 +1,6 @@
 """Conversations as plain OpenAI clients hold them, and what the server recorded of them.
 
-The SDK is used as it is. Each request has a connection of its own, so that the API server processes behind
+The SDK is used as it is. Each request has a connection of its own, so that the API server processes on
 one port share the turns of a conversation. What is shown to be exact is compared in two ways: by the ids
 that a client asked for, and by the session's record with the engine's own counts beside it.
 """
@@ -143,7 +143,7 @@ async def collect(stream: AsyncStream[ChatCompletionChunk], headers: Mapping[str
 
 
 def add(message: Message, delta: Message) -> None:
-    """Put a delta behind what came before."""
+    """Add a delta to what came before."""
     for name in ("content", "reasoning"):
         if delta.get(name):
             message[name] = message.get(name, "") + delta[name]

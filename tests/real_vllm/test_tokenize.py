@@ -17,7 +17,7 @@ def test_append_equals_the_engines_rendering_when_nothing_drifted(server: Served
     with server.http() as http:
         whole = http.post("/tokenize", json={"messages": [*HISTORY, *NEW]}).json()
         before = http.post("/tokenize", json={"messages": HISTORY, "add_generation_prompt": False}).json()
-        # the turn as the model leaves it: the stop token sampled, the line feed behind it not
+        # the turn as the model leaves it: the stop token sampled, the line feed after it not
         sampled = before["tokens"][:-1]
         appended = http.post("/tokenize", json={"prompt_ids": sampled, "append_messages": NEW}).json()
     assert appended["tokens"] == whole["tokens"]

@@ -30,8 +30,8 @@ def test_vllms_own_contract(client: httpx.Client, fake: FakeVllm, body: dict[str
 @pytest.mark.parametrize("name", ["prompt_ids", "tokens", "prompt_token_ids"])
 @pytest.mark.parametrize("prompt", [_PROMPT, [*_PROMPT, END], [5] * 10_000])
 def test_append(client: httpx.Client, tiny_model: TinyModel, name: str, prompt: list[int]) -> None:
-    behind = tiny_model.render([*_TURNS, *_NEXT])[len(tiny_model.render(_TURNS, False)) - 1 :]
-    added = behind if prompt[-1] == END else [END, *behind]
+    appended = tiny_model.render([*_TURNS, *_NEXT])[len(tiny_model.render(_TURNS, False)) - 1 :]
+    added = appended if prompt[-1] == END else [END, *appended]
     body = client.post("/tokenize", json={name: prompt, "append_messages": _NEXT}).json()
     assert body == {
         "tokens": prompt + added,
