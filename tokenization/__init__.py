@@ -16,7 +16,8 @@ used on its own:
 from tokenization.appended import Appended
 from tokenization.cache import CacheInfo
 from tokenization.canonical import CanonicalMessage, canonical, chain
-from tokenization.chat import ChatTokenizer, Continuation
+from tokenization.chat import ChatTokenizer
+from tokenization.continuation import Continuation
 from tokenization.errors import (
     InvalidIds,
     InvalidMessages,

@@ -21,8 +21,9 @@ from tokenization.added_tokens import AddedTokens
 from tokenization.appended import Appended, Unjoined
 from tokenization.cache import BoundedCache, CacheInfo
 from tokenization.content_format import ContentFormat
-from tokenization.cut import Cut, cut_tail
-from tokenization.discovery import Discovery, Ending, TurnTail
+from tokenization.continuation import Continuation, encode_after_cut, token_before
+from tokenization.cut import cut_tail
+from tokenization.discovery import Discovery, Ending
 from tokenization.encoder import Encoder
 from tokenization.errors import (
     InvalidIds,
@@ -34,24 +35,12 @@ from tokenization.files import load_files
 from tokenization.keys import digest
 from tokenization.locality import PROOF_VERSION, Proof
 from tokenization.messages import Message, for_template
-from tokenization.notes import TURN_END_REWRITTEN, differences
+from tokenization.notes import differences
 from tokenization.proofs import load_proof, store_proof
 from tokenization.template import Template, Tools
 from tokenization.turns import RenderOptions
 
 Unfinished = Literal["close", "continue", "reject"]
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """The ids after a sampled turn. They depend on no id before it but the last."""
-
-    close_ids: tuple[int, ...]
-    """Ids that close the turn because the model did not sample them; empty if it did."""
-    suffix_ids: tuple[int, ...]
-    """Ids of separators, new messages and generation prompt."""
-    notes: tuple[str, ...] = ()
-    """Where the template would print the sampled turn differently: see `tokenization.notes`."""
 
 
 @dataclass
@@ -330,9 +319,11 @@ class ChatTokenizer:
         turn_tail = self._discovery.turn_tail(new_messages, history, options)
         stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
         cut = cut_tail(turn_tail, last_id, stopped=stopped)
-        prefix = self._text_before(turn_tail, cut, last_id)
-        key = turn_tail.key + digest(cut.position, cut.rewritten, prefix)
-        return self._suffixes.get_or_make(key, lambda: self._encode_after_cut(turn_tail, cut, prefix))
+        before = token_before(self._added, turn_tail, cut, last_id)
+        return self._suffixes.get_or_make(
+            turn_tail.key + digest(cut.position, cut.rewritten, before),
+            lambda: encode_after_cut(self._encoder, self._added, turn_tail, cut, before),
+        )
 
     def ending(
         self,
@@ -404,55 +395,6 @@ class ChatTokenizer:
         """Hits, misses and size of the suffix cache."""
         return self._suffixes.info()
 
-    def _text_before(self, turn_tail: TurnTail, cut: Cut, last_id: int) -> str:
-        """The token to encode before the text after the cut, as context; empty if that needs none.
-
-        Text that does not begin with an added token is encoded after the token before it, because some
-        tokenizers (SentencePiece) encode it differently at the start of a text.
-        """
-        rest = turn_tail.tail.text[cut.position :]
-        if cut.stop_text or self._added.start(rest):
-            return cut.stop_text
-        return self._added.text(last_id)
-
-    def _encode_after_cut(self, turn_tail: TurnTail, cut: Cut, prefix: str) -> Continuation:
-        """Encode the text after the cut; `prefix`, the token before it, is context only and may be empty.
-
-        Without an added token at the edge the text is encoded alone: the sampled ids are fixed, so the
-        tokenizer has nothing to merge it with.
-        """
-        rest = turn_tail.tail.text[cut.position :]
-        notes = turn_tail.tail.notes + ((TURN_END_REWRITTEN,) if cut.rewritten else ())
-        if not rest:
-            return Continuation((), (), notes)
-        ids = self.encode(prefix + rest)
-        if not prefix and _leading_spaces(self.decode(ids)) > _leading_spaces(rest):
-            raise TemplateUnsupported(
-                f"the tokenizer puts a space before {rest[:20]!r}, which follows the sampled text directly"
-            )
-        if prefix:
-            first, *ids = ids
-            if first != self._added_ids[prefix]:
-                raise TemplateUnsupported("the tokenizer merges the stop token with the text after it")
-        closing = [token.id for token in turn_tail.closing if cut.position <= token.start]
-        count = _length_holding(ids, closing)
-        return Continuation(tuple(ids[:count]), tuple(ids[count:]), notes)
-
 
 def _ends_with_assistant(history: Sequence[Message]) -> bool:
     return bool(history) and for_template([history[-1]])[0]["role"] == "assistant"
-
-
-def _leading_spaces(text: str) -> int:
-    return len(text) - len(text.lstrip(" "))
-
-
-def _length_holding(ids: Sequence[int], subsequence: Sequence[int]) -> int:
-    """The length of the shortest prefix of `ids` that holds all of `subsequence`, in order.
-
-    Example: 3 for ids [7, 5, 8, 9] and subsequence [7, 8].
-    """
-    length = 0
-    for token in subsequence:
-        length = ids.index(token, length) + 1
-    return length

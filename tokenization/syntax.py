@@ -9,12 +9,10 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from tokenization.variables import variables_of_request
 
 _DECIDING = (
     nodes.Compare,
@@ -73,7 +71,7 @@ def read_syntax(source: str) -> Syntax:
     try:
         tree = environment.parse(source)
         # this also folds constants: afterwards `'/no' + '_think'` is one string in the tree
-        kwargs = variables_of_request(tree) - _NOT_KWARGS
+        kwargs = meta.find_undeclared_variables(tree) - _NOT_KWARGS
     except (jinja2.TemplateError, RecursionError):
         return Syntax((), (), (), {})
     strings: dict[str, None] = {}
