@@ -58,7 +58,7 @@ class Closes:
         if start < 0 and close.closers:
             start = lead.find(close.text)
         if start >= 0:
-            return start, start + len(close.text), close.closers
+            return self._with_earlier_stop(lead, start, start + len(close.text), close.closers)
         # the text before the token that closes a turn may differ from turn to turn: white space, at most
         stop = next((t for t in self._added.find(lead, special=True) if t.id == close.stop), None)
         if stop is not None:
@@ -67,6 +67,9 @@ class Closes:
             raise TemplateUnsupported("the template does not show where its tool calls end")
         token_if_last = self._added.id_at(tail.text_if_last, shared)
         tokens = self._closing_tokens(lead, shared)
+        stops = self._added.stop_ids - self.result_openers
+        if close.text and (stop := next((token for token in tokens if token.id in stops), None)):
+            return self._start_of_close(lead, stop, close), stop.end, frozenset({stop.id})
         # what opens the next message ends no turn, whichever message that is
         openers = (self._openers | self.result_openers) - {token.id for token in tokens}
         openers |= self.result_openers
@@ -84,6 +87,31 @@ class Closes:
         ids = frozenset(token.id for token in own if token.start >= first.start)
         return first.start, own[-1].end, ids
 
+    def _with_earlier_stop(
+        self, lead: str, start: int, end: int, closers: frozenset[int]
+    ) -> tuple[int, int, frozenset[int]]:
+        """A close, beginning with the stop token before it that ends a turn's calls, if there is one.
+
+        Example: Apertus closes calls with `<|tools_suffix|>`, and the turn with `<|assistant_end|>` after it.
+        """
+        found = self._added.find(lead[:start])
+        if found and found[-1].id in self._added.stop_ids and not lead[found[-1].end : start].strip():
+            return found[-1].start, end, closers | {found[-1].id}
+        return start, end, closers
+
+    def _start_of_close(self, lead: str, stop: Token, close: ContentClose) -> int:
+        """Where the close begins that ends with a stop token: it may begin as that of a turn without calls.
+
+        Example: HyperCLOVAX closes calls with `<|im_end|><|stop|>`, texts with `<|im_end|><|endofturn|>`.
+        """
+        in_close = {token.id for token in self._added.find(close.text)}
+        start = stop.start
+        for token in reversed(self._added.find(lead[: stop.start])):
+            if token.end != start or token.id not in in_close:
+                break
+            start = token.start
+        return start
+
     def of_content(self, options: RenderOptions) -> ContentClose:
         """How the template closes a turn without tool calls."""
         key = digest(options.key())
@@ -97,8 +125,8 @@ class Closes:
         closing = self._closing_tokens(lead, shared) or self._only_stop(lead, tail.text_if_last, shared)
         if not closing and (blank := len(lead) - len(lead.lstrip())) + len(tail.text_if_last) > 0:
             # the white space before the close may depend on what follows
-            shared = blank + self._added.shared(lead.lstrip(), tail.text_if_last.lstrip())
-            closing = self._closing_tokens(lead, shared)
+            shared_text = blank + self._added.shared(lead.lstrip(), tail.text_if_last.lstrip())
+            closing = self._closing_tokens(lead, shared_text)
         text = lead[: closing[-1].end] if closing else lead[:shared]
         stop = closing[-1].id if closing else None
         return ContentClose(text, frozenset(token.id for token in closing), stop)
@@ -111,7 +139,9 @@ class Closes:
         if closing or not self._generation_prompt:
             return closing
         # others print a message of their own before each first one, and close it as any other
-        return [token for token in tokens[:1] if token.id == self._closer_of_user]
+        opening = {token.id for token in self._added.find(self._generation_prompt)}
+        stops = [token for token in tokens if token.id in self._added.stop_ids - opening]
+        return stops[:1] or [token for token in tokens[:1] if token.id == self._closer_of_user]
 
     def _only_stop(self, lead: str, text_if_last: str, shared: int) -> list[Token]:
         """The token that ends a turn which messages follow, where the last turn ends differently."""
@@ -195,6 +225,15 @@ class Closes:
         except TokenizationError:
             return ""
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
+
+    @cached_property
+    def last_of_prompt(self) -> int | None:
+        """The id of the special token that ends a prompt; None if text does."""
+        try:
+            prompt = self._text([PLACEHOLDER_USER], add_generation_prompt=True)
+        except TokenizationError:
+            return None
+        return next((t.id for t in self._added.find(prompt, special=True) if t.end == len(prompt)), None)
 
     def assistant_header(self) -> str:
         """The text before an assistant's content that history and generation prompt have in common.

@@ -29,9 +29,12 @@ def cut_tail(turn_tail: TurnTail, last_id: int, *, stopped: bool) -> Cut:
             a token alone ends the turn, nothing is replaced.
 
     Raises:
-        TemplateUnsupported: a stop token ended the turn, and the template closes it with another than others.
+        TemplateUnsupported: a stop token ended the turn, and the template closes it with another than others;
+            or a turn was cut off where the last id does not tell how much of the close was sampled.
     """
     tail, closing = turn_tail.tail, turn_tail.closing
+    if not stopped and last_id in turn_tail.unclear_ids:
+        raise TemplateUnsupported("the last id does not tell how much of the turn's close was sampled")
     # without a close, the token that opens the next message ends the turn
     ending = turn_tail.close_tokens or turn_tail.tokens[:1]
     for token in [*ending, *(turn_tail.tokens if stopped else ())]:

@@ -5,6 +5,7 @@ tokens, which it never merges with the text around them, and the ids that end a 
 """
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -63,6 +64,9 @@ class TurnTail:
     """The token that closes the turn where it is the last message, if that is another one (GPT-OSS)."""
     unclear_stop: Token | None
     """A stop token with which the tail begins although the template closes other turns with another one."""
+    unclear_ids: frozenset[int]
+    """Ids in `close_tokens` that do not tell how much of the close was sampled: they occur in it more than
+    once, or end the generation prompt too (Kimi K3)."""
     syntax_ids: frozenset[int]
     """Ids of the added tokens between the model's last text and the close, such as `</tool_call>`."""
 
@@ -290,17 +294,19 @@ class Discovery:
         last = closing[-1] if closing else None
         close_text = lead[: last.end if last else 0]
         if_last = self._added.id_at(tail.text_if_last, last.start) if last else None
+        found = self._added.find(close_text)
+        close_tokens = tuple(token for token in found if close_text[token.start : token.end].strip())
+        times = Counter(token.id for token in close_tokens)
         return TurnTail(
             key,
             whole,
             tail,
             tokens,
             closing,
-            tuple(
-                token for token in self._added.find(close_text) if close_text[token.start : token.end].strip()
-            ),
+            close_tokens,
             if_last if last and if_last != last.id and if_last in self._added.special_ids else None,
             None if closing else self._unclear_stop(tail.text, close),
+            frozenset(t for t, count in times.items() if count > 1 or t == self.closes.last_of_prompt),
             frozenset(token.id for token in self._added.find(whole.text[:start])),
         )
 

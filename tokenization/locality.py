@@ -39,7 +39,7 @@ from tokenization.messages import Message
 from tokenization.syntax import Syntax
 from tokenization.turns import RenderOptions, placeholder_context, turn_context
 
-PROOF_VERSION = 2
+PROOF_VERSION = 3
 """Part of the key of a stored proof. Raise it when the proof changes."""
 MAX_SECONDS = 30.0
 """CPU time after which a template counts as not local. Most proofs take less than one."""
@@ -188,6 +188,8 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
     for step in steps():
         for history in [[user()], *every_structure]:
             yield history, step, plain
+        # a template may refuse conversations without tools
+        yield [user()], step, with_tools
     for step in steps_with_strings(syntax):
         yield [user()], step, plain
     for string in syntax.strings:

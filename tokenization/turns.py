@@ -37,7 +37,8 @@ from tokenization.template import Template, Tools
 TURN_NOT_PRINTED = "turn_not_printed"
 """A note: the template prints nothing of the turn's tool calls, or not its content."""
 MARK = "qZassistantZq"
-_PART_OPENING, _PART_CLOSING = "'text': '", "'}]"
+_PARTS = (("'text': '", "'}]"), ('"text": "', '"}]'))
+"""The text before and after a text in a list of parts, as Python and as JSON print it."""
 PLACEHOLDER_USER: dict[str, Any] = {"role": "user", "content": "."}
 
 
@@ -224,12 +225,13 @@ def _after(mark: str, text: str) -> str | None:
 
 
 def _without_part_closing(before: str, after: str) -> str:
-    """The text after a turn, also where its content is printed as a Python list of parts.
+    """The text after a turn, also where its content is printed as a list of parts.
 
     The model wrote the text alone, without the end of the list.
     """
-    if after.startswith(_PART_CLOSING) and before.rfind(_PART_OPENING) > before.rfind(_PART_CLOSING):
-        return after[len(_PART_CLOSING) :]
+    for opening, closing in _PARTS:
+        if after.startswith(closing) and before.rfind(opening) > before.rfind(closing):
+            return after[len(closing) :]
     return after
 
 

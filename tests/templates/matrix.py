@@ -9,7 +9,7 @@ reason, and `append` is called all the same: see `unshown`.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,10 @@ class Trial:
         config = {"eos_token_id": [tokens.id_of(stop) for stop in stops]}
         (folder / "generation_config.json").write_text(json.dumps(config))
         subject = ChatTokenizer.load(folder)
-        return cls(pairing, tokens, oracle, subject, stops, shapes_of(template), variables_of(template))
+        variables = {
+            name: kwargs for name, kwargs in variables_of(template).items() if not _prints(renderer, kwargs)
+        }
+        return cls(pairing, tokens, oracle, subject, stops, shapes_of(template), variables)
 
     def cells(self) -> Iterator[Cell]:
         """Every cell of the pairing, the excluded ones too."""
@@ -237,6 +240,15 @@ def _reads_generation_prompt(renderer: Renderer) -> bool:
     except TemplateRefuses:
         return False
     return len(texts) > 1
+
+
+def _prints(renderer: Renderer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a template prints the value of an argument, such as a token's text: it is no switch then."""
+    try:
+        text = renderer.render([{"role": "user", "content": "Hi"}], None, kwargs)
+    except TemplateRefuses:
+        return False
+    return any(str(value) in text for value in kwargs.values() if isinstance(value, bool))
 
 
 def _stops(oracle: Oracle, tokens: StandIn) -> tuple[str, ...]:

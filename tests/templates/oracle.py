@@ -27,7 +27,7 @@ Where a step has no result, `Undecided` tells why. Nothing of the package under 
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -81,6 +81,8 @@ class TurnEnd:
     `rest`; empty if the template prints none."""
     sampled_stop: str
     """The token that the model samples there: the last turn of a rendering may end with another one."""
+    may_open: bool = False
+    """Whether `close` may open the next message instead: no other token stands between the two."""
 
     @property
     def text(self) -> str:
@@ -181,6 +183,12 @@ class Oracle:
             raise Undecided(Reason.TURN_NOT_PRINTED, whole)
         return self._after_prompt(self.prompt(shape, kwargs), whole.partition(MARKS[0])[0])
 
+    def second_stop(self, rest: str) -> str:
+        """The token that closes a turn or a user message at the start of a text; empty if there is none."""
+        first = next((token for token in self._tokens(rest) if token.text in self._special), None)
+        closes = {*self._closes, self.tokenizer.eos_token}
+        return first.text if first and first.text in closes and not rest[: first.start].strip() else ""
+
     def _turn_end(self, shape: Shape, kwargs: Mapping[str, Any]) -> TurnEnd:
         self.prompt(shape, kwargs)
         first, second = (self._after_mark(shape, kwargs, mark) for mark in MARKS)
@@ -202,14 +210,15 @@ class Oracle:
         before, separator, after = whole.partition(mark)
         if not separator:
             raise Undecided(Reason.TURN_NOT_PRINTED, whole)
+        alone = self._alone(history, shape, kwargs)
+        alone_after = alone.partition(mark)[2] if alone and mark in alone else None
         if marks_a_name(shape.history):
-            after = after.replace(mark, "")
+            # a name may be printed more than once
+            after, alone_after = after.replace(mark, ""), alone_after and alone_after.replace(mark, "")
         if mark in after:
             raise Undecided(Reason.TURN_REPEATED, whole)
         prompt = self.prompt(shape, kwargs)
         _check_new_messages(shape, prompt, before, after)
-        alone = self._alone(history, shape, kwargs)
-        alone_after = alone.partition(mark)[2] if alone and mark in alone else None
         if shape.kind == "content":
             after, alone_after = _unquoted(after), alone_after and _unquoted(alone_after)
         turn_text = self._after_prompt(prompt, before)
@@ -225,11 +234,14 @@ class Oracle:
         shared = _shared_length(header, alone) if alone is not None else 0
         closing = [token for token in free if token.end <= shared and token.text in self._special]
         if not self.reads_generation_prompt:
-            closing = closing[:1]
+            opened = itertools.takewhile(lambda token: token.text not in self._assistant_header, closing)
+            closing = list(opened) or closing[:1]
         if closing and self._opens_message(closing[-1], rendering):
             closing.pop()
         if closing:
-            if [token.text for token in free].count(closing[-1].text) > 1:
+            later = next((t for t in self._tokens(after) if t.start >= closing[-1].end), None)
+            between = after[closing[-1].end : later.start] if later else ""
+            if later and later.text == closing[-1].text and not between.strip():
                 raise Undecided(Reason.SECOND_STOP, after)
             return _closed(shape, after, closing[-1], closing[-1].text)
         ends = [token for token in free if token.text in self._special]
@@ -254,7 +266,9 @@ class Oracle:
         if stop and stop.text not in self._assistant_header:
             closes = stop.text in self._closes or stop.text != ends[-1].text
             if closes and not self._opens_message(stop, rendering):
-                return _closed(shape, after, stop, stop.text)
+                # one that is not printed after the last turn may open the next message as well
+                may_open = len(ends) == 1 and alone is not None
+                return replace(_closed(shape, after, stop, stop.text), may_open=may_open)
             if alone is None and stop.text != ends[-1].text:
                 raise Undecided(Reason.UNCLEAR_STOP, after)
             start = stop.start if shape.kind == "call" else 0
@@ -268,6 +282,8 @@ class Oracle:
 
     def _opens_message(self, stop: _Token, rendering: _Rendering) -> bool:
         """Whether the stop token is the first of a pair around the next message, as in Gemma 4."""
+        if stop.text.startswith("</"):
+            return False
         earlier, later = (
             [token.text for token in self._tokens(text) if _stem(token.text) == _stem(stop.text)]
             for text in (rendering.before, rendering.after[stop.end :])
@@ -305,7 +321,9 @@ class Oracle:
         turn = {"role": "assistant", "content": "", "tool_calls": [call(1, MARKS[0], _NEXT_WORD)]}
         shape = Shape("", "", [{"role": "user", "content": "Hi"}, turn], [], with_tools=True)
         after_name = (self._alone(shape.history, shape, {}) or "").partition(_NEXT_WORD)[2]
-        return frozenset(token.text for token in self._tokens(after_name.partition(MARKS[0])[0]))
+        between, found, _ = after_name.partition(MARKS[0])
+        # some templates print the name after the arguments
+        return frozenset(token.text for token in self._tokens(between if found else ""))
 
     @cached_property
     def _of_messages(self) -> frozenset[str]:

@@ -94,7 +94,13 @@ def other_stop(turn: Turn) -> Sampled:
     """The model ended its turn with another of its stop tokens, in place of the close."""
     history = turn.shape.history
     # a stop token that opens the next message is not replaced
-    expected = turn.after_stop() if turn.end.close else turn.whole_end()
+    closed = turn.end.close and not turn.end.may_open
+    expected = turn.after_stop() if closed else turn.whole_end()
+    # a second token of the close would be a second stop
+    second = turn.oracle.second_stop(turn.end.rest) if closed else ""
+    if second:
+        first, *expected = turn.oracle.encode(second + turn.end.rest.partition(second)[2])
+        assert turn.oracle.decode([first]) == second
     return Sampled(history, turn.text(history) + turn.other_stop, expected, stop_token=turn.other_stop)
 
 
