@@ -54,6 +54,34 @@ _BOTH = (
     "{% if add_generation_prompt %}{{ '<|im_end|>assistant\n' }}{% endif %}"
 )
 
+# a message of the template's own before each first one, as Kimi K3 prints it
+_ANNOUNCED = "{{ '<|im_start|>system\nYes.<|answered|><|im_end|>' }}" + _TWO_TOKENS
+# calls end with another token than texts, as in HyperCLOVAX
+_OTHER_STOP = (
+    "{{ '<|im_start|>system\nYes.<|im_end|>' }}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson + '<|im_end|><|called|>' }}"
+    "{% else %}{{ '<|im_end|>' + ('<|answered|>' if m.role == 'assistant' else '') }}{% endif %}{% endfor %}"
+    + _PROMPT
+)
+# calls end with a token of their own before that of the turn, as in Apertus
+_TWO_STOPS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% if m.tool_calls %}"
+    "{{ m.tool_calls[0].function.arguments | tojson + '<|called|>' }}{% endif %}{{ '<|im_end|>' }}"
+    "{% endfor %}" + _PROMPT
+)
+_JSON_PARTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{{ '' if p.text else '' }}{% endfor %}{{ m.content | tojson }}"
+    "{% endif %}{{ '<|im_end|>' }}{% endfor %}" + _PROMPT
+)
+# a prompt ends with a token that also stands twice in a close, as in Kimi K3
+_REPEATED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|sep|>' + m.content }}"
+    "{{ '<|sep|>message<|sep|><|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|sep|>' }}{% endif %}"
+)
+
 
 def _user(content: str = "And?") -> dict[str, Any]:
     return {"role": "user", "content": content}
@@ -94,6 +122,17 @@ def tokenizers() -> dict[str, ChatTokenizer]:
         "plain close": tokenizer_with(_PLAIN_CLOSE),
         "header": tokenizer_with(_HEADER, special=[*SPECIAL, "<|user|>"], stops=["<|im_end|>", "<|user|>"]),
         "both": tokenizer_with(_BOTH),
+        "announced": tokenizer_with(_ANNOUNCED, special=[*SPECIAL, "<|answered|>"]),
+        "other stop": tokenizer_with(
+            _OTHER_STOP,
+            special=[*SPECIAL, "<|answered|>", "<|called|>"],
+            stops=["<|eos|>", "<|answered|>", "<|called|>"],
+        ),
+        "two stops": tokenizer_with(
+            _TWO_STOPS, special=[*SPECIAL, "<|called|>"], stops=["<|eos|>", "<|im_end|>", "<|called|>"]
+        ),
+        "json parts": tokenizer_with(_JSON_PARTS),
+        "repeated": tokenizer_with(_REPEATED, special=[*SPECIAL, "<|sep|>"]),
         "plain stop": tokenizer_with(_CHATML, special=["<|im_start|>", "<|eos|>"], plain=["<|im_end|>"]),
     }
 
@@ -104,6 +143,10 @@ _GLM_USER, _GLM_RESULT = "\nAnd?<|assistant|>\n", "\nsun<|assistant|>\n"
 _TWO_REST = "<|im_start|>user\nAnd?<|answered|><|im_end|><|im_start|>assistant\n"
 _HEADER_REST = "\nAnd?<|im_end|>"
 _BOTH_REST = "<|im_end|>user\nAnd?<|im_end|><|im_end|>assistant\n"
+_OTHER_REST = "<|im_start|>user\nAnd?<|im_end|><|im_start|>assistant\n"
+_OTHER_RESULT = "<|im_start|>tool\nsun<|im_end|><|im_start|>assistant\n"
+_PARTS_REST = '<|im_start|>user\n[{"type": "text", "text": "And?"}]<|im_end|><|im_start|>assistant\n'
+_REPEATED_REST = "<|im_start|>user<|sep|>And?<|sep|>message<|sep|><|im_end|><|im_start|>assistant<|sep|>"
 _PLAIN_REST = "user: And? END<|im_end|>assistant: "
 _LENGTH = {"finish_reason": "length"}
 _STOP_STRING = {"stop_reason": "END"}
@@ -180,6 +223,38 @@ _CASES: dict[str, tuple[str, Any, Any, str, dict[str, Any], str, str]] = {
         "two tokens", _turn(), _user(), "o", _LENGTH, "<|answered|><|im_end|>", _TWO_REST
     ),
     "alternate stop for two tokens": ("two tokens", _turn(), _user(), "<|eos|>", {}, "", _TWO_REST),
+    "after a message of the template": (
+        "announced", _turn(), _user(), "o", _LENGTH, "<|answered|><|im_end|>", _TWO_REST
+    ),
+    "after a message of the template, alternate stop": (
+        "announced", _turn(), _user(), "<|eos|>", {}, "", _TWO_REST
+    ),
+    "text with the other stop": ("other stop", _turn(), _user(), "<|answered|>", {}, "", _OTHER_REST),
+    "text with the stop of calls": ("other stop", _turn(), _user(), "<|called|>", {}, "", _OTHER_REST),
+    "call with the other stop": (
+        "other stop", _turn_with_calls(), _RESULT, "<|called|>", {}, "", _OTHER_RESULT
+    ),
+    "call with the stop of texts": (
+        "other stop", _turn_with_calls(), _RESULT, "<|answered|>", {}, "", _OTHER_RESULT
+    ),
+    "call with the other stop, as length": (
+        "other stop", _turn_with_calls(), _RESULT, "}", _LENGTH, "<|im_end|><|called|>", _OTHER_RESULT
+    ),
+    "call with two stops": (
+        "two stops", _turn_with_calls(), _RESULT, "<|called|>", {}, "<|im_end|>", _OTHER_RESULT
+    ),
+    "call with two stops, as length": (
+        "two stops", _turn_with_calls(), _RESULT, "}", _LENGTH, "<|called|><|im_end|>", _OTHER_RESULT
+    ),
+    "parts as JSON, as length": (
+        "json parts", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _PARTS_REST
+    ),
+    "a token twice in the close": (
+        "repeated", _turn(), _user(), "o", _LENGTH, "<|sep|>message<|sep|><|im_end|>", _REPEATED_REST
+    ),
+    "a token twice in the close, stop": (
+        "repeated", _turn(), _user(), "<|im_end|>", {}, "", _REPEATED_REST
+    ),
     "ignored add_generation_prompt": ("always prompts", _turn(), _user(), "<|im_end|>", {}, "", _CHATML_REST),
     "ignored add_generation_prompt, as length": (
         "always prompts", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _CHATML_REST
@@ -234,6 +309,16 @@ def test_reported_stop_token_ends_a_turn(tokenizers: dict[str, ChatTokenizer]) -
     stop = token_id(tokenizer, "!")
     assert appended_text(tokenizer, "!", [_user()], stop_reason=stop) == ("", _CHATML_REST)
     assert appended_text(tokenizer, "o", [_user()], stop_reason=stop) == ("<|im_end|>", _CHATML_REST)
+
+
+def test_part_of_a_close_that_the_last_id_does_not_tell_is_refused(
+    tokenizers: dict[str, ChatTokenizer],
+) -> None:
+    """One of two equal tokens of the close, or the end of the prompt of a turn that was aborted at once."""
+    tokenizer = tokenizers["repeated"]
+    last = token_id(tokenizer, "<|sep|>")
+    with pytest.raises(TemplateUnsupported, match="how much of the turn's close was sampled"):
+        tokenizer.continuation(last, [_user()], history=_turn(), finish_reason="abort")
 
 
 def test_replaced_stop_is_noted(tokenizers: dict[str, ChatTokenizer]) -> None:
