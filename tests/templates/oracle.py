@@ -186,7 +186,7 @@ class Oracle:
     def second_stop(self, rest: str) -> str:
         """The token that closes a turn or a user message at the start of a text; empty if there is none."""
         first = next((token for token in self._tokens(rest) if token.text in self._special), None)
-        closes = {*self._closes, self.tokenizer.eos_token}
+        closes = {*self._closes, self.tokenizer.eos_token} - self._openers
         return first.text if first and first.text in closes and not rest[: first.start].strip() else ""
 
     def _turn_end(self, shape: Shape, kwargs: Mapping[str, Any]) -> TurnEnd:
@@ -282,7 +282,7 @@ class Oracle:
 
     def _opens_message(self, stop: _Token, rendering: _Rendering) -> bool:
         """Whether the stop token is the first of a pair around the next message, as in Gemma 4."""
-        if stop.text.startswith("</"):
+        if stop.text.startswith("</") or "end" in stop.text:
             return False
         earlier, later = (
             [token.text for token in self._tokens(text) if _stem(token.text) == _stem(stop.text)]
@@ -341,6 +341,12 @@ class Oracle:
         """Added tokens that close a user message."""
         tokens = self._tokens(self._between_messages[0])
         return frozenset(token.text for token in tokens[: self._closing_tokens_of_user])
+
+    @cached_property
+    def _openers(self) -> frozenset[str]:
+        """Added tokens before the first user message."""
+        whole = self._alone([{"role": "user", "content": _USER_WORD}], Shape("", "", [], []), {}) or ""
+        return frozenset(token.text for token in self._tokens(whole.partition(_USER_WORD)[0]))
 
     @cached_property
     def _closing_tokens_of_user(self) -> int:
