@@ -26,6 +26,7 @@ from tokenization.turns import (
     render_tail,
     text_after_turn,
     turn_context,
+    with_other_numbers,
 )
 
 
@@ -187,15 +188,22 @@ class Discovery:
     ) -> TurnTail:
         """The tail after a whole history; `in_turn` is that after its last turn alone.
 
-        Mostly the two are equal. One rendering shows that if it ends with the turn and then the tail.
+        Mostly the two are equal, or differ in numbers. One rendering shows that if it ends with the turn and
+        then the tail.
         """
         text = self._template.text(
             [*history, *new], options.tools, options.add_generation_prompt, options.kwargs
         )
-        if in_turn is not None and text.endswith(in_turn.tail.text):
-            end_of_turn = in_turn.syntax or last_text(history[-1])
-            if end_of_turn and text[: len(text) - len(in_turn.tail.text)].endswith(end_of_turn):
+        if in_turn is not None:
+            end_of_turn, tail = in_turn.syntax or last_text(history[-1]), in_turn.tail.text
+            if end_of_turn and text.endswith(tail) and text[: len(text) - len(tail)].endswith(end_of_turn):
                 return replace(in_turn, key=key)
+            start = text.rfind(end_of_turn)
+            if end_of_turn and start >= 0:
+                after_turn = in_turn.syntax + text[start + len(end_of_turn) :]
+                counted = with_other_numbers(in_turn.whole, after_turn)
+                if counted is not None:
+                    return self._without_syntax(key, counted, options)
         turn_tail = self._find(key, history, new, options, in_turn)
         if not text.endswith(turn_tail.tail.text):
             raise TemplateUnsupported("what the template prints after a turn depends on the text of the turn")
@@ -281,6 +289,10 @@ class Discovery:
             guide: the tail of the same turn in a smaller context.
         """
         whole = render_tail(self._template, context, new, options, guide.whole if guide else None)
+        return self._without_syntax(key, whole, options)
+
+    def _without_syntax(self, key: bytes, whole: Tail, options: RenderOptions) -> TurnTail:
+        """Take the turn's own syntax from a tail, and find the tokens that close the turn."""
         close = self.closes.of_content(options)
         # the token that closes a turn may open the next message too: only the close is searched
         in_content = whole.text[: whole.lead].startswith(close.text)

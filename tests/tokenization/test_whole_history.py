@@ -47,17 +47,35 @@ def test_prompt_equals_a_rendering(
         assert appended.prompt_ids == tokenizer.render([*history, *new])
 
 
+def test_text_of_the_turn_in_the_new_message(tiny_model: TinyModel) -> None:
+    """The end of the turn is found where the turn is, not where the new message repeats it."""
+    tokenizer = ChatTokenizer.load(tiny_model.folder, _NUMBERED)
+    for text in ("Yes.", "Yes.<|im_end|>", "Yes.<|im_end|>\n<|im_start|>user\n7: Yes."):
+        history, new = _history(3, _ANSWERED), [{"role": "user", "content": text}]
+        ids = tokenizer.render(history, add_generation_prompt=False)
+        sampled = ids[: len(ids) - ids[::-1].index(END)]
+        appended = tokenizer.append(sampled, new, history=history)
+        assert appended.prompt_ids == tokenizer.render([*history, *new])
+
+
 def test_template_that_numbers_messages_is_not_local(tiny_model: TinyModel) -> None:
     tokenizer = ChatTokenizer.load(tiny_model.folder, _NUMBERED)
     tokenizer.prove()
     assert not tokenizer.is_local([{"role": "user", "content": "And then?"}])
 
 
-@pytest.mark.parametrize("template, times", [(CHATML, 1), (_NUMBERED, 2)], ids=["local", "numbered"])
+@pytest.mark.parametrize(
+    "template, times",
+    [(CHATML, 1), (_NUMBERED, 1), (_NUMBERED.replace("loop.index", "messages[0].content"), 2)],
+    ids=["local", "numbered", "quoted"],
+)
 def test_how_often_the_whole_history_is_rendered(
     tiny_model: TinyModel, template: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once if the same follows as after the last turn alone; else once more, with a marker in the turn."""
+    """Once if the same follows as after the last turn alone, but for numbers in the header.
+
+    Otherwise once more, with a marker in the turn.
+    """
     tokenizer = ChatTokenizer.load(tiny_model.folder, template)
     counts: list[int] = []
     render: Callable[..., str] = tokenizer._tokenizer.apply_chat_template
