@@ -34,7 +34,7 @@ from tokenization.errors import (
 from tokenization.files import load_files
 from tokenization.keys import digest
 from tokenization.locality import PROOF_VERSION, Proof
-from tokenization.messages import Message, for_template
+from tokenization.messages import Message, check_types, for_template
 from tokenization.notes import differences
 from tokenization.proofs import load_proof, store_proof
 from tokenization.template import Template, Tools
@@ -105,15 +105,14 @@ class ChatTokenizer:
         Args:
             folder: where proofs are kept for other processes; made if it is missing.
         """
-        if folder is None or self._discovery.proof is not None:
-            return self._discovery.prove()
-        stored = load_proof(folder, self._proof_key)
-        if stored is None:
-            stored = self._discovery.prove()
-            if stored.complete:
-                store_proof(folder, self._proof_key, stored)
-        self._discovery.proof = stored
-        return stored
+        stored = load_proof(folder, self._proof_key) if folder is not None and self.proof is None else None
+        if stored is not None:
+            return self._discovery.adopt(stored)
+        new = self.proof is None
+        proof = self._discovery.prove()
+        if new and folder is not None and proof.complete:
+            store_proof(folder, self._proof_key, proof)
+        return proof
 
     def audit(
         self,
@@ -308,10 +307,9 @@ class ChatTokenizer:
                     "a turn that is continued takes no new messages: pass none, or close the turn"
                 )
             return Continuation((), ())
+        check_types(new_messages, history, tools, template_kwargs)
         if not new_messages:
             raise InvalidMessages("must not be empty")
-        if not all(isinstance(message, Mapping) for message in new_messages):
-            raise InvalidMessages("every new message must be an object")
         if history is not None and not _ends_with_assistant(history):
             raise InvalidMessages("`history` must end with the assistant turn")
         options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})

@@ -114,12 +114,12 @@ class Closes:
 
     def of_content(self, options: RenderOptions) -> ContentClose:
         """How the template closes a turn without tool calls."""
-        key = digest(options.key())
+        key = digest(options.key(), self._template.now())
         return self._content_closes.get_or_make(key, lambda: self._find_content_close(options))
 
     def _find_content_close(self, options: RenderOptions) -> ContentClose:
         context = [*self._setting[0], PLACEHOLDER_USER, {"role": "assistant", "content": "."}]
-        tail = render_tail(self._template, context, [{"role": "user", "content": "qZuserZq"}], options)
+        tail, _ = render_tail(self._template, context, [{"role": "user", "content": "qZuserZq"}], options)
         lead = tail.text[: tail.lead]
         shared = self._added.shared(lead, tail.text_if_last)
         closing = self._closing_tokens(lead, shared) or self._only_stop(lead, tail.text_if_last, shared)

@@ -73,8 +73,15 @@ def _length_holding(ids: Sequence[int], subsequence: Sequence[int]) -> int:
     """The length of the shortest prefix of `ids` that holds all of `subsequence`, in order.
 
     Example: 3 for ids [7, 5, 8, 9] and subsequence [7, 8].
+
+    Raises:
+        TemplateUnsupported: they do not hold it: some added tokens are found only between words.
     """
     length = 0
     for token in subsequence:
+        if token not in ids[length:]:
+            raise TemplateUnsupported(
+                "the tokenizer does not find the token that closes the turn in its text"
+            )
         length = ids.index(token, length) + 1
     return length

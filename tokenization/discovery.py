@@ -5,6 +5,7 @@ tokens, which it never merges with the text around them, and the ids that end a 
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,21 +14,24 @@ from dataclasses import dataclass, replace
 from tokenization.added_tokens import AddedTokens, Token
 from tokenization.cache import BoundedCache
 from tokenization.closes import Closes, ContentClose
-from tokenization.errors import TemplateUnsupported, TokenizationError
+from tokenization.errors import InvalidMessages, TemplateUnsupported, TokenizationError
 from tokenization.keys import digest
 from tokenization.locality import Locality, Proof, prove, tried_values
 from tokenization.messages import Message
 from tokenization.new_texts import last_text
 from tokenization.template import Template
 from tokenization.turns import (
+    Marked,
     RenderOptions,
     Tail,
     placeholder_context,
+    render_marked,
     render_tail,
-    text_after_turn,
     turn_context,
     with_other_numbers,
 )
+
+_MAX_SECONDS_SHORTENING = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +101,17 @@ class Discovery:
             1024, lambda turn_tail: len(turn_tail.tail.text) <= 16_384
         )
         self._proving = threading.Lock()
+        self._changing = threading.Lock()
 
     def prove(self) -> Proof:
         """What decides the text after a turn. Takes up to `MAX_SECONDS` of CPU time the first time."""
         with self._proving:
-            if self.proof is None:
-                self.proof = prove(self, self._template.syntax)
+            return self.proof or self.adopt(prove(self, self._template.syntax))
+
+    def adopt(self, proof: Proof) -> Proof:
+        """Take over a proof that was made elsewhere; what was refuted here stays refuted. Returns both."""
+        with self._changing:
+            self.proof = proof if self.proof is None else self.proof.and_refuted_in(proof)
             return self.proof
 
     def is_local(self, new: Sequence[Message], options: RenderOptions) -> bool:
@@ -132,17 +141,20 @@ class Discovery:
         in_turn, whole = self.tail_in(turn_context(history[-1]), new, options), list(history)
         if in_turn is None or self._holds(in_turn, whole, new, options):
             return None
-        self.proof = proof.demoted(new, "an audit found that earlier messages decide what is printed")
+        self.adopt(proof.demoted(new, "an audit found that earlier messages decide what is printed"))
         return self._shortest(in_turn, whole, new, options)
 
     def _shortest(
         self, tail: TurnTail, history: list[Message], new: Sequence[Message], options: RenderOptions
     ) -> list[Message]:
-        """Leave out messages while a difference remains: half of the rest at first, at last each one."""
-        size = len(history) // 2
+        """Leave out messages while a difference remains: half of the rest at first, at last each one.
+
+        It is given up after `_MAX_SECONDS_SHORTENING`.
+        """
+        size, until = len(history) // 2, time.monotonic() + _MAX_SECONDS_SHORTENING
         while size:
             start = 0
-            while start < len(history) - 1:
+            while start < len(history) - 1 and time.monotonic() < until:
                 shorter = history[:start] + history[min(start + size, len(history) - 1) :]
                 if self._holds(tail, shorter, new, options):
                     start += size
@@ -163,7 +175,7 @@ class Discovery:
         if history is None:
             return self._tail_after_any_turn(new, options)
         context = turn_context(history[-1])
-        key = digest(list(new), context, options.key())
+        key = self._key(list(new), context, options.key())
         in_turn = None
         # the turn alone may be refused where the whole conversation is not
         with suppress(TokenizationError):
@@ -171,12 +183,15 @@ class Discovery:
         if in_turn is not None and self.is_local(new, options):
             return in_turn
         whole = list(history)
-        history_key = digest(list(new), whole, options.key())
+        history_key = self._key(list(new), whole, options.key())
         return self._tails.get_or_make(
             history_key,
             lambda: self._tail_after_history(history_key, whole, new, options, in_turn),
             (TokenizationError,),
         )
+
+    def _key(self, *parts: object) -> bytes:
+        return digest(*parts, self._template.now())
 
     def _tail_after_history(
         self,
@@ -188,31 +203,28 @@ class Discovery:
     ) -> TurnTail:
         """The tail after a whole history; `in_turn` is that after its last turn alone.
 
-        Mostly the two are equal, or differ in numbers. One rendering shows that if it ends with the turn and
-        then the tail.
+        Mostly the two are equal, or differ in numbers. One rendering shows that where the turn's last text is
+        found in it once.
         """
         text = self._template.text(
             [*history, *new], options.tools, options.add_generation_prompt, options.kwargs
         )
-        if in_turn is not None:
-            end_of_turn, tail = in_turn.syntax or last_text(history[-1]), in_turn.tail.text
-            if end_of_turn and text.endswith(tail) and text[: len(text) - len(tail)].endswith(end_of_turn):
+        start = _end_of_turn(text, history[-1], in_turn) if in_turn is not None else None
+        if in_turn is not None and start is not None:
+            if text[start:] == in_turn.tail.text:
                 return replace(in_turn, key=key)
-            start = text.rfind(end_of_turn)
-            if end_of_turn and start >= 0:
-                after_turn = in_turn.syntax + text[start + len(end_of_turn) :]
-                counted = with_other_numbers(in_turn.whole, after_turn)
-                if counted is not None:
-                    return self._without_syntax(key, counted, options)
-        turn_tail = self._find(key, history, new, options, in_turn)
-        if not text.endswith(turn_tail.tail.text):
+            counted = with_other_numbers(in_turn.whole, in_turn.syntax + text[start:])
+            if counted is not None:
+                return self._without_syntax(key, counted, options)
+        turn_tail, marked = self._find_marked(key, history, new, options, in_turn)
+        if not marked.agrees_with(text, turn_tail.tail.text):
             raise TemplateUnsupported("what the template prints after a turn depends on the text of the turn")
         return turn_tail
 
     def _tail_after_any_turn(self, new: Sequence[Message], options: RenderOptions) -> TurnTail:
         proof = self.prove()
         context = placeholder_context(new)
-        key = digest(list(new), None, options.key())
+        key = self._key(list(new), None, options.key())
         # first, because where the template objects to the new messages as such, its own error tells more
         turn_tail = self._tail(key, context, new, options)
         if proof.locality(new) is not Locality.NEW or not self._tried(options):
@@ -248,11 +260,13 @@ class Discovery:
     ) -> bool:
         """Whether the same is appended after a context; also where the template refuses the messages."""
         try:
-            if text_after_turn(self._template, context, new, options) == tail.whole.text:
+            if render_marked(self._template, context, new, options).text == tail.whole.text:
                 return True
             return self._find(b"", context, new, options).appends_as(tail)
-        except TokenizationError:
+        except InvalidMessages:
             return True
+        except TokenizationError:
+            return False
 
     def _holds(
         self, tail: TurnTail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
@@ -263,17 +277,18 @@ class Discovery:
     def ends(
         self, tail: TurnTail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
     ) -> bool:
-        """Whether the rendering of context and new messages, without any marker, ends with the tail.
+        """Whether the rendering of context and new messages, without any marker, ends with turn and tail.
 
-        Also where the template refuses the messages. A template may test the end of a turn's text, which a
-        marker hides.
+        Also where the template refuses the messages. A template may test a turn's text, which a marker
+        changes.
         """
         try:
             messages = [*context, *new]
             text = self._template.text(messages, options.tools, options.add_generation_prompt, options.kwargs)
+            marked = render_marked(self._template, context, new, options)
         except TokenizationError:
             return True
-        return text.endswith(tail.tail.text)
+        return text.endswith(tail.tail.text) and marked.agrees_with(text, tail.tail.text)
 
     def _find(
         self,
@@ -281,15 +296,25 @@ class Discovery:
         context: Sequence[Message],
         new: Sequence[Message],
         options: RenderOptions,
-        guide: TurnTail | None = None,
     ) -> TurnTail:
-        """Render a context and take the turn's own syntax from its tail.
+        """Render a context and take the turn's own syntax from its tail."""
+        return self._find_marked(key, context, new, options)[0]
+
+    def _find_marked(
+        self,
+        key: bytes,
+        context: Sequence[Message],
+        new: Sequence[Message],
+        options: RenderOptions,
+        guide: TurnTail | None = None,
+    ) -> tuple[TurnTail, Marked]:
+        """As `_find`, with the rendering that the tail was found in.
 
         Args:
             guide: the tail of the same turn in a smaller context.
         """
-        whole = render_tail(self._template, context, new, options, guide.whole if guide else None)
-        return self._without_syntax(key, whole, options)
+        whole, marked = render_tail(self._template, context, new, options, guide.whole if guide else None)
+        return self._without_syntax(key, whole, options), marked
 
     def _without_syntax(self, key: bytes, whole: Tail, options: RenderOptions) -> TurnTail:
         """Take the turn's own syntax from a tail, and find the tokens that close the turn."""
@@ -348,6 +373,18 @@ class Discovery:
         if token_if_last is not None and token_if_last != closing[-1].id:
             stops.insert(0, token_if_last)
         return Ending(lead[:end], [self._added.text(stop) for stop in stops], None, tail.text[end:])
+
+
+def _end_of_turn(text: str, turn: Message, turn_tail: TurnTail) -> int | None:
+    """Where the last turn ends in a rendering; None if its last text and close are not found there.
+
+    The first place where they are found is taken. Where an earlier turn is equal, too much follows it.
+    """
+    end = last_text(turn)
+    closing = turn_tail.closing
+    close = turn_tail.tail.text[: closing[-1].end if closing else 0]
+    start = text.find(end + turn_tail.syntax + close)
+    return start + len(end) + len(turn_tail.syntax) if end and start >= 0 else None
 
 
 def _is_in(value: object, values: list[object]) -> bool:

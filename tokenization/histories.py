@@ -120,6 +120,7 @@ def steps_with_strings(syntax: Syntax) -> Iterator[Step]:
         yield Step(assistant(string), [user("qn")])
         yield Step(_calls(1, name=string or "alpha"), [result(1)])
         yield Step(_calls(1, arguments={string: string}), [result(1)])
+        yield Step(_calls(1, arguments=dict.fromkeys(syntax.fields, string)), [result(1)])
     for name in syntax.fields:
         yield Step(_calls(1, arguments={name: "qv"}), [result(1)])
 
@@ -174,12 +175,22 @@ def with_roles(syntax: Syntax) -> Iterator[Messages]:
         yield [user(), assistant(), message]
 
 
+def with_fields(syntax: Syntax) -> Iterator[Messages]:
+    """Histories of which one message has a field that the template reads."""
+    for name in syntax.fields:
+        for role in ("system", "developer", "user"):
+            if name not in ("role", "content"):
+                yield [{"role": role, "content": WORD, name: WORD}, user()]
+
+
 def with_text(text: str) -> Iterator[Messages]:
     """Histories that hold a text, each in one message."""
     yield [{"role": "system", "content": text}, user()]
     yield [{"role": "developer", "content": text}, user()]
     yield [user(text)]
     yield [user(text), assistant(), user()]
+    yield [{**user(), "name": text}, assistant(), user()]
+    yield [user(), {**assistant(), "name": text}, user()]
     yield [user(), assistant(text), user()]
     yield [user(), _calls(8), result(8, text)]
 
@@ -212,8 +223,14 @@ def long_steps(syntax: Syntax) -> Iterator[Step]:
 def lengths(syntax: Syntax) -> Iterator[Messages]:
     """Histories of more messages, turns and calls, and of longer texts, than the template's largest number.
 
-    The number of messages is even and odd.
+    The number of messages is even and odd, and equal to each of the template's numbers.
     """
+    system = {"role": "system", "content": WORD}
+    for number in syntax.numbers:
+        # as many messages as a number: with the turn and one or two new ones, with the turn, and without
+        for messages in range(max(number - 3, 1), number + 1):
+            alternating = [user(), *([assistant(), user()] * ((messages - 1) // 2))]
+            yield alternating if messages % 2 else [system, *alternating]
     count = _largest(syntax) + 2
     exchanges = [message for _ in range(count) for message in (user(), assistant())]
     yield [*exchanges, user()]

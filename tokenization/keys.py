@@ -14,20 +14,25 @@ def digest(*parts: object) -> bytes:
     Raises:
         InvalidMessages: a value is nested too deep.
     """
-    try:
-        return hashlib.blake2b(serialized(parts), digest_size=16).digest()
-    except RecursionError as error:
-        raise InvalidMessages("the messages, tools or template arguments are nested too deep") from error
+    return hashlib.blake2b(serialized(parts), digest_size=16).digest()
 
 
 def serialized(values: Any) -> bytes:
     """JSON-like values as bytes in which each text is found as UTF-8.
 
     Equal values with their keys in the same order give equal bytes.
+
+    Raises:
+        InvalidMessages: a value is nested too deep, or holds itself.
     """
     try:
         # a tenth of the time of JSON; version 0, because later ones depend on which objects are identical
         return marshal.dumps(values, 0)
     except ValueError:
-        text = json.dumps(values, ensure_ascii=False, default=repr)
+        try:
+            text = json.dumps(values, ensure_ascii=False, default=repr)
+        except RecursionError as error:
+            raise InvalidMessages("the messages, tools or template arguments are nested too deep") from error
+        except (ValueError, TypeError) as error:
+            raise InvalidMessages(f"messages, tools or template arguments are not JSON: {error}") from error
         return text.encode("utf-8", "surrogatepass")

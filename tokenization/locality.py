@@ -30,6 +30,7 @@ from tokenization.histories import (
     steps_with_strings,
     structures,
     user,
+    with_fields,
     with_roles,
     with_string,
     with_strings,
@@ -82,6 +83,20 @@ class Proof:
             return Proof(Locality.HISTORY, self.after_messages, reason)
         return Proof(self.after_results, Locality.HISTORY, reason)
 
+    def and_refuted_in(self, other: "Proof") -> "Proof":
+        """What both proofs allow."""
+        order = list(Locality)
+        results, messages = (
+            max(pair, key=order.index)
+            for pair in (
+                (self.after_results, other.after_results),
+                (self.after_messages, other.after_messages),
+            )
+        )
+        if (results, messages) == (self.after_results, self.after_messages):
+            return self
+        return Proof(results, messages, other.reason, self.complete and other.complete)
+
     def locality(self, new: Sequence[Message]) -> Locality:
         """What decides the text after a turn that these messages follow."""
         return self.after_results if _begins_with_result(new) else self.after_messages
@@ -115,6 +130,8 @@ class Tails(Protocol[Tail]):
 
 def prove(tails: Tails[Any], syntax: Syntax) -> Proof:
     """Find out what decides the text after a turn. Takes up to `MAX_SECONDS` of CPU time."""
+    if not syntax.known:
+        return _not_local("its source cannot be parsed")
     if len(syntax.strings) > _MAX_STRINGS:
         return _not_local(f"its source compares with {len(syntax.strings)} strings, too many to try")
     if max(syntax.numbers, default=0) > _MAX_NUMBER:
@@ -185,6 +202,8 @@ class _Prover:
 def _cases(syntax: Syntax) -> Iterator[_Case]:
     plain, with_tools = RenderOptions(None, True, {}), RenderOptions(ANY_TOOLS, True, {})
     every_structure = [*structures(), *lengths(syntax), *with_roles(syntax)]
+    for history, step in product(with_fields(syntax), PRINCIPAL_STEPS[:2]):
+        yield history, step, plain
     for step in steps():
         for history in [[user()], *every_structure]:
             yield history, step, plain
@@ -210,7 +229,7 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
         for value in tried_values(syntax, name):
             for history, step in product(structures(), PRINCIPAL_STEPS[:2]):
                 yield history, step, RenderOptions(ANY_TOOLS, True, {name: value})
-        for value, step in product((True, False), PRINCIPAL_STEPS[:2]):
+        for value, step in product(tried_values(syntax, name), PRINCIPAL_STEPS[:2]):
             for history in chain(*map(with_text, syntax.strings), lengths(syntax)):
                 yield history, step, RenderOptions(None, True, {name: value})
 

@@ -32,6 +32,25 @@ _DEFINITION_FIELDS = dict.fromkeys(["name", "description", "parameters", "strict
 """Fields in the order that vLLM's parser gives them: templates print whole objects as JSON."""
 
 
+def check_types(
+    new: Sequence[Message], history: Sequence[Message] | None, tools: object, kwargs: object
+) -> None:
+    """Check what a caller without a type checker may get wrong.
+
+    Raises:
+        InvalidMessages: one of them has another type; the message says which.
+    """
+    wanted = (("the new messages", new), ("`history`", history), ("`tools`", tools))
+    for name, values in wanted:
+        if values is not None and (not isinstance(values, Sequence) or isinstance(values, str | bytes)):
+            raise InvalidMessages(f"{name} must be a list, not {type(values).__name__}")
+    # a history may be long, and is read as a whole only where that is needed
+    if not all(isinstance(message, Mapping) for message in [*new, *(history or [])[-1:]]):
+        raise InvalidMessages("every message must be an object")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidMessages(f"`template_kwargs` must be an object, not {type(kwargs).__name__}")
+
+
 def for_template(
     messages: Sequence[Message], *, parts: bool = False, developer: bool = True
 ) -> list[dict[str, Any]]:

@@ -1,7 +1,9 @@
 """The texts of new messages: markers in their place, and whether a rendering holds them."""
 
 import json
+import random
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +37,23 @@ def unused_mark(*arguments: object) -> str:
 
 
 def unused_marks(*arguments: object) -> Marks:
-    source, nonce = serialized(arguments), ""
-    while f"qZ{nonce}".encode() in source:
-        nonce += "q"
-    return Marks(nonce)
+    """Words that occur in none of the arguments, and cannot be foreseen by who writes these."""
+    source = serialized(arguments)
+    while True:
+        nonce = f"{random.getrandbits(40):010x}"
+        if nonce.encode() not in source:
+            return Marks(nonce)
+
+
+def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a tool call as an engine renders them: an object, empty where they are none."""
+    arguments = call["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return {}
+    return dict(arguments) if isinstance(arguments, Mapping) else {}
 
 
 def with_marks(
@@ -83,19 +98,23 @@ def with_argument(call: Mapping[str, Any], argument: object) -> dict[str, Any]:
 
 
 def check_new_texts(tail: str, new: Sequence[Message], strings: Sequence[str]) -> None:
-    """Check that the tail holds the text of each new message, as it is or escaped.
+    """Check that the text after a lead holds the text of each new message, as it is or escaped.
+
+    Equal texts must be printed as often as they are given.
 
     A template may leave out of a text only what its source looks for, such as `/no_think`.
 
     Raises:
         TemplateUnsupported: it does not.
     """
+    times: Counter[str] = Counter()
     for index, message in enumerate(new):
         if message.get("role") == "assistant":
             continue  # its reasoning may be left out
         for text in _texts(message.get("content")):
-            if not _printed(text.strip(), tail) and not all(
-                _printed(piece, tail) for piece in _without(text, strings)
+            times[text.strip()] += 1
+            if not _printed(text.strip(), tail, times[text.strip()]) and not all(
+                _printed(piece, tail, times[piece] or 1) for piece in _without(text, strings)
             ):
                 raise TemplateUnsupported(
                     f"the template does not print the text of new message {index} ({message.get('role')})"
@@ -116,11 +135,11 @@ def _parts(content: list[Any]) -> list[dict[str, Any]]:
     return parts
 
 
-def _printed(text: str, tail: str) -> bool:
-    if text in tail:
+def _printed(text: str, tail: str, times: int) -> bool:
+    if not text or tail.count(text) >= times:
         return True
     escaped = (json.dumps(text, ensure_ascii=False), json.dumps(text), repr(text))
-    return any(form[1:-1] in tail for form in escaped)
+    return any(tail.count(form[1:-1]) >= times for form in escaped)
 
 
 def _without(text: str, strings: Sequence[str]) -> list[str]:
@@ -136,6 +155,10 @@ def has_text(content: object) -> bool:
 
 
 def last_text(turn: Message) -> str:
-    """The last text of a turn's content, without white space around it."""
-    texts = _texts(turn.get("content"))
-    return texts[-1].strip() if texts else ""
+    """The last text that the model wrote in a turn, without white space around it; empty if there is none.
+
+    It is an argument of the last tool call, or the content.
+    """
+    calls = turn.get("tool_calls")
+    texts = arguments_of(calls[-1]).values() if calls else _texts(turn.get("content"))
+    return next((text.strip() for text in reversed(list(texts)) if isinstance(text, str)), "")

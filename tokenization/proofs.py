@@ -19,12 +19,17 @@ def load_proof(folder: Path, key: str) -> Proof | None:
         return Proof(
             Locality(fields["after_results"]), Locality(fields["after_messages"]), str(fields["reason"])
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def store_proof(folder: Path, key: str, proof: Proof) -> None:
-    """Store a proof. A folder that cannot be written is logged: the proof is then made again next time."""
+    """Store a proof. What another process refuted in the meantime stays refuted.
+
+    A folder that cannot be written is logged: the proof is then made again next time.
+    """
+    stored = load_proof(folder, key)
+    proof = proof if stored is None else proof.and_refuted_in(stored)
     content = {
         "after_results": str(proof.after_results),
         "after_messages": str(proof.after_messages),
@@ -38,7 +43,7 @@ def store_proof(folder: Path, key: str, proof: Proof) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(content, file, ensure_ascii=False)
         Path(temporary).replace(folder / f"{key}.json")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         log.warning("what was proved of a chat template cannot be kept in %s: %s", folder, error)
         if temporary is not None:
             with suppress(OSError):

@@ -5,7 +5,7 @@ and is left out.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import jinja2
@@ -49,6 +49,10 @@ class Syntax:
     """Names of fields and of items that the template reads."""
     kwargs: Mapping[str, tuple[object, ...]]
     """Variables that a request may set, each with the constants that it is compared with."""
+    time_formats: tuple[str, ...] = ()
+    """The formats in which the template prints the time; one with microseconds stands for unknown ones."""
+    known: bool = True
+    """Whether the source could be parsed."""
 
 
 class _Generation(Extension):
@@ -63,7 +67,7 @@ class _Generation(Extension):
 
 
 def read_syntax(source: str) -> Syntax:
-    """Read the source of a template. Empty for one that cannot be parsed, and so cannot be rendered."""
+    """Read the source of a template. Empty and not `known` for one that cannot be parsed."""
     # the settings of transformers, which renders the template
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
@@ -72,8 +76,8 @@ def read_syntax(source: str) -> Syntax:
         tree = environment.parse(source)
         # this also folds constants: afterwards `'/no' + '_think'` is one string in the tree
         kwargs = meta.find_undeclared_variables(tree) - _NOT_KWARGS
-    except (jinja2.TemplateError, RecursionError):
-        return Syntax((), (), (), {})
+    except (jinja2.TemplateError, RecursionError, ValueError):
+        return Syntax((), (), (), {}, known=False)
     strings: dict[str, None] = {}
     numbers: set[int] = set()
     for value in _deciding_values(tree):
@@ -87,7 +91,33 @@ def read_syntax(source: str) -> Syntax:
     for node in tree.find_all(nodes.Getitem):
         if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
             fields[node.arg.value] = None
-    return Syntax(tuple(strings), tuple(sorted(numbers)), tuple(fields), _compared_with(tree, kwargs))
+    numbers_in_order, compared = tuple(sorted(numbers)), _compared_with(tree, kwargs)
+    return Syntax(tuple(strings), numbers_in_order, tuple(fields), compared, tuple(_time_formats(tree)))
+
+
+def join_syntaxes(syntaxes: Sequence[Syntax]) -> Syntax:
+    """What several templates compare with and read."""
+    kwargs: dict[str, dict[object, None]] = {}
+    for syntax in syntaxes:
+        for name, values in syntax.kwargs.items():
+            kwargs.setdefault(name, {}).update(dict.fromkeys(values))
+    return Syntax(
+        tuple(dict.fromkeys(string for syntax in syntaxes for string in syntax.strings)),
+        tuple(sorted({number for syntax in syntaxes for number in syntax.numbers})),
+        tuple(dict.fromkeys(field for syntax in syntaxes for field in syntax.fields)),
+        {name: tuple(values) for name, values in sorted(kwargs.items())},
+        tuple(dict.fromkeys(time for syntax in syntaxes for time in syntax.time_formats)),
+        all(syntax.known for syntax in syntaxes),
+    )
+
+
+def _time_formats(tree: nodes.Template) -> Iterator[str]:
+    for name in tree.find_all(nodes.Name):
+        if name.name == "strftime_now" and name.ctx == "load":
+            calls = [call for call in tree.find_all(nodes.Call) if call.node is name]
+            arguments = calls[0].args if calls else []
+            constant = arguments[0] if arguments and isinstance(arguments[0], nodes.Const) else None
+            yield str(constant.value) if constant else "%c %f"
 
 
 def _deciding_values(tree: nodes.Template) -> Iterator[object]:

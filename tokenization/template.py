@@ -9,6 +9,7 @@ import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,7 @@ from tokenization.cache import BoundedCache
 from tokenization.content_format import ContentFormat, detect_content_format
 from tokenization.errors import InvalidMessages, TemplateUnsupported
 from tokenization.messages import Message, changes_start, for_template
-from tokenization.syntax import Syntax, read_syntax
+from tokenization.syntax import Syntax, join_syntaxes, read_syntax
 from tokenization.tools import tools_for_template
 
 Tools = Sequence[Mapping[str, Any]]
@@ -106,7 +107,12 @@ class Template:
         """The constants and variables of its source; of all of them if there are several."""
         template = self._tokenizer.chat_template
         sources = list(template.values()) if isinstance(template, dict) else [template]
-        return read_syntax("\n".join(sources))
+        return join_syntaxes([read_syntax(source) for source in sources])
+
+    def now(self) -> list[str]:
+        """The time in the forms that the template prints: equal times give equal renderings."""
+        time = datetime.now()
+        return [time.strftime(form) for form in self.syntax.time_formats]
 
     @property
     def strings(self) -> tuple[str, ...]:
@@ -144,8 +150,6 @@ class Template:
             # the Jinja environment of transformers is not documented as thread-safe
             with self._lock:
                 text: str = self._tokenizer.apply_chat_template(messages, **arguments)
-        except MemoryError:
-            raise
         except Exception as error:  # the boundary: a template is a program, and may raise anything
             raise InvalidMessages(_reason(error)) from error
         return text

@@ -15,7 +15,6 @@ end, and to prove that each new text is printed exactly once, the conversation i
 markers in place of the new texts.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from tokenization.errors import InvalidMessages, TemplateUnsupported
 from tokenization.messages import Message
 from tokenization.new_texts import (
     Marks,
+    arguments_of,
     check_new_texts,
     has_text,
     unused_mark,
@@ -57,6 +57,8 @@ class Tail:
     """Whether that text is an argument of a tool call, so that the tail starts with the call's own syntax."""
     notes: tuple[str, ...] = ()
     """How the rendered turn differs from the one that was given: see `tokenization.notes`."""
+    foot: int = 0
+    """Length of the text after the last new text, in characters: its close, and the generation prompt."""
 
     def without_start(self, length: int) -> "Tail":
         """The tail without its first `length` characters."""
@@ -77,13 +79,56 @@ class RenderOptions:
         return [list(self.tools) if self.tools else None, dict(self.kwargs), self.add_generation_prompt]
 
 
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A rendering of a conversation with a marker at the end of its last turn."""
+
+    messages: list[Message]
+    """The messages up to the turn, with the marker."""
+    mark: str
+    before: str
+    """The text before the marker."""
+    after: str
+    """The text after it."""
+    replaced: bool
+    """Whether the marker is an argument or a content of its own, not the end of one that the turn has."""
+    notes: tuple[str, ...]
+    """See `Tail.notes`."""
+
+    @property
+    def text(self) -> str:
+        """The text after the turn's last text, also where content is printed as a list of parts."""
+        return _without_part_closing(self.before, self.after)
+
+    @property
+    def in_call(self) -> bool:
+        """Whether the marker is in the arguments of a tool call."""
+        return self.mark in repr(self.messages[-1].get("tool_calls"))
+
+    def agrees_with(self, unmarked: str, tail: str) -> bool:
+        """Whether a rendering without marker is the same: no condition of the template depends on the marker.
+
+        Args:
+            tail: the end of `text` that follows the turn's own syntax.
+        """
+        if self.replaced:
+            own = unmarked.removesuffix(tail)
+            syntax = self.text.removesuffix(tail).rstrip().lstrip("\"'")
+            return len(own) + len(tail) == len(unmarked) and own.rstrip().endswith(syntax[-6:])
+        before = self.before.rstrip()
+        end = len(unmarked) - len(self.after)
+        same = unmarked.startswith(before) and unmarked.endswith(self.after) and len(before) <= end
+        # a template may strip a text at its end
+        return same and not unmarked[len(before) : end].strip()
+
+
 def render_tail(
     template: Template,
     context: Sequence[Message],
     new: Sequence[Message],
     options: RenderOptions,
     guide: Tail | None = None,
-) -> Tail:
+) -> tuple[Tail, Marked]:
     """Render `context`, whose last message is the assistant turn, with `new`; cut at the marker.
 
     Args:
@@ -96,16 +141,21 @@ def render_tail(
         TemplateUnsupported: the template prints nothing of an assistant turn, or a new text not exactly once.
     """
     marks = unused_marks(context, new, options.tools, dict(options.kwargs))
-    marked, text, notes = _followed(template, context, new, options, marks.turn)
-    in_call = marks.turn in repr(marked[-1].get("tool_calls"))
-    same_form = guide is not None and (guide.in_call, guide.notes) == (in_call, notes)
-    tail = _guided(guide, text) if guide is not None and same_form else None
+    marked = render_marked(template, context, new, options, marks.turn)
+    same_form = guide is not None and (guide.in_call, guide.notes) == (marked.in_call, marked.notes)
+    tail = _guided(guide, marked.text) if guide is not None and same_form else None
     if tail is None:
-        lead = _lead(template, marked, new, options, marks)
-        last = _tail_if_last(template, marked, options, marks.turn)
-        tail = Tail(text, common_prefix_length(text, lead), last, in_call, notes)
-    check_new_texts(tail.text, new, template.strings)
-    return tail
+        lead, foot = _around_new_texts(template, marked.messages, new, options, marks)
+        tail = Tail(
+            marked.text,
+            common_prefix_length(marked.text, lead),
+            _tail_if_last(template, marked.messages, options, marks.turn),
+            marked.in_call,
+            marked.notes,
+            len(foot) if marked.text.endswith(foot) else 0,
+        )
+    check_new_texts(tail.text[tail.lead : len(tail.text) - tail.foot], new, template.strings)
+    return tail, marked
 
 
 def _guided(guide: Tail, text: str) -> Tail | None:
@@ -142,32 +192,31 @@ def with_other_numbers(guide: Tail, text: str) -> Tail | None:
     return tail if next(leads) == next(leads) else None
 
 
-def text_after_turn(
-    template: Template, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
-) -> str:
-    """The text of `render_tail`, unchecked: one rendering. Raises the same errors."""
-    mark = unused_mark(context, new, options.tools, dict(options.kwargs))
-    return _followed(template, context, new, options, mark)[1]
-
-
-def _followed(
+def render_marked(
     template: Template,
     context: Sequence[Message],
     new: Sequence[Message],
     options: RenderOptions,
-    mark: str,
-) -> tuple[list[Message], str, tuple[str, ...]]:
-    """The context with a marker in its last turn, the text after the marker, and notes on the marked turn."""
+    mark: str | None = None,
+) -> Marked:
+    """Render `context`, whose last message is the assistant turn, with `new` and with a marker in the turn.
+
+    Raises: as `render_tail`.
+    """
+    mark = mark or unused_mark(context, new, options.tools, dict(options.kwargs))
     refusal: InvalidMessages | None = None
-    for turn, notes in _marked_forms(context[-1], mark):
+    for turn, replaced, notes in _marked_forms(context[-1], mark):
         marked = [*context[:-1], turn]
         try:
-            text = _after(mark, _render(template, [*marked, *new], options))
+            text = _render(template, [*marked, *new], options)
         except InvalidMessages as error:
             refusal = error
             continue
-        if text is not None:
-            return marked, text, notes
+        before, found, after = text.partition(mark)
+        if mark in after:
+            raise TemplateUnsupported("the template prints the text of a turn more than once")
+        if found:
+            return Marked(marked, mark, before, after, replaced, notes)
     if refusal is not None:
         raise refusal
     raise TemplateUnsupported("the template prints nothing of an assistant turn")
@@ -179,63 +228,49 @@ def _render(template: Template, messages: Sequence[Message], options: RenderOpti
 
 def _tail_if_last(template: Template, marked: Sequence[Message], options: RenderOptions, mark: str) -> str:
     try:
-        return _after(mark, template.text(marked, options.tools, False, options.kwargs)) or ""
-    except (InvalidMessages, TemplateUnsupported):
+        text = template.text(marked, options.tools, False, options.kwargs)
+    except InvalidMessages:
         return ""
+    before, _, after = text.partition(mark)
+    return "" if mark in after else _without_part_closing(before, after)
 
 
-def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], bool, tuple[str, ...]]]:
     """The turn with the marker as the last text written, and other forms to try if that is not printed.
 
     The marker is in the arguments of a tool call, of the last one if that is printed, or at the end of the
-    content. Yields each form with notes on what the template does not print.
+    content. Yields each form with `Marked.replaced`, and with notes on what the template does not print.
     """
     calls = turn.get("tool_calls") or []
     for index in reversed(range(len(calls))):
         # GPT-OSS prints the first call only
         notes = (TURN_NOT_PRINTED,) if index < len(calls) - 1 else ()
-        yield (
-            {**turn, "tool_calls": [*calls[:index], _marked_call(calls[index], mark), *calls[index + 1 :]]},
-            notes,
-        )
+        call, replaced = _marked_call(calls[index], mark)
+        yield {**turn, "tool_calls": [*calls[:index], call, *calls[index + 1 :]]}, replaced, notes
     content = turn.get("content")
     notes = (TURN_NOT_PRINTED,) if calls else ()
     if isinstance(content, str) and content:
-        yield {**turn, "content": content + mark}, notes
+        yield {**turn, "content": content + mark}, False, notes
     elif isinstance(content, list) and content:
-        yield {**turn, "content": [*content, {"type": "text", "text": mark}]}, notes
-    yield {**turn, "content": mark}, notes or ((TURN_NOT_PRINTED,) if content else ())
+        last = content[-1]
+        if isinstance(last, Mapping) and isinstance(last.get("text"), str):
+            yield {**turn, "content": [*content[:-1], {**last, "text": last["text"] + mark}]}, False, notes
+        yield {**turn, "content": [*content, {"type": "text", "text": mark}]}, True, notes
+    yield {**turn, "content": mark}, bool(content), notes or ((TURN_NOT_PRINTED,) if content else ())
 
 
-def _marked_call(call: Mapping[str, Any], mark: str) -> dict[str, Any]:
+def _marked_call(call: Mapping[str, Any], mark: str) -> tuple[dict[str, Any], bool]:
     """A call with the marker at the end of its last argument that is text, or as one more argument."""
-    arguments = call["function"].get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = {}  # as an engine renders them
-    if not isinstance(arguments, dict):
-        return with_argument(call, mark)
+    arguments = arguments_of(call)
     texts = [name for name, value in arguments.items() if isinstance(value, str)]
     marked = {**arguments, texts[-1]: arguments[texts[-1]] + mark} if texts else {**arguments, "q": mark}
-    return {**call, "function": {**call["function"], "arguments": marked}}
+    return {**call, "function": {**call["function"], "arguments": marked}}, not texts
 
 
 def _reduced_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if call["function"].get("arguments") in (None, "", "{}", {}):
         return {**call, "function": {**call["function"], "arguments": {}}}
     return with_argument(call, ".")
-
-
-def _after(mark: str, text: str) -> str | None:
-    """The text after the marker; None if it was not printed. Raises TemplateUnsupported."""
-    before, found, after = text.partition(mark)
-    if not found:
-        return None
-    if mark in after:
-        raise TemplateUnsupported("the template prints the text of a turn more than once")
-    return _without_part_closing(before, after)
 
 
 def _without_part_closing(before: str, after: str) -> str:
@@ -249,14 +284,16 @@ def _without_part_closing(before: str, after: str) -> str:
     return after
 
 
-def _lead(
+def _around_new_texts(
     template: Template,
     marked: Sequence[Message],
     new: Sequence[Message],
     options: RenderOptions,
     marks: Marks,
-) -> str:
-    """The text between the turn and the first new text, from a rendering with markers as the new texts.
+) -> tuple[str, str]:
+    """The text between the turn and the first new text, and that after the last one.
+
+    Both are from a rendering with markers as the new texts.
 
     Raises:
         TemplateUnsupported: a new text is not printed exactly once after the turn, or text of the turn is
@@ -287,7 +324,12 @@ def _lead(
                 f"the template prints new message {index} ({new[index].get('role')}) {where}"
             )
     after = _without_part_closing(before, after)
-    return after[: min((after.index(word) for word in [*words, *blank] if word in after), default=len(after))]
+    printed = [
+        (after.index(word), after.index(word) + len(word)) for word in [*words, *blank] if word in after
+    ]
+    if not printed:
+        return after, ""
+    return after[: min(printed)[0]], after[max(printed)[1] :]
 
 
 def turn_context(turn: Message) -> list[dict[str, Any]]:

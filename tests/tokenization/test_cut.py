@@ -162,7 +162,9 @@ _CASES: dict[str, tuple[str, Any, Any, str, dict[str, Any], str, str]] = {
         "chatml", _turn(), _user(), "<|im_start|>", _LENGTH, "<|im_end|>", _CHATML_REST
     ),
     "alternate stop": ("chatml", _turn(), _user(), "<|eos|>", {}, "", _CHATML_REST),
-    "stop that opens the next message": ("header", _turn(), _user(), "<|user|>", {}, "", _HEADER_REST),
+    "stop that opens the next message": (
+        "header", _turn(), _user(), "<|user|>", {}, "", "<|user|>" + _HEADER_REST
+    ),
     "close before a header": ("header", _turn(), _user(), "<|im_end|>", {}, "", "<|user|>" + _HEADER_REST),
     "one token for both": ("both", _turn(), _user(), "<|im_end|>", {}, "", _BOTH_REST),
     "alternate stop, one token for both": ("both", _turn(), _user(), "<|eos|>", {}, "", _BOTH_REST),

@@ -100,4 +100,4 @@ def test_kwargs_have_the_constants_that_they_are_compared_with() -> None:
     ["{% if %}", "{{ 'x' == ", "{% unknown %}", "{% for m in messages %}", "{{ x | nofilter('a') }}"],
 )
 def test_template_that_cannot_be_parsed_has_no_syntax(source: str) -> None:
-    assert read_syntax(source) == Syntax((), (), (), {})
+    assert read_syntax(source) == Syntax((), (), (), {}, known=False)

@@ -60,15 +60,9 @@ def test_errors_of_a_template_are_invalid_messages(
     assert all(shape.reason for shape in report.shapes)
 
 
-def test_memory_error_is_no_answer_about_the_messages(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = load(_CHATML)
-
-    def fail(*_: object, **__: object) -> str:
-        raise MemoryError
-
-    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", fail)
-    with pytest.raises(MemoryError):
-        tokenizer.render([_USER])
+def test_text_larger_than_memory_is_a_typed_error(load: Load) -> None:
+    with pytest.raises(InvalidMessages, match="MemoryError"):
+        load("{{ 'x' * 10 ** 14 }}").render([_USER])
 
 
 def test_generation_blocks_are_part_of_the_language(load: Load) -> None:

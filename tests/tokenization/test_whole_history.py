@@ -90,9 +90,10 @@ def test_how_often_the_whole_history_is_rendered(
     assert [count for count in counts if count > 10] == [len(history) + 1] * times
 
 
-def test_mark_occurs_in_none_of_the_messages() -> None:
-    history = [{"role": "user", "content": "qZ qZq and qZassistantZq"}, {"role": "user", "content": "é qZqq"}]
-    assert unused_mark(history) == "qZqqqassistantZq"
+def test_mark_cannot_be_foreseen() -> None:
+    history = [{"role": "user", "content": "qZ" + "q" * 200_000}]
+    marks = {unused_mark(history) for _ in range(20)}
+    assert len(marks) == 20
 
 
 @pytest.mark.parametrize(
