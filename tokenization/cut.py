@@ -35,9 +35,9 @@ def cut_tail(turn_tail: TurnTail, last_id: int, *, stopped: bool) -> Cut:
     tail, closing = turn_tail.tail, turn_tail.closing
     if not stopped and last_id in turn_tail.unclear_ids:
         raise TemplateUnsupported("the last id does not tell how much of the turn's close was sampled")
-    # without a close, a token that opens the next message ends the turn
-    opening = turn_tail.tokens if stopped else turn_tail.tokens[:1]
-    for token in turn_tail.close_tokens or opening:
+    # where the close holds no stop token, a token that opens the next message ends the turn
+    opening = turn_tail.tokens if stopped and not turn_tail.has_stop else ()
+    for token in [*(turn_tail.close_tokens or turn_tail.tokens[:1]), *opening]:
         if token.id == last_id:
             return Cut(token.end, tail.text[token.start : token.end])
     stopped = stopped or last_id == turn_tail.stop_if_last

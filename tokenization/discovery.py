@@ -69,6 +69,8 @@ class TurnTail:
     """The token that closes the turn where it is the last message, if that is another one (GPT-OSS)."""
     unclear_stop: Token | None
     """A stop token with which the tail begins although the template closes other turns with another one."""
+    has_stop: bool
+    """Whether a token in `closing` ends turns of the model. In Gemma 4's calls none does."""
     unclear_ids: frozenset[int]
     """Ids in `close_tokens` that do not tell how much of the close was sampled: they occur in it more than
     once, or end the generation prompt too (Kimi K3)."""
@@ -343,6 +345,7 @@ class Discovery:
             close_tokens,
             if_last if last and if_last != last.id and if_last in self._added.special_ids else None,
             None if closing else self._unclear_stop(tail.text, close),
+            any(token.id in self._added.stop_ids | {close.stop} for token in closing),
             frozenset(t for t, count in times.items() if count > 1 or t == self.closes.last_of_prompt),
             frozenset(token.id for token in self._added.find(whole.text[:start])),
         )

@@ -165,7 +165,8 @@ def _guided(guide: Tail, text: str) -> Tail | None:
     `Result 12: ` there. None if the texts differ in the close, or in more than the header.
     """
     if text.startswith(guide.text[: guide.lead]):
-        return replace(guide, text=text)
+        same_foot = text.endswith(guide.text[len(guide.text) - guide.foot :])
+        return replace(guide, text=text, foot=guide.foot if same_foot else 0)
     after_lead = guide.text[guide.lead :]
     lead = len(text) - len(after_lead)
     # up to this length the texts must agree, so that the close is the same
