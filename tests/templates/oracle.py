@@ -236,6 +236,10 @@ class Oracle:
         if not self.reads_generation_prompt:
             opened = itertools.takewhile(lambda token: token.text not in self._assistant_header, closing)
             closing = list(opened) or closing[:1]
+        # the history alone may go on with another message
+        closing = list(itertools.takewhile(lambda token: token.text != self._opener, closing))
+        if self._between_messages == ("", ""):
+            closing = closing[:1]
         if closing and self._opens_message(closing[-1], rendering):
             closing.pop()
         if closing:
@@ -335,6 +339,12 @@ class Oracle:
         """Added tokens that open an answer."""
         tokens = self._tokens(self._between_messages[0])
         return frozenset(token.text for token in tokens[self._closing_tokens_of_user :])
+
+    @cached_property
+    def _opener(self) -> str:
+        """The first added token that opens an answer; empty if none does."""
+        opening = self._tokens(self._between_messages[0])[self._closing_tokens_of_user :]
+        return opening[0].text if opening else ""
 
     @cached_property
     def _closes(self) -> frozenset[str]:
