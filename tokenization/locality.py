@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain, product
+from itertools import chain, islice, product
 from typing import Any, Protocol, TypeVar
 
 from tokenization.histories import (
@@ -230,13 +230,15 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
             for history, step in product(structures(), PRINCIPAL_STEPS[:2]):
                 yield history, step, RenderOptions(ANY_TOOLS, True, {name: value})
         for value, step in product(tried_values(syntax, name), PRINCIPAL_STEPS[:2]):
-            for history in chain(*map(with_text, syntax.strings), lengths(syntax)):
+            # a string in the system message, or in the last one
+            texts = chain.from_iterable(islice(with_text(string), 3) for string in syntax.strings)
+            for history in chain(texts, lengths(syntax)):
                 yield history, step, RenderOptions(None, True, {name: value})
 
 
 def tried_values(syntax: Syntax, name: str) -> list[object]:
     """The values of a template argument that the proof tries."""
-    return list(dict.fromkeys((True, False, "low", *syntax.kwargs[name])))
+    return list(dict.fromkeys((True, False, *syntax.kwargs[name])))
 
 
 def _begins_with_result(new: Sequence[Message]) -> bool:

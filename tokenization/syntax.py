@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import jinja2
-from jinja2 import meta, nodes
+from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tokenization.variables import variables_of_request
 
 _DECIDING = (
     nodes.Compare,
@@ -75,7 +77,7 @@ def read_syntax(source: str) -> Syntax:
     try:
         tree = environment.parse(source)
         # this also folds constants: afterwards `'/no' + '_think'` is one string in the tree
-        kwargs = meta.find_undeclared_variables(tree) - _NOT_KWARGS
+        kwargs = variables_of_request(tree) - _NOT_KWARGS
     except (jinja2.TemplateError, RecursionError, ValueError):
         return Syntax((), (), (), {}, known=False)
     strings: dict[str, None] = {}

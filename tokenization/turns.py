@@ -85,6 +85,8 @@ class Marked:
 
     messages: list[Message]
     """The messages up to the turn, with the marker."""
+    turn: Message
+    """The turn without the marker."""
     mark: str
     before: str
     """The text before the marker."""
@@ -112,14 +114,23 @@ class Marked:
             tail: the end of `text` that follows the turn's own syntax.
         """
         if self.replaced:
-            own = unmarked.removesuffix(tail)
-            syntax = self.text.removesuffix(tail).rstrip().lstrip("\"'")
-            return len(own) + len(tail) == len(unmarked) and own.rstrip().endswith(syntax[-6:])
+            return unmarked.endswith(tail) and self._lacks_only_the_turn(unmarked.removesuffix(tail), tail)
         before = self.before.rstrip()
         end = len(unmarked) - len(self.after)
         same = unmarked.startswith(before) and unmarked.endswith(self.after) and len(before) <= end
         # a template may strip a text at its end
         return same and not unmarked[len(before) : end].strip()
+
+    def _lacks_only_the_turn(self, unmarked: str, tail: str) -> bool:
+        """Whether each word that a rendering up to the tail lacks with the marker is one of the turn.
+
+        Example: `f{n: 5}` for a call without text arguments, where the marker stands in `f{n: 5, q: "..."}`.
+        """
+        marked = f"{self.before}{self.mark}{self.text.removesuffix(tail)}"
+        start = common_prefix_length(unmarked, marked)
+        end = common_prefix_length(unmarked[start:][::-1], marked[start:][::-1])
+        turn = repr(self.turn)
+        return all(word in turn for word in re.findall(r"\w+", unmarked[start : len(unmarked) - end]))
 
 
 def render_tail(
@@ -217,7 +228,7 @@ def render_marked(
         if mark in after:
             raise TemplateUnsupported("the template prints the text of a turn more than once")
         if found:
-            return Marked(marked, mark, before, after, replaced, notes)
+            return Marked(marked, context[-1], mark, before, after, replaced, notes)
     if refusal is not None:
         raise refusal
     raise TemplateUnsupported("the template prints nothing of an assistant turn")
