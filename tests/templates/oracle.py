@@ -237,7 +237,8 @@ class Oracle:
             opened = itertools.takewhile(lambda token: token.text not in self._assistant_header, closing)
             closing = list(opened) or closing[:1]
         # the history alone may go on with another message
-        closing = list(itertools.takewhile(lambda token: token.text != self._opener, closing))
+        while closing and closing[-1].text == self._opener:
+            closing.pop()
         if self._between_messages == ("", ""):
             closing = closing[:1]
         if closing and self._opens_message(closing[-1], rendering):
