@@ -43,6 +43,9 @@ FAST_SAMPLE = frozenset(
 """Names of the pairings in `make test-fast`: they cover each vocabulary and each way to end a turn."""
 
 
+REAL_GROUP = "with real tokenizers"
+
+
 @dataclass(frozen=True)
 class Pairing:
     """A template with a kind of tokenizer."""
@@ -62,7 +65,12 @@ class Pairing:
 
     @property
     def group(self) -> str:
-        """The row of the table in the docs that counts this pairing: a family of `trl`, or another source."""
+        """The row of the table in the docs that counts this pairing.
+
+        A family of `trl`, those of them with real tokenizers, or another source.
+        """
+        if self.vocabulary in _REAL.values():
+            return REAL_GROUP
         return self.family.name if self.family else self.template.source
 
     def stand_in(self) -> StandIn:

@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.templates.corpus import FETCHED
 from tests.templates.families import FAMILIES
 from tests.templates.matrix import Trial
-from tests.templates.pairing import Pairing, all_pairings
+from tests.templates.pairing import REAL_GROUP, Pairing, all_pairings
 from tests.templates.verdicts import Result, Verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "templates.md"
@@ -72,7 +72,8 @@ def count(results: Sequence[Result]) -> Count:
 def table(counts: Count) -> str:
     """A table for the docs with a row for each family of trl and each other source that has cells."""
     counted = {group for group, _, _ in counts}
-    groups = [group for group in (*(family.name for family in FAMILIES), *FETCHED) if group in counted]
+    known = (*(family.name for family in FAMILIES), REAL_GROUP, *FETCHED)
+    groups = [group for group in known if group in counted]
     sides = ("", "without history: ")
     header = ["templates", *(f"{side}{column}" for side in sides for column in _COLUMNS)]
     rows = [_row(group, [group], counts) for group in groups] + [_row("all", groups, counts)]
