@@ -1,4 +1,4 @@
-"""The result of an append. Its list of all ids is made when it is first read.
+"""The result of an append. Its list of all ids is built when it is first read.
 
 Copying the ids given to `append` is its only step that takes longer after a longer history: after 128k ids,
 ten times as long as the rest of a cached append. Callers that keep the ids themselves read only the new ones.
@@ -6,9 +6,23 @@ ten times as long as the rest of a cached append. Callers that keep the ids them
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 from tokenization.errors import InvalidIds
+
+
+def checked_last_id(prompt_ids: Sequence[int]) -> int:
+    """The last id of a prompt. The other ids, which may be 100k, are not checked.
+
+    Raises:
+        InvalidIds: the prompt is empty, or its last element is not an id.
+    """
+    if len(prompt_ids) == 0:
+        raise InvalidIds("must not be empty")
+    if not isinstance(prompt_ids[-1], Integral) or prompt_ids[-1] < 0:
+        raise InvalidIds(f"must hold non-negative integers, not {prompt_ids[-1]!r}")
+    return prompt_ids[-1]
 
 
 class Unjoined(NamedTuple):
@@ -36,7 +50,7 @@ class _JoinedWhenRead:
 
     def __get__(self, appended: "Appended | None", owner: type) -> list[int]:
         if appended is None:
-            # dataclasses ask the class for a default: there is none
+            # dataclasses read the class attribute as the field's default: there is none
             raise AttributeError("prompt_ids")
         value: list[int] | Unjoined = vars(appended)["prompt_ids"]
         if isinstance(value, Unjoined):
@@ -55,8 +69,9 @@ class Appended:
     prompt_ids: _JoinedWhenRead = _JoinedWhenRead()
     """The whole next prompt: the ids given, then `close_ids`, then `suffix_ids`. A list.
 
-    It is made when it is first read. Until then, do not change or remove any of the ids given to `append`;
-    adding ids to that list is allowed. Example: `ids += appended.suffix_ids` is safe, `ids[:] = []` is not.
+    The list is built when it is first read. Until then, do not change or remove any of the ids given to
+    `append`; adding ids to that list is allowed. Example: `ids += appended.suffix_ids` is safe, `ids[:] = []`
+    is not.
     """
     close_ids: list[int]  # type: ignore[misc]
     """Ids inserted to close the turn because the model did not sample them; empty if it did."""
@@ -64,3 +79,14 @@ class Appended:
     """Ids of separators, new messages and generation prompt."""
     notes: tuple[str, ...] = ()
     """Where the template would print the sampled turn differently: see `tokenization.notes`."""
+
+
+def append_ids(
+    prompt_ids: Sequence[int],
+    close_ids: tuple[int, ...],
+    suffix_ids: tuple[int, ...],
+    notes: tuple[str, ...],
+) -> Appended:
+    """Append the ids of a close and a suffix to a prompt, which is not copied before it is read."""
+    parts = Unjoined(prompt_ids, len(prompt_ids), close_ids + suffix_ids)
+    return Appended(parts, list(close_ids), list(suffix_ids), notes)

@@ -1,4 +1,4 @@
-"""Digests by which to recognise a message in every spelling that clients give it.
+"""Digests that recognise a message in every spelling of it that clients send.
 
 Laws, for messages `a` and `b`:
 
@@ -106,7 +106,7 @@ def canonical(message: Message, index: int = 0) -> CanonicalMessage:
 
     Args:
         message: an OpenAI chat message, as parsed from JSON. It is not changed.
-        index: the message's place in the conversation, for the error message.
+        index: the message's position in the conversation, for the error message.
 
     Raises:
         InvalidMessages: the message is not an object or has no role, its content is neither text nor parts, a
@@ -254,7 +254,7 @@ def _join_texts(texts: list[str]) -> list[str]:
 def _part(part: object, index: int) -> str | list[str] | None:
     """The text of a text part, None if its text is null; for any other part its digest, in a list.
 
-    The list tells a digest from a text that looks like one.
+    The list distinguishes a digest from a text that looks like one.
     """
     if isinstance(part, str):
         return part

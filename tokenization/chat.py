@@ -13,30 +13,26 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenization.added_tokens import AddedTokens
-from tokenization.appended import Appended, Unjoined
+from tokenization.appended import Appended, append_ids, checked_last_id
+from tokenization.bounds import Bounds
 from tokenization.cache import BoundedCache, CacheInfo
 from tokenization.content_format import ContentFormat
 from tokenization.continuation import Continuation, encode_after_cut, token_before
 from tokenization.cut import cut_tail
 from tokenization.discovery import Discovery, Ending
 from tokenization.encoder import Encoder
-from tokenization.errors import (
-    InvalidIds,
-    InvalidMessages,
-    TemplateUnsupported,
-    UnfinishedTurn,
-)
+from tokenization.errors import InvalidMessages, TemplateUnsupported, UnfinishedTurn
 from tokenization.files import load_files
 from tokenization.keys import digest
-from tokenization.locality import PROOF_VERSION, Proof
+from tokenization.limit import NO_LIMIT, Limit
+from tokenization.locality import Proof
 from tokenization.messages import Message, check_types, for_template
 from tokenization.notes import differences
-from tokenization.proofs import load_proof, store_proof
+from tokenization.proofs import load_proof, proof_key, store_proof
 from tokenization.template import Template, Tools
 from tokenization.turns import RenderOptions
 
@@ -56,7 +52,7 @@ class ChatTokenizer:
     stop_ids: frozenset[int] = frozenset()
     """Ids that end a turn of this model: the tokenizer's EOS, and `eos_token_id` of the generation config."""
     content_format: ContentFormat | None = None
-    """The form of content that the template gets; None if it is detected as vLLM detects it."""
+    """The form of content for the template; None to detect it as vLLM does."""
     default_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template for all renderings, where a request does not set them."""
     _suffixes: BoundedCache[bytes, Continuation] = field(
@@ -70,12 +66,12 @@ class ChatTokenizer:
         special_ids = {number for number, token in tokens if token.special}
         self._added = AddedTokens(self._added_ids, special_ids, self.stop_ids)
         self._discovery = Discovery(self._template, self._added)
-        # made here, not at first use: loading takes seconds anyway, and no request waits for it
+        # created here, not at first use, because no request waits while a tokenizer is loaded
         self._encoder = Encoder(self._backend_json)
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits, the same wherever vocabulary, merges, chat template and its settings are."""
+        """32 hexadecimal digits, a digest of vocabulary, merges, chat template and its settings."""
         template = self._tokenizer.chat_template
         source = template if isinstance(template, str) else json.dumps(template, sort_keys=True, default=repr)
         fingerprint = hashlib.blake2b(self._backend_json.encode(), digest_size=16)
@@ -87,23 +83,24 @@ class ChatTokenizer:
 
     @property
     def proof(self) -> Proof | None:
-        """What was proved of the template; None before `prove` returned."""
+        """The proof about the template; None before `prove` returned."""
         return self._discovery.proof
 
     def is_local(
         self, new_messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
     ) -> bool:
-        """Whether it was proved that of the history only the last turn decides what follows it."""
+        """Whether it is proved that the text after a turn depends on no earlier message."""
         return self._discovery.is_local(new_messages, RenderOptions(None, True, template_kwargs or {}))
 
     def prove(self, folder: Path | None = None) -> Proof:
-        """Find out how much of a history decides what the template appends.
+        """Examine which part of a history determines the text that the template appends.
 
         The first call renders some thousand short conversations, which takes up to 30 s of CPU time, mostly
-        less than one. Until then `append` renders the whole history; without a history it calls this.
+        less than 1 s. Before that, `append` renders the whole history; without a history, `append` calls this
+        first.
 
         Args:
-            folder: where proofs are kept for other processes; made if it is missing.
+            folder: keeps proofs for other processes; created if it does not exist.
         """
         stored = load_proof(folder, self._proof_key) if folder is not None and self.proof is None else None
         if stored is not None:
@@ -139,19 +136,13 @@ class ChatTokenizer:
 
     @cached_property
     def _proof_key(self) -> str:
-        """32 hexadecimal digits: a digest of all that a proof depends on."""
-        from importlib.metadata import version
-
-        parts = (
-            PROOF_VERSION,
+        return proof_key(
             self._tokenizer.chat_template,
-            sorted(self._added_ids.items()),
-            sorted(self.stop_ids),
+            self._added_ids,
+            self.stop_ids,
             self.content_format,
-            dict(self.default_template_kwargs),
-            [version(name) for name in ("jinja2", "transformers")],
+            self.default_template_kwargs,
         )
-        return digest(*parts).hex()
 
     @classmethod
     def load(
@@ -209,13 +200,16 @@ class ChatTokenizer:
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        limit: Limit = NO_LIMIT,
     ) -> list[int]:
         """The ids of a whole conversation, equal to those the engine would make of it.
 
         Raises:
             InvalidMessages: the template refuses the messages.
+            TooManyIds, Stopped: as `Encoder.encode`.
         """
-        return self.encode(self._template.text(messages, tools, add_generation_prompt, template_kwargs or {}))
+        text = self._template.text(messages, tools, add_generation_prompt, template_kwargs or {})
+        return self._encoder.encode(text, limit)
 
     def append(
         self,
@@ -259,12 +253,8 @@ class ChatTokenizer:
             TemplateUnsupported: the template does not determine the ids to append.
             UnfinishedTurn: the turn was cut off, and `unfinished` is "reject".
         """
-        if len(prompt_ids) == 0:
-            raise InvalidIds("must not be empty")
-        if not isinstance(prompt_ids[-1], Integral) or prompt_ids[-1] < 0:
-            raise InvalidIds(f"must hold non-negative integers, not {prompt_ids[-1]!r}")
         continuation = self.continuation(
-            prompt_ids[-1],
+            checked_last_id(prompt_ids),
             new_messages,
             history=history,
             tools=tools,
@@ -274,13 +264,11 @@ class ChatTokenizer:
             add_generation_prompt=add_generation_prompt,
             template_kwargs=template_kwargs,
         )
-        close, suffix = list(continuation.close_ids), list(continuation.suffix_ids)
         notes = continuation.notes
         if history:
             options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
             notes += differences(self._template, history[-1], new_messages, options)
-        parts = Unjoined(prompt_ids, len(prompt_ids), continuation.close_ids + continuation.suffix_ids)
-        return Appended(parts, close, suffix, notes)
+        return append_ids(prompt_ids, continuation.close_ids, continuation.suffix_ids, notes)
 
     def continuation(
         self,
@@ -294,8 +282,13 @@ class ChatTokenizer:
         unfinished: Unfinished = "close",
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        limit: Limit = NO_LIMIT,
     ) -> Continuation:
-        """The ids to append after ids that end with `last_id`. Arguments and errors are those of `append`."""
+        """The ids to append after ids that end with `last_id`. Arguments and errors are those of `append`.
+
+        Raises also:
+            TooManyIds, Stopped: as `Encoder.encode`.
+        """
         cut_off = finish_reason in ("length", "abort") or isinstance(stop_reason, str)
         if cut_off and unfinished == "reject":
             raise UnfinishedTurn(
@@ -318,10 +311,12 @@ class ChatTokenizer:
         stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
         cut = cut_tail(turn_tail, last_id, stopped=stopped)
         before = token_before(self._added, turn_tail, cut, last_id)
-        return self._suffixes.get_or_make(
+        continuation = self._suffixes.get_or_make(
             turn_tail.key + digest(cut.position, cut.rewritten, before),
-            lambda: encode_after_cut(self._encoder, self._added, turn_tail, cut, before),
+            lambda: encode_after_cut(self._encoder, self._added, turn_tail, cut, before, limit),
         )
+        limit.check(len(continuation.close_ids) + len(continuation.suffix_ids))
+        return continuation
 
     def ending(
         self,
@@ -381,8 +376,13 @@ class ChatTokenizer:
         """
         return self._encoder.encode(text)
 
+    @property
+    def bounds(self) -> Bounds:
+        """Lower bounds for the ids of texts."""
+        return self._encoder.bounds
+
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included. To read and compare only: encoding it gives other ids."""
+        """The text of ids, with special tokens. Only read or compare it: encoding it may give other ids."""
         return self._encoder.decode(ids)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:

@@ -67,11 +67,12 @@ class Report:
     thinking_stripped: bool | None
     """Whether reasoning is dropped from a turn when a user message follows; None if it is never printed."""
     after_messages: str
-    """What decides the text after a turn that a user message follows: see `tokenization.locality`."""
+    """Which messages determine the text after a turn if a user message follows: see
+    `tokenization.locality`."""
     after_results: str
-    """What decides it where tool results follow."""
+    """Which messages determine it if tool results follow."""
     locality_reason: str
-    """A conversation that shows why it is more than the new messages; empty if it is not."""
+    """A conversation that shows why more than the new messages determine it; empty if they suffice."""
     shapes: list[Shape]
 
     @property
@@ -94,7 +95,7 @@ def load_for_check(source: str) -> ChatTokenizer:
         source: path of a Jinja file, a model folder, or the name of a model on the Hugging Face hub.
 
     Raises:
-        TokenizerUnavailable: `source` is no file, and no model can be loaded from it.
+        TokenizerUnavailable: `source` is not a file, and no model can be loaded from it.
     """
     path = Path(source)
     if not path.is_file():
@@ -115,7 +116,7 @@ def load_for_check(source: str) -> ChatTokenizer:
 
 
 def check(tokenizer: ChatTokenizer) -> Report:
-    """Examine a template. What the template cannot do is reported, not raised."""
+    """Examine a template. Refusals of the template are part of the report, not raised."""
     proof = tokenizer.prove()
     turn = {"role": "assistant", "content": "Sunny."}
     content_ending = _ending(tokenizer, [_USER, turn], [_NEXT], None)

@@ -1,7 +1,7 @@
 """How a chat template closes assistant turns, read from its renderings.
 
-A close ends with the token that the model samples last. It is told from the opening of the next message by
-rendering a turn as the last message and with others after it.
+A close ends with the token that the model samples last. To distinguish it from the opening of the next
+message, a turn is rendered as the last message and with others after it.
 """
 
 from collections.abc import Sequence
@@ -70,9 +70,8 @@ class Closes:
         stops = self._added.stop_ids - self.result_openers
         if close.text and (stop := next((token for token in tokens if token.id in stops), None)):
             return self._start_of_close(lead, stop, close), stop.end, frozenset({stop.id})
-        # what opens the next message ends no turn, whichever message that is
-        openers = (self._openers | self.result_openers) - {token.id for token in tokens}
-        openers |= self.result_openers
+        # the opening of a next message of any kind does not end the turn
+        openers = (self._openers - {token.id for token in tokens}) | self.result_openers
         found = self._added.find(lead[:shared], special=True)
         shared = next((token.start for token in found if token.id in openers), shared)
         own = [token for token in tokens if token.end <= shared]
@@ -123,10 +122,11 @@ class Closes:
         lead = tail.text[: tail.lead]
         shared = self._added.shared(lead, tail.text_if_last)
         closing = self._closing_tokens(lead, shared) or self._only_stop(lead, tail.text_if_last, shared)
-        if not closing and (blank := len(lead) - len(lead.lstrip())) + len(tail.text_if_last) > 0:
+        if not closing:
             # the white space before the close may depend on what follows
-            shared_text = blank + self._added.shared(lead.lstrip(), tail.text_if_last.lstrip())
-            closing = self._closing_tokens(lead, shared_text)
+            stripped = lead.lstrip()
+            shared_stripped = self._added.shared(stripped, tail.text_if_last.lstrip())
+            closing = self._closing_tokens(lead, len(lead) - len(stripped) + shared_stripped)
         text = lead[: closing[-1].end] if closing else lead[:shared]
         stop = closing[-1].id if closing else None
         return ContentClose(text, frozenset(token.id for token in closing), stop)
@@ -150,7 +150,7 @@ class Closes:
         if token_if_last in self._added.special_ids - (self._openers - self._added.stop_ids):
             # GPT-OSS: the last turn ends with <|return|>, earlier ones with <|end|>
             return [token for token in tokens if token.start == shared]
-        # the last turn ends with nothing; the first of several tokens is no opening of the next message
+        # the last turn has no close; the first of several tokens does not open the next message
         stops = [token for token in tokens[:-1][:1] if token.id in self._added.stop_ids - self._openers]
         return [] if text_if_last else stops
 
@@ -166,21 +166,27 @@ class Closes:
         return [], None
 
     def _text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        preamble, tools = self._setting
-        return self._template.text([*preamble, *messages], tools, add_generation_prompt, {})
+        """The rendering of messages, after the messages that the template needs; empty if it refuses them."""
+        return self._text_without_preamble(
+            [*self._setting[0], *messages], add_generation_prompt=add_generation_prompt
+        )
+
+    def _text_without_preamble(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        try:
+            return self._template.text(messages, self._setting[1], add_generation_prompt, {})
+        except TokenizationError:
+            return ""
 
     @cached_property
     def _openers(self) -> frozenset[int]:
         """Ids of the special tokens that open messages: nothing was closed before the first message."""
         system = {"role": "system", "content": MARK}
         found = []
-        question = {"role": "user", "content": MARK}
-        preamble, tools = self._setting
-        for messages in ([*preamble, question], [system, PLACEHOLDER_USER]):
-            try:
-                text = self._template.text(messages, tools, False, {})
-            except TokenizationError:
-                continue
+        texts = (
+            self._text([{"role": "user", "content": MARK}], add_generation_prompt=False),
+            self._text_without_preamble([system, PLACEHOLDER_USER], add_generation_prompt=False),
+        )
+        for text in texts:
             before, mark, after = text.partition(MARK)
             if mark:
                 found.append({token.id for token in self._added.find(before, special=True)})
@@ -196,10 +202,7 @@ class Closes:
         results = [
             {"role": "tool", "tool_call_id": f"call0000{i}", "content": t} for i, t in enumerate(texts)
         ]
-        try:
-            text = self._text([*placeholder_context(results), *results], add_generation_prompt=True)
-        except TokenizationError:
-            return frozenset()
+        text = self._text([*placeholder_context(results), *results], add_generation_prompt=True)
         first, second = (text.rfind(word) for word in texts)
         if not 0 <= first < second:
             return frozenset()
@@ -210,29 +213,20 @@ class Closes:
     @cached_property
     def _closer_of_user(self) -> int | None:
         """The id of the first special token after a user's text."""
-        try:
-            text = self._text([{"role": "user", "content": MARK}], add_generation_prompt=True)
-        except TokenizationError:
-            return None
+        text = self._text([{"role": "user", "content": MARK}], add_generation_prompt=True)
         return next((token.id for token in self._added.find(text.partition(MARK)[2], special=True)), None)
 
     @cached_property
     def _generation_prompt(self) -> str:
         """The text that `add_generation_prompt` adds; empty if it adds none."""
-        try:
-            without = self._text([PLACEHOLDER_USER], add_generation_prompt=False)
-            with_prompt = self._text([PLACEHOLDER_USER], add_generation_prompt=True)
-        except TokenizationError:
-            return ""
-        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
+        without = self._text([PLACEHOLDER_USER], add_generation_prompt=False)
+        with_prompt = self._text([PLACEHOLDER_USER], add_generation_prompt=True)
+        return with_prompt[len(without) :] if without and with_prompt.startswith(without) else ""
 
     @cached_property
     def last_of_prompt(self) -> int | None:
         """The id of the special token that ends a prompt; None if text does."""
-        try:
-            prompt = self._text([PLACEHOLDER_USER], add_generation_prompt=True)
-        except TokenizationError:
-            return None
+        prompt = self._text([PLACEHOLDER_USER], add_generation_prompt=True)
         return next((t.id for t in self._added.find(prompt, special=True) if t.end == len(prompt)), None)
 
     def assistant_header(self) -> str:
@@ -242,11 +236,8 @@ class Closes:
         """
         turn = {"role": "assistant", "content": MARK}
         prompt = self._generation_prompt
-        try:
-            question = self._text([PLACEHOLDER_USER], add_generation_prompt=False)
-            answered = self._text([PLACEHOLDER_USER, turn, PLACEHOLDER_USER], add_generation_prompt=True)
-        except TokenizationError:
-            return ""
+        question = self._text([PLACEHOLDER_USER], add_generation_prompt=False)
+        answered = self._text([PLACEHOLDER_USER, turn, PLACEHOLDER_USER], add_generation_prompt=True)
         if not prompt or MARK not in answered:
             return ""
         end = common_prefix_length(question + prompt, answered[: answered.find(MARK)])

@@ -8,6 +8,7 @@ from tokenization.cut import Cut
 from tokenization.discovery import TurnTail
 from tokenization.encoder import Encoder
 from tokenization.errors import TemplateUnsupported
+from tokenization.limit import NO_LIMIT, Limit
 from tokenization.notes import TURN_END_REWRITTEN
 
 
@@ -36,7 +37,12 @@ def token_before(added: AddedTokens, turn_tail: TurnTail, cut: Cut, last_id: int
 
 
 def encode_after_cut(
-    encoder: Encoder, added: AddedTokens, turn_tail: TurnTail, cut: Cut, before: str
+    encoder: Encoder,
+    added: AddedTokens,
+    turn_tail: TurnTail,
+    cut: Cut,
+    before: str,
+    limit: Limit = NO_LIMIT,
 ) -> Continuation:
     """Encode the text after the cut; `before`, the token before it, is context only and may be empty.
 
@@ -44,14 +50,14 @@ def encode_after_cut(
     has nothing to merge it with.
 
     Raises:
-        InvalidMessages: the text holds half of a surrogate pair.
+        InvalidMessages, TooManyIds, Stopped: as `Encoder.encode`, with the limit for all that is encoded.
         TemplateUnsupported: the tokenizer would change what stands at the edge.
     """
     rest = turn_tail.tail.text[cut.position :]
     notes = turn_tail.tail.notes + ((TURN_END_REWRITTEN,) if cut.rewritten else ())
     if not rest:
         return Continuation((), (), notes)
-    ids = encoder.encode(before + rest)
+    ids = encoder.encode(before + rest, limit.plus(1) if before else limit)
     if not before and _leading_spaces(encoder.decode(ids)) > _leading_spaces(rest):
         raise TemplateUnsupported(
             f"the tokenizer puts a space before {rest[:20]!r}, which follows the sampled text directly"

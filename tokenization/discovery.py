@@ -1,4 +1,4 @@
-"""Reads from a template's renderings how it continues after a turn, and caches the results.
+"""Finds the text that a template prints after a turn, from its renderings, and caches the results.
 
 Nothing here depends on a model family: the sources are the template's renderings, the tokenizer's added
 tokens, which it never merges with the text around them, and the ids that end a turn of the model.
@@ -55,13 +55,13 @@ class TurnTail:
     key: bytes
     """The cache key: a digest of all that the tail depends on."""
     whole: Tail
-    """Starts with the turn's own syntax."""
+    """The tail from the turn's own syntax on."""
     tail: Tail
-    """Starts with the close of the turn."""
+    """The tail from the close of the turn on."""
     tokens: tuple[Token, ...]
     """The special tokens in the lead of the tail, in order."""
     closing: tuple[Token, ...]
-    """Those that close the turn; empty if the template has no close."""
+    """The tokens that close the turn; empty if the template has no close."""
     close_tokens: tuple[Token, ...]
     """The added tokens up to the last one that closes the turn. Blank ones, such as a line feed that is a
     token of Gemma 3, are text like other text."""
@@ -83,7 +83,7 @@ class TurnTail:
         return self.whole.text[: len(self.whole.text) - len(self.tail.text)]
 
     def appends_as(self, other: "TurnTail") -> bool:
-        """Whether the same ids are appended, whatever was sampled last."""
+        """Whether the same ids are appended after every sampled id."""
         mine, others = (
             (turn_tail.tail.text, turn_tail.tokens, turn_tail.close_tokens, turn_tail.closing)
             for turn_tail in (self, other)
@@ -106,23 +106,23 @@ class Discovery:
         self._changing = threading.Lock()
 
     def prove(self) -> Proof:
-        """What decides the text after a turn. Takes up to `MAX_SECONDS` of CPU time the first time."""
+        """Prove which messages determine the text after a turn. The first call takes up to `MAX_SECONDS`."""
         with self._proving:
             return self.proof or self.adopt(prove(self, self._template.syntax))
 
     def adopt(self, proof: Proof) -> Proof:
-        """Take over a proof that was made elsewhere; what was refuted here stays refuted. Returns both."""
+        """Adopt a proof from another process and keep the refutations of this one. Returns the result."""
         with self._changing:
             self.proof = proof if self.proof is None else self.proof.and_refuted_in(proof)
             return self.proof
 
     def is_local(self, new: Sequence[Message], options: RenderOptions) -> bool:
-        """Whether it was proved that of the history only the last turn decides what follows it."""
+        """Whether it is proved that the text after a turn depends on no earlier message."""
         proof = self.proof
         return proof is not None and proof.locality(new) is not Locality.HISTORY and self._tried(options)
 
     def _tried(self, options: RenderOptions) -> bool:
-        """Whether the proof tried such template arguments: one that the template reads, with such a value."""
+        """Whether the proof tested these arguments: at most one that the template reads, and its value."""
         syntax = self._template.syntax
         read = {name: value for name, value in options.kwargs.items() if name in syntax.kwargs}
         if "documents" in options.kwargs or len(read) > 1:
@@ -132,10 +132,10 @@ class Discovery:
     def refutation(
         self, new: Sequence[Message], history: Sequence[Message], options: RenderOptions
     ) -> list[Message] | None:
-        """The shortest history found after which other text is printed than the proof says.
+        """The shortest history found that contradicts the proof.
 
         None if the proof holds for this history. If it does not, the whole history is rendered from now on
-        where messages like the new ones follow.
+        for messages like the new ones.
         """
         proof = self.proof
         if proof is None or not self.is_local(new, options):
@@ -149,9 +149,9 @@ class Discovery:
     def _shortest(
         self, tail: TurnTail, history: list[Message], new: Sequence[Message], options: RenderOptions
     ) -> list[Message]:
-        """Leave out messages while a difference remains: half of the rest at first, at last each one.
+        """Remove messages while a difference remains: first half of the rest, at last single messages.
 
-        It is given up after `_MAX_SECONDS_SHORTENING`.
+        Stops after `_MAX_SECONDS_SHORTENING`.
         """
         size, until = len(history) // 2, time.monotonic() + _MAX_SECONDS_SHORTENING
         while size:
@@ -168,9 +168,9 @@ class Discovery:
     def turn_tail(
         self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
     ) -> TurnTail:
-        """The tail of the last turn of `history`, rendered with as little of it as is proved to be enough.
+        """The tail of the last turn of `history`, from the shortest context that is proved to suffice.
 
-        Without a history a turn is assumed that the new messages could follow.
+        Without a history, it is the tail of a placeholder turn that the new messages could follow.
 
         Raises: as `ChatTokenizer.append`.
         """
@@ -179,7 +179,7 @@ class Discovery:
         context = turn_context(history[-1])
         key = self._key(list(new), context, options.key())
         in_turn = None
-        # the turn alone may be refused where the whole conversation is not
+        # a template may refuse the turn alone and accept the whole conversation
         with suppress(TokenizationError):
             in_turn = self._tail(key, context, new, options)
         if in_turn is not None and self.is_local(new, options):
@@ -203,10 +203,10 @@ class Discovery:
         options: RenderOptions,
         in_turn: TurnTail | None,
     ) -> TurnTail:
-        """The tail after a whole history; `in_turn` is that after its last turn alone.
+        """The tail after a whole history; `in_turn` is the tail after its last turn alone.
 
-        Mostly the two are equal, or differ in numbers. One rendering shows that where the turn's last text is
-        found in it once.
+        Mostly the two are equal, or differ in numbers. One rendering shows that if the turn's last text
+        occurs in it once.
         """
         text = self._template.text(
             [*history, *new], options.tools, options.add_generation_prompt, options.kwargs
@@ -227,7 +227,7 @@ class Discovery:
         proof = self.prove()
         context = placeholder_context(new)
         key = self._key(list(new), None, options.key())
-        # first, because where the template objects to the new messages as such, its own error tells more
+        # first, because if the template refuses the new messages themselves, its own error is more useful
         turn_tail = self._tail(key, context, new, options)
         if proof.locality(new) is not Locality.NEW or not self._tried(options):
             raise TemplateUnsupported(
@@ -243,7 +243,7 @@ class Discovery:
         new: Sequence[Message],
         options: RenderOptions,
     ) -> TurnTail:
-        """As `_find`, cached; a refusal too."""
+        """Like `_find`, but results and refusals are cached."""
         return self._tails.get_or_make(
             key, lambda: self._find(key, context, new, options), (TokenizationError,)
         )
@@ -251,7 +251,7 @@ class Discovery:
     def tail_in(
         self, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
     ) -> TurnTail | None:
-        """The tail of the last turn of a context; None where the template refuses the messages."""
+        """The tail of the last turn of a context; None if the template refuses the messages."""
         try:
             return self._find(b"", context, new, options)
         except TokenizationError:
@@ -260,7 +260,7 @@ class Discovery:
     def continues_alike(
         self, tail: TurnTail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
     ) -> bool:
-        """Whether the same is appended after a context; also where the template refuses the messages."""
+        """Whether the same ids are appended after a context, or the template refuses the messages."""
         try:
             if render_marked(self._template, context, new, options).text == tail.whole.text:
                 return True
@@ -273,7 +273,7 @@ class Discovery:
     def _holds(
         self, tail: TurnTail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
     ) -> bool:
-        """Whether a tail is what follows in a context, with a marker in the turn and without."""
+        """Whether a tail is printed after a context, both with a marker in the turn and without."""
         return self.continues_alike(tail, context, new, options) and self.ends(tail, context, new, options)
 
     def ends(
@@ -281,8 +281,8 @@ class Discovery:
     ) -> bool:
         """Whether the rendering of context and new messages, without any marker, ends with turn and tail.
 
-        Also where the template refuses the messages. A template may test a turn's text, which a marker
-        changes.
+        Also True if the template refuses the messages. Renders without a marker, because a template may test
+        the turn's text, which a marker changes.
         """
         try:
             messages = [*context, *new]
@@ -310,7 +310,7 @@ class Discovery:
         options: RenderOptions,
         guide: TurnTail | None = None,
     ) -> tuple[TurnTail, Marked]:
-        """As `_find`, with the rendering that the tail was found in.
+        """Like `_find`; also returns the rendering in which the tail was found.
 
         Args:
             guide: the tail of the same turn in a smaller context.
@@ -381,7 +381,8 @@ class Discovery:
 def _end_of_turn(text: str, turn: Message, turn_tail: TurnTail) -> int | None:
     """Where the last turn ends in a rendering; None if its last text and close are not found there.
 
-    The first place where they are found is taken. Where an earlier turn is equal, too much follows it.
+    It is the first position where they are found. If an earlier turn is equal, the text after it is longer
+    than the tail, and the caller renders with a marker.
     """
     end = last_text(turn)
     closing = turn_tail.closing

@@ -1,13 +1,20 @@
 """Text to ids and back, with a private copy of the tokenizer that all threads share.
 
-Invariant: nothing changes the copy after it is made. If one thread changes a `tokenizers.Tokenizer` (its
+Invariant: nothing changes the copy after it is created. If one thread changes a `tokenizers.Tokenizer` (its
 truncation, padding or added tokens) while another one reads it, version 0.21 fails with "Already borrowed",
 and 0.23 encodes with the change. So the copy is private: callers of transformers change its own tokenizer.
 """
 
 from collections.abc import Sequence
 
-from tokenization.errors import InvalidMessages
+from tokenization.bounds import Bounds
+from tokenization.description import read_description
+from tokenization.errors import InvalidMessages, TemplateUnsupported
+from tokenization.limit import NO_LIMIT, Limit
+from tokenization.pieces import PIECE, Cutter
+
+MAX_PIECE = 2**23
+"""Most characters in one call of the tokenizer, which takes 100 to 200 bytes of memory for each."""
 
 
 class Encoder:
@@ -24,15 +31,39 @@ class Encoder:
         # a tokenizer.json may enable both; engines encode whole prompts without padding
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        parts = read_description(description)
+        self.bounds = Bounds(parts)
+        self._cutter = Cutter(parts)
 
     # `Tokenizer.encode` and `Tokenizer.decode` hold the GIL; their batch variants release it
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, limit: Limit = NO_LIMIT) -> list[int]:
         """The ids of a text, without BOS or other tokens around it. Releases the GIL.
 
         Raises:
             InvalidMessages: the text holds half of a surrogate pair.
+            TooManyIds: it has more ids than `limit` allows. Most such texts are not tokenised completely.
+            Stopped: `limit.stopped` returned True.
+            TemplateUnsupported: it is longer than `MAX_PIECE`, and the tokenizer merges across all of it.
         """
+        if limit.max_ids is not None and len(text) > limit.max_ids:
+            limit.check(self.bounds.fewest(text, limit.max_ids), at_least=True)
+        if len(text) <= PIECE:
+            ids = self._encode(text)
+        else:
+            ids = []
+            for piece in self._cutter.pieces(text):
+                if len(piece) > MAX_PIECE:
+                    raise TemplateUnsupported(
+                        f"{len(piece)} characters cannot be cut exactly for this tokenizer, and at most "
+                        f"{MAX_PIECE} are tokenised at once: send less text"
+                    )
+                ids += self._encode(piece)
+                limit.check(len(ids), at_least=True)
+        limit.check(len(ids))
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
         try:
             ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError as error:  # a lone surrogate: half of a character that was cut in two
@@ -42,7 +73,7 @@ class Encoder:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included. To read and compare only: encoding it gives other ids.
+        """The text of ids, with special tokens. Only read or compare it: encoding it may give other ids.
 
         Releases the GIL.
         """

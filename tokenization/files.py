@@ -1,4 +1,4 @@
-"""Loads a tokenizer, its chat template and what a model's configuration tells about them."""
+"""Loads a tokenizer, its chat template, and the related fields of the model's configuration."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tokenization.template import merge_templates
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What a `ChatTokenizer` is made of."""
+    """The parts of a `ChatTokenizer`."""
 
     tokenizer: Any
     """The transformers tokenizer, with its chat template."""

@@ -1,7 +1,7 @@
 """Conversations for the proof that a template is local: histories that might change what follows a turn.
 
-Each is the part of a conversation before the sampled turn. Most differ from a plain question in one thing
-only, so that no effect hides another.
+Each is the part of a conversation before the sampled turn. Most differ from a plain question in a single
+property, so that no effect hides another.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,7 +176,7 @@ def with_roles(syntax: Syntax) -> Iterator[Messages]:
 
 
 def with_fields(syntax: Syntax) -> Iterator[Messages]:
-    """Histories of which one message has a field that the template reads."""
+    """Histories in which one message has a field that the template reads."""
     for name in syntax.fields:
         for role in ("system", "developer", "user"):
             if name not in ("role", "content"):

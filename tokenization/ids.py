@@ -28,7 +28,7 @@ def check(raw: bytes) -> int:
     points, minus signs or inner brackets. Example: `[1, 2.5]` leaves `[.]`.
 
     Raises:
-        InvalidIds: the value is something else, or the array is empty. The message tells which.
+        InvalidIds: the value is something else, or the array is empty. The message names the problem.
     """
     rest = raw.translate(None, _ARRAY_BYTES)
     if rest == b"[]":

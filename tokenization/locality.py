@@ -1,13 +1,13 @@
-"""Proves how much of a conversation decides what a template prints after a turn.
+"""Proves which part of a conversation determines the text that a template prints after a turn.
 
-A smaller context may stand for the real history only where that was shown. The proof is differential: the
-template is rendered after histories that hold every string that its source compares with, more messages than
-its largest number, repeated, re-ordered and missing results, each role, tools and template arguments
-(`tokenization.histories`). If the text after the turn is the same as after the smaller context, every time,
-the template is local.
+A smaller context may replace the real history only if the result is proved to be the same. The proof compares
+renderings: the template is rendered after histories that hold every string that its source compares with,
+more messages than its largest number, repeated, re-ordered and missing results, each role, tools and template
+arguments (`tokenization.histories`). If the text after the turn always equals the text after the smaller
+context, the template is local.
 
-What the proof does not try is left to the audit, which compares a share of the appends with the whole
-rendering.
+The audit covers cases that the proof does not test: it compares a share of the appends with renderings of the
+whole history.
 """
 
 import time
@@ -43,7 +43,7 @@ from tokenization.turns import RenderOptions, placeholder_context, turn_context
 PROOF_VERSION = 3
 """Part of the key of a stored proof. Raise it when the proof changes."""
 MAX_SECONDS = 30.0
-"""CPU time after which a template counts as not local. Most proofs take less than one."""
+"""CPU time in seconds after which a template counts as not local. Most proofs take less than 1 s."""
 _MAX_STRINGS = 150
 _MAX_NUMBER = 128
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "required": []}
@@ -54,31 +54,31 @@ _TWO_TOOLS = [
 
 
 class Locality(StrEnum):
-    """What decides the text after a turn."""
+    """The messages that determine the text after a turn."""
 
     NEW = "new messages"
     """The new messages alone."""
     TURN = "last turn"
     """The new messages and the last turn: its tool calls, and which kinds of content it has."""
     HISTORY = "whole history"
-    """Possibly more of the history; also where nothing was proved."""
+    """Possibly more of the history; also if nothing was proved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was proved of a template."""
+    """The results of the proof about a template."""
 
     after_results: Locality
-    """What decides the text where the new messages begin with tool results."""
+    """The messages that determine the text if the new messages begin with tool results."""
     after_messages: Locality
-    """What decides it where they begin with another message."""
+    """The messages that determine it if the new messages begin with another message."""
     reason: str = ""
-    """What depends on more than the new messages; empty if nothing does."""
+    """The reason if more than the new messages determine it; empty otherwise."""
     complete: bool = True
-    """Whether all was tried; if not, for lack of time, another machine may find more."""
+    """Whether all histories were tested. If time ran out, another machine may prove more."""
 
     def demoted(self, new: Sequence[Message], reason: str) -> "Proof":
-        """The proof after it was refuted for such new messages."""
+        """The proof with the text after such new messages marked as dependent on the whole history."""
         if _begins_with_result(new):
             return Proof(Locality.HISTORY, self.after_messages, reason)
         return Proof(self.after_results, Locality.HISTORY, reason)
@@ -98,7 +98,7 @@ class Proof:
         return Proof(results, messages, other.reason, self.complete and other.complete)
 
     def locality(self, new: Sequence[Message]) -> Locality:
-        """What decides the text after a turn that these messages follow."""
+        """The messages that determine the text after a turn if these messages follow it."""
         return self.after_results if _begins_with_result(new) else self.after_messages
 
 
@@ -107,29 +107,29 @@ _Case = tuple[Messages, Step, RenderOptions]
 
 
 class Tails(Protocol[Tail]):
-    """What a template prints after the last turn of a context."""
+    """Finds the text that a template prints after the last turn of a context."""
 
     def tail_in(
         self, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
     ) -> Tail | None:
-        """What follows; None where the template refuses the messages."""
+        """The tail after a context; None if the template refuses the messages."""
         ...
 
     def continues_alike(
         self, tail: Tail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
     ) -> bool:
-        """Whether the same follows after a context; also where the template refuses the messages."""
+        """Whether the same tail follows after a context, or the template refuses the messages."""
         ...
 
     def ends(
         self, tail: Tail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
     ) -> bool:
-        """Whether the rendering of context and new messages ends so; also where the template refuses them."""
+        """Whether the rendering of context and new messages ends with the tail, or is refused."""
         ...
 
 
 def prove(tails: Tails[Any], syntax: Syntax) -> Proof:
-    """Find out what decides the text after a turn. Takes up to `MAX_SECONDS` of CPU time."""
+    """Prove which messages determine the text after a turn. Takes up to `MAX_SECONDS` of CPU time."""
     if not syntax.known:
         return _not_local("its source cannot be parsed")
     if len(syntax.strings) > _MAX_STRINGS:
@@ -143,7 +143,7 @@ class _Prover:
     def __init__(self, tails: Tails[Any]) -> None:
         self._tails = tails
         self._in_turn: dict[str, Any] = {}
-        """The tail after the last turn alone, by step and options; None where that is refused."""
+        """The tail after the last turn alone, by step and options; None if the template refuses the turn."""
         self._tried: set[bool] = set()
         """Whether tool results come first in the steps that could be rendered without template arguments."""
         self._found = {True: Locality.NEW, False: Locality.NEW}
@@ -180,7 +180,7 @@ class _Prover:
             self._reasons[step.after_results] = _reason("earlier messages decide", history, step, options)
 
     def _compare_unmarked(self, in_turn: Any, history: Messages, step: Step, options: RenderOptions) -> None:
-        """Compare with the conversation as it is: tails are found by a marker in the turn."""
+        """Compare with the conversation without a marker: tails are found with a marker in the turn."""
         context = [*history, step.turn]
         if in_turn is not None and not self._tails.ends(in_turn, context, step.new, options):
             self._found[step.after_results] = Locality.HISTORY
@@ -188,7 +188,7 @@ class _Prover:
             self._reasons[step.after_results] = reason
 
     def _compare_alone(self, in_turn: Any, history: Messages, step: Step, options: RenderOptions) -> None:
-        """Compare with the tail of a turn that is made up from the new messages."""
+        """Compare with the tail of a placeholder turn that is derived from the new messages."""
         alone = self._tails.tail_in(placeholder_context(step.new), step.new, options)
         if alone is None:
             return
@@ -237,7 +237,7 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
 
 
 def tried_values(syntax: Syntax, name: str) -> list[object]:
-    """The values of a template argument that the proof tries."""
+    """The values of a template argument that the proof tests."""
     return list(dict.fromkeys((True, False, *syntax.kwargs[name])))
 
 

@@ -22,29 +22,29 @@ _PART_FIELDS = frozenset(
     | {"image_embeds", "image_pil", "image_url", "video_embeds", "video_url"}
     | {"audio_embeds", "audio_url", "input_audio", "file", "data"}
 )
-"""Fields that vLLM knows of some kind of part. Any other field of a text part reaches the template."""
+"""Fields that vLLM reads in some kind of part. The template gets any other field of a text part."""
 _BILLING_HEADER = "x-anthropic-billing-header"
 """Start of a line that vLLM removes from system messages, because it changes with every request."""
 _CALL_FIELDS = dict.fromkeys(["id", "function", "type"])
 _FUNCTION_FIELDS = dict.fromkeys(["arguments", "name"])
 _TOOL_FIELDS = dict.fromkeys(["function", "type"])
 _DEFINITION_FIELDS = dict.fromkeys(["name", "description", "parameters", "strict"])
-"""Fields in the order that vLLM's parser gives them: templates print whole objects as JSON."""
+"""Fields in the order of vLLM's parser, because templates print whole objects as JSON."""
 
 
 def check_types(
     new: Sequence[Message], history: Sequence[Message] | None, tools: object, kwargs: object
 ) -> None:
-    """Check what a caller without a type checker may get wrong.
+    """Check the types of arguments, for callers without a type checker.
 
     Raises:
-        InvalidMessages: one of them has another type; the message says which.
+        InvalidMessages: one of them has a wrong type; the message names it.
     """
-    wanted = (("the new messages", new), ("`history`", history), ("`tools`", tools))
-    for name, values in wanted:
+    arguments = (("the new messages", new), ("`history`", history), ("`tools`", tools))
+    for name, values in arguments:
         if values is not None and (not isinstance(values, Sequence) or isinstance(values, str | bytes)):
             raise InvalidMessages(f"{name} must be a list, not {type(values).__name__}")
-    # a history may be long, and is read as a whole only where that is needed
+    # a history may be long, so it is not read completely here
     if not all(isinstance(message, Mapping) for message in [*new, *(history or [])[-1:]]):
         raise InvalidMessages("every message must be an object")
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -56,15 +56,15 @@ def for_template(
 ) -> list[dict[str, Any]]:
     """Convert messages as vLLM converts them for a template.
 
-    If the template does not know the role `developer`, a conversation that has such a message gets all of its
-    system and developer messages merged into one system message at the start. The result then has other
-    positions than `messages`, and a new message may change the start of the rendering instead of its end: so
-    an append asks `changes_start` first. Otherwise each message stays in its place.
+    If the template does not support the role `developer`, a conversation that has such a message gets all of
+    its system and developer messages merged into one system message at the start. The result then has other
+    positions than `messages`, and a new message may change the start of the rendering instead of its end; so
+    an append calls `changes_start` first. Otherwise each message keeps its position.
 
     Args:
         parts: convert content to a list of parts (content format "openai"); otherwise to one text, its parts
             joined by line feeds. Tool results become one text always, unless they refer to tools.
-        developer: whether the template knows the role `developer`.
+        developer: whether the template supports the role `developer`.
 
     Raises:
         InvalidMessages: a message is not an object, has no role, or holds a part that is not text.
@@ -76,11 +76,11 @@ def for_template(
 
 
 def changes_start(new: Sequence[Message], history: Sequence[Message] | None) -> bool:
-    """Whether new messages are merged into the first message, for templates that do not know `developer`.
+    """Whether new messages are merged into the first message, for templates without the role `developer`.
 
     Args:
         new: the messages after `history`.
-        history: None if it is not known; it is taken to hold no developer message then.
+        history: None if not available; it then counts as one without a developer message.
     """
     roles = [message.get("role") for message in new if isinstance(message, Mapping)]
     if "developer" in roles or "system" not in roles:
@@ -143,7 +143,7 @@ def _part(part: object, index: int) -> dict[str, Any]:
     if isinstance(part, dict) and len(part) == 2 and part.get("type") == "text":
         text = part.get("text")
         if isinstance(text, str):
-            return part  # almost every part is of this form
+            return part  # almost every part has this form
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     if isinstance(part, Mapping) and kind == _TOOL_REFERENCE:
         if not isinstance(part.get("name"), str | None):
@@ -177,17 +177,25 @@ def _convert_call(call: object, index: int) -> dict[str, Any]:
         raise InvalidMessages(f"tool calls of message {index} must be objects with a function")
     if call.get("type", "function") != "function":
         raise InvalidMessages(f"tool calls of message {index} must be of type 'function'")
+    result, definition = _ordered(call, _CALL_FIELDS), _ordered(function, _FUNCTION_FIELDS)
+    definition["arguments"] = arguments_of(function)
+    result["function"] = definition
+    return result
+
+
+def arguments_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a called function as vLLM renders them: an object, empty if there are none.
+
+    Arguments that are not valid JSON become an empty object, as in vLLM, so that they do not end a
+    conversation.
+    """
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            # as vLLM does: arguments that are not valid JSON must not end a conversation
-            arguments = {}
-    result, definition = _ordered(call, _CALL_FIELDS), _ordered(function, _FUNCTION_FIELDS)
-    definition["arguments"] = arguments if isinstance(arguments, Mapping) else {}
-    result["function"] = definition
-    return result
+            return {}
+    return arguments if isinstance(arguments, Mapping) else {}
 
 
 def _developer_tools(tools: object) -> object:
@@ -206,14 +214,14 @@ def _developer_tools(tools: object) -> object:
 
 
 def _ordered(values: Mapping[str, Any], first: Mapping[str, None]) -> dict[str, Any]:
-    """The same values, those of the keys of `first` before all others."""
+    """Reorder an object: first the keys in `first`, then all others."""
     if first.keys() <= values.keys():
         return {**first, **values}
     return {**{key: values[key] for key in first if key in values}, **values}
 
 
 def _merge_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Developer messages as system messages, and all of those as one text at the start.
+    """Merge all system and developer messages into one system message at the start.
 
     A single such message at the start keeps its content and other fields.
     """

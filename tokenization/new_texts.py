@@ -1,4 +1,4 @@
-"""The texts of new messages: markers in their place, and whether a rendering holds them."""
+"""Replaces the texts of new messages by markers, and checks that a rendering holds the texts."""
 
 import json
 import random
@@ -10,12 +10,12 @@ from typing import Any
 
 from tokenization.errors import TemplateUnsupported
 from tokenization.keys import serialized
-from tokenization.messages import Message, for_template
+from tokenization.messages import Message, arguments_of, for_template
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Words that occur in none of the arguments, so that they are found only where they were put."""
+    """Creates words that occur in none of the arguments, to find where they are inserted."""
 
     nonce: str
 
@@ -37,23 +37,12 @@ def unused_mark(*arguments: object) -> str:
 
 
 def unused_marks(*arguments: object) -> Marks:
-    """Words that occur in none of the arguments, and cannot be foreseen by who writes these."""
+    """Create words that occur in none of the arguments and are random, so that no client can predict them."""
     source = serialized(arguments)
     while True:
         nonce = f"{random.getrandbits(40):010x}"
         if nonce.encode() not in source:
             return Marks(nonce)
-
-
-def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a tool call as an engine renders them: an object, empty where they are none."""
-    arguments = call["function"].get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return {}
-    return dict(arguments) if isinstance(arguments, Mapping) else {}
 
 
 def with_marks(
@@ -102,7 +91,7 @@ def check_new_texts(tail: str, new: Sequence[Message], strings: Sequence[str]) -
 
     Equal texts must be printed as often as they are given.
 
-    A template may leave out of a text only what its source looks for, such as `/no_think`.
+    A template may omit only those parts of a text that its source searches for, such as `/no_think`.
 
     Raises:
         TemplateUnsupported: it does not.
@@ -128,7 +117,7 @@ def _texts(content: object) -> list[str]:
 
 
 def _parts(content: list[Any]) -> list[dict[str, Any]]:
-    """The parts of a content in the form that templates take; those with a text have it under `text`."""
+    """The parts of a content in the form for templates; parts with a text have it under `text`."""
     parts: list[dict[str, Any]] = for_template([{"role": "user", "content": content}], parts=True)[0][
         "content"
     ]
@@ -160,5 +149,5 @@ def last_text(turn: Message) -> str:
     It is an argument of the last tool call, or the content.
     """
     calls = turn.get("tool_calls")
-    texts = arguments_of(calls[-1]).values() if calls else _texts(turn.get("content"))
+    texts = arguments_of(calls[-1]["function"]).values() if calls else _texts(turn.get("content"))
     return next((text.strip() for text in reversed(list(texts)) if isinstance(text, str)), "")

@@ -4,12 +4,40 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from tokenization.locality import Locality, Proof
+from tokenization.keys import digest
+from tokenization.locality import PROOF_VERSION, Locality, Proof
 
 log = logging.getLogger("tokenproxy")
+
+
+def proof_key(
+    chat_template: str,
+    added_ids: Mapping[str, int],
+    stop_ids: Iterable[int],
+    content_format: str | None,
+    default_template_kwargs: Mapping[str, Any],
+) -> str:
+    """32 hexadecimal digits: a digest of all that a proof depends on.
+
+    Args:
+        added_ids: the id of each added token.
+    """
+    parts = (
+        PROOF_VERSION,
+        chat_template,
+        sorted(added_ids.items()),
+        sorted(stop_ids),
+        content_format,
+        dict(default_template_kwargs),
+        [version(name) for name in ("jinja2", "transformers")],
+    )
+    return digest(*parts).hex()
 
 
 def load_proof(folder: Path, key: str) -> Proof | None:
@@ -24,9 +52,9 @@ def load_proof(folder: Path, key: str) -> Proof | None:
 
 
 def store_proof(folder: Path, key: str, proof: Proof) -> None:
-    """Store a proof. What another process refuted in the meantime stays refuted.
+    """Store a proof. Refutations that another process stored in the meantime are kept.
 
-    A folder that cannot be written is logged: the proof is then made again next time.
+    If the folder cannot be written, that is logged, and the next process makes the proof again.
     """
     stored = load_proof(folder, key)
     proof = proof if stored is None else proof.and_refuted_in(stored)
@@ -38,13 +66,13 @@ def store_proof(folder: Path, key: str, proof: Proof) -> None:
     temporary = None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # written elsewhere and renamed: another process never reads half of a file
+        # written to a temporary file and renamed, so that another process never reads half of a file
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(content, file, ensure_ascii=False)
         Path(temporary).replace(folder / f"{key}.json")
     except (OSError, ValueError) as error:
-        log.warning("what was proved of a chat template cannot be kept in %s: %s", folder, error)
+        log.warning("the results of examining a chat template cannot be stored in %s: %s", folder, error)
         if temporary is not None:
             with suppress(OSError):
                 Path(temporary).unlink()

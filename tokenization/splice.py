@@ -1,4 +1,4 @@
-"""Keeps the ids that a model consumed and sampled in a history that is rendered from text.
+"""Replaces the first part of a rendered history by the ids that the model consumed and sampled.
 
 The contract is that of NeMo-RL's `required_prefix_token_ids`. The template renders the whole history, and
 once more the part up to the last assistant turn. In the whole rendering, that part is replaced by the model's
@@ -46,17 +46,7 @@ def replace_prefix_tokens(
     if not model_prefix_token_ids:
         return list(template_token_ids)
     eos = tokenizer_or_eos if isinstance(tokenizer_or_eos, int) else tokenizer_or_eos.stop_id()
-    cut = _last_index(template_prefix_token_ids, eos)
-    if cut is None:
-        raise PrefixMismatch(
-            f"the rendering of the earlier messages holds no stop token {eos} to join the model's ids at: "
-            "end these messages with an assistant turn"
-        )
-    if list(template_token_ids[: cut + 1]) != list(template_prefix_token_ids[: cut + 1]):
-        raise PrefixMismatch(
-            "the template renders the earlier messages differently when later ones follow, so the end of the "
-            "last assistant turn cannot be found: use a template that does not rewrite its history"
-        )
+    cut = _end_of_last_turn(template_prefix_token_ids, template_token_ids, eos)
     kept = list(model_prefix_token_ids)
     other_stop_ids: frozenset[int] = frozenset()
     if not isinstance(tokenizer_or_eos, int):
@@ -72,6 +62,26 @@ def replace_prefix_tokens(
     if kept[-1] == eos:
         kept.pop()
     return kept + list(template_token_ids[cut:])
+
+
+def _end_of_last_turn(prefix: Sequence[int], whole: Sequence[int], eos: int) -> int:
+    """The index of the stop token that ends the last turn of the prefix, in both renderings.
+
+    Raises:
+        PrefixMismatch: there is none, or the renderings differ before it.
+    """
+    cut = _last_index(prefix, eos)
+    if cut is None:
+        raise PrefixMismatch(
+            f"the rendering of the earlier messages holds no stop token {eos} to join the model's ids at: "
+            "end these messages with an assistant turn"
+        )
+    if list(whole[: cut + 1]) != list(prefix[: cut + 1]):
+        raise PrefixMismatch(
+            "the template renders the earlier messages differently when later ones follow, so the end of the "
+            "last assistant turn cannot be found: use a template that does not rewrite its history"
+        )
+    return cut
 
 
 def _check_messages(

@@ -1,7 +1,7 @@
-"""What the source of a chat template compares with and reads: the values on which a rendering may depend.
+"""Reads from the source of a chat template the values on which a rendering may depend.
 
-Found in the template's syntax tree. A string that is only printed, such as `<|im_start|>`, decides nothing
-and is left out.
+These are the constants that its syntax tree compares with, and the names that it reads. A string that is only
+printed, such as `<|im_start|>`, is left out, because no condition depends on it.
 """
 
 import math
@@ -37,6 +37,8 @@ _NOT_KWARGS = frozenset(
     }
 )
 """Variables that the renderer sets itself."""
+_UNKNOWN_TIME_FORMAT = "%c %f"
+"""Replaces a format that is not a constant: it has microseconds, so that no two times are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Syntax:
     """The constants and variables of a template."""
 
     strings: tuple[str, ...]
-    """Text that the template compares with or looks for."""
+    """Texts that the template compares with or searches for."""
     numbers: tuple[int, ...]
     """Numbers that the template compares with or divides by; without their signs, fractions rounded up."""
     fields: tuple[str, ...]
@@ -52,7 +54,7 @@ class Syntax:
     kwargs: Mapping[str, tuple[object, ...]]
     """Variables that a request may set, each with the constants that it is compared with."""
     time_formats: tuple[str, ...] = ()
-    """The formats in which the template prints the time; one with microseconds stands for unknown ones."""
+    """The formats in which the template prints the time; one with microseconds replaces unknown ones."""
     known: bool = True
     """Whether the source could be parsed."""
 
@@ -64,7 +66,7 @@ class _Generation(Extension):
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
-        # what such a block sets is unset after it
+        # variables that such a block sets are unset after it
         return [nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)]
 
 
@@ -98,7 +100,7 @@ def read_syntax(source: str) -> Syntax:
 
 
 def join_syntaxes(syntaxes: Sequence[Syntax]) -> Syntax:
-    """What several templates compare with and read."""
+    """The combined constants and variables of several templates."""
     kwargs: dict[str, dict[object, None]] = {}
     for syntax in syntaxes:
         for name, values in syntax.kwargs.items():
@@ -114,18 +116,20 @@ def join_syntaxes(syntaxes: Sequence[Syntax]) -> Syntax:
 
 
 def _time_formats(tree: nodes.Template) -> Iterator[str]:
+    constants = {
+        id(call.node): str(call.args[0].value)
+        for call in tree.find_all(nodes.Call)
+        if call.args and isinstance(call.args[0], nodes.Const)
+    }
     for name in tree.find_all(nodes.Name):
         if name.name == "strftime_now" and name.ctx == "load":
-            calls = [call for call in tree.find_all(nodes.Call) if call.node is name]
-            arguments = calls[0].args if calls else []
-            constant = arguments[0] if arguments and isinstance(arguments[0], nodes.Const) else None
-            yield str(constant.value) if constant else "%c %f"
+            yield constants.get(id(name), _UNKNOWN_TIME_FORMAT)
 
 
 def _deciding_values(tree: nodes.Template) -> Iterator[object]:
     fields = {id(node.arg) for node in tree.find_all(nodes.Getitem)}
     for node in _deciding_nodes(tree):
-        # `message['role']` reads a field; which fields a message has is not up to its text
+        # `message['role']` reads a field, and does not compare the text of a message
         yield from (value for value in _constants(node, fields) if not isinstance(value, bool))
     for block in tree.find_all(nodes.AssignBlock):
         for data in block.find_all(nodes.TemplateData):
@@ -159,7 +163,7 @@ def _deciding_nodes(tree: nodes.Template) -> Iterator[nodes.Node]:
         called = node.node if isinstance(node, nodes.Call) else None
         if not (isinstance(called, nodes.Name) and called.name in _PRINTING_CALLS):
             yield node
-    # the body of a loop, of a macro or of `{% with %}` decides nothing as such
+    # the body of a loop, a macro or `{% with %}` is not a condition itself
     for loop in tree.find_all(nodes.For):
         yield loop.iter
     for macro in tree.find_all(nodes.Macro):

@@ -1,8 +1,8 @@
 """Renders messages with a chat template, as vLLM renders them.
 
-An engine picks one of the tokenizer's templates, and converts messages and tools to what it takes: content to
-text or to parts, arguments to objects, developer messages to system messages. All of it is decided by the
-source of the template, once for each template.
+An engine selects one of the tokenizer's templates, and converts messages and tools to the form for the
+template: content to text or to parts, arguments to objects, developer messages to system messages. The form
+depends on the template's source only, and is determined once for each template.
 """
 
 import inspect
@@ -26,11 +26,11 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What the source of a template tells about the messages that it takes."""
+    """The form of messages for a template, read from its source."""
 
     content_format: ContentFormat
     developer: bool
-    """Whether it knows the role `developer`: its source holds the quoted word."""
+    """Whether it supports the role `developer`: its source holds the quoted word."""
 
 
 class Template:
@@ -99,7 +99,7 @@ class Template:
             )
 
     def traits(self, source: str) -> Traits:
-        """What the engine reads from the source of a template."""
+        """The form of messages that the engine reads from the source of a template."""
         return self._traits.get_or_make(source, lambda: self._read_traits(source))
 
     @cached_property
@@ -116,7 +116,7 @@ class Template:
 
     @property
     def strings(self) -> tuple[str, ...]:
-        """Text that its source compares with or looks for."""
+        """Texts that its source compares with or searches for."""
         return self.syntax.strings
 
     @cached_property
@@ -156,7 +156,7 @@ class Template:
 
 
 def _reason(error: Exception) -> str:
-    """Why a template rendered nothing, for the message of an error."""
+    """The error message for a template that failed."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     if isinstance(error, TemplateSyntaxError):

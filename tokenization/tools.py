@@ -13,7 +13,7 @@ def tools_for_template(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] |
 
     Example: `{"function": {"name": "f", "x": 1}, "y": 2}` becomes
     `{"type": "function", "function": {"name": "f", "description": null, "parameters": null}}`.
-    A tool that is no function with a name stays as it is: vLLM refuses it.
+    A tool that is not a function with a name is not changed: vLLM refuses it.
     """
     return [_convert(tool) for tool in tools] if tools else None
 

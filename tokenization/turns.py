@@ -1,4 +1,4 @@
-"""What a chat template prints after an assistant turn, read from its own renderings.
+"""Finds the text that a chat template prints after an assistant turn, from its own renderings.
 
 A turn is rendered with a marker as the last text that the model wrote. After the marker the rendering holds,
 in this order: the rest of the turn's own syntax (the closing brackets of a tool call), the text that closes
@@ -22,10 +22,9 @@ from typing import Any
 
 from tokenization.added_tokens import common_prefix_length
 from tokenization.errors import InvalidMessages, TemplateUnsupported
-from tokenization.messages import Message
+from tokenization.messages import Message, arguments_of
 from tokenization.new_texts import (
     Marks,
-    arguments_of,
     check_new_texts,
     has_text,
     unused_mark,
@@ -45,14 +44,14 @@ PLACEHOLDER_USER: dict[str, Any] = {"role": "user", "content": "."}
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What a template prints after the last text that the model wrote."""
+    """The text that a template prints after the last text that the model wrote."""
 
     text: str
-    """The tail when new messages follow the turn."""
+    """The tail if new messages follow the turn."""
     lead: int
     """Length of the text before the first new text, in characters: syntax, close, header."""
     text_if_last: str
-    """The tail when the turn is the last message; empty if the template cannot print that."""
+    """The tail if the turn is the last message; empty if the template cannot print that."""
     in_call: bool = False
     """Whether that text is an argument of a tool call, so that the tail starts with the call's own syntax."""
     notes: tuple[str, ...] = ()
@@ -68,7 +67,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """Everything but the messages that a rendering depends on."""
+    """The inputs of a rendering besides the messages."""
 
     tools: Tools | None
     add_generation_prompt: bool
@@ -93,7 +92,7 @@ class Marked:
     after: str
     """The text after it."""
     replaced: bool
-    """Whether the marker is an argument or a content of its own, not the end of one that the turn has."""
+    """Whether the marker is a new argument or content, not the end of an existing one."""
     notes: tuple[str, ...]
     """See `Tail.notes`."""
 
@@ -108,7 +107,7 @@ class Marked:
         return self.mark in repr(self.messages[-1].get("tool_calls"))
 
     def agrees_with(self, unmarked: str, tail: str) -> bool:
-        """Whether a rendering without marker is the same: no condition of the template depends on the marker.
+        """Whether a rendering without the marker is equal, so that no condition depends on the marker.
 
         Args:
             tail: the end of `text` that follows the turn's own syntax.
@@ -143,9 +142,9 @@ def render_tail(
     """Render `context`, whose last message is the assistant turn, with `new`; cut at the marker.
 
     Args:
-        guide: the tail of the same turn in a smaller context. Where the tail begins in the same way, or
-            differs only in the header, lead and last rendering are taken from there, so that the context is
-            rendered only once.
+        guide: the tail of the same turn in a smaller context. If the tail begins in the same way, or differs
+            only in the header, lead and last rendering are copied from it, so that the context is rendered
+            only once.
 
     Raises:
         InvalidMessages: the template refuses the messages in every form of the turn.
@@ -273,7 +272,7 @@ def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], bo
 
 def _marked_call(call: Mapping[str, Any], mark: str) -> tuple[dict[str, Any], bool]:
     """A call with the marker at the end of its last argument that is text, or as one more argument."""
-    arguments = arguments_of(call)
+    arguments = arguments_of(call["function"])
     texts = [name for name, value in arguments.items() if isinstance(value, str)]
     marked = {**arguments, texts[-1]: arguments[texts[-1]] + mark} if texts else {**arguments, "q": mark}
     return {**call, "function": {**call["function"], "arguments": marked}}, not texts
@@ -303,7 +302,7 @@ def _around_new_texts(
     options: RenderOptions,
     marks: Marks,
 ) -> tuple[str, str]:
-    """The text between the turn and the first new text, and that after the last one.
+    """The text between the turn and the first new text, and the text after the last one.
 
     Both are from a rendering with markers as the new texts.
 
@@ -347,7 +346,7 @@ def _around_new_texts(
 def turn_context(turn: Message) -> list[dict[str, Any]]:
     """Reduce a conversation to a user message and its last turn, with placeholder text.
 
-    Kept of the turn are the names and ids of its tool calls, whether they have arguments, and which kinds of
+    The turn keeps the names and ids of its tool calls, whether they have arguments, and which kinds of
     content it has. Conversations with equal contexts share one rendering.
     """
     content = turn.get("content")

@@ -34,10 +34,8 @@ from typing import Any
 
 from tests.templates.engine import Renderer, TemplateRefuses
 from tests.templates.marks import MARKS, content_of, marked, marks_a_name, words_of
-from tests.templates.shapes import TOOLS, Message, Shape, call
-
-_GENERATION = {"add_generation_prompt": True}
-_USER_WORD, _NEXT_WORD = "newfirstword", "newsecondword"
+from tests.templates.shapes import Message, Shape
+from tests.templates.template_tokens import TemplateTokens, Token, stem
 
 
 class Reason(StrEnum):
@@ -75,7 +73,7 @@ class TurnEnd:
     """What closes the turn, up to its stop token; empty where the stop token opens the next message or is not
     printed."""
     rest: str
-    """Separators, the new messages and the generation prompt."""
+    """TemplateTokens, the new messages and the generation prompt."""
     stop: str
     """The stop token in this rendering: the end of `close` or, if that is empty, the first special token of
     `rest`; empty if the template prints none."""
@@ -88,15 +86,6 @@ class TurnEnd:
     def text(self) -> str:
         """All text after the turn's own."""
         return self.close + self.rest
-
-
-@dataclass(frozen=True)
-class _Token:
-    """An added token in a text."""
-
-    start: int
-    end: int
-    text: str
 
 
 @dataclass(frozen=True)
@@ -124,11 +113,13 @@ class Oracle:
     _ends: dict[str, "TurnEnd | Undecided"] = field(default_factory=dict)
 
     @cached_property
+    def _tokens(self) -> TemplateTokens:
+        return TemplateTokens(self.renderer, self.tokenizer, self.reads_generation_prompt)
+
+    @property
     def added_tokens(self) -> re.Pattern[str]:
         """A pattern that matches each added token of the tokenizer."""
-        tokens = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-        texts = sorted((token.content for token in tokens), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts)))
+        return self._tokens.added_tokens
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
@@ -140,7 +131,7 @@ class Oracle:
 
     def render(self, messages: Sequence[Message], shape: Shape, kwargs: Mapping[str, Any]) -> str:
         """Raises TemplateRefuses."""
-        return self.renderer.render(messages, TOOLS if shape.with_tools else None, {**_GENERATION, **kwargs})
+        return self._tokens.render(messages, kwargs, with_tools=shape.with_tools)
 
     def turn_end(self, shape: Shape, kwargs: Mapping[str, Any]) -> TurnEnd:
         """What the template prints after the last turn of the history, with the new messages.
@@ -162,7 +153,7 @@ class Oracle:
     def prompt(self, shape: Shape, kwargs: Mapping[str, Any]) -> str:
         """The text of the prompt after which the turn is sampled. Raises Undecided."""
         try:
-            return self.render(shape.history[:-1], shape, {**kwargs, **_GENERATION})
+            return self.render(shape.history[:-1], shape, {**kwargs, "add_generation_prompt": True})
         except TemplateRefuses as error:
             raise Undecided(Reason.PROMPT_REFUSED, str(error)) from error
 
@@ -185,8 +176,8 @@ class Oracle:
 
     def second_stop(self, rest: str) -> str:
         """The token that closes a turn or a user message at the start of a text; empty if there is none."""
-        first = next((token for token in self._tokens(rest) if token.text in self._special), None)
-        closes = {*self._closes, self.tokenizer.eos_token} - self._openers
+        first = next((token for token in self._tokens.find(rest) if token.text in self._tokens.special), None)
+        closes = {*self._tokens.closes, self.tokenizer.eos_token} - self._tokens.openers
         return first.text if first and first.text in closes and not rest[: first.start].strip() else ""
 
     def _turn_end(self, shape: Shape, kwargs: Mapping[str, Any]) -> TurnEnd:
@@ -228,31 +219,35 @@ class Oracle:
         """Divide the text after the marker."""
         after, alone = rendering.after, rendering.alone
         header = after[: min(after.index(word) for word in words_of(shape.new))]
-        tokens = self._tokens(header)
+        tokens = self._tokens.find(header)
         syntax = self._syntax(shape, rendering.turn_text, tokens)
         free = list(itertools.dropwhile(lambda token: token.text in syntax, tokens))
         shared = _shared_length(header, alone) if alone is not None else 0
-        closing = [token for token in free if token.end <= shared and token.text in self._special]
+        closing = [token for token in free if token.end <= shared and token.text in self._tokens.special]
         if not self.reads_generation_prompt:
-            opened = itertools.takewhile(lambda token: token.text not in self._assistant_header, closing)
+            opened = itertools.takewhile(
+                lambda token: token.text not in self._tokens.assistant_header, closing
+            )
             closing = list(opened) or closing[:1]
         # the history alone may go on with another message
-        while closing and closing[-1].text == self._opener:
+        while closing and closing[-1].text == self._tokens.opener:
             closing.pop()
-        if self._between_messages == ("", ""):
+        if self._tokens.between_messages == ("", ""):
             closing = closing[:1]
         if closing and self._opens_message(closing[-1], rendering):
             closing.pop()
         if closing:
-            later = next((t for t in self._tokens(after) if t.start >= closing[-1].end), None)
+            later = next((t for t in self._tokens.find(after) if t.start >= closing[-1].end), None)
             between = after[closing[-1].end : later.start] if later else ""
             if later and later.text == closing[-1].text and not between.strip():
                 raise Undecided(Reason.SECOND_STOP, after)
             return _closed(shape, after, closing[-1], closing[-1].text)
-        ends = [token for token in free if token.text in self._special]
-        last = [token for token in self._tokens(alone or "") if token.text in self._special - syntax]
+        ends = [token for token in free if token.text in self._tokens.special]
+        last = [
+            token for token in self._tokens.find(alone or "") if token.text in self._tokens.special - syntax
+        ]
         if last and self.reads_generation_prompt and [last[0].text] != [token.text for token in ends[:1]]:
-            if ends and ends[0].text not in self._assistant_header:
+            if ends and ends[0].text not in self._tokens.assistant_header:
                 return _closed(shape, after, ends[0], last[0].text)
             # only the last turn of a rendering has a close
             tail = (alone or "")[: last[0].start] if shape.kind == "call" else ""
@@ -260,7 +255,7 @@ class Oracle:
                 return TurnEnd(tail, "", after[len(tail) :], "", last[0].text)
         return self._divide_at_opener(shape, rendering, ends)
 
-    def _divide_at_opener(self, shape: Shape, rendering: _Rendering, ends: list[_Token]) -> TurnEnd:
+    def _divide_at_opener(self, shape: Shape, rendering: _Rendering, ends: list[Token]) -> TurnEnd:
         """Divide the text after the marker, where the turn alone is printed without a close.
 
         Args:
@@ -268,8 +263,8 @@ class Oracle:
         """
         after, alone = rendering.after, rendering.alone
         stop = ends[0] if ends else None
-        if stop and stop.text not in self._assistant_header:
-            closes = stop.text in self._closes or stop.text != ends[-1].text
+        if stop and stop.text not in self._tokens.assistant_header:
+            closes = stop.text in self._tokens.closes or stop.text != ends[-1].text
             if closes and not self._opens_message(stop, rendering):
                 # one that is not printed after the last turn may open the next message as well
                 may_open = len(ends) == 1 and alone is not None
@@ -285,125 +280,40 @@ class Oracle:
             raise Undecided(Reason.UNCLEAR_STOP, after)
         return TurnEnd(alone, "", after[len(alone) :], "", self.tokenizer.eos_token)
 
-    def _opens_message(self, stop: _Token, rendering: _Rendering) -> bool:
+    def _opens_message(self, stop: Token, rendering: _Rendering) -> bool:
         """Whether the stop token is the first of a pair around the next message, as in Gemma 4."""
         if stop.text.startswith("</") or "end" in stop.text:
             return False
         earlier, later = (
-            [token.text for token in self._tokens(text) if _stem(token.text) == _stem(stop.text)]
+            [token.text for token in self._tokens.find(text) if stem(token.text) == stem(stop.text)]
             for text in (rendering.before, rendering.after[stop.end :])
         )
         return earlier[:1] in ([], [stop.text]) and bool(later) and later[0] != stop.text
 
-    def _tokens(self, text: str) -> list[_Token]:
-        return [_Token(*match.span(), match.group()) for match in self.added_tokens.finditer(text)]
-
-    def _syntax(self, shape: Shape, turn_text: str, tokens: list[_Token]) -> set[str]:
+    def _syntax(self, shape: Shape, turn_text: str, tokens: list[Token]) -> set[str]:
         """The texts of those tokens that are call syntax."""
         if shape.kind == "content":
             return set()
-        opened = {_stem(token.text) for token in self._tokens(turn_text)}
-        opened -= {_stem(token) for token in self._of_messages}
-        syntax = {token.text for token in tokens if _stem(token.text) in opened} | self._between_calls
-        return syntax | self._after_name if marks_a_name(shape.history) else syntax
-
-    @cached_property
-    def _between_calls(self) -> frozenset[str]:
-        """Added tokens that the template prints between two calls of one turn."""
-        calls = [call(1, MARKS[0]), call(2, MARKS[1])]
-        calls[1]["function"]["name"] = _NEXT_WORD
-        turn = {"role": "assistant", "content": "", "tool_calls": calls}
-        shape = Shape("", "", [{"role": "user", "content": "Hi"}, turn], [], with_tools=True)
-        whole = self._alone(shape.history, shape, {}) or ""
-        between = whole.partition(MARKS[0])[2].partition(_NEXT_WORD)
-        found = frozenset(token.text for token in self._tokens(between[0] if between[1] else ""))
-        # each call may be a message of its own
-        return frozenset() if found & self._of_messages else found
-
-    @cached_property
-    def _after_name(self) -> frozenset[str]:
-        """Added tokens that the template prints between the name of a call and its arguments."""
-        turn = {"role": "assistant", "content": "", "tool_calls": [call(1, MARKS[0], _NEXT_WORD)]}
-        shape = Shape("", "", [{"role": "user", "content": "Hi"}, turn], [], with_tools=True)
-        after_name = (self._alone(shape.history, shape, {}) or "").partition(_NEXT_WORD)[2]
-        between, found, _ = after_name.partition(MARKS[0])
-        # some templates print the name after the arguments
-        return frozenset(token.text for token in self._tokens(between if found else ""))
-
-    @cached_property
-    def _of_messages(self) -> frozenset[str]:
-        """Added tokens between messages without calls."""
-        return frozenset(token.text for text in self._between_messages for token in self._tokens(text))
-
-    @cached_property
-    def _assistant_header(self) -> frozenset[str]:
-        """Added tokens that open an answer."""
-        tokens = self._tokens(self._between_messages[0])
-        return frozenset(token.text for token in tokens[self._closing_tokens_of_user :])
-
-    @cached_property
-    def _opener(self) -> str:
-        """The first added token that opens an answer; empty if none does."""
-        opening = self._tokens(self._between_messages[0])[self._closing_tokens_of_user :]
-        return opening[0].text if opening else ""
-
-    @cached_property
-    def _closes(self) -> frozenset[str]:
-        """Added tokens that close a user message."""
-        tokens = self._tokens(self._between_messages[0])
-        return frozenset(token.text for token in tokens[: self._closing_tokens_of_user])
-
-    @cached_property
-    def _openers(self) -> frozenset[str]:
-        """Added tokens before the first user message."""
-        whole = self._alone([{"role": "user", "content": _USER_WORD}], Shape("", "", [], []), {}) or ""
-        return frozenset(token.text for token in self._tokens(whole.partition(_USER_WORD)[0]))
-
-    @cached_property
-    def _closing_tokens_of_user(self) -> int:
-        """The number of added tokens that close a user message; 1 if the template does not tell."""
-        if not self.reads_generation_prompt:
-            return 1
-        user = {"role": "user", "content": _USER_WORD}
-        whole = self._alone([user], Shape("", "", [], []), {})
-        return 1 if whole is None else len(self._tokens(whole.partition(_USER_WORD)[2]))
-
-    @cached_property
-    def _between_messages(self) -> tuple[str, str]:
-        """The text between a user message and an answer, and that between the answer and a user message."""
-        messages = [
-            {"role": "user", "content": _USER_WORD},
-            {"role": "assistant", "content": MARKS[0]},
-            {"role": "user", "content": _NEXT_WORD},
-        ]
-        try:
-            whole = self.render(messages, Shape("", "", [], []), {})
-        except TemplateRefuses:
-            return "", ""
-        after_user, _, after_answer = whole.partition(_USER_WORD)[2].partition(MARKS[0])
-        return after_user, after_answer.partition(_NEXT_WORD)[0]
-
-    @cached_property
-    def _special(self) -> frozenset[str]:
-        """The special ones among the added tokens: only these may end a turn."""
-        tokens = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-        return frozenset(token.content for token in tokens if token.special)
+        opened = {stem(token.text) for token in self._tokens.find(turn_text)}
+        opened -= {stem(token) for token in self._tokens.of_messages}
+        syntax = {token.text for token in tokens if stem(token.text) in opened} | self._tokens.between_calls
+        return syntax | self._tokens.after_name if marks_a_name(shape.history) else syntax
 
     def _alone(self, history: Sequence[Message], shape: Shape, kwargs: Mapping[str, Any]) -> str | None:
         """The rendering of a history that ends with the turn; None if the template refuses it."""
-        try:
-            return self.render(history, shape, {**kwargs, "add_generation_prompt": False})
-        except TemplateRefuses:
-            return None
+        return self._tokens.render_alone(history, kwargs, with_tools=shape.with_tools)
 
     def _after_prompt(self, prompt: str, text: str) -> str:
         """A rendering without its common prefix with the prompt, which ends before an added token."""
         shared = _shared_length(prompt, text)
-        cut = next((token.start for token in self._tokens(text) if token.start < shared < token.end), shared)
+        cut = next(
+            (token.start for token in self._tokens.find(text) if token.start < shared < token.end),
+            shared,
+        )
         return text[cut:]
 
 
-def _closed(shape: Shape, after: str, stop: _Token, sampled_stop: str) -> TurnEnd:
+def _closed(shape: Shape, after: str, stop: Token, sampled_stop: str) -> TurnEnd:
     """The division of the text after the marker, where the turn is closed by a token.
 
     The close of a turn with calls is only that token: whatever is before it may be syntax of the call.
@@ -432,9 +342,3 @@ def _shared_length(left: str, right: str) -> int:
     """The length of the common prefix of two texts."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
-
-
-def _stem(token: str) -> str:
-    """Equal for the two tokens of a pair: `tool_call` for `<tool_call>` and `<|tool_call_end|>`."""
-    words = re.findall(r"[a-z]+", token.lower().replace("\u2581", "_"))
-    return "_".join(word for word in words if word not in ("begin", "start", "end", "of"))

@@ -13,7 +13,7 @@ def _appended(given: list[int]) -> Appended:
     return Appended(Unjoined(given, len(given), (8, 9)), [8], [9])
 
 
-def test_prompt_is_a_list_that_is_made_once() -> None:
+def test_prompt_list_is_built_once() -> None:
     given = [5, 6]
     appended = _appended(given)
     prompt_ids = appended.prompt_ids

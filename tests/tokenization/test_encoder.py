@@ -8,7 +8,9 @@ from tokenizers import AddedToken
 
 from tests.templates.vocabularies import VOCABULARIES
 from tokenization.encoder import Encoder
-from tokenization.errors import InvalidMessages
+from tokenization.errors import InvalidMessages, TemplateUnsupported
+from tokenization.limit import Limit, Stopped, TooManyIds
+from tokenization.pieces import PIECE
 
 _THREADS, _SECONDS = 32, 1.5
 _WORDS = (
@@ -88,3 +90,57 @@ def test_truncation_and_padding_of_the_description_are_ignored() -> None:
 def test_half_of_a_surrogate_pair_is_rejected() -> None:
     with pytest.raises(InvalidMessages, match="half of a surrogate pair"):
         _encoder("bytes").encode("a face: \ud83d")
+
+
+def test_a_text_that_is_encoded_in_pieces_has_the_ids_of_the_whole() -> None:
+    text = " ".join(_texts(3000))
+    assert len(text) > 3 * PIECE
+    assert _encoder("bytes").encode(text) == _encoder("bytes")._encode(text)
+
+
+@pytest.mark.parametrize("tokenizer", VOCABULARIES)
+def test_a_limit_is_the_number_of_ids_that_a_text_may_have(tokenizer: str) -> None:
+    encoder, text = _encoder(tokenizer), " ".join(_texts(50))
+    ids = encoder.encode(text)
+    assert encoder.encode(text, Limit(len(ids))) == ids
+    with pytest.raises(TooManyIds) as raised:
+        encoder.encode(text, Limit(len(ids) - 1))
+    assert raised.value.max_ids == len(ids) - 1 < raised.value.count <= len(ids)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = _encoder("bytes")
+    monkeypatch.setattr(encoder, "_encode", lambda text: pytest.fail("it was tokenised"))
+    with pytest.raises(TooManyIds) as raised:
+        encoder.encode("the weather in Zürich " * 100_000, Limit(1000))
+    assert raised.value.at_least
+
+
+def test_a_long_text_is_tokenised_no_further_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, text = _encoder("bytes"), "a b " * PIECE
+    encoded: list[int] = []
+    encode = encoder._encode
+
+    def counted(piece: str) -> list[int]:
+        encoded.append(len(piece))
+        return encode(piece)
+
+    monkeypatch.setattr(encoder, "_encode", counted)
+    with pytest.raises(TooManyIds):
+        encoder.encode(text, Limit(len(text) // 3))
+    assert PIECE <= sum(encoded) < len(text)
+
+
+def test_tokenising_stops_when_the_caller_left() -> None:
+    answers = iter([False, True])
+    with pytest.raises(Stopped):
+        _encoder("bytes").encode("a b " * PIECE, Limit(stopped=lambda: next(answers)))
+    assert list(answers) == []
+
+
+def test_a_text_too_long_to_be_encoded_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenization.encoder.MAX_PIECE", PIECE + 100)
+    encoder = _encoder("bytes")
+    assert len(encoder.encode("a b " * PIECE)) > PIECE
+    with pytest.raises(TemplateUnsupported, match="send less text"):
+        encoder.encode("a" * (PIECE + 101))

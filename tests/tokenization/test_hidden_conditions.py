@@ -1,8 +1,11 @@
 """Templates in which something unusual decides what follows a turn: it is seen, or the append is refused."""
 
+import random
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -78,7 +81,7 @@ def test_message_that_ends_like_the_turn_is_inserted_in_long_conversations(prove
         assert appended_text(tokenizer, "<|im_end|>", [_user("why")], history=history) == ("", _NOTED)
 
 
-def test_another_stop_token_stands_for_the_close_alone() -> None:
+def test_another_stop_token_replaces_only_the_close() -> None:
     """Neither for the end of a message that the template inserts, nor for the opening of the next."""
     note = "{% if not loop.first and m.role == 'user' %}{{ 'NOTE: be brief<|eot|>' }}{% endif %}"
     stops = ["<|im_end|>", "<|eot|>"]
@@ -149,22 +152,39 @@ def test_each_of_several_templates_is_examined() -> None:
     assert (proof.after_messages, proof.reason) == (Locality.HISTORY, "its source cannot be parsed")
 
 
-def test_time_is_part_of_what_is_cached() -> None:
+def test_time_is_part_of_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     year = tokenizer_with(_chatml(before="{{ strftime_now('%Y') }}"))
     assert year._template.now() == [datetime.now().strftime("%Y")]
     assert tokenizer_with(_chatml())._template.now() == []
-    # two renderings never print the same time
     exact = tokenizer_with(_chatml(before="{{ strftime_now('%H:%M:%S.%f') }}"))
+    render, readings = exact._tokenizer.apply_chat_template, count(0x4E00)
+    # no two readings of this clock have a character in common; two of a real one may end with the same digit
+    monkeypatch.setattr(
+        exact._tokenizer,
+        "apply_chat_template",
+        lambda messages, **arguments: render(
+            messages, strftime_now=lambda form: chr(next(readings)), **arguments
+        ),
+    )
     exact.prove()
     for _ in range(2):
         with pytest.raises(TemplateUnsupported):
             appended_text(exact, "<|im_end|>", [_user("why")], history=[_user("a"), _turn("b")])
 
 
-def test_word_like_the_marker_costs_no_time() -> None:
-    tokenizer = tokenizer_with(_chatml())
-    text = "qZ" + "q" * 300_000
-    assert text in appended_text(tokenizer, "<|im_end|>", [_user(text)], history=[_user("a"), _turn("b")])[1]
+def test_text_like_a_marker_needs_no_more_renderings_or_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, history = random.getrandbits, [_user("a"), _turn("b")]
+    counts = []
+    for text in ("x" + "y" * 300_000, "qZ" + "q" * 300_000, "qZassistantZq" * 20_000):
+        tokenizer = tokenizer_with(_chatml())
+        renderings = Mock(wraps=tokenizer._tokenizer.apply_chat_template)
+        candidates = Mock(wraps=draw)
+        monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", renderings)
+        monkeypatch.setattr(random, "getrandbits", candidates)
+        assert text in appended_text(tokenizer, "<|im_end|>", [_user(text)], history=history)[1]
+        counts.append((renderings.call_count, candidates.call_count))
+    assert counts == [counts[0]] * 3
+    assert max(counts[0]) < 20
 
 
 def test_refutations_of_two_processes_are_both_kept(tmp_path: Path) -> None:

@@ -96,6 +96,21 @@ def test_kwargs_have_the_constants_that_they_are_compared_with() -> None:
 
 
 @pytest.mark.parametrize(
+    "source, formats",
+    [
+        ("{{ strftime_now('%d %B') }}{% if x %}{{ strftime_now('%H') }}{% endif %}", ("%d %B", "%H")),
+        ("{{ strftime_now(form) }}", ("%c %f",)),
+        ("{{ strftime_now() }}", ("%c %f",)),
+        ("{% set now = strftime_now %}{{ now('%d') }}", ("%c %f",)),
+        ("{{ strftime('%d') }}{{ 'strftime_now' }}", ()),
+    ],
+    ids=["constants", "variable", "none", "other name", "no time"],
+)
+def test_time_formats(source: str, formats: tuple[str, ...]) -> None:
+    assert read_syntax(source).time_formats == formats
+
+
+@pytest.mark.parametrize(
     "source",
     ["{% if %}", "{{ 'x' == ", "{% unknown %}", "{% for m in messages %}", "{{ x | nofilter('a') }}"],
 )

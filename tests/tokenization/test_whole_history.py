@@ -1,7 +1,9 @@
 """An append after a template that is not local: the whole history is rendered as text, once or twice."""
 
+import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -90,10 +92,24 @@ def test_how_often_the_whole_history_is_rendered(
     assert [count for count in counts if count > 10] == [len(history) + 1] * times
 
 
-def test_mark_cannot_be_foreseen() -> None:
+def test_marker_is_unpredictable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal conversations have different marks, and text like a mark makes no other candidate necessary."""
+    candidates = Mock(wraps=random.getrandbits)
+    monkeypatch.setattr(random, "getrandbits", candidates)
     history = [{"role": "user", "content": "qZ" + "q" * 200_000}]
-    marks = {unused_mark(history) for _ in range(20)}
-    assert len(marks) == 20
+    assert len({unused_mark(history) for _ in range(20)}) == 20
+    assert candidates.call_count == 20
+
+
+def test_mark_that_the_conversation_holds_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = Mock(side_effect=[1, 2, 3])
+    monkeypatch.setattr(random, "getrandbits", candidates)
+    history = [
+        {"role": "user", "content": "qZ0000000001assistantZq"},
+        {"role": "user", "content": ["0000000002"]},
+    ]
+    assert unused_mark(history) == "qZ0000000003assistantZq"
+    assert candidates.call_count == 3
 
 
 @pytest.mark.parametrize(
