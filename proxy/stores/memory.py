@@ -20,7 +20,7 @@ from proxy.history.store import (
 )
 from proxy.history.turn import Turn
 from proxy.history.vocabulary import Reason
-from proxy.stores.eviction import STEP, eviction_target
+from proxy.stores.eviction import STEP, AgeClock, ClockRecord, eviction_target
 from proxy.stores.memory_index import MemoryIndex
 from proxy.stores.packed import (
     complete_path,
@@ -63,6 +63,8 @@ class MemoryStore:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self._clock = AgeClock(limits.max_age_s)
+        self._clock_record: ClockRecord | None = None
         self._rollouts: dict[str, _RolloutRecord] = {}
         self._by_use: defaultdict[str | None, list[Cursor]] = defaultdict(list)
         """The sessions of each tenant, and of all under None, sorted."""
@@ -73,9 +75,12 @@ class MemoryStore:
         self._responses: OrderedDict[str, _ResponseRecord] = OrderedDict()
         self._responses_by_key: dict[bytes, list[str]] = {}
         self._response_bytes = 0
+        self._replica_changes: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        """By fleet, then by URL."""
 
     async def open(self) -> None:
         """See `Store.open`."""
+        self._clock.was_set(time.time())
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
@@ -113,7 +118,7 @@ class MemoryStore:
             rollout,
             replace(
                 stored,
-                used=max(stored.used, time.time()),
+                used=self._use(stored),
                 turns=len(rollout.turns),
                 size=stored.size + size,
             ),
@@ -148,7 +153,7 @@ class MemoryStore:
         record = self._rollouts.get(rollout)
         if record is not None:
             record.pinned_until = max(record.pinned_until, until)
-            self._update(record, replace(record.session, used=max(record.session.used, time.time())))
+            self._update(record, replace(record.session, used=self._use(record.session)))
 
     async def path(self, turn: str) -> list[Turn]:
         """See `Store.path`."""
@@ -245,6 +250,17 @@ class MemoryStore:
         self._drop_response(response.id)
         return True
 
+    async def replica_changes(self, fleet: str) -> dict[str, str]:
+        """See `Store.replica_changes`."""
+        return dict(self._replica_changes.get(fleet, {}))
+
+    async def change_replica(self, fleet: str, url: str, change: str | None) -> None:
+        """See `Store.change_replica`."""
+        if change is None:
+            self._replica_changes[fleet].pop(url, None)
+        else:
+            self._replica_changes[fleet][url] = change
+
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
         now = time.time()
@@ -254,7 +270,8 @@ class MemoryStore:
             if record.kept >= oldest_response:
                 break
             self._drop_response(name)
-        return self._keep_limits(None, oldest=now - self._limits.max_age_s)
+        self._clock_record = self._clock.next_record(self._clock_record, now, self._clock.was_set(now))
+        return self._keep_limits(None, oldest=self._clock.oldest(now, self._clock_record.steady_since))
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""
@@ -277,6 +294,13 @@ class MemoryStore:
         record.session = session
         for tenant in (None, session.tenant):
             insort(self._by_use[tenant], Cursor(session.used, session.id))
+
+    def _use(self, session: Session) -> float:
+        """The time of a use now: later than that of all other sessions, even if the clock was set back."""
+        last, now = self._by_use[None][-1], time.time()
+        if last.id == session.id:
+            return max(session.used, now)
+        return max(now, last.used + 1e-6)
 
     def _remove_use(self, session: Session) -> None:
         place = Cursor(session.used, session.id)

@@ -26,26 +26,35 @@ from proxy.history.store import (
     Found,
     IndexEntry,
     Limits,
+    RecordRefused,
     Session,
     StoredResponse,
     StoreError,
+    StoreStalled,
+    StoreUnusable,
     Usage,
 )
+from proxy.history.store_time import abandon_if_cancelled
 from proxy.history.turn import Turn
 from proxy.history.vocabulary import Reason
 from proxy.stores import redis_index_scripts, redis_response_scripts, redis_scripts
-from proxy.stores.eviction import STEP, evict_in_steps, eviction_target
+from proxy.stores.eviction import STEP, AgeClock, evict_in_steps, eviction_target
 from proxy.stores.packed import complete_path, fill_prompts, pack_entries, pack_parts, pack_turn, unpack_turn
 
 PREFIX = b"tokenproxy:"
 SCHEMA_VERSION = b"2"
 _CONNECTIONS = 32
 _TIMEOUT_S = 10.0
+_CREDENTIALS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 _DATED_RESPONSE = msgspec.msgpack.Decoder(tuple[float, StoredResponse])
 
 
 class RedisStore:
-    """One server. `url` is what redis-py takes: `redis://`, `rediss://`, options after `?`."""
+    """One server. `url` is what redis-py takes: `redis://`, `rediss://`, options after `?`.
+
+    redis-py, when cancelled, closes its connection, and for a server that hangs waits until its timeout. So a
+    call that is cancelled is left to that by itself.
+    """
 
     def __init__(self, url: str, limits: Limits) -> None:
         self._limits = limits
@@ -70,18 +79,20 @@ class RedisStore:
         scheme = url.partition(":")[0]
         self._name = f"{scheme}://{at.get('host', 'localhost')}:{at.get('port', 6379)}/{at.get('db', 0)}"
         self._eviction = asyncio.Lock()
+        self._clock = AgeClock(limits.max_age_s)
         self._redis: Any = Redis.from_pool(pool)
 
     async def open(self) -> None:
         """See `Store.open`."""
         with self._explained():
-            await self._redis.set(PREFIX + b"version", SCHEMA_VERSION, nx=True)
-            version = await self._redis.get(PREFIX + b"version")
+            await abandon_if_cancelled(self._redis.set(PREFIX + b"version", SCHEMA_VERSION, nx=True))
+            version = await abandon_if_cancelled(self._redis.get(PREFIX + b"version"))
         if version != SCHEMA_VERSION:
-            raise StoreError(
+            raise StoreUnusable(
                 f"{self._name} has version {version.decode()} of the keys {PREFIX.decode()}*, and this "
                 f"program needs version {SCHEMA_VERSION.decode()}: delete these keys or name another database"
             )
+        self._clock.was_set(await self._server_time())
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
@@ -114,7 +125,7 @@ class RedisStore:
         if not keys:
             return set()
         with self._explained():
-            scores = await self._redis.zmscore(PREFIX + b"evicted", list(keys))
+            scores = await abandon_if_cancelled(self._redis.zmscore(PREFIX + b"evicted", list(keys)))
         return {key for key, score in zip(keys, scores, strict=True) if score is not None}
 
     async def claim(self, turn: str) -> bool:
@@ -137,11 +148,11 @@ class RedisStore:
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
         with self._explained():
-            ids = await self._redis.zrange(_name("turns", rollout), 0, -1)
+            ids = await abandon_if_cancelled(self._redis.zrange(_name("turns", rollout), 0, -1))
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for turn in ids:
                     pipeline.hget(PREFIX + b"turn:" + turn, "packed")
-                packed = await pipeline.execute()
+                packed = await abandon_if_cancelled(pipeline.execute())
         turns = self._unpack_turns(each for each in packed if each is not None)
         return fill_prompts(turns.values(), turns)
 
@@ -150,7 +161,7 @@ class RedisStore:
         if limit <= 0:
             return []
         with self._explained():
-            ids = await self._redis.zrevrange(_name("turns", rollout), 0, limit - 1)
+            ids = await abandon_if_cancelled(self._redis.zrevrange(_name("turns", rollout), 0, limit - 1))
         return [turn.decode() for turn in ids]
 
     async def save_session(self, session: Session) -> Evicted:
@@ -164,7 +175,7 @@ class RedisStore:
             async with self._redis.pipeline(transaction=True) as pipeline:
                 pipeline.hgetall(_name("rollout", rollout))
                 pipeline.zscore(PREFIX + b"used", rollout)
-                fields, used = await pipeline.execute()
+                fields, used = await abandon_if_cancelled(pipeline.execute())
         return _session(rollout, used, fields) if fields else None
 
     async def sessions(
@@ -197,7 +208,7 @@ class RedisStore:
     async def rewards(self, rollout: str) -> dict[str, float]:
         """See `Store.rewards`."""
         with self._explained():
-            rewards = await self._redis.hgetall(_name("rewards", rollout))
+            rewards = await abandon_if_cancelled(self._redis.hgetall(_name("rewards", rollout)))
         return {turn.decode(): float(reward) for turn, reward in rewards.items()}
 
     async def keep_response(self, response: StoredResponse) -> None:
@@ -216,7 +227,7 @@ class RedisStore:
         """See `Store.responses`."""
         oldest = time.time() - self._limits.response_age_s
         with self._explained():
-            packed = await self._redis.hvals(PREFIX + b"responses:" + key)
+            packed = await abandon_if_cancelled(self._redis.hvals(PREFIX + b"responses:" + key))
             dated = map(_DATED_RESPONSE.decode, packed)
             kept = [response for kept_at, response in dated if kept_at >= oldest]
         return sorted(kept, key=lambda response: response.id, reverse=True)
@@ -225,13 +236,32 @@ class RedisStore:
         """See `Store.take_response`."""
         return bool(await self._run(redis_response_scripts.TAKE_RESPONSE, _member(response)))
 
+    async def replica_changes(self, fleet: str) -> dict[str, str]:
+        """See `Store.replica_changes`."""
+        with self._explained():
+            changes = await abandon_if_cancelled(self._redis.hgetall(_name("replicas", fleet)))
+        return {url.decode(): change.decode() for url, change in changes.items()}
+
+    async def change_replica(self, fleet: str, url: str, change: str | None) -> None:
+        """See `Store.change_replica`."""
+        name = _name("replicas", fleet)
+        with self._explained():
+            if change is None:
+                await abandon_if_cancelled(self._redis.hdel(name, url))
+            else:
+                await abandon_if_cancelled(self._redis.hset(name, url, change))
+
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
-        now = time.time()
-        oldest_response = repr(now - self._limits.response_age_s)
+        oldest_response = repr(time.time() - self._limits.response_age_s)
         while await self._run(redis_response_scripts.DROP_OLD_RESPONSES, oldest_response, STEP) == STEP:
             pass
-        return await self._evict("", oldest=now - self._limits.max_age_s)
+        # the server's clock: the proxies' may differ
+        now = await self._server_time()
+        clock = self._clock
+        args = (repr(now), int(clock.was_set(now)), clock.tolerance_s, clock.longest_gap_s)
+        steady_since = float(await self._run(redis_scripts.STEADY_SINCE, *args))
+        return await self._evict("", oldest=clock.oldest(now, steady_since))
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""
@@ -239,8 +269,13 @@ class RedisStore:
             async with self._redis.pipeline(transaction=True) as pipeline:
                 pipeline.zcard(PREFIX + b"used")
                 pipeline.hmget(PREFIX + b"totals", "turns", "size")
-                rollouts, (turns, size) = await pipeline.execute()
+                rollouts, (turns, size) = await abandon_if_cancelled(pipeline.execute())
         return Usage(rollouts, int(turns or 0), int(size or 0))
+
+    async def _server_time(self) -> float:
+        with self._explained():
+            seconds, microseconds = await abandon_if_cancelled(self._redis.time())
+        return float(seconds + microseconds / 1e6)
 
     async def _keep_limits(self, size: int, own: str) -> Evicted:
         return await self._evict(own) if size > self._limits.max_bytes else Evicted()
@@ -264,9 +299,9 @@ class RedisStore:
         with self._explained():
             try:
                 digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-                return await self._redis.evalsha(digest, 1, PREFIX, *args)
+                return await abandon_if_cancelled(self._redis.evalsha(digest, 1, PREFIX, *args))
             except exceptions.NoScriptError:
-                return await self._redis.eval(script, 1, PREFIX, *args)
+                return await abandon_if_cancelled(self._redis.eval(script, 1, PREFIX, *args))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -274,7 +309,7 @@ class RedisStore:
         try:
             yield
         except (exceptions.RedisError, OSError) as error:
-            raise StoreError(f"{self._name}: {error}: {_advice(error)}") from error
+            raise _kind(error)(f"{self._name}: {error}: {_advice(error)}") from error
         except msgspec.DecodeError as error:
             raise StoreError(f"{self._name} holds what this version cannot read: {error}") from error
 
@@ -333,8 +368,18 @@ def _session(rollout: str, used: float, fields: Mapping[bytes, bytes]) -> Sessio
     )
 
 
+def _kind(error: Exception) -> type[StoreError]:
+    if isinstance(error, _CREDENTIALS):
+        return StoreUnusable
+    if isinstance(error, exceptions.TimeoutError | TimeoutError):
+        return StoreStalled
+    if isinstance(error, exceptions.DataError):
+        return RecordRefused
+    return StoreError
+
+
 def _advice(error: Exception) -> str:
-    if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
+    if isinstance(error, _CREDENTIALS):
         return "check the user and the password in its URL"
     if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
         return "is the server running, and can it be reached from here?"

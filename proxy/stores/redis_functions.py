@@ -12,6 +12,8 @@ All names begin with a prefix, which is KEYS[1] of every script:
     evicted            sorted set: keys by the number of their eviction, which `evictions` counts
     responses          sorted set: id and key of responses, by the time when they were kept
     responses:KEY      hash: id to packed response
+    replicas:FLEET     hash: URL of a replica to its change
+    clock              hash: seen, steady_since; see `eviction.ClockRecord`
     totals             hash: turns, size, response_bytes
     version            of all this
 
@@ -78,6 +80,10 @@ local function set_used(rollout, tenant, used)
 end
 local function touch(rollout, now)
     local tenant = redis.call('HGET', p .. 'rollout:' .. rollout, 'tenant')
+    local last, used = unpack(redis.call('ZRANGE', p .. 'used', -1, -1, 'WITHSCORES'))
+    if last and last ~= rollout and tonumber(used) >= tonumber(now) then
+        now = string.format('%.17g', tonumber(used) + 0.000001)
+    end
     redis.call('ZADD', p .. 'used', 'GT', now, rollout)
     redis.call('ZADD', p .. 'used:' .. tenant, 'GT', now, rollout)
 end
@@ -98,7 +104,8 @@ local function save_session(rollout, tenant, explicit, created, used, defaults, 
     return redis.call('HINCRBY', p .. 'totals', 'size', growth)
 end
 """
-"""`save_session` takes what `redis._session_arguments` returns, and returns the bytes held afterwards."""
+"""`touch` makes a rollout the last used of all, even if a clock was set back.
+`save_session` takes what `redis._session_arguments` returns, and returns the bytes held afterwards."""
 
 REMOVE = (
     INDEX

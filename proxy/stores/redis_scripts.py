@@ -143,6 +143,24 @@ return table.concat(sessions)
 Reply: for each session its id, `used`, the number of strings that follow, the fields of its hash, each with
 its value."""
 
+STEADY_SINCE = """
+local name, now, was_set, tolerance, longest_gap = KEYS[1] .. 'clock', unpack(ARGV)
+local seen, steady_since = unpack(redis.call('HMGET', name, 'seen', 'steady_since'))
+if seen then
+    local gap = tonumber(now) - tonumber(seen)
+    if gap < 0 - tolerance or gap > tonumber(longest_gap) then
+        was_set = '1'
+    end
+end
+if was_set == '1' then
+    steady_since = now
+end
+redis.call('HSET', name, 'seen', now, 'steady_since', steady_since or '0')
+return steady_since or '0'
+"""
+"""As `AgeClock.next_record`. Arguments: now, 1 if the clock was set, tolerance, longest gap.
+Reply: since when the clock has been steady."""
+
 EVICT = (
     REMOVE
     + """

@@ -20,7 +20,7 @@ from proxy.history.store import (
 from proxy.history.turn import Turn
 from proxy.history.vocabulary import Reason
 from proxy.stores import sqlite_index
-from proxy.stores.eviction import STEP, evict_in_steps
+from proxy.stores.eviction import STEP, AgeClock, evict_in_steps
 from proxy.stores.packed import (
     complete_path,
     fill_prompts,
@@ -34,6 +34,7 @@ from proxy.stores.packed import (
 from proxy.stores.sqlite_tables import (
     PATH,
     SESSIONS,
+    USE,
     TurnRow,
     add_turns,
     drop_responses,
@@ -43,6 +44,7 @@ from proxy.stores.sqlite_tables import (
     remove_responses,
     save_session,
     session_from,
+    steady_since,
 )
 from proxy.stores.sqlite_threads import Database
 
@@ -54,10 +56,12 @@ class SqliteStore:
         self.file = path
         self._limits = limits
         self._database = Database(path)
+        self._clock = AgeClock(limits.max_age_s)
         self._eviction = asyncio.Lock()
 
     async def open(self) -> None:
         """See `Store.open`."""
+        self._clock.was_set(time.time())
         await self._database.open(lambda connection: prepare(connection, self.file))
 
     async def aclose(self) -> None:
@@ -111,11 +115,9 @@ class SqliteStore:
 
     async def pin(self, rollout: str, until: float) -> None:
         """See `Store.pin`."""
-        query = """
-            UPDATE sessions SET used = max(used, ?), pinned_until = max(pinned_until, ?) WHERE id = ?
-        """
-        row = (time.time(), until, rollout)
-        await self._database.write(lambda connection: connection.execute(query, row).rowcount)
+        query = f"{USE}, pinned_until = max(pinned_until, :until) WHERE id = :id"
+        values = {"now": time.time(), "until": until, "id": rollout}
+        await self._database.write(lambda connection: connection.execute(query, values).rowcount)
 
     async def path(self, turn: str) -> list[Turn]:
         """See `Store.path`."""
@@ -240,6 +242,18 @@ class SqliteStore:
 
         return await self._database.write(work)
 
+    async def replica_changes(self, fleet: str) -> dict[str, str]:
+        """See `Store.replica_changes`."""
+        query = "SELECT url, change FROM replica_changes WHERE fleet = ?"
+        return await self._database.read(lambda connection: dict(connection.execute(query, (fleet,))))
+
+    async def change_replica(self, fleet: str, url: str, change: str | None) -> None:
+        """See `Store.change_replica`."""
+        query, values = "INSERT OR REPLACE INTO replica_changes VALUES (?, ?, ?)", [fleet, url, change]
+        if change is None:
+            query, values = "DELETE FROM replica_changes WHERE fleet = ? AND url = ?", [fleet, url]
+        await self._database.write(lambda connection: connection.execute(query, values).rowcount)
+
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
         now, limits = time.time(), self._limits
@@ -249,7 +263,11 @@ class SqliteStore:
             == STEP
         ):
             pass
-        return await self._evict(None, oldest=now - limits.max_age_s)
+        was_set = self._clock.was_set(now)
+        steady = await self._database.write(
+            lambda connection: steady_since(connection, self._clock, now, was_set)
+        )
+        return await self._evict(None, oldest=self._clock.oldest(now, steady))
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from proxy.history.store import Evicted, IndexEntry, Limits, Session, StoreError
-from proxy.stores.eviction import STEP, eviction_target
+from proxy.history.store import Evicted, IndexEntry, Limits, Session, StoreUnusable
+from proxy.stores.eviction import STEP, AgeClock, ClockRecord, eviction_target
 from proxy.stores.packed import description_size, unpack_entries
 from proxy.stores.sqlite_index import (
     INDEX_SCHEMA,
@@ -54,6 +54,20 @@ INSERT INTO totals VALUES (0, 0, 0);
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
+# not in the schema: files of this version may lack them
+_LATER_TABLES = (
+    "CREATE TABLE IF NOT EXISTS clock (seen REAL NOT NULL, steady_since REAL NOT NULL)",
+    """CREATE TABLE IF NOT EXISTS replica_changes (
+        fleet TEXT NOT NULL, url TEXT NOT NULL, change TEXT NOT NULL, PRIMARY KEY (fleet, url)
+    ) WITHOUT ROWID""",
+)
+USE = """
+UPDATE sessions SET used = CASE
+    WHEN used >= (SELECT max(used) FROM sessions) THEN max(used, :now)
+    ELSE max(:now, (SELECT max(used) FROM sessions) + 0.000001)
+END
+"""
+"""Mark sessions as used now: the last of all, even if the clock was set back."""
 PATH = """
 WITH RECURSIVE up (id) AS (
     VALUES (?) UNION SELECT turns.parent FROM up JOIN turns USING (id) WHERE turns.parent IS NOT NULL
@@ -87,21 +101,28 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     """Make the tables where there are none.
 
     Raises:
-        StoreError: the file belongs to another program, or has another version.
+        StoreUnusable: the file belongs to another program, or has another version.
     """
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if application == _APPLICATION_ID and version == SCHEMA_VERSION:
+        _create_later_tables(connection)
         return
     if application == _APPLICATION_ID:
-        raise StoreError(
+        raise StoreUnusable(
             f"{path} has version {version} of the tables, and this program needs version {SCHEMA_VERSION}: "
             "move the file away, or name another"
         )
     if version or connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-        raise StoreError(f"{path} is another program's database: name another file")
+        raise StoreUnusable(f"{path} is another program's database: name another file")
     # executescript would commit
     for statement in filter(str.strip, _SCHEMA.split(";")):
+        connection.execute(statement)
+    _create_later_tables(connection)
+
+
+def _create_later_tables(connection: sqlite3.Connection) -> None:
+    for statement in _LATER_TABLES:
         connection.execute(statement)
 
 
@@ -127,12 +148,21 @@ def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[T
         if row.parent is not None:
             mark_continued(connection, row.parent)
     size = sum(len(row.packed) + len(row.packed_entries) for row in new)
+    connection.execute(f"{USE} WHERE id = :id", {"now": now, "id": session.id})
     connection.execute(
-        "UPDATE sessions SET used = max(used, ?), turns = turns + ?, size = size + ? WHERE id = ?",
-        (now, len(new), size, session.id),
+        "UPDATE sessions SET turns = turns + ?, size = size + ? WHERE id = ?", (len(new), size, session.id)
     )
     connection.execute("UPDATE totals SET turns = turns + ?, size = size + ?", (len(new), size))
     return held_bytes(connection)
+
+
+def steady_since(connection: sqlite3.Connection, clock: AgeClock, now: float, was_set: bool) -> float:
+    """Note that the clock shows `now`; returns since when it has been steady."""
+    row = connection.execute("SELECT seen, steady_since FROM clock").fetchone()
+    record = clock.next_record(ClockRecord(*row) if row else None, now, was_set)
+    connection.execute("DELETE FROM clock")
+    connection.execute("INSERT INTO clock VALUES (?, ?)", record)
+    return record.steady_since
 
 
 def held_bytes(connection: sqlite3.Connection) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from proxy.history.store import Limits, Store, StoreError
+from proxy.history.store import Limits, RecordRefused, Store, StoreError
 from proxy.stores.memory import MemoryStore
 from proxy.stores.redis import RedisStore
 from proxy.stores.sqlite import SqliteStore
@@ -154,7 +154,7 @@ async def test_one_bad_write_spoils_no_other(tmp_path: Path) -> None:
     values = [*range(50), 7, 2**64, *range(50, 90)]
     done = await asyncio.gather(*map(write, values), return_exceptions=True)
     failed = [(value, type(error)) for value, error in zip(values, done, strict=True) if error is not None]
-    assert failed == [(7, StoreError), (2**64, OverflowError)]
+    assert failed == [(7, RecordRefused), (2**64, OverflowError)]
     rows = await database.read(lambda connection: connection.execute("SELECT x FROM t").fetchall())
     assert sorted(rows) == [(value,) for value in range(90)]
     await database.aclose()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from proxy.history.store import Cursor, StoreError
-from proxy.stores import sqlite_threads
+from proxy.stores import sqlite_file
 from proxy.stores.sqlite import sessions_query
 from tests.stores.store_utils import add, digest_of, entry, make_session, make_turn, opened
 
@@ -50,6 +50,20 @@ async def test_only_its_user_may_read_a_store(tmp_path: Path) -> None:
     assert _mode(file) == 0o600
 
 
+async def test_a_file_that_lacks_later_tables(tmp_path: Path) -> None:
+    file = tmp_path / "x.db"
+    turn = make_turn()
+    async with opened(f"sqlite://{file}") as store:
+        await add(store, turn)
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("DROP TABLE replica_changes")
+        connection.execute("DROP TABLE clock")
+    async with opened(f"sqlite://{file}") as store:
+        assert await store.path(turn.id) == [turn]
+        await store.change_replica("fleet", "http://a:1", "removed")
+        assert await store.replica_changes("fleet") == {"http://a:1": "removed"}
+
+
 async def test_modes_of_existing_files_and_folders_stay(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -66,8 +80,8 @@ async def test_modes_of_existing_files_and_folders_stay(tmp_path: Path) -> None:
 
 
 async def test_a_lock_that_is_never_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sqlite_threads.BUSY_S == 5.0
-    monkeypatch.setattr(sqlite_threads, "BUSY_S", 0.6)
+    assert sqlite_file.BUSY_S == 5.0
+    monkeypatch.setattr(sqlite_file, "BUSY_S", 0.6)
     file = tmp_path / "x.db"
 
     async def add_later(delay: float) -> float:

@@ -347,10 +347,15 @@ async def test_young_responses_stay(url: str) -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1])
-async def test_a_store_with_a_limit_of_nothing_holds_nothing(url: str, max_bytes: int) -> None:
+async def test_a_store_with_a_limit_of_nothing_holds_only_changes_of_replicas(
+    url: str, max_bytes: int
+) -> None:
     async with opened(url, Limits(max_bytes=max_bytes, response_bytes=0, evicted_keys=0)) as store:
         assert (await _add(store, "r")).turns == 1
         await store.keep_response(make_response(b"k"))
+        await store.change_replica("fleet", "http://a:1", "removed")
+        await store.evict()
         assert await store.usage() == Usage(0, 0, 0)
         assert await store.responses(b"k") == []
         assert await store.evicted([digest_of("r")]) == set()
+        assert await store.replica_changes("fleet") == {"http://a:1": "removed"}

@@ -140,6 +140,10 @@ async def test_changes_are_visible_to_all_at_once(shared_url: str) -> None:
         await add(second, make_turn("other"), entry("k", "ids"))
         session = await first.session("r")
         assert session is not None and session.ambiguous
+        await first.change_replica("fleet", "http://a:1", "removed")
+        assert await second.replica_changes("fleet") == {"http://a:1": "removed"}
+        await second.change_replica("fleet", "http://a:1", None)
+        assert await first.replica_changes("fleet") == {}
         assert await second.delete("r") and await second.delete("other")
         assert await first.find([digest_of("k")]) == {}
         assert await first.usage() == Usage(0, 0, 0)
@@ -163,6 +167,7 @@ async def test_everything_survives_a_restart(shared_url: str) -> None:
         await store.set_rewards("r", {turn.id: 0.5})
         await store.save_session(make_session(metadata=b'{"a":1}'))
         await store.keep_response(response)
+        await store.change_replica("fleet", "http://a:1", "removed")
         session, usage = await store.session("r"), await store.usage()
         found = await store.find([digest_of("k")])
     async with opened(shared_url) as store:
@@ -170,4 +175,5 @@ async def test_everything_survives_a_restart(shared_url: str) -> None:
         assert await store.find([digest_of("k")]) == found
         assert await store.rewards("r") == {turn.id: 0.5}
         assert await store.responses(b"k") == [response]
+        assert await store.replica_changes("fleet") == {"http://a:1": "removed"}
         assert (await store.session("r"), await store.usage()) == (session, usage)

@@ -25,6 +25,7 @@ _EVERYTHING = make_turn(
     stop_reason=151645,
     temperature=0.7,
     logprobs_mode="raw_logprobs",
+    replica="http://10.0.0.1:8000",
     problem="media",
     weight_versions=(WeightSpan("7", 0, 1), WeightSpan("8", 1, 2)),
     routed_experts="AAAA",
@@ -305,3 +306,23 @@ async def test_a_response_is_taken_once(store: Store) -> None:
     results = await asyncio.gather(*(store.take_response(taken) for _ in range(5)))
     assert sorted(results) == [False] * 4 + [True]
     assert await store.responses(b"k") == [stays]
+
+
+async def test_the_newest_change_of_a_replica_counts(store: Store) -> None:
+    assert await store.replica_changes("fleet") == {}
+    await store.change_replica("fleet", "http://a:1", "added")
+    await store.change_replica("fleet", "http://räume:1/path", "drained")
+    await store.change_replica("fleet", "http://a:1", "removed")
+    expected = {"http://a:1": "removed", "http://räume:1/path": "drained"}
+    assert await store.replica_changes("fleet") == expected
+    await store.change_replica("fleet", "http://a:1", None)
+    await store.change_replica("fleet", "http://never:1", None)
+    assert await store.replica_changes("fleet") == {"http://räume:1/path": "drained"}
+
+
+async def test_each_fleet_has_its_own_changes(store: Store) -> None:
+    await store.change_replica("first", "http://a:1", "removed")
+    await store.change_replica("second", "http://a:1", "drained")
+    await store.change_replica("second", "http://a:1", None)
+    assert await store.replica_changes("first") == {"http://a:1": "removed"}
+    assert await store.replica_changes("second") == {}
