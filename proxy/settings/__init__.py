@@ -1,0 +1,21 @@
+"""The settings of the proxy: one typed tree, read from a file, the environment and flags."""
+
+from proxy.settings.settings import (
+    ENV_PREFIX,
+    GROUPS,
+    Settings,
+    SettingsError,
+    lends_credentials,
+    load_settings,
+    refuse_open_proxy,
+)
+
+__all__ = [
+    "ENV_PREFIX",
+    "GROUPS",
+    "Settings",
+    "SettingsError",
+    "lends_credentials",
+    "load_settings",
+    "refuse_open_proxy",
+]

@@ -1,0 +1,56 @@
+"""Settings of the record of turns and its store."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field, field_validator
+
+from proxy.history.store import Limits
+from proxy.settings.flags import Flag
+from proxy.settings.folders import state_folder
+from proxy.stores.urls import make_store
+
+
+def default_store() -> str:
+    """A database in the user's state folder, shared by all processes of this machine."""
+    return f"sqlite:///{state_folder() / 'rollouts.db'}"
+
+
+class RecordingSettings(BaseModel):
+    """The record of turns and its store."""
+
+    store: Annotated[str, Flag("URL", default="sqlite:///~/.local/state/tokenproxy/rollouts.db")] = Field(
+        default_factory=default_store,
+        description="database of recorded turns: sqlite:///FILE, redis://HOST:PORT/DB or memory:",
+    )
+    store_required: bool = Field(
+        default=False,
+        description="do not start while the store does not respond, instead of serving without it",
+    )
+    store_timeout_s: float = Field(
+        default=1.0, gt=0, description="seconds that a request waits for the store, all its calls together"
+    )
+    store_max_bytes: Annotated[int, Flag(default="1 GiB")] = Field(
+        default=2**30,
+        ge=1,
+        description="bytes of recorded turns; beyond them the least recently used sessions are evicted",
+    )
+    store_max_age_s: Annotated[float, Flag(default="7 days")] = Field(
+        default=7 * 86_400.0, gt=0, description="seconds after its last use until a session is evicted"
+    )
+    record_logprobs: bool = Field(
+        default=True,
+        description="request and record log-probabilities even if the client does not request them",
+    )
+    record_token_route: bool = Field(
+        default=True,
+        description="record turns of the token route that have a session or the conversation's messages",
+    )
+    cache_bytes: Annotated[int, Flag(default="256 MiB")] = Field(
+        default=256 * 2**20, ge=0, description="memory for recently used conversations and their ids"
+    )
+
+    @field_validator("store", mode="after")
+    @classmethod
+    def _store_exists(cls, url: str) -> str:
+        make_store(url, Limits())
+        return url

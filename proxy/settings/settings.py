@@ -1,0 +1,125 @@
+"""One tree of settings: a file, overridden by the environment, overridden by flags.
+
+Every setting has a name that is the same everywhere: `body_limit_bytes` in the file,
+`TOKENPROXY_BODY_LIMIT_BYTES` in the environment, `--body-limit-bytes` on the command line.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from proxy.engine.http import url_credentials
+from proxy.routes.auth import is_loopback
+from proxy.settings.engines import EngineSettings
+from proxy.settings.load import LoadSettings
+from proxy.settings.logs import LogSettings
+from proxy.settings.recording import RecordingSettings
+from proxy.settings.server import ServerSettings
+from proxy.settings.templates import TemplateSettings
+
+ENV_PREFIX = "TOKENPROXY_"
+GROUPS: dict[str, type[BaseModel]] = {
+    "engines": EngineSettings,
+    "server": ServerSettings,
+    "tokenizer and chat template": TemplateSettings,
+    "recording": RecordingSettings,
+    "load": LoadSettings,
+    "logs": LogSettings,
+}
+"""The settings by topic, in the order of the command's help and of docs/settings.md."""
+
+
+class SettingsError(Exception):
+    """A setting is missing or wrong; the message names it and the valid values."""
+
+
+class Settings(
+    # Pydantic lists the fields of the last base first
+    LogSettings,
+    LoadSettings,
+    RecordingSettings,
+    TemplateSettings,
+    ServerSettings,
+    EngineSettings,
+    BaseSettings,
+):
+    """Settings of the proxy. docs/settings.md lists them and those that apply inside vLLM."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", env_ignore_empty=True)
+
+
+def lends_credentials(settings: Settings) -> bool:
+    """Whether the proxy adds its own credentials to the requests that it sends to engines for clients."""
+    return settings.upstream_api_key is not None or any(map(url_credentials, settings.upstreams))
+
+
+def refuse_open_proxy(settings: Settings) -> None:
+    """Refuse settings with which every client that reaches the proxy could use the engine's key.
+
+    Raises:
+        SettingsError: there is an `upstream_api_key` or a user in an upstream's URL, clients need no key, and
+            `host` is not a loopback address.
+    """
+    lends = lends_credentials(settings) and not settings.asks_for_keys
+    if lends and not settings.allow_anonymous and not is_loopback(settings.host):
+        name = "`upstream_api_key`" if settings.upstream_api_key else "the user in an upstream's URL"
+        raise SettingsError(
+            f"every client that reaches host {settings.host} could use the engines with {name}: "
+            "set `api_key` (--api-key KEY), listen on 127.0.0.1, or pass --allow-anonymous"
+        )
+
+
+def load_settings(file: Path | None = None, **flags: Any) -> Settings:
+    """Settings from a YAML file, the environment and the flags that are not None.
+
+    Raises:
+        SettingsError: the file cannot be read, or a setting is wrong.
+    """
+    in_file = _read(file) if file is not None else {}
+
+    class FileSettings(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            """Flags before environment before file."""
+            return init_settings, env_settings, InitSettingsSource(settings_cls, in_file)
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return FileSettings(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"]) or "settings"
+        raise SettingsError(f"{name}: {first['msg']}") from error
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text())
+    except FileNotFoundError as error:
+        raise SettingsError(f"no settings file at {file}") from error
+    except OSError as error:
+        raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingsError(f"{file} must hold settings as `name: value`")
+    return content
