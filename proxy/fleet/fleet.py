@@ -1,34 +1,114 @@
-"""All engines of the proxy, used round-robin."""
+"""All engines of the proxy: which one serves a request, and what happens if it fails."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from proxy.engine.discovery import NO_TOKEN_IN
-from proxy.errors import EngineBroken, EngineTimeout, EngineUnavailable, Unsupported
+from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Unsupported
+from proxy.fleet.choosing import Candidate, Choose, Policy, Preference, make_choice
+from proxy.fleet.conversations import Conversations
+from proxy.fleet.dispatch import Dispatch, Work
+from proxy.fleet.lateness import Lateness
+from proxy.fleet.load import Capacity, Lease
+from proxy.fleet.pace import Crowding, ExpectedLength
+from proxy.fleet.prefixes import Prefixes
+from proxy.fleet.queue import FairQueue, FlowKey
 from proxy.fleet.replica import Replica
+from proxy.fleet.routing import Routing
+from proxy.fleet.silence import SilenceWatch
+from proxy.fleet.suspects import Suspects
 from proxy.http import Request, Response
+from proxy.monitoring.exchange import queued
 
 T = TypeVar("T")
+log = logging.getLogger("tokenproxy")
 
 FIRST_ANSWER_TIMEOUT_S = 30.0
+OVERLOAD_RATIO = 1.5
 
 
 class Fleet:
-    """Replicas of one model. Each request goes to the next replica that is ready."""
+    """Replicas of one model."""
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        choose: Choose | None = None,
+        capacity: Capacity | None = None,
+        queue_requests: int = 0,
+        queue_timeout_s: float = 600.0,
+    ) -> None:
+        """A fleet that is not watched yet.
+
+        Args:
+            capacity: how much may run on each replica; requests wait for more in a fair queue.
+            queue_requests: how many may wait.
+            queue_timeout_s: how long each may wait.
+        """
         self.replicas = list(replicas)
+        self.leaving: list[Replica] = []
+        """Removed replicas on which requests still run."""
+        self._capacity = capacity or Capacity()
+        self.queue: FairQueue[Place] = FairQueue(queue_requests, queue_timeout_s, _give_back)
+        self.conversations = Conversations()
+        self.prefixes = Prefixes()
+        self.suspects = Suspects()
+        self.expected_length = ExpectedLength()
+        self.crowding = Crowding()
+        self._choose = choose or make_choice(Policy.STICKY_LEAST_LOADED, OVERLOAD_RATIO)
+        self._lateness = Lateness()
+        self._silence = SilenceWatch(self)
         self._next = 0
+        self._started = False
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def add(self, replica: Replica) -> None:
+        """Add a replica; it gets requests once it was discovered."""
+        self.replicas.append(replica)
+        if self._started:
+            replica.start(self._lateness)
+
+    def remove(self, replica: Replica) -> None:
+        """Remove a replica; requests that run on it end normally, and it is watched until they have."""
+        if replica not in self.replicas:
+            return
+        self.replicas.remove(replica)
+        self.leaving.append(replica)
+        task = asyncio.create_task(self._close_when_idle(replica))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close_when_idle(self, replica: Replica) -> None:
+        """Stop watching a removed replica and close its connections once its last request ended."""
+        try:
+            while replica.load.requests:  # noqa: ASYNC110 - seldom, and nothing waits for it
+                await asyncio.sleep(1.0)
+        finally:
+            self.leaving.remove(replica)
+            await replica.stop()
+            if all(other.name != replica.name for other in self.replicas):
+                replica.forget_state()
 
     def start(self) -> None:
         """Start watching all replicas."""
+        self._started = True
+        self._lateness.start()
+        self._silence.start()
         for replica in self.replicas:
-            replica.start()
+            replica.start(self._lateness)
 
     async def stop(self) -> None:
         """Stop watching and close all connections."""
-        for replica in self.replicas:
+        await self._silence.stop()
+        await self._lateness.stop()
+        for task in self._closing:
+            task.cancel()
+        if self._closing:
+            await asyncio.wait(self._closing)
+        for replica in [*self.replicas, *self.leaving]:
             await replica.stop()
 
     async def wait_discovered(self, timeout_s: float = FIRST_ANSWER_TIMEOUT_S) -> None:
@@ -46,11 +126,24 @@ class Fleet:
             for task in waits:
                 task.cancel()
 
-    async def send(self, request: Request) -> Response:
-        """Send a request to the next ready replica. Raises as `on_replica` and `Engine.send`."""
-        return await self.on_replica(lambda replica: replica.engine.send(request))
+    async def send(self, work: Work, routing: Routing) -> Response:
+        """Send a request to the replica that the policy chooses, and to another one if that fails.
 
-    async def send_to_any(self, request: Request) -> Response:
+        The response counts as running until it is closed. Its beginning was read, see `beginning.py`.
+
+        Args:
+            work: sends the request to a replica and returns the response.
+
+        Raises:
+            EngineUnavailable: no replica responds.
+            Overloaded: too many requests wait for a replica, or this one waited for too long.
+            EngineTimeout: no replica accepted a connection in time, or one did not answer in time.
+            EngineBroken: a replica broke under the request, and it may not run again.
+            Unsupported: replicas respond, but none accepts exact prompts.
+        """
+        return await Dispatch(self, routing, work).run()
+
+    async def send_to_any(self, request: Request, routing: Routing) -> Response:
         """Send a request to a ready replica; if none is, to one that refuses discovery without a credential.
 
         Raises: as `send`.
@@ -58,54 +151,205 @@ class Fleet:
         need_credential = [replica for replica in self.replicas if replica.wants_credential]
         if need_credential and not any(replica.ready for replica in self.replicas):
             return await need_credential[0].engine.send(request)
-        return await self.send(request)
+        return await self.send(lambda replica: replica.engine.send(request), routing)
 
     async def lend_credential(self, credential: tuple[bytes, bytes]) -> None:
         """Repeat discovery with a client's accepted credential on the replicas that refuse it without one."""
         for replica in self.replicas:
             await replica.lend_credential(credential)
 
-    async def on_replica(self, work: Callable[[Replica], Awaitable[T]], *, token_in: bool = False) -> T:
-        """Run `work` on the next ready replica; if that accepts no connection, on the one after it.
+    async def ask(self, work: Callable[[Replica], Awaitable[T]], *, token_in: bool = False) -> T:
+        """Run `work` on a ready replica, whichever; if that accepts no connection, on the next one.
 
-        Args:
-            token_in: whether the replica must accept exact prompts.
+        For what is short and the same everywhere: rendering, questions about the model.
 
-        Raises:
-            EngineUnavailable: no replica responds.
-            EngineTimeout: no replica accepted a connection in time.
-            EngineBroken: a replica broke after it got the request.
-            Unsupported: replicas respond, but none accepts exact prompts.
+        Raises: as `send`.
         """
-        ready = [replica for replica in self.replicas if replica.ready]
-        if not ready:
-            await self.wait_discovered()
-            ready = [replica for replica in self.replicas if replica.ready]
-        if token_in:
-            capable = [r for r in ready if r.capabilities is not None and r.capabilities.token_in is not None]
-            if ready and not capable:
-                raise Unsupported(NO_TOKEN_IN, param="prompt_ids", code="no_token_in")
-            ready = capable
+        ready = await self._usable(token_in)
         self._next += 1
-        timeout: EngineTimeout | None = None
+        start = self._next  # other requests count on while this one waits
+        last: EngineTimeout | EngineBroken | None = None
+        broken = 0
         for offset in range(len(ready)):
-            replica = ready[(self._next + offset) % len(ready)]
+            replica = ready[(start + offset) % len(ready)]
             try:
                 return await work(replica)
             except EngineUnavailable as error:
                 replica.mark_down(error)
             except EngineTimeout as error:
-                timeout = error
-                replica.check_now()
-            except EngineBroken:
-                # the replica may have run the request: another one must not run it again
-                replica.check_now()
-                raise
-        if timeout is not None:
-            raise timeout
+                last = error
+                self.failed(replica, error)
+            except EngineBroken as error:
+                self.failed(replica, error)
+                broken += 1
+                if broken > 1:
+                    raise
+                last = error
+        raise last if last is not None else self.nothing_responds()
+
+    async def place(self, routing: Routing) -> "Place":
+        """A place for a request on the replica that the policy chooses, waited for in the fair queue.
+
+        Raises:
+            Unsupported: replicas respond, but none accepts exact prompts.
+            EngineUnavailable: no replica responds.
+            Overloaded: too many requests wait, or this one waited for too long.
+        """
+        await self._usable(routing.token_in)  # the first discovery may still run
+
+        def take() -> Place | None:
+            usable = self._usable_now(routing.token_in)
+            if not usable:
+                raise self.nothing_responds()
+            free = [replica for replica in usable if replica.load.has_capacity(routing.ids, self._capacity)]
+            if not free:
+                return None
+            first = self._chosen(free, routing)
+            others = [replica for replica in self._capable(routing.token_in) if replica is not first]
+            others.sort(key=lambda replica: (not replica.breaker.allows, replica.load.requests))
+            lease = first.load.begin(routing.ids)
+            first.breaker.started(lease)  # at once: the next in the queue must not be a second trial
+            return Place(first, lease, others)
+
+        if not self.queue.waiting and (place := take()) is not None:
+            return place
+        with queued():
+            key = FlowKey(routing.tenant, routing.conversation)
+            return await self.queue.acquire(key, routing.ids, take, kind=routing.token_in)
+
+    def _chosen(self, replicas: Sequence[Replica], routing: Routing) -> Replica:
+        """The replica that the policy chooses."""
+        if len(replicas) == 1:
+            return replicas[0]
+        preference = Preference(
+            self.holder(routing),
+            routing.ids,
+            routing.reused,
+            self.expected_length.ids,
+            self.crowding.for_choice,
+        )
+        candidates = [
+            Candidate(
+                replica.name,
+                replica.load.requests,
+                self.conversations.load(replica.name, routing.conversation),
+                replica.load.pace.seconds(self.crowding),
+                0.0 if replica.load.requests else replica.load.pace.age_s,
+            )
+            for replica in replicas
+        ]
+        chosen = self._choose(candidates, preference)
+        return next(replica for replica in replicas if replica.name == chosen.name)
+
+    def in_use(self, replica: Replica) -> bool:
+        """Whether a replica may still get a request whose order was fixed earlier."""
+        return replica in self.replicas and replica.ready and not replica.draining
+
+    def ended(self, replica: Replica, lease: Lease) -> None:
+        """A request no longer runs on a replica: one that waits may have its place."""
+        _end(replica, lease)
+        if self.queue.waiting:
+            self.queue.wake()
+
+    def holder(self, routing: Routing) -> str:
+        """The replica that holds the prefix of a request in its cache; empty if none is known to."""
+        return self.conversations.holder(routing.conversation) or routing.holder
+
+    def prefix_holder(self, prompt: bytes) -> tuple[str, float]:
+        """The least loaded replica with the longest beginning of a prompt, and its share of the prompt."""
+        holders, share = self.prefixes.find(prompt)
+        usable = [
+            replica.name for replica in self.replicas if replica.name in holders and self.in_use(replica)
+        ]
+        return min(usable, key=self.conversations.load, default=""), share
+
+    def failed(self, replica: Replica, problem: ApiError) -> None:
+        """A request failed on a replica, for a reason that may lie in the replica."""
+        replica.check_now()
+        if not replica.ready:
+            return
+        if isinstance(problem, EngineTimeout) and self._lateness.was_late:
+            log.warning("%s is not blamed for a timeout: this process was busy", replica.name)
+            return
+        may_open = self.has_alternative(replica)
+        if replica.breaker.failed(problem.message, may_open=may_open):
+            log.warning(
+                "%s gets no requests for %.0f s: %s",
+                replica.name, replica.breaker.opens_for_s(), problem.message,
+            )  # fmt: skip
+            replica.count_ejection("failures")
+
+    def eject(self, replica: Replica, reason: str) -> None:
+        """Send no requests to a replica for a while, and let those that wait for an answer go elsewhere."""
+        replica.breaker.open(reason)
+        log.warning("%s gets no requests for %.0f s: %s", replica.name, replica.breaker.opens_for_s(), reason)
+        replica.count_ejection("silent")
+        replica.load.give_up(asyncio.get_running_loop().time())
+
+    def has_alternative(self, replica: Replica) -> bool:
+        """Whether another replica could take the requests of one."""
+        return any(other is not replica and other.breaker.allows for other in self._ready())
+
+    @property
+    def was_late(self) -> bool:
+        """Whether this process was too busy to notice answers in time."""
+        return self._lateness.was_late
+
+    def nothing_responds(self) -> EngineUnavailable:
+        """The error where no replica responds."""
         problems = "; ".join(str(report.get("problem", "")) for report in self.report())
-        raise EngineUnavailable(f"no engine responds: {problems}")
+        return EngineUnavailable(f"no engine responds: {problems}")
 
     def report(self) -> list[dict[str, Any]]:
         """The state of every replica, as `GET /ready` returns it."""
-        return [replica.report() for replica in self.replicas]
+        return [
+            replica.report() | {"conversations": self.conversations.count(replica.name)}
+            for replica in self.replicas
+        ]
+
+    def _ready(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.ready and not replica.draining]
+
+    async def _usable(self, token_in: bool) -> list[Replica]:
+        """The replicas that may get a request; waits until the first discovery of all of them ended."""
+        if not self._ready():
+            with queued():
+                await self.wait_discovered()
+        return self._usable_now(token_in)
+
+    def _usable_now(self, token_in: bool) -> list[Replica]:
+        """The replicas that may get a request; those with an open breaker only if there are no others.
+
+        Raises:
+            Unsupported: exact prompts are needed, and no replica that is ready takes them.
+        """
+        capable = self._capable(token_in)
+        return [replica for replica in capable if replica.breaker.allows] or capable
+
+    def _capable(self, token_in: bool) -> list[Replica]:
+        """The replicas that are ready and can serve a request. Raises as `_usable_now`."""
+        ready = self._ready()
+        if not token_in:
+            return ready
+        capable = [r for r in ready if r.capabilities is not None and r.capabilities.token_in is not None]
+        if ready and not capable:
+            raise Unsupported(NO_TOKEN_IN, param="prompt_ids", code="no_token_in")
+        return capable
+
+
+@dataclass(slots=True)
+class Place:
+    """A place on a replica, and the replicas that may get the request if that one fails."""
+
+    replica: Replica
+    lease: Lease
+    others: list[Replica]
+
+
+def _give_back(place: Place) -> None:
+    _end(place.replica, place.lease)
+
+
+def _end(replica: Replica, lease: Lease) -> None:
+    replica.load.end(lease)
+    replica.breaker.ended(lease)

@@ -1,8 +1,8 @@
 """One engine of the fleet: what it supports, and whether it responds."""
 
 import asyncio
+import errno
 import logging
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,23 +10,31 @@ from proxy.engine.discovery import (
     NO_TOKEN_IN,
     Capabilities,
     CredentialRequired,
-    Model,
     discover,
-    is_healthy,
+    fetch,
     list_models,
 )
 from proxy.engine.protocol import Engine, EngineWithCredential
-from proxy.errors import ApiError, EngineUnavailable, Unsupported
+from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, OutOfSockets
+from proxy.fleet.breaks import Breaks
+from proxy.fleet.health import Breaker
+from proxy.fleet.lateness import Lateness
+from proxy.fleet.load import Load
+from proxy.fleet.replica_tokenizer import ReplicaTokenizer
 from proxy.fleet.tokenizers import Tokenizers
+from proxy.http import Request
+from proxy.metrics import Metrics, ReplicaState
 from tokenization import ChatTokenizer
 
 log = logging.getLogger("tokenproxy")
 
 DISCOVERY_TIMEOUT_S = 60.0
 HEALTH_TIMEOUT_S = 5.0
-RETRY_S = 1.0
-TOKENIZER_RETRY_S = 30.0
-"""After a tokenizer failed to load, how long until the next attempt: a hub may have been unreachable."""
+CONFIRM_TIMEOUT_S = 2.0
+MISSES = 2
+"""Health checks in a row without an answer that take a replica out of use; a refused connection is enough."""
+RETRY_S = 0.5
+_NO_ROUTE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
 
 
 class Replica:
@@ -43,14 +51,25 @@ class Replica:
         token_in: str,
         watch_interval_s: float,
         logprobs_mode: str = "",
+        metrics: Metrics | None = None,
     ) -> None:
-        """`logprobs_mode` is that of an engine that is known to have it; others are asked."""
+        """A replica that is not watched yet.
+
+        Args:
+            logprobs_mode: of an engine that is known to have it; others are asked.
+            metrics: where its state is reported.
+        """
         self._logprobs_mode = logprobs_mode
+        self._metrics = metrics
+        self._reported: ReplicaState | None = None
         self.engine = engine
+        self.load = Load()
+        self.breaker = Breaker()
+        self.draining = False
+        """Whether it gets no more requests, and those that run end."""
+        self.breaks = Breaks()
         self.capabilities: Capabilities | None = None
-        self._tokenizers = tokenizers
-        self._tokenizer: asyncio.Task[ChatTokenizer] | None = None
-        self._load_failed_at: float | None = None
+        self._tokenizer = ReplicaTokenizer(engine.name, tokenizers)
         self._token_in = token_in
         self._interval_s = watch_interval_s
         self._problem = "not asked yet"
@@ -60,13 +79,21 @@ class Replica:
         self._discovered = asyncio.Event()
         self._check_due = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
+        self._lateness = Lateness()
+        self._confirmation: asyncio.Task[bool] | None = None
+        self._misses = 0
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        return self.engine.name
 
     @property
     def ready(self) -> bool:
         """Whether requests may be sent to the engine."""
         return self.capabilities is not None
 
-    def known(self) -> Capabilities:
+    def require_capabilities(self) -> Capabilities:
         """The engine's capabilities.
 
         Raises:
@@ -77,7 +104,7 @@ class Replica:
         return self.capabilities
 
     @property
-    def _engine_with_credential(self) -> Engine:
+    def questions(self) -> Engine:
         """The engine for the proxy's own requests: with a client's credential, if one was lent."""
         if self._credential is None:
             return self.engine
@@ -90,17 +117,25 @@ class Replica:
             self._credential = credential
             await self._discover()
 
-    def start(self) -> None:
-        """Start watching. Call it inside a running event loop."""
+    def start(self, lateness: Lateness) -> None:
+        """Start watching. Call it inside a running event loop.
+
+        Args:
+            lateness: tells when a health check proves nothing.
+        """
+        self._lateness = lateness
+        self.report_state()
         self._watcher = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
         """Stop watching and close connections."""
-        tasks = [task for task in (self._watcher, self._tokenizer) if task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait([self._watcher])
+        if self._confirmation is not None:
+            self._confirmation.cancel()
+            await asyncio.wait([self._confirmation])
+        await self._tokenizer.stop()
         await self.engine.aclose()
 
     async def wait_discovered(self) -> None:
@@ -111,7 +146,10 @@ class Replica:
         """Take the replica out of use until discovery succeeds again: the engine accepts no connections."""
         if self.capabilities is not None:
             log.warning("%s is down: %s", self.engine.name, problem.message)
+            self.count_ejection("unreachable")
         self.capabilities = None
+        self.engine.verify(None)
+        self.report_state()
         self._problem = problem.message
         self._check_due.set()
 
@@ -119,12 +157,71 @@ class Replica:
         """Check the engine's health now instead of at the next interval: a request to it failed."""
         self._check_due.set()
 
+    def note_break(self) -> None:
+        """A connection broke under a request that still counts as running."""
+        self.breaks.note(self.load.requests)
+
+    async def confirm(self) -> bool:
+        """Whether the engine still responds after a connection broke; if not, the replica is marked down."""
+        if self._confirmation is None or self._confirmation.done():
+            self._confirmation = asyncio.create_task(self._confirm())
+        task, current = self._confirmation, asyncio.current_task()
+        try:
+            # all requests whose connections broke wait for one answer
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and current is not None and not current.cancelling():
+                return False  # the replica left the fleet
+            raise
+
+    async def _confirm(self) -> bool:
+        try:
+            async with asyncio.timeout(CONFIRM_TIMEOUT_S):
+                status, _ = await fetch(self.engine, Request("GET", "/health"))
+        except OutOfSockets:
+            return True  # that tells nothing of the engine
+        except (ApiError, TimeoutError):
+            status = 0
+        # vLLM's API server outlives its engine for a moment, and answers 503
+        if status != 200:
+            self.mark_down(EngineUnavailable(f"{self.name} does not respond to /health"))
+        else:
+            self.breaks.survived()
+        return status == 200
+
+    async def _verify(self) -> None:
+        """Check that the engine still serves the model that discovery found.
+
+        Raises:
+            EngineUnavailable: it serves another one, or does not report any; the replica is marked down.
+            EngineTimeout: it does not answer in time.
+        """
+        expected = self.require_capabilities().model
+        if expected is None:
+            return
+        silent = f"{self.name} does not report which model it serves"
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                models = await list_models(self.questions)
+        except CredentialRequired:
+            return  # there is no key to ask with
+        except TimeoutError as error:
+            raise EngineTimeout(silent) from error
+        except EngineBroken:
+            models = []
+        if not models or models[0] != expected:
+            another = f"{self.name} was restarted with another model: it is asked again"
+            # the request was not sent, so it did not break the engine
+            problem = EngineUnavailable(another if models else silent)
+            self.mark_down(problem)
+            raise problem
+
     async def serves(self, model: str) -> bool:
         """Whether the engine serves a model of that name, base or LoRA. Unknown names refetch the list."""
-        capabilities = self.known()
+        capabilities = self.require_capabilities()
         if model in capabilities.models:
             return True
-        models = await list_models(self._engine_with_credential)
+        models = await list_models(self.questions)
         # the engine may have gone down, or come back as another, during the request
         if self.capabilities is capabilities:
             self.capabilities = replace(capabilities, models=tuple(m.name for m in models))
@@ -137,71 +234,105 @@ class Replica:
             Unsupported: it cannot be loaded, or differs from the engine's; the message names what to set.
             EngineUnavailable: the engine stopped responding.
         """
-        capabilities = self.known()
-        retry_due = (
-            self._load_failed_at is not None and time.monotonic() - self._load_failed_at >= TOKENIZER_RETRY_S
-        )
-        if self._tokenizer is None or retry_due or _engine_failed(self._tokenizer):
-            self._load_failed_at = None
-            self._tokenizer = self._load_tokenizer(capabilities.model)
-        # several requests wait for one load: the cancellation of one must not cancel it
-        return await asyncio.shield(self._tokenizer)
+        capabilities = self.require_capabilities()
+        return await self._tokenizer.get(self.questions, capabilities.model)
 
     def report(self) -> dict[str, Any]:
         """This replica's part of `GET /ready`."""
         capabilities = self.capabilities
         if capabilities is None:
-            return {"engine": self.engine.name, "ready": False, "problem": self._problem}
+            return {
+                "engine": self.engine.name,
+                "ready": False,
+                "problem": self._problem,
+                "draining": self.draining,
+                "requests": self.load.requests,
+            }
         report: dict[str, Any] = {
             "engine": self.engine.name,
             "ready": True,
             "version": capabilities.version,
             "model": capabilities.model.name if capabilities.model else None,
             "token_in": capabilities.token_in.name if capabilities.token_in else None,
+            "breaker": self.breaker.state,
+            "draining": self.draining,
+            "requests": self.load.requests,
         }
-        if capabilities.token_in is None:
+        if self.breaker.ejected:
+            report["problem"] = f"no requests for {self.breaker.opens_for_s():.0f} s: {self.breaker.reason}"
+        elif capabilities.token_in is None:
             report["problem"] = NO_TOKEN_IN
-        task = self._tokenizer
-        if task is None or not task.done():
-            report["append"] = "loading"
-        else:
-            error = task.exception()
-            report["append"] = "ready" if error is None else str(error)
-            if error is None:
-                report["template"] = _template_report(task.result())
-                cache = task.result().cache_info()
-                report["append_cache"] = {"hits": cache.hits, "misses": cache.misses}
-        return report
+        return report | self._tokenizer.report()
 
     async def _watch(self) -> None:
         while True:
             if self.capabilities is None:
                 await self._discover()
-            pause = self._interval_s if self.ready else RETRY_S
-            self._check_due.clear()
+            pause = self._interval_s if self.ready and not self._misses else RETRY_S
             try:
                 async with asyncio.timeout(pause):
                     await self._check_due.wait()
             except TimeoutError:
                 pass
-            if self.ready and not await self._is_healthy():
-                self.mark_down(EngineUnavailable(f"{self.engine.name} does not respond to /health"))
+            self._check_due.clear()
+            if self.ready:
+                try:
+                    await self._check()
+                except Exception:  # the boundary of the task: an engine's response must not end the watch
+                    log.exception("checking the health of %s failed", self.name)
+
+    async def _check(self) -> None:
+        """Ask for the engine's health; several misses in a row mark the replica down."""
+        try:
+            if await self._is_healthy():
+                self._misses = 0
+                return
+        except EngineUnavailable as error:
+            self.mark_down(error)
+            return
+        except OutOfSockets:
+            return  # that tells nothing of the engine
+        if self._missed():
+            self.mark_down(EngineUnavailable(f"{self.name} does not respond to /health"))
+
+    def _missed(self) -> bool:
+        """Count a health check without an answer; returns whether they suffice to mark the replica down."""
+        if self._lateness.was_late:
+            return False  # the answer may have come in time
+        self._misses += 1
+        if self._misses < MISSES:
+            return False
+        # a machine that is gone breaks no connections; the replica may be down already for another reason
+        self.load.give_up(asyncio.get_running_loop().time())
+        return True
 
     async def _is_healthy(self) -> bool:
-        """Whether the engine reports within `HEALTH_TIMEOUT_S` that it is healthy."""
+        """Whether the engine reports within `HEALTH_TIMEOUT_S` that it is healthy.
+
+        Raises:
+            EngineUnavailable: its machine refuses the connection: nothing listens there.
+        """
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                return await is_healthy(self.engine)
-        except TimeoutError:
+                status, _ = await fetch(self.engine, Request("GET", "/health"))
+        except OutOfSockets:
+            raise
+        except EngineUnavailable as error:
+            if getattr(error.__cause__, "errno", None) in _NO_ROUTE:
+                return False  # the machine may be gone, and with it the requests that run there
+            raise
+        except (ApiError, TimeoutError):
             return False
+        return status == 200
 
     async def _discover(self) -> None:
         """Run discovery. On success the replica is ready and loads its tokenizer; else `_problem` is set."""
         try:
             async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
                 if not await self._is_healthy():
+                    self._missed()
                     raise EngineUnavailable(f"{self.engine.name} does not respond to /health")
-                capabilities = await discover(self._engine_with_credential, self._token_in)
+                capabilities = await discover(self.questions, self._token_in)
         except CredentialRequired as error:
             self._problem, self.wants_credential = error.message, True
         except ApiError as error:
@@ -218,20 +349,43 @@ class Replica:
             )
             self._log_capabilities(capabilities)
             self.capabilities = capabilities
-            self._tokenizer = self._load_tokenizer(capabilities.model)
+            self.engine.verify(self._verify)
+            self.breaker.reset()
+            self._misses = 0
+            self._tokenizer.load(self.questions, capabilities.model)
+            self.report_state()
+        if self.capabilities is None:
+            self.report_state()
         if self.capabilities is None and not self._discovered.is_set():
             log.warning("%s is not ready: %s", self.engine.name, self._problem)
         self._discovered.set()
 
-    def _load_tokenizer(self, model: Model | None) -> "asyncio.Task[ChatTokenizer]":
-        task = asyncio.create_task(self._tokenizers.for_engine(self._engine_with_credential, model))
-        task.add_done_callback(self._tokenizer_loaded)
-        return task
+    @property
+    def state(self) -> ReplicaState:
+        """What is known of it now."""
+        if self.capabilities is None:
+            return ReplicaState.DOWN if self._discovered.is_set() else ReplicaState.STARTING
+        if self.draining:
+            return ReplicaState.DRAINING
+        return ReplicaState.EJECTED if self.breaker.ejected else ReplicaState.READY
 
-    def _tokenizer_loaded(self, task: "asyncio.Task[ChatTokenizer]") -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._load_failed_at = time.monotonic()
-            log.warning("%s: messages cannot be appended to ids: %s", self.engine.name, error)
+    def report_state(self) -> None:
+        """Show the state in the metrics, if it changed."""
+        state = self.state
+        if self._metrics is not None and state is not self._reported:
+            self._reported = state
+            self._metrics.replica_state(self.name, state)
+
+    def forget_state(self) -> None:
+        """Show nothing of it in the metrics any more: it left the fleet."""
+        if self._metrics is not None:
+            self._metrics.replica_removed(self.name)
+
+    def count_ejection(self, reason: str) -> None:
+        """Count that it gets no requests for a while; `reason` is a snake_case word."""
+        if self._metrics is not None:
+            self._metrics.replica_ejected(self.name, reason)
+        self.report_state()
 
     def _log_capabilities(self, capabilities: Capabilities) -> None:
         spelling = capabilities.token_in.name if capabilities.token_in else "none"
@@ -244,23 +398,3 @@ class Replica:
         )
         if capabilities.token_in is None:
             log.warning("%s: %s", self.engine.name, NO_TOKEN_IN)
-
-
-def _template_report(tokenizer: ChatTokenizer) -> dict[str, str]:
-    """What decides the text after a turn; empty until the template was examined."""
-    proof = tokenizer.proof
-    if proof is None:
-        return {}
-    return {
-        "after_messages": str(proof.after_messages),
-        "after_results": str(proof.after_results),
-        "reason": proof.reason,
-    }
-
-
-def _engine_failed(task: "asyncio.Task[ChatTokenizer]") -> bool:
-    """Whether loading failed because of the engine. An unsupported tokenizer stays unsupported."""
-    if not task.done() or task.cancelled():
-        return task.cancelled()
-    error = task.exception()
-    return error is not None and not isinstance(error, Unsupported)

@@ -87,7 +87,7 @@ class Tokenizers:
     ) -> None:
         """Arguments are those of `ChatTokenizer.load`; None leaves it to the model and its engine.
 
-        `proof_folder` is where proofs about chat templates are kept; None keeps them in memory.
+        `proof_folder` is the folder for proofs about chat templates; None keeps them in memory.
         """
         self._source = source
         self._chat_template = chat_template
@@ -129,7 +129,7 @@ class Tokenizers:
         tokenizer = await self._check(engine, source, tokenizer)
         if id(tokenizer) not in self._examined:
             self._examined[id(tokenizer)] = tokenizer
-            # a daemon, because nobody waits for a proof, not even the end of the process
+            # a daemon, because the end of the process must not wait for a proof
             threading.Thread(target=self._prove, args=(tokenizer,), name="prove", daemon=True).start()
         return tokenizer
 
@@ -154,7 +154,7 @@ class Tokenizers:
             log.exception("the chat template of %s could not be examined", tokenizer.source)
             return
         log.info(
-            "chat template of %s: what follows a turn depends on the %s, after tool results on the %s%s",
+            "chat template of %s: the text after a turn depends on the %s, after tool results on the %s%s",
             tokenizer.source,
             proof.after_messages,
             proof.after_results,
@@ -188,7 +188,7 @@ class Tokenizers:
         )
 
     def _candidates(self, source: str, tokenizer: ChatTokenizer) -> Iterator[ChatTokenizer]:
-        """The tokenizer with the format that is given or detected; if none is given, with every format."""
+        """Yield the tokenizer, and if no content format is configured, one with each format."""
         yield tokenizer
         for content_format in _CONTENT_FORMATS if self._content_format is None else ():
             key = (source, content_format)
@@ -198,7 +198,7 @@ class Tokenizers:
 
 
 async def _rendered(engine: Engine, request: dict[str, Any]) -> list[int] | None:
-    """The ids that an engine makes of a conversation; None if it refuses the request.
+    """The ids to which an engine renders a conversation; None if it refuses the request.
 
     Raises:
         EngineBroken: the response is malformed.
@@ -220,5 +220,5 @@ def _agrees(tokenizer: ChatTokenizer, renderings: list[tuple[dict[str, Any], lis
             tokenizer.render(request["messages"], tools=request.get("tools")) == engine_ids
             for request, engine_ids in renderings
         )
-    except TokenizationError:  # a template that refuses what the engine renders is not the engine's
+    except TokenizationError:  # a template that refuses what the engine renders is another one
         return False

@@ -1,4 +1,3 @@
-import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -8,9 +7,6 @@ import httpx
 import pytest
 
 from proxy.engine.discovery import discover
-from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable
-from proxy.fleet.fleet import Fleet
-from proxy.http import BytesResponse, Response
 from proxy.settings import Settings
 from tests.fake_vllm import Canned, FakeVllm, Reply, Variant
 from tests.tiny_model import TinyModel
@@ -47,7 +43,7 @@ def _generations(engine: FakeVllm) -> int:
 
 def test_requests_are_distributed_round_robin(start: Callable[..., FakeVllm]) -> None:
     engines = [start() for _ in range(3)]
-    with run_proxy(engines) as client:
+    with run_proxy(engines, policy="round_robin") as client:
         for _ in range(3):
             assert client.post(_TOKENS, json=_IDS).status_code == 200
             assert client.post(_CHAT, json=_HI).status_code == 200
@@ -135,7 +131,7 @@ def test_ids_are_unsupported_if_no_engine_takes_them(start: Callable[..., FakeVl
 
 def test_ids_are_sent_only_to_engines_that_take_them(start: Callable[..., FakeVllm]) -> None:
     without, with_ids = start(Variant.NEITHER), start()
-    with run_proxy([without, with_ids]) as client:
+    with run_proxy([without, with_ids], policy="round_robin") as client:
         for _ in range(4):
             assert client.post(_TOKENS, json=_IDS).json()["prompt_token_ids"] == [1, 74]
         assert (_generations(without), _generations(with_ids)) == (0, 4)
@@ -150,8 +146,8 @@ def test_spelling_setting_is_used(start: Callable[..., FakeVllm], wanted: str, f
         assert _state(client) == found
 
 
-@pytest.mark.parametrize("status", [400, 429, 500, 503])
-def test_error_responses_are_not_retried(start: Callable[..., FakeVllm], status: int) -> None:
+@pytest.mark.parametrize("status", [400, 404, 429, 501])
+def test_refusals_are_not_sent_elsewhere(start: Callable[..., FakeVllm], status: int) -> None:
     """The client gets the engine's error response; the request is not sent to another engine."""
     engines = [start(), start()]
     with run_proxy(engines) as client:
@@ -160,6 +156,36 @@ def test_error_responses_are_not_retried(start: Callable[..., FakeVllm], status:
         assert client.post(_CHAT, json=_HI).status_code == status
         assert sum(_generations(engine) for engine in engines) == 1
         assert _state(client) == ["chat", "chat"]
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+@pytest.mark.parametrize("stream", [False, True])
+def test_server_errors_go_to_one_other_engine(
+    start: Callable[..., FakeVllm], status: int, stream: bool
+) -> None:
+    bad, good = start(), start()
+    with run_proxy([bad, good], policy="round_robin") as client:
+        for _ in range(2):
+            bad.replies.append(Reply(error=Canned(b"{}", status)))
+            response = client.post(_CHAT, json={**_HI, "stream": stream})
+            assert (response.status_code, response.headers["x-prompt-source"]) == (200, "rendered")
+        bad.replies.clear()
+        assert _generations(good) == 2
+
+
+def test_a_server_error_of_two_engines_is_the_answer(start: Callable[..., FakeVllm]) -> None:
+    """A third engine is not tried, and no replica is blamed: the request may be the cause."""
+    engines = [start(), start(), start()]
+    with run_proxy(engines) as client:
+        for _ in range(4):
+            for engine in engines:
+                engine.replies.append(Reply(error=Canned(b'{"error": "no"}', 500)))
+            response = client.post(_CHAT, json=_HI)
+            assert (response.status_code, response.text) == (500, '{"error": "no"}')
+            for engine in engines:
+                engine.replies.clear()
+        assert sum(_generations(engine) for engine in engines) == 8
+        assert [engine["breaker"] for engine in client.get("/ready").json()["engines"]] == ["closed"] * 3
 
 
 def test_broken_engine_is_checked_at_once(start: Callable[..., FakeVllm]) -> None:
@@ -226,65 +252,3 @@ def test_failed_discovery_is_retried(start: Callable[..., FakeVllm]) -> None:
         wait_until(lambda: "retrying later" in client.get("/ready").text)
         engine.canned.clear()
         wait_until(lambda: _state(client) == ["chat"])
-
-
-class _Stub:
-    """A fake replica whose work always has the same outcome."""
-
-    ready = True
-    capabilities = None
-
-    def __init__(self, outcome: ApiError | None) -> None:
-        self.outcome = outcome
-        self.marks: list[str] = []
-
-    def mark_down(self, problem: ApiError) -> None:
-        self.marks.append("down")
-
-    def check_now(self) -> None:
-        self.marks.append("check")
-
-    def report(self) -> dict[str, Any]:
-        return {"problem": "stub"}
-
-    async def wait_discovered(self) -> None:
-        await asyncio.Event().wait()
-
-
-async def _work(replica: Any) -> Response:
-    if replica.outcome is not None:
-        raise replica.outcome
-    return BytesResponse(200, [], b"")
-
-
-@pytest.mark.parametrize(
-    "first, marked, passed_over",
-    [
-        (EngineUnavailable("gone"), "down", True),
-        (EngineTimeout("slow"), "check", True),
-        (EngineBroken("broken"), "check", False),
-    ],
-)
-async def test_only_undelivered_requests_go_to_another_replica(
-    first: ApiError, marked: str, passed_over: bool
-) -> None:
-    replicas: Any = [_Stub(None), _Stub(first)]
-    fleet = Fleet(replicas)
-    if passed_over:
-        assert (await fleet.on_replica(_work)).status == 200
-    else:
-        with pytest.raises(type(first)):
-            await fleet.on_replica(_work)
-    assert [replica.marks for replica in replicas] == [[], [marked]]
-
-
-async def test_timeout_of_all_replicas_is_raised() -> None:
-    replicas: Any = [_Stub(EngineTimeout("slow")), _Stub(EngineUnavailable("gone"))]
-    with pytest.raises(EngineTimeout):
-        await Fleet(replicas).on_replica(_work)
-
-
-async def test_wait_for_the_first_discovery_times_out() -> None:
-    replicas: Any = [_Stub(None)]
-    replicas[0].ready = False
-    await asyncio.wait_for(Fleet(replicas).wait_discovered(0.01), 5)

@@ -1,0 +1,153 @@
+"""The active conversations of each replica, weighted by their ids.
+
+Each process counts its own. A process that gets a conversation for the first time reads the replica that
+holds its ids from the record of the last turn.
+
+A conversation between two turns counts less than one whose turn runs, because it may be over: its weight is
+the share of requests that continue a conversation, of late. Agents come back; single requests do not. One
+that has paused for far longer than others of late does not count at all.
+"""
+
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+IDLE_S = 60.0
+"""Seconds after its last request until a conversation that was not ended counts as over."""
+_PAUSES = 8.0
+"""Mean pauses between two turns after which a conversation no longer counts."""
+_SHORTEST_PAUSE_S = 1.0
+_STEP = 0.02
+"""Share of the error by which the share of requests that continue a conversation is corrected."""
+
+
+@dataclass(slots=True)
+class _Active:
+    replica: str
+    ids: int
+    used: float
+    running: int = 0
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Of conversations on one replica."""
+
+    count: int = 0
+    ids: int = 0
+
+    def add(self, ids: int, count: int = 1) -> None:
+        self.count += count
+        self.ids += count * ids
+
+
+@dataclass(slots=True)
+class Conversations:
+    """Active conversations, by a key that is equal for all turns of a conversation."""
+
+    idle_s: float = IDLE_S
+    clock: Callable[[], float] = time.monotonic
+    _active: OrderedDict[str, _Active] = field(default_factory=OrderedDict)
+    """Those that count, the one used least recently first."""
+    _quiet: OrderedDict[str, _Active] = field(default_factory=OrderedDict)
+    """Those that no longer count and may come back, the one used least recently first."""
+    _pause_s: float | None = None
+    """Mean time between two turns of a conversation, of late; None before the first."""
+    _all: defaultdict[str, _Sum] = field(default_factory=lambda: defaultdict(_Sum))
+    _idle: defaultdict[str, _Sum] = field(default_factory=lambda: defaultdict(_Sum))
+    """Those of `_all` without a turn that runs."""
+    _total: int = 0
+    _continuing: float = 1.0
+    """Share of requests that continue a conversation, of late."""
+
+    def __len__(self) -> int:
+        """Number of active conversations."""
+        return len(self._active)
+
+    def holder(self, key: str) -> str:
+        """The replica that served a conversation last; empty if it is not active."""
+        active = self._active.get(key) or self._quiet.get(key)
+        return active.replica if active is not None else ""
+
+    def begin(self, key: str, replica: str, ids: int) -> None:
+        """Count a request of a conversation that is sent to a replica, with a prompt of about `ids` ids."""
+        active = self._active.get(key) or self._quiet.pop(key, None)
+        if active is not None and not active.running:
+            self._measure_pause(self.clock() - active.used)
+        running = active.running if active is not None else 0
+        self._continuing += _STEP * ((active is not None) - self._continuing)
+        self._drop(key)
+        self._active[key] = _Active(replica, ids, self.clock(), running + 1)
+        self._all[replica].add(ids)
+        self._total += ids
+
+    def finish(self, key: str) -> None:
+        """Count a request of a conversation as complete."""
+        if (active := self._active.get(key)) is not None:
+            if active.running == 1:
+                self._idle[active.replica].add(active.ids)
+            active.running = max(0, active.running - 1)
+            active.used = self.clock()
+            self._active.move_to_end(key)
+
+    def end(self, key: str) -> bool:
+        """Remove a conversation, because no request follows. False if it was not active."""
+        return self._drop(key) or self._quiet.pop(key, None) is not None
+
+    def load(self, replica: str, without: str = "") -> float:
+        """Number of active conversations on a replica, each weighted by its ids.
+
+        A conversation of average length counts 1.
+
+        Args:
+            without: the key of a conversation to leave out.
+        """
+        self._expire()
+        every, idle = self._all.get(replica, _Sum()), self._idle.get(replica, _Sum())
+        over = 1 - self._continuing
+        count, ids = every.count - over * idle.count, every.ids - over * idle.ids
+        own = self._active.get(without)
+        if own is not None and own.replica == replica:
+            weight = 1.0 if own.running else self._continuing
+            count, ids = count - weight, ids - weight * own.ids
+        return max(0.0, ids * len(self._active) / self._total if self._total else count)
+
+    def count(self, replica: str) -> int:
+        """Number of active conversations on a replica."""
+        self._expire()
+        return self._all.get(replica, _Sum()).count
+
+    def _expire(self) -> None:
+        now = self.clock()
+        pause_s = self.idle_s if self._pause_s is None else _PAUSES * self._pause_s
+        counts_s = min(self.idle_s, max(_SHORTEST_PAUSE_S, pause_s))
+        while self._active:
+            key, active = next(iter(self._active.items()))
+            if active.used >= now - counts_s:
+                break
+            if active.running:
+                active.used = now
+                self._active.move_to_end(key)
+            else:
+                self._drop(key)
+                self._quiet[key] = active
+        while self._quiet and next(iter(self._quiet.values())).used < now - self.idle_s:
+            self._quiet.popitem(last=False)
+
+    def _measure_pause(self, seconds: float) -> None:
+        if self._pause_s is None:
+            self._pause_s = seconds
+        self._pause_s += _STEP * (seconds - self._pause_s)
+
+    def _drop(self, key: str) -> bool:
+        active = self._active.pop(key, None)
+        if active is not None:
+            self._total -= active.ids
+            self._all[active.replica].add(active.ids, -1)
+            if not active.running:
+                self._idle[active.replica].add(active.ids, -1)
+            if not self._all[active.replica].count:
+                self._all.pop(active.replica)
+                self._idle.pop(active.replica, None)
+        return active is not None

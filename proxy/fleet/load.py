@@ -1,0 +1,144 @@
+"""The running requests of one replica, and how fast it serves them."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from proxy.fleet.pace import Crowding, Pace, work_of
+
+_HALF_LIFE_S = 60.0
+"""Half-life of a measurement in seconds: a replica that was slow an hour ago may be fast now."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One request that runs on a replica."""
+
+    ids: int
+    """Approximate number of ids in its prompt."""
+    started: float
+    """On the clock of `time.monotonic`."""
+    deadline: asyncio.Timeout | None = None
+    """Ends the wait for the first byte. None after the first byte was sent to the client."""
+    to_read: int = 0
+    """Estimated number of its prompt's ids that are not in the replica's prefix cache."""
+    conversations: float = 0.0
+    """Weighted number of active conversations on the replica when the request was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Limits of what may run on each replica at once; 0 for no limit."""
+
+    requests: int = 0
+    ids: int = 0
+    """Of the prompts."""
+
+
+@dataclass(slots=True)
+class _Decayed:
+    """A sum with exponential decay over time."""
+
+    value: float = 0.0
+    at: float = -math.inf
+
+    def add(self, value: float, now: float) -> None:
+        self.value = self.read(now) + value
+        self.at = now
+
+    def read(self, now: float) -> float:
+        return self.value * 0.5 ** ((now - self.at) / _HALF_LIFE_S) if self.value else 0.0
+
+
+@dataclass(slots=True)
+class Load:
+    """The requests that run on one replica."""
+
+    clock: Callable[[], float] = time.monotonic
+    running: set[Lease] = field(default_factory=set)
+    ids: int = 0
+    """Of the prompts that run."""
+    pace: Pace = field(default_factory=Pace)
+    slowest_gap_s: float = 0.0
+    """The longest recent time between two signs of progress."""
+    _progressed: float = -math.inf
+    """When the replica last sent an event or a body, or took a request after a pause."""
+    _seconds: _Decayed = field(default_factory=_Decayed)
+    _ids_served: _Decayed = field(default_factory=_Decayed)
+
+    @property
+    def requests(self) -> int:
+        """How many requests run."""
+        return len(self.running)
+
+    def has_capacity(self, ids: int, capacity: "Capacity") -> bool:
+        """Whether one more request may run; one that is larger than the limit may run alone."""
+        if not self.running:
+            return True
+        fits = not capacity.requests or self.requests < capacity.requests
+        return fits and (not capacity.ids or self.ids + ids <= capacity.ids)
+
+    def begin(self, ids: int) -> Lease:
+        """Count a request until `end`."""
+        now = self.clock()
+        if not self.running:
+            self._progressed = now
+        lease = Lease(ids, now)
+        self.running.add(lease)
+        self.ids += ids
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        """Remove a request that ended. A second call does nothing."""
+        if lease in self.running:
+            self.running.remove(lease)
+            self.ids -= lease.ids
+
+    def give_up(self, now: float) -> None:
+        """End the wait of all requests without a first byte, so that they can run on another replica.
+
+        Args:
+            now: on the clock of the event loop.
+        """
+        for lease in list(self.running):
+            if lease.deadline is not None and not lease.deadline.expired():
+                lease.deadline.reschedule(now)
+                lease.deadline = None
+
+    def answered(self, lease: Lease) -> None:
+        """Measure how fast the replica reads prompts, when the first byte of a response arrives."""
+        now = self.clock()
+        lease.deadline = None
+        if lease.ids:
+            self._seconds.add(now - lease.started, now)
+            self._ids_served.add(lease.ids, now)
+        self.progress()
+
+    def completed(self, lease: Lease, completion_ids: int, crowding: Crowding) -> None:
+        """Measure the replica's pace, when the whole response arrived."""
+        work = work_of(completion_ids, lease.to_read)
+        self.pace.measure(self.clock() - lease.started, work, lease.conversations, crowding)
+
+    def progress(self) -> None:
+        """Take note that the replica sent a whole event or body."""
+        now = self.clock()
+        gap = now - self._progressed
+        self.slowest_gap_s = max(gap, self.slowest_gap_s * 0.5 ** (gap / _HALF_LIFE_S))
+        self._progressed = now
+
+    def silent_s(self) -> float:
+        """Seconds since the last progress; 0 if nothing runs."""
+        return self.clock() - self._progressed if self.running else 0.0
+
+    def seconds_per_id(self) -> float:
+        """Recent seconds from a request to its first byte, for each id of its prompt; 0 if not measured."""
+        now = self.clock()
+        ids = self._ids_served.read(now)
+        return self._seconds.read(now) / ids if ids > 0 else 0.0
+
+    def unread_prompts(self) -> tuple[int, int]:
+        """Ids of the longest prompt whose answer has not begun, and of all such prompts."""
+        unread = [lease.ids for lease in self.running if lease.deadline is not None]
+        return max(unread, default=0), sum(unread)

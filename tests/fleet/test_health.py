@@ -1,0 +1,115 @@
+from dataclasses import dataclass
+
+import pytest
+
+from proxy.fleet.health import FIRST_OPEN_S, FORGIVEN_AFTER_S, LONGEST_OPEN_S, Breaker, BreakerState
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def _opened(breaker: Breaker) -> int:
+    """How many failures it takes to open it."""
+    count = 1
+    while not breaker.failed("no", may_open=True):
+        count += 1
+    return count
+
+
+def test_failures_in_a_row_open_it(clock: Clock) -> None:
+    breaker = Breaker(3, clock)
+    for _ in range(2):
+        breaker.failed("no", may_open=True)
+    breaker.succeeded()
+    assert _opened(breaker) == 3
+    assert (breaker.state, breaker.allows, breaker.ejections) == (BreakerState.OPEN, False, 1)
+    assert breaker.reason == "no"
+
+
+def test_the_last_replica_stays_in_use(clock: Clock) -> None:
+    breaker = Breaker(3, clock)
+    assert not any(breaker.failed("no", may_open=False) for _ in range(10))
+    assert breaker.allows
+
+
+def test_half_open_lets_one_request_through(clock: Clock) -> None:
+    breaker = Breaker(3, clock)
+    _opened(breaker)
+    clock.now += breaker.opens_for_s()
+    assert breaker.state is BreakerState.HALF_OPEN
+    breaker.started(object())
+    assert not breaker.allows
+    breaker.succeeded()
+    assert (breaker.state, breaker.allows) == (BreakerState.CLOSED, True)
+
+
+def test_a_trial_whose_client_left_is_no_trial(clock: Clock) -> None:
+    breaker = Breaker(3, clock)
+    _opened(breaker)
+    clock.now += breaker.opens_for_s()
+    trial, earlier = object(), object()
+    breaker.started(trial)
+    breaker.started(earlier)
+    breaker.ended(earlier)
+    assert not breaker.allows, "the end of another request does not end the trial"
+    breaker.ended(trial)
+    assert (breaker.state, breaker.allows) == (BreakerState.HALF_OPEN, True)
+
+
+def test_each_time_it_stays_open_for_longer(clock: Clock) -> None:
+    breaker = Breaker(3, clock)
+    _opened(breaker)
+    times = []
+    for _ in range(10):
+        times.append(breaker.opens_for_s())
+        clock.now += breaker.opens_for_s()
+        breaker.started(object())
+        assert breaker.failed("again", may_open=True), "one failed trial is enough"
+    expected = [min(FIRST_OPEN_S * 2**k, LONGEST_OPEN_S) for k in range(10)]
+    assert all(want <= time <= 1.1 * want for want, time in zip(expected, times, strict=True))
+
+
+def test_what_was_long_ago_is_forgiven(clock: Clock) -> None:
+    breaker = Breaker(3, clock)
+    _opened(breaker)
+    clock.now += breaker.opens_for_s()
+    breaker.succeeded()
+    clock.now += FORGIVEN_AFTER_S + 1
+    _opened(breaker)
+    assert breaker.opens_for_s() <= 1.1 * FIRST_OPEN_S
+
+
+def test_failures_of_requests_from_before_do_not_count(clock: Clock) -> None:
+    breaker = Breaker(3, clock)
+    _opened(breaker)
+    until = breaker.opens_for_s()
+    assert not breaker.failed("late", may_open=True)
+    assert breaker.opens_for_s() == until
+
+
+def test_an_answer_to_an_earlier_request_does_not_close_it(clock: Clock) -> None:
+    breaker = Breaker(3, clock)
+    _opened(breaker)
+    breaker.succeeded()
+    assert not breaker.allows
+    breaker.reset()
+    assert breaker.allows
+
+
+def test_opened_by_hand_it_stays_open(clock: Clock) -> None:
+    """The requests that waited for its answer fail afterwards."""
+    breaker = Breaker(3, clock)
+    breaker.open("silent")
+    until = breaker.opens_for_s()
+    breaker.failed("silent", may_open=True)
+    assert breaker.opens_for_s() == until >= FIRST_OPEN_S
