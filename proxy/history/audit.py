@@ -1,8 +1,8 @@
 """Audits the appends that did not render the whole history.
 
-A proof tries many conversations, but not all. The first append of each kind of conversation, and a share of
-the others, is compared with a rendering of the whole history after the prompt was planned. One difference
-ends that way of appending for the template.
+A proof tests many conversations, but not all. So the first append of each kind of conversation, and a share
+of the others, is compared with a rendering of the whole history after the prompt was planned. After one
+difference, such appends with this template render the whole history.
 """
 
 import json
@@ -22,7 +22,8 @@ from tokenization.cache import BoundedCache
 log = logging.getLogger("tokenproxy")
 
 MAX_WAITING = 32
-"""Audits that may wait. Others are left out: under load the share gets smaller, not the proxy slower."""
+"""Number of audits that may wait. Further ones are skipped: under load the share shrinks, and the proxy does
+not slow down."""
 _SHOWN_CHARACTERS = 2_000
 
 
@@ -38,7 +39,7 @@ class Auditor:
     """Decides which appends are audited, and audits them one at a time, off the event loop."""
 
     def __init__(self, metrics: Metrics, share: float, proof_folder: Path | None) -> None:
-        """`share` of the appends is audited, from 0 to 1; with 0 the first of each kind is not either."""
+        """`share`: the share of appends to audit, from 0 to 1; 0 skips the first of each kind too."""
         self._metrics = metrics
         self._share = share
         self._proof_folder = proof_folder
@@ -53,7 +54,7 @@ class Auditor:
         new: Sequence[Mapping[str, Any]],
         rendering: Rendering,
     ) -> None:
-        """Audit an append later, if it is the first of its kind or is drawn. Any thread may call it."""
+        """Audit an append later, if it is the first of its kind or drawn. Any thread may call it."""
         if (
             not self._share
             or not tokenizer.is_local(new, rendering.parse_template_kwargs())
@@ -69,13 +70,13 @@ class Auditor:
         self._thread.submit(self._audit, _Append(tokenizer, history, new, rendering))
 
     def close(self) -> None:
-        """Leave out the audits that wait, and end the thread after the one that runs."""
+        """Drop the waiting audits, and end the thread after the running one."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _audit(self, append: _Append) -> None:
         try:
             refuted = self._refute(append)
-        except Exception:  # the boundary of the thread: the append itself went well
+        except Exception:  # the boundary of the thread: the append itself succeeded
             log.exception("an append could not be audited")
             return
         finally:
@@ -107,7 +108,7 @@ def _kind(
     new: Sequence[Mapping[str, Any]],
     rendering: Rendering,
 ) -> object:
-    """What makes conversations alike: the length of the history, the last turn, the new messages, options."""
+    """The kind of a conversation: length of the history, last turn, new messages, options."""
     turn = history[-1]
     return (
         tokenizer.fingerprint,

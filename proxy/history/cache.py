@@ -1,4 +1,4 @@
-"""Conversations and ids that were used recently, within one limit of bytes. An optimisation only.
+"""LRU cache of parsed conversations and of turns with their ids, limited in bytes; an optimisation only.
 
 A conversation is found by a running hash at each message boundary: a request whose history was seen before
 parses only its new messages, however many other conversations are interleaved, and a fork is found at the
@@ -20,16 +20,16 @@ from proxy.history.conversation import Conversation, ParsedMessage, parse_messag
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 _MESSAGE_BYTES = 900
-"""What one parsed message takes here: its digests, its boundary's hash, and the objects around them."""
+"""Bytes of one parsed message: its digests, the hash of its boundary, and the objects that hold them."""
 _ENTRY_BYTES = 600
-"""What an entry takes beyond its messages or ids."""
+"""Bytes of an entry besides its messages or ids."""
 _MAX_SHARE = 2
-"""A single entry takes at most one part in so many of the cache; larger ones are not kept."""
+"""An entry may take at most this fraction (1/N) of the cache; larger ones are not kept."""
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """Messages that one request added to a conversation seen before."""
+    """Messages that one request added to a cached conversation."""
 
     parent: "_Segment | None"
     start: int
@@ -59,7 +59,7 @@ class _Lru:
 
 
 class TurnCache:
-    """At most `max_bytes` of parsed conversations and of turns with their exact ids. Safe across threads."""
+    """Holds at most `max_bytes` of parsed conversations and of turns with their exact ids. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._lru = _Lru(max_bytes)
@@ -74,11 +74,11 @@ class TurnCache:
         return self._lru.size
 
     def parse(self, messages: bytes) -> Conversation:
-        """The conversation that a JSON array of messages holds. Parses only messages not seen before.
+        """The conversation in a JSON array of messages. Parses only the messages that are not cached.
 
         Raises:
-            msgspec.DecodeError, UnicodeDecodeError: the bytes are no JSON array of objects.
-            InvalidMessages: one of them is no chat message.
+            msgspec.DecodeError, UnicodeDecodeError: the bytes are not a JSON array of objects.
+            InvalidMessages: one of them is not a chat message.
         """
         raws = _split(messages) if messages else []
         hashes = _boundary_hashes(raws)
@@ -91,7 +91,7 @@ class TurnCache:
         return Conversation(raws, parsed)
 
     def turn(self, turn_id: str) -> CachedTurn | None:
-        """A recorded turn with its ids, if it is here."""
+        """A recorded turn with its ids, if it is cached."""
         with self._lock:
             found = self._turns.get(turn_id)
             if found is not None:
@@ -110,13 +110,13 @@ class TurnCache:
             self._shrink()
 
     def drop(self, rollout: str) -> None:
-        """Forget the turns of a rollout that was deleted."""
+        """Remove the turns of a deleted rollout."""
         with self._lock:
             for turn_id in list(self._by_rollout.get(rollout, ())):
                 self._evict(turn_id)
 
     def _longest(self, hashes: list[bytes]) -> tuple[list[ParsedMessage], _Segment | None]:
-        """The parsed messages of the longest beginning that is here, and the segment it ends in."""
+        """The parsed messages of the longest cached beginning, and the segment in which it ends."""
         with self._lock:
             found = next((hit for key in reversed(hashes) if (hit := self._boundaries.get(key))), None)
             if found is None:
@@ -137,7 +137,7 @@ class TurnCache:
             if size * _MAX_SHARE > self._lru.max_bytes or not self._is_kept(segment.parent):
                 return
             for offset, key in enumerate(segment.boundaries, 1):
-                # what is there already is the same conversation, parsed by a request at the same time
+                # an entry with this key is the same conversation, parsed by a concurrent request
                 self._boundaries.setdefault(key, (segment, segment.start + offset))
             self._lru.add(segment, size)
             ancestor = segment.parent

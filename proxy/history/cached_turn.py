@@ -1,4 +1,4 @@
-"""A recorded turn with its exact ids as JSON, and what it is recognised by."""
+"""A recorded turn with its exact ids as JSON, and the digests by which requests match it."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ UNUSABLE = frozenset(
         Problem.UNREADABLE_EVIDENCE,
     }
 )
-"""Problems of a turn that keep others from being built on its ids."""
+"""Problems of a turn because of which its ids cannot be extended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Lineage:
     parent: "Lineage | None"
 
     def all_reasonings(self) -> list[bytes]:
-        """Of each assistant message since the conversation began, the first one first."""
+        """One digest for each assistant message of the conversation, in order."""
         parts: list[tuple[bytes, ...]] = []
         at: Lineage | None = self
         while at is not None:
@@ -53,14 +53,17 @@ class CachedTurn:
     finish_reason: str | None
     stop_reason: str | int | None
     usable: bool
-    """Whether the ids are the whole truth: all sampled ids are recorded, and no media stand among them."""
+    """Whether the ids are complete: all sampled ids are recorded, and the prompt holds no media."""
     scope: tuple[bytes, ...]
     """As `Turn.scope`."""
     spelling_before: bytes
     calls: tuple[bytes, ...]
     lineage: Lineage
     hasher: Any = field(compare=False)
-    """blake2b over the packed ids: the turn's `ids_digest`, ready to be continued."""
+    """blake2b over the packed ids, the source of `ids_digest`; a copy is updated with the ids of the next
+    turn."""
+    replica: str = ""
+    """As `Turn.replica`."""
 
     def begins(self, prompt: bytes) -> bool:
         """Whether a prompt, a compact JSON array, begins with these ids."""
@@ -69,7 +72,7 @@ class CachedTurn:
 
 
 def hash_ids(parent: CachedTurn | None, *packed: bytes) -> Any:
-    """The hasher of a turn's ids: those of its parent, continued."""
+    """The hasher of a turn's ids: a copy of the parent's, updated with the turn's own ids."""
     hasher = parent.hasher.copy() if parent else hashlib.blake2b(digest_size=16, person=b"ids")
     for part in packed:
         hasher.update(part)
@@ -77,12 +80,12 @@ def hash_ids(parent: CachedTurn | None, *packed: bytes) -> Any:
 
 
 def cached_turn(turn: Turn, parent: CachedTurn | None, prompt: bytes, hasher: Any) -> CachedTurn:
-    """A turn that was just recorded.
+    """Create the cache entry of a turn that was just recorded.
 
     Args:
-        parent: the turn it continues in the store.
+        parent: the turn that it continues in the store.
         prompt: its whole prompt as a JSON array; empty if unknown.
-        hasher: of its ids.
+        hasher: the hasher of its ids.
     """
     usable = turn.problem not in UNUSABLE and len(prompt) > 2 and (parent is None or parent.usable)
     completion = unpack_ids(turn.completion)
@@ -99,13 +102,14 @@ def cached_turn(turn: Turn, parent: CachedTurn | None, prompt: bytes, hasher: An
         turn.calls,
         Lineage(turn.reasonings, parent.lineage if parent else None),
         hasher,
+        turn.replica,
     )
 
 
 def read_turn(
     path: Sequence[Turn], in_cache: Callable[[str], CachedTurn | None] = lambda turn: None
 ) -> CachedTurn:
-    """The last turn of a path that a store returned; ids of a turn in the cache are not joined again."""
+    """The last turn of a path from the store. Joins only the ids after the last cached turn of the path."""
     base: CachedTurn | None = None
     first = len(path)
     while first > 0 and (base := in_cache(path[first - 1].id)) is None:
@@ -134,4 +138,5 @@ def read_turn(
         last.calls,
         lineage,
         hash_ids(base, *parts),
+        last.replica,
     )

@@ -1,7 +1,8 @@
 """A completion as an engine returned it, and whether it can be trained on.
 
-A turn becomes a sample only if the number of its ids equals that of its log-probabilities and nothing that
-the engine returned contradicts them. What does not add up is refused with a `Problem`, never padded.
+A turn becomes a sample only if the number of its ids equals that of its log-probabilities and no field of the
+engine's response contradicts them. A turn with inconsistent evidence is refused with a `Problem`, never
+padded.
 """
 
 import math
@@ -23,28 +24,28 @@ class SampledChoice:
     message: dict[str, Any] = field(default_factory=dict)
     """The assistant's message as the engine parsed it."""
     ids: list[int] | None = None
-    """What was sampled, the stop token included; None if the engine returned no ids."""
+    """The sampled ids, including the stop token; None if the engine returned no ids."""
     logprobs: list[float] | None = None
     """One for each id; None if the engine returned none."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     counted: int | None = None
-    """Number of ids as the engine counted them."""
+    """Number of ids as counted by the engine."""
     weight_versions: tuple[WeightSpan, ...] = ()
     routed_experts: str | None = None
     unreadable: str = ""
-    """Name of the field of the evidence that could not be read; empty if all could."""
+    """Names of the evidence fields that could not be read; empty if all could."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """A completion, whole or as far as it came."""
+    """A completion, whole or as far as it arrived."""
 
     prompt_ids: bytes | None = None
-    """The prompt as the engine echoed it, a JSON array; None if it did not."""
+    """The prompt that the engine echoed, a JSON array; None if it echoed none."""
     choices: list[SampledChoice] = field(default_factory=list)
     completion_tokens: int | None = None
-    """Of all choices, as the engine counted them."""
+    """Number of sampled ids in all choices, as counted by the engine."""
 
 
 def same_ids(left: bytes, right: bytes) -> bool:
@@ -55,10 +56,10 @@ def same_ids(left: bytes, right: bytes) -> bool:
 def untrainable_reason(
     completion: Completion, choice: SampledChoice, sent: bytes, *, media: bool
 ) -> Problem | None:
-    """Why a choice cannot be trained on, the gravest problem first; None if it can.
+    """The most severe problem that makes a choice untrainable; None if there is none.
 
     Args:
-        sent: the prompt that the engine was given as a JSON array of ids; empty if it rendered messages.
+        sent: the prompt that was sent to the engine, as a JSON array of ids; empty if it rendered messages.
     """
     if completion.prompt_ids is None or not completion.prompt_ids[:64].strip(b"[] \t\r\n"):
         odd = choice.unreadable == "prompt_token_ids"

@@ -1,6 +1,6 @@
-"""Ids and what the chat template puts after them: the one place where a prompt is made here.
+"""Builds a prompt from ids and the suffix of the chat template. All extended prompts are built here.
 
-Law: the result begins with the bytes of the ids that were given.
+Law: the result begins with the bytes of the given ids.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from proxy.history.cached_turn import CachedTurn
 from proxy.history.conversation import Conversation
 from proxy.turn.request import Rendering
 from tokenization import ChatTokenizer, ids
+from tokenization.limit import NO_LIMIT, Limit
 
 
 def continue_ids(
@@ -23,21 +24,23 @@ def continue_ids(
     finish_reason: str | None = "stop",
     stop_reason: str | int | None = None,
     auditor: Auditor | None = None,
+    limit: Limit = NO_LIMIT,
 ) -> tuple[bytes, list[int]]:
     """The next prompt of a conversation that is already ids.
 
     Args:
-        raw: everything consumed and sampled so far, a checked JSON array of ids.
-        new: the messages since then.
-        history: the messages that led to the ids, if known; the last one is the assistant's.
-        finish_reason, stop_reason: how the last turn ended, as the engine gave it.
+        raw: all ids consumed and sampled so far, a checked JSON array.
+        new: the messages after them.
+        history: the messages that led to the ids, or None; the last one is the assistant's.
+        finish_reason, stop_reason: how the last turn ended, as the engine reported it.
         auditor: compares a share of the appends with a rendering of the whole history.
+        limit: for the ids after `raw`.
 
     Returns:
         the whole prompt as a JSON array, and the ids after `raw`.
 
     Raises:
-        TokenizationError: as `ChatTokenizer.append`.
+        TokenizationError, Stopped: as `ChatTokenizer.continuation`.
     """
     following = tokenizer.continuation(
         ids.last(raw),
@@ -45,10 +48,11 @@ def continue_ids(
         history=history,
         tools=rendering.parse_tools(),
         finish_reason=finish_reason,
-        # a stop token that only that request named ends no turn in the template's eyes
+        # a stop token that only that request named does not end a turn for the template
         stop_reason=stop_reason if isinstance(stop_reason, str) else None,
         add_generation_prompt=rendering.add_generation_prompt,
         template_kwargs=rendering.parse_template_kwargs(),
+        limit=limit,
     )
     if auditor is not None and history is not None:
         auditor.consider(tokenizer, history, new, rendering)
@@ -63,8 +67,9 @@ def continue_turn(
     end: int,
     rendering: Rendering,
     auditor: Auditor | None = None,
+    limit: Limit = NO_LIMIT,
 ) -> tuple[bytes, list[int]]:
-    """The next prompt after a recorded turn, whose message stands at index `end` of a conversation.
+    """The next prompt after a recorded turn, whose message is at index `end` of a conversation.
 
     Returns and raises as `continue_ids`.
     """
@@ -77,4 +82,5 @@ def continue_turn(
         finish_reason=turn.finish_reason,
         stop_reason=turn.stop_reason,
         auditor=auditor,
+        limit=limit,
     )

@@ -1,7 +1,7 @@
 """A chat request as a conversation: its messages by their digests.
 
-The digests do not depend on model, tools or tenant: those stand in the `Scope`, which every key of the index
-is made with.
+The digests do not depend on model, tools or tenant: these are in the `Scope`, which is part of every key of
+the index.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ _parse = msgspec.json.Decoder(dict[str, Any]).decode
 NOTHING = start()
 """Digest of a conversation before its first message."""
 _DISTINCTIVE_BYTES = 120
-"""A message of so many bytes is not sampled twice by chance."""
+"""A message with at least this many bytes is not sampled twice by chance."""
 
 
 class ParsedMessage(NamedTuple):
-    """What is kept of a message: 16-byte digests and flags, never its text."""
+    """The digests (16 bytes) and flags of a message, without its text."""
 
     message: CanonicalMessage
     assistant: bool
@@ -31,22 +31,23 @@ class ParsedMessage(NamedTuple):
     distinctive: bool
     """Whether an equal message elsewhere is a copy of this one: it is long, or holds tool calls with ids."""
     loose: bytes
-    """Digest of the conversation up to and including this message, ignoring what clients drop or strip."""
+    """Digest of the conversation up to and including this message, without the parts that clients drop or
+    strip."""
     strict: bytes
-    """The same, as this client spells it."""
+    """Digest of the conversation up to and including this message, exactly as the client spells it."""
 
 
 def parse_message(raw: bytes, index: int, before: ParsedMessage | None) -> ParsedMessage:
-    """A message of a conversation.
+    """Parse a message of a conversation.
 
     Args:
         raw: the message as JSON.
-        index: its place in the conversation, for errors.
+        index: its position in the conversation, for errors.
         before: the message before it; None for the first.
 
     Raises:
-        msgspec.DecodeError, UnicodeDecodeError: it is no JSON object.
-        InvalidMessages: it is no chat message.
+        msgspec.DecodeError, UnicodeDecodeError: it is not a JSON object.
+        InvalidMessages: it is not a chat message.
     """
     message = _parse(raw)
     made = canonical(message, index)
@@ -62,7 +63,7 @@ def parse_message(raw: bytes, index: int, before: ParsedMessage | None) -> Parse
 
 
 def is_distinctive(message: dict[str, Any]) -> bool:
-    """Whether an equal message elsewhere is a copy of this one. Does not depend on how a client spells it."""
+    """Whether an equal message elsewhere is a copy of this one. Independent of the client's spelling."""
     if message.get("tool_calls"):
         return True
     content = message.get("content")
@@ -72,7 +73,7 @@ def is_distinctive(message: dict[str, Any]) -> bool:
 
 
 class LazyMessages(Sequence[dict[str, Any]]):
-    """Messages that are parsed when they are read: of a long history mostly the last one only."""
+    """Messages that are parsed when they are read: in a long history, mostly only the last one."""
 
     def __init__(self, raws: Sequence[msgspec.Raw]) -> None:
         self._raws = raws
@@ -104,7 +105,7 @@ class Conversation:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Where a recorded turn may end: indexes of assistant messages that others follow, the last first."""
+        """Indexes of the assistant messages that others follow, where a turn may end; the last first."""
         last = len(self.messages) - 1
         return [i for i in range(last - 1, -1, -1) if self.messages[i].assistant]
 
@@ -115,7 +116,7 @@ class Conversation:
 
     @property
     def holds_assistant(self) -> bool:
-        """Whether there is anything to continue."""
+        """Whether it holds an assistant message, so that there may be a turn to continue."""
         return self.ends_with_assistant or bool(self.ends)
 
     @cached_property

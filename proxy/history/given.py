@@ -1,12 +1,17 @@
-"""Prompts whose ids the client sent: what is appended to them, and where their turns belong."""
+"""Prompts with ids from the client: appends messages to them, and finds where their turns are recorded."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from proxy.errors import BadRequest, NotReady, Unsupported
+from proxy.history.audit import Auditor
 from proxy.history.cached_turn import CachedTurn
+from proxy.history.context import check_fits, check_ids_fit, is_truncated, too_long
 from proxy.history.continuation import continue_ids, continue_turn
 from proxy.history.conversation import Conversation
 from proxy.history.matcher import Match
@@ -14,30 +19,60 @@ from proxy.history.placing import UNREADABLE, Placer
 from proxy.history.plan import Placement, ServedModel
 from proxy.history.store import StoreError, session_id
 from proxy.turn.request import ChatRequest, GivenIds
-from tokenization import InvalidIds, TemplateUnsupported, TokenizationError, ids
+from tokenization import ChatTokenizer, InvalidIds, TemplateUnsupported, TokenizationError, ids
+from tokenization.limit import Limit, TooManyIds
+
+_split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_parse = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 async def append_messages(
-    placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel
+    placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel, *, to_complete: bool = True
 ) -> tuple[bytes, list[int]]:
-    """Given ids, and what the template puts after them for the messages to append.
+    """Append messages to given ids with the chat template.
+
+    Args:
+        to_complete: whether a completion follows, so that the whole prompt must fit the model's context.
+            Otherwise only the appended ids must.
 
     Returns:
         the prompt as a compact JSON array, and the ids after the given ones.
 
     Raises:
         BadRequest: the template refuses the messages.
+        BadRequest: the prompt is longer than the model's context.
         Unsupported: there is no tokenizer, or no exact append for this template.
-        NotReady: there is no history, and the template is not proved yet.
+        Overloaded: the limit of concurrent tokenising is reached.
+        NotReady: there is no history, and the template has not been examined yet.
     """
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise model.tokenizer_error or Unsupported("appending needs the model's tokenizer")
-    new = _objects(request.append or b"[]", "append_messages")
-    # the request's messages are the whole conversation: the history, then those to append
-    whole = _objects(request.messages, "messages") if request.messages else []
-    before = whole[: len(whole) - len(new)]
-    history = before if before and before[-1].get("role") == "assistant" else None
+    if to_complete:
+        check_ids_fit(request, given, model)
+    before = given.count if to_complete and not is_truncated(request) else 0
+    room = None if model.max_model_len is None else model.max_model_len - before
+    stop = threading.Event()
+    limit = Limit(room, stop.is_set)
+
+    def append() -> tuple[bytes, list[int]]:
+        return _append(tokenizer, request, given, placer.auditor, limit)
+
+    with _as_api_errors(given, before, model):
+        _refuse_reserved(tokenizer, request)
+        size = len(request.append or b"[]") + len(request.messages)
+        return await placer.encoders.run(append, size, tokenises=True, flow=placer.flow(request), stop=stop)
+
+
+def _append(
+    tokenizer: ChatTokenizer, request: ChatRequest, given: GivenIds, auditor: Auditor, limit: Limit
+) -> tuple[bytes, list[int]]:
+    """Parse and tokenise the messages to append. Takes long: call it on an encoder thread."""
+    appended = request.append or b"[]"
+    if limit.max_ids is not None:
+        check_fits(appended, tokenizer, limit.max_ids)
+    new = _objects(appended, "append_messages")
+    history = _history(request, len(new))
     if history is None and tokenizer.proof is None:
         raise NotReady(
             "the chat template is still being examined, which takes seconds after the start: send the "
@@ -46,17 +81,44 @@ async def append_messages(
             code="template_unproved",
         )
     raw = ids.compact(given.raw)
-    try:
-        if reserved := tokenizer.reserved(request.rendering.parse_template_kwargs()):
-            raise BadRequest(
-                f"`chat_template_kwargs` cannot set {', '.join(reserved)} together with `append_messages`",
-                param="chat_template_kwargs",
-            )
-        return await placer.in_thread(
-            lambda: continue_ids(
-                tokenizer, raw, new, request.rendering, history=history, auditor=placer.auditor
-            )
+    return continue_ids(tokenizer, raw, new, request.rendering, history=history, auditor=auditor, limit=limit)
+
+
+def _history(request: ChatRequest, new: int) -> list[dict[str, Any]] | None:
+    """The messages that led to the given ids; None if the request does not hold them.
+
+    Args:
+        new: number of messages to append. They are the end of the request's messages.
+    """
+    if not request.messages:
+        return None
+    whole = _objects(request.messages, "messages")
+    earlier = whole[: len(whole) - new]
+    return earlier if earlier and earlier[-1].get("role") == "assistant" else None
+
+
+def _refuse_reserved(tokenizer: ChatTokenizer, request: ChatRequest) -> None:
+    """Raise BadRequest if the template arguments hold an argument of the renderer."""
+    if reserved := tokenizer.reserved(request.rendering.parse_template_kwargs()):
+        raise BadRequest(
+            f"`chat_template_kwargs` cannot set {', '.join(reserved)} together with `append_messages`",
+            param="chat_template_kwargs",
         )
+
+
+@contextmanager
+def _as_api_errors(given: GivenIds, before: int, model: ServedModel) -> Iterator[None]:
+    """Replace the errors of an append by API errors that name the request's field.
+
+    Args:
+        before: number of ids before the appended ones that count against the model's context.
+    """
+    try:
+        yield
+    except TooManyIds as error:
+        assert model.max_model_len is not None  # else there is no limit
+        count = before + error.count
+        raise too_long(count, model.max_model_len, "append_messages", at_least=error.at_least) from error
     except msgspec.DecodeError as error:
         raise BadRequest(f"`tools`: {error}", param="tools") from error
     except TemplateUnsupported as error:
@@ -70,18 +132,19 @@ async def append_messages(
 
 
 async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model: ServedModel) -> Placement:
-    """Where the turn of a request whose client sent ids is recorded: nowhere if it cannot be placed.
+    """Find where to record the turn of a request with given ids.
 
-    It belongs to its session, or to the rollout that its messages continue, or to a new one if it has
-    messages. It is findable by its text if that is proved: its ids are exactly those that the conversation
-    has here.
+    It is recorded in its session, else in the rollout that its messages continue, else in a new rollout if it
+    has messages, else nowhere. It is findable by its text only if its ids are exactly those of the recorded
+    conversation.
 
     Args:
         prompt: the whole prompt as a compact JSON array.
     """
     whole = bool(request.messages)
     try:
-        conversation = await placer.parse(request.messages or request.append or b"[]")
+        messages = request.messages or request.append or b"[]"
+        conversation = await placer.parse(messages, placer.flow(request))
         scope = placer.scope(request, model)
     except UNREADABLE:
         return placer.nowhere(request, model)  # the engine refuses them
@@ -103,11 +166,17 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
         if parent is None and request.session is not None:
             parent = await _by_ids(placer, prompt, session_id(request.tenant, request.session.name))
             first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
-        return replace(placement, parent=parent, first_new=first_new if parent else 0, findable=proved)
+        return replace(
+            placement,
+            parent=parent,
+            first_new=first_new if parent else 0,
+            findable=proved,
+            holder=placement.holder or (parent.replica if parent else ""),
+        )
 
 
 async def _by_ids(placer: Placer, prompt: bytes, rollout: str) -> CachedTurn | None:
-    """The turn of a rollout whose ids a prompt begins with."""
+    """The turn of a rollout with the most ids that a prompt begins with."""
     try:
         return await placer.matcher.longest_prefix(prompt, rollout)
     except StoreError as error:
@@ -123,17 +192,23 @@ async def _proves(
     request: ChatRequest,
     model: ServedModel,
 ) -> bool:
-    """Whether a prompt is exactly what its conversation has here: recorded ids, then the template's."""
+    """Whether a prompt equals the proxy's own: recorded ids, then the template's suffix."""
     tokenizer = model.tokenizer
     if tokenizer is None or conversation.media or not request.findable:
         return False
     if match.turn is None and conversation.holds_assistant:
         return False  # its earlier turns were sampled elsewhere: a rendering proves nothing about them
 
+    stop = threading.Event()
+    # stop at more ids than the prompt has: they cannot be equal
+    limit = Limit(ids.check(prompt), stop.is_set)
+
     def prove() -> bool:
         try:
             if match.turn is not None:
-                expected, _ = continue_turn(tokenizer, match.turn, conversation, match.end, request.rendering)
+                expected, _ = continue_turn(
+                    tokenizer, match.turn, conversation, match.end, request.rendering, limit=limit
+                )
             else:
                 expected = ids.dump(
                     tokenizer.render(
@@ -141,18 +216,21 @@ async def _proves(
                         tools=request.rendering.parse_tools(),
                         add_generation_prompt=request.rendering.add_generation_prompt,
                         template_kwargs=request.rendering.parse_template_kwargs(),
+                        limit=limit,
                     )
                 )
         except TokenizationError:
             return False
         return expected == prompt
 
-    return await placer.in_thread(prove)
+    size = sum(memoryview(raw).nbytes for raw in conversation.raws[match.end + 1 :])
+    return await placer.encoders.run(prove, size, tokenises=True, flow=placer.flow(request), stop=stop)
 
 
 def _objects(raw: bytes, field: str) -> list[dict[str, Any]]:
     """A JSON array of objects. Raises BadRequest, naming `field`."""
     try:
-        return msgspec.json.decode(raw, type=list[dict[str, Any]])
+        # one by one, because parsing holds the GIL
+        return [_parse(each) for each in _split(raw)]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"`{field}`: {error}", param=field) from error

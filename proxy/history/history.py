@@ -1,11 +1,11 @@
-"""Everything that knows the record of turns, put together."""
+"""Creates and runs the parts that use the record of turns."""
 
 import asyncio
 import logging
-from concurrent.futures import Executor
 
 from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
+from proxy.history.encoders import EncoderPool
 from proxy.history.matcher import Matcher
 from proxy.history.pins import Pins
 from proxy.history.placing import Placer
@@ -19,25 +19,32 @@ from proxy.metrics import Metrics
 log = logging.getLogger("tokenproxy")
 
 EVICTION_INTERVAL_S = 60.0
-"""How often rollouts that are too old are looked for."""
+"""Seconds between two searches for rollouts that are too old."""
 
 
 class History:
     """Planner, recorder and retries over one store. One per application."""
 
     def __init__(
-        self, store: Store, executor: Executor, metrics: Metrics, cache_bytes: int, auditor: Auditor
+        self,
+        store: Store,
+        encoders: EncoderPool,
+        metrics: Metrics,
+        cache_bytes: int,
+        auditor: Auditor,
+        overflow: str = "error",
     ) -> None:
+        """`overflow` is the setting of this name."""
         self.auditor = auditor
         self.store = store
         self.metrics = metrics
         self.cache = TurnCache(cache_bytes)
         self.tasks = Tasks()
         self.pins = Pins(store, metrics)
-        matcher = Matcher(store, self.cache, executor)
-        self.placer = Placer(store, self.cache, matcher, self.pins, executor, metrics, auditor)
-        self.planner = Planner(self.placer)
-        self.recorder = Recorder(store, self.cache, executor, metrics, self.tasks)
+        matcher = Matcher(store, self.cache, encoders)
+        self.placer = Placer(store, self.cache, matcher, self.pins, encoders, metrics, auditor)
+        self.planner = Planner(self.placer, renders_overflow=overflow == "render")
+        self.recorder = Recorder(store, self.cache, encoders, metrics, self.tasks)
         self.retries = Retries(store, metrics, self.tasks)
 
     async def open(self) -> None:
@@ -59,7 +66,7 @@ class History:
                 evicted = await self.store.evict()
             except StoreError as error:
                 self.metrics.store_errors.inc()
-                log.error("old rollouts could not be evicted: %s", error)
+                log.log(error.level, "old rollouts could not be evicted: %s", error)
                 continue
             if evicted.rollouts:
                 self.metrics.evicted.inc(evicted.rollouts)

@@ -1,15 +1,16 @@
-"""Which recorded turn a request continues.
+"""Finds the recorded turn that a request continues.
 
-The longest recorded conversation wins. Turns are found by the exact spelling of the conversation first, then
-by a digest that ignores dropped reasoning and stripped text, then by one that ignores the arguments of tool
-calls that were cut off; each candidate is then checked. Turns with equal ids are one candidate. If candidates
-with different ids remain and nothing decides between them, none is taken: the prompt is rendered.
+The longest recorded conversation wins. Turns are searched first by the exact spelling of the conversation,
+then by a digest that ignores dropped reasoning and stripped text, then by one that ignores the arguments of
+tool calls that were cut off; each candidate is then checked. Turns with equal ids are one candidate. If
+several candidates with different ids remain, none is used: the prompt is rendered.
 """
 
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -36,22 +37,22 @@ CONTENT = "content"
 """Kind of key: the last message alone, or with the one before it if it is short. Explains a miss."""
 
 _LOOKUP = 64
-"""Ends of turns that one lookup asks for."""
+"""Number of ends of turns in one lookup."""
 _EXPLAINED = 4
-"""Recorded turns that are read to explain a miss."""
+"""Number of recorded turns that are read to explain a miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The recorded turn that a request continues, or why there is none."""
+    """The recorded turn that a request continues, or the reason why there is none."""
 
     turn: CachedTurn | None = None
     end: int = -1
     """Index of its message in the request; -1 if nothing was found."""
     reason: Reason | None = None
-    """Why nothing was found, or not all of the history."""
+    """The reason if no turn was found, or not for all of the history."""
     candidates: int = 0
-    """Recorded turns with this text, whatever their ids."""
+    """Number of recorded turns with this text, with any ids."""
     same_rollout: bool = True
     """Whether the request belongs to the rollout of `turn`. If not, only the ids are reused."""
     claimed: bool = False
@@ -73,7 +74,7 @@ class _Fit(NamedTuple):
 def index_entries(
     scope: Scope, conversation: Conversation, message: CanonicalMessage, distinctive: bool, ids: bytes
 ) -> list[IndexEntry]:
-    """What finds a turn: three entries.
+    """The three index entries of a turn.
 
     Args:
         conversation: the messages of its request.
@@ -145,9 +146,9 @@ class Matcher:
         return turn
 
     async def longest_prefix(self, prompt: bytes, rollout: str) -> CachedTurn | None:
-        """Of the turns of a rollout the one with the most ids that a prompt begins with.
+        """The turn of a rollout with the most ids that a prompt begins with.
 
-        The newest turns are tried first; if none of them is it, all are.
+        The newest turns are tried first; if none of them matches, all are.
 
         Raises:
             StoreError: the store does not respond.
@@ -156,7 +157,7 @@ class Matcher:
         best = await self._longest(newest, prompt)
         if best is None and len(newest) == FOUND_AT_MOST:
             turns = await self._store.turns(rollout)
-            packed = pack_ids(msgspec.json.decode(prompt, type=list[int]))
+            packed = _packed(prompt)
             best = await self._longest([turn.id for turn in turns if _may_begin(turn, packed)], prompt)
         return best
 
@@ -172,7 +173,7 @@ class Matcher:
     async def _between(
         self, ends: Sequence[int], conversation: Conversation, scope: Scope, rollout: str | None
     ) -> Match | None:
-        """The longest match among ends that lie between one that matched and one that did not."""
+        """The longest match among the ends between one that matched and one that did not."""
         best: Match | None = None
         while ends:
             step = -(-len(ends) // _LOOKUP)
@@ -188,7 +189,7 @@ class Matcher:
     async def _look_up(
         self, ends: Sequence[int], conversation: Conversation, scope: Scope, rollout: str | None
     ) -> tuple[Match, int] | None:
-        """The match at the first of some ends that has one."""
+        """The match at the first of these ends that has one."""
         keys = {end: _keys(scope, conversation, end) for end in ends}
         found = await self._store.find([key for of_end in keys.values() for key in of_end])
         for end in ends if found else ():
@@ -205,7 +206,7 @@ class Matcher:
         end: int,
         rollout: str | None,
     ) -> Match | None:
-        """The turn that ends at one message, among what each kind of key found there."""
+        """The turn that ends at one message, from the results of each kind of key."""
         if rollout is not None and not all(_all_listed(hits) and _lists_all(hits) for _, hits in found):
             return await self._choose_in_rollout(conversation, end, rollout)
         groups = [[_of_rollout(group, rollout) for group in hits.groups] if hits else [] for _, hits in found]
@@ -229,7 +230,7 @@ class Matcher:
         return None
 
     async def _take(self, fit: "_Fit", match: Match) -> Match:
-        """Which of the turns with equal ids is continued: where several rollouts hold one, an open one."""
+        """Choose one of the turns with equal ids; if several rollouts hold one, an open one."""
         group = fit.group
         if _complete(group) and len({candidate.rollout for candidate in group.candidates}) == 1:
             return match
@@ -244,7 +245,7 @@ class Matcher:
         return replace(match, same_rollout=False)
 
     async def _claim(self, turn_id: str) -> CachedTurn | None:
-        """A turn that was claimed; None if others were faster. What fails or is cancelled claims nothing."""
+        """Claim one of the turns; None if others were faster. A failed or cancelled call claims none."""
         claiming = asyncio.ensure_future(self._store.claim(turn_id))
         try:
             return await self.load(turn_id) if await asyncio.shield(claiming) else None
@@ -254,7 +255,7 @@ class Matcher:
             raise
 
     async def _open_candidates(self, fit: "_Fit") -> list[Candidate]:
-        """The turns of a group that are open now."""
+        """The turns of a group that are still open."""
         found = (await self._store.find([fit.key])).get(fit.key)
         groups = [group for group in found.groups if group.ids == fit.group.ids] if found else []
         return [candidate for group in groups for candidate in group.candidates if candidate.open]
@@ -279,7 +280,7 @@ class Matcher:
         if not ends:
             return Reason.ENDS_WITH_ASSISTANT
         last = ends[0]
-        # the name of a rollout that was evicted is no longer known to be the proxy's own choice
+        # after an eviction, the store no longer tells that the proxy chose the rollout's name
         scopes = [scope, replace(scope, session=None)]
         keys = [key for each in scopes for e in ends[:_LOOKUP] for key in _keys(each, conversation, e)]
         if await self._store.evicted(keys):
@@ -297,7 +298,7 @@ class Matcher:
         ]
         if not same_text:
             return Reason.HISTORY_EDITED
-        # an equal scope: the difference is in what the keys ignore, the reasoning
+        # the scopes are equal: the difference is in the reasoning, which the keys ignore
         return changed_part(same_text[0].scope, scope.parts) or Reason.HISTORY_EDITED
 
 
@@ -340,7 +341,7 @@ def _count(
     groups: Sequence[Sequence[CandidateGroup]],
     rollout: str | None,
 ) -> int:
-    """How many turns there are under some keys; of one rollout as many as were listed."""
+    """Number of turns under these keys; for one rollout, the number of listed ones."""
     if rollout is None:
         return sum(hits.total for _, hits in found if hits)
     return sum(group.total for of_key in groups for group in of_key)
@@ -362,10 +363,10 @@ def _complete(group: CandidateGroup) -> bool:
 
 
 def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str) -> bool | None:
-    """Whether a turn found by a digest is the one that the client sent back.
+    """Check whether a turn found by a digest is the one that the client sent back.
 
     Returns:
-        None if it is another; else whether the client repaired a tool call of it.
+        None if it is another; else whether the client repaired one of its tool calls.
     """
     if kind == EXACT:
         return False
@@ -383,7 +384,17 @@ def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str
     return repaired if fits else None
 
 
+def _packed(prompt: bytes) -> bytes:
+    """The ids of a prompt, a checked JSON array, up to the first that no turn can hold."""
+    try:
+        return pack_ids(msgspec.json.decode(prompt, type=list[int]))
+    except (OverflowError, msgspec.MsgspecError):
+        # more than 32 bits: the engine refuses such an id with its own message
+        fitting = takewhile(lambda digits: len(digits) < 10, prompt.strip(b"[]").split(b","))
+        return pack_ids([int(digits) for digits in fitting])
+
+
 def _may_begin(turn: Turn, packed: bytes) -> bool:
-    """Whether the completion of a turn stands at its place in a prompt of packed ids."""
+    """Whether the completion of a turn is at its position in a prompt of packed ids."""
     start = 4 * turn.prompt_tokens
     return packed[start : start + len(turn.completion)] == turn.completion != b""

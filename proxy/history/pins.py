@@ -1,4 +1,4 @@
-"""Rollouts in use: matched by a request that is still running, so that no process evicts them meanwhile."""
+"""Pins rollouts that a running request uses, so that no process evicts them meanwhile."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from proxy.metrics import Metrics
 log = logging.getLogger("tokenproxy")
 
 LEASE_S = 60.0
-"""A pin holds so long if its process ends without a word."""
+"""Seconds for which a pin holds if its process dies."""
 _RENEW_S = LEASE_S / 3
 
 
@@ -53,5 +53,5 @@ class Pins:
                     await self.pin(rollout)
                 except StoreError as error:
                     self._metrics.store_errors.inc()
-                    log.error("a rollout in use could not be pinned: %s", error)
+                    log.log(error.level, "a rollout in use could not be pinned: %s", error)
                     break

@@ -1,19 +1,18 @@
-"""Finds where the turn of a request belongs: its conversation, scope, match and rollout."""
+"""Finds where the turn of a request is recorded: its conversation, scope, match and rollout."""
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 
+from proxy.fleet.queue import FlowKey
 from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
 from proxy.history.conversation import Conversation
+from proxy.history.encoders import EncoderPool
 from proxy.history.matcher import Match, Matcher
 from proxy.history.pins import Pins
 from proxy.history.plan import Placement, ServedModel
@@ -28,54 +27,60 @@ from tokenization.cache import BoundedCache
 
 log = logging.getLogger("tokenproxy")
 
-T = TypeVar("T")
-
 _SMALL = 16_384
-"""Bytes that are parsed on the event loop: faster than handing them to a thread."""
+"""Up to this many bytes are parsed on the event loop, which is faster than handing them to a thread."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError)
 """Raised for messages, tools or template arguments that are not those of a chat completion."""
 
 
 @dataclass(slots=True)
 class Placer:
-    """Places requests. One per application."""
+    """Finds the placement of requests. One per application."""
 
     store: Store
     cache: TurnCache
     matcher: Matcher
     pins: Pins
-    executor: Executor
+    encoders: EncoderPool
     metrics: Metrics
     auditor: Auditor
     _parts: BoundedCache[bytes, tuple[bytes, ...]] = field(default_factory=lambda: BoundedCache(1024))
 
-    async def parse(self, messages: bytes) -> Conversation:
-        """The conversation of a JSON array of messages. Raises one of `UNREADABLE`."""
+    async def parse(self, messages: bytes, flow: FlowKey) -> Conversation:
+        """The conversation of a JSON array of messages. Raises one of `UNREADABLE`, or Overloaded."""
         if len(messages) < _SMALL:
             return self.cache.parse(messages)
-        return await self.in_thread(lambda: self.cache.parse(messages))
+        return await self.encoders.run(lambda: self.cache.parse(messages), len(messages), flow=flow)
 
     def scope(self, request: ChatRequest, model: ServedModel) -> Scope:
         """The scope of a request on an engine. Raises one of `UNREADABLE`."""
         name = request.model or model.name
         fingerprint = model.tokenizer.fingerprint if model.tokenizer else ""
-        arguments = (request.rendering, model.printed, name, fingerprint)
+        arguments = (request.rendering, model.rendered_fields, name, fingerprint)
         parts = self._parts.get_or_make(raw_key(*arguments), lambda: scope_parts(*arguments))
         session = request.session.name if request.session is not None and request.session.explicit else None
         return Scope(request.tenant, session, name, request.rendering, parts)
 
+    def flow(self, request: ChatRequest) -> FlowKey:
+        """The tenant and session for which a request is parsed and tokenised."""
+        return FlowKey(request.tenant, request.session.name if request.session else "")
+
     async def match(self, request: ChatRequest, conversation: Conversation, scope: Scope) -> Match:
-        """The recorded turn that a request continues; its rollout is pinned."""
+        """Find the recorded turn that a request continues, and pin its rollout if the store responds."""
         named = session_id(request.tenant, request.session.name) if request.session else None
         told = named if request.session is not None and not request.session.explicit else None
         try:
             match = await self.matcher.match(conversation, scope, told)
-            rollout = match.turn.rollout if match.turn is not None and match.same_rollout else named
-            if rollout is not None:
-                await self.pins.pin(rollout)
         except StoreError as error:
             self.report("the prompt of a request is rendered", error)
             return Match(reason=Reason.STORE_UNAVAILABLE)
+        rollout = match.turn.rollout if match.turn is not None and match.same_rollout else named
+        if rollout is not None:
+            try:
+                await self.pins.pin(rollout)
+            except StoreError as error:
+                # the ids are exact without the pin; an eviction would leave the new turn without its parent
+                self.report("a rollout in use is not kept from eviction", error)
         return match
 
     def place(
@@ -86,7 +91,7 @@ class Placer:
         conversation: Conversation | None,
         match: Match,
     ) -> Placement:
-        """The rollout of a request is its session, else that of the turn it continues, else a new one."""
+        """Choose a request's rollout: its session, else that of the turn it continues, else a new one."""
         now = time.time()
         if request.session is not None:
             rollout, explicit = session_id(request.tenant, request.session.name), request.session.explicit
@@ -101,6 +106,7 @@ class Placer:
             new_rollout=request.session is None and (match.turn is None or not match.same_rollout),
             findable=request.findable,
             candidates=match.candidates,
+            holder=match.turn.replica if match.turn is not None else "",
             claimed=match.turn.id if match.turn is not None and match.claimed else None,
             logprobs_mode=model.logprobs_mode,
             temperature=request.temperature,
@@ -128,13 +134,9 @@ class Placer:
         try:
             await self.store.release(placement.claimed)
         except StoreError as error:
-            self.report("a turn that was claimed in vain stays claimed", error)
+            self.report("a turn that was claimed for a failed request stays claimed", error)
 
     def report(self, consequence: str, error: StoreError) -> None:
         """Log and count that the store does not respond."""
         self.metrics.store_errors.inc()
-        log.error("%s: %s", consequence, error)
-
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` on an encoder thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+        log.log(error.level, "%s: %s", consequence, error)

@@ -16,7 +16,7 @@ from tokenization import ChatTokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a plan needs to know of an engine."""
+    """The model of an engine, as planning needs it."""
 
     name: str
     """Its base model."""
@@ -25,10 +25,12 @@ class ServedModel:
     """Why there is no tokenizer; its code is the reason."""
     refused: Reason | None = None
     """Why the engine takes no prompt ids for this request; None if it does."""
-    printed: frozenset[str] = frozenset()
-    """Request fields that its rendering prints, next to messages, tools and template arguments."""
+    rendered_fields: frozenset[str] = frozenset()
+    """Request fields that its rendering prints, besides messages, tools and template arguments."""
     logprobs_mode: str = ""
-    """Its `--logprobs-mode`; empty if it could not be asked."""
+    """Its `--logprobs-mode`; empty if unknown."""
+    max_model_len: int | None = None
+    """The most ids of prompt and completion together; None if the engine does not report it."""
 
     @property
     def no_tokenizer(self) -> Reason | None:
@@ -49,7 +51,7 @@ class Placement:
     conversation: Conversation | None
     """The request's messages; None if they could not be read, or if nothing is to be recorded."""
     turn_id: str = field(default_factory=new_id)
-    """Of choice 0; see `turn.turn_id`."""
+    """The turn id of choice 0; see `turn.turn_id`."""
     new_rollout: bool = False
     """Whether the rollout begins with this turn, under a name that the proxy chose."""
     findable: bool
@@ -59,7 +61,9 @@ class Placement:
     first_new: int = 0
     """Index of the first message of the request after the parent's conversation."""
     candidates: int = 0
-    """Recorded turns that the request's text could mean."""
+    """Number of recorded turns with the request's text."""
+    holder: str = ""
+    """Name of the replica that served the turn whose ids the prompt begins with; empty if there is none."""
     claimed: str | None = None
     """A turn that was claimed for this request."""
     logprobs_mode: str = ""
@@ -85,13 +89,13 @@ class Rendered(PromptPlan):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extended(PromptPlan):
-    """Ids that are known to be exact, and what the template puts after them."""
+    """Exact ids, followed by the template's suffix."""
 
     source: ClassVar[Source] = Source.EXTENDED
     prompt: bytes
     """The whole prompt as a JSON array."""
     reused: int
-    """Number of ids that were known."""
+    """Number of reused ids."""
     appended: Sequence[int]
     """The ids after them."""
 
@@ -105,7 +109,7 @@ class Given(PromptPlan):
     reused: int
     """Number of ids that the client sent."""
     appended: int
-    """Number of ids that a rendering put after them."""
+    """Number of ids that a rendering adds after them."""
 
 
 def prompt_of(plan: PromptPlan) -> bytes:

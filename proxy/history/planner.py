@@ -2,14 +2,17 @@
 
 Law, for every plan that continues a recorded turn:
 
-    plan.prompt == ids of that turn, then the ids that the chat template puts after it
+    plan.prompt == ids of that turn + ids that the chat template adds after it
 
 Planning changes nothing in the request: after a failure it is planned anew for another engine.
 """
 
+import threading
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
+from proxy.history.cached_turn import CachedTurn
+from proxy.history.context import check_fits, check_ids_fit, room_for_prompt, too_long
 from proxy.history.continuation import continue_turn
 from proxy.history.conversation import Conversation
 from proxy.history.given import append_messages, place_given
@@ -17,9 +20,14 @@ from proxy.history.matcher import Match
 from proxy.history.placing import UNREADABLE, Placer
 from proxy.history.plan import Extended, Given, Placement, PromptPlan, Rendered, ServedModel
 from proxy.history.vocabulary import Reason
-from proxy.turn.request import ChatRequest, GivenIds
-from tokenization import InvalidMessages, TemplateUnsupported, ids
+from proxy.turn.request import ChatRequest, GivenIds, Rendering
+from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported, ids
+from tokenization.limit import Limit, TooManyIds
 
+_HINT = (
+    " The conversation keeps the exact ids of earlier turns. If the chat template renders it shorter, the "
+    "proxy's setting `overflow: render` lets it continue from a new rendering."
+)
 _EXTENDABLE = (None, Reason.HISTORY_EDITED, Reason.CALL_REPAIRED)
 
 
@@ -28,21 +36,24 @@ class Planner:
     """Plans prompts. One per application."""
 
     placer: Placer
+    renders_overflow: bool = False
+    """Whether a conversation whose ids exceed the context is rendered anew; if not, it is an error."""
 
     async def plan(self, request: ChatRequest, model: ServedModel) -> PromptPlan:
-        """How the prompt of a request is made.
+        """Plan the prompt of a request.
 
-        On the chat route whatever goes wrong is a reason to render. On the token route, where nothing can be
-        rendered instead, it is an error.
+        On the chat route, if exact ids cannot be used, the engine renders the prompt, and the plan holds the
+        reason. On the token route, where no rendering can replace the ids, it is an error.
 
         Raises:
-            BadRequest: the template refuses the messages to append.
+            BadRequest: the template refuses the messages to append, or the prompt is longer than the context.
+            Overloaded: the limit of concurrent tokenising is reached.
             Unsupported: messages cannot be appended exactly.
         """
         if request.given is not None:
             return await self._plan_given(request, request.given, model)
         try:
-            conversation = await self.placer.parse(request.messages)
+            conversation = await self.placer.parse(request.messages, self.placer.flow(request))
             scope = self.placer.scope(request, model)
         except UNREADABLE:
             return Rendered(placement=self.placer.nowhere(request, model), reason=Reason.UNREADABLE)
@@ -62,19 +73,19 @@ class Planner:
         if request.token_route:
             return Rendered(placement=placement, reason=Reason.NO_IDS)
         if request.special == Reason.IDS_GIVEN:
-            # the engine takes them from the request itself
+            # the engine reads them from the request itself
             return Given(placement=placement, reason=Reason.IDS_GIVEN, prompt=b"", reused=0, appended=0)
         reason = match.reason
         if reason != Reason.FIRST_TURN:
             reason = _must_render(request, conversation, model) or match.reason
         if match.turn is None or reason not in _EXTENDABLE:
             return Rendered(placement=placement, reason=reason)
-        return await self._extend(placement, conversation, match, reason, model)
+        return await self._extend(request, placement, conversation, match, reason, model)
 
     async def plan_prefix(
         self, request: ChatRequest, prompt: bytes, prefix: int, model: ServedModel
     ) -> PromptPlan:
-        """A prompt whose first `prefix` ids the client requires; the rest is the template's rendering.
+        """Plan a prompt with `prefix` ids that the client requires, followed by the template's rendering.
 
         Args:
             prompt: the whole prompt as a compact JSON array.
@@ -89,7 +100,7 @@ class Planner:
         )
 
     def released_on_error(self, plan: PromptPlan) -> AbstractAsyncContextManager[None]:
-        """Release a plan if what is done with it fails or is cancelled."""
+        """Release a plan if the block fails or is cancelled."""
         return self.placer.released_on_error(plan.placement)
 
     async def release(self, plan: PromptPlan) -> None:
@@ -98,6 +109,7 @@ class Planner:
 
     async def _plan_given(self, request: ChatRequest, given: GivenIds, model: ServedModel) -> PromptPlan:
         if request.append is None:
+            check_ids_fit(request, given, model)
             prompt = ids.compact(given.raw)
             placement = await place_given(self.placer, request, prompt, model)
             return Given(
@@ -109,28 +121,45 @@ class Planner:
 
     async def _extend(
         self,
+        request: ChatRequest,
         placement: Placement,
         conversation: Conversation,
         match: Match,
         reason: Reason | None,
         model: ServedModel,
     ) -> PromptPlan:
-        """Recorded ids, and what the template puts after them; rendered if that is not certain."""
+        """Extend recorded ids with the template's suffix; plan a rendering if the suffix is not certain.
+
+        Raises:
+            BadRequest: the prompt is longer than the context, and `renders_overflow` is off.
+        """
         turn, tokenizer = match.turn, model.tokenizer
-        assert turn is not None and tokenizer is not None  # the caller looked
+        assert turn is not None and tokenizer is not None  # checked by the caller
         rendering = placement.scope.rendering
-        if not turn.usable:
-            return Rendered(placement=placement, reason=Reason.UNUSABLE_TURN)
-        if conversation.ends_with_assistant:
-            return Rendered(placement=placement, reason=Reason.ENDS_WITH_ASSISTANT)
-        if tokenizer.reserved(rendering.parse_template_kwargs()):
-            return Rendered(placement=placement, reason=Reason.SPECIAL_REQUEST)
+        if obstacle := _no_extension(turn, conversation, tokenizer, rendering):
+            return Rendered(placement=placement, reason=obstacle)
+        size = sum(memoryview(raw).nbytes for raw in conversation.raws[match.end + 1 :])
+        stop = threading.Event()
+        limit = Limit(self._room(request, turn.count, model), stop.is_set)
+
+        def extend() -> tuple[bytes, list[int]]:
+            if limit.max_ids is not None and size > limit.max_ids:
+                check_fits(conversation.json(match.end + 1), tokenizer, limit.max_ids)
+            auditor = self.placer.auditor
+            return continue_turn(tokenizer, turn, conversation, match.end, rendering, auditor, limit)
+
         try:
-            prompt, appended = await self.placer.in_thread(
-                lambda: continue_turn(
-                    tokenizer, turn, conversation, match.end, rendering, self.placer.auditor
-                )
+            prompt, appended = await self.placer.encoders.run(
+                extend, size, tokenises=True, flow=self.placer.flow(request), stop=stop
             )
+        except TooManyIds as error:
+            if self.renders_overflow:
+                return Rendered(placement=placement, reason=Reason.CONTEXT_OVERFLOW)
+            assert model.max_model_len is not None  # else there is no limit
+            count = turn.count + error.count
+            raise too_long(
+                count, model.max_model_len, "messages", at_least=error.at_least, hint=_HINT
+            ) from error
         except TemplateUnsupported:
             return Rendered(placement=placement, reason=Reason.TEMPLATE_UNSUPPORTED)
         except InvalidMessages:
@@ -141,9 +170,32 @@ class Planner:
             placement=placement, reason=reason, prompt=prompt, reused=turn.count, appended=appended
         )
 
+    def _room(self, request: ChatRequest, reused: int, model: ServedModel) -> int | None:
+        """The most ids to append to those of a turn; None if the engine reports no limit."""
+        if model.max_model_len is None:
+            return None
+        # only a prompt that cannot fit is an error; the engine refuses one without room for the completion
+        whole = (
+            room_for_prompt(request, model.max_model_len) if self.renders_overflow else model.max_model_len
+        )
+        return whole - reused
+
+
+def _no_extension(
+    turn: CachedTurn, conversation: Conversation, tokenizer: ChatTokenizer, rendering: Rendering
+) -> Reason | None:
+    """Why the ids of a turn cannot be extended for a conversation; None if they can."""
+    if not turn.usable:
+        return Reason.UNUSABLE_TURN
+    if conversation.ends_with_assistant:
+        return Reason.ENDS_WITH_ASSISTANT
+    if tokenizer.reserved(rendering.parse_template_kwargs()):
+        return Reason.SPECIAL_REQUEST
+    return None
+
 
 def _must_render(request: ChatRequest, conversation: Conversation, model: ServedModel) -> Reason | None:
-    """Why the engine must render this request, whatever was recorded."""
+    """The reason why the engine must render this request in any case; None if there is none."""
     if request.special:
         return Reason(request.special)
     if conversation.media:

@@ -1,6 +1,6 @@
-"""Records what was sampled: from a plan and a completion to turns in the store.
+"""Records sampled turns: converts a plan and a completion into turns in the store.
 
-Nothing that goes wrong here costs a client its response: it is logged, counted, and the turn is not recorded.
+A failure here never affects the client's response: it is logged and counted, and the turn is not recorded.
 """
 
 import asyncio
@@ -24,12 +24,13 @@ from proxy.history.tasks import Tasks
 from proxy.history.turn import Turn, pack_ids, pack_logprobs, turn_id
 from proxy.history.vocabulary import ABORTED, Problem
 from proxy.metrics import Metrics
+from proxy.monitoring.exchange import running_exchange, span
 from tokenization import CanonicalMessage, TokenizationError, canonical, ids
 
 log = logging.getLogger("tokenproxy")
 
 _SMALL = 16_384
-"""Bytes that are processed on the event loop: faster than handing them to a thread."""
+"""Fewer bytes than this are processed on the event loop, which is faster than handing them to a thread."""
 _UNREADABLE = CanonicalMessage(b"", b"", b"")
 
 
@@ -39,7 +40,7 @@ class NewTurn:
 
     turn: Turn
     entries: list[IndexEntry]
-    """What finds it again; none if nothing may."""
+    """The index entries of the turn; none if requests must not find it by its text."""
     cached: CachedTurn | None
     """None if its prompt is unknown."""
 
@@ -57,14 +58,14 @@ class Recorder:
         self.tasks = tasks
         self._recordings: WeakSet[Recording] = WeakSet()
 
-    def start(self, plan: PromptPlan) -> "Recording":
-        """The recording of one request's turns."""
-        recording = Recording(self, plan)
+    def start(self, plan: PromptPlan, replica: str = "") -> "Recording":
+        """The recording of one request's turns, which the named replica serves."""
+        recording = Recording(self, plan, replica)
         self._recordings.add(recording)
         return recording
 
     def forget(self, rollout: str) -> None:
-        """Let go of a deleted rollout: its turns in the cache, and what runs in it now."""
+        """Remove a deleted rollout: drop its turns from the cache, and do not record its running requests."""
         self.cache.drop(rollout)
         for recording in self._recordings:
             if recording.plan.placement.session.id == rollout:
@@ -74,8 +75,9 @@ class Recorder:
 class Recording:
     """Records the turns of one request, as its choices end."""
 
-    def __init__(self, recorder: Recorder, plan: PromptPlan) -> None:
+    def __init__(self, recorder: Recorder, plan: PromptPlan, replica: str) -> None:
         self.plan = plan
+        self._replica = replica
         self.recorded = False
         """Whether a turn was recorded."""
         self._recorder = recorder
@@ -85,43 +87,47 @@ class Recording:
         self._dropped = False
 
     async def announce(self) -> None:
-        """Create a new rollout before its first turn is complete: its client is about to learn its name."""
+        """Create a new rollout before its first turn is complete, because its client now gets its name."""
         placement = self.plan.placement
         if placement.new_rollout and placement.conversation is not None:
             try:
                 await self._recorder.store.save_session(placement.session)
             except StoreError as error:
                 self._recorder.metrics.store_errors.inc()
-                log.error("rollout %s was not created before its first turn: %s", placement.session.id, error)
+                message = "rollout %s was not created before its first turn: %s"
+                log.log(error.level, message, placement.session.id, error)
 
     def drop(self) -> None:
-        """Record nothing more: the session was deleted."""
+        """Stop recording, because the session was deleted."""
         self._dropped = True
 
     async def add(self, completion: Completion) -> None:
-        """Record the choices of a completion. They are found by other requests once this returns.
+        """Record the choices of a completion. Other requests find them after this returns.
 
-        It goes on to its end if its caller is cancelled.
+        If the caller is cancelled, the recording still completes.
         """
         if self.plan.placement.conversation is not None and completion.choices:
             await self._recorder.tasks.finish(self._add(completion))
 
     def add_later(self, completion: Completion) -> None:
-        """Record choices that were broken off: their request is being cancelled and cannot wait."""
+        """Record choices that were broken off, in the background: their request is being cancelled."""
         if self.plan.placement.conversation is not None and completion.choices:
             self._recorder.tasks.finish_later(self._add(completion))
 
     async def _add(self, completion: Completion) -> None:
         async with self._lock:
             if self._dropped:
-                log.info("a turn of %s is not recorded: deleted", self.plan.placement.session.id)
+                log.info(
+                    "a turn of %s is not recorded: its session was deleted", self.plan.placement.session.id
+                )
                 return
             try:
-                await self._record(completion)
+                with span("record", {}):
+                    await self._record(completion)
             except StoreError as error:
                 self._recorder.metrics.store_errors.inc()
                 log.error("a turn of %s was not recorded: %s", self.plan.placement.session.id, error)
-            except Exception:  # the boundary: what cannot be recorded fails no response
+            except Exception:  # the boundary: a failure to record must not fail the response
                 self._recorder.metrics.store_errors.inc()
                 log.exception("a turn of %s could not be recorded", self.plan.placement.session.id)
 
@@ -129,16 +135,19 @@ class Recording:
         recorder, placement = self._recorder, self.plan.placement
         size = len(completion.prompt_ids or b"") + 8 * sum(len(c.ids or ()) for c in completion.choices)
         if size < _SMALL:
-            turns = new_turns(self.plan, completion, self._holder)
+            turns = new_turns(self.plan, completion, self._holder, self._replica)
         else:
             run = asyncio.get_running_loop().run_in_executor
-            turns = await run(recorder.executor, new_turns, self.plan, completion, self._holder)
+            arguments = (self.plan, completion, self._holder, self._replica)
+            turns = await run(recorder.executor, new_turns, *arguments)
         if not turns:
             return
         evicted = await recorder.store.add(
             placement.session, [new.turn for new in turns], [new.entries for new in turns]
         )
         self.recorded = True
+        _count_ids(self.plan, turns, recorder.metrics, first=self._holder is None)
+        _tell_trace(turns)
         self._holder = self._holder or turns[0].turn
         if evicted.rollouts:
             recorder.metrics.evicted.inc(evicted.rollouts)
@@ -150,28 +159,52 @@ class Recording:
                 recorder.cache.put(new.cached)
 
 
-def new_turns(plan: PromptPlan, completion: Completion, holder: Turn | None) -> list[NewTurn]:
-    """The turns of a completion. A choice of which nothing was sampled makes none.
+def _count_ids(plan: PromptPlan, turns: list[NewTurn], metrics: Metrics, *, first: bool) -> None:
+    """Count the sampled ids, and once for each request (`first`) the ids that the engine rendered."""
+    metrics.sampled_ids.inc(sum(len(new.turn.completion) // 4 for new in turns))
+    if first and not prompt_of(plan):
+        metrics.rendered_ids.inc(turns[0].turn.prompt_tokens)
+
+
+def _tell_trace(turns: list[NewTurn]) -> None:
+    """Add the numbers of ids to the request's span, with OpenTelemetry's names for generative AI."""
+    exchange = running_exchange()
+    if exchange is None or not exchange.span.recording:
+        return
+    exchange.span.set(
+        {
+            "gen_ai.usage.input_tokens": turns[0].turn.prompt_tokens,
+            "gen_ai.usage.output_tokens": sum(len(new.turn.completion) // 4 for new in turns),
+            "gen_ai.response.finish_reasons": [new.turn.finish_reason or "unknown" for new in turns],
+        }
+    )
+
+
+def new_turns(
+    plan: PromptPlan, completion: Completion, holder: Turn | None, replica: str = ""
+) -> list[NewTurn]:
+    """The turns of a completion. A choice without sampled ids gives none.
 
     Args:
-        holder: the turn of the same request that holds the prompt already; None if there is none yet.
+        holder: the turn of the same request that already holds the prompt; None if there is none yet.
+        replica: name of the replica that served the request.
     """
     turns: list[NewTurn] = []
     for choice in completion.choices:
         if choice.ids or choice.finish_reason not in (None, ABORTED):
-            turns.append(_new_turn(plan, completion, choice, holder))
+            turns.append(_new_turn(plan, completion, choice, holder, replica))
             holder = holder or turns[-1].turn
     return turns
 
 
 def _new_turn(
-    plan: PromptPlan, completion: Completion, choice: SampledChoice, holder: Turn | None
+    plan: PromptPlan, completion: Completion, choice: SampledChoice, holder: Turn | None, replica: str
 ) -> NewTurn:
     placement, conversation = plan.placement, plan.placement.conversation
     assert conversation is not None  # the caller looked
     sent = prompt_of(plan)
     problem = untrainable_reason(completion, choice, sent, media=conversation.media)
-    # what the engine did counts, not what it was asked to do
+    # the prompt that the engine used counts, not the one that was sent
     as_sent = bool(sent) and problem not in (Problem.PROMPT_MISMATCH, Problem.NO_PROMPT_IDS)
     parent = placement.parent if as_sent else None
     prompt = sent if as_sent else ids.compact(completion.prompt_ids or b"")
@@ -189,6 +222,7 @@ def _new_turn(
         choice=choice.index,
         created=time.time(),
         model=placement.scope.model,
+        replica=replica,
         prompt_turn=holder.id if holder is not None and shares else None,
         **({} if shares else _prompt_fields(placement, conversation, parent, first, appended)),
         message=msgspec.json.encode(choice.message),
@@ -211,13 +245,23 @@ def _new_turn(
         calls=own.arguments if any(each[:1] == b"t" for each in own.arguments) else (),
         ids_digest=hasher.digest(),
     )
-    entries: list[IndexEntry] = []
-    if placement.findable and own is not _UNREADABLE:
-        # a turn without exact ids is found, to say so, and is never equal to another
-        found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
-        distinctive = is_distinctive(choice.message)
-        entries = index_entries(placement.scope, conversation, own, distinctive, found_ids)
+    # a turn without exact ids is found too, to report that, and never equals another turn
+    found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
+    entries = _index_entries(placement, conversation, choice, own, found_ids)
     return NewTurn(turn, entries, cached_turn(turn, parent, prompt, hasher) if prompt else None)
+
+
+def _index_entries(
+    placement: Placement,
+    conversation: Conversation,
+    choice: SampledChoice,
+    own: CanonicalMessage,
+    found_ids: bytes,
+) -> list[IndexEntry]:
+    """The index entries by which other requests find a turn; none if they cannot find it by its text."""
+    if not placement.findable or own is _UNREADABLE:
+        return []
+    return index_entries(placement.scope, conversation, own, is_distinctive(choice.message), found_ids)
 
 
 def _prompt_fields(
@@ -240,7 +284,7 @@ def _prompt_fields(
 
 
 def _appended(plan: PromptPlan, parent: CachedTurn | None, prompt: bytes) -> list[int]:
-    """The ids of a prompt after those of the parent; all of them if there is none."""
+    """The ids of a prompt after those of the parent; all of them if there is no parent."""
     if parent is None:
         return msgspec.json.decode(prompt, type=list[int]) if prompt else []
     if isinstance(plan, Extended) and plan.reused == parent.count:
@@ -250,7 +294,7 @@ def _appended(plan: PromptPlan, parent: CachedTurn | None, prompt: bytes) -> lis
 
 
 def _pack_evidence(choice: SampledChoice, problem: Problem | None) -> tuple[bytes, bytes, Problem | None]:
-    """Packed ids and log-probabilities; what cannot be packed makes the turn untrainable."""
+    """Pack ids and log-probabilities; if one cannot be packed, the turn is untrainable."""
     try:
         return pack_ids(choice.ids or ()), pack_logprobs(choice.logprobs or ()), problem
     except (OverflowError, TypeError):

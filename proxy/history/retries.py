@@ -63,10 +63,12 @@ class Attempt:
         self.named = bool(signs.idempotency_key)
         """Whether the client named the request by an Idempotency-Key."""
         self.retriable = self.named or (request.session is not None and bool(signs.retry_count))
-        """Whether a retry of it can come that would be recognised."""
+        """Whether a retry of the request could be recognised."""
         count = signs.retry_count.strip()
-        self.again = self.named or (self.retriable and count.isdigit() and int(count) > 0)
-        """Whether it may have been sent before."""
+        # not read as an integer: Python refuses one of thousands of digits
+        positive = count.isdigit() and count.strip(b"0") != b""
+        self.again = self.named or (self.retriable and positive)
+        """Whether the request may have been sent before."""
         self.earlier: EarlierResponse | None = None
         self._retries = retries
         self._state = _State.RUNNING
@@ -77,23 +79,23 @@ class Attempt:
             self.key = _digest(b"named", *scope[:1], signs.idempotency_key) if self.named else self.digest
 
     def hand_over(self) -> "Attempt":
-        """Leave it to a stream to settle the attempt, after its request's block has ended."""
+        """Let a stream settle the attempt after the request's block has ended."""
         if self._state is _State.RUNNING:
             self._state = _State.HANDED_OVER
         return self
 
     @property
     def wants_body(self) -> bool:
-        """Whether the response is to be kept when it is complete."""
+        """Whether to keep the response when it is complete."""
         return self.retriable and self._state is not _State.SETTLED
 
     @property
     def running(self) -> bool:
-        """Whether the block of the request is to settle it."""
+        """Whether the block of the request settles the attempt."""
         return self._state is _State.RUNNING
 
     async def keep(self, status: int, headers: Headers, body: bytes) -> None:
-        """The response is complete: a retry gets the same."""
+        """Keep a complete response, so that a retry gets the same."""
         if not self._settle():
             return
         try:
@@ -103,7 +105,7 @@ class Attempt:
             self._retries.finished(self)
 
     async def fail(self, status: int) -> None:
-        """There is an error for the client. If SDKs retry on it, the retry finds this remembered."""
+        """Settle the attempt with an error. If SDKs retry on it, the store remembers it for the retry."""
         if not self._settle():
             return
         try:
@@ -113,14 +115,14 @@ class Attempt:
             self._retries.finished(self)
 
     def abandon(self) -> None:
-        """The client left, or the engine broke in mid-stream: there is no response to repeat."""
+        """Settle the attempt without a response, because the client left or the engine's stream broke."""
         if self._settle():
             self._retries.finished(self)
             if not self.named:
                 self._retries.tasks.finish_later(self._retries.remember_failure(self))
 
     def _settle(self) -> bool:
-        """Settle it; False if there is nothing to do, because it was settled or cannot be retried."""
+        """Settle the attempt; False if it was settled already or cannot be retried."""
         open_, self._state = self._state is not _State.SETTLED, _State.SETTLED
         return open_ and self.retriable
 
@@ -136,9 +138,9 @@ class Retries:
 
     @asynccontextmanager
     async def attempt(self, request: ChatRequest) -> AsyncIterator[Attempt]:
-        """An attempt at a request, with the `earlier` response if an equal request got one.
+        """Start an attempt at a request, with the `earlier` response if an equal request got one.
 
-        What fails inside the block, or is left by its client, leaves no response to repeat.
+        If the block fails, or the client leaves, no response is kept.
 
         Raises:
             BadRequest: the Idempotency-Key was used for another request.
@@ -174,12 +176,12 @@ class Retries:
         await self._store_response(response, "a response was not kept for a retry")
 
     async def remember_failure(self, attempt: Attempt) -> None:
-        """Store that a request got no response worth repeating."""
+        """Store that a request got no response to repeat."""
         failed = StoredResponse(id=new_id(), key=attempt.key, request=attempt.digest, failed=True)
         await self._store_response(failed, "a failed request was not remembered")
 
     def finished(self, attempt: Attempt) -> None:
-        """Let requests with the same Idempotency-Key go on."""
+        """Wake the requests that wait with the same Idempotency-Key."""
         event = self._running.pop(attempt.key, None) if attempt.named else None
         if event is not None:
             event.set()
@@ -227,7 +229,7 @@ class Retries:
 
     def _report(self, consequence: str, error: StoreError) -> None:
         self.metrics.store_errors.inc()
-        log.error("%s: %s", consequence, error)
+        log.log(error.level, "%s: %s", consequence, error)
 
 
 def _digest(kind: bytes, *parts: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What ids mean: everything that must be equal for the ids of one turn to be reused in another.
+"""The scope of ids: everything that must be equal before the ids of one turn are reused in another.
 
 Law: two requests with equal scopes and equal messages have equal prompts, as far as the engine renders them.
 """
@@ -17,17 +17,17 @@ CHANGED = (
     Reason.RENDERING_CHANGED,
     Reason.MODEL_CHANGED,
 )
-"""For each of `Scope.parts` the reason if it differs."""
+"""The reason for each of `Scope.parts`, if that part differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Whose conversation it is, with which model, rendered how."""
+    """The tenant and session of a conversation, its model, and how it is rendered."""
 
     tenant: str
-    """Digest of a verified credential; empty where nobody asks for credentials."""
+    """Digest of a verified credential; empty where no credentials are required."""
     session: str | None
-    """As a client named it; None for conversations without a session, whatever name the proxy chose."""
+    """The client's name of the session; None for conversations without one, whose name the proxy chose."""
     model: str
     """Base model or LoRA adapter."""
     rendering: Rendering
@@ -39,7 +39,7 @@ class Scope:
 
         Args:
             kind: what `digest` is a digest of.
-            explains: leave model and rendering out: such keys only explain why nothing was found.
+            explains: leave out model and rendering: such keys only serve to explain a miss.
         """
         key = hashlib.blake2b(digest_size=16, person=kind.encode())
         for part in (self.tenant.encode(), (self.session or "").encode()):
@@ -49,19 +49,19 @@ class Scope:
 
 
 def scope_parts(
-    rendering: Rendering, printed: frozenset[str], model: str, tokenizer: str
+    rendering: Rendering, rendered_fields: frozenset[str], model: str, tokenizer: str
 ) -> tuple[bytes, ...]:
     """Digests of tools, template arguments, other printed options, model with tokenizer; 16 bytes each.
 
     Args:
-        printed: names in `rendering.options` that the engine's rendering prints.
+        rendered_fields: names in `rendering.options` that the engine's rendering prints.
         tokenizer: fingerprint of vocabulary and chat template; empty if unknown.
 
     Raises:
-        msgspec.DecodeError: tools or template arguments are not the JSON they should be.
-        InvalidMessages: they hold what JSON has not.
+        msgspec.DecodeError: tools or template arguments have a wrong JSON type.
+        InvalidMessages: they hold a value that JSON does not have.
     """
-    options = {name: raw.decode() for name, raw in rendering.options.items() if name in printed}
+    options = {name: raw.decode() for name, raw in rendering.options.items() if name in rendered_fields}
     return (
         start(tools=rendering.parse_tools()),
         start(template_kwargs=rendering.parse_template_kwargs()),
@@ -70,10 +70,12 @@ def scope_parts(
     )
 
 
-def raw_key(rendering: Rendering, printed: frozenset[str], model: str, tokenizer: str) -> bytes:
-    """16 bytes for the arguments of `scope_parts` as they are spelled: what its result is cached by."""
+def raw_key(rendering: Rendering, rendered_fields: frozenset[str], model: str, tokenizer: str) -> bytes:
+    """The cache key of a result of `scope_parts`: 16 bytes, a digest of its arguments."""
     key = hashlib.blake2b(digest_size=16, person=b"raw")
-    options = [f"{name}={rendering.options[name]!r}" for name in sorted(printed & rendering.options.keys())]
+    options = [
+        f"{name}={rendering.options[name]!r}" for name in sorted(rendered_fields & rendering.options.keys())
+    ]
     texts = [text.encode() for text in (model, tokenizer, *options)]
     for part in (rendering.tools, rendering.template_kwargs, *texts):
         key.update(len(part).to_bytes(8, "little") + part)
@@ -81,7 +83,7 @@ def raw_key(rendering: Rendering, printed: frozenset[str], model: str, tokenizer
 
 
 def changed_part(before: Collection[bytes], now: Collection[bytes]) -> Reason | None:
-    """Which part of two scopes differs, the first of `Scope.parts` that does; None if none."""
+    """The reason for the first of `Scope.parts` in which two scopes differ; None if they are equal."""
     if len(before) != len(now):
         return Reason.MODEL_CHANGED
     differing = (reason for reason, a, b in zip(CHANGED, before, now, strict=True) if a != b)

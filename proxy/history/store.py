@@ -1,18 +1,19 @@
-"""Where turns are kept: one protocol, whatever holds them.
+"""Where turns are kept: one protocol for memory, SQLite and Redis.
 
 What every store promises:
 
 - what a call changed is visible to every process that shares the store once the call has returned, and
   survives the end of this process (the memory store has only one process, and does not survive it);
 - a turn is written once; writing the same turn again changes nothing;
-- the limits hold after every call that adds something, without anybody's help: the rollouts used least
+- the limits hold after every call that adds something, with no other call: the rollouts used least
   recently are evicted, each with all its turns, and the keys they were found by are remembered as evicted for
   a while. A pinned rollout is never evicted.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
@@ -28,6 +29,27 @@ MAX_DESCRIPTION_BYTES = 65_536
 class StoreError(Exception):
     """The store cannot be reached, or returned something unreadable; the message says what to check."""
 
+    level: ClassVar[int] = logging.ERROR
+    """At which a caller logs it."""
+
+
+class StoreStalled(StoreError):
+    """The store holds a call up: somebody else has its lock, or it does not respond in time."""
+
+
+class StoreSkipped(StoreError):
+    """The call was not made, because calls before it failed. That was logged when it began."""
+
+    level = logging.DEBUG
+
+
+class StoreUnusable(StoreError):
+    """Waiting does not help: another program's file, another version of the data, a wrong password."""
+
+
+class RecordRefused(StoreError):
+    """The store works and refuses what it was given; it will refuse it again."""
+
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A rollout: what the store holds of it next to its turns."""
@@ -35,7 +57,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     """Unique in the store: see `session_id`."""
     tenant: str = ""
-    """Digest of the credential it belongs to; empty where nobody asks for credentials."""
+    """Digest of the credential it belongs to; empty if no credential is required."""
     explicit: bool = True
     """Whether a client named it; False for the rollout of a conversation without a session."""
     ambiguous: bool = False
@@ -50,7 +72,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     defaults: bytes = b"{}"
     """JSON object: fields of a chat request that apply where a request does not set them."""
     overrides: bytes = b"{}"
-    """JSON object: fields of a chat request that apply whatever a request sets."""
+    """JSON object: fields of a chat request that replace those of a request."""
     metadata: bytes = b"{}"
     """JSON object of the client's own."""
 
@@ -81,7 +103,7 @@ class Candidate(NamedTuple):
     turn: str
     rollout: str
     open: bool
-    """Whether nobody has continued or claimed it yet."""
+    """Whether no request has continued or claimed it yet."""
 
 
 class CandidateGroup(NamedTuple):
@@ -164,7 +186,7 @@ class Evicted:
 
 
 class Store(Protocol):
-    """Keeps turns, sessions, rewards and responses. Every method may raise StoreError.
+    """Keeps turns, sessions, rewards, responses, and changes of fleets. Every method may raise StoreError.
 
     A store is made outside an event loop and used in one; `open` comes first.
     """
@@ -278,7 +300,20 @@ class Store(Protocol):
         ...
 
     async def take_response(self, response: StoredResponse) -> bool:
-        """Remove a response, so that nobody finds it again. False if somebody else was faster."""
+        """Remove a response, so that it is not found again. False if another call removed it first."""
+        ...
+
+    async def replica_changes(self, fleet: str) -> dict[str, str]:
+        """The changes of a fleet by the URLs of its replicas, as `change_replica` took them."""
+        ...
+
+    async def change_replica(self, fleet: str, url: str, change: str | None) -> None:
+        """Keep a change of a replica in place of the one before; None forgets it. No limit evicts changes.
+
+        Args:
+            fleet: name of the fleet; each has its own changes.
+            change: a word, which the store does not read.
+        """
         ...
 
     async def evict(self) -> Evicted:

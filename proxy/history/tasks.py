@@ -1,34 +1,34 @@
-"""Work that outlives the request it was begun for."""
+"""Tasks that outlive the request that started them."""
 
 import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long closing waits for what is being recorded."""
+"""Seconds that closing waits for running recordings."""
 
 
 class Tasks:
-    """Tasks that are held until they are done, in two kinds: what must be finished, and what runs forever."""
+    """Holds two kinds of tasks: those that must be finished, and those that run until they are cancelled."""
 
     def __init__(self) -> None:
         self._finishing: set[asyncio.Task[None]] = set()
         self._forever: set[asyncio.Task[None]] = set()
 
     def run_forever(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something until `aclose`, which cancels it."""
+        """Run work until `aclose`, which cancels it."""
         self._hold(self._forever, work)
 
     def finish_later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something that nobody waits for but `aclose`."""
+        """Run work in the background; only `aclose` waits for it."""
         self._hold(self._finishing, work)
 
     async def finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something to its end, even if whoever waits for it is cancelled meanwhile."""
+        """Run work to its end, even if the caller is cancelled meanwhile."""
         await asyncio.shield(self._hold(self._finishing, work))
 
     async def aclose(self) -> None:
-        """Cancel what runs forever and wait for the rest."""
+        """Cancel the tasks that run forever, and wait for the others."""
         for task in self._forever:
             task.cancel()
         if waiting := {*self._finishing, *self._forever}:

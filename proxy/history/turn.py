@@ -1,11 +1,11 @@
-"""What is recorded of one turn, and how ids and log-probabilities are packed.
+"""The record of one turn, and the packing of ids and log-probabilities.
 
 Law, for every turn with a parent:
 
     prompt_ids(turn) == prompt_ids(parent) + completion_ids(parent) + turn.appended
 
-Only the difference to the parent is stored, so a conversation of n tokens takes O(n) bytes, however many
-turns it has. The n choices of one request share a prompt: one of their turns holds it, the others name it.
+Only the difference to the parent is stored, so a conversation of n tokens takes O(n) bytes with any number of
+turns. The n choices of one request share a prompt: one of their turns holds it, the others name it.
 """
 
 import secrets
@@ -47,6 +47,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds since the epoch when the turn was recorded."""
     model: str
     """The model or LoRA name the client asked for, or the engine's base model."""
+    replica: str = ""
+    """Name of the replica that served it and may hold its ids in its prefix cache; empty if unknown."""
     prompt_turn: str | None = None
     """The turn of the same request that holds `messages` and `appended` for this one; None if this one does.
     Stores fill both in when they return the turn."""
@@ -71,13 +73,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     """A `Reason`; empty if the prompt extends the whole recorded history."""
     finish_reason: str | None = None
-    """As the engine gave it; `abort` if the turn was broken off."""
+    """The engine's finish reason; `abort` if the turn was broken off."""
     stop_reason: str | int | None = None
-    """The stop string or token that ended the turn, as vLLM gives it."""
+    """The stop string or token that ended the turn, as vLLM reports it."""
     temperature: float | None = None
-    """What the request asked for; None if it left that to the engine."""
+    """The requested temperature; None for the engine's default."""
     logprobs_mode: str = ""
-    """The server's `--logprobs-mode`; empty if it could not be asked."""
+    """The server's `--logprobs-mode`; empty if unknown."""
     problem: str = ""
     """A `Problem` that makes the turn untrainable; empty if it can be trained on."""
     weight_versions: tuple[WeightSpan, ...] = ()
@@ -92,7 +94,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reasonings: tuple[bytes, ...] = ()
     """Digests of the reasoning of each assistant message in `messages` and then of `message`."""
     calls: tuple[bytes, ...] = ()
-    """For each tool call of `message` the digest of its arguments, or b"" where they are no valid JSON; empty
+    """For each tool call of `message` the digest of its arguments, or b"" if they are not valid JSON; empty
     if all are valid."""
     ids_digest: bytes = b""
     """16 bytes: blake2b of prompt and completion as packed ids; equal for turns with equal ids."""
@@ -109,12 +111,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def new_id() -> str:
-    """A unique name of 32 hexadecimal digits; later names sort after earlier ones, as far as clocks tell."""
+    """A unique name of 32 hexadecimal digits. Later names sort after earlier ones if the clocks agree."""
     return f"{time.time_ns():016x}{secrets.token_hex(6)}0000"
 
 
 def turn_id(request: str, choice: int) -> str:
-    """The id of a turn, known before anything is sampled. The first choice has the request's own."""
+    """The id of a turn, which is fixed before sampling. The first choice has the request's own id."""
     return f"{request[:-4]}{choice:04x}"
 
 

@@ -1,4 +1,4 @@
-"""The closed vocabularies of recorded turns: where a prompt came from, why, and what is wrong with a turn."""
+"""The closed vocabularies of recorded turns: sources and reasons of prompts, problems of turns."""
 
 from enum import StrEnum
 
@@ -15,7 +15,7 @@ class Source(StrEnum):
 
 
 class _Explained(StrEnum):
-    """A word with a sentence that explains it."""
+    """A value with a sentence that explains it."""
 
     meaning: str
 
@@ -55,9 +55,13 @@ class Reason(_Explained):
     SPECIAL_REQUEST = "special_request", "a field of the request asks for a rendering that ids cannot give"
     TEMPLATE_UNSUPPORTED = (
         "template_unsupported",
-        "for this template and these messages it is not certain what to append",
+        "the ids to append are not certain for this template and these messages",
     )
     TEMPLATE_REFUSED = "template_refused", "the chat template refuses the new messages"
+    CONTEXT_OVERFLOW = (
+        "context_overflow",
+        "the recorded ids outgrew the model's context: the messages are rendered anew (`overflow: render`)",
+    )
     NO_TOKENIZER = "no_tokenizer", "the model's tokenizer could not be loaded by the proxy"
     TOKENIZER_MISMATCH = "tokenizer_mismatch", "the proxy's tokenizer renders other ids than the engine"
     TOKENIZER_UNCHECKED = (
@@ -65,11 +69,14 @@ class Reason(_Explained):
         "the engine rendered no conversation to compare the tokenizer with",
     )
     NO_TOKEN_IN = "no_token_in", "the engine takes no prompt ids"
-    STORE_UNAVAILABLE = "store_unavailable", "the store of recorded turns does not respond"
+    STORE_UNAVAILABLE = "store_unavailable", "the store of recorded turns does not respond, or not in time"
     UNREADABLE = "unreadable", "the messages are not those of a chat completion: see the engine's error"
-    NO_IDS = "no_ids", "the token route was given messages and no ids"
+    NO_IDS = "no_ids", "the token route got messages and no ids"
     IDS_GIVEN = "ids_given", "the client gave the ids"
-    PREFIX_GIVEN = "prefix_given", "the client gave the ids of the first part; the template rendered the rest"
+    PREFIX_GIVEN = (
+        "prefix_given",
+        "`required_prefix_token_ids` holds the ids of the first part; the template rendered the rest",
+    )
 
 
 class Problem(_Explained):
@@ -81,7 +88,7 @@ class Problem(_Explained):
     IDS_MISSING = "ids_missing", "the engine returned fewer ids than log-probabilities"
     LOGPROBS_MISMATCH = "logprobs_mismatch", "the numbers of ids and log-probabilities differ"
     USAGE_MISMATCH = "usage_mismatch", "the engine counted another number of tokens than it returned ids"
-    PROMPT_MISMATCH = "prompt_mismatch", "the engine used another prompt than it was given"
+    PROMPT_MISMATCH = "prompt_mismatch", "the engine used another prompt than the one sent to it"
     MEDIA = "media", "the prompt holds images or other media, which ids alone do not describe"
     LOGPROBS_NOT_FINITE = "logprobs_not_finite", "a log-probability is infinite or not a number"
     UNREADABLE_EVIDENCE = (

@@ -106,7 +106,7 @@ def test_not_audited(load: Load, metrics: Metrics, template: str, share: float) 
     assert _audited(metrics, "same") + _audited(metrics, "different") == 0
 
 
-def test_audits_that_fail_are_logged_and_hurt_nobody(
+def test_failed_audits_are_logged_and_affect_no_request(
     load: Load, auditor: Auditor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load(LOCAL)

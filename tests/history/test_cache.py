@@ -79,7 +79,7 @@ def test_fork_is_found_at_the_message_where_it_leaves(monkeypatch: pytest.Monkey
     assert parsed == list(range(edited, 500))
 
 
-def test_messages_are_told_apart_by_their_edges() -> None:
+def test_boundaries_distinguish_messages() -> None:
     cache = TurnCache(2**20)
     one = [{"role": "user", "content": "ab"}]
     two = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
@@ -125,7 +125,7 @@ def test_turns_stay_while_they_are_used() -> None:
     assert cache.turn("first") is None
 
 
-def test_what_is_too_large_is_not_kept() -> None:
+def test_too_large_entries_are_not_cached() -> None:
     cache = TurnCache(2_000)
     cache.put(_turn("large", 1_000))
     assert (cache.turn("large"), cache.size) == (None, 0)
@@ -137,7 +137,7 @@ def test_other_json_raises(messages: bytes) -> None:
         TurnCache(2**20).parse(messages)
 
 
-def test_message_without_a_role_raises_and_spoils_nothing() -> None:
+def test_message_without_a_role_raises_and_leaves_the_cache_intact() -> None:
     cache = TurnCache(2**20)
     good = [{"role": "user", "content": "a"}]
     with pytest.raises(InvalidMessages):

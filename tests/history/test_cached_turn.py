@@ -58,7 +58,7 @@ def test_problem_of_a_turn_makes_it_and_all_after_it_unusable(problem: Problem, 
     assert (read_turn(path).usable, _recorded(path).usable) == (problem not in UNUSABLE,) * 2
 
 
-def test_path_whose_lengths_do_not_add_up_is_unusable() -> None:
+def test_path_with_inconsistent_lengths_is_unusable() -> None:
     path = _path()
     path[2] = msgspec.structs.replace(path[2], prompt_tokens=8)
     assert not read_turn(path).usable

@@ -57,7 +57,7 @@ def test_any_prompt_of_rendered_messages_is_accepted() -> None:
     assert untrainable_reason(completion, completion.choices[0], b"", media=False) is None
 
 
-def test_an_empty_prompt_is_no_prompt() -> None:
+def test_empty_prompt_counts_as_missing() -> None:
     completion = _completion(2, b"[]")
     assert untrainable_reason(completion, completion.choices[0], b"", media=False) == "no_prompt_ids"
 

@@ -92,6 +92,6 @@ def test_no_array_of_objects_raises(messages: object) -> None:
 
 
 @pytest.mark.parametrize("message", [{}, {"role": 5}, {"role": "user", "content": 5}])
-def test_objects_that_are_no_messages_raise(message: object) -> None:
+def test_objects_that_are_not_messages_raise(message: object) -> None:
     with pytest.raises(InvalidMessages):
         read([message])

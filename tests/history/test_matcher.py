@@ -41,7 +41,7 @@ async def test_longest_recorded_beginning_is_found_in_a_few_lookups(kept: int) -
     assert record.lookups <= 6
 
 
-async def test_lookups_are_bounded_whatever_the_history() -> None:
+async def test_number_of_lookups_is_bounded_for_any_history() -> None:
     record = Record()
     messages = [message for n in range(5_000) for message in (_MORE, assistant(f"{n}"))]
     assert (await record.match([*messages, user("end")])).reason == Reason.NO_MATCH
@@ -80,7 +80,7 @@ async def test_equal_texts_with_different_ids_are_ambiguous(size: int) -> None:
     assert (match.turn, match.reason, match.candidates) == (None, Reason.AMBIGUOUS, size)
 
 
-async def test_one_other_among_many_equal_ids_is_ambiguous() -> None:
+async def test_one_different_turn_among_many_equal_ones_is_ambiguous() -> None:
     record = Record()
     await record.add([user("Hi")], assistant("a"), [5], [7])
     for _ in range(3 * FOUND_AT_MOST):
@@ -101,7 +101,7 @@ async def test_each_of_a_group_with_equal_ids_is_continued_once() -> None:
     assert (one_more.same_rollout, one_more.candidates) == (False, size)
 
 
-async def test_turn_that_was_continued_is_not_taken_by_another() -> None:
+async def test_continued_turn_is_not_claimed_by_another_request() -> None:
     record = Record()
     first = await record.add([user("Hi")], assistant("a"), [5], [6])
     second = await record.add([user("Hi")], assistant("a"), [5], [6])
@@ -142,7 +142,7 @@ _CHANGES: dict[str, tuple[dict[str, Any], Reason]] = {
 
 @pytest.mark.parametrize("change, reason", _CHANGES.values(), ids=_CHANGES)
 @pytest.mark.parametrize("session", [None, "s"])
-async def test_another_scope_is_no_match_and_explained(
+async def test_other_scope_does_not_match_and_is_reported(
     change: dict[str, Any], reason: Reason, session: str | None
 ) -> None:
     record = Record()
@@ -242,9 +242,17 @@ async def test_longest_prefix_in_a_wide_rollout() -> None:
     for n in range(FOUND_AT_MOST + 4):
         await record.add([user(f"{n}")], assistant("a"), [9, n], [9], scope_of("s"))
     assert await _longest_prefix(record, [5, 6, 7]) == first.turn.id
+    for beyond in (2**31, 2**63, 2**64, 10**30, 10**5000):
+        assert await _longest_prefix(record, b"[5,6,%s,7]" % _digits(beyond)) == first.turn.id
+        assert await _longest_prefix(record, b"[%s]" % _digits(beyond)) is None
 
 
-async def _longest_prefix(record: Record, prompt: list[int]) -> str | None:
+def _digits(number: int) -> bytes:
+    return b"1" + b"0" * 5000 if number == 10**5000 else str(number).encode()
+
+
+async def _longest_prefix(record: Record, prompt: list[int] | bytes) -> str | None:
+    raw = prompt if isinstance(prompt, bytes) else ids.dump(prompt)
     with ThreadPoolExecutor(1) as executor:
-        turn = await Matcher(record.store, TurnCache(2**20), executor).longest_prefix(ids.dump(prompt), "s")
+        turn = await Matcher(record.store, TurnCache(2**20), executor).longest_prefix(raw, "s")
     return turn.id if turn else None

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from proxy.history.audit import Auditor
 from proxy.history.cached_turn import cached_turn, hash_ids
 from proxy.history.completion import Completion, SampledChoice
+from proxy.history.encoders import EncoderPool
 from proxy.history.history import History
 from proxy.history.plan import Extended, PromptPlan
 from proxy.history.recorder import new_turns
@@ -43,7 +43,7 @@ def _sampled(index: int = 0, **fields: Any) -> SampledChoice:
     return SampledChoice(index, assistant("x"), **{**given, **fields})
 
 
-def test_extension_is_recorded_as_what_was_appended() -> None:
+def test_extension_is_recorded_as_its_appended_ids() -> None:
     (new,) = new_turns(_extending(), Completion(b"[5, 6, 7, 8]", [_sampled()], 2), None)
     turn = new.turn
     assert (turn.parent, turn.prompt_tokens, turn.problem) == ("1", 4, "")
@@ -114,7 +114,7 @@ def test_choice_with_another_prompt_does_not_share_it() -> None:
         ({"ids": [3], "finish_reason": None}, 1),
     ],
 )
-def test_choice_of_which_nothing_was_sampled_makes_no_turn(fields: dict[str, Any], made: int) -> None:
+def test_choice_without_sampled_ids_gives_no_turn(fields: dict[str, Any], made: int) -> None:
     completion = Completion(b"[1]", [_sampled(0, **fields), _sampled(1)])
     assert len(new_turns(_plan(), completion, None)) == made + 1
 
@@ -147,8 +147,8 @@ def test_ids_that_cannot_be_packed_make_the_turn_untrainable(odd: list[Any]) -> 
 
 @pytest.fixture
 async def history() -> AsyncIterator[History]:
-    with ThreadPoolExecutor(1) as executor:
-        made = History(MemoryStore(Limits()), executor, Metrics(), 2**20, Auditor(Metrics(), 0, None))
+    with EncoderPool(1, 2**20) as encoders:
+        made = History(MemoryStore(Limits()), encoders, Metrics(), 2**20, Auditor(Metrics(), 0, None))
         await made.open()
         yield made
         await made.aclose()
@@ -180,7 +180,7 @@ async def test_recording_survives_the_cancellation_of_its_request(
     assert len(await history.store.turns("s")) == 1
 
 
-async def test_closing_waits_for_what_is_being_recorded(history: History) -> None:
+async def test_closing_waits_for_running_recordings(history: History) -> None:
     history.recorder.start(_plan()).add_later(_completion())
     await history.aclose()
     assert len(await history.store.turns("s")) == 1

@@ -66,12 +66,12 @@ async def test_retry_gets_the_response_of_the_request_it_repeats(retries: Retrie
         {"count": b" 0 "},
     ],
 )
-async def test_other_requests_get_nothing(retries: Retries, other: dict[str, bytes]) -> None:
+async def test_other_requests_get_no_stored_response(retries: Retries, other: dict[str, bytes]) -> None:
     await _run(retries, _request())
     assert await _run(retries, _request(**{"count": b"1", **other})) is None  # type: ignore[arg-type]
 
 
-async def test_retry_count_without_a_session_is_no_sign(retries: Retries) -> None:
+async def test_retry_count_without_a_session_is_ignored(retries: Retries) -> None:
     """Member B of a group never gets the response of member A."""
     await _run(retries, _request(session=None))
     assert await _run(retries, _request(session=None, count=b"1")) is None
@@ -131,14 +131,14 @@ async def test_failed_request_is_run_again(retries: Retries, error: BaseExceptio
 
 
 @pytest.mark.parametrize("named", [b"", b"k"])
-async def test_failed_request_holds_nobody(retries: Retries, named: bytes) -> None:
+async def test_failed_request_blocks_no_retry(retries: Retries, named: bytes) -> None:
     with pytest.raises(EngineBroken):
         async with retries.attempt(_request(named)):
             raise EngineBroken("x")
     assert await asyncio.wait_for(_run(retries, _request(named, b"1")), 5) is None
 
 
-async def test_refused_request_leaves_nothing(retries: Retries) -> None:
+async def test_refused_request_stores_no_response(retries: Retries) -> None:
     with pytest.raises(NotFound):
         async with retries.attempt(_request()):
             raise NotFound("x")
@@ -177,9 +177,7 @@ async def test_long_response_is_not_kept(retries: Retries) -> None:
     assert await _run(retries, _request(count=b"1")) is not None
 
 
-async def test_store_that_fails_costs_the_retry_and_nothing_else(
-    retries: Retries, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failing_store_only_loses_the_retry(retries: Retries, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*args: object) -> None:
         raise StoreError("out of order")
 

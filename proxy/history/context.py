@@ -1,0 +1,90 @@
+"""Refuses prompts that are longer than the model's context before they are tokenised."""
+
+import msgspec
+
+from proxy.errors import BadRequest
+from proxy.fields import raw_value as present
+from proxy.fields import read
+from proxy.history.plan import ServedModel
+from proxy.turn.request import ChatRequest, GivenIds
+from tokenization import ChatTokenizer
+from tokenization.limit import TooManyIds
+
+
+class _Content(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Part(msgspec.Struct):
+    text: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def too_long(
+    count: int, max_model_len: int, param: str, *, at_least: bool = False, hint: str = ""
+) -> BadRequest:
+    """The error for a prompt longer than the context, with vLLM's message, because clients parse it."""
+    number = f"at least {count}" if at_least else str(count)
+    return BadRequest(
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
+        f"{number} input tokens, which exceeds this limit even without any output tokens. Please reduce the "
+        f"length of `{param}`.{hint}",
+        param=param,
+    )
+
+
+def is_truncated(request: ChatRequest) -> bool:
+    """Whether the engine is asked to truncate the prompt."""
+    return present(request.fields, "truncate_prompt_tokens") is not None
+
+
+def check_ids_fit(request: ChatRequest, given: GivenIds, model: ServedModel) -> None:
+    """Refuse given ids that are longer than the context, unless the engine is to truncate them.
+
+    Raises:
+        BadRequest: they are longer; `param` is the client's name for them.
+    """
+    if is_truncated(request):
+        return
+    if model.max_model_len is not None and given.count > model.max_model_len:
+        raise too_long(given.count, model.max_model_len, given.field)
+
+
+def room_for_prompt(request: ChatRequest, max_model_len: int) -> int:
+    """The most ids that a prompt may have so that the requested completion, or one id, fits after it."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        try:
+            if (requested := read(request.fields, name, int)) is not None:
+                return max_model_len - max(1, requested)
+        except BadRequest:
+            continue  # the engine refuses it
+    return max_model_len - 1
+
+
+def check_fits(messages: bytes, tokenizer: ChatTokenizer, room: int) -> None:
+    """Refuse messages whose texts have too many ids by a lower bound, without parsing the texts.
+
+    Args:
+        messages: a JSON array of messages.
+        room: the most ids that the messages may have.
+
+    Raises:
+        TooManyIds: they have more. Only text and text parts are counted.
+    """
+    if len(messages) <= room:
+        return  # a byte gives at most one id
+    count = 0
+    for message in msgspec.json.decode(messages, type=list[_Content]):
+        for text in _texts(message.content):
+            count += tokenizer.bounds.fewest_in_json(text, room - count)
+            if count > room:
+                raise TooManyIds(count, room, at_least=True)
+
+
+def _texts(content: msgspec.Raw) -> list[msgspec.Raw]:
+    """The texts of a content, as JSON."""
+    if bytes(memoryview(content)[:1]) == b'"':
+        return [content]
+    try:
+        return [part.text for part in msgspec.json.decode(content, type=list[_Part])]
+    except msgspec.DecodeError:
+        return []

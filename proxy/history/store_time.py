@@ -1,0 +1,127 @@
+"""Limits how long a request waits for the store, over all its calls together.
+
+    with store_time(1.0):       # once for each request
+        ...
+            with spending() as seconds:     # around each call: at most so long
+                ...
+
+Code outside of such a block is background work, with a limit for each call.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+REQUEST_S = 1.0
+"""Seconds for a request for a turn, from its first look-up to the record of its last choice."""
+BACKGROUND_S = 30.0
+"""Seconds for one call that no request waits for: eviction, renewed pins, turns that are recorded later."""
+
+_GRACE_S = 0.01
+"""Seconds, longer than one round of the event loop: see `within`."""
+
+
+class _StoreTime:
+    """The remaining time of a request."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, seconds: float) -> None:
+        self.left = seconds
+
+
+_of_request: ContextVar[_StoreTime | None] = ContextVar("store_time", default=None)
+
+
+@contextmanager
+def store_time(seconds: float) -> Iterator[None]:
+    """Limit the time that the block waits for the store; tasks that it creates share the limit."""
+    token = _of_request.set(_StoreTime(seconds))
+    try:
+        yield
+    finally:
+        _of_request.reset(token)
+
+
+@contextmanager
+def spending() -> Iterator[float]:
+    """Yield the seconds that a call may take, 0 if none are left; subtract the time that the block takes."""
+    store_time = _of_request.get()
+    if store_time is None:
+        yield BACKGROUND_S
+        return
+    start = time.monotonic()
+    try:
+        yield max(store_time.left, 0.0)
+    finally:
+        store_time.left -= time.monotonic() - start
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled if it takes longer.
+
+    If the event loop was blocked past the deadline, a result that arrived meanwhile still counts.
+    `asyncio.timeout` would raise, and a task for each call would cost three times as much.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    timer = _Timer(seconds)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if timer.stop():
+            raise TimeoutError from None
+        raise
+    finally:
+        timer.stop()
+
+
+class _Timer:
+    """Cancels the task that created it."""
+
+    __slots__ = ("_before", "_expired", "_handle", "_loop", "_task")
+
+    def __init__(self, seconds: float) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._before = task.cancelling()
+        self._expired = False
+        self._loop = asyncio.get_running_loop()
+        self._handle = self._loop.call_later(seconds, self._wait_a_little)
+
+    def stop(self) -> bool:
+        """Stop the timer, or undo its cancellation. Returns whether the timer alone cancelled the task."""
+        self._handle.cancel()
+        expired, self._expired = self._expired, False
+        return expired and self._task.uncancel() <= self._before
+
+    def _wait_a_little(self) -> None:
+        self._handle = self._loop.call_later(_GRACE_S, self._expire)
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._task.cancel()
+
+
+async def abandon_if_cancelled(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. A caller that is cancelled does not wait until `work` has cleaned up."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.cancel()
+        task.add_done_callback(_forget)
+        raise
+
+
+def _forget(task: "asyncio.Task[T]") -> None:
+    """Retrieve the exception of a task, because asyncio logs exceptions that are not retrieved."""
+    if not task.cancelled():
+        task.exception()
