@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Protocol
 
 from proxy.dialects.prompt_fields import template_kwargs
 from proxy.errors import BadRequest
-from proxy.fields import given, raw, read
+from proxy.fields import raw, raw_value, read
 from proxy.history.vocabulary import Reason
 from proxy.http import Request
 from proxy.turn.engine_request import flag, stream_options
@@ -14,9 +14,9 @@ from proxy.turn.visible import Visible
 from proxy.types import Fields, Headers
 
 _OPTIONS = ("tool_choice", "response_format", "structured_outputs", "mm_processor_kwargs", "media_io_kwargs")
-"""Fields that an engine's rendering may print or use, next to messages, tools and template arguments."""
+"""Fields that an engine's rendering may print or use, besides messages, tools and template arguments."""
 _SPECIAL = ("echo", "continue_final_message", "add_special_tokens", "return_prompt_text", "use_beam_search")
-"""Fields that ask for another rendering, or for something that ids cannot give."""
+"""Fields that change the rendering, or that a prompt of ids cannot serve."""
 _IDEMPOTENCY_KEY, _RETRY_COUNT = b"idempotency-key", b"x-stainless-retry-count"
 
 
@@ -26,9 +26,9 @@ class SessionFields:
 
     ref: SessionRef
     defaults: Fields = field(default_factory=dict)
-    """Apply where the request does not set them."""
+    """Used for fields that the request does not set."""
     overrides: Fields = field(default_factory=dict)
-    """Apply whatever the request sets."""
+    """Replace the fields of the request."""
 
 
 class Dialect(Protocol):
@@ -39,10 +39,10 @@ class Dialect(Protocol):
     openapi: ClassVar[dict[str, Any]]
 
     def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
-        """The request, read once.
+        """Parse the request, once.
 
         Args:
-            session: the session that it names.
+            session: the session that the request names.
             record: whether turns of requests that carry ids are recorded.
 
         Raises:
@@ -52,21 +52,21 @@ class Dialect(Protocol):
 
 
 def visible_of(fields: Fields) -> Visible:
-    """What the client wants to see of what is recorded."""
+    """The recorded fields that the client requested."""
     options = stream_options(fields)
     usage = flag(options, "include_usage")
     running = usage and flag(options, "continuous_usage_stats")
-    reasoning = given(fields, "include_reasoning") not in (b"false", b"0")
+    reasoning = raw_value(fields, "include_reasoning") not in (b"false", b"0")
     ids, logprobs = flag(fields, "return_token_ids"), flag(fields, "logprobs")
     return Visible(ids and reasoning, logprobs and reasoning, usage, running, reasoning)
 
 
 def apply_session(fields: Fields, session: SessionFields | None) -> None:
-    """Fill in the session's defaults where the request sets nothing, and its overrides in any case."""
+    """Add the session's defaults where the request sets nothing, and always its overrides."""
     if session is None:
         return
     for name, value in session.defaults.items():
-        if given(fields, name) is None:
+        if raw_value(fields, name) is None:
             fields[name] = value
     fields.update(session.overrides)
 
@@ -82,17 +82,17 @@ def chat_request(
 
     Args:
         fields: the chat completion, with the session's fields applied.
-        more: what the dialect knows better: fields of `ChatRequest`.
+        more: fields of `ChatRequest` that the dialect sets itself.
     """
     special, rendering, model = _special(fields), Rendering(), None
     try:
         rendering, model = _rendering(fields), read(fields, "model", str)
     except BadRequest:
-        special = special or Reason.SPECIAL_REQUEST  # the engine refuses it, in its own words
+        special = special or Reason.SPECIAL_REQUEST  # the engine refuses it with its own message
     parsed: dict[str, Any] = {
         "fields": fields,
         "headers": request.headers,
-        "messages": given(fields, "messages") or b"",
+        "messages": raw_value(fields, "messages") or b"",
         "rendering": rendering,
         "model": model,
         "tenant": request.tenant,
@@ -103,28 +103,28 @@ def chat_request(
         "choices": max(1, int(_number(fields, "n") or 1)),
         "temperature": _number(fields, "temperature"),
         "special": special or "",
-        # without a generation prompt what was sampled is no turn in the template's eyes
+        # without a generation prompt, the template does not render the sampled text as a turn
         "findable": special is None and rendering.add_generation_prompt,
     }
     return ChatRequest(**{**parsed, **more})
 
 
 def _rendering(fields: Fields) -> Rendering:
-    """What shapes the rendering. Raises BadRequest for a field of another type than it should have."""
+    """The fields that change the rendering. Raises BadRequest for a field with a wrong type."""
     kwargs = template_kwargs(fields)
     if (template := read(fields, "chat_template", str)) is not None:
         kwargs["chat_template"] = template
     return Rendering(
-        given(fields, "tools") or b"",
+        raw_value(fields, "tools") or b"",
         bytes(raw(kwargs)) if kwargs else b"",
-        {name: value for name in _OPTIONS if (value := given(fields, name)) is not None},
+        {name: value for name in _OPTIONS if (value := raw_value(fields, name)) is not None},
         read(fields, "add_generation_prompt", bool) is not False,
     )
 
 
 def _special(fields: Fields) -> Reason | None:
-    """Why the engine must render the request whatever was recorded, as far as its fields tell."""
-    if given(fields, "chat_template") is not None:
+    """The reason in the request's fields why the engine must render it; None if there is none."""
+    if raw_value(fields, "chat_template") is not None:
         return Reason.CUSTOM_TEMPLATE
     try:
         if "prompt_token_ids" in (read(fields, "kv_transfer_params", Fields) or {}):
@@ -132,12 +132,12 @@ def _special(fields: Fields) -> Reason | None:
     except BadRequest:
         return Reason.SPECIAL_REQUEST
     special = any(flag(fields, name) for name in _SPECIAL)
-    special = special or given(fields, "truncate_prompt_tokens") is not None
+    special = special or raw_value(fields, "truncate_prompt_tokens") is not None
     return Reason.SPECIAL_REQUEST if special else None
 
 
 def _number(fields: Fields, name: str) -> float | None:
-    """A number of a request; None for what is no number, which the engine refuses."""
+    """A number in a request; None if the value is not a number, which the engine refuses."""
     try:
         return read(fields, name, float)
     except BadRequest:

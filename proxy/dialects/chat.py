@@ -4,14 +4,14 @@ from typing import Any, ClassVar
 
 from proxy.dialects.base import SessionFields, apply_session, chat_request, visible_of
 from proxy.engine.token_in import CHAT_PATH
-from proxy.fields import given, parse
+from proxy.fields import parse, raw_value
 from proxy.http import Request
 from proxy.turn.request import ChatRequest
 from proxy.turn.required_prefix import FIELD as PREFIX_FIELD
 
 
 class ChatDialect:
-    """A chat completion, or its stream of chunks; ids and log-probabilities only where the client asks."""
+    """A chat completion or its stream of chunks, with ids and logprobs if the client requests them."""
 
     path: ClassVar[str] = CHAT_PATH
     summary: ClassVar[str] = "Chat completion, token-exact over turns"
@@ -22,6 +22,6 @@ class ChatDialect:
         fields = parse(request.body)
         visible = visible_of(fields)
         apply_session(fields, session)
-        prefix = given(fields, PREFIX_FIELD)
+        prefix = raw_value(fields, PREFIX_FIELD)
         fields.pop(PREFIX_FIELD, None)
         return chat_request(request, fields, session, visible, required_prefix=prefix)

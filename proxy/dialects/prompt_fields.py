@@ -1,11 +1,11 @@
-"""The fields that carry exact ids, shared by the routes that take them."""
+"""The request fields that hold exact ids, shared by the routes that accept them."""
 
 from typing import Any
 
 import msgspec
 
 from proxy.errors import BadRequest
-from proxy.fields import given, read, read_messages
+from proxy.fields import raw_value, read
 from proxy.media import media_kind
 from proxy.turn.request import GivenIds
 from proxy.types import Fields
@@ -16,18 +16,18 @@ ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
 
 
 class _Content(msgspec.Struct):
-    """What is read of a message to look for media."""
+    """The part of a message that is searched for media."""
 
     content: msgspec.Raw = msgspec.Raw(b"null")
 
 
 def take_prompt(fields: Fields) -> GivenIds | None:
-    """Take the ids out of `fields`, under whichever of their names.
+    """Remove the ids from `fields`, under any of their names, and return them.
 
     Raises:
-        BadRequest: they are given twice, empty, or no list of non-negative integers.
+        BadRequest: they are given twice, are empty, or are not a list of non-negative integers.
     """
-    present = [name for name in ALIASES if given(fields, name) is not None]
+    present = [name for name in ALIASES if raw_value(fields, name) is not None]
     if len(present) > 1:
         raise BadRequest(f"give the prompt once: `{present[0]}` or `{present[1]}`", param=present[1])
     for name in ALIASES:
@@ -44,21 +44,23 @@ def take_prompt(fields: Fields) -> GivenIds | None:
 
 
 def take_append(fields: Fields, prompt: GivenIds | None) -> bytes | None:
-    """Take `append_messages` out of `fields`: a JSON array of messages, or None.
+    """Remove `append_messages` from `fields` and return it: a JSON array of messages, or None.
 
     Raises:
         BadRequest: it holds no messages, comes without ids, or with a field that it cannot be combined with.
     """
-    appended = given(fields, "append_messages")
+    appended = raw_value(fields, "append_messages")
     if appended is None:
         fields.pop("append_messages", None)
         return None
-    refuse_media(fields, "append_messages")
-    read_messages(fields, "append_messages")
+    if not refuse_media(fields, "append_messages"):
+        raise BadRequest(
+            "`append_messages` must not be empty: send at least one message", param="append_messages"
+        )
     fields.pop("append_messages")
     if prompt is None:
         raise needs_ids()
-    if given(fields, "chat_template") is not None:
+    if raw_value(fields, "chat_template") is not None:
         raise BadRequest("`append_messages` uses the server's chat template", param="chat_template")
     if read(fields, "continue_final_message", bool):
         raise BadRequest(
@@ -79,10 +81,10 @@ def join_messages(history: bytes | None, appended: bytes) -> bytes:
 
 
 def template_kwargs(fields: Fields) -> dict[str, Any]:
-    """What a request passes to the template, gathered as vLLM gathers it.
+    """The arguments that a request passes to the template, collected as vLLM collects them.
 
     Raises:
-        BadRequest: one of the fields holds something else than it should.
+        BadRequest: one of the fields has a wrong type.
     """
     kwargs = read(fields, "chat_template_kwargs", dict[str, Any]) or {}
     # vLLM overrides these two with the fields of the same name, which always have a value
@@ -98,14 +100,18 @@ def template_kwargs(fields: Fields) -> dict[str, Any]:
     return kwargs
 
 
-def refuse_media(fields: Fields, name: str) -> None:
+def refuse_media(fields: Fields, name: str) -> int:
     """Refuse messages with images or other media next to ids: the engine would ignore the ids.
 
+    Returns:
+        the number of messages. Their texts, which may be megabytes, are not parsed.
+
     Raises:
-        BadRequest: there is such a part, or the field holds no list of messages.
+        BadRequest: there is such a part, or the field is not a list of messages.
     """
-    for index, message in enumerate(read(fields, name, list[_Content]) or []):
-        if not bytes(message.content).startswith(b"["):
+    messages = read(fields, name, list[_Content]) or []
+    for index, message in enumerate(messages):
+        if bytes(memoryview(message.content)[:1]) != b"[":
             continue
         if kind := media_kind(read({name: message.content}, name, list[Any])):
             raise BadRequest(
@@ -113,10 +119,11 @@ def refuse_media(fields: Fields, name: str) -> None:
                 "images and other media are not supported together with prompt ids",
                 param=name,
             )
+    return len(messages)
 
 
 def needs_ids() -> BadRequest:
-    """The error for a request that should carry ids and carries none."""
+    """The error for a request without the ids that it needs."""
     return BadRequest(
         "`append_messages` needs the ids it is appended to, in `prompt_ids`", param="prompt_ids"
     )

@@ -7,7 +7,7 @@ import msgspec
 from proxy.dialects.base import SessionFields, apply_session, chat_request, visible_of
 from proxy.dialects.prompt_fields import join_messages, refuse_media, take_append, take_prompt
 from proxy.errors import BadRequest
-from proxy.fields import given, parse, read
+from proxy.fields import parse, raw_value, read
 from proxy.http import Request
 from proxy.turn.request import ChatRequest, GivenIds
 from proxy.types import Fields
@@ -18,7 +18,7 @@ _MESSAGES = {"type": "array", "items": {"type": "object"}}
 
 
 class TokensDialect:
-    """Takes ids, or messages for a first turn; the response holds ids unless told not to."""
+    """Accepts ids, or messages for a first turn; the response holds ids unless the request disables them."""
 
     path: ClassVar[str] = "/v1/chat/completions/tokens"
     summary: ClassVar[str] = "Chat completion on exact prompt ids"
@@ -29,7 +29,7 @@ class TokensDialect:
                 "application/json": {
                     "schema": {
                         "type": "object",
-                        "description": "Every field of a vLLM chat completion, and these.",
+                        "description": "The fields of a vLLM chat completion, and these.",
                         "properties": {
                             "prompt_ids": {**_IDS, "description": "The exact prompt."},
                             "tokens": {**_IDS, "description": "Another name for `prompt_ids`."},
@@ -53,13 +53,13 @@ class TokensDialect:
     def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
         """See `Dialect.parse`."""
         fields = parse(request.body)
-        if given(fields, "return_token_ids") is None:
+        if raw_value(fields, "return_token_ids") is None:
             fields["return_token_ids"] = _TRUE
         visible = visible_of(fields)
         apply_session(fields, session)
         given_ids = take_prompt(fields)
         append = take_append(fields, given_ids)
-        messages = given(fields, "messages")
+        messages = raw_value(fields, "messages")
         if given_ids is None and messages is None:
             raise BadRequest("`prompt_ids` or `messages` is required", param="prompt_ids")
         if given_ids is not None:
@@ -67,7 +67,7 @@ class TokensDialect:
             if messages is None:
                 fields.pop("messages", None)
         if append is not None and (whole := join_messages(messages, append)):
-            # parsers get the whole conversation: some number tool calls by it
+            # parsers get the whole conversation, because some number tool calls by it
             messages = whole
             fields["messages"] = msgspec.Raw(whole)
         elif append is not None:
@@ -86,7 +86,7 @@ class TokensDialect:
 
 
 def _refuse_next_to_ids(fields: Fields, prompt: GivenIds) -> None:
-    """Refuse what would make an engine render messages and ignore the ids, or take other ids.
+    """Refuse fields that make an engine render messages and ignore the ids, or use other ids.
 
     Raises:
         BadRequest: there is such a field; `param` names it.

@@ -7,7 +7,7 @@ Differences from the chat route: there is no `system_fingerprint`; `usage` count
 nor tokens written to the cache; special tokens inside a text are shown if a parser is configured; members
 of a delta are never null; hidden reasoning (`include_reasoning: false`) does not hide its ids.
 
-A log-probability names its token by text. It is `token_id:N` instead if the client requests that
+A log-probability names its token by its text, or as `token_id:N` if the client requests that
 (`return_tokens_as_token_ids`), or if the generate route does not support `output_mode`.
 """
 
@@ -21,7 +21,7 @@ from proxy.engine.protocol import Engine
 from proxy.engine.sse import events
 from proxy.engine.token_in import TokenRequest, error_headers
 from proxy.errors import BadRequest, EngineBroken
-from proxy.fields import NULL, given, join, parse, raw, read
+from proxy.fields import NULL, join, parse, raw, raw_value, read
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.types import Fields, Headers
 from tokenization import ids
@@ -67,10 +67,10 @@ class Derender:
         self._choices = max(1, read(fields, "n", int) or 1)
         self._with_ids = read(fields, "return_token_ids", bool) or False
         self._with_stop = read(fields, "include_stop_str_in_output", bool) or False
-        self._with_special = given(sampling, "skip_special_tokens") == b"false"
+        self._with_special = raw_value(sampling, "skip_special_tokens") == b"false"
         self._top_logprobs = read(fields, "top_logprobs", int) or 0
-        self._tool_choice = given(fields, "tool_choice")
-        self._single_tool_call = given(fields, "parallel_tool_calls") == b"false"
+        self._tool_choice = raw_value(fields, "tool_choice")
+        self._single_tool_call = raw_value(fields, "parallel_tool_calls") == b"false"
         options = read(fields, "stream_options", Fields) or {}
         self._running_usage = all(
             read(options, name, bool) for name in ("include_usage", "continuous_usage_stats")
@@ -100,7 +100,7 @@ class Derender:
             return BytesResponse(status, list(JSON_HEADERS), join(completion))
         completion["id"] = _chat_id(completion)
         for name in ("usage", "created"):
-            if given(generated, name) is not None:
+            if raw_value(generated, name) is not None:
                 completion[name] = generated[name]
         choices = _choices(completion, DERENDER_PATH)
         if len(choices) != len(sampled):
@@ -128,7 +128,7 @@ class Derender:
             for choice in _choices(event, GENERATE_PATH):
                 for chunk in await self._chunks(event, choice):
                     yield b"data: " + join(chunk) + b"\n\n"
-            if given(event, "choices") == b"[]" and given(event, "usage") is not None:
+            if raw_value(event, "choices") == b"[]" and raw_value(event, "usage") is not None:
                 if not self._common:
                     await self._derender_choice(event, None)
                 usage = _without_nulls(read_response_field(event, "usage", dict[str, Any], GENERATE_PATH))
@@ -150,7 +150,7 @@ class Derender:
         if bytes(reason) != NULL:
             choice["stop_reason"] = source.get("stop_reason", _NULL)
         self._copy_token_fields(choice, source)
-        if delta or bytes(reason) != NULL or self._with_ids or given(choice, "logprobs") is not None:
+        if delta or bytes(reason) != NULL or self._with_ids or raw_value(choice, "logprobs") is not None:
             chunks.append(self._chunk(event, choice, self._sampled[index]))
         return chunks
 
@@ -213,8 +213,8 @@ class Derender:
         """
         tokens = _tokens(choice)
         # no stop_reason: the stop token is the model's end of turn, which is a special token
-        shown = self._with_stop and (self._with_special or given(choice, "stop_reason") is not None)
-        return tokens[:-1] if given(choice, "finish_reason") == _STOP and not shown else tokens
+        shown = self._with_stop and (self._with_special or raw_value(choice, "stop_reason") is not None)
+        return tokens[:-1] if raw_value(choice, "finish_reason") == _STOP and not shown else tokens
 
     def _rewrite_choice(self, choice: Fields, source: Fields, *, has_text: bool) -> None:
         """Change a choice of derender in place to what the chat route returns."""
@@ -243,7 +243,7 @@ class Derender:
         logprobs = read_response_field(source, "logprobs", _Logprobs, GENERATE_PATH)
         choice["logprobs"] = _NULL if logprobs is None else raw(_chat_logprobs(logprobs, self._top_logprobs))
         for name in ("weight_versions", "routed_experts"):
-            if given(source, name) is not None:
+            if raw_value(source, name) is not None:
                 choice[name] = source[name]
 
     async def _derender(self, fields: Fields) -> tuple[int, Fields]:

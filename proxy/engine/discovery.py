@@ -9,7 +9,7 @@ import msgspec
 from proxy.engine.generate import DERENDER_PATH, GENERATE_PATH, RENDER_PATH, GenerateTokenIn
 from proxy.engine.protocol import Engine
 from proxy.engine.token_in import CHAT_PATH, ChatTokenIn, TokenIn, json_request
-from proxy.errors import ApiError, EngineBroken, EngineUnavailable, Unsupported
+from proxy.errors import EngineBroken, EngineUnavailable, Unsupported
 from proxy.http import Request
 
 log = logging.getLogger("tokenproxy")
@@ -56,7 +56,7 @@ class Capabilities:
     """Names of all served models, including LoRA adapters."""
     token_in: TokenIn | None
     """How to send it an exact prompt; None if it does not accept one."""
-    printed: frozenset[str] = frozenset()
+    rendered_fields: frozenset[str] = frozenset()
     """Request fields that change its rendered prompt, besides messages, tools and template arguments."""
     logprobs_mode: str = ""
     """Its `--logprobs-mode`; empty if unknown."""
@@ -89,10 +89,10 @@ async def discover(engine: Engine, spelling: str = "auto") -> Capabilities:
     elif spelling in ("auto", "generate") and await _takes_ids_in_generate(engine):
         token_in = GenerateTokenIn()
     names = tuple(model.name for model in models)
-    version, printed, mode = await asyncio.gather(
-        _version(engine), printed_fields(engine), _logprobs_mode(engine)
+    version, rendered_fields, mode = await asyncio.gather(
+        _version(engine), find_rendered_fields(engine), _logprobs_mode(engine)
     )
-    return Capabilities(version, models[0] if models else None, names, token_in, printed, mode)
+    return Capabilities(version, models[0] if models else None, names, token_in, rendered_fields, mode)
 
 
 async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:
@@ -106,15 +106,6 @@ async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:
         return response.status, await response.read()
     finally:
         await response.aclose()
-
-
-async def is_healthy(engine: Engine) -> bool:
-    """Whether the engine responds to `/health` with status 200."""
-    try:
-        status, _ = await fetch(engine, Request("GET", "/health"))
-    except ApiError:
-        return False
-    return status == 200
 
 
 async def list_models(engine: Engine) -> list[Model]:
@@ -152,7 +143,7 @@ async def _version(engine: Engine) -> str:
     return str(_json(body).get("version", "unknown"))
 
 
-async def printed_fields(engine: Engine) -> frozenset[str]:
+async def find_rendered_fields(engine: Engine) -> frozenset[str]:
     """Find which fields of `_PRINTABLE` change the prompt that the engine renders.
 
     Sends one-token requests that differ in one field and compares their prompts. A field that the engine

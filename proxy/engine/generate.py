@@ -26,7 +26,7 @@ from proxy.engine.derender import (
 from proxy.engine.protocol import Engine
 from proxy.engine.token_in import TokenRequest, rename_errors
 from proxy.errors import BadRequest
-from proxy.fields import NULL, given, join, raw, read
+from proxy.fields import NULL, join, raw, raw_value, read
 from proxy.http import BytesResponse, Request, Response, StreamResponse
 from proxy.types import Fields
 
@@ -52,8 +52,8 @@ class GenerateTokenIn:
 
     name: ClassVar[str] = "generate"
 
-    def takes(self, fields: Mapping[str, msgspec.Raw]) -> bool:
-        """See `TokenIn.takes`: False with stop strings or log-probabilities of chosen ids."""
+    def supports(self, fields: Mapping[str, msgspec.Raw]) -> bool:
+        """See `TokenIn.supports`: False with stop strings or log-probabilities of chosen ids."""
         return _unsupported_field(fields) is None
 
     async def complete(self, engine: Engine, request: TokenRequest) -> Response:
@@ -108,7 +108,7 @@ def _generate_fields(rendered: Fields, sampling: Fields, request: TokenRequest) 
         # render resolved it from the placeholder messages; null makes the engine decide by the exact prompt
         "reasoning_ended": msgspec.Raw(NULL),
     }
-    if given(sampling, "logprobs") is not None and not read(
+    if raw_value(sampling, "logprobs") is not None and not read(
         request.fields, "return_tokens_as_token_ids", bool
     ):
         resolved["output_mode"] = raw("text")  # log-probabilities then hold the text of their tokens
@@ -117,4 +117,4 @@ def _generate_fields(rendered: Fields, sampling: Fields, request: TokenRequest) 
 
 def _unsupported_field(fields: Mapping[str, msgspec.Raw]) -> str | None:
     """The first field of the request that cannot be served exactly; None if there is none."""
-    return next((name for name in _UNSUPPORTED if given(fields, name) not in (None, b"[]", b'""')), None)
+    return next((name for name in _UNSUPPORTED if raw_value(fields, name) not in (None, b"[]", b'""')), None)

@@ -6,7 +6,7 @@ network, without a socket.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -44,6 +44,9 @@ class InProcessEngine:
         response = InProcessResponse(self._app, request)
         await response.start()
         return response
+
+    def verify(self, verify: Callable[[], Awaitable[None]] | None) -> None:
+        """Does nothing: the engine is this process."""
 
     async def aclose(self) -> None:
         """Does nothing: there is no connection to close."""
@@ -99,7 +102,7 @@ class InProcessResponse:
         """Report a client disconnect to the application, as a server would, and wait until it ends."""
         self._disconnected.set()
         while not self._task.done():
-            # the application may be waiting for room in the queue
+            # the application may be waiting for space in the queue
             while not self._queue.empty():
                 self._queue.get_nowait()
             await asyncio.wait([self._task], timeout=0.05)
@@ -140,6 +143,6 @@ class InProcessResponse:
 
     def _broken_error(self) -> EngineBroken:
         cause = self._task.exception() if self._task.done() and not self._task.cancelled() else None
-        error = EngineBroken("the engine broke off in the middle of its answer")
+        error = EngineBroken("the engine broke off in the middle of its response")
         error.__cause__ = cause
         return error

@@ -1,5 +1,6 @@
 """The protocol of an engine, whether it is reached over a socket or in the same process."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -11,7 +12,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """Its URL, or another name of it, for log and error messages."""
+        """The engine's URL, or another name for it, in log and error messages."""
         ...
 
     async def send(self, request: Request) -> Response:
@@ -21,6 +22,13 @@ class Engine(Protocol):
             EngineUnavailable: nothing listens at its address; the request was not received.
             EngineBroken: the connection broke before a response arrived.
             EngineTimeout: connecting took too long.
+        """
+        ...
+
+    def verify(self, verify: Callable[[], Awaitable[None]] | None) -> None:
+        """Set the callback before a request over a new connection; it raises to stop the request.
+
+        An engine that was restarted may serve another model. An engine in the same process ignores it.
         """
         ...
 
@@ -45,6 +53,10 @@ class EngineWithCredential:
     async def send(self, request: Request) -> Response:
         """See `Engine.send`."""
         return await self.engine.send(replace(request, headers=[*request.headers, self.credential]))
+
+    def verify(self, verify: Callable[[], Awaitable[None]] | None) -> None:
+        """See `Engine.verify`."""
+        self.engine.verify(verify)
 
     async def aclose(self) -> None:
         """Does nothing: the owner of the wrapped engine closes it."""

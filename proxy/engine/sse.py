@@ -1,7 +1,10 @@
 """Split a stream of bytes into server-sent events."""
 
+import re
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
+_END = re.compile(rb"\r?\n\r?\n")
 _ENDS = (b"\n\n", b"\r\n\r\n")
 
 
@@ -26,10 +29,50 @@ async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield unfinished
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One server-sent event."""
+
+    block: bytes
+    """The event's lines as they arrived, and the empty line that ends it."""
+    data: bytes | None
+    """The values of its `data` lines, with line feeds between them; None if it has none, as a comment."""
+
+    def with_data(self, data: bytes) -> bytes:
+        """The event with other data: its own bytes if that is equal."""
+        if data == self.data:
+            return self.block
+        other = [line for line in _lines(self.block) if line and not line.startswith(b"data:")]
+        return b"".join(line + b"\n" for line in other) + data_event(data)
+
+
+def data_event(data: bytes) -> bytes:
+    r"""An event that is data alone: `data: a\ndata: b\n\n` of `a\nb`."""
+    return b"data: " + data.replace(b"\n", b"\ndata: ") + b"\n\n"
+
+
+async def parsed_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[Event]:
+    """Yield each event, including those without data. Text after the last empty line is an event too."""
+    async for block in whole_events(chunks):
+        start = 0
+        for end in _END.finditer(block):
+            yield _event(block[start : end.end()])
+            start = end.end()
+        if start < len(block):
+            yield _event(block[start:] + b"\n\n")
+
+
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     r"""Yield the data of each event that has some: `: comment\n\ndata: a\ndata: b\n\n` gives only `a\nb`."""
-    async for block in whole_events(chunks):
-        for event in block.replace(b"\r\n", b"\n").split(b"\n\n"):
-            lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
-            if lines:
-                yield b"\n".join(lines)
+    async for event in parsed_events(chunks):
+        if event.data is not None:
+            yield event.data
+
+
+def _event(block: bytes) -> Event:
+    lines = [line[5:].removeprefix(b" ") for line in _lines(block) if line.startswith(b"data:")]
+    return Event(block, b"\n".join(lines) if lines else None)
+
+
+def _lines(block: bytes) -> list[bytes]:
+    return block.replace(b"\r\n", b"\n").split(b"\n")

@@ -36,7 +36,7 @@ class TokenRequest:
     """All other fields of the chat completion, as the client sent them."""
     headers: Headers
     field: str = "prompt_ids"
-    """The client's name of the field with the ids; error messages use it."""
+    """The client's name for the field with the ids; error messages use it."""
 
 
 class TokenIn(Protocol):
@@ -44,7 +44,7 @@ class TokenIn(Protocol):
 
     name: ClassVar[str]
 
-    def takes(self, fields: Mapping[str, msgspec.Raw]) -> bool:
+    def supports(self, fields: Mapping[str, msgspec.Raw]) -> bool:
         """Whether a chat completion with these fields can be served exactly."""
         ...
 
@@ -52,7 +52,7 @@ class TokenIn(Protocol):
         """Run the completion; returns a chat completion, its stream of chunks, or an error response.
 
         Raises:
-            BadRequest: a field of the request cannot be served exactly; see `takes`.
+            BadRequest: a field of the request cannot be served exactly; see `supports`.
         """
         ...
 
@@ -65,8 +65,8 @@ class ChatTokenIn:
 
     name: ClassVar[str] = "chat"
 
-    def takes(self, fields: Mapping[str, msgspec.Raw]) -> bool:
-        """See `TokenIn.takes`: always True."""
+    def supports(self, fields: Mapping[str, msgspec.Raw]) -> bool:
+        """See `TokenIn.supports`: always True."""
         return True
 
     async def complete(self, engine: Engine, request: TokenRequest) -> Response:

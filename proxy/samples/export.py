@@ -1,7 +1,7 @@
-"""Recorded rollouts become a file of training samples.
+"""Exports recorded rollouts to a file of training samples.
 
-Memory is bounded by one rollout, the rows of one Parquet row group, and the ids of all rollouts. The rollouts
-are listed when the export begins; each is exported as the store holds it when it is read.
+Memory is limited to one rollout, the rows of one Parquet row group, and the ids of all rollouts. The rollouts
+are listed when the export starts; each is exported in its state when it is read.
 """
 
 import math
@@ -21,20 +21,20 @@ from proxy.samples.layouts import Kind, Layout, Row
 from proxy.samples.samples import Shared, samples_of
 
 SESSIONS_AT_ONCE = 200
-"""How many sessions are read from the store at a time."""
+"""Number of sessions that are read from the store at a time."""
 
 IDS_AT_ONCE = 2**20
-"""A Parquet row group is written as soon as its rows hold this many ids."""
+"""Number of ids after which a Parquet row group is written."""
 
 _MEANINGS = {str(problem): problem.meaning for problem in Problem}
 
 
 class ParquetMissing(Exception):
-    """Parquet needs pyarrow, which is not installed; the message says how to install it."""
+    """Parquet needs pyarrow, which is not installed; the message names the command that installs it."""
 
 
 class UnknownSession(Exception):
-    """The store holds no session of some id or name; the message lists them."""
+    """The store holds no session with a requested id or name; the message lists these."""
 
 
 class NameNotUnique(Exception):
@@ -139,7 +139,7 @@ class Report:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when the block ends without an exception, and not at all otherwise.
+    """A file that is renamed to its final name if the block ends without an exception, and else is removed.
 
     Raises:
         OSError: it cannot be written.
@@ -164,7 +164,7 @@ async def export(
     shared: Shared = "once",
     on_rollout: Callable[[], object] = lambda: None,
 ) -> Report:
-    """Write the samples of a store's rollouts, the last used first.
+    """Write the samples of a store's rollouts, the most recently used first.
 
     Args:
         store: open.
@@ -196,7 +196,7 @@ async def export(
 
 
 async def _all(store: Store) -> list[str]:
-    """The ids of all sessions, the last used first."""
+    """The ids of all sessions, the most recently used first."""
     return [session.id async for session in _listed(store)]
 
 
@@ -216,7 +216,7 @@ async def _chosen(store: Store, only: Sequence[str]) -> list[str]:
 
 
 async def _listed(store: Store) -> AsyncIterator[Session]:
-    """Every session once, the last used first."""
+    """Yield each session once, the most recently used first."""
     listed: set[str] = set()
     newest: float | None = None
     async for session in _pages(store, since=-math.inf):
@@ -231,7 +231,7 @@ async def _listed(store: Store) -> AsyncIterator[Session]:
 
 
 async def _pages(store: Store, since: float) -> AsyncIterator[Session]:
-    """Sessions used at `since` or later (seconds since the epoch), page by page, the last used first."""
+    """Sessions used at `since` or later (seconds since the epoch), page by page, the latest first."""
     before: Cursor | None = None
     while page := await store.sessions(limit=SESSIONS_AT_ONCE, before=before):
         for session in page:

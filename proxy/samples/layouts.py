@@ -1,9 +1,9 @@
 """Rows of training samples in the field names of trainers: for each trainer a function from sample to row.
 
-A row holds the fields of the trainer's own type and nothing more, unless the function's docstring names
-others. All lists of a row that run along tokens have the length of its ids. Trainers that want a number where
-nothing was sampled get 0.0 there, as they write it themselves: their mask excludes those positions. Only the
-plain layout tells "not sampled" (null) from a log-probability of 0.0.
+A row holds only the fields of the trainer's own type, unless the function's docstring names others. All
+per-token lists of a row have the length of its ids. For trainers that need a number for ids that were not
+sampled, the log-probability is 0.0, as they write it themselves: their mask excludes these positions. Only
+the plain layout distinguishes "not sampled" (null) from a log-probability of 0.0.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from proxy.samples.samples import Sample
 Row = dict[str, Any]
 
 Kind = Literal["ids", "mask", "flags", "floats", "text", "integer", "number", "flag", "json"]
-"""What a column holds. Lists: token ids (ids), 0 and 1 (mask), booleans (flags), floats or null (floats).
+"""The type of a column. Lists: token ids (ids), 0 and 1 (mask), booleans (flags), floats or null (floats).
 Single values: string or null (text), integer, float or null (number), boolean (flag). Or any JSON (json)."""
 
 _ENGINE_STOP = frozenset({"tool_calls", "function_call"})
@@ -91,8 +91,8 @@ def prime_rl(sample: Sample) -> Row:
     prime-rl does not separate prompt and completion: `token_ids` is the whole sequence, `mask` is true on ids
     to train on, `logprobs` 0.0 on ids that were not sampled. `temperatures` is empty, as prime-rl's own
     `trace_to_samples` leaves it: the orchestrator fills it in. The orchestrator also computes `advantages`
-    from the reward, which is no field of the struct: `reward = row.pop("reward")`. `env_name` is taken from
-    the session's metadata.
+    from the reward, which is not a field of the struct: `reward = row.pop("reward")`. `env_name` is taken
+    from the session's metadata.
 
     Source: prime-rl, src/prime_rl/transport/types.py: `TrainingSample`;
     src/prime_rl/orchestrator/trajectories.py: `trace_to_samples`; src/prime_rl/orchestrator/train_sink.py;
@@ -134,12 +134,12 @@ def skyrl(sample: Sample) -> Row:
 
 
 def _or_zero(sample: Sample) -> list[float]:
-    """Log-probabilities with 0.0 where nothing was sampled."""
+    """Log-probabilities, with 0.0 for ids that were not sampled."""
     return [0.0 if logprob is None else logprob for logprob in sample.logprobs]
 
 
 def _origin(sample: Sample) -> Row:
-    """What identifies a sample; every row has the same keys, as batches require."""
+    """The fields that identify a sample. Every row has the same keys, as batches require."""
     return {
         "rollout": sample.rollout,
         "leaf": sample.leaf,

@@ -1,4 +1,4 @@
-"""Trees of recorded turns become training samples, one for each leaf. Knows nothing of stores and trainers.
+"""Converts trees of recorded turns into samples, one for each leaf. Independent of stores and trainers.
 
 Law, for every sample:
 
@@ -7,10 +7,10 @@ Law, for every sample:
     loss_mask[i] == 1   only if the model sampled completion_ids[i]
     logprobs[i] is None if and only if it did not
 
-and for all samples of a rollout together: what the model sampled in sound turns is in a sample, and with
-`shared="once"` its mask is 1 in exactly one of them. A turn is sound if it can be trained on, and so can all
-the turns it continues. The leaf of any other path is refused with a reason: nothing is padded, and nothing is
-left out silently.
+and for all samples of a rollout together: each id that the model sampled in a sound turn is in a sample, and
+with `shared="once"` its mask is 1 in exactly one of them. A turn is sound if it and all turns that it
+continues can be trained on. The leaf of a path with an unsound turn is refused with a reason: no sample is
+padded, and no leaf is left out silently.
 """
 
 import math
@@ -45,15 +45,15 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """A `Reason`: why the prompt does not extend the whole recorded history; empty if it does."""
     finish_reason: str | None = None
-    """As the engine gave it; `abort` if the turn was broken off, with the ids sampled until then."""
+    """The engine's finish reason; `abort` if the turn was broken off, with the ids sampled until then."""
     temperature: float | None = None
-    """What the request or its session asked for; None if that was left to the engine."""
+    """The temperature of the request or its session; None for the engine's default."""
     stop_reason: str | int | None = None
-    """The stop string or token that ended the turn, as vLLM gives it."""
+    """The stop string or token that ended the turn, as vLLM reports it."""
     reward: float | None = None
     """The turn's own reward."""
     logprobs_mode: str = ""
-    """The server's `--logprobs-mode`; empty if it could not be asked."""
+    """The server's `--logprobs-mode`; empty if unknown."""
     weight_versions: list[WeightSpan]
     """[version, start, end] in coordinates of `completion_ids`."""
     routed_experts: str | None = None
@@ -69,7 +69,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     rollout: str
     """The session's name, as its client knows it."""
     tenant: str
-    """Digest of the credential the rollout belongs to; empty where nobody asks for credentials."""
+    """Digest of the credential of the rollout's tenant; empty where no credentials are required."""
     leaf: str
     """Id of the last turn."""
     index: int
@@ -117,7 +117,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     turn: str
     """The first turn of the leaf's path that cannot be trained on."""
     reason: str
-    """A `Problem`: why that turn cannot be trained on."""
+    """The `Problem` of that turn."""
 
 
 class Samples(msgspec.Struct, frozen=True):
@@ -136,14 +136,14 @@ def samples_of(
 ) -> Samples:
     """The samples of one rollout, in time linear in the ids they hold.
 
-    First comes a sample for each leaf whose path is sound, in the order of the leaves' ids; then one for each
-    longest sound beginning of a refused path that is not part of another sample. `_preference` decides which
-    of the samples that share a turn trains it.
+    The first samples are those of the leaves whose paths are sound, in the order of the leaves' ids. Then
+    follows one for the longest sound beginning of each refused path, unless it is part of another sample.
+    `_preference` decides which of the samples that share a turn trains it.
 
     Args:
         turns: all turns of the rollout, in any order.
         rewards: by turn id; the whole rollout's by WHOLE_ROLLOUT. Those that are not finite are ignored.
-        session: the rollout's description. Without it the samples lack all that only a session tells, and
+        session: the rollout's description. Without it, the samples lack the fields of a session, and
             `rollout` is the id in the store.
         shared: whether shared turns are trained once or in each sample.
     """
@@ -180,7 +180,7 @@ def _leaf_that_trains(paths: Iterable[Sequence[Turn]]) -> dict[str, str]:
 
 
 class _Fault(msgspec.Struct, frozen=True):
-    """The first turn of a path that cannot be trained on, and why."""
+    """The first turn of a path that cannot be trained on, and its problem."""
 
     turn: str
     reason: str
@@ -207,7 +207,7 @@ class _Tree:
             if (parent := self._parent(first)) is not None:
                 self._children[parent.id].remove(first)
             reached = [first]
-            for turn in reached:  # grows: parents come before their children, whatever their ids
+            for turn in reached:  # grows: parents come before their children, in any order of ids
                 parent = None if turn is first else self._parent(turn)
                 inherited = faults[parent.id] if parent else None
                 reason = "" if inherited else _untrainable_reason(turn, parent)
@@ -223,7 +223,7 @@ class _Tree:
         return not self._children.get(turn.id)
 
     def path(self, turn: Turn) -> list[Turn]:
-        """A turn and all it continues, the first turn first."""
+        """A turn and all turns that it continues, the first one first."""
         path = [turn]
         while (parent := self._parent(path[-1])) is not None:
             path.append(parent)
@@ -246,7 +246,7 @@ class _Tree:
 
 
 def _untrainable_reason(turn: Turn, parent: Turn | None) -> str:
-    """Why this turn cannot be trained on, whatever it continues; empty if it can."""
+    """The problem of this turn itself, independent of the turns that it continues; empty if it has none."""
     if turn.problem:
         return turn.problem
     if turn.parent is not None and parent is None:
@@ -316,7 +316,7 @@ def _sample(
 
 
 def _span(turn: Turn, start: int, trained: bool, reward: float | None) -> TurnSpan:
-    # What the engine returned next to ids and log-probabilities is delivered, never relied on: None if odd.
+    # Other fields that the engine returned are exported but not relied on: None if their shape is unknown.
     return TurnSpan(
         id=turn.id,
         start=start,
@@ -337,7 +337,7 @@ def _span(turn: Turn, start: int, trained: bool, reward: float | None) -> TurnSp
 
 
 def _if_typed(value: T, *types: type) -> T | None:
-    """The value, or None if it is of another type; True is no integer here."""
+    """The value, or None if it has another type. True is not an integer here."""
     return value if type(value) in types else None
 
 

@@ -1,4 +1,4 @@
-"""JSON as engines write it: with numbers and strings that msgspec refuses, and with a prompt of 100k ids."""
+"""Parse the JSON of engines: it may hold values that msgspec refuses, and a prompt of 100k ids."""
 
 import json
 from typing import Any
@@ -8,21 +8,21 @@ import msgspec
 from proxy.errors import EngineBroken
 
 REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""How msgspec refuses a value."""
+"""The errors with which msgspec refuses a value."""
 CUT = b'"(cut)"'
-"""What `cut_prompt` puts in place of the prompt: valid JSON, and not what an engine says there."""
+"""Replaces the prompt in `cut_prompt`: valid JSON, and a value that no engine returns there."""
 
 _ECHO = b'"prompt_token_ids":['
 _MOST_DIGITS = 4300
-"""Of an integer that Python parses."""
+"""The most digits of an integer that Python parses."""
 
 
 def cut_prompt(body: bytes) -> tuple[bytes | None, bytes]:
-    """The echoed prompt, most of the bytes, unparsed, and the completion with `CUT` in its place.
+    """Slice out the echoed prompt ids without parsing them, and put `CUT` there. Returns both.
 
-    The name with its quotes and the bracket can stand in no JSON string. Whether it is a field of the
-    completion itself is for the caller to see: a parser then finds `CUT` there. Nothing is cut if the array
-    holds strings or arrays, or is spelled with white space before it.
+    The quoted name with the bracket cannot be part of a JSON string. The caller checks whether it is a field
+    of the completion itself: then the parsed field is `CUT`. Nothing is cut if the array holds strings or
+    arrays, or if white space precedes it.
     """
     start = body.find(_ECHO) + len(_ECHO) - 1
     end = body.find(b"]", start) + 1
@@ -35,10 +35,10 @@ def cut_prompt(body: bytes) -> tuple[bytes | None, bytes]:
 
 
 def parse_leniently(data: bytes) -> Any:
-    """A JSON value as Python reads it: NaN and Infinity are numbers, and what is no UTF-8 is replaced.
+    """Parse JSON as Python does: NaN and Infinity are numbers, and bytes that are not UTF-8 are replaced.
 
     Raises:
-        EngineBroken: it is no JSON, or nested too deeply.
+        EngineBroken: it is not JSON, or is nested too deeply.
     """
     try:
         return _lenient.decode(data.decode("utf-8-sig", "replace"))
@@ -47,18 +47,18 @@ def parse_leniently(data: bytes) -> Any:
 
 
 def dump(value: object) -> msgspec.Raw:
-    """A value of `parse_leniently` as JSON again."""
+    """Encode a value of `parse_leniently` as JSON."""
     return msgspec.Raw(json.dumps(value, separators=(",", ":")).encode())
 
 
 def encodable(text: str) -> str:
-    """A string of `parse_leniently` without lone surrogates, which have no UTF-8."""
+    """Remove lone surrogates, which UTF-8 cannot encode, from a string of `parse_leniently`."""
     return text.encode("utf-8", "replace").decode()
 
 
 def no_completion() -> EngineBroken:
-    """The error of a body, or of the data of an event, that is no JSON object."""
-    return EngineBroken("the engine's response is no chat completion")
+    """The error for a body, or the data of an event, that is not a JSON object."""
+    return EngineBroken("the engine's response is not a chat completion")
 
 
 def _integer(digits: str) -> float:

@@ -1,9 +1,9 @@
-"""The chat completion that an engine is sent: the client's, and what is asked for the record."""
+"""The chat completion for the engine: the client's fields, and those that request the evidence to record."""
 
 import msgspec
 
 from proxy.errors import BadRequest
-from proxy.fields import given, join, read
+from proxy.fields import join, raw_value, read
 from proxy.turn.request import ChatRequest
 from proxy.types import Fields
 
@@ -14,17 +14,17 @@ def request_for_engine(request: ChatRequest, *, evidence: bool, logprobs: bool) 
     """The fields of the chat completion.
 
     Args:
-        evidence: whether to ask for ids and usage, and `logprobs`, to record them.
-        logprobs: whether log-probabilities are recorded, whatever the client wants.
+        evidence: whether to request ids and usage, and with `logprobs` log-probabilities, to record them.
+        logprobs: whether log-probabilities are recorded even if the client does not request them.
     """
     fields = dict(request.fields)
     if not evidence:
         return fields
     fields["return_token_ids"] = _TRUE
-    if logprobs and given(fields, "top_logprobs") in (None, b"0"):
+    if logprobs and raw_value(fields, "top_logprobs") in (None, b"0"):
         fields["logprobs"] = _TRUE
     if not request.visible.reasoning and not _constrained(fields):
-        fields["include_reasoning"] = _TRUE  # vLLM hides ids with it; the redactor hides it instead
+        fields["include_reasoning"] = _TRUE  # else vLLM hides ids too; the redactor removes the reasoning
     if request.stream:
         usage = {"include_usage": _TRUE, "continuous_usage_stats": _TRUE}
         fields["stream_options"] = msgspec.Raw(join({**stream_options(fields), **usage}))
@@ -32,7 +32,7 @@ def request_for_engine(request: ChatRequest, *, evidence: bool, logprobs: bool) 
 
 
 def stream_options(fields: Fields) -> Fields:
-    """What a stream is to hold; empty for what is no object, which the engine refuses."""
+    """The stream options of a request; empty if they are not an object, which the engine refuses."""
     try:
         return read(fields, "stream_options", Fields) or {}
     except BadRequest:
@@ -40,12 +40,12 @@ def stream_options(fields: Fields) -> Fields:
 
 
 def flag(fields: Fields, name: str) -> bool:
-    """Whether a field is set to something that an engine takes for true."""
-    return given(fields, name) not in (None, b"false", b"0")
+    """Whether a field has a value that an engine reads as true."""
+    return raw_value(fields, name) not in (None, b"false", b"0")
 
 
 def _constrained(fields: Fields) -> bool:
-    """Whether a grammar shapes the completion: `include_reasoning` then tells vLLM when it begins."""
+    """Whether a grammar constrains the completion; vLLM then reads `include_reasoning` to apply it."""
     names = ("response_format", "structured_outputs")
     free = (None, b'"none"', b'"auto"')
-    return any(given(fields, name) for name in names) or given(fields, "tool_choice") not in free
+    return any(raw_value(fields, name) for name in names) or raw_value(fields, "tool_choice") not in free

@@ -18,7 +18,7 @@ def add_prompt_headers(response: Response, plan: PromptPlan) -> None:
         b"x-session-id": placement.session.name if placement.conversation is not None else None,
         b"x-turn-id": placement.turn_id if placement.conversation is not None else None,
     }
-    # an engine that is such a proxy itself has reported on its own prompt
+    # an engine that is a tokenproxy itself has set these headers for its own prompt
     response.headers = [pair for pair in response.headers if pair[0] not in headers]
     response.headers += [(name, value.encode()) for name, value in headers.items() if value is not None]
 

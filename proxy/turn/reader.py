@@ -1,128 +1,43 @@
-"""Reads what was sampled out of an engine's chat completion, whole or streamed.
+"""Reads the sampled choices from an engine's chat completion, whole or streamed.
 
-Law: evidence can never fail the answer. Ids and log-probabilities of an unknown shape are named in
-`SampledChoice.unreadable`, so that the turn is recorded and never trained on; other fields of an unknown
-shape are left out. Only what is no JSON object, or nested hundreds of levels deep, is an error.
-
-A body is decoded into typed structs. One that does not fit them, or that msgspec refuses, is read a second
-time, field by field.
+Law: evidence can never fail the response. Ids and log-probabilities of an unknown shape are named in
+    `SampledChoice.unreadable`, so that the turn is recorded and never trained on; other fields of an unknown
+    shape are left out. An error is raised only if the data is not a JSON object or is nested hundreds of
+    levels deep.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from proxy.fields import NULL, is_null
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.turn import WeightSpan
 from proxy.history.vocabulary import ABORTED
-from proxy.turn.engine_json import (
-    CUT,
-    REFUSALS,
-    cut_prompt,
-    dump,
-    encodable,
-    no_completion,
-    parse_leniently,
-)
+from proxy.turn.chunk import Choice, decode_ids, parse_chunk
+from proxy.turn.engine_json import CUT, REFUSALS, cut_prompt
 
 DONE = b"[DONE]"
-"""The data of the event that ends a stream; no chunk."""
-NO_REASON = "unknown"
-"""The finish reason of a choice that ended with one of an unknown shape."""
+"""The data of the event that ends a stream; it is not a chunk."""
 
-_NULL = msgspec.Raw(NULL)
 _TEXTS = frozenset({"content", "reasoning", "reasoning_content", "refusal"})
-"""Fields of a message that are streamed in pieces of text."""
-
-_Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-"""Ids are stored as 32-bit integers."""
-_Index = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
-"""The id of a turn has four hexadecimal digits for it."""
-_StopReason = str | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-
-
-class _Logprob(msgspec.Struct, gc=False):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_Logprob] | None = None
-
-
-class _Span(msgspec.Struct, gc=False):
-    version: str | int
-    start: _Id
-    end: _Id
-
-
-class _Usage(msgspec.Struct, gc=False):
-    completion_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-
-
-class _Choice(msgspec.Struct):
-    """What is read of a choice, or of a piece of one."""
-
-    index: _Index | None = None
-    message: dict[str, Any] | None = None
-    delta: dict[str, Any] | None = None
-    token_ids: list[_Id] | None = None
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: _StopReason | None = None
-    routed_experts: str | None = None
-    weight_versions: list[_Span] | None = None
-
-    @property
-    def unreadable(self) -> tuple[str, ...]:
-        """Names of the fields of the evidence that could not be read."""
-        return ()
-
-
-class _OddChoice(_Choice, kw_only=True):
-    """A choice that was read field by field. Never decoded, so that `odd` is no field of the JSON."""
-
-    odd: tuple[str, ...]
-
-    @property
-    def unreadable(self) -> tuple[str, ...]:
-        return self.odd
-
-
-class _Chunk(msgspec.Struct):
-    """What is read of a whole completion, or of a chunk of a stream."""
-
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    prompt_token_ids: msgspec.Raw = _NULL
-    error: msgspec.Raw = _NULL
-
-    @property
-    def counted(self) -> int | None:
-        """The number of sampled ids as the engine counted them."""
-        return None if self.usage is None else self.usage.completion_tokens
-
-
-_decode_chunk = msgspec.json.Decoder(_Chunk).decode
-_decode_ids = msgspec.json.Decoder(list[_Id]).decode
+"""Fields of a message whose text a stream sends in pieces."""
 
 
 def read_completion(body: bytes, sent: bytes = b"") -> Completion:
-    """What was sampled in a whole completion.
+    """Read the sampled choices of a whole completion.
 
     Args:
-        sent: the prompt that the engine was given, as a JSON array; an equal echo is not parsed.
+        sent: the prompt that was sent to the engine, as a JSON array; an equal echo is not parsed.
 
     Raises:
-        EngineBroken: the body is no JSON object.
+        EngineBroken: the body is not a JSON object.
     """
     prompt, rest = cut_prompt(body)
-    whole = _parse(rest)
+    whole = parse_chunk(rest)
     if prompt is not None and bytes(whole.prompt_token_ids) != CUT:
-        prompt, whole = None, _parse(body)  # the array belongs to something inside the completion
+        prompt, whole = None, parse_chunk(body)  # the array belongs to something inside the completion
     echo = _Echo(sent)
     echo.read(bytes(whole.prompt_token_ids) if prompt is None else prompt)
     completion = Completion(echo.ids, completion_tokens=whole.counted)
@@ -137,12 +52,12 @@ def read_completion(body: bytes, sent: bytes = b"") -> Completion:
 
 
 def _holds_text(message: dict[str, Any]) -> bool:
-    """Whether something was sampled, as the message tells."""
+    """Whether the message shows that something was sampled."""
     return any(message.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
 
 
-def _numbered(choices: list[_Choice]) -> Iterator[tuple[_Choice, int, bool]]:
-    """Choices, each with an index of its own, and whether that is certainly the engine's."""
+def _numbered(choices: list[Choice]) -> Iterator[tuple[Choice, int, bool]]:
+    """Each choice with a unique index, and whether that index is certainly the engine's."""
     claimed = {choice.index for choice in choices}
     free = (index for index in count() if index not in claimed)
     taken: set[int] = set()
@@ -160,16 +75,16 @@ class _Echo:
 
     sent: bytes
     ids: bytes | None = None
-    """A JSON array of ids as the engine wrote it; None if there is none that can be read."""
+    """The JSON array of ids as the engine wrote it; None if there is none, or it cannot be parsed."""
     unreadable: tuple[str, ...] = ()
 
     def read(self, ids: bytes) -> None:
-        """Take in an echo; null is none."""
+        """Add an echo; null counts as no echo."""
         if ids == NULL:
             return
         try:
             if ids != self.sent:
-                _decode_ids(ids)
+                decode_ids(ids)
             self.ids = ids
         except REFUSALS:
             self.unreadable = ("prompt_token_ids",)
@@ -185,24 +100,27 @@ class StreamReader:
     expected: int = 1
     """How many choices there will be."""
     sent: bytes = b""
-    """The prompt that the engine was given, as a JSON array; an equal echo is not parsed."""
+    """The prompt that was sent to the engine, as a JSON array; an equal echo is not parsed."""
+    failed: bool = field(init=False, default=False)
+    """Whether the engine sent an error in place of a chunk."""
     _echo: _Echo = field(init=False)
     _choices: dict[int, "_StreamedChoice"] = field(init=False, default_factory=dict)
     _ended: int = field(init=False, default=0)
     _new: list["_StreamedChoice"] = field(init=False, default_factory=list)
-    """Those that ended and were not returned yet."""
+    """Choices that ended and were not returned yet."""
 
     def __post_init__(self) -> None:
         self._echo = _Echo(self.sent)
 
     def read(self, data: bytes) -> None:
-        """Take in the data of an event. An error of the engine is passed over.
+        """Add the data of an event. An error of the engine is skipped.
 
         Raises:
-            EngineBroken: the data is no JSON object.
+            EngineBroken: the data is not a JSON object.
         """
-        chunk = _parse(data)
+        chunk = parse_chunk(data)
         if not is_null(chunk.error):
+            self.failed = True
             return
         self._echo.read(bytes(chunk.prompt_token_ids))
         choices = chunk.choices or []
@@ -230,12 +148,12 @@ class StreamReader:
         return self._ended >= self.expected
 
     def ended(self) -> Completion:
-        """The choices that ended since this was asked last."""
+        """The choices that ended since the last call."""
         new, self._new = self._new, []
         return self._completion(new)
 
     def rest(self) -> Completion:
-        """The choices that were not returned yet; one without an end was broken off."""
+        """The choices that were not returned yet; those without a finish reason were broken off."""
         self._new = []
         return self._completion(choice for choice in self._choices.values() if not choice.returned)
 
@@ -254,16 +172,16 @@ class _StreamedChoice:
     _texts: dict[str, list[str]] = field(default_factory=dict)
     _calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, choice: _Choice) -> None:
+    def add(self, choice: Choice) -> None:
         """Append a piece, as the OpenAI SDKs do."""
-        said = False
+        has_content = False
         for name, value in (choice.delta or {}).items():
-            said = said or (bool(value) and name != "role")
+            has_content = has_content or (bool(value) and name != "role")
             if name in _TEXTS and isinstance(value, str):
                 self._texts.setdefault(name, []).append(value)
             elif name == "tool_calls" and isinstance(value, list):
                 self._add_calls(value)
-        self._without_ids = self._without_ids or (said and choice.token_ids is None)
+        self._without_ids = self._without_ids or (has_content and choice.token_ids is None)
         self.mark(choice.unreadable)
         _add(choice, self.sampled)
 
@@ -273,7 +191,7 @@ class _StreamedChoice:
             self._unreadable = tuple(dict.fromkeys((*self._unreadable, *unreadable)))
 
     def result(self, echo: _Echo) -> SampledChoice:
-        """What was sampled, as far as it came. Text without ids makes the ids worthless."""
+        """The choice as far as it arrived. Its ids are None if some of its text arrived without ids."""
         self.returned = True
         sampled = self.sampled
         sampled.message = self._message()
@@ -311,8 +229,8 @@ class _StreamedChoice:
         return message
 
 
-def _add(choice: _Choice, sampled: SampledChoice) -> None:
-    """Append ids, log-probabilities and the end of a choice to what came before."""
+def _add(choice: Choice, sampled: SampledChoice) -> None:
+    """Append the ids, log-probabilities and finish reason of a piece."""
     if choice.token_ids is not None:
         sampled.ids = sampled.ids or []
         sampled.ids += choice.token_ids
@@ -333,71 +251,3 @@ def _first(*names: tuple[str, ...]) -> str:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
-
-
-# --- parsing
-
-
-def _parse(data: bytes) -> _Chunk:
-    """What is read of a completion or a chunk. Raises EngineBroken."""
-    try:
-        return _decode_chunk(data)
-    except REFUSALS:
-        pass
-    try:
-        fields = _encodable(parse_leniently(data))
-        if isinstance(fields, dict):
-            return _read_chunk(fields)
-    except RecursionError:
-        pass
-    raise no_completion()
-
-
-def _read_chunk(fields: dict[str, Any]) -> _Chunk:
-    """The same, field by field."""
-    choices = fields.get("choices")
-    return _Chunk(
-        [_read_choice(choice) for choice in choices if isinstance(choice, dict)]
-        if isinstance(choices, list)
-        else None,
-        _as(_Usage, fields.get("usage")),
-        dump(fields.get("prompt_token_ids")),
-        dump(fields.get("error")),
-    )
-
-
-def _read_choice(fields: dict[str, Any]) -> _OddChoice:
-    message, delta, reason = fields.get("message"), fields.get("delta"), fields.get("finish_reason")
-    evidence = {
-        name: _as(kind, fields.get(name))
-        for name, kind in (("index", _Index), ("token_ids", list[_Id]), ("logprobs", _Logprobs))
-    }
-    return _OddChoice(
-        **evidence,
-        message=message if isinstance(message, dict) else None,
-        delta=delta if isinstance(delta, dict) else {"": delta},  # something was said unless it is empty
-        finish_reason=reason if isinstance(reason, str) else NO_REASON if reason else None,
-        stop_reason=_as(_StopReason, fields.get("stop_reason")),
-        routed_experts=_as(str, fields.get("routed_experts")),
-        weight_versions=_as(list[_Span], fields.get("weight_versions")),
-        odd=tuple(name for name, got in evidence.items() if got is None and fields.get(name) is not None),
-    )
-
-
-def _as(kind: Any, value: object) -> Any:
-    """A value as one of a kind; None if it is not."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.MsgspecError:
-        return None
-
-
-def _encodable(value: Any) -> Any:
-    """A value whose strings can all be encoded."""
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, list):
-        return [_encodable(item) for item in value]
-    if isinstance(value, dict):
-        return {encodable(name): _encodable(item) for name, item in value.items()}
-    return value

@@ -1,7 +1,8 @@
-"""Removes from an engine's chat completion what the client did not ask to see.
+"""Removes from an engine's chat completion the fields that the client did not request.
 
-The engine is always asked for ids, log-probabilities and usage. A client that asked for them too gets the
-engine's own bytes; for others these fields are null, and chunks that hold nothing else are not sent.
+The proxy always requests ids, log-probabilities and usage from the engine. A client that requested them too
+gets the engine's own bytes; for other clients these fields are null, and chunks that hold nothing else are
+not sent.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.fields import NULL, given, is_null
+from proxy.fields import NULL, is_null, raw_value
 from proxy.turn.engine_json import (
     CUT,
     REFUSALS,
@@ -31,16 +32,16 @@ _decode_objects = msgspec.json.Decoder(list[Fields]).decode
 
 
 def redact_completion(body: bytes, visible: Visible) -> bytes:
-    """A whole completion as the client asked for it.
+    """A whole completion with the fields that the client requested.
 
     Raises:
-        EngineBroken: the body is no JSON object.
+        EngineBroken: the body is not a JSON object.
     """
     if visible.everything:
         return body
     prompt, rest = cut_prompt(body)
     fields = _object(rest)
-    if prompt is not None and given(fields, _PROMPT) == CUT:
+    if prompt is not None and raw_value(fields, _PROMPT) == CUT:
         fields[_PROMPT] = msgspec.Raw(prompt)
     elif prompt is not None:  # the array belongs to something inside the completion
         fields = _object(body)
@@ -54,23 +55,23 @@ class StreamRedactor:
     visible: Visible
 
     def redact(self, data: bytes) -> bytes | None:
-        """The data of an event as the client asked for it; None if it holds nothing the client asked for.
+        """The data of an event with the fields that the client requested; None if it holds none of them.
 
         Raises:
-            EngineBroken: the data is no JSON object.
+            EngineBroken: the data is not a JSON object.
         """
         if self.visible.every_chunk:
             return data
         fields = _object(data)
         choices = _choices(fields)
-        if given(fields, "error") is None and choices is not None and not self._shows(choices):
+        if raw_value(fields, "error") is None and choices is not None and not self._shows(choices):
             return None
         if choices and not self.visible.running_usage:
             fields.pop("usage", None)
         return _redacted(fields, choices, self.visible)
 
     def _shows(self, choices: list[Any]) -> bool:
-        """Whether a chunk holds anything the client asked for."""
+        """Whether a chunk holds anything that the client requested."""
         if not choices:
             return self.visible.usage
         evidence = self.visible.ids or self.visible.logprobs
@@ -78,10 +79,10 @@ class StreamRedactor:
 
 
 def _says(choice: Fields | msgspec.Raw, reasoning: bool) -> bool:
-    """Whether a piece of a choice holds more than evidence."""
-    if isinstance(choice, msgspec.Raw) or given(choice, "finish_reason") is not None:
+    """Whether a piece of a choice holds fields other than evidence."""
+    if isinstance(choice, msgspec.Raw) or raw_value(choice, "finish_reason") is not None:
         return True
-    delta = given(choice, "delta") or b"{}"
+    delta = raw_value(choice, "delta") or b"{}"
     if reasoning:
         return delta.strip(b"{} \t\r\n") != b""
     fields = _parsed(delta)
@@ -108,12 +109,12 @@ def _redacted(fields: Fields, choices: list[Any] | None, visible: Visible) -> by
 
 def _hide_reasoning(choice: dict[str, Any]) -> None:
     for name in ("message", "delta"):
-        data = given(choice, name)
-        said = None if data is None else _parsed(data)
-        if not isinstance(said, dict):
+        data = raw_value(choice, name)
+        message = None if data is None else _parsed(data)
+        if not isinstance(message, dict):
             continue
-        hidden = {key: _NULL if key in _REASONING else value for key, value in said.items()}
-        if name == "delta":  # a delta holds only what it says
+        hidden = {key: _NULL if key in _REASONING else value for key, value in message.items()}
+        if name == "delta":  # a delta holds only the fields that change
             hidden = {key: value for key, value in hidden.items() if not is_null(value)}
         choice[name] = hidden
 
@@ -130,8 +131,8 @@ def _object(data: bytes) -> Fields:
 
 
 def _choices(fields: Fields) -> list[Any] | None:
-    """The choices: the fields of each, or the bytes of one that is no object. None if they are no list."""
-    data = given(fields, "choices") or b"[]"
+    """The fields of each choice, or its bytes if it is not an object. None if the choices are not a list."""
+    data = raw_value(fields, "choices") or b"[]"
     try:
         return _decode_objects(data)
     except REFUSALS:
@@ -140,7 +141,7 @@ def _choices(fields: Fields) -> list[Any] | None:
 
 
 def _parsed(data: bytes) -> Fields | msgspec.Raw:
-    """The fields of an object, each still JSON; the JSON of anything else."""
+    """The fields of an object, each still JSON; for another value, its JSON."""
     try:
         return _decode_object(data)
     except REFUSALS:

@@ -1,4 +1,4 @@
-"""One request for a chat turn, parsed once, whatever wire format it arrived in. Data only."""
+"""One request for a chat turn, parsed once from any wire format. Data only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from proxy.types import Headers
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """What shapes the rendering of a conversation, next to its messages."""
+    """The inputs of a rendering besides the messages."""
 
     tools: bytes = b""
     """The request's tools as JSON; empty if none."""
@@ -45,7 +45,7 @@ class GivenIds:
     """Prompt ids as a client sent them."""
 
     field: str
-    """What the client called them: errors name it."""
+    """The client's name for the field, for error messages."""
     raw: bytes
     """The JSON array, checked."""
     count: int
@@ -53,7 +53,7 @@ class GivenIds:
 
 @dataclass(frozen=True, slots=True)
 class RetrySigns:
-    """What tells whether a request was sent before, and whether it may be sent again."""
+    """The headers that show whether a request was sent before, and whether it may be sent again."""
 
     idempotency_key: bytes = b""
     retry_count: bytes = b""
@@ -80,21 +80,22 @@ class ChatRequest:
     retry: RetrySigns
     stream: bool = False
     choices: int = 1
-    """How many completions it asks for."""
+    """The number of requested completions."""
     temperature: float | None = None
-    """None leaves it to the engine."""
+    """None for the engine's default."""
     given: GivenIds | None = None
     """The exact prompt, on the token route."""
     append: bytes | None = None
     """JSON array of messages to append to the given ids."""
     required_prefix: bytes | None = None
-    """Ids that the first part of the rendered prompt must have (`required_prefix_token_ids`)."""
+    """Ids with which the rendered prompt must begin (`required_prefix_token_ids`)."""
     token_route: bool = False
-    """Whether it arrived on the token route, which renders no history."""
+    """Whether it arrived on the token route, where a history is never rendered."""
     special: str = ""
-    """The `Reason` why the engine must render it, whatever was recorded; empty if none."""
+    """The `Reason` why the engine must render it even if its history was recorded; empty if none."""
     findable: bool = True
-    """Whether its turn may be found by its text: its scope was read, and its prompt renders that text."""
+    """Whether other requests may find its turn by its text: its scope was read, and its prompt renders that
+    text."""
     record: bool = True
 
     @property

@@ -21,11 +21,11 @@ _RENDERING = (
     *("model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
     *("continue_final_message", "add_special_tokens", "mm_processor_kwargs", "return_token_strs"),
 )
-"""Fields that shape a rendering, of all that a chat request may have."""
+"""The fields of a chat request that change the rendering."""
 
 
 class PrefixRefused(Exception):
-    """The engine refused to render the messages; its response says why."""
+    """The engine refused to render the messages; its response holds the reason."""
 
     def __init__(self, response: Response) -> None:
         super().__init__(f"the engine responded {response.status}")
@@ -39,7 +39,7 @@ class RenderedPrefix:
     prompt: bytes
     """The whole prompt as a JSON array of ids."""
     prefix: int
-    """Number of its ids that were required."""
+    """Number of its ids that are the required ones."""
     rendered: dict[str, Any]
     """The engine's own response to `/tokenize`."""
 
@@ -49,7 +49,7 @@ async def render_with_prefix(request: ChatRequest, replica: Replica, services: S
 
     Raises:
         BadRequest: the ids or messages are wrong, or do not belong together.
-        Unsupported: the template gives no place to join them.
+        Unsupported: the rendering has no position at which to join the ids.
         PrefixRefused: the engine refuses the messages.
     """
     prefix = request.required_prefix or b"[]"
@@ -59,7 +59,7 @@ async def render_with_prefix(request: ChatRequest, replica: Replica, services: S
 async def splice_prefix(
     prefix: bytes, fields: Mapping[str, msgspec.Raw], headers: Headers, replica: Replica, services: Services
 ) -> RenderedPrefix:
-    """As `render_with_prefix`, for the fields of any request with messages."""
+    """Like `render_with_prefix`, for the fields of any request with messages."""
     rendering = {name: fields[name] for name in _RENDERING if name in fields}
     try:
         ids.check(prefix)
@@ -115,7 +115,7 @@ async def _render(fields: Fields, headers: Headers, replica: Replica) -> dict[st
     try:
         rendered = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise EngineBroken(f"{_TOKENIZE_PATH} returned something that is no JSON object") from error
+        raise EngineBroken(f"{_TOKENIZE_PATH} returned a body that is not a JSON object") from error
     if not isinstance(rendered.get("tokens"), list):
         raise EngineBroken(f"{_TOKENIZE_PATH} returned no tokens")
     return rendered

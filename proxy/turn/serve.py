@@ -1,55 +1,37 @@
-"""Serves one chat turn, whatever wire format it arrived in.
+"""Serves one chat turn of any wire format.
 
 1. A retry gets the response of the request it repeats.
-2. A replica is chosen; the prompt is planned for it; the engine completes it. After a failure another replica
-   is chosen, and the same request is planned anew.
+2. The prompt is planned, then a replica is chosen that completes it. After a failure another replica gets it,
+   planned anew if that replica differs.
 3. What was sampled is recorded before the client gets the end of its response.
 """
 
-import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 
-from proxy.engine.token_in import CHAT_PATH, TokenRequest
-from proxy.errors import Unsupported
-from proxy.fields import join
-from proxy.fleet.replica import Replica
 from proxy.history.completion import Completion
-from proxy.history.plan import PromptPlan, ServedModel, prompt_of
+from proxy.history.plan import prompt_of
 from proxy.history.recorder import Recording
 from proxy.history.retries import Attempt, EarlierResponse
-from proxy.history.vocabulary import Reason
-from proxy.http import BytesResponse, Request, Response, is_event_stream
-from proxy.metrics import Metrics
-from proxy.turn.engine_request import request_for_engine
+from proxy.http import BytesResponse, Response, is_event_stream
+from proxy.turn.observed import count_plan
 from proxy.turn.prompt_headers import add_prompt_headers
 from proxy.turn.reader import read_completion
 from proxy.turn.redactor import redact_completion
 from proxy.turn.request import ChatRequest
-from proxy.turn.required_prefix import FIELD as PREFIX_FIELD
-from proxy.turn.required_prefix import PrefixRefused, render_with_prefix
+from proxy.turn.required_prefix import PrefixRefused
+from proxy.turn.sending import plan_turn
 from proxy.turn.services import Services
 from proxy.turn.stream import RecordedStream
 
-TOKENIZER_TIMEOUT_S = 30.0
-"""Longer than loading a tokenizer takes; a hub that does not respond must not hold every request."""
 _LARGE = 65_536
-"""Bytes of a body that is read on a thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """A planned prompt and the head of the engine's response to it."""
-
-    plan: PromptPlan
-    response: Response
+"""Bodies with at least this many bytes are parsed on a thread."""
 
 
 class _ClosedOnError:
-    """Closes an engine's response that nobody gets, because the client left or the store failed.
+    """Closes an engine's response that is not delivered, because the client left or the store failed.
 
-    Between its head and its owner are steps that wait; one that is cancelled must not leave the engine
-    generating for nobody.
+    Several steps wait between the arrival of its head and its delivery; if one of them is cancelled, the
+    engine must stop generating.
     """
 
     def __init__(self) -> None:
@@ -67,7 +49,7 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
     """The response to a chat request: a chat completion, its stream of chunks, or an engine's error.
 
     Raises:
-        ApiError: there is none; see `proxy.errors`.
+        ApiError: the turn cannot be served; see `proxy.errors`.
     """
     history = services.history
     async with AsyncExitStack() as stack:
@@ -76,23 +58,21 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
         if attempt.earlier is not None:
             return _replayed(attempt.earlier)
 
-        async def exchange(replica: Replica) -> _Exchange:
-            plan = await _plan(request, replica, services)
-            # from here to the end of the response: nobody evicts the rollout under a turn that runs
-            stack.enter_context(history.pins.hold(plan.placement.session.id))
-            async with history.planner.released_on_error(plan):
-                opened.response = await _send(request, plan, replica, services)
-                return _Exchange(plan, opened.response)
-
         try:
-            exchanged = await services.fleet.on_replica(exchange, token_in=request.needs_token_in)
+            turn = await plan_turn(request, services)
+            turn.hold_until(stack)
+            try:
+                response = opened.response = await services.fleet.send(turn.send, turn.routing())
+            except BaseException:
+                await history.planner.release(turn.plan)  # that of the last replica it was planned for
+                raise
         except PrefixRefused as refused:
             await attempt.fail(refused.response.status)
             return refused.response
-        plan, response = exchanged.plan, exchanged.response
-        recording = history.recorder.start(plan)
+        plan = turn.plan
+        recording = history.recorder.start(plan, turn.replica.name)
         stack.push_async_callback(_release_unless_recorded, recording, services)
-        _count(plan, history.metrics)
+        count_plan(plan, history.metrics)
         add_prompt_headers(response, plan)
         if response.status >= 400:
             await attempt.fail(response.status)
@@ -105,58 +85,10 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
         return await _record_whole(response, request, recording, attempt, services)
 
 
-async def _plan(request: ChatRequest, replica: Replica, services: Services) -> PromptPlan:
-    """Plan the prompt for one replica."""
-    planner, model = services.history.planner, await served_model(replica, request)
-    if request.required_prefix is None:
-        return await planner.plan(request, model)
-    rendered = await render_with_prefix(request, replica, services)
-    return await planner.plan_prefix(request, rendered.prompt, rendered.prefix, model)
-
-
-async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:
-    recorded = plan.placement.conversation is not None
-    fields = request_for_engine(request, evidence=recorded, logprobs=services.record_logprobs)
-    # the response is read here, so it must not be compressed
-    headers = [pair for pair in request.headers if pair[0] != b"accept-encoding"]
-    if prompt := prompt_of(plan):
-        name = request.given.field if request.given else "messages"
-        if request.required_prefix is not None:
-            name = PREFIX_FIELD
-        token_in = replica.known().require_token_in()
-        return await token_in.complete(replica.engine, TokenRequest(prompt, fields, headers, name))
-    call = Request("POST", CHAT_PATH, headers, join(fields), repeatable=True)
-    return await replica.engine.send(call)
-
-
-async def served_model(replica: Replica, request: ChatRequest) -> ServedModel:
-    """What planning needs to know of a replica.
-
-    Raises:
-        EngineUnavailable: the replica went away.
-    """
-    known = replica.known()
-    tokenizer, problem = None, None
-    try:
-        async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
-            tokenizer = await replica.tokenizer()
-    except TimeoutError:
-        problem = Unsupported("the model's tokenizer is still loading", code=Reason.NO_TOKENIZER)
-    except Unsupported as error:
-        problem = error
-    refused = None
-    if known.token_in is None:
-        refused = Reason.NO_TOKEN_IN
-    elif not known.token_in.takes(request.fields):
-        refused = Reason.SPECIAL_REQUEST
-    name = known.model.name if known.model else ""
-    return ServedModel(name, tokenizer, problem, refused, known.printed, known.logprobs_mode)
-
-
 async def _record_whole(
     response: Response, request: ChatRequest, recording: Recording, attempt: Attempt, services: Services
 ) -> Response:
-    """A whole completion, recorded, with what the client asked to see of it."""
+    """Record a whole completion; returns it with the fields that the client requested."""
     try:
         body = await response.read()
     finally:
@@ -176,13 +108,6 @@ async def _record_whole(
 def _replayed(earlier: EarlierResponse) -> Response:
     headers = [*earlier.headers, (b"x-request-replayed", b"true")]
     return BytesResponse(earlier.status, headers, earlier.body)
-
-
-def _count(plan: PromptPlan, metrics: Metrics) -> None:
-    """Count a prompt, once for each request."""
-    metrics.prompts.labels(plan.source, plan.reason or "none").inc()
-    if plan.reason == Reason.AMBIGUOUS:
-        metrics.ambiguous.inc()
 
 
 async def _release_unless_recorded(recording: Recording, services: Services) -> None:

@@ -1,31 +1,44 @@
 """The services that requests are served with; one set per application."""
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from proxy.fleet.fleet import Fleet
+from proxy.fleet.membership import Membership
+from proxy.history.encoders import EncoderPool
 from proxy.history.history import History
+from proxy.history.store_time import REQUEST_S
+from proxy.stores.guarded import GuardedStore
+from proxy.turn.running import RunningRequests
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Services:
-    """What routes work with."""
+    """The services that routes use."""
 
     fleet: Fleet
+    store: GuardedStore
+    """The store of `history`."""
     history: History
-    encoders: ThreadPoolExecutor
-    """Threads that tokenise: the event loop never does."""
+    encoders: EncoderPool
+    """Threads for tokenising, which would block the event loop."""
     body_limit_bytes: int
+    membership: Membership | None = None
+    """Adds and removes replicas; None inside vLLM, where there is one engine."""
+    store_timeout_s: float = REQUEST_S
+    """How long a request waits for the store, all its calls together."""
     record_logprobs: bool = True
-    """Whether engines are asked for log-probabilities that no client wants, to record them."""
+    """Whether log-probabilities are requested and recorded even if the client does not request them."""
     record_token_route: bool = True
     """Whether turns of the token route are recorded where they can be placed."""
+    body_timeout_s: float | None = None
+    """How long a request's body may take; None for no limit."""
+    running: RunningRequests = field(default_factory=RunningRequests)
+    """The running requests, which are cut off when the process stops."""
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` on an encoder thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.encoders, work)
+        """Run small `work` on an encoder thread."""
+        return await self.encoders.run(work)

@@ -3,7 +3,8 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
-from proxy.engine.sse import events
+from proxy.engine.sse import data_event, parsed_events
+from proxy.errors import EngineBroken
 from proxy.history.plan import prompt_of
 from proxy.history.recorder import Recording
 from proxy.history.retries import KEPT_BYTES, Attempt
@@ -14,10 +15,10 @@ from proxy.turn.request import ChatRequest
 
 
 class RecordedStream:
-    """A stream that is passed on event by event while its turns are read out of it.
+    """Passes a stream on event by event, and reads its turns from it.
 
-    A turn is recorded before the client gets the event that ends it, so that whoever acts on that event finds
-    the turn, in another process too.
+    A turn is recorded before the client gets the event that ends it, so that a request that follows this
+    event finds the turn, in another process too.
     """
 
     def __init__(
@@ -37,22 +38,33 @@ class RecordedStream:
         self._attempt = attempt
         self._cleanup = cleanup
         self._sent: list[bytes] | None = [] if attempt.wants_body else None
-        """What a retry would get; None if it is too long, or if no retry can come."""
+        """The bytes kept for a retry; None if they are too long, or if no retry is possible."""
         self._sent_bytes = 0
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The events, with what the client asked to see."""
+        """The events, with the fields that the client requested.
+
+        Raises:
+            EngineBroken: the connection breaks, an event is not a chunk, or the stream ends before the turn.
+        """
+        done = False
         try:
-            async for data in events(self._response.chunks()):
-                if data == DONE:
+            async for event in parsed_events(self._response.chunks()):
+                if event.data is None:
+                    yield event.block  # a comment, which keeps the connection alive
+                    continue
+                if event.data == DONE:
+                    done = True
                     yield await self._end()
                     continue
-                self._reader.read(data)
+                self._reader.read(event.data)
                 await self._recording.add(self._reader.ended())
-                if (visible := self._redactor.redact(data)) is not None:
-                    yield self._event(visible)
+                if (visible := self._redactor.redact(event.data)) is not None:
+                    yield self._keep(event.with_data(visible))
+            if not (done or self._reader.complete or self._reader.failed):
+                raise EngineBroken("the engine ended its stream before the turn ended")
         finally:
-            # the client left, or the engine broke or ended early: what came so far is not lost
+            # the client left, or the engine's stream ended early: record what arrived so far
             await self._recording.add(self._reader.rest())
 
     async def read(self) -> bytes:
@@ -60,22 +72,25 @@ class RecordedStream:
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def aclose(self) -> None:
-        """Record what was sampled so far if the client left early, and close the engine's response."""
-        self._recording.add_later(self._reader.rest())
-        self._attempt.abandon()
-        await self._response.aclose()
-        await self._cleanup.aclose()
+        """Record the ids sampled so far if the client left early, and close the engine's response."""
+        try:
+            self._recording.add_later(self._reader.rest())
+            self._attempt.abandon()
+        finally:
+            try:
+                await self._response.aclose()
+            finally:
+                await self._cleanup.aclose()
 
     async def _end(self) -> bytes:
         complete = self._reader.complete
         await self._recording.add(self._reader.rest())
-        last = self._event(DONE)
+        last = self._keep(data_event(DONE))
         if complete and self._sent is not None:
             await self._attempt.keep(self.status, self.headers, b"".join(self._sent))
         return last
 
-    def _event(self, data: bytes) -> bytes:
-        event = b"data: " + data + b"\n\n"
+    def _keep(self, event: bytes) -> bytes:
         if self._sent is not None:
             self._sent_bytes += len(event)
             self._sent.append(event)

@@ -1,18 +1,18 @@
-"""What a client asked to see of a completion."""
+"""The parts of a completion that a client requested."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """What a client asked to see. The engine is always asked for ids, log-probabilities and usage."""
+    """The requested parts. The proxy itself always requests ids, log-probabilities and usage."""
 
     ids: bool
     logprobs: bool
     usage: bool = False
-    """Of a stream: the number of its tokens, at its end."""
+    """For a stream: whether its end reports the number of tokens."""
     running_usage: bool = False
-    """Of a stream: the number of its tokens so far, in each chunk."""
+    """For a stream: whether each chunk reports the number of tokens so far."""
     reasoning: bool = True
     """If false, `ids` and `logprobs` must be false too: they would reveal the reasoning."""
 

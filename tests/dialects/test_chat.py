@@ -25,7 +25,7 @@ def test_the_ids_of_these_tests_are_none_that_a_tokenizer_would_give(talk: Make)
 
 @EVERY_SPELLING
 @pytest.mark.parametrize("streams", ["....", "ssss", ".s.s"])
-def test_turns_go_on_from_the_ids_of_the_one_before(talk: Make, streams: str) -> None:
+def test_turns_continue_the_ids_of_the_previous_turn(talk: Make, streams: str) -> None:
     made = talk()
     first = made.ask(reply=Reply(SPLIT), stream=streams[0] == "s")
     assert first.said == {"source": "rendered", "reused": "0", "reason": "first_turn"}
@@ -133,7 +133,7 @@ _EDITS: dict[str, Message] = {
 @EVERY_SPELLING
 @pytest.mark.parametrize("edit", _EDITS.values(), ids=_EDITS)
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_an_edited_turn_keeps_what_stands_before_it(talk: Make, edit: Message, depth: int) -> None:
+def test_ids_before_an_edited_turn_are_kept(talk: Make, edit: Message, depth: int) -> None:
     made = talk()
     ids: list[list[int]] = []
     for index in range(3):
@@ -162,7 +162,7 @@ def test_tool_calls_in_another_order(talk: Make) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
-def test_an_edit_of_what_others_said(talk: Make, at: int) -> None:
+def test_edited_message_ends_the_reuse_of_ids(talk: Make, at: int) -> None:
     """System prompt, question, tool result."""
     made = talk()
     made.messages = [{"role": "system", "content": "Be kind"}, *made.messages]
@@ -239,7 +239,7 @@ _CHANGES: dict[str, tuple[Message, Message, str]] = {
 
 @pytest.mark.parametrize("before, after, reason", _CHANGES.values(), ids=_CHANGES)
 @pytest.mark.parametrize("session", ["none", "named", "told"])
-def test_what_changed_beside_the_messages(
+def test_changed_fields_other_than_messages_are_reported(
     talk: Make, before: Message, after: Message, reason: str, session: str
 ) -> None:
     made = talk(fields=before)
@@ -259,7 +259,7 @@ def test_what_changed_beside_the_messages(
 
 @EVERY_SPELLING
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_of_several_choices_goes_on(talk: Make, stream: bool) -> None:
+def test_each_choice_can_be_continued(talk: Make, stream: bool) -> None:
     others = (Reply((*SPLIT, 80)), Reply((81, END)))
     made = talk()
     answered = made.ask(reply=Reply(SPLIT, others=others), n=3, stream=stream)
@@ -288,7 +288,7 @@ def test_choices_of_a_stream_that_end_at_different_times(talk: Make, one_by_one:
         made.follow(user("more"), expected=[*prompt, *ids])
 
 
-def test_same_text_in_other_ids_is_told_apart_by_the_session(talk: Make) -> None:
+def test_session_distinguishes_equal_text_with_different_ids(talk: Make) -> None:
     one, two = talk(), talk()
     two.messages = list(one.messages)
     one.headers["x-session-id"], two.headers["x-session-id"] = (
@@ -300,7 +300,7 @@ def test_same_text_in_other_ids_is_told_apart_by_the_session(talk: Make) -> None
         assert "candidates" not in made.follow(user("more")).said
 
 
-def test_same_text_in_other_ids_is_told_apart_by_tool_calls(talk: Make) -> None:
+def test_tool_call_ids_distinguish_equal_text_with_different_ids(talk: Make) -> None:
     one, two, calls = talk(), talk(), [call(), call()]
     two.messages = list(one.messages)
     one.ask(reply=Reply((*HI, END), message={"content": "same", "tool_calls": [calls[0]]}))
@@ -309,7 +309,7 @@ def test_same_text_in_other_ids_is_told_apart_by_tool_calls(talk: Make) -> None:
     two.follow(result(calls[1], "1"))
 
 
-def test_same_text_in_other_ids_is_rendered_where_nothing_tells_them_apart(talk: Make) -> None:
+def test_equal_text_with_different_ids_is_rendered_if_ambiguous(talk: Make) -> None:
     one, two = talk(), talk()
     two.messages = list(one.messages)
     one.ask(reply=Reply((*HI, END), message={"content": "same"}))

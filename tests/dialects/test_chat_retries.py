@@ -45,7 +45,11 @@ def _in_session(made: Talk, body: dict[str, Any], **headers: str) -> httpx.Respo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("again", [_AGAIN, {"x-stainless-retry-count": "2"}])
+@pytest.mark.parametrize(
+    "again",
+    [_AGAIN, {"x-stainless-retry-count": "2"}, {"x-stainless-retry-count": "9" * 5000}],
+    ids=["1", "2", "5,000 digits"],
+)
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_retry_gets_the_same_answer(talk: Make, stream: bool, again: dict[str, str], turn: int) -> None:
     made = talk()
@@ -67,7 +71,7 @@ def test_a_retry_gets_the_same_answer(talk: Make, stream: bool, again: dict[str,
     assert len(_turns(made, first)) == turn + 1
 
 
-def test_an_equal_request_that_is_no_retry_is_answered_anew(talk: Make) -> None:
+def test_equal_request_that_is_not_a_retry_runs_again(talk: Make) -> None:
     made = talk()
     body = {"messages": made.messages}
     one, two = _post(made, body), _post(made, body)
@@ -114,7 +118,7 @@ def test_members_of_a_group_without_sessions_get_their_own_answers(talk: Make) -
     assert len(set(turns)) == 4
 
 
-def test_the_path_tells_requests_apart(talk: Make) -> None:
+def test_path_distinguishes_requests(talk: Make) -> None:
     made = talk()
     body, headers = {"messages": made.messages}, {**_session(made), **_AGAIN}
     first = made.pair.client.post(CHAT, json=body, headers=headers)
@@ -153,7 +157,7 @@ def test_an_idempotency_key_is_answered_once(talk: Make) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_repeats_a_key_waits_for_the_first_answer(talk: Make, stream: bool) -> None:
+def test_repeated_key_waits_for_the_first_response(talk: Make, stream: bool) -> None:
     made = talk()
     body, key = {"messages": made.messages, "stream": stream}, made.messages[0]["content"]
     made.pair.fake.replies.append(Reply((91, 92, END), hold_at=0))
@@ -167,7 +171,7 @@ def test_whoever_repeats_a_key_waits_for_the_first_answer(talk: Make, stream: bo
     assert _asked(made) == 1
 
 
-def test_whoever_waits_for_a_key_whose_first_request_fails_runs_anew(talk: Make) -> None:
+def test_waiting_retry_runs_if_the_first_request_fails(talk: Make) -> None:
     made = talk()
     body, key = {"messages": made.messages}, made.messages[0]["content"]
     made.pair.fake.replies.append(Reply(hold_at=0, break_at=0, how="head"))
@@ -212,7 +216,10 @@ def test_a_refused_request_leaves_its_key_free(talk: Make) -> None:
     "field", ["chat_template_kwargs", "tools", "messages", "kv_transfer_params", "reasoning_effort", "model"]
 )
 def test_a_strange_request_leaves_its_key_free(talk: Make, field: str, value: str) -> None:
-    """A request that waits for the earlier one gets an answer in the end, whatever the earlier one holds."""
+    """A retry of a request with an unusual field gets the same status as the request, within the timeout.
+
+    A request that ends without releasing its idempotency key would let the retry wait forever.
+    """
     made = talk()
     messages = json.dumps(made.messages)
     body = f'{{"messages": {messages}, "{field}": {value}}}'.encode()
@@ -223,7 +230,7 @@ def test_a_strange_request_leaves_its_key_free(talk: Make, field: str, value: st
     assert (first.status_code, second.status_code) in [(200, 200), (400, 400)]
 
 
-def test_what_became_of_retries_is_counted(talk: Make) -> None:
+def test_results_of_retries_are_counted(talk: Make) -> None:
     made = talk()
     body = {"messages": made.messages}
 

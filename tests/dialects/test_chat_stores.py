@@ -1,5 +1,7 @@
 """Conversations over restarts, between processes, and with stores that fail or are full."""
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,13 @@ import httpx
 import pytest
 
 from proxy.history.store import Limits, StoreError
+from proxy.routes.base import Route
+from proxy.settings import Settings
 from proxy.stores.memory import MemoryStore
 from tests.fake_vllm import FakeVllm, Reply
 from tests.talk import CHAT, Talk, user
 from tests.tiny_model import END, TinyModel
-from tests.utils import Pair, run_proxy
+from tests.utils import Pair, run_proxy, wait_until
 
 SPLIT = (74, 71, 78, 78, 81, END)
 
@@ -71,7 +75,7 @@ def test_a_proxy_that_was_restarted(mortal: FakeVllm, tiny_model: TinyModel, dat
                 assert edited.ask(user("more")).reason == "history_edited"
 
 
-def test_a_full_store_says_what_left_it(mortal: FakeVllm, tiny_model: TinyModel) -> None:
+def test_full_store_reports_evicted_conversations(mortal: FakeVllm, tiny_model: TinyModel) -> None:
     with run_proxy([mortal], store="memory:", store_max_bytes=4000) as client:
         pair = Pair(mortal, client)
         old = Talk(pair, tiny_model)
@@ -98,6 +102,8 @@ class _Failing:
         self._store = store
         self.broken: frozenset[str] | None = frozenset()
         """Methods that fail; None for all of them."""
+        self.held: frozenset[str] = frozenset()
+        """Methods whose calls wait."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         found = getattr(self._store, name)
@@ -105,6 +111,8 @@ class _Failing:
         async def call(*args: Any, **kwargs: Any) -> Any:
             if self.broken is None or name in self.broken:
                 raise StoreError("out of order")
+            while name in self.held:  # noqa: ASYNC110 - a test lets it go
+                await asyncio.sleep(0.01)
             return await found(*args, **kwargs)
 
         return call
@@ -124,7 +132,7 @@ def failing(
 @pytest.mark.parametrize(
     "headers", [{}, {"x-session-id": "s"}, {"idempotency-key": "k"}, {"x-stainless-retry-count": "1"}]
 )
-def test_a_store_that_fails_keeps_nobody_from_an_answer(
+def test_requests_are_served_if_the_store_fails(
     failing: tuple[_Failing, Callable[..., Talk], httpx.Client], headers: dict[str, str], stream: bool
 ) -> None:
     store, talk, client = failing
@@ -143,13 +151,14 @@ def test_a_store_that_fails_keeps_nobody_from_an_answer(
     for path in ("/v1/sessions", "/v1/sessions/s", "/v1/sessions/s/samples"):
         assert client.get(path).status_code == 503
     store.broken = frozenset()
+    wait_until(lambda: client.get("/ready").json()["store"]["state"] == "ok")
     made.headers = headers if "x-session-id" in headers else {}
     assert made.ask(user("more"), stream=stream).reason != "store_unavailable"
     made.follow(user("more"), stream=stream)
 
 
 @pytest.mark.parametrize("method", ["add", "find", "path", "session", "responses", "keep_response"])
-def test_each_thing_that_can_fail_alone(
+def test_each_store_call_may_fail_alone(
     failing: tuple[_Failing, Callable[..., Talk], httpx.Client], method: str
 ) -> None:
     store, talk, client = failing
@@ -161,3 +170,66 @@ def test_each_thing_that_can_fail_alone(
     made.headers["idempotency-key"] = "m"
     made.ask(user("more"))
     assert "tokenproxy_store_errors_total 0.0" not in client.get("/metrics").text or method == "path"
+
+
+@pytest.mark.parametrize("held", [{"add"}, {"find", "add", "session", "pin", "responses", "keep_response"}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_store_that_hangs_costs_a_request_its_time_once(
+    failing: tuple[_Failing, Callable[..., Talk], httpx.Client],
+    stream: bool,
+    held: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Settings().store_timeout_s == 1.0
+    monkeypatch.setattr(Route, "store_seconds", 0.3)
+    store, talk, client = failing
+    made = talk(headers={"x-session-id": "s", "idempotency-key": "k"})
+    made.ask(reply=Reply(SPLIT), stream=stream)
+    made.headers["idempotency-key"] = "l"
+    store.held = frozenset(held)
+    start = time.monotonic()
+    answered = made.ask(user("more"), stream=stream)
+    assert 0.25 < time.monotonic() - start < 2.0
+    assert answered.reason == ("store_unavailable" if "find" in held else "")
+    assert client.get("/ready").json()["store"]["queued_turns"] == 1
+    store.held = frozenset()
+    wait_until(lambda: client.get("/ready").json()["store"]["state"] == "ok")
+    made.headers = {"x-session-id": "s"}
+    made.follow(user("more"), stream=stream)
+    turns = client.get("/v1/sessions/s").json()["turns"]
+    assert [turn["id"] for turn in turns][1] == answered.turn
+    assert len(turns) == 3
+
+
+def test_a_client_cannot_change_a_session_before_its_turns_are_recorded(
+    failing: tuple[_Failing, Callable[..., Talk], httpx.Client],
+) -> None:
+    store, talk, client = failing
+    made = talk(headers={"x-session-id": "s"})
+    store.held = frozenset({"add"})
+    answered = made.ask()
+    for response in (
+        client.post("/v1/sessions/s/reward", json={"reward": 1.0}),
+        client.delete("/v1/sessions/s"),
+    ):
+        assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+        assert "still to be recorded" in response.json()["error"]["message"]
+    assert [turn["id"] for turn in client.get("/v1/sessions/s").json()["turns"]] == [answered.turn]
+    store.held = frozenset()
+    wait_until(lambda: client.get("/ready").json()["store"]["state"] == "ok")
+    assert client.post("/v1/sessions/s/reward", json={"reward": 1.0}).status_code == 200
+
+
+def test_queued_turns_do_not_disambiguate_equal_texts(
+    failing: tuple[_Failing, Callable[..., Talk], httpx.Client],
+) -> None:
+    store, talk, _ = failing
+    made = talk()
+    question = made.messages
+    made.ask(reply=Reply(SPLIT, message={"content": "same"}))
+    store.held = frozenset({"add"})
+    other = talk(messages=question)
+    other.ask(reply=Reply((80, 81, END), message={"content": "same"}))
+    answered = other.ask(user("more"))
+    assert (answered.sent, answered.reason) == (None, "ambiguous")
+    store.held = frozenset()

@@ -73,7 +73,7 @@ _USAGE: dict[str, Message] = {
 @pytest.mark.parametrize("how", _USAGE.values(), ids=_USAGE)
 @pytest.mark.parametrize("asked", _ASKED, ids="+".join)
 @pytest.mark.parametrize("turn", [0, 1])
-def test_a_client_sees_what_it_asked_for(talk: Make, asked: Message, how: Message, turn: int) -> None:
+def test_client_gets_only_requested_fields(talk: Make, asked: Message, how: Message, turn: int) -> None:
     """As the engine itself would answer the same request."""
     made = talk()
     messages = list(made.messages)
@@ -99,7 +99,9 @@ def test_a_client_sees_what_it_asked_for(talk: Make, asked: Message, how: Messag
 
 @pytest.mark.parametrize("value", [1, "true"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_takes_for_true_counts_as_asked(talk: Make, value: object, stream: bool) -> None:
+def test_values_that_the_engine_reads_as_true_count_as_requested(
+    talk: Make, value: object, stream: bool
+) -> None:
     body = {"messages": talk().messages, "logprobs": value, "stream": stream}
     assert '"logprob"' in talk().pair.client.post(CHAT, json=body).text
 
@@ -199,7 +201,7 @@ def test_an_engine_that_ends_a_stream_with_an_error(talk: Make, asked: Message) 
     assert (turn["finish_reason"], turn["completion_ids"]) == ("abort", [74])
 
 
-def test_a_choice_that_has_ended_can_be_continued_while_another_goes_on(talk: Make) -> None:
+def test_ended_choice_can_be_continued_while_another_runs(talk: Make) -> None:
     """Whoever has seen its end may act on it."""
     made = talk()
     made.pair.fake.replies.append(Reply((83, END), others=(Reply(SPLIT),), hold_at=5))
@@ -230,7 +232,7 @@ _ENDS: dict[str, Reply] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reply", _ENDS.values(), ids=_ENDS)
-def test_what_closes_a_turn_is_appended_and_not_trained_on(talk: Make, reply: Reply, stream: bool) -> None:
+def test_close_of_a_turn_is_appended_and_masked(talk: Make, reply: Reply, stream: bool) -> None:
     made = talk()
     session = _named(made)
     made.ask(reply=reply, stream=stream)
@@ -263,7 +265,7 @@ _FAULTS: dict[str, tuple[Reply, str, bool]] = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("reply, problem, usable", _FAULTS.values(), ids=_FAULTS)
-def test_an_engine_whose_numbers_do_not_add_up(
+def test_inconsistent_counts_of_the_engine_make_the_turn_untrainable(
     talk: Make, reply: Reply, problem: str, usable: bool, turn: int, stream: bool
 ) -> None:
     """Refused as a sample; what is not sure to be the whole truth is not built upon."""

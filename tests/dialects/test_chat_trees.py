@@ -47,7 +47,7 @@ def _spelled(message: Message, how: list[str]) -> Message:
 @pytest.mark.parametrize("session", [False, True])
 @settings(max_examples=25)
 @given(steps=st.lists(_STEP, min_size=2, max_size=8))
-def test_every_turn_goes_on_from_the_exact_ids_of_its_parent(
+def test_every_turn_continues_the_exact_ids_of_its_parent(
     pairs: Callable[[Variant], Pair], tiny_model: TinyModel, steps: list[dict[str, Any]], session: bool
 ) -> None:
     pair = pairs(Variant.CHAT)

@@ -68,7 +68,7 @@ def test_turns_without_ids_do_not_hide_other_candidates(talk: Callable[[], Talk]
     assert followed.headers["x-prompt-reason"] == "ambiguous"
 
 
-def test_a_cancelled_request_leaves_its_candidate_to_others(
+def test_cancelled_request_releases_its_candidate(
     talk: Callable[[], Talk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = talk()
@@ -105,7 +105,7 @@ def test_a_session_may_be_named_while_its_first_turn_streams(talk: Callable[[], 
     assert followed.headers["x-prompt-source"] == "extended"
 
 
-def test_ids_that_say_something_else_than_the_messages_are_not_found_by_them(
+def test_turn_whose_ids_differ_from_its_messages_is_not_found_by_them(
     talk: Callable[[], Talk],
 ) -> None:
     made = talk()

@@ -57,9 +57,7 @@ def test_template_kwargs_that_are_arguments_of_the_rendering_are_left_to_the_eng
 
 
 @pytest.mark.parametrize("session", [{}, {"x-session-id": "identity"}])
-def test_turn_with_ids_of_its_own_is_not_found_by_the_text_next_to_them(
-    talk: Make, session: dict[str, str]
-) -> None:
+def test_turn_with_given_ids_is_not_found_by_its_text(talk: Make, session: dict[str, str]) -> None:
     made = talk(headers=session)
     if session:
         made.headers = {"x-session-id": made.messages[0]["content"].replace(" ", "-")}
@@ -68,7 +66,7 @@ def test_turn_with_ids_of_its_own_is_not_found_by_the_text_next_to_them(
     assert (answered.sent, answered.said["source"]) == (None, "rendered")
 
 
-def test_turn_with_ids_of_its_own_is_not_found_by_an_empty_message(talk: Make) -> None:
+def test_turn_with_given_ids_is_not_found_by_an_empty_message(talk: Make) -> None:
     """The engine is given an empty message next to ids where the client gave none."""
     made = talk()
     response = made.pair.client.post(
@@ -86,7 +84,7 @@ def test_turn_with_a_truncated_prompt_is_not_continued(talk: Make) -> None:
     assert (answered.sent, answered.said["source"]) == (None, "rendered")
 
 
-def test_session_that_looks_like_one_of_the_proxys_own_is_the_clients(talk: Make) -> None:
+def test_session_named_like_a_generated_one_belongs_to_the_client(talk: Make) -> None:
     """Whether a client named a session is not read from its spelling."""
     name = f"{7:028x}0000"
     made = talk(headers={"x-session-id": name})

@@ -45,7 +45,7 @@ def _appended(talk: Talk, answered_ids: list[int], *new: dict[str, Any]) -> str:
     return ChatTokenizer.load(talk.model.folder).decode(answered.sent[len(answered_ids) :])
 
 
-def test_the_whole_history_is_rendered_where_it_decides(start: Start) -> None:
+def test_whole_history_is_rendered_if_the_suffix_depends_on_it(start: Start) -> None:
     talk = start(COUNTS_MESSAGES)
     talk.ask(reply=Reply((74, 75, END)))
     for count in (3, 5, 7):
@@ -60,13 +60,13 @@ def test_without_the_history_only_proved_templates_are_answered(start: Start) ->
     assert "earlier messages decide" in refused.json()["error"]["message"]
 
 
-def test_ready_names_what_the_template_looks_at(start: Start) -> None:
+def test_ready_reports_what_the_template_depends_on(start: Start) -> None:
     [engine] = start(COUNTS_MESSAGES).pair.client.get("/ready").json()["engines"]
     assert engine["template"]["after_messages"] == "whole history"
     assert "earlier messages decide" in engine["template"]["reason"]
 
 
-def test_an_audit_finds_what_the_proof_did_not(start: Start) -> None:
+def test_audit_finds_a_difference_that_the_proof_missed(start: Start) -> None:
     talk = start(LOOKS_FOR_A_LENGTH, audit_share=1e-9)
     talk.messages = [user(REFUTING_TEXT)]
     talk.ask(reply=Reply((74, 75, END)))
@@ -83,7 +83,7 @@ def _audits(client: httpx.Client, result: str) -> float:
     return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), 0.0)
 
 
-def test_before_the_proof_is_made(
+def test_requests_before_the_proof_is_complete(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With the history it is exact; without, the client is told to try again."""

@@ -12,7 +12,7 @@ import pytest
 from proxy.history.store import StoreError
 from proxy.history.vocabulary import Reason
 from proxy.stores.memory import MemoryStore
-from tests.fake_vllm import Canned, FakeVllm, Reply, Variant
+from tests.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, Variant
 from tests.talk import CHAT, Answered, Message, Talk, assembled, call, result, sent_ids, user
 from tests.tiny_model import CHATML, END, TinyModel, make_tiny_model
 from tests.utils import Pair, run_proxy
@@ -201,18 +201,26 @@ def test_call_with_other_arguments_is_an_edit(talk: Callable[..., Talk]) -> None
     assert (answered.sent, answered.said["source"]) == (None, "rendered")
 
 
-@pytest.mark.parametrize("printed", [(), ("tool_choice",), ("response_format",)])
-def test_rendering_changed(other: Callable[..., Talk], printed: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("names", [(), ("tool_choice",), ("response_format",)])
+def test_rendering_changed(other: Callable[..., Talk], names: tuple[str, ...]) -> None:
     """A field counts only if this engine prints it: the proxy has asked."""
-    made = other(lambda engine: setattr(engine, "printed", printed))
+    made = other(lambda engine: setattr(engine, "rendered_fields", names))
     tools = [{"type": "function", "function": {"name": "f"}}]
     made.fields = {"tools": tools}
     for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
         made.messages = [user(f"Hi {fields}")]
         made.ask(reply=Reply(SPLIT), **fields)
         answered = made.ask(_MORE)
-        reason = "rendering_changed" if set(fields) & set(printed) else ""
+        reason = "rendering_changed" if set(fields) & set(names) else ""
         assert (answered.reason, answered.sent is None) == (reason, bool(reason))
+
+
+def test_context_overflow(other: Callable[..., Talk]) -> None:
+    """More was sampled than the client got back, as where a template strips thinking."""
+    made = other(overflow="render")
+    made.ask(reply=Reply((*[74] * MAX_MODEL_LEN, END), message={"content": "short"}))
+    answered = made.ask(_MORE)
+    assert (answered.sent, answered.reason) == (None, "context_overflow")
 
 
 def test_evicted(other: Callable[..., Talk]) -> None:

@@ -98,9 +98,7 @@ def test_an_engine_that_breaks_before_its_first_event(
 ) -> None:
     fake.replies.append(Reply(break_at=0))
     answer = client.post(path, json=body)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    [last] = data_of(answer.content)
-    assert last["error"]["code"] == 502
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, 502)
 
 
 @_EVERY_REQUEST
@@ -147,13 +145,13 @@ def test_a_whole_answer_that_breaks_off_does_not_look_complete(
     assert answer.status_code == 502
 
 
-def test_the_openai_sdk_raises_what_a_broken_stream_says(fake: FakeVllm, client: httpx.Client) -> None:
+def test_openai_sdk_raises_the_error_of_a_broken_stream(fake: FakeVllm, client: httpx.Client) -> None:
     fake.replies.append(Reply(break_at=2, how="reset"))
     with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0) as sdk:
         stream = sdk.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True
         )
-        with pytest.raises(openai.APIError, match="middle of its answer"):
+        with pytest.raises(openai.APIError, match="middle of its response"):
             list(stream)
 
 
@@ -171,7 +169,7 @@ def test_the_openai_sdk_on_the_token_route(fake: FakeVllm, client: httpx.Client)
             )
 
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream()) == "hi"
-        with pytest.raises(openai.APIError, match="middle of its answer"):
+        with pytest.raises(openai.APIError, match="middle of its response"):
             list(stream())
 
 

@@ -63,7 +63,7 @@ def test_conversations_are_not_matched_across_tenants(tenants: Tenants) -> None:
     one.follow(user("more"))
 
 
-def test_sessions_of_one_name_are_two(tenants: Tenants) -> None:
+def test_equal_session_names_of_two_tenants_are_two_sessions(tenants: Tenants) -> None:
     one, two = tenants.talk("one", "s"), tenants.talk("two", "s")
     first = one.ask(reply=Reply(SPLIT))
     second = two.ask(reply=Reply((90, END)))
@@ -75,7 +75,7 @@ def test_sessions_of_one_name_are_two(tenants: Tenants) -> None:
     two.follow(user("more"))
 
 
-def test_lists_samples_and_trees_show_ones_own(tenants: Tenants) -> None:
+def test_lists_samples_and_trees_show_only_the_tenants_sessions(tenants: Tenants) -> None:
     session = tenants.talk("one").ask(reply=Reply(SPLIT)).session
     named = tenants.talk("one", "s").ask(reply=Reply(SPLIT)).session
     shown = tenants.request("one", "GET", _SESSIONS).json()["data"]
@@ -137,7 +137,7 @@ def test_sessions_need_a_credential_wherever_inference_does(
         assert refused.status_code == 401, path
 
 
-def test_everybody_is_one_tenant_where_nobody_asks(talk: Any) -> None:
+def test_all_clients_are_one_tenant_without_keys(talk: Any) -> None:
     made = talk()
     made.headers = {"authorization": "Bearer one"}
     made.ask(reply=Reply(SPLIT))

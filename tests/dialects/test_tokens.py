@@ -70,7 +70,7 @@ def test_append(client: httpx.Client, tiny_model: TinyModel, prompt: list[int], 
     ],
     ids=lambda fields: "+".join(fields),
 )
-def test_append_renders_with_what_the_request_says(
+def test_append_renders_with_the_requests_tools_and_arguments(
     client: httpx.Client, tiny_model: TinyModel, fields: dict[str, Any]
 ) -> None:
     kwargs = {"enable_thinking": False} if "reasoning_effort" in fields else {}
@@ -197,7 +197,7 @@ def test_bad_requests(client: httpx.Client, fields: dict[str, Any], param: str) 
 @pytest.mark.parametrize(
     "name", ["chat_template", "tokenize", "truncation", "max_length", "padding", "tools", "return_dict"]
 )
-def test_arguments_of_the_rendering_are_no_variables_of_a_template(client: httpx.Client, name: str) -> None:
+def test_arguments_of_the_renderer_are_refused_as_template_variables(client: httpx.Client, name: str) -> None:
     """An engine may give them effects that appended ids cannot have."""
     request = {"prompt_ids": [1], "append_messages": _NEXT, "chat_template_kwargs": {name: "x"}}
     answer = client.post(_TOKENS, json=request)
@@ -227,7 +227,7 @@ def test_an_id_of_many_digits(client: httpx.Client) -> None:
     assert client.post(_TOKENS, content=body).status_code == 400
 
 
-def test_too_long_a_prompt_keeps_the_words_that_clients_look_for(client: httpx.Client) -> None:
+def test_too_long_prompt_has_vllms_error_message(client: httpx.Client) -> None:
     answer = client.post(_TOKENS, json={"prompt_ids": [5] * (MAX_MODEL_LEN + 1)})
     assert "maximum context length" in answer.json()["error"]["message"]
 
@@ -251,7 +251,7 @@ def test_an_unknown_model(client: httpx.Client, fields: dict[str, Any]) -> None:
         b"null",
     ],
 )
-def test_bodies_that_are_no_objects(client: httpx.Client, body: bytes) -> None:
+def test_bodies_that_are_not_objects_are_refused(client: httpx.Client, body: bytes) -> None:
     answer = client.post(_TOKENS, content=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
 

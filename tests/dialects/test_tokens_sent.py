@@ -53,7 +53,7 @@ def test_transfer_parameters_are_kept(client: httpx.Client, fake: FakeVllm) -> N
         (_HISTORY, _NEXT, _HISTORY + _NEXT),
     ],
 )
-def test_the_history_goes_along_as_context(
+def test_history_is_sent_as_context(
     client: httpx.Client, fake: FakeVllm, history: object, append: object, arrives: object
 ) -> None:
     request = {"tokens": _PROMPT, "messages": history, "append_messages": append}
@@ -64,7 +64,7 @@ def test_the_history_goes_along_as_context(
     assert "append_messages" not in sent
 
 
-def test_a_first_turn_goes_as_it_is(client: httpx.Client, fake: FakeVllm) -> None:
+def test_first_turn_is_sent_unchanged(client: httpx.Client, fake: FakeVllm) -> None:
     """Images included: only ids cannot stand beside them."""
     messages = [*_HISTORY, *_IMAGE]
     client.post(_TOKENS, json={"messages": messages, "temperature": 0})

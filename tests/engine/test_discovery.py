@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.engine.discovery import CredentialRequired, discover, is_healthy
+from proxy.engine.discovery import CredentialRequired, discover
 from proxy.engine.http import HttpEngine
 from proxy.errors import EngineBroken, EngineUnavailable, Unsupported
 from tests.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Variant
@@ -53,12 +53,12 @@ async def test_probes_sample_one_token(engine: HttpEngine, fake: FakeVllm) -> No
     assert len(fake.seen(_CHAT)) == 5
 
 
-@pytest.mark.parametrize("printed", [(), ("tool_choice",), ("response_format", "tool_choice")])
+@pytest.mark.parametrize("names", [(), ("tool_choice",), ("response_format", "tool_choice")])
 async def test_fields_that_change_the_prompt_are_found(
-    engine: HttpEngine, fake: FakeVllm, printed: tuple[str, ...]
+    engine: HttpEngine, fake: FakeVllm, names: tuple[str, ...]
 ) -> None:
-    fake.printed = printed
-    assert (await discover(engine)).printed == frozenset(printed)
+    fake.rendered_fields = names
+    assert (await discover(engine)).rendered_fields == frozenset(names)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,5 @@ async def test_engine_that_requires_a_key(engine: HttpEngine, fake: FakeVllm) ->
 
 async def test_stopped_engine_is_unavailable(engine: HttpEngine, fake: FakeVllm) -> None:
     fake.kill()
-    assert not await is_healthy(engine)
     with pytest.raises(EngineUnavailable):
         await discover(engine)
-
-
-async def test_is_healthy(engine: HttpEngine, fake: FakeVllm) -> None:
-    assert await is_healthy(engine)
-    fake.healthy = False
-    assert not await is_healthy(engine)

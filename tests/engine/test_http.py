@@ -17,8 +17,9 @@ _CHAT = "/v1/chat/completions"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
-def _chat(*, stream: bool = True, repeatable: bool = False) -> Request:
-    return Request("POST", _CHAT, [], json.dumps({**_HI, "stream": stream}).encode(), repeatable)
+def _chat(*, stream: bool = True, repeatable: bool = False, more: str = "") -> Request:
+    body = json.dumps({**_HI, "stream": stream, "user": more}).encode()
+    return Request("POST", _CHAT, [], body, repeatable)
 
 
 async def _ask(engine: HttpEngine, request: Request) -> tuple[Response, bytes]:
@@ -181,10 +182,28 @@ async def test_request_that_is_not_repeatable_is_sent_once(engine: HttpEngine, f
 
 
 async def test_repeatable_request_is_sent_twice_at_most(engine: HttpEngine, fake: FakeVllm) -> None:
+    await _ask(engine, _chat(repeatable=True))
     fake.hang_up = lambda seen: True
     with pytest.raises(EngineBroken, match="before it responded"):
         await _ask(engine, _chat(repeatable=True))
-    assert len(fake.requests) == 2
+    assert [seen.reused for seen in fake.requests] == [False, True, False]
+
+
+async def test_request_over_a_new_connection_is_sent_once(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.hang_up = lambda seen: True
+    with pytest.raises(EngineBroken, match="before it responded"):
+        await _ask(engine, _chat(repeatable=True))
+    assert len(fake.requests) == 1
+
+
+async def test_large_body_is_sent_whole_again(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.hang_up = lambda seen: seen.reused
+    body = _chat(repeatable=True, more="x" * 400_000)
+    for _ in range(2):
+        async with asyncio.timeout(10):
+            response, _ = await _ask(engine, body)
+        assert response.status == 200
+    assert len({len(seen.body) for seen in fake.requests}) == 1
 
 
 async def test_response_that_is_not_http_is_an_error() -> None:
@@ -237,12 +256,12 @@ async def test_response_that_breaks_off_is_an_error(engine: HttpEngine, fake: Fa
     chunks = response.chunks()
     received = await anext(chunks)
     fake.release()
-    with pytest.raises(EngineBroken, match="middle of its answer"):
+    with pytest.raises(EngineBroken, match="middle of its response"):
         async for chunk in chunks:
             received += chunk
     assert received.startswith(b"data: {")
     await response.aclose()
-    with pytest.raises(EngineBroken, match="middle of its answer"):
+    with pytest.raises(EngineBroken, match="middle of its response"):
         await _ask(engine, _chat())
 
 

@@ -215,6 +215,6 @@ async def test_application_that_breaks_off_is_an_error(raises: bool) -> None:
     response = await InProcessEngine(app).send(Request("GET", "/"))
     chunks = response.chunks()
     assert await anext(chunks) == b"one"
-    with pytest.raises(EngineBroken, match="middle of its answer"):
+    with pytest.raises(EngineBroken, match="middle of its response"):
         await anext(chunks)
     await response.aclose()

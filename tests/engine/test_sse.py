@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.engine.sse import events, whole_events
+from proxy.engine.sse import data_event, events, parsed_events, whole_events
 
 _LINES = st.sampled_from(["data: {}", "data:x", "data: é", ": comment", "event: error", "id: 1"])
 _EVENTS = st.lists(st.lists(_LINES, min_size=1, max_size=3), max_size=5)
@@ -66,3 +66,26 @@ async def test_broken_stream_yields_only_whole_events() -> None:
 def test_events_yields_the_data_of_each_event(sizes: list[int]) -> None:
     stream = b": comment\n\ndata: 1\n\nevent: x\ndata:2\r\n\r\nid: 7\n\ndata: a\ndata:  b\n\ndata: [DONE]\n\n"
     assert _collect(events(_cut(stream, sizes))) == [b"1", b"2", b"a\n b", b"[DONE]"]
+
+
+@given(_EVENTS, st.sampled_from(["\n", "\r\n"]), st.lists(st.integers(0, 12)))
+def test_blocks_of_events_are_the_stream(blocks: list[list[str]], newline: str, sizes: list[int]) -> None:
+    stream = "".join(newline.join(lines) + newline * 2 for lines in blocks).encode()
+
+    async def collect() -> list[bytes]:
+        return [event.block async for event in parsed_events(_cut(stream, sizes))]
+
+    found = asyncio.run(collect())
+    assert b"".join(found) == stream
+    assert len(found) == len(blocks)
+
+
+async def test_data_of_several_lines_stays_whole() -> None:
+    stream = b"event: x\r\nid: 7\r\ndata: {\r\ndata:  1}\r\n\r\n: ping\n\ndata: last"
+    several, comment, rest = [event async for event in parsed_events(_cut(stream, [9]))]
+    assert several.data == b"{\n 1}"
+    assert several.with_data(b"{\n 1}") == several.block
+    assert several.with_data(b"2\n3") == b"event: x\nid: 7\ndata: 2\ndata: 3\n\n"
+    assert (comment.data, comment.block) == (None, b": ping\n\n")
+    assert (rest.data, rest.block) == (b"last", b"data: last\n\n")
+    assert data_event(b"a\nb") == b"data: a\ndata: b\n\n"

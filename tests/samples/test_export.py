@@ -177,7 +177,7 @@ async def test_a_session_without_turns_is_not_counted() -> None:
     ids=["apart", "pairs", "all-at-once"],
 )
 @pytest.mark.parametrize("at_once", [1, 3, 5, 10, 11])
-async def test_every_session_once_whatever_the_pages(
+async def test_every_session_is_exported_once_with_any_page_size(
     used: dict[str, float], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SESSIONS_AT_ONCE", at_once)
@@ -307,5 +307,5 @@ def test_the_table() -> None:
     assert "no reward" not in table(Report(1, 1, 1), "-")
 
 
-def test_the_table_of_nothing() -> None:
+def test_table_of_an_empty_export() -> None:
     assert table(Report(), "x").startswith("nothing to export")

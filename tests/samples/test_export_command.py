@@ -186,7 +186,7 @@ def test_an_export_that_fails_leaves_the_older_file(
     assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == [out.name]
 
 
-def test_a_closed_pipe_is_no_error(url: str) -> None:
+def test_closed_pipe_is_not_an_error(url: str) -> None:
     command = [sys.executable, "-m", "proxy.cli", "export", "--store", url, "--out", "-"]
     reading, writing = os.pipe()
     os.close(reading)

@@ -96,7 +96,7 @@ def test_samples_are_ordered_by_leaf_whole_ones_first(tree: Tree) -> None:
 
 
 @given(random_trees())
-def test_shared_changes_nothing_but_what_is_trained(tree: Tree) -> None:
+def test_shared_changes_only_the_masks(tree: Tree) -> None:
     turns, rewards = tree
     once, each = samples_of(turns, rewards), samples_of(turns, rewards, shared="each")
     assert once.refused == each.refused

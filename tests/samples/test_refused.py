@@ -156,7 +156,7 @@ def test_odd_values_next_to_the_evidence_are_null(value: Any) -> None:
     assert msgspec.json.decode(msgspec.json.encode(sample), type=Sample) == sample
 
 
-def test_routed_experts_that_are_no_array_are_delivered_as_they_are() -> None:
+def test_routed_experts_are_exported_unchecked() -> None:
     [sample] = samples_of([root("a", [1], [2], routed_experts="no base64!")], {}).samples
     assert sample.turns[0].routed_experts == "no base64!"
 

@@ -170,7 +170,7 @@ def _chunks(made: list[Any]) -> list[bytes]:
 
 @settings(deadline=None)
 @given(st.lists(_sampled, min_size=1, max_size=3))
-def test_a_stream_is_read_as_the_whole_is(made: list[Any]) -> None:
+def test_stream_gives_the_same_result_as_a_whole_completion(made: list[Any]) -> None:
     expected = read_completion(_whole(made))
     reader = StreamReader(len(made))
     read: list[SampledChoice] = []
@@ -186,7 +186,7 @@ def test_a_stream_is_read_as_the_whole_is(made: list[Any]) -> None:
 
 @settings(deadline=None)
 @given(st.lists(_sampled, min_size=1, max_size=3), _visible)
-def test_a_stream_shows_what_the_whole_shows(made: list[Any], visible: Visible) -> None:
+def test_stream_shows_the_same_fields_as_a_whole_completion(made: list[Any], visible: Visible) -> None:
     """Read as the client would."""
     redactor = StreamRedactor(visible)
     reader = StreamReader(len(made))

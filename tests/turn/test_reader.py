@@ -7,7 +7,8 @@ from proxy.errors import EngineBroken
 from proxy.history.completion import Completion, SampledChoice, untrainable_reason
 from proxy.history.turn import WeightSpan, pack_ids, pack_logprobs
 from proxy.history.vocabulary import ABORTED, Problem
-from proxy.turn.reader import NO_REASON, StreamReader, read_completion
+from proxy.turn.chunk import NO_REASON
+from proxy.turn.reader import StreamReader, read_completion
 from tests.turn.bodies import ODD, Body, chunk, encoded, end, logprobs_of, piece, whole, whole_choice
 
 
@@ -112,14 +113,14 @@ def test_a_stream_that_breaks_off() -> None:
     assert not reader.complete
 
 
-def test_what_broke_off_is_not_complete() -> None:
+def test_broken_stream_is_not_complete() -> None:
     reader = StreamReader()
     reader.read(encoded(chunk(piece())))
     assert reader.rest().choices[0].finish_reason == ABORTED
     assert not reader.complete
 
 
-def test_usage_counts_a_choice_only_where_it_stands_alone() -> None:
+def test_usage_counts_only_a_single_choice() -> None:
     completion = _streamed(
         chunk(piece(0), piece(1), usage={"completion_tokens": 9}),
         chunk(end(0), usage={"completion_tokens": 2}),
@@ -137,7 +138,7 @@ def test_text_without_ids_makes_the_ids_worthless() -> None:
 
 
 @pytest.mark.parametrize("delta", [{"role": "assistant", "content": ""}, {}, None])
-def test_a_piece_that_says_nothing_needs_no_ids(delta: object) -> None:
+def test_empty_piece_needs_no_ids(delta: object) -> None:
     completion = _streamed(chunk(piece(ids=None, delta=delta)), chunk(end(ids=[2])))
     assert completion.choices[0].ids == [2]
 
@@ -198,7 +199,7 @@ def test_only_the_completions_own_prompt_counts(body: Body) -> None:
     assert completion.choices[0].unreadable == ""
 
 
-def test_an_echo_equal_to_what_was_sent() -> None:
+def test_echo_equal_to_the_sent_prompt() -> None:
     body = encoded(whole())
     assert read_completion(body, b"[5,6]") == read_completion(body, b"[5]") == read_completion(body)
     reader = StreamReader(sent=b"[5,6]")
@@ -293,7 +294,7 @@ def test_odd_logprobs_in_a_stream(odd: str) -> None:
 
 @pytest.mark.parametrize("odd", _NOT_FINITE)
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_that_are_no_finite_numbers(stream: bool, odd: str) -> None:
+def test_logprobs_that_are_not_finite(stream: bool, odd: str) -> None:
     """Or none in the precision in which they are stored. The rest of the body is read as ever."""
     logprobs = logprobs_of(-0.5, ODD)
     if stream:
@@ -421,7 +422,7 @@ def test_an_odd_optional_field_is_left_out(stream: bool, name: str, odd: str) ->
     "odd",
     ('"2"', "2", "[]", '{"completion_tokens":"2"}', '{"completion_tokens":-2}', '{"completion_tokens":2.0}'),
 )
-def test_odd_usage_counts_nothing(odd: str) -> None:
+def test_malformed_usage_is_ignored(odd: str) -> None:
     completion = read_completion(encoded(whole(usage=ODD), odd))
     assert (completion.completion_tokens, completion.choices[0].unreadable) == (None, "")
     assert completion.choices[0].ids == [7, 2]
@@ -485,14 +486,14 @@ def test_odd_tool_calls(odd: str) -> None:
 
 
 @pytest.mark.parametrize("odd", ('"a"', "7", "true", "null", "{}", '{"0":{"token_ids":[7]}}', "NaN"))
-def test_choices_that_are_no_list(odd: str) -> None:
+def test_choices_that_are_not_a_list(odd: str) -> None:
     completion = read_completion(encoded(whole(choices=ODD), odd))
     assert (completion.prompt_ids, completion.choices) == (b"[5,6]", [])
     assert _streamed({**chunk(), "choices": ODD}, odd=odd).choices == []
 
 
 @pytest.mark.parametrize("odd", ('"a"', "7", "true", "null", "[]", "NaN"))
-def test_a_choice_that_is_no_object(odd: str) -> None:
+def test_choice_that_is_not_an_object(odd: str) -> None:
     completion = read_completion(encoded(whole(ODD, whole_choice(1)), odd))
     assert [(choice.index, choice.ids, choice.unreadable) for choice in completion.choices] == [
         (1, [7, 2], "")
@@ -501,7 +502,7 @@ def test_a_choice_that_is_no_object(odd: str) -> None:
 
 
 @pytest.mark.parametrize("odd", ("NaN", "1e999", f"{'1' * 5000}", '"\\ud800"', '{"\\udfff":"\\ud800"}'))
-def test_what_msgspec_refuses_elsewhere_costs_nothing(odd: str) -> None:
+def test_unused_fields_that_msgspec_refuses_are_ignored(odd: str) -> None:
     message = {"role": "assistant", "content": "hi", "more": ODD}
     completion = read_completion(encoded(whole(whole_choice(message=message), more=ODD), odd))
     assert (completion.choices[0].ids, completion.choices[0].message["content"]) == ([7, 2], "hi")
@@ -509,7 +510,7 @@ def test_what_msgspec_refuses_elsewhere_costs_nothing(odd: str) -> None:
     _can_be_stored(completion)
 
 
-def test_bytes_that_are_no_utf_8() -> None:
+def test_bytes_that_are_not_utf_8() -> None:
     body = encoded(whole(whole_choice(message={"content": "@"})), "")
     completion = read_completion(body.replace(b"@", b"\xff"))
     assert completion.choices[0].message == {"content": "\N{REPLACEMENT CHARACTER}"}
@@ -531,16 +532,16 @@ _NO_OBJECTS = {
 
 
 @pytest.mark.parametrize("body", _NO_OBJECTS.values(), ids=_NO_OBJECTS)
-def test_what_is_no_object(body: bytes) -> None:
-    with pytest.raises(EngineBroken, match="the engine's response is no chat completion"):
+def test_completion_that_is_not_an_object(body: bytes) -> None:
+    with pytest.raises(EngineBroken, match="the engine's response is not a chat completion"):
         read_completion(body)
-    with pytest.raises(EngineBroken, match="the engine's response is no chat completion"):
+    with pytest.raises(EngineBroken, match="the engine's response is not a chat completion"):
         StreamReader().read(body)
 
 
-def test_what_is_odd_and_nested_too_deeply() -> None:
+def test_malformed_completion_nested_too_deeply() -> None:
     body = encoded(whole(usage="3", more=ODD), "[" * 700 + "]" * 700)
-    with pytest.raises(EngineBroken, match="the engine's response is no chat completion"):
+    with pytest.raises(EngineBroken, match="the engine's response is not a chat completion"):
         read_completion(body)
 
 

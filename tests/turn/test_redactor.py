@@ -44,7 +44,7 @@ def _streamed(visible: Visible, *chunks: Body, odd: str = "null") -> list[Any]:
 
 @pytest.mark.parametrize("spaced", [False, True])
 @pytest.mark.parametrize("ids, logprobs", list(itertools.product((False, True), repeat=2)))
-def test_what_was_not_asked_for_is_null(ids: bool, logprobs: bool, spaced: bool) -> None:
+def test_fields_that_were_not_requested_are_null(ids: bool, logprobs: bool, spaced: bool) -> None:
     body = encoded(whole(whole_choice(0), whole_choice(1)), spaced=spaced)
     hidden: Body = ({} if ids else {"token_ids": None}) | ({} if logprobs else {"logprobs": None})
     expected = whole(whole_choice(0, **hidden), whole_choice(1, **hidden))
@@ -64,7 +64,7 @@ def test_a_client_that_asked_for_everything_gets_the_engines_bytes() -> None:
         assert StreamRedactor(EVERYTHING).redact(data) is data
 
 
-def test_what_is_not_redacted_is_spelled_as_the_engine_did() -> None:
+def test_other_fields_keep_the_engines_spelling() -> None:
     odd = '{"a": 1.0, "b":1e5 ,"c":12345678901234567890123, "d":"\\u00e9\\/"}'
     message = {"role": "assistant", "content": "hi", "more": ODD}
     kept = redact_completion(encoded(whole(whole_choice(message=message, more=ODD), more=ODD), odd), NOTHING)
@@ -108,7 +108,7 @@ def _hidden(body: Body, *names: str) -> Body:
     return {**kept, "choices": [{**choice, **dict.fromkeys(names)} for choice in body["choices"]]}
 
 
-def test_a_client_that_asked_for_nothing() -> None:
+def test_client_that_requested_no_evidence() -> None:
     """A chunk that was sent for its ids alone is not sent, nor the one with usage."""
     expected = [_hidden(one, "token_ids", "logprobs") for one in (_ROLE, _TEXT, _END)]
     assert _streamed(NOTHING, *_STREAM) == expected
@@ -128,7 +128,7 @@ def test_a_client_that_asked_for_running_usage() -> None:
     assert _streamed(running, *_STREAM) == [*expected, _USAGE]
 
 
-def test_a_client_that_asked_for_ids_or_logprobs_gets_the_chunks_that_say_nothing() -> None:
+def test_client_that_requested_ids_or_logprobs_gets_empty_chunks() -> None:
     shown = (_ROLE, _TEXT, _SILENT, _END)
     assert _streamed(_IDS, *_STREAM) == [_hidden(one, "logprobs") for one in shown]
     assert _streamed(_LOGPROBS, *_STREAM) == [_hidden(one, "token_ids") for one in shown]
@@ -144,13 +144,13 @@ def test_a_delta_may_be_empty_in_several_ways(delta: object) -> None:
     assert _streamed(NOTHING, chunk(without)) == _streamed(_NO_REASONING, chunk(without)) == []
 
 
-def test_a_chunk_of_several_choices_is_sent_if_one_says_something() -> None:
+def test_chunk_of_several_choices_is_sent_if_one_has_content() -> None:
     (kept,) = _streamed(NOTHING, chunk(piece(0, None), piece(1, "h")))
     assert [choice["token_ids"] for choice in kept["choices"]] == [None, None]
     assert _streamed(NOTHING, chunk(piece(0, None), piece(1, None))) == []
 
 
-def test_a_chunk_goes_out_at_once() -> None:
+def test_chunk_is_sent_at_once() -> None:
     """Even the last one before usage."""
     redactor = StreamRedactor(NOTHING)
     assert redactor.redact(encoded(_END)) is not None
@@ -170,12 +170,12 @@ def test_reasoning_is_hidden_in_deltas() -> None:
 
 
 @pytest.mark.parametrize("visible", [NOTHING, _IDS, _NO_REASONING, Visible(False, False, True, True)])
-def test_an_error_of_the_engine_goes_on(visible: Visible) -> None:
+def test_error_of_the_engine_is_passed_on(visible: Visible) -> None:
     error = {"error": {"message": "out of memory", "code": 500}}
     assert _streamed(visible, error) == [error]
 
 
-def test_evidence_beside_an_error_is_hidden() -> None:
+def test_evidence_next_to_an_error_is_hidden() -> None:
     (kept,) = _streamed(NOTHING, {"error": "gone", "choices": [piece(text=None)], "prompt_token_ids": [5]})
     assert kept["error"] == "gone"
     assert (kept["choices"][0]["token_ids"], kept["prompt_token_ids"]) == (None, None)
@@ -185,7 +185,7 @@ def test_evidence_beside_an_error_is_hidden() -> None:
 
 
 @pytest.mark.parametrize("odd", ('"a"', "7", "true", '{"0":{"index":0}}', "NaN"))
-def test_choices_that_are_no_list(odd: str) -> None:
+def test_choices_that_are_not_a_list(odd: str) -> None:
     kept = redact_completion(encoded(whole(choices=ODD), odd), NOTHING)
     assert kept == encoded(whole(choices=ODD, prompt_token_ids=None), odd)
     data = StreamRedactor(NOTHING).redact(encoded({**_ROLE, "choices": ODD}, odd))
@@ -193,7 +193,7 @@ def test_choices_that_are_no_list(odd: str) -> None:
 
 
 @pytest.mark.parametrize("odd", ('"a"', "7", "true", "null", "[]", "NaN"))
-def test_a_choice_that_is_no_object_does_not_keep_others_from_being_redacted(odd: str) -> None:
+def test_other_choices_are_redacted_if_one_is_not_an_object(odd: str) -> None:
     hidden = {"token_ids": None, "logprobs": None}
     kept = redact_completion(encoded(whole(ODD, whole_choice()), odd), NOTHING)
     assert kept == encoded(whole(ODD, whole_choice(**hidden), prompt_token_ids=None), odd)
@@ -203,7 +203,7 @@ def test_a_choice_that_is_no_object_does_not_keep_others_from_being_redacted(odd
 
 @pytest.mark.parametrize("odd", ('"a"', "7", "[]", '["reasoning"]', "true", "NaN"))
 @pytest.mark.parametrize("visible", [NOTHING, _NO_REASONING])
-def test_a_message_that_is_no_object(visible: Visible, odd: str) -> None:
+def test_message_that_is_not_an_object(visible: Visible, odd: str) -> None:
     hidden = {"token_ids": None, "logprobs": None}
     kept = redact_completion(encoded(whole(whole_choice(message=ODD)), odd), visible)
     assert kept == encoded(whole(whole_choice(message=ODD, **hidden), prompt_token_ids=None), odd)
@@ -212,7 +212,7 @@ def test_a_message_that_is_no_object(visible: Visible, odd: str) -> None:
 
 
 @pytest.mark.parametrize("odd", ("NaN", "-Infinity", "Infinity", '"\\ud800"'))
-def test_what_msgspec_refuses_is_redacted_all_the_same(odd: str) -> None:
+def test_json_that_msgspec_refuses_is_redacted(odd: str) -> None:
     evidence: Body = {"logprobs": logprobs_of(ODD)}
     (choice,) = _redacted(whole(whole_choice(**evidence)), NOTHING, odd)["choices"]
     assert choice == whole_choice(token_ids=None, logprobs=None)
@@ -234,7 +234,7 @@ def test_a_name_that_has_no_utf_8() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"<html>", b"[]", b'"a"', b"null", b"[" * 9999], ids=range(6))
-def test_what_is_no_object_is_not_passed_on(data: bytes) -> None:
+def test_data_that_is_not_an_object_is_not_passed_on(data: bytes) -> None:
     with pytest.raises(EngineBroken):
         redact_completion(data, NOTHING)
     with pytest.raises(EngineBroken):

@@ -1,0 +1,154 @@
+"""The chat completions of an engine, and their chunks, as typed structs.
+
+A body is decoded into the structs. One that does not fit them, or that msgspec refuses, is read a second
+time, field by field: evidence of an unknown shape is named in `Choice.unreadable`, and other fields of an
+unknown shape are left out.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from proxy.fields import NULL
+from proxy.turn.engine_json import REFUSALS, dump, encodable, no_completion, parse_leniently
+
+NO_REASON = "unknown"
+"""The finish reason of a choice whose own finish reason has an unknown shape."""
+_NULL = msgspec.Raw(NULL)
+
+_Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""Ids are stored as 32-bit integers."""
+_Index = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
+"""The largest index of a choice: the id of a turn has four hexadecimal digits for it."""
+_StopReason = str | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class _Logprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_Logprob] | None = None
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str | int
+    start: _Id
+    end: _Id
+
+
+class _Usage(msgspec.Struct, gc=False):
+    completion_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+class Choice(msgspec.Struct):
+    """The parsed fields of a choice, or of one chunk's part of it."""
+
+    index: _Index | None = None
+    message: dict[str, Any] | None = None
+    delta: dict[str, Any] | None = None
+    token_ids: list[_Id] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: _StopReason | None = None
+    routed_experts: str | None = None
+    weight_versions: list[_Span] | None = None
+
+    @property
+    def unreadable(self) -> tuple[str, ...]:
+        """Names of the fields of the evidence that could not be read."""
+        return ()
+
+
+class _OddChoice(Choice, kw_only=True):
+    """A choice that was read field by field. It is never decoded from JSON, where `odd` is not a field."""
+
+    odd: tuple[str, ...]
+
+    @property
+    def unreadable(self) -> tuple[str, ...]:
+        return self.odd
+
+
+class Chunk(msgspec.Struct):
+    """The parsed fields of a whole completion, or of a chunk of a stream."""
+
+    choices: list[Choice] | None = None
+    usage: _Usage | None = None
+    prompt_token_ids: msgspec.Raw = _NULL
+    error: msgspec.Raw = _NULL
+
+    @property
+    def counted(self) -> int | None:
+        """The number of sampled ids as the engine counted them."""
+        return None if self.usage is None else self.usage.completion_tokens
+
+
+_decode_chunk = msgspec.json.Decoder(Chunk).decode
+decode_ids = msgspec.json.Decoder(list[_Id]).decode
+"""Parses a JSON array of ids. Raises one of `engine_json.REFUSALS`."""
+
+
+def parse_chunk(data: bytes) -> Chunk:
+    """Parse a completion or a chunk. Raises EngineBroken."""
+    try:
+        return _decode_chunk(data)
+    except REFUSALS:
+        pass
+    try:
+        fields = _encodable(parse_leniently(data))
+        if isinstance(fields, dict):
+            return _read_chunk(fields)
+    except RecursionError:
+        pass
+    raise no_completion()
+
+
+def _read_chunk(fields: dict[str, Any]) -> Chunk:
+    """Parse a completion or a chunk field by field."""
+    choices = fields.get("choices")
+    return Chunk(
+        [_read_choice(choice) for choice in choices if isinstance(choice, dict)]
+        if isinstance(choices, list)
+        else None,
+        _as(_Usage, fields.get("usage")),
+        dump(fields.get("prompt_token_ids")),
+        dump(fields.get("error")),
+    )
+
+
+def _read_choice(fields: dict[str, Any]) -> _OddChoice:
+    message, delta, reason = fields.get("message"), fields.get("delta"), fields.get("finish_reason")
+    evidence = {
+        name: _as(kind, fields.get(name))
+        for name, kind in (("index", _Index), ("token_ids", list[_Id]), ("logprobs", _Logprobs))
+    }
+    return _OddChoice(
+        **evidence,
+        message=message if isinstance(message, dict) else None,
+        delta=delta if isinstance(delta, dict) else {"": delta},  # an empty one: nothing was sampled
+        finish_reason=reason if isinstance(reason, str) else NO_REASON if reason else None,
+        stop_reason=_as(_StopReason, fields.get("stop_reason")),
+        routed_experts=_as(str, fields.get("routed_experts")),
+        weight_versions=_as(list[_Span], fields.get("weight_versions")),
+        odd=tuple(name for name, got in evidence.items() if got is None and fields.get(name) is not None),
+    )
+
+
+def _as(kind: Any, value: object) -> Any:
+    """The value if it has the type `kind`; else None."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _encodable(value: Any) -> Any:
+    """A value whose strings can all be encoded."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {encodable(name): _encodable(item) for name, item in value.items()}
+    return value

@@ -1,0 +1,67 @@
+"""Report a planned prompt to metrics, traces and the access log."""
+
+from proxy.fields import raw_value
+from proxy.history.plan import Extended, Given, PromptPlan
+from proxy.history.vocabulary import Reason
+from proxy.metrics import Metrics
+from proxy.monitoring.exchange import running_exchange
+from proxy.monitoring.spans import Span, Value
+from proxy.turn.request import ChatRequest
+
+
+def count_plan(plan: PromptPlan, metrics: Metrics) -> None:
+    """Count a prompt, once for each request, and note it for the access log."""
+    metrics.prompts.labels(plan.source, plan.reason or "none").inc()
+    if plan.reason == Reason.AMBIGUOUS:
+        metrics.ambiguous.inc()
+    if isinstance(plan, Extended):
+        metrics.reused_ids.inc(plan.reused)
+        metrics.appended_ids.inc(len(plan.appended))
+    elif isinstance(plan, Given):
+        metrics.given_ids.inc(plan.reused)
+        metrics.appended_ids.inc(plan.appended)
+    exchange = running_exchange()
+    if exchange is not None and exchange.noting:
+        exchange.note(_described(plan))
+
+
+def describe_plan(span: Span, plan: PromptPlan) -> None:
+    """Add the plan to the span of planning."""
+    if span.recording:
+        attributes = {f"tokenproxy.prompt.{name}": value for name, value in _described(plan).items()}
+        span.set({**attributes, "tokenproxy.prompt.candidates": plan.placement.candidates})
+
+
+def describe_request(request: ChatRequest, plan: PromptPlan) -> None:
+    """Add the requested parameters to the request's spans, with OpenTelemetry's names for generative AI."""
+    exchange = running_exchange()
+    if exchange is None or not exchange.span.recording:
+        return
+    recorded = plan.placement.conversation is not None
+    max_tokens = raw_value(request.fields, "max_completion_tokens") or raw_value(request.fields, "max_tokens")
+    exchange.engine_attributes = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": request.model or plan.placement.scope.model,
+        "gen_ai.request.temperature": request.temperature,
+        "gen_ai.request.max_tokens": int(max_tokens) if max_tokens and max_tokens.isdigit() else None,
+        "gen_ai.request.choice.count": request.choices if request.choices > 1 else None,
+        "gen_ai.request.stream": request.stream,
+        "gen_ai.conversation.id": plan.placement.session.name if recorded else None,
+    }
+    exchange.span.set(exchange.engine_attributes)
+
+
+def _described(plan: PromptPlan) -> dict[str, Value | None]:
+    recorded = plan.placement.conversation is not None
+    told: dict[str, Value | None] = {
+        "source": str(plan.source),
+        "reason": str(plan.reason) if plan.reason else None,
+        "session": plan.placement.session.name if recorded else None,
+        "turn": plan.placement.turn_id if recorded else None,
+    }
+    if isinstance(plan, Extended):
+        told.update(reused=plan.reused, appended=len(plan.appended))
+    elif isinstance(plan, Given):
+        told.update(reused=plan.reused, appended=plan.appended)
+    return told

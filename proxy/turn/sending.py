@@ -1,0 +1,190 @@
+"""Sends the planned prompt of one turn to a replica.
+
+The prompt is planned with any replica, because all serve one model. The replica that runs it is chosen after
+that, because the plan holds the conversation and the replica that has its ids cached. If the chosen replica
+differs (another tokenizer, another way to send ids), the prompt is planned anew for it.
+"""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+
+from proxy.engine.token_in import CHAT_PATH, TokenRequest
+from proxy.errors import Unsupported
+from proxy.fields import join
+from proxy.fleet.replica import Replica
+from proxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
+from proxy.history.plan import Extended, Given, PromptPlan, Rendered, ServedModel, prompt_of
+from proxy.history.vocabulary import Reason
+from proxy.http import Request, Response
+from proxy.monitoring.exchange import span
+from proxy.turn.engine_request import request_for_engine
+from proxy.turn.observed import describe_plan, describe_request
+from proxy.turn.request import ChatRequest
+from proxy.turn.required_prefix import FIELD as PREFIX_FIELD
+from proxy.turn.required_prefix import render_with_prefix
+from proxy.turn.services import Services
+from proxy.types import Headers
+
+TOKENIZER_TIMEOUT_S = 30.0
+"""Longer than it takes to load a tokenizer; a hub that does not respond must not block every request."""
+_SESSION_HEADER = b"x-session-id"
+
+
+@dataclass(slots=True)
+class PlannedTurn:
+    """A turn, its plan, and the replica for which it was planned or to which it was sent."""
+
+    request: ChatRequest
+    services: Services
+    plan: PromptPlan
+    model: ServedModel
+    replica: Replica
+    _request_end: AsyncExitStack | None = None
+
+    def hold_until(self, request_end: AsyncExitStack) -> None:
+        """Keep the turn's rollout from eviction until the request ends, also that of a new plan."""
+        self._request_end = request_end
+        request_end.enter_context(self.services.history.pins.hold(self.plan.placement.session.id))
+
+    async def send(self, replica: Replica) -> Response:
+        """Send the turn to a replica; plan it anew if the replica differs from the previous one.
+
+        Raises: as `Engine.send` and `plan_turn`.
+        """
+        if replica is not self.replica:
+            await self._plan_for(replica)
+        return await _send(self.request, self.plan, replica, self.services)
+
+    async def _plan_for(self, replica: Replica) -> None:
+        model = await served_model(replica, self.request)
+        if model != self.model:
+            await self.services.history.planner.release(self.plan)
+            # released once: if planning fails now, there is nothing more to release
+            self.plan = replace(self.plan, placement=replace(self.plan.placement, claimed=None))
+            self.plan = await _plan(self.request, replica, model, self.services)
+            if self._request_end is not None:
+                self.hold_until(self._request_end)
+        self.replica, self.model = replica, model
+
+    def routing(self) -> Routing:
+        """The facts by which the fleet chooses a replica."""
+        request, plan = self.request, self.plan
+        placement, prompt = plan.placement, prompt_of(plan)
+        holder, reused, ids = placement.holder, 0, len(request.messages) // BYTES_PER_ID
+        if isinstance(plan, Extended):
+            reused, ids = plan.reused, plan.reused + len(plan.appended)
+        elif isinstance(plan, Given):
+            reused, ids = (plan.reused if holder else 0), plan.reused + plan.appended
+        if prompt and not holder:
+            holder, share = self.services.fleet.prefix_holder(prompt)
+            reused = int(ids * share)
+        return Routing(
+            conversation=_conversation(plan),
+            holder=holder,
+            ids=ids,
+            reused=reused,
+            tenant=request.tenant,
+            token_in=request.needs_token_in,
+            completion=True,
+            digest=lambda: body_digest(request.retry.path, request.retry.body),
+        )
+
+
+async def plan_turn(request: ChatRequest, services: Services) -> PlannedTurn:
+    """Plan a turn with any replica that can serve it.
+
+    Raises:
+        BadRequest, Unsupported, NotReady: the prompt cannot be made; see `Planner.plan`.
+        PrefixRefused: the engine refuses to render the messages.
+        EngineUnavailable, EngineTimeout, EngineBroken: no replica responds.
+    """
+
+    async def plan(replica: Replica) -> PlannedTurn:
+        model = await served_model(replica, request)
+        with span("plan", {}) as planning:
+            plan = await _plan(request, replica, model, services)
+            describe_plan(planning, plan)
+        describe_request(request, plan)
+        return PlannedTurn(request, services, plan, model, replica)
+
+    return await services.fleet.ask(plan, token_in=request.needs_token_in)
+
+
+async def served_model(replica: Replica, request: ChatRequest) -> ServedModel:
+    """The model of a replica, as planning needs it.
+
+    Raises:
+        EngineUnavailable: the replica went away.
+    """
+    capabilities = replica.require_capabilities()
+    tokenizer, problem = None, None
+    try:
+        async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
+            tokenizer = await replica.tokenizer()
+    except TimeoutError:
+        problem = Unsupported("the model's tokenizer is still loading", code=Reason.NO_TOKENIZER)
+    except Unsupported as error:
+        problem = error
+    refused = None
+    if capabilities.token_in is None:
+        refused = Reason.NO_TOKEN_IN
+    elif not capabilities.token_in.supports(request.fields):
+        refused = Reason.SPECIAL_REQUEST
+    name = capabilities.model.name if capabilities.model else ""
+    length = capabilities.model.max_model_len if capabilities.model else None
+    rendered, mode = capabilities.rendered_fields, capabilities.logprobs_mode
+    return ServedModel(name, tokenizer, problem, refused, rendered, mode, length)
+
+
+async def _plan(request: ChatRequest, replica: Replica, model: ServedModel, services: Services) -> PromptPlan:
+    planner = services.history.planner
+    if request.required_prefix is None:
+        return await planner.plan(request, model)
+    rendered = await render_with_prefix(request, replica, services)
+    return await planner.plan_prefix(request, rendered.prompt, rendered.prefix, model)
+
+
+async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:
+    recorded = plan.placement.conversation is not None
+    fields = request_for_engine(request, evidence=recorded, logprobs=services.record_logprobs)
+    headers = _headers(request, plan)
+    prompt = prompt_of(plan)
+    if not prompt:
+        call = Request("POST", CHAT_PATH, headers, join(fields), repeatable=True)
+        return await replica.engine.send(call)
+    name = request.given.field if request.given else "messages"
+    if request.required_prefix is not None:
+        name = PREFIX_FIELD
+    token_in = replica.require_capabilities().require_token_in()
+    response = await token_in.complete(replica.engine, TokenRequest(prompt, fields, headers, name))
+    if not plan.placement.holder and response.status < 400:
+        services.fleet.prefixes.put(prompt, replica.name)
+    return response
+
+
+def _headers(request: ChatRequest, plan: PromptPlan) -> Headers:
+    """The client's headers, and the session: a router between proxy and engine can be sticky by it."""
+    placement = plan.placement
+    left_out = [b"accept-encoding"]  # the response is read here, so it must not be compressed
+    if placement.conversation is None:
+        return [pair for pair in request.headers if pair[0] not in left_out]
+    left_out.append(_SESSION_HEADER)
+    headers = [pair for pair in request.headers if pair[0] not in left_out]
+    return [*headers, (_SESSION_HEADER, placement.session.name.encode())]
+
+
+def _conversation(plan: PromptPlan) -> str:
+    """A key that is equal for all turns of a conversation; empty if there is none.
+
+    It is the rollout. If a history is recognised in none of its requests, each of them begins a new rollout;
+    the key is then a digest of the messages up to the first assistant turn, which these requests share.
+    """
+    placement, conversation = plan.placement, plan.placement.conversation
+    if not placement.new_rollout and conversation is not None:
+        return placement.session.id
+    first_turn = plan.reason is Reason.FIRST_TURN or not isinstance(plan, Rendered)
+    if conversation is None or first_turn or not conversation.ends:
+        return placement.session.id
+    answer = conversation.messages[conversation.ends[-1]]
+    return f"{placement.scope.tenant}/beginning/{answer.loose.hex()}"
