@@ -1,40 +1,82 @@
-"""The proxy's own API keys, as a plain ASGI middleware."""
+"""Authentication with the proxy's own API keys, or without keys: plain ASGI middlewares.
 
+They identify the client, and put its tenant and scopes into the ASGI scope. `endpoint.py`, where the route is
+known, checks the scopes.
+"""
+
+import ipaddress
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from proxy.errors import Unauthorized
 from proxy.routes.credentials import SCOPE_KEY, tenant_of_key
 from proxy.routes.endpoint import send_error
+from proxy.routes.key_file import ApiKey, KeyFile
+from proxy.routes.scopes import EVERY_SCOPE, SCOPES_KEY, WITHOUT_ADMIN, KeyScope
 from proxy.types import ASGIApp, Headers, Receive, Scope, Send
 
 OPEN_PATHS = frozenset(
     {"/health", "/health/", "/ready", "/ready/", "/metrics", "/metrics/"},
 )
-"""For health checks and scrapers, which have no key."""
+"""Paths for health checks and scrapers, which have no key."""
+_METRICS_PATHS = frozenset({"/metrics", "/metrics/"})
+_USUAL_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+"""Number of cached addresses, because parsing an address takes longer than all other work without keys."""
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
+"""Headers that another proxy adds to a request."""
+
+
+class Keys:
+    """All keys of the proxy: those of the settings, and those of the key file."""
+
+    def __init__(
+        self, keys: Sequence[str], admin_keys: Sequence[str] = (), file: KeyFile | None = None
+    ) -> None:
+        self._file = file
+        self._plain: list[ApiKey] = []
+        for scopes, group in ((EVERY_SCOPE, admin_keys), (WITHOUT_ADMIN, keys)):
+            self._plain += [ApiKey(tenant_of_key(key.encode()), scopes) for key in group]
+
+    def find(self, key: bytes) -> ApiKey | None:
+        """The tenant and scopes of a key; None if it is not one of these keys."""
+        sent, found = tenant_of_key(key), None
+        # All digests have one length, and all are compared, so the time reveals nothing about the keys
+        for plain in self._plain:
+            if secrets.compare_digest(sent, plain.tenant) and found is None:
+                found = plain
+        if found is None and self._file is not None:
+            found = self._file.find(key)
+        return found
 
 
 class ApiKeys:
-    """Lets requests through that carry one of the keys, and puts their tenant into the scope.
+    """Accepts requests with one of the keys, and puts their tenant and scopes into the ASGI scope.
 
-    The keys are the proxy's, not the engine's: headers that carry one are removed before the request goes on.
+    The keys are the proxy's, not the engine's: headers with one are removed before the engine gets the
+    request.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, metrics_need_key: bool = False) -> None:
+        """`metrics_need_key`: whether `/metrics` needs a key with the scope `read`."""
         self._app = app
-        self._tenants = [tenant_of_key(key.encode()) for key in keys]
+        self._keys = keys
+        self._open = OPEN_PATHS - _METRICS_PATHS if metrics_need_key else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request."""
-        # A request that was let through comes by again if it has a session in its path
+        # An accepted request with a session in its path passes through here a second time
         if scope["type"] != "http" or SCOPE_KEY in scope:
             await self._app(scope, receive, send)
             return
-        tenant, headers = self._verify(scope["headers"])
-        if tenant is not None:
-            await self._app({**scope, "headers": headers, SCOPE_KEY: tenant}, receive, send)
-        elif _path(scope) in OPEN_PATHS or scope["method"] == "OPTIONS":
-            await self._app(scope, receive, send)
+        key, headers = self._verify(scope["headers"])
+        path = path_of(scope)
+        is_open = scope["method"] in ("GET", "HEAD") and path in self._open
+        granted = {KeyScope.READ} if is_open and path in _METRICS_PATHS else set()
+        if key is not None:
+            verified = {SCOPE_KEY: key.tenant, SCOPES_KEY: key.scopes | granted}
+            await self._app({**scope, "headers": headers, **verified}, receive, send)
+        elif is_open:
+            await self._app({**scope, SCOPES_KEY: frozenset(granted)}, receive, send)
         else:
             error = Unauthorized(
                 "send an API key of this proxy as `Authorization: Bearer KEY` or `X-API-Key: KEY`",
@@ -42,19 +84,19 @@ class ApiKeys:
             )
             await send_error(send, error)
 
-    def _verify(self, headers: Headers) -> tuple[str | None, Headers]:
-        """The tenant of the first header with one of the keys, and the headers without any of them."""
-        found: str | None = None
+    def _verify(self, headers: Headers) -> tuple[ApiKey | None, Headers]:
+        """The tenant and scopes of the first header with one of the keys, and the headers without any key."""
+        found: ApiKey | None = None
         kept: Headers = []
         for pair in headers:
-            tenant = self._tenant(*pair)
-            if tenant is None:
+            key = self._key(*pair)
+            if key is None:
                 kept.append(pair)
             elif found is None:
-                found = tenant
+                found = key
         return found, kept
 
-    def _tenant(self, name: bytes, value: bytes) -> str | None:
+    def _key(self, name: bytes, value: bytes) -> ApiKey | None:
         if name == b"authorization":
             scheme, _, key = value.strip().partition(b" ")
             if scheme.lower() != b"bearer":
@@ -63,14 +105,58 @@ class ApiKeys:
             key = value
         else:
             return None
-        # Digests have one length, and all are compared: the time tells nothing about the keys
-        sent, found = tenant_of_key(key.strip()), None
-        for tenant in self._tenants:
-            if secrets.compare_digest(sent, tenant):
-                found = tenant
-        return found
+        return self._keys.find(key.strip())
 
 
-def _path(scope: Scope) -> str:
+class NoKeys:
+    """Without keys, every client may use and read, and only clients on this machine may administrate.
+
+    A client is on this machine if the proxy listens on a loopback address only, no other proxy forwarded the
+    request, and no web page sent it: a page in a browser on this machine can reach loopback addresses too.
+    """
+
+    def __init__(self, app: ASGIApp, loopback: bool, cors_origins: Collection[str] = ()) -> None:
+        """`loopback`: whether the proxy listens on a loopback address only."""
+        self._app = app
+        self._loopback = loopback
+        self._origins = frozenset(origin.encode() for origin in cors_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Put the scopes of one request into its ASGI scope."""
+        if scope["type"] == "http" and SCOPES_KEY not in scope:
+            local = self._loopback and self._is_local(scope["headers"])
+            scope = {**scope, SCOPES_KEY: EVERY_SCOPE if local else WITHOUT_ADMIN}
+        await self._app(scope, receive, send)
+
+    def _is_local(self, headers: Headers) -> bool:
+        for name, value in headers:
+            if name in _FORWARDED or (name == b"origin" and value not in self._origins):
+                return False
+            # A browser sends no Origin for a page whose own host name resolves to 127.0.0.1
+            if name == b"host" and not is_loopback(host_name(value)):
+                return False
+        return True
+
+
+def host_name(value: bytes) -> str:
+    """The host in a Host header, without its port: `::1` of `[::1]:8100`."""
+    text = value.decode("latin-1").strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is a loopback address."""
+    if host in _USUAL_LOOPBACK:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def path_of(scope: Scope) -> str:
+    """The decoded path of a request, without the application's root path."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))

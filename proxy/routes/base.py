@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from proxy.http import Request, Response
 from proxy.routes.paths import fill, other_paths
+from proxy.routes.scopes import KeyScope
 from proxy.turn.services import Services
 
 
@@ -13,18 +14,25 @@ class Route(ABC):
     """One route. `routes.py` lists all of them."""
 
     path: ClassVar[str]
-    """Its canonical path, a template in Starlette's syntax."""
+    """The route's canonical path, a template in Starlette's syntax."""
     methods: ClassVar[tuple[str, ...]] = ("POST",)
     inside_vllm: ClassVar[bool] = True
-    """Whether it is mounted inside vLLM too; False where vLLM's own route serves."""
+    """Whether it is mounted inside vLLM too; False if vLLM has its own route for it."""
     needs_tenant: ClassVar[bool] = True
-    """Whether the caller's credential is verified first, and `Request.tenant` set."""
+    """Whether the client's credential is verified first and `Request.tenant` is set."""
+    key_scope: ClassVar[KeyScope | None] = KeyScope.INFERENCE
+    """The scope that an API key of the proxy needs for it; None where no key is needed."""
     under_v1: ClassVar[bool] = False
     """Whether it is served under `/v1` too, although its canonical path is not."""
+    store_seconds: ClassVar[float | None] = None
+    """How long one request waits for the store, all its calls together; None for `store_timeout_s`."""
     catches_all: ClassVar[bool] = False
+    observed: ClassVar[bool] = True
+    """Whether its requests are timed, counted as in flight and logged; False for health checks and
+    scrapes."""
     summary: ClassVar[str] = ""
     openapi: ClassVar[dict[str, Any]] = {}
-    """What the OpenAPI page shows, next to path and methods."""
+    """The route's description on the OpenAPI page."""
 
     @abstractmethod
     async def answer(self, incoming: Request, gateway: Services, /) -> Response:
@@ -34,14 +42,23 @@ class Route(ABC):
             ApiError: becomes the error object that the client gets.
         """
 
+    def needed_scope(self, method: str, path: str) -> KeyScope | None:
+        """The scope that an API key needs for a request; `path` is its canonical path, decoded."""
+        return self.key_scope
+
     @property
     def description(self) -> str:
-        """What the OpenAPI page says of the route."""
+        """The route's entry on the OpenAPI page."""
         return type(self).answer.__doc__ or ""
 
     @property
+    def label(self) -> str:
+        """The route's name in metrics: its path, which is a template."""
+        return "other" if self.catches_all else self.path
+
+    @property
     def aliases(self) -> list[str]:
-        """The other path templates it is served at."""
+        """The other path templates of the route."""
         return [] if self.catches_all else other_paths(self.path, under_v1=self.under_v1)
 
     def canonical_path(self, path: str, parameters: Mapping[str, str]) -> str:
@@ -49,6 +66,6 @@ class Route(ABC):
 
         Args:
             path: as the client sent it, percent-encoded and without the query string.
-            parameters: what its template found in it.
+            parameters: the values that the template matched in it.
         """
         return fill(self.path, parameters)

@@ -1,7 +1,7 @@
-"""Whose request it is. A tenant is a digest of a credential that somebody verified.
+"""Identifies the tenant of a request. A tenant is a digest of a verified credential.
 
-Nobody continues, lists, reads, rewards or deletes what another tenant recorded. Where nobody asks for
-credentials, everybody is one tenant, the empty string.
+A tenant cannot continue, list, read, reward or delete what another tenant recorded. If neither proxy nor
+engine requires credentials, all clients are one tenant, the empty string.
 """
 
 import asyncio
@@ -16,22 +16,22 @@ from proxy.http import Request, Response
 from proxy.types import Headers, Scope
 
 SCOPE_KEY = "tokenproxy.tenant"
-"""Where the ASGI scope of a request holds its tenant, once one of the proxy's own keys was verified."""
-EVERYBODY = ""
+"""Key of the ASGI scope with the tenant of a request, set after one of the proxy's own keys was verified."""
+SINGLE_TENANT = ""
 
 OPEN_S = 60.0
-"""How long the engine's word counts on whether it wants credentials at all."""
+"""How long the result counts whether the engine requires credentials at all."""
 ACCEPTED_S = 300.0
 REFUSED_S = 10.0
 REMEMBERED = 4096
-"""Credentials whose verdict is remembered; the least recently used are forgotten first."""
+"""Number of credentials with a cached verdict; the least recently used are dropped first."""
 TIMEOUT_S = 60.0
 
 _MODELS_PATH = "/v1/models"
 _CREDENTIAL_HEADERS = (b"authorization", b"x-api-key")
 
 TenantOf = Callable[[Scope], Awaitable[str]]
-"""The tenant of a request. Raises Unauthorized, or ApiError where it cannot be known."""
+"""Returns the tenant of a request. Raises Unauthorized, or ApiError if it cannot be verified."""
 
 
 def tenant_of_key(key: bytes) -> str:
@@ -39,9 +39,9 @@ def tenant_of_key(key: bytes) -> str:
     return blake2b(key, digest_size=16).hexdigest()
 
 
-async def everybody(scope: Scope) -> str:
-    """The one tenant where nobody asks for credentials."""
-    return EVERYBODY
+async def single_tenant(scope: Scope) -> str:
+    """The one tenant where no credentials are required."""
+    return SINGLE_TENANT
 
 
 async def tenant_in_scope(scope: Scope) -> str:
@@ -62,10 +62,10 @@ class _Verdict:
 
 
 class EngineCredentials:
-    """Lets the engine verify credentials: it is asked `GET /v1/models`, and its word remembered for a while.
+    """Verifies credentials by sending `GET /v1/models` to the engine; caches the verdicts.
 
-    First without a credential: an engine that answers wants none, and everybody is one tenant. If it refuses,
-    it is asked once more with each client's own credential.
+    The first request has no credential. If the engine accepts it, all clients are one tenant. If the engine
+    refuses it, a request with each client's own credential follows.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class EngineCredentials:
         clock: Callable[[], float] = time.monotonic,
         lend: Callable[[tuple[bytes, bytes]], Awaitable[None]] | None = None,
     ) -> None:
-        """An empty cache of verdicts.
+        """Start with an empty cache of verdicts.
 
         Args:
-            send: sends a request to the engine, through everything that guards it.
-            lend: called with each accepted credential: what the engine can do may not be known without one.
+            send: sends a request to the engine, through all of the engine's own checks.
+            lend: called with each accepted credential, because discovery of the engine may need one.
         """
         self._send = send
         self._lend = lend
@@ -87,30 +87,33 @@ class EngineCredentials:
         self._without: _Verdict | None = None
         """The verdict on a request without a credential."""
         self._asking: dict[bytes, asyncio.Task[bool]] = {}
-        """Questions under way, so that concurrent requests with one credential ask once."""
+        """Running verifications, so that concurrent requests with one credential share one."""
 
     async def tenant_of(self, scope: Scope) -> str:
         """The tenant of a request.
 
         Raises:
-            Unauthorized: the engine wants a credential, and there is none or the engine refuses it.
-            EngineUnavailable, EngineTimeout, EngineBroken: the engine does not tell.
+            Unauthorized: the engine requires a credential, and there is none or the engine refuses it.
+            EngineUnavailable, EngineTimeout, EngineBroken: the engine gives no verdict.
         """
         if await self._accepts(None):
-            return EVERYBODY
+            return SINGLE_TENANT
         credential = _credential(scope["headers"])
         if credential is None:
             raise Unauthorized(
-                "the engine wants an API key: send it as `Authorization: Bearer KEY`", code="invalid_api_key"
+                "the engine requires an API key: send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
             )
         if not await self._accepts(credential):
-            raise Unauthorized("the engine refuses this API key", code="invalid_api_key")
+            raise Unauthorized(
+                "the engine refuses this API key: send one that it accepts", code="invalid_api_key"
+            )
         if self._lend is not None:
             await self._lend(credential)
         return tenant_of_key(_key(credential[1]))
 
     async def aclose(self) -> None:
-        """Give up the questions under way."""
+        """Cancel the running verifications."""
         tasks = list(self._asking.values())
         for task in tasks:
             task.cancel()
@@ -129,7 +132,7 @@ class EngineCredentials:
             task = asyncio.create_task(self._ask(digest, credential))
             self._asking[digest] = task
             task.add_done_callback(lambda done: self._asked(digest, done))
-        # a client that leaves must not take the answer away from the others that wait for it
+        # a client that leaves must not cancel the verification for others that wait for it
         return await asyncio.shield(task)
 
     async def _ask(self, digest: bytes, credential: tuple[bytes, bytes] | None) -> bool:
@@ -171,18 +174,24 @@ class EngineCredentials:
     def _asked(self, digest: bytes, task: "asyncio.Task[bool]") -> None:
         del self._asking[digest]
         if not task.cancelled():
-            task.exception()  # asked for so that asyncio does not warn when all who waited have left
+            task.exception()  # read, so that asyncio does not warn if all waiting clients have left
+
+
+def unverified_tenant(headers: Headers) -> str:
+    """The tenant of the credential in a request before anything verified it: for fair queueing alone."""
+    credential = _credential(headers)
+    return tenant_of_key(_key(credential[1])) if credential is not None else SINGLE_TENANT
 
 
 def _credential(headers: Headers) -> tuple[bytes, bytes] | None:
-    for wanted in _CREDENTIAL_HEADERS:
+    for header in _CREDENTIAL_HEADERS:
         for name, value in headers:
-            if name == wanted and value.strip():
+            if name == header and value.strip():
                 return name, value
     return None
 
 
 def _key(value: bytes) -> bytes:
-    """The key in a header: `secret` of `Bearer secret`, whatever the scheme is."""
+    """The key in a header of any scheme: `secret` of `Bearer secret`."""
     scheme, _, key = value.strip().partition(b" ")
     return key.strip() or scheme

@@ -1,28 +1,43 @@
-"""From ASGI to a route and back: bodies, credentials, broken streams, clients that leave.
+"""Connects ASGI to a route: bodies, credentials, broken streams, clients that leave.
 
-A request is served by one task. A second one listens for the client's disconnect and cancels the first;
-closing the engine's response on the way out is what makes vLLM abort.
+A request is served by one task. A second task listens for the client's disconnect and cancels the first,
+which closes the engine's response, so that vLLM aborts.
 """
 
 import asyncio
 import logging
+import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 import fastapi
 from fastapi.routing import APIRoute
 from starlette.routing import Match
 
 from proxy.engine.sse import whole_events
-from proxy.errors import ApiError, BodyTooLarge, EngineBroken
+from proxy.errors import ApiError, BadRequest, BodyTimeout, BodyTooLarge, EngineBroken, Forbidden, Stopping
+from proxy.history.store_time import store_time
 from proxy.http import Request, Response, is_event_stream
+from proxy.monitoring.exchange import Exchange
+from proxy.monitoring.middleware import EXCHANGE_KEY, Monitor, Observer
 from proxy.routes.base import Route
-from proxy.routes.credentials import EVERYBODY, TenantOf
+from proxy.routes.credentials import SCOPE_KEY, SINGLE_TENANT, TenantOf
+from proxy.routes.scopes import SCOPES_KEY, KeyScope
 from proxy.routes.stream_errors import error_event
+from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
-from proxy.types import Receive, Scope, Send
+from proxy.types import Message, Receive, Scope, Send
 
 log = logging.getLogger("tokenproxy")
+
+
+BODY_BYTES_PER_S = 65_536
+"""A body that arrives at least as fast as this never times out."""
+
+_ENCODED_SLASH = re.compile("%(2f|5c)", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class ClientGone(Exception):
@@ -32,45 +47,94 @@ class ClientGone(Exception):
 class Endpoint(fastapi.Response):
     """A route as an ASGI application (a Response, so that FastAPI's routing runs it as it is)."""
 
-    def __init__(self, route: Route, services: Callable[[Scope], Services], tenant_of: TenantOf) -> None:
+    def __init__(
+        self,
+        route: Route,
+        services: Callable[[Scope], Services],
+        tenant_of: TenantOf,
+        observer: Observer,
+        *,
+        checks_scopes: bool = False,
+    ) -> None:
+        """`checks_scopes`: whether the ASGI scope of each request holds the scopes of its client."""
         self.route = route
+        self._monitor = Monitor(self._observed, observer)
         self._services = services
         self._tenant_of = tenant_of
+        self._checks_scopes = checks_scopes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
+        await self._monitor(scope, receive, send)
+
+    async def _observed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope[EXCHANGE_KEY]
+        exchange.route = self.route.label
+        exchange.observed = self.route.observed
+        if not exchange.observed:
+            await self._answer(scope, receive, send)
+            return
+        with exchange.metrics.in_progress():
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope[EXCHANGE_KEY]
         try:
+            check_path(scope)
+            if self._checks_scopes:
+                _check_scope(scope, self._needed_scope(scope))
             services = self._services(scope)
-            # Before the body is read: nobody unknown may fill the memory
-            tenant = await self._tenant_of(scope) if self.route.needs_tenant else EVERYBODY
-            body = await read_body(scope, receive, services.body_limit_bytes)
+            with services.running.cuttable():
+                # Before the body is read: a client without a valid credential must not fill the memory
+                tenant = await self._tenant(scope)
+                body = await read_body(scope, receive, services.body_limit_bytes, services.body_timeout_s)
         except ClientGone:
+            exchange.leave()
             return
         except ApiError as error:
             await send_error(send, error)
             return
-        async with _ClientWatch(receive):
-            await self._serve(self._request(scope, body, tenant), services, send)
+        async with _ClientWatch(receive, exchange):
+            with store_time(self.route.store_seconds or services.store_timeout_s):
+                await self._serve(self._request(scope, body, tenant), services, send)
 
     async def _serve(self, request: Request, services: Services, send: Send) -> None:
+        running = services.running
         try:
-            response = await self.route.answer(request, services)
+            with running.cuttable():
+                response = await self.route.answer(request, services)
         except ApiError as error:
             await send_error(send, error)
             return
         try:
             if is_event_stream(response.headers):
-                await _send_events(response, request.path, send)
+                await _send_events(response, request.path, send, running)
             else:
-                await _send_body(response, send)
+                await _send_body(response, send, running)
         finally:
             await response.aclose()
 
+    async def _tenant(self, scope: Scope) -> str:
+        """The tenant of a request; for a route that needs none, only one that is verified already."""
+        if self.route.needs_tenant:
+            return await self._tenant_of(scope)
+        known: str = scope.get(SCOPE_KEY, SINGLE_TENANT)
+        return known
+
     def _request(self, scope: Scope, body: bytes, tenant: str) -> Request:
-        path = self.route.canonical_path(raw_path(scope), scope.get("path_params", {}))
+        path = self._path(scope)
         query: bytes = scope.get("query_string", b"")
         target = f"{path}?{query.decode('latin-1')}" if query else path
-        return Request(scope["method"], target, list(scope["headers"]), body, tenant=tenant)
+        may_read = not self._checks_scopes or KeyScope.READ in scope.get(SCOPES_KEY, ())
+        return Request(
+            scope["method"], target, list(scope["headers"]), body, tenant=tenant, may_read=may_read
+        )
+
+    def _path(self, scope: Scope) -> str:
+        return self.route.canonical_path(raw_path(scope), scope.get("path_params", {}))
+
+    def _needed_scope(self, scope: Scope) -> KeyScope | None:
+        return self.route.needed_scope(scope["method"], unquote(self._path(scope)))
 
 
 class EndpointRoute(APIRoute):
@@ -83,7 +147,7 @@ class EndpointRoute(APIRoute):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """See `starlette.routing.BaseRoute.matches`."""
-        # A route with its aliases has four paths: a substring rules most of them out sooner than a regex
+        # A route with its aliases has four paths: a substring test excludes most of them faster than a regex
         return super().matches(scope) if self._fixed in scope["path"] else (Match.NONE, {})
 
     def get_route_handler(self) -> Callable[[fastapi.Request], Awaitable[fastapi.Response]]:  # type: ignore[override]
@@ -135,11 +199,57 @@ def raw_path(scope: Scope) -> str:
     return path.decode("latin-1")
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request's body.
+def check_path(scope: Scope) -> None:
+    """Refuse a path that the proxy and an engine, or a server between them, may read differently.
 
     Raises:
-        BodyTooLarge: it is over the limit, as announced or as counted.
+        BadRequest: it holds an encoded slash, a `.` or `..` segment or a control character, or is not a path.
+    """
+    raw = raw_path(scope)
+    decoded = unquote(raw)
+    if not raw.startswith("/"):
+        problem = "must begin with a slash"
+    elif _ENCODED_SLASH.search(raw) or "\\" in raw:
+        problem = "must not hold an encoded slash (%2F) or a backslash"
+    elif any(segment in (".", "..") for segment in decoded.split("/")):
+        problem = "must not hold the segments . and .."
+    elif _CONTROL.search(decoded):
+        problem = "must not hold control characters"
+    else:
+        return
+    raise BadRequest(f"the path of the URL {problem}", param="path", code="invalid_path")
+
+
+def _check_scope(scope: Scope, needed: KeyScope | None) -> None:
+    """Refuse a request whose client lacks a scope. Raises Forbidden."""
+    held: frozenset[KeyScope] = scope.get(SCOPES_KEY, frozenset())
+    if needed is None or needed in held:
+        return
+    request = f"{scope['method']} {scope['path']}"
+    if SCOPE_KEY in scope:
+        raise Forbidden(
+            f"{request} needs an API key with the scope `{needed}`; this one has {', '.join(sorted(held))}. "
+            "Keys with it are in `admin_key`, or in `api_key_file` with that scope",
+            code="insufficient_scope",
+        )
+    raise Forbidden(
+        f"{request} needs an API key with the scope `{needed}`, and this proxy has no keys: set `admin_key` "
+        "or `api_key_file`. Without keys such routes answer only to programs of the same machine, while "
+        "`host` is a loopback address",
+        code="admin_needs_key",
+    )
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float | None = None) -> bytes:
+    """The request's body.
+
+    Args:
+        limit: in bytes.
+        timeout_s: how long a body may take that comes slower than `BODY_BYTES_PER_S`.
+
+    Raises:
+        BodyTooLarge: its announced or its actual size is over the limit.
+        BodyTimeout: it was too slow.
         ClientGone: the client left before it was complete.
     """
     for name, value in scope["headers"]:
@@ -147,8 +257,15 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             raise _too_large(limit)
     parts: list[bytes] = []
     size = 0
+    start = time.monotonic()
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(_time_left(start, size, timeout_s)):
+                message = await receive()
+        except TimeoutError as error:
+            raise BodyTimeout(
+                f"the request body did not arrive within {timeout_s:g} s (`body_timeout_s`)", param="body"
+            ) from error
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
@@ -158,6 +275,13 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _time_left(start: float, size: int, timeout_s: float | None) -> float | None:
+    """Seconds to wait for the next bytes of a body; None for no limit."""
+    if timeout_s is None:
+        return None
+    return max(0.0, start + timeout_s + size / BODY_BYTES_PER_S - time.monotonic())
 
 
 def _too_large(limit: int) -> BodyTooLarge:
@@ -174,47 +298,59 @@ async def send_error(send: Send, error: ApiError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_events(response: Response, path: str, send: Send) -> None:
-    await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
+async def _send_events(response: Response, path: str, send: Send, running: RunningRequests) -> None:
+    """Send a stream of events; a stream that breaks or is cut off ends with an error event."""
+    started = False
     try:
-        async for chunk in whole_events(response.chunks()):
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        with running.cuttable():
+            await send(_head(response))
+            started = True
+            async for chunk in whole_events(response.chunks()):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
     except ApiError as error:
+        if not started:
+            await send_error(send, error)
+            return
         log.warning("a stream of %s ends with an error: %s", path, error.message)
         await send({"type": "http.response.body", "body": error_event(path, error), "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _send_body(response: Response, send: Send) -> None:
-    """Send a body that is no event stream.
+async def _send_body(response: Response, send: Send, running: RunningRequests) -> None:
+    """Send a body that is not an event stream.
 
-    Its head goes out with the first bytes: if the engine breaks before them, the client gets an error object.
+    The head is sent with the first bytes: if the engine breaks before them, the client gets an error object.
     """
-    chunks = response.chunks()
     started = False
     try:
-        async for chunk in chunks:
-            if not started:
-                started = True
-                await send(
-                    {"type": "http.response.start", "status": response.status, "headers": response.headers}
-                )
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    except EngineBroken as error:
-        if started:
-            raise  # the server then cuts the connection: a short body must not look complete
-        await send_error(send, error)
+        with running.cuttable():
+            async for chunk in response.chunks():
+                if not started:
+                    await send(_head(response))
+                    started = True
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    except (EngineBroken, Stopping) as error:
+        # after the head the server cuts the connection: a short body must not look complete
+        if not started:
+            await send_error(send, error)
+        elif not isinstance(error, Stopping):
+            raise
         return
     if not started:
-        await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
+        await send(_head(response))
     await send({"type": "http.response.body", "body": b""})
+
+
+def _head(response: Response) -> Message:
+    return {"type": "http.response.start", "status": response.status, "headers": response.headers}
 
 
 class _ClientWatch:
     """Cancels the task inside its `async with` when the client disconnects."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, exchange: Exchange) -> None:
         self._receive = receive
+        self._exchange = exchange
         self._gone = False
 
     async def __aenter__(self) -> None:
@@ -234,4 +370,5 @@ class _ClientWatch:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._gone = True
+        self._exchange.leave()
         self._task.cancel()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from fastapi import FastAPI
 from starlette.routing import BaseRoute, Match
 
+from proxy.monitoring.middleware import Observer
 from proxy.routes.base import Route
 from proxy.routes.credentials import TenantOf
 from proxy.routes.endpoint import Endpoint, alias_routes, endpoint_routes
@@ -16,18 +17,27 @@ from proxy.types import Scope
 
 
 def mount(
-    app: FastAPI, services: Callable[[Scope], Services], tenant_of: TenantOf, *, inside_vllm: bool
+    app: FastAPI,
+    services: Callable[[Scope], Services],
+    tenant_of: TenantOf,
+    observer: Observer,
+    *,
+    inside_vllm: bool,
 ) -> None:
     """Add the routes to `app`, then their aliases. Where two match a request, the one added first serves it.
 
     Args:
-        services: what requests are served with; called for each request.
-        tenant_of: whose request it is; called for each request to a route that needs it.
+        services: returns the services of a request; called for each request.
+        tenant_of: returns the tenant of a request; called for each request to a route that needs it.
+        observer: gets a report of each request.
         inside_vllm: whether `app` is vLLM's own, which serves the other routes itself.
     """
     existing = list(app.router.routes)
     mounted = [route for route in all_routes() if route.inside_vllm or not inside_vllm]
-    endpoints = [Endpoint(route, services, tenant_of) for route in mounted]
+    # vLLM's middleware sets no scopes; its own flags enable or disable its routes
+    endpoints = [
+        Endpoint(route, services, tenant_of, observer, checks_scopes=not inside_vllm) for route in mounted
+    ]
     for endpoint in endpoints:
         if not endpoint.route.catches_all:
             app.router.routes.extend(endpoint_routes(endpoint))
@@ -41,7 +51,7 @@ def mount(
 
 
 def _serves(existing: Sequence[BaseRoute], route: Route, template: str) -> bool:
-    """Whether the application's own routes serve an alias already: a plugin must not take their place."""
+    """Whether the application's own routes serve an alias already: a plugin must not replace them."""
     path = fill(template, {"session": "any"})
     scopes = [{"type": "http", "method": method, "path": path, "root_path": ""} for method in route.methods]
     return any(own.matches(scope)[0] is Match.FULL for own in existing for scope in scopes)

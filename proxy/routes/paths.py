@@ -1,7 +1,7 @@
 """The paths of a route: a canonical one, and aliases for clients whose base URL is written differently.
 
-`/v1/chat/completions` is also served at `/chat/completions`, and both with a trailing slash. Whatever the
-client sent, the route, the engine and the log see the canonical path.
+`/v1/chat/completions` is also served at `/chat/completions`, and both with a trailing slash. The route, the
+engine and the log always get the canonical path.
 """
 
 import re
@@ -12,13 +12,14 @@ UNDER_V1 = frozenset({"audio", "chat", "completions", "embeddings", "messages", 
 """First segments of routes that vLLM serves under `/v1` only. `score` and `rerank` are not among them: vLLM
 serves both without `/v1` as well, and its --api-key guards only the paths with `/v1`."""
 AT_ROOT = frozenset({"tokenize", "detokenize"})
-"""Routes that vLLM serves without `/v1` only. A client whose base URL ends in `/v1` asks for them there."""
+"""Routes that vLLM serves without `/v1` only. A client whose base URL ends in `/v1` requests them under
+`/v1`."""
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
 
 
 def other_paths(path: str, *, under_v1: bool) -> list[str]:
-    """Path templates that lead to the same route as `path`.
+    """The other path templates of the route with this path.
 
     `/v1/sessions` has `/v1/sessions/`, `/sessions` and `/sessions/`.
 
@@ -39,7 +40,7 @@ def fill(template: str, parameters: Mapping[str, str]) -> str:
 
 
 def engine_path(path: str) -> str:
-    """The path under which the engine serves what a client asks for; any other path as it is.
+    """The path under which the engine serves a client's path; any other path unchanged.
 
     `/models/` becomes `/v1/models`, and `/v1/detokenize` becomes `/detokenize`.
     """

@@ -2,8 +2,10 @@
 
 from proxy.dialects.chat import ChatDialect
 from proxy.dialects.tokens import TokensDialect
+from proxy.routes.admin import Drain, Replicas
 from proxy.routes.base import Route
 from proxy.routes.passthrough import PassThrough
+from proxy.routes.session_end import FinishSession, SessionEnd
 from proxy.routes.sessions import OneSession, SessionReward, Sessions, SessionSamples
 from proxy.routes.status import Health, MetricsPage, Ready
 from proxy.routes.tokenize import Tokenize
@@ -11,7 +13,7 @@ from proxy.routes.turns import TurnRoute
 
 
 def all_routes() -> list[Route]:
-    """One of each route; the one that catches everything comes last."""
+    """An instance of each route; the catch-all route comes last."""
     return [
         TurnRoute(ChatDialect()),
         TurnRoute(TokensDialect()),
@@ -20,6 +22,10 @@ def all_routes() -> list[Route]:
         OneSession(),
         SessionSamples(),
         SessionReward(),
+        SessionEnd(),
+        FinishSession(),
+        Replicas(),
+        Drain(),
         Health(),
         Ready(),
         MetricsPage(),

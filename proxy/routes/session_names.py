@@ -1,4 +1,4 @@
-"""Names of sessions: in a header, in a path, and what a session sets for its requests."""
+"""Reads the session of a request from a header or path, and the fields that the session sets."""
 
 import re
 from urllib.parse import unquote
@@ -24,7 +24,7 @@ def session_in_path(request: Request) -> str:
 
 
 def check_name(name: str, param: str) -> str:
-    """The name. Raises BadRequest unless it can be put into a path and a header as it is."""
+    """The name. Raises BadRequest unless paths and headers can hold it unchanged."""
     if not _NAME.fullmatch(name):
         raise BadRequest(f"`{param}` must be 1 to 200 letters, digits or any of . _ ~ : @ + = -", param=param)
     return name
@@ -34,7 +34,7 @@ async def session_fields(request: Request, services: Services) -> SessionFields 
     """The session that a request names in its header, with the fields it sets; None if it names none.
 
     Raises:
-        BadRequest: it is no name for a session.
+        BadRequest: it is not a valid name of a session.
     """
     value = next((value for key, value in request.headers if key == HEADER), None)
     if value is None:

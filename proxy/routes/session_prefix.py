@@ -1,12 +1,12 @@
 """`/sessions/{id}/v1/...`: any route, in a session that the client's base URL names.
 
-For clients that can set no header. What follows the session's name decides what a path means:
+For clients that cannot set headers. The part after the session's name selects the route:
 
     /sessions/ID/v1/ANYTHING          the route /v1/ANYTHING, in the session
     /sessions/ID/chat/completions     the same without /v1, for the first segments in WITHOUT_V1
-    /sessions/ID[/samples|/reward]    the session itself: an alias of /v1/sessions/ID...
+    /sessions/ID[/samples|/reward|/end]   the session itself: an alias of /v1/sessions/ID...
 
-WITHOUT_V1 holds no name that follows a session in an alias, so no path has two meanings.
+WITHOUT_V1 holds no segment that can follow a session in an alias, so no path is ambiguous.
 """
 
 from urllib.parse import quote, unquote
@@ -15,13 +15,13 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from proxy.errors import ApiError, NotFound
-from proxy.routes.endpoint import EndpointRoute, raw_path, send_error
+from proxy.routes.endpoint import EndpointRoute, check_path, raw_path, send_error
 from proxy.routes.paths import AT_ROOT, UNDER_V1
 from proxy.routes.session_names import HEADER, check_name
 from proxy.types import ASGIApp, Receive, Scope, Send
 
 WITHOUT_V1 = UNDER_V1 | AT_ROOT
-"""First segments of routes that need no `/v1` after the session's name."""
+"""First segments of routes that work without `/v1` after the session's name."""
 
 _PATH = "/sessions/{session}/{path:path}"
 _SET_BY_ROUTING = ("path_params", "endpoint", "route", "router")
@@ -31,7 +31,7 @@ _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 class _Rerouted(Response):
     """Sends a request through the whole application again, with its session in a header.
 
-    What guards `/v1` (an API key) then guards this path too.
+    So all checks of `/v1`, such as API keys, apply to this path too.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -41,6 +41,7 @@ class _Rerouted(Response):
         """Serve one request."""
         parameters = scope["path_params"]
         try:
+            check_path(scope)
             session = check_name(parameters["session"], "session")
             path, raw = _inner_path(session, parameters["path"], raw_path(scope))
         except ApiError as error:
@@ -59,7 +60,7 @@ def _inner_path(session: str, path: str, raw: str) -> tuple[str, str]:
     """The path without the session, decoded and percent-encoded.
 
     Raises:
-        NotFound: it leads nowhere.
+        NotFound: there is no such route.
     """
     if not path.startswith("v1/"):
         if path.partition("/")[0] not in WITHOUT_V1:
@@ -77,7 +78,7 @@ def _inner_path(session: str, path: str, raw: str) -> tuple[str, str]:
 
 
 def session_prefix(app: ASGIApp) -> APIRoute:
-    """The route that takes the session out of the path."""
+    """Removes the session from the path and serves the rest."""
     rerouted = _Rerouted(app)
 
     async def endpoint(request: Request) -> Response:

@@ -9,11 +9,12 @@ from urllib.parse import parse_qs
 import msgspec
 
 from proxy.errors import BadRequest, EngineUnavailable, NotFound
-from proxy.fields import given, parse, read
+from proxy.fields import parse, raw_value, read
 from proxy.history.store import MAX_DESCRIPTION_BYTES, Cursor, Session, StoreError, session_id
 from proxy.history.turn import Turn, new_id, unpack_ids, unpack_logprobs
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
+from proxy.routes.scopes import KeyScope
 from proxy.routes.session_names import check_name, session_in_path
 from proxy.samples.layouts import LAYOUTS
 from proxy.samples.samples import samples_of
@@ -26,20 +27,27 @@ _AMBIGUOUS = (
     "another rollout held an equal conversation, so turns of the two may have been confused: name a session "
     "with X-Session-ID or the base URL /sessions/ID/v1"
 )
-"""The warning of a reward for a session that was ever ambiguous."""
+"""The warning in the response to a reward for a session that was ever ambiguous."""
 _NOT_FOR_SESSIONS = ("messages", "stream", "stream_options")
 """Fields that a session cannot set for its requests: their clients would not understand the responses."""
 
 
 class _SessionRoute(Route):
-    """A route that needs the store only, not an engine (except to verify credentials)."""
+    """Base of the routes that need the store only, not an engine (except to verify credentials)."""
+
+    # a longer limit, because a session may be large, and these routes cannot respond without the store
+    store_seconds = 10.0
+
+    def needed_scope(self, method: str, path: str) -> KeyScope | None:
+        """See `Route.needed_scope`: who may sample may also make, reward and delete the sessions of it."""
+        return KeyScope.READ if method in ("GET", "HEAD") else KeyScope.INFERENCE
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """See the route's summary."""
         try:
             status, value = await self.reply(request, services)
         except StoreError as error:
-            raise EngineUnavailable(f"the store does not answer: {error}") from error
+            raise EngineUnavailable(f"the store does not respond, try again later: {error}") from error
         return BytesResponse(status, list(JSON_HEADERS), msgspec.json.encode(value))
 
     @property
@@ -57,16 +65,16 @@ class Sessions(_SessionRoute):
 
     path = "/v1/sessions"
     methods = ("POST", "GET")
-    summary = "Make a session, or list those that were used last"
+    summary = "Create a session, or list the most recently used ones"
 
     async def reply(self, request: Request, services: Services) -> tuple[int, object]:
         """POST: `{"id", "defaults", "overrides", "metadata"}`, all optional. GET: `?limit=&before=`."""
         if request.method == "POST":
             return await _save(request, services)
-        limit = _number("limit", _query(request, "limit", "100"))
+        limit = _number("limit", query_value(request, "limit", "100"))
         if not 1 <= limit <= _MOST_LISTED:
             raise BadRequest(f"`limit` must be between 1 and {_MOST_LISTED}", param="limit")
-        before = _cursor(request, _query(request, "before", ""))
+        before = _cursor(request, query_value(request, "before", ""))
         sessions = await services.history.store.sessions(
             limit=int(limit), tenant=request.tenant, before=before
         )
@@ -92,10 +100,11 @@ class OneSession(_SessionRoute):
             if not await store.delete(rollout):
                 raise _unknown(name)
             services.history.recorder.forget(rollout)
+            services.fleet.conversations.end(rollout)
             return 200, {"id": name, "object": "session", "deleted": True}
         session = await _session(request, name, services)
         rewards = await store.rewards(rollout)
-        with_ids = _query(request, "ids", "false") == "true"
+        with_ids = query_value(request, "ids", "false") == "true"
         turns = await store.turns(rollout)
         shown = await services.in_thread(
             lambda: [_shown(turn, rewards.get(turn.id), with_ids) for turn in turns]
@@ -104,7 +113,7 @@ class OneSession(_SessionRoute):
 
 
 class SessionSamples(_SessionRoute):
-    """The training samples of a session."""
+    """Returns the training samples of a session."""
 
     path = "/v1/sessions/{session}/samples"
     methods = ("GET",)
@@ -113,7 +122,7 @@ class SessionSamples(_SessionRoute):
     async def reply(self, request: Request, services: Services) -> tuple[int, object]:
         """`?shared=once|each`, `?layout=plain|trl|verl|prime-rl|skyrl`: `{"samples", "refused"}`."""
         store, name = services.history.store, session_in_path(request)
-        shared, layout = _query(request, "shared", "once"), _query(request, "layout", "plain")
+        shared, layout = query_value(request, "shared", "once"), query_value(request, "layout", "plain")
         if shared not in ("once", "each"):
             raise BadRequest("`shared` must be `once` or `each`", param="shared")
         if layout not in LAYOUTS:
@@ -132,7 +141,7 @@ class SessionSamples(_SessionRoute):
 
 
 class SessionReward(_SessionRoute):
-    """The reward of a session or of its turns."""
+    """Sets the reward of a session or of its turns."""
 
     path = "/v1/sessions/{session}/reward"
     summary = "Set the reward of a session, or of one of its turns"
@@ -147,6 +156,8 @@ class SessionReward(_SessionRoute):
             raise BadRequest(f"the session has no turn {unknown[0]!r}", param="turn")
         if not await store.set_rewards(rollout, rewards):
             raise _unknown(name)
+        if "" in rewards:
+            services.fleet.conversations.end(rollout)
         stored: dict[str, Any] = {"id": name, "rewards": await store.rewards(rollout)}
         return 200, {**stored, "warning": _AMBIGUOUS} if session.ambiguous else stored
 
@@ -167,7 +178,7 @@ def _rewards(fields: Fields) -> dict[str, float]:
 
 
 async def _save(request: Request, services: Services) -> tuple[int, object]:
-    """Create a session or describe it anew; what the request does not name stays."""
+    """Create a session, or change its description; fields that the request does not hold stay."""
     store, fields = services.history.store, parse(request.body or b"{}")
     name = check_name(read(fields, "id", str) or f"session-{new_id()}", "id")
     before, now = await store.session(_rollout(request, name)), time.time()
@@ -187,12 +198,14 @@ async def _save(request: Request, services: Services) -> tuple[int, object]:
             param=largest,
         )
     await store.save_session(session)
+    # the most recently used one, even if the clock was set back
+    await store.pin(session.id, 0.0)
     saved = await store.session(session.id)
     return (201 if before is None else 200), _described(saved or session)
 
 
 def _description(fields: Fields) -> dict[str, Any]:
-    """The JSON objects of a request that describe a session, as they arrived."""
+    """The fields of a request that describe a session, as JSON."""
     described: dict[str, Any] = {}
     for field in _DESCRIPTION:
         value = read(fields, field, dict[str, Any])
@@ -201,7 +214,7 @@ def _description(fields: Fields) -> dict[str, Any]:
         refused = [] if field == "metadata" else [name for name in _NOT_FOR_SESSIONS if name in value]
         if refused:
             raise BadRequest(f"`{field}` cannot set `{refused[0]}`", param=f"{field}.{refused[0]}")
-        described[field] = given(fields, field) or b"{}"
+        described[field] = raw_value(fields, field) or b"{}"
     return described
 
 
@@ -271,12 +284,12 @@ def _shown(turn: Turn, reward: float | None, with_ids: bool) -> dict[str, Any]:
     return shown
 
 
-def _query(request: Request, name: str, default: str) -> str:
+def query_value(request: Request, name: str, default: str) -> str:
     return parse_qs(request.path.partition("?")[2]).get(name, [default])[-1]
 
 
 def _cursor(request: Request, text: str) -> Cursor | None:
-    """A place in the list: `USED:ID` as `next` gave it, or a time alone. None is the beginning."""
+    """A position in the list: `USED:ID` from the field `next`, or a time alone. None is the beginning."""
     used, _, last = text.partition(":")
     seconds = _number("before", used or "inf")
     return None if math.isinf(seconds) else Cursor(seconds, session_id(request.tenant, last) if last else "")

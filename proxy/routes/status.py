@@ -1,20 +1,23 @@
-"""`GET /health`, `/ready` and `/metrics`: is the process alive, does an engine answer, what was counted."""
+"""`GET /health`, `/ready` and `/metrics`: is the process alive, does an engine respond, what was counted."""
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
+from proxy.routes.scopes import KeyScope
 from proxy.turn.services import Services
 
 
 class Health(Route):
-    """Says nothing about engines: a proxy whose engines restart must not be restarted for it."""
+    """Independent of engines: a proxy must not be restarted because its engines restart."""
 
     path = "/health"
     methods = ("GET", "HEAD")
-    inside_vllm = False  # vLLM's own route also asks its engine core
+    inside_vllm = False  # vLLM's own route also checks its engine core
     needs_tenant = False
+    key_scope = None
+    observed = False
     summary = "This process is alive"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
@@ -23,29 +26,40 @@ class Health(Route):
 
 
 class Ready(Route):
-    """200 when at least one engine takes requests, else 503."""
+    """200 when at least one engine takes requests and the proxy is not stopping, else 503."""
 
     path = "/ready"
     methods = ("GET", "HEAD")
     needs_tenant = False
+    key_scope = None
+    observed = False
     summary = "An engine answers"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
-        """`{"ready", "engines": [{"engine", "ready", "version", "model", "token_in", "append"}]}`."""
-        engines = services.fleet.report()
-        ready = any(engine["ready"] for engine in engines)
-        body = msgspec.json.encode({"ready": ready, "engines": engines})
+        """`{"ready", "engines": [{"engine", "ready", "version", "model", "token_in", "append"}], "store"}`.
+
+        The state of the store does not change the status: without the store, prompts are rendered and served.
+        If keys are set, only keys with the scope `read` get `engines` and `store`. A proxy that got a signal
+        to stop returns `"stopping": true`.
+        """
+        engines, stopping = services.fleet.report(), services.running.stopping
+        ready = any(engine["ready"] for engine in engines) and not stopping
+        details = {"engines": engines, "store": services.store.health()} if request.may_read else {}
+        told = {"stopping": True} if stopping else {}
+        body = msgspec.json.encode({"ready": ready, **told, **details})
         return BytesResponse(200 if ready else 503, list(JSON_HEADERS), body)
 
 
 class MetricsPage(Route):
-    """The proxy's own counters; the engines serve theirs themselves."""
+    """The proxy's own metrics; the engines serve theirs themselves."""
 
     path = "/metrics"
-    methods = ("GET",)
-    inside_vllm = False  # vLLM's own page shows the counters there
+    methods = ("GET", "HEAD")
+    inside_vllm = False  # vLLM's own page shows the proxy's metrics
     needs_tenant = False
-    summary = "Counters, for Prometheus"
+    key_scope = KeyScope.READ
+    observed = False
+    summary = "Metrics, for Prometheus"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """Prometheus' text format."""

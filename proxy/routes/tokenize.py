@@ -1,18 +1,19 @@
-"""`POST /tokenize`: vLLM's own contract, and two ways to continue a conversation that is already ids."""
+"""`POST /tokenize`: vLLM's contract, and two ways to continue a conversation that is already ids."""
 
 import msgspec
 
 from proxy.dialects.base import chat_request, visible_of
 from proxy.dialects.prompt_fields import in_vocabulary, join_messages, needs_ids, take_append, take_prompt
 from proxy.errors import BadRequest, NotFound
-from proxy.fields import given, parse, read
+from proxy.fields import parse, raw_value, read
 from proxy.fleet.replica import Replica
 from proxy.history.given import append_messages
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
+from proxy.routes.large_bodies import parsed
 from proxy.turn.request import ChatRequest
 from proxy.turn.required_prefix import FIELD, PrefixRefused, splice_prefix
-from proxy.turn.serve import served_model
+from proxy.turn.sending import served_model
 from proxy.turn.services import Services
 from proxy.types import Fields, Headers
 
@@ -23,47 +24,58 @@ class Tokenize(Route):
     """Tokenises messages; appends messages to ids; renders a history around ids."""
 
     path = _PATH
-    needs_tenant = False  # vLLM asks for no credential here
-    under_v1 = True  # SDK clients with a base URL that ends in /v1 ask for it there
+    needs_tenant = False  # vLLM requires no credential here
+    under_v1 = True  # SDK clients with a base URL that ends in /v1 request it under /v1
     summary = "Tokenise; append to ids; keep a prefix of ids"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"tokens", "count", "max_model_len"}`, and `appended` where messages were appended."""
-        fields = parse(request.body)
-        if given(fields, FIELD) is not None:
-            return await services.fleet.on_replica(
+        fields = await parsed(request, services, lambda: parse(request.body))
+        if raw_value(fields, FIELD) is not None:
+            return await services.fleet.ask(
                 lambda replica: _keep_prefix(fields, request.headers, replica, services)
             )
-        ids = take_prompt(fields)
-        if ids is None and given(fields, "append_messages") is None:
+        chat = await parsed(request, services, lambda: _chat_request(request, fields))
+        if chat is None:
             call = Request("POST", _PATH, request.headers, request.body, repeatable=True)
-            return await services.fleet.send(call)
-        if ids is None:
-            raise needs_ids()
-        append = take_append(fields, ids)
-        if append is None:
-            raise BadRequest("`append_messages` is required with ids", param="append_messages")
-        chat = chat_request(
-            request,
-            fields,
-            None,
-            visible_of(fields),
-            given=ids,
-            append=append,
-            messages=join_messages(given(fields, "messages"), append),
-        )
-        return await services.fleet.on_replica(lambda replica: _append(chat, replica, services))
+            return await services.fleet.ask(lambda replica: replica.engine.send(call))
+        return await services.fleet.ask(lambda replica: _append(chat, replica, services))
+
+
+def _chat_request(request: Request, fields: Fields) -> ChatRequest | None:
+    """The request to append messages to ids; None if it is one of vLLM's own.
+
+    Raises:
+        BadRequest: the ids or the messages are missing or wrong.
+    """
+    ids = take_prompt(fields)
+    if ids is None:
+        if raw_value(fields, "append_messages") is None:
+            return None
+        raise needs_ids()
+    append = take_append(fields, ids)
+    if append is None:
+        raise BadRequest("`append_messages` is required with ids", param="append_messages")
+    return chat_request(
+        request,
+        fields,
+        None,
+        visible_of(fields),
+        given=ids,
+        append=append,
+        messages=join_messages(raw_value(fields, "messages"), append),
+    )
 
 
 async def _append(request: ChatRequest, replica: Replica, services: Services) -> Response:
-    """The whole next prompt, and how many ids were appended."""
+    """The whole next prompt, and the number of appended ids."""
     ids, fields = request.given, request.fields
-    assert ids is not None  # the caller looked
+    assert ids is not None  # checked by the caller
     if request.model is not None and not await replica.serves(request.model):
         raise NotFound(f"The model `{request.model}` does not exist.", param="model", code="model_not_found")
     tokenizer = await replica.tokenizer()
     model = await served_model(replica, request)
-    prompt, appended = await append_messages(services.history.placer, request, ids, model)
+    prompt, appended = await append_messages(services.history.placer, request, ids, model, to_complete=False)
     strings = read(fields, "return_token_strs", bool) or False
 
     def check() -> list[str] | None:

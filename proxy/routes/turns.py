@@ -3,6 +3,7 @@
 from proxy.dialects.base import Dialect
 from proxy.http import Request, Response
 from proxy.routes.base import Route
+from proxy.routes.large_bodies import parsed
 from proxy.routes.session_names import session_fields
 from proxy.turn.serve import serve_turn
 from proxy.turn.services import Services
@@ -25,5 +26,9 @@ class TurnRoute(Route):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """The response to one turn."""
         session = await session_fields(request, services)
-        chat = self._dialect.parse(request, session, record=services.record_token_route)
+        chat = await parsed(
+            request,
+            services,
+            lambda: self._dialect.parse(request, session, record=services.record_token_route),
+        )
         return await serve_turn(chat, services)

@@ -131,7 +131,7 @@ def test_everything_else_is_closed(keyed: tuple[FakeVllm, httpx.Client], method:
     assert keyed[1].request(method, path).status_code == 401
 
 
-def test_everybody_is_one_tenant_with_the_engines_key_alone(mortal: FakeVllm, tenants: list[str]) -> None:
+def test_all_clients_are_one_tenant_with_only_the_engines_key(mortal: FakeVllm, tenants: list[str]) -> None:
     mortal.api_keys = ("engine",)
     with run_proxy([mortal], upstream_api_key="engine") as client:
         tenants.clear()
@@ -142,7 +142,7 @@ def test_everybody_is_one_tenant_with_the_engines_key_alone(mortal: FakeVllm, te
     assert {seen.header("authorization") for seen in mortal.requests} == {b"Bearer engine"}
 
 
-def test_without_a_key_of_ours_the_clients_goes_to_the_engine(fake: FakeVllm, client: httpx.Client) -> None:
+def test_engine_gets_the_clients_key_if_the_proxy_has_none(fake: FakeVllm, client: httpx.Client) -> None:
     client.post(_TOKENS, json=_BODY, headers=_BEARER)
     assert fake.last().header("authorization") == b"Bearer secret"
 

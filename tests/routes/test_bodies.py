@@ -48,7 +48,7 @@ def test_an_announced_body_is_refused_before_it_is_sent(limited: httpx.Client) -
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/tokens", "/tokenize"])
-def test_bodies_that_are_no_objects(client: httpx.Client, path: str) -> None:
+def test_bodies_that_are_not_objects_are_refused(client: httpx.Client, path: str) -> None:
     for body in (b"", b"{", b"[]", b"\xff"):
         answer = client.post(path, content=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")

@@ -55,7 +55,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("header", [[], [_ANNA], [b"nonsense"]])
-async def test_an_engine_without_keys_makes_everybody_one_tenant(header: list[bytes]) -> None:
+async def test_all_clients_are_one_tenant_of_an_engine_without_keys(header: list[bytes]) -> None:
     engine = Engine()
     assert [await engine.tenant(*header) for _ in range(3)] == ["", "", ""]
     assert engine.asked == [[]]  # once, and nobody's credential with it
@@ -71,7 +71,7 @@ async def test_each_accepted_key_is_a_tenant() -> None:
     assert engine.asked == [[], [(b"authorization", _ANNA)], [(b"authorization", _BERT)]]
 
 
-async def test_the_scheme_is_no_part_of_the_tenant() -> None:
+async def test_scheme_is_not_part_of_the_tenant() -> None:
     engine = Engine(_ANNA, b"bearer anna", b"anna")
     assert {await engine.tenant(value) for value in engine.keys} == {_tenant("anna")}
 
@@ -160,7 +160,7 @@ async def test_concurrent_requests_ask_once() -> None:
         (429, EngineUnavailable),
     ],
 )
-async def test_another_status_decides_nothing(status: int, kind: type[ApiError]) -> None:
+async def test_other_status_is_not_a_verdict(status: int, kind: type[ApiError]) -> None:
     engine = Engine(_ANNA)
     engine.status = status
     for _ in range(2):
@@ -179,7 +179,7 @@ async def test_an_engine_that_does_not_answer_in_time(monkeypatch: pytest.Monkey
         await engine.tenant()
 
 
-async def test_closing_ends_what_is_asked() -> None:
+async def test_closing_cancels_running_verifications() -> None:
     engine = Engine()
     engine.gate = asyncio.Event()
     task = asyncio.create_task(engine.tenant())
@@ -246,7 +246,7 @@ def test_other_routes_verify_nothing(guarded: httpx.Client, mortal: FakeVllm, pa
     assert mortal.seen("/v1/models") == []
 
 
-def test_an_engine_that_breaks_lets_nobody_in(guarded: httpx.Client, mortal: FakeVllm) -> None:
+def test_broken_engine_accepts_no_credential(guarded: httpx.Client, mortal: FakeVllm) -> None:
     headers = {"authorization": "Bearer anna"}
     mortal.canned["/v1/models"] = Canned(b"", 500)
     broken = guarded.get("/v1/sessions", headers=headers)

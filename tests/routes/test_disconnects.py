@@ -61,7 +61,7 @@ def test_a_client_that_leaves_while_the_store_is_slow(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(MemoryStore, "save_session", never_saved)
-    fake.replies.append(Reply(hold_at=0))
+    fake.replies.append(Reply(hold_at=1))
     body = json.dumps({"messages": _HI, "stream": True}).encode()
     with run_server(create_app(Settings(upstreams=[fake.url], store="memory:"))) as url:
         with send_and_keep(httpx.URL(url), _CHAT, body):
@@ -70,7 +70,7 @@ def test_a_client_that_leaves_while_the_store_is_slow(
         wait_until(lambda: (fake.running, fake.aborted) == (0, 1))
 
 
-def test_a_client_that_stays_aborts_nothing(fake: FakeVllm, client: httpx.Client) -> None:
+def test_completed_request_is_not_aborted(fake: FakeVllm, client: httpx.Client) -> None:
     for stream in (False, True):
         client.post(_TOKENS, json={"prompt_ids": [1, 74], "stream": stream})
     wait_until(lambda: not fake.running)

@@ -28,8 +28,13 @@ def test_an_engine_that_is_ready(fake: FakeVllm, client: httpx.Client, method: s
                     "model": "tiny",
                     "token_in": "chat",
                     "append": "ready",
+                    "breaker": "closed",
+                    "draining": False,
+                    "requests": 0,
+                    "conversations": found["engines"][0]["conversations"],
                 }
             ],
+            "store": {"state": "ok", "since": None, "error": None, "queued_turns": 0, "lost_turns": 0},
         }
 
 

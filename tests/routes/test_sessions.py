@@ -220,7 +220,7 @@ def test_an_echoed_id_continues_the_rollout(talk: Make) -> None:
     assert made.follow(user("more")).session == first.session
 
 
-def test_a_named_session_keeps_to_itself(talk: Make, name: str) -> None:
+def test_named_session_matches_only_its_own_turns(talk: Make, name: str) -> None:
     made = talk()
     made.ask(reply=Reply(SPLIT))
     made.headers["x-session-id"] = name
@@ -297,7 +297,7 @@ def test_defaults_and_overrides_reach_the_engine(client: httpx.Client, fake: Fak
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("where", ["defaults", "overrides"])
-def test_what_a_session_asks_for_is_not_shown(
+def test_evidence_requested_by_a_session_is_not_shown(
     client: httpx.Client, name: str, where: str, stream: bool
 ) -> None:
     _make(client, name, **{where: {"logprobs": True, "return_token_ids": True}})
@@ -309,7 +309,7 @@ def test_what_a_session_asks_for_is_not_shown(
 
 @pytest.mark.parametrize("where", ["defaults", "overrides"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_session_refuses_is_recorded_all_the_same(
+def test_evidence_disabled_by_a_session_is_still_recorded(
     talk: Make, name: str, where: str, stream: bool
 ) -> None:
     _make(talk().pair.client, name, **{where: {"logprobs": False, "return_token_ids": False}})

@@ -1,0 +1,1 @@
+"""Observes requests while they are served: times, traces, logs. Independent of engines, stores and routes."""

@@ -1,0 +1,94 @@
+"""Checks every request before routing: a plain ASGI middleware.
+
+It checks the size of the head and the Host header. It also responds to OPTIONS, because browsers send it
+without a key, and an engine would respond to clients without a key.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from starlette.routing import compile_path
+
+from proxy.errors import ApiError, BadRequest, HeadTooLarge
+from proxy.routes.auth import OPEN_PATHS, host_name, path_of
+from proxy.routes.base import Route
+from proxy.routes.endpoint import check_path, send_error
+from proxy.types import ASGIApp, Receive, Scope, Send
+
+_IN_SESSION = re.compile(r"/sessions/[^/]+(?=/v1/)")
+_ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+"""Methods of a route that the engine serves, because only the engine knows which of them it accepts."""
+
+
+class Gate:
+    """Refuses requests that no route should get, and responds to OPTIONS."""
+
+    def __init__(
+        self, app: ASGIApp, routes: Iterable[Route], head_limit: int, allowed_hosts: Sequence[str] = ()
+    ) -> None:
+        """`head_limit`: in bytes. `allowed_hosts`: empty allows all; `*.example.com` all hosts below it."""
+        self._app = app
+        self._head_limit = head_limit
+        self._hosts = frozenset(host.lower() for host in allowed_hosts if not host.startswith("*."))
+        self._domains = tuple(host[1:].lower() for host in allowed_hosts if host.startswith("*."))
+        self._methods = [
+            (compile_path(template)[0], route.methods)
+            for route in routes
+            if not route.catches_all
+            for template in (route.path, *route.aliases)
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_head(scope)
+            self._check_host(scope, [value for name, value in scope["headers"] if name == b"host"])
+            if scope["method"] == "OPTIONS":
+                check_path(scope)
+        except ApiError as error:
+            await send_error(send, error)
+            return
+        if scope["method"] == "OPTIONS":
+            headers = [(b"allow", ", ".join(self.allowed(path_of(scope))).encode())]
+            await send({"type": "http.response.start", "status": 204, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        await self._app(scope, receive, send)
+
+    def allowed(self, path: str) -> list[str]:
+        """The methods of a path."""
+        path = _IN_SESSION.sub("", path, count=1)
+        methods = dict.fromkeys(
+            method for regex, methods in self._methods if regex.match(path) for method in methods
+        )
+        return [*(methods or _ANY_METHOD), "OPTIONS"]
+
+    def _check_head(self, scope: Scope) -> None:
+        size = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+        for name, value in scope["headers"]:
+            size += len(name) + len(value) + 4  # ": " and the line's end
+        if size > self._head_limit:
+            raise HeadTooLarge(
+                f"the request line and headers are over the limit of {self._head_limit} bytes "
+                "(`head_limit_bytes`)"
+            )
+
+    def _check_host(self, scope: Scope, values: Sequence[bytes]) -> None:
+        if len(values) > 1:
+            raise BadRequest("a request must have one Host header", param="host")
+        if not self._hosts and not self._domains:
+            return
+        # health checks use the address of a container, which is not known before it runs
+        if scope["method"] in ("GET", "HEAD") and path_of(scope) in OPEN_PATHS:
+            return
+        host = host_name(values[0]) if values else ""
+        if host in self._hosts or host.endswith(self._domains):
+            return
+        raise BadRequest(
+            "this proxy is not served under the name in the Host header: add it to `allowed_hosts`",
+            param="host",
+            code="host_not_allowed",
+        )

@@ -1,0 +1,78 @@
+"""The loop of `tokenproxy top`."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import aiohttp
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from proxy.engine.http import normalise_base_url
+from proxy.top.snapshot import Snapshot, Unreachable, take
+from proxy.top.view import render, render_problem
+
+_WIDTH = 160
+"""Number of columns if stdout is not a terminal."""
+
+
+def run_top(url: str, api_key: str | None, interval_s: float, *, once: bool) -> int:
+    """Show a proxy until Ctrl-C, or once; returns the exit code.
+
+    If the proxy does not respond, it is asked again. With `once` that is an error: code 1.
+
+    Raises:
+        ValueError: `url` is not a URL.
+    """
+    root = normalise_base_url(url)
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH
+    try:
+        if once:
+            return asyncio.run(_once(root, api_key, console))
+        asyncio.run(_forever(root, api_key, interval_s, console))
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+async def _once(url: str, api_key: str | None, console: Console) -> int:
+    async with _session(api_key) as session:
+        try:
+            snapshot = await take(session, url)
+        except Unreachable as error:
+            console.print(render_problem(url, str(error)))
+            return 1
+    console.print(render(url, snapshot, None))
+    return 0
+
+
+async def _forever(url: str, api_key: str | None, interval_s: float, console: Console) -> None:
+    async with _session(api_key) as session:
+        if not console.is_terminal:  # one view after the other, as `top -b` writes them
+            async for view in _views(session, url, interval_s):
+                console.print(view)
+            return
+        with Live(console=console, auto_refresh=False, screen=True) as live:
+            async for view in _views(session, url, interval_s):
+                live.update(view, refresh=True)
+
+
+async def _views(
+    session: aiohttp.ClientSession, url: str, interval_s: float
+) -> AsyncIterator[RenderableType]:
+    """Views without end."""
+    before: Snapshot | None = None
+    now: Snapshot | None = None
+    while True:
+        try:
+            before, now = now, await take(session, url)
+            yield render(url, now, before)
+        except Unreachable as error:
+            yield render(url, now, before, str(error)) if now else render_problem(url, str(error))
+        await asyncio.sleep(interval_s)
+
+
+def _session(api_key: str | None) -> aiohttp.ClientSession:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    return aiohttp.ClientSession(headers=headers)
