@@ -1,71 +1,80 @@
 """The proxy in front of stock vLLM servers: wiring only."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 
-import fastapi
+from aiohttp import ClientSession
 from fastapi import FastAPI
+from prometheus_client import ProcessCollector
+from starlette.middleware.cors import CORSMiddleware
 
 from proxy import __version__
 from proxy.engine.http import HttpEngine, make_session
-from proxy.errors import ApiError
+from proxy.fleet.choosing import make_choice
 from proxy.fleet.fleet import Fleet
+from proxy.fleet.load import Capacity
 from proxy.fleet.replica import Replica
+from proxy.fleet.routing import Routing
 from proxy.fleet.tokenizers import Tokenizers
+from proxy.history.encoders import EncoderPool
 from proxy.http import Request, Response
 from proxy.metrics import Metrics
-from proxy.routes.auth import ApiKeys
-from proxy.routes.credentials import EngineCredentials, TenantOf, everybody, tenant_in_scope
+from proxy.monitoring.engine import MonitoredEngine
+from proxy.monitoring.event_loop import measure_lag
+from proxy.monitoring.middleware import Monitor, Observer
+from proxy.monitoring.tracing import make_tracing
+from proxy.routes.auth import ApiKeys, Keys, NoKeys, is_loopback
+from proxy.routes.credentials import EngineCredentials, TenantOf, single_tenant, tenant_in_scope
+from proxy.routes.gate import Gate
+from proxy.routes.key_file import KeyFile
 from proxy.routes.mount import mount
-from proxy.services import make_services
-from proxy.settings import Settings
+from proxy.routes.routes import all_routes
+from proxy.services import make_membership, make_services
+from proxy.settings import Settings, lends_credentials
+from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
 from proxy.types import Scope
 
 
 @asynccontextmanager
 async def running(services: Services) -> AsyncIterator[Services]:
-    """Open the store and watch the engines; at the end, close the store, engines and encoder threads."""
+    """Open the store and watch the engines; on exit, close the store, engines and encoder threads."""
     async with AsyncExitStack() as stack:
-        # Last in, first out: a turn that is being recorded when the store closes may still need the threads
+        # Closed in reverse order: a turn that is being recorded when the store closes may still need the
+        # threads
         stack.push_async_callback(asyncio.to_thread, services.encoders.shutdown)
         stack.push_async_callback(services.fleet.stop)
         await services.history.open()
         stack.push_async_callback(services.history.aclose)
+        services.history.tasks.run_forever(measure_lag(services.history.metrics))
         services.fleet.start()
         yield services
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """A FastAPI application in front of the engines of `settings.upstreams`."""
+def create_app(settings: Settings, requests: RunningRequests | None = None) -> FastAPI:
+    """Create the FastAPI application in front of the engines of `settings.upstreams`.
 
+    Args:
+        requests: counts the running requests, for a server that cuts them off when it stops.
+    """
     template = settings.chat_template.read_text() if settings.chat_template else None
+    key_file = KeyFile(settings.api_key_file) if settings.api_key_file else None
+    metrics = Metrics()
+    ProcessCollector(registry=metrics.registry)
+    observer = Observer(metrics, make_tracing(), settings.access_log)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with make_session(settings.connect_timeout_s) as session:
-            key = settings.upstream_api_key.get_secret_value() if settings.upstream_api_key else None
-            tokenizers = Tokenizers(
-                settings.tokenizer,
-                template,
-                settings.trust_remote_code,
-                proof_folder=settings.proof_folder,
-            )
-            replicas = [
-                Replica(
-                    HttpEngine(url, session, key), tokenizers, settings.token_in, settings.watch_interval_s
-                )
-                for url in settings.upstreams
-            ]
-            encoders = ThreadPoolExecutor(settings.encoder_threads, "encode")
-            async with running(make_services(settings, Fleet(replicas), encoders, Metrics())) as services:
+        async with (
+            aclosing(observer),
+            make_session(settings.connect_timeout_s) as session,
+            key_file.watched() if key_file else nullcontext(),
+        ):
+            make_replica = _replica_maker(settings, template, session, metrics)
+            async with _serving(settings, make_replica, metrics, requests) as services, aclosing(credentials):
                 app.state.services = services
-                try:
-                    yield
-                finally:
-                    await credentials.aclose()
+                yield
 
     app = FastAPI(title="tokenproxy", version=__version__, lifespan=lifespan, redirect_slashes=False)
 
@@ -74,27 +83,105 @@ def create_app(settings: Settings) -> FastAPI:
         return services
 
     async def send(request: Request) -> Response:
-        return await services_of({}).fleet.send_to_any(request)
+        return await services_of({}).fleet.send_to_any(request, Routing())
 
     async def lend(credential: tuple[bytes, bytes]) -> None:
         await services_of({}).fleet.lend_credential(credential)
 
-    @app.exception_handler(Exception)
-    async def unexpected(request: fastapi.Request, error: Exception) -> fastapi.Response:
-        problem = ApiError("an unexpected error in the proxy; its log has the details")
-        return fastapi.Response(problem.body(), problem.status, media_type="application/json")
-
     credentials = EngineCredentials(send, lend=lend)
-    mount(app, services_of, _tenant_of(settings, credentials), inside_vllm=False)
-    if settings.api_key:
-        app.add_middleware(ApiKeys, keys=[key.get_secret_value() for key in settings.api_key])
+    mount(app, services_of, _tenant_of(settings, credentials), observer, inside_vllm=False)
+    _guard(app, settings, key_file)
+    # added last, so that it is the outermost: it also observes the requests that the others refuse
+    app.add_middleware(Monitor, observer=observer)
     return app
 
 
+def _make_fleet(settings: Settings) -> Fleet:
+    """Create a fleet without replicas: its membership adds them."""
+    return Fleet(
+        [],
+        make_choice(settings.policy, settings.overload_ratio),
+        Capacity(settings.replica_requests, settings.replica_ids),
+        settings.queue_requests,
+        settings.queue_timeout_s,
+    )
+
+
+def _replica_maker(
+    settings: Settings, template: str | None, session: ClientSession, metrics: Metrics
+) -> Callable[[str], Replica]:
+    """A function that creates the replica of a base URL. All replicas share the tokenizers."""
+    tokenizers = Tokenizers(
+        settings.tokenizer,
+        template,
+        settings.trust_remote_code,
+        proof_folder=settings.proof_folder,
+    )
+    key = settings.upstream_api_key.get_secret_value() if settings.upstream_api_key else None
+
+    def make_replica(url: str) -> Replica:
+        engine = HttpEngine(url, session, key, settings.idle_timeout_s or None)
+        return Replica(
+            MonitoredEngine(engine, metrics),
+            tokenizers,
+            settings.token_in,
+            settings.watch_interval_s,
+            metrics=metrics,
+        )
+
+    return make_replica
+
+
+@asynccontextmanager
+async def _serving(
+    settings: Settings,
+    make_replica: Callable[[str], Replica],
+    metrics: Metrics,
+    requests: RunningRequests | None,
+) -> AsyncIterator[Services]:
+    """Run the services of a fleet, and keep its replicas equal to the list of engines."""
+    encoders = EncoderPool(settings.encoder_threads, settings.encoder_bytes)
+    made = make_services(settings, _make_fleet(settings), encoders, metrics, requests)
+    async with running(made) as services:
+        services.membership = membership = make_membership(settings, services, make_replica)
+        await membership.start()
+        try:
+            yield services
+        finally:
+            await membership.stop()
+
+
+def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
+    """Add the middlewares; the one added last gets a request first."""
+    if settings.asks_for_keys:
+        keys, admin_keys = (
+            [key.get_secret_value() for key in group] for group in (settings.api_key, settings.admin_key)
+        )
+        app.add_middleware(
+            ApiKeys, keys=Keys(keys, admin_keys, key_file), metrics_need_key=settings.metrics_need_key
+        )
+    else:
+        app.add_middleware(NoKeys, loopback=is_loopback(settings.host), cors_origins=settings.cors_origins)
+    app.add_middleware(
+        Gate,
+        routes=all_routes(),
+        head_limit=settings.head_limit_bytes,
+        allowed_hosts=settings.allowed_hosts,
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+
+
 def _tenant_of(settings: Settings, credentials: EngineCredentials) -> TenantOf:
-    """Who verifies credentials: the proxy by its own keys, else the engine."""
-    if settings.api_key:
+    """Choose what verifies credentials: the proxy with its own keys, or the engine."""
+    if settings.asks_for_keys:
         return tenant_in_scope
-    if settings.upstream_api_key is not None:
-        return everybody  # the engine sees the proxy's key only, whoever calls
+    if lends_credentials(settings):
+        return single_tenant  # the engine sees the proxy's key only, from every client
     return credentials.tenant_of

@@ -13,8 +13,10 @@ Token-exact multi-turn chat for vLLM: append to the ids the engine saw, never re
 
   tokenproxy vllm MODEL            vLLM with the token routes inside its own API server
   tokenproxy serve --upstream URL  the same routes in front of stock vLLM servers
+  tokenproxy key NAME --file FILE  make an API key for `tokenproxy serve --api-key-file FILE`
   tokenproxy check MODEL           what can be appended exactly with a chat template
   tokenproxy export --out FILE     recorded conversations as training samples
+  tokenproxy top                   what a running proxy does now, in the terminal
   tokenproxy demo                  a small real model on this machine, and proof that its tokens stay exact
 """
 
@@ -25,15 +27,15 @@ Start vLLM with the token routes next to its OpenAI routes. Everything after `to
   tokenproxy vllm Qwen/Qwen3-0.6B --enable-auto-tool-choice --tool-call-parser hermes
   tokenproxy vllm --help=all       all flags of vLLM
 
-If vLLM gets --api-key, each of its keys is a tenant: nobody continues, lists, reads or deletes what was
+If vLLM gets --api-key, each of its keys is a tenant: no tenant can continue, list, read or delete what was
 recorded with another key. The proxy has settings of its own, in the environment (TOKENPROXY_...) and in the
 file that TOKENPROXY_CONFIG names; docs/settings.md lists them.
 """
 
 _SERVE = """\
 Put the token routes in front of one or more stock vLLM servers that serve the same model. All other routes of
-the servers pass through. At start, and whenever a server comes back, the proxy asks it how it takes
-exact prompts; the answer is in the log and at /ready.
+the servers pass through. At start, and each time a server comes back, the proxy tests how the server
+accepts exact prompts; the result is in the log and at /ready.
 
   tokenproxy serve --upstream http://127.0.0.1:8000
   tokenproxy serve --upstream http://a:8000/v1 --upstream http://b:8000/v1 --host 0.0.0.0 --port 8100
@@ -44,15 +46,30 @@ Every flag is also a setting of the file (--body-limit-bytes is `body_limit_byte
 (TOKENPROXY_BODY_LIMIT_BYTES). A flag overrides the environment, which overrides the file; docs/settings.md
 has the whole list.
 
-Each --api-key is a tenant: nobody continues, lists, reads or deletes what was recorded with another key.
-Without --api-key everybody is one tenant, unless the engine wants keys of the clients: then each key that it
-accepts is a tenant. With --upstream-api-key and no --api-key, whoever reaches the proxy uses that key of the
-engines: it then listens on a loopback address only, unless --allow-anonymous is given.
+Each --api-key is a tenant: no tenant can continue, list, read or delete what was recorded with another key.
+Without --api-key all clients are one tenant, unless the engine requires keys of the clients: then each key
+that it accepts is a tenant. With --upstream-api-key and no --api-key, every client that reaches the proxy
+uses that key of the engines: the proxy then listens on a loopback address only, unless --allow-anonymous is
+given.
+"""
+
+_KEY = """\
+Make an API key, print it once, and add its name, scopes and digest to a key file. A proxy that runs with
+--api-key-file FILE takes the key within a second or two. To revoke a key, delete its entry from the file.
+
+  tokenproxy key trainer --file keys.yaml                                  inference and read
+  tokenproxy key dashboard --file keys.yaml --scope read --tenant trainer  reads what `trainer` recorded
+  tokenproxy key operator --file keys.yaml --scope admin                   the engines' admin routes
+
+Scopes: `inference` for turns, tokenising and the engines' inference routes; `read` for sessions, samples,
+metrics and the details of /ready; `admin` for /admin/ and the engines' admin and development routes.
+Keys with one name, or with one --tenant, reach the same recordings. To rotate a key, make a new one of the
+same name and delete the old entry. docs/security.md has more.
 """
 
 _CHECK = """\
-Find out about a chat template: how it closes turns, which tokens end them, what stands between them, whether
-it rewrites its history, and to which shapes of conversation messages can be appended exactly.
+Examine a chat template: how it closes turns, which tokens end them, which text separates them, whether it
+rewrites its history, and to which shapes of conversation messages can be appended exactly.
 
   tokenproxy check Qwen/Qwen3-0.6B         a hub name or a model folder
   tokenproxy check template.jinja --json   a template alone; its special tokens are guessed from the text
@@ -61,9 +78,9 @@ Exit code 0 if every shape is exact, 1 if some are refused, 2 if there is no suc
 """
 
 _EXPORT = """\
-Write what was recorded as training samples: one for each conversation, and for each branch of it, with exact
-ids, loss mask and the log-probabilities they were sampled with. Turns whose evidence does not add up are
-refused by name, in the table at the end, never padded.
+Write the recorded conversations as training samples: one for each conversation and each branch of it, with
+exact ids, loss mask and the log-probabilities of the sampled ids. Turns with inconsistent evidence are left
+out, never padded; the table at the end counts them by reason.
 
   tokenproxy export --out samples.jsonl                       from where the proxy keeps its rollouts
   tokenproxy export --store sqlite:rollouts.db --out samples.jsonl
@@ -73,6 +90,17 @@ refused by name, in the table at the end, never padded.
 
 The file appears when it is complete, and replaces one of the same name. docs/samples.md explains the fields.
 Exit code 0 if the export ran, even if there was nothing; 1 if the store or the file failed; 2 for wrong use.
+"""
+
+_TOP = """\
+Show what a running proxy does: its replicas and sessions, how many ids it reuses, why prompts were rendered,
+how long requests take. It reads /ready, /metrics and /v1/sessions, and keeps trying while the proxy is down.
+
+  tokenproxy top                                  the proxy on this machine, until Ctrl-C
+  tokenproxy top --url http://proxy:8100 --api-key KEY
+  tokenproxy top --once                           print it once; exit code 1 if the proxy does not respond
+
+Rates cover the time since the last refresh; --once shows totals since the start of the proxy.
 """
 
 _DEMO = """\
@@ -88,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["vllm"]:
         return _vllm(arguments[1:])
-    parser = _parser()
+    parser = _parser(arguments[0] if arguments else "")
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -97,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str) -> argparse.ArgumentParser:
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tokenproxy", description=_DESCRIPTION, formatter_class=kind)
     parser.add_argument("--version", action="version", version=f"tokenproxy {__version__}")
@@ -105,73 +133,42 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "vllm", help="vLLM with the token routes inside", description=_VLLM, formatter_class=kind
     )
-    _add_serve(
-        commands.add_parser("serve", help="in front of vLLM", description=_SERVE, formatter_class=kind)
-    )
+    serve = commands.add_parser("serve", help="in front of vLLM", description=_SERVE, formatter_class=kind)
+    if command == "serve":  # its flags are the settings, which take long to import
+        _add_serve(serve)
+    _add_key(commands.add_parser("key", help="make an API key", description=_KEY, formatter_class=kind))
     _add_check(
         commands.add_parser("check", help="examine a template", description=_CHECK, formatter_class=kind)
     )
     _add_export(
         commands.add_parser("export", help="training samples", description=_EXPORT, formatter_class=kind)
     )
+    _add_top(commands.add_parser("top", help="watch a running proxy", description=_TOP, formatter_class=kind))
     _add_demo(commands.add_parser("demo", help="see it work", description=_DEMO, formatter_class=kind))
     return parser
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--upstream", action="append", metavar="URL", help="a vLLM server, with or without /v1; repeatable")
-    add("--config", type=Path, metavar="FILE", help="YAML file with settings")
-    add("--host", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, help="port to listen on (default: 8100; 0 picks a free one)")
-    add("--api-key", action="append", metavar="KEY", help="a key that clients may send, a tenant; repeatable")
-    add(
-        "--upstream-api-key",
-        metavar="KEY",
-        help="key for the vLLM servers (their --api-key), sent in place of the clients'",
-    )
-    add(
-        "--allow-anonymous",
-        action="store_true",
-        default=None,
-        help="lend --upstream-api-key to clients without a key, on any --host",
-    )
-    add("--tokenizer", metavar="NAME", help="folder or hub name (default: the servers' model)")
-    add("--chat-template", type=Path, metavar="FILE", help="template file, if the servers use another one")
-    add("--trust-remote-code", action="store_true", default=None, help="let the tokenizer bring code")
-    add("--token-in", choices=("auto", "chat", "generate"), help="how servers take ids (default: auto)")
-    add("--body-limit-bytes", type=int, metavar="N", help="largest request body (default: 64 MiB)")
-    add("--store", metavar="URL", help="database of turns: sqlite:///FILE, redis://HOST/0 or memory:")
-    add("--store-max-bytes", type=int, metavar="N", help="evict turns above this size (default: 1 GiB)")
-    add("--store-max-age-s", type=float, metavar="S", help="evict turns so long unused (default: 7 days)")
-    add("--cache-bytes", type=int, metavar="N", help="memory for recent conversations (default: 256 MiB)")
-    add(
-        "--proof-folder",
-        type=Path,
-        metavar="DIR",
-        help="where it is kept what was proved of chat templates (default: ~/.local/state/tokenproxy/proofs)",
-    )
-    add(
-        "--audit-share",
-        type=float,
-        metavar="SHARE",
-        help="share of appends to compare with a rendering of the whole history (default: 0.01)",
-    )
-    add(
-        "--record-logprobs",
-        action=argparse.BooleanOptionalAction,
-        help="record log-probabilities, whether clients want them or not (default: yes)",
-    )
-    add(
-        "--record-token-route",
-        action=argparse.BooleanOptionalAction,
-        help="record turns of the token route that belong to a conversation (default: yes)",
-    )
-    add("--connect-timeout-s", type=float, metavar="S", help="wait for a connection (default: 5)")
-    add("--watch-interval-s", type=float, metavar="S", help="between health checks (default: 5)")
-    add("--encoder-threads", type=int, metavar="N", help="threads that tokenise (default: 2)")
-    add("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
+    from proxy.settings import GROUPS
+    from proxy.settings.flags import add_flags
+
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings")
+    add_flags(parser, GROUPS)
     parser.set_defaults(run=_serve)
+
+
+def _add_key(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("name", metavar="NAME", help="name of the key's user: 1 to 100 letters, digits or . _ ~ @ + -")
+    add("--file", type=Path, required=True, metavar="FILE", help="key file; created if it does not exist")
+    add(
+        "--scope",
+        action="append",
+        choices=("inference", "read", "admin"),
+        help="what the key allows; repeatable (default: inference and read)",
+    )
+    add("--tenant", metavar="NAME", help="tenant whose recordings the key reaches (default: its name)")
+    parser.set_defaults(run=_key)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
@@ -183,20 +180,24 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 def _add_export(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", required=True, metavar="FILE", help="file to write; - is stdout")
-    add("--store", metavar="URL", help="where the proxy keeps its rollouts (default: the setting `store`)")
-    add("--format", choices=("jsonl", "parquet"), help="(default: parquet if FILE ends so, else jsonl)")
+    add("--store", metavar="URL", help="the store with the proxy's rollouts (default: the setting `store`)")
+    add(
+        "--format",
+        choices=("jsonl", "parquet"),
+        help="(default: parquet if FILE ends in .parquet, else jsonl)",
+    )
     add(
         "--layout",
         choices=("plain", "trl", "verl", "prime-rl", "skyrl"),
         default="plain",
-        help="whose field names (default: %(default)s, with everything that is known)",
+        help="the trainer whose field names to use (default: %(default)s, with all fields)",
     )
     add(
         "--session",
         action="append",
         default=[],
         metavar="ID",
-        help="only this one; repeatable (default: all)",
+        help="export only this session; repeatable (default: all)",
     )
     add(
         "--shared",
@@ -208,12 +209,28 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_export)
 
 
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8100", help="the proxy (default: %(default)s)")
+    add("--api-key", metavar="KEY", help="an API key of the proxy, to list its sessions")
+    add("--interval", type=_positive, default=2.0, metavar="S", help="seconds between refreshes (default: 2)")
+    add("--once", action="store_true", help="print it once")
+    parser.set_defaults(run=_top)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return value
+
+
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--serve", action="store_true", help="only start the model and keep it running until Ctrl-C")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=0, help="port to listen on (default: a free one)")
-    add("--url", metavar="URL", help="use a server that runs already")
+    add("--url", metavar="URL", help="use a server that is already running")
     add("--api-server-count", type=int, default=2, metavar="N", help="API processes (default: %(default)s)")
     add("--log", type=Path, metavar="FILE", help="keep vLLM's log in this file")
     parser.set_defaults(run=_demo)
@@ -239,15 +256,35 @@ def _serve(options: argparse.Namespace) -> int:
     flags: dict[str, Any] = vars(options).copy()
     for name in ("command", "run", "config"):
         flags.pop(name)
-    flags["upstreams"] = flags.pop("upstream")
     try:
         settings = load_settings(options.config, **flags)
         refuse_open_proxy(settings)
     except SettingsError as error:
         return _fail(str(error))
-    if not settings.upstreams:
-        return _fail("no upstream configured: pass --upstream URL, or `upstreams` in --config FILE")
+    if not settings.upstreams and settings.upstreams_file is None:
+        return _fail(
+            "no upstream configured: pass --upstream URL or --upstreams-file FILE, or set `upstreams` in "
+            "--config FILE"
+        )
     return run(settings)
+
+
+def _key(options: argparse.Namespace) -> int:
+    from proxy.key_command import add_key
+    from proxy.routes.key_file import KeyFileError
+
+    scopes = options.scope or ["inference", "read"]
+    try:
+        key = add_key(options.file, options.name, scopes, options.tenant)
+    except KeyFileError as error:
+        return _fail(str(error))
+    print(key)
+    print(
+        f"tokenproxy: added to {options.file} with {', '.join(dict.fromkeys(scopes))}. "
+        "Keep the key above: it is not shown again",
+        file=sys.stderr,
+    )
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -270,6 +307,15 @@ def _export(options: argparse.Namespace) -> int:
     try:
         return run_export(options)
     except UsageError as error:
+        return _fail(str(error))
+
+
+def _top(options: argparse.Namespace) -> int:
+    from proxy.top.command import run_top
+
+    try:
+        return run_top(options.url, options.api_key, options.interval, once=options.once)
+    except ValueError as error:
         return _fail(str(error))
 
 

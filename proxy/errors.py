@@ -3,13 +3,20 @@
     ApiError
     ├── BadRequest         400  the request is invalid; `param` names the field
     ├── Unauthorized       401  the API key is missing, or was refused
+    ├── Forbidden          403  the API key lacks a scope, or the route needs a key and none is set
     ├── NotFound           404  no such model, session or route
+    ├── BodyTimeout        408  the request body did not arrive in time
     ├── BodyTooLarge       413  the request body is over the limit
+    ├── Overloaded         429  a queue is full, or the request waited too long; sent with Retry-After
+    ├── HeadTooLarge       431  the request line and headers are over the limit
     ├── Unsupported        501  no engine supports the request; the message names what to upgrade or enable
     ├── EngineBroken       502  the engine closed the connection or returned a malformed response
-    ├── EngineUnavailable  503  no engine responds; sent with Retry-After
-    ├── NotReady           503  the proxy itself still prepares something; sent with Retry-After
-    └── EngineTimeout      504  the engine did not accept a connection in time
+    ├── Unavailable        503  the same request may succeed later; sent with Retry-After
+    │   ├── EngineUnavailable  503  no engine responds
+    │   ├── NotReady           503  the proxy still prepares something that the request needs
+    │   ├── OutOfSockets       503  this process has no file descriptor or port left
+    │   └── Stopping           503  the proxy stops before the request is complete
+    └── EngineTimeout      504  the engine did not respond in time
 
 The wire format is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 """
@@ -22,6 +29,8 @@ class ApiError(Exception):
 
     status = 500
     kind = "InternalServerError"
+    retry_after_s: int | None = None
+    """Seconds in Retry-After, unless the constructor gets others; None for no such header."""
 
     def __init__(
         self,
@@ -35,7 +44,7 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code
-        self.retry_after = retry_after
+        self.retry_after = self.retry_after_s if retry_after is None else retry_after
 
     def body(self) -> bytes:
         """The error object as JSON."""
@@ -67,6 +76,13 @@ class Unauthorized(ApiError):
         return [*super().headers(), (b"www-authenticate", b"Bearer")]
 
 
+class Forbidden(ApiError):
+    """The API key lacks a scope, or the route needs a key and none is set."""
+
+    status = 403
+    kind = "PermissionDeniedError"
+
+
 class NotFound(ApiError):
     """No such model, session or route."""
 
@@ -74,11 +90,36 @@ class NotFound(ApiError):
     kind = "NotFoundError"
 
 
+class BodyTimeout(ApiError):
+    """The request body did not arrive in time."""
+
+    status = 408
+    kind = "RequestTimeoutError"
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The response's headers. The connection closes without waiting for the rest of the body."""
+        return [*super().headers(), (b"connection", b"close")]
+
+
 class BodyTooLarge(ApiError):
     """The request body is over the limit."""
 
     status = 413
     kind = "RequestEntityTooLargeError"
+
+
+class Overloaded(ApiError):
+    """A queue is full, or the request waited in it too long; the same request may succeed later."""
+
+    status = 429
+    kind = "RateLimitError"
+
+
+class HeadTooLarge(ApiError):
+    """The request line and headers are over the limit."""
+
+    status = 431
+    kind = "RequestHeaderFieldsTooLargeError"
 
 
 class Unsupported(ApiError):
@@ -95,31 +136,42 @@ class EngineBroken(ApiError):
     kind = "BadGatewayError"
 
 
-class EngineUnavailable(ApiError):
+class Unavailable(ApiError):
+    """Base of the errors after which the client may send the same request again; sent with Retry-After."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    retry_after_s = 2
+
+
+class EngineUnavailable(Unavailable):
     """No engine responds."""
 
-    status = 503
-    kind = "ServiceUnavailableError"
 
-    def __init__(self, message: str, *, retry_after: int = 2) -> None:
-        super().__init__(message, retry_after=retry_after)
+class NotReady(Unavailable):
+    """The proxy still prepares something that the request needs."""
 
 
-class NotReady(ApiError):
-    """The proxy itself still prepares something that the request needs."""
+class OutOfSockets(Unavailable):
+    """This process has no file descriptor or port left for a connection to an engine."""
 
-    status = 503
-    kind = "ServiceUnavailableError"
+    retry_after_s = 1
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message, param=param, code=code, retry_after=2)
+
+class Stopping(Unavailable):
+    """The proxy stops before the request is complete."""
 
 
 class EngineTimeout(ApiError):
-    """The engine did not accept a connection in time."""
+    """The engine did not respond in time."""
 
     status = 504
     kind = "GatewayTimeoutError"
+
+    def __init__(self, message: str, *, received: bool = False) -> None:
+        """`received`: whether the engine may have received the request."""
+        super().__init__(message)
+        self.received = received
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | int) -> bytes:

@@ -32,18 +32,18 @@ from proxy.stores.urls import make_store
 
 STDOUT = "-"
 _QUIET_S = 2.0
-"""Progress is shown only for exports that take longer."""
+"""Seconds before an export shows its progress."""
 
 
 class UsageError(Exception):
-    """The command line asks for something impossible; the message names it and what to do instead."""
+    """The flags contradict each other; the message names them and what to do instead."""
 
 
 def run_export(options: argparse.Namespace) -> int:
     """Run the export; returns the exit code.
 
     Raises:
-        UsageError: the flags cannot be followed; nothing was written.
+        UsageError: the flags contradict each other; nothing was written.
     """
     parquet = options.format == "parquet" or (options.format is None and options.out.endswith(".parquet"))
     if options.out == STDOUT and parquet:
@@ -56,7 +56,7 @@ def run_export(options: argparse.Namespace) -> int:
     except (ParquetMissing, UnknownSession, NameNotUnique) as error:
         raise UsageError(str(error)) from error
     except BrokenPipeError:
-        # The reader closed the pipe, as `head` does. Python flushes stdout at exit: let it flush to nowhere.
+        # The reader closed the pipe, as `head` does. Python flushes stdout at exit: redirect it to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (StoreError, OSError) as error:

@@ -52,7 +52,7 @@ def is_null(value: msgspec.Raw) -> bool:
     return view.nbytes == len(NULL) and view == NULL
 
 
-def given(fields: Mapping[str, msgspec.Raw], name: str) -> bytes | None:
+def raw_value(fields: Mapping[str, msgspec.Raw], name: str) -> bytes | None:
     """The raw bytes of a field, or None if it is missing or null."""
     value = fields.get(name)
     return None if value is None or is_null(value) else bytes(value)

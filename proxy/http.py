@@ -22,24 +22,26 @@ class Request:
     headers: Headers = field(default_factory=list)
     body: bytes = b""
     repeatable: bool = False
-    """Whether it may be sent to the engine again if that hangs up before it responds."""
+    """Whether to send it again if the engine closes the connection before it responds."""
     tenant: str = ""
-    """Digest of the credential it came with, once that was verified (`routes/credentials.py`). Empty where
-    everybody is one tenant, and for routes that need no tenant."""
+    """Digest of the request's credential after it was verified (`routes/credentials.py`). Empty where all
+    clients are one tenant, and for routes that need no tenant."""
+    may_read: bool = True
+    """Whether its client has the scope `read` (`routes/scopes.py`); every client has if no keys are set."""
 
 
 class Response(Protocol):
-    """One HTTP response. Whoever receives it must `aclose` it; closing early aborts the engine's work."""
+    """One HTTP response. The receiver must `aclose` it; closing early aborts the engine's work."""
 
     status: int
     headers: Headers
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises EngineBroken if the engine hangs up before its end."""
+        """The body's bytes as they arrive. Raises EngineBroken if the connection ends before the body."""
         ...
 
     async def read(self) -> bytes:
-        """The whole body. Raises EngineBroken if the engine hangs up before its end."""
+        """The whole body. Raises EngineBroken if the connection ends before the body."""
         ...
 
     async def aclose(self) -> None:
@@ -69,7 +71,7 @@ class BytesResponse:
 
 
 class StreamResponse:
-    """A response whose chunks are made one after the other from another response."""
+    """A response whose chunks are derived one by one from those of another response."""
 
     def __init__(self, status: int, headers: Headers, chunks: AsyncIterator[bytes], source: Response) -> None:
         self.status = status
@@ -78,7 +80,7 @@ class StreamResponse:
         self._source = source
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """The chunks as they are made."""
+        """The chunks, in order."""
         return self._chunks
 
     async def read(self) -> bytes:
@@ -86,7 +88,7 @@ class StreamResponse:
         return b"".join([chunk async for chunk in self._chunks])
 
     async def aclose(self) -> None:
-        """Close the response that feeds this one."""
+        """Close the response that this one is derived from."""
         await self._source.aclose()
 
 

@@ -11,7 +11,7 @@ _MEDIA_KEYS = frozenset(
         *("image_embeds", "image_pil", "image_url", "input_image"),
     }
 )
-"""Keys that make vLLM treat a content part as media, whatever its `type`."""
+"""Keys that make vLLM treat a content part of any `type` as media."""
 
 
 def media_kind(content: object) -> str | None:

@@ -1,29 +1,61 @@
-"""What both ways to run put together from the settings: wiring only."""
+"""Creates the services that both ways to run share: wiring only."""
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
+from proxy.fleet.changes import Changes, fleet_id
 from proxy.fleet.fleet import Fleet
+from proxy.fleet.membership import Membership
+from proxy.fleet.replica import Replica
 from proxy.history.audit import Auditor
+from proxy.history.encoders import EncoderPool
 from proxy.history.history import History
 from proxy.history.store import Limits
 from proxy.metrics import Metrics
+from proxy.monitoring.store import timed_store
 from proxy.settings import Settings
+from proxy.stores.guarded import GuardedStore
+from proxy.stores.replica_changes import StoredChanges
 from proxy.stores.urls import make_store
+from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
 
 
 def make_services(
-    settings: Settings, fleet: Fleet, encoders: ThreadPoolExecutor, metrics: Metrics
+    settings: Settings,
+    fleet: Fleet,
+    encoders: EncoderPool,
+    metrics: Metrics,
+    running: RunningRequests | None = None,
 ) -> Services:
-    """The services of one application. Their history is to be opened before the first request."""
+    """Create the services of one application. Open their history before the first request."""
     limits = Limits(max_bytes=settings.store_max_bytes, max_age_s=settings.store_max_age_s)
     auditor = Auditor(metrics, settings.audit_share, settings.proof_folder)
-    store = make_store(settings.store, limits)
+    store = timed_store(make_store(settings.store, limits), metrics)
+    guarded = GuardedStore(store, metrics, required=settings.store_required)
     return Services(
         fleet,
-        History(store, encoders, metrics, settings.cache_bytes, auditor),
+        guarded,
+        History(guarded, encoders, metrics, settings.cache_bytes, auditor, settings.overflow),
         encoders,
         settings.body_limit_bytes,
-        settings.record_logprobs,
-        settings.record_token_route,
+        store_timeout_s=settings.store_timeout_s,
+        record_logprobs=settings.record_logprobs,
+        record_token_route=settings.record_token_route,
+        body_timeout_s=settings.body_timeout_s,
+        running=running or RunningRequests(),
+    )
+
+
+def make_membership(
+    settings: Settings, services: Services, make_replica: Callable[[str], Replica]
+) -> Membership:
+    """The membership of the services' fleet. It is to be started once the store is open."""
+    name = settings.fleet_name or fleet_id(settings.upstreams, settings.upstreams_file)
+    return Membership(
+        services.fleet,
+        make_replica,
+        Changes(StoredChanges(services.store, name)),
+        settings.upstreams,
+        settings.upstreams_file,
+        settings.watch_interval_s,
     )

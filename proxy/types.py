@@ -12,7 +12,7 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 Headers = list[tuple[bytes, bytes]]
-"""Header pairs as ASGI carries them: lower-case names, bytes."""
+"""Header pairs in ASGI's form: names and values are bytes, names are lower-case."""
 
 Fields = dict[str, msgspec.Raw]
 """The top level of a JSON object; each value is the raw bytes that arrived."""

@@ -5,11 +5,11 @@ the engine is up. It has no hook for the end of a plugin, so `attach_router` als
 lifespan. The engine is reached through vLLM's own routes, in the same process.
 """
 
+import asyncio
 import logging
 import os
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,17 @@ from proxy.errors import EngineUnavailable
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.replica import Replica
 from proxy.fleet.tokenizers import Tokenizers
+from proxy.history.encoders import EncoderPool
 from proxy.metrics import Metrics
+from proxy.monitoring.engine import MonitoredEngine
+from proxy.monitoring.logs import RelayHandler
+from proxy.monitoring.middleware import Observer
+from proxy.monitoring.tracing import make_tracing
 from proxy.routes.credentials import EngineCredentials
 from proxy.routes.mount import mount
 from proxy.services import make_services
 from proxy.settings import load_settings
+from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
 from proxy.types import Scope
 from tokenization.content_format import ContentFormat
@@ -36,6 +42,11 @@ from tokenization.content_format import ContentFormat
 log = logging.getLogger("tokenproxy")
 
 CONFIG_VARIABLE = "TOKENPROXY_CONFIG"
+
+_WATCH_S = 0.25
+"""Seconds between two checks whether vLLM's server is stopping."""
+_CUT_AFTER_S = 2.0
+"""How long responses may take to send what vLLM's engine sampled before it ended."""
 
 
 class TokenProxyPlugin:
@@ -45,20 +56,22 @@ class TokenProxyPlugin:
     required_tasks = ("generate",)
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        """`registry` is where counters go: the one whose page vLLM serves."""
+        """`registry`: where to register metrics; vLLM serves this registry's page."""
         self._registry = registry
-        self._engine: InProcessEngine | None = None
+        self._engine: MonitoredEngine | None = None
+        self._observer: Observer | None = None
         self._services: Services | None = None
         self._opened = AsyncExitStack()
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes to vLLM's own; where paths are equal, vLLM lets the plugin's take their place."""
-        self._engine = InProcessEngine(inner_app(app))
+        """Add the routes to vLLM's own. Where paths are equal, the plugin's route replaces vLLM's."""
+        self._observer = Observer(Metrics(self._registry))
+        self._engine = MonitoredEngine(InProcessEngine(inner_app(app)), self._observer.metrics)
         # Turns and sessions are guarded wherever inference is. vLLM's --api-key guards paths that begin with
         # /v1 only, so the whole application is asked, with its middleware: a route of vLLM's own, /v1/models
         credentials = EngineCredentials(InProcessEngine(app, "vLLM").send)
         self._opened.push_async_callback(credentials.aclose)
-        mount(app, self._services_or_unavailable, credentials.tenant_of, inside_vllm=True)
+        mount(app, self._services_or_unavailable, credentials.tenant_of, self._observer, inside_vllm=True)
         _close_at_shutdown(app, self.aclose)
 
     async def aclose(self) -> None:
@@ -71,8 +84,11 @@ class TokenProxyPlugin:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Open the store and start to ask the engine what it can do; called when it is up."""
-        assert self._engine is not None  # vLLM calls attach_router first
+        assert self._engine is not None and self._observer is not None  # vLLM calls attach_router before it
         _show_log()
+        # not earlier: with --otlp-traces-endpoint vLLM has made its tracer provider by now
+        self._observer.tracing = make_tracing()
+        self._opened.push_async_callback(self._observer.aclose)
         settings = load_settings(_config_file())
         source = settings.tokenizer or getattr(args, "tokenizer", None)
         rendering = _rendering(state, args)
@@ -89,16 +105,21 @@ class TokenProxyPlugin:
             settings.proof_folder,
         )
         mode = str(getattr(args, "logprobs_mode", None) or "")
-        replica = Replica(self._engine, tokenizers, settings.token_in, settings.watch_interval_s, mode)
+        metrics = self._observer.metrics
+        replica = Replica(
+            self._engine, tokenizers, settings.token_in, settings.watch_interval_s, mode, metrics
+        )
         fleet = Fleet([replica])
         if settings.store == "memory:" and (getattr(args, "api_server_count", 1) or 1) > 1:
             log.warning(
                 "`store` is memory: and there are %d API server processes: a conversation is recognised only "
                 "by the process that recorded it", args.api_server_count,
             )  # fmt: skip
-        encoders = ThreadPoolExecutor(settings.encoder_threads, "encode")
-        services = make_services(settings, fleet, encoders, Metrics(self._registry))
+        encoders = EncoderPool(settings.encoder_threads, settings.encoder_bytes)
+        services = make_services(settings, fleet, encoders, metrics)
         self._services = await self._opened.enter_async_context(running(services))
+        watch = asyncio.create_task(_cut_at_end(state, services.running))
+        self._opened.callback(watch.cancel)
 
     def _services_or_unavailable(self, scope: Scope) -> Services:
         if self._services is None:
@@ -121,6 +142,21 @@ def _close_at_shutdown(app: FastAPI, close: Callable[[], Awaitable[None]]) -> No
     app.router.lifespan_context = closing
 
 
+async def _cut_at_end(state: Any, running: RunningRequests) -> None:
+    """Cut the requests that vLLM's server would wait for although its engine has ended.
+
+    On SIGTERM vLLM stops its engine (after `--shutdown-timeout`), then sets `should_exit` of the server that
+    it keeps in the application's state, then waits until every connection is closed. A stream whose engine
+    has ended gets no more events, so that its client would wait too.
+    """
+    while not getattr(getattr(state, "server", None), "should_exit", False):  # noqa: ASYNC110 - no event there
+        await asyncio.sleep(_WATCH_S)
+    running.stopping = True
+    await asyncio.sleep(_CUT_AFTER_S)
+    if count := running.cut():
+        log.warning("vLLM stops: %d requests are cut", count)
+
+
 def _config_file() -> Path | None:
     value = os.environ.get(CONFIG_VARIABLE)
     return Path(value) if value else None
@@ -128,7 +164,7 @@ def _config_file() -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class _Rendering:
-    """What vLLM renders with, next to the tokenizer."""
+    """vLLM's settings for rendering, besides the tokenizer."""
 
     chat_template: str | None
     """A path or the template itself; None if it is the model's own."""
@@ -138,7 +174,7 @@ class _Rendering:
 
 
 def _rendering(state: Any, args: Namespace) -> _Rendering:
-    """What vLLM's renderer has resolved, or else what its arguments state."""
+    """The settings that vLLM's renderer has resolved; without a renderer, those of vLLM's arguments."""
     names = ("chat_template", "chat_template_content_format", "default_chat_template_kwargs")
     renderer = getattr(state, "online_renderer", None)
     template, content_format, kwargs = (
@@ -161,6 +197,6 @@ def _show_log() -> None:
     """Give our logger the handlers of vLLM's, which configures its own only."""
     ours, theirs = logging.getLogger("tokenproxy"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:
-        ours.handlers = list(theirs.handlers)
+        ours.handlers = [RelayHandler(theirs.handlers)]
         ours.setLevel(logging.INFO)
         ours.propagate = False

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -139,7 +139,7 @@ class FakeVllm:
         self.chat_template: str | None = None
         """What it was started with; None for the model's own."""
         self.names = ["tiny", "adapter"]
-        self.printed: tuple[str, ...] = ()
+        self.rendered_fields: tuple[str, ...] = ()
         """Request fields that its rendering prints, as some of vLLM's renderers do."""
         self.healthy = True
         self.slow_s: dict[str, float] = {}
@@ -147,8 +147,12 @@ class FakeVllm:
         self.requests: list[Seen] = []
         self.aborted = 0
         self.replies: deque[Reply] = deque()
-        """Scripts for the next generations, after which they go well."""
+        """Scripts for the next generations, which then go as `usual`."""
+        self.usual = Reply()
         self.canned: dict[str, Canned] = {}
+        self.endless: dict[str, bytes] = {}
+        """Paths that stream this event again and again after `release`."""
+        self.endless_pause_s = 0.01
         self.hang_up: Callable[[Seen], bool] = lambda seen: False
         """Requests whose connection is closed without an answer."""
         self._released = asyncio.Event()
@@ -174,6 +178,10 @@ class FakeVllm:
             self._thread.join(_PATIENCE_S)
             self._loop.close()
 
+    def join(self) -> None:
+        """Wait until it ends."""
+        self._thread.join()
+
     def release(self) -> None:
         """Let everything that is held go on."""
         self._loop.call_soon_threadsafe(self._released.set)
@@ -197,7 +205,13 @@ class FakeVllm:
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", self._serve)
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0, auto_decompress=False
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=0.0,
+            auto_decompress=False,
+            max_line_size=2**20,  # like vLLM, which takes long lines and headers
+            max_field_size=2**20,
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
@@ -232,6 +246,8 @@ class FakeVllm:
             return _respond(Canned(b'{"error":"Unauthorized"}', 401, {"content-type": "application/json"}))
         if seen.path in self.canned:
             return _respond(self.canned[seen.path])
+        if seen.path in self.endless:
+            return await self._stream_endlessly(request, self.endless[seen.path])
         if seen.path in _SCALE_OUT_PATHS and self.variant is not Variant.SCALE_OUT:
             message = (
                 "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
@@ -240,7 +256,8 @@ class FakeVllm:
         route = _ROUTES.get((seen.method, seen.path))
         if route is None:
             return _respond(Canned(b'{"detail":"Not Found"}', 404, {"content-type": "application/json"}))
-        return await route(self, request, seen)
+        respond: Callable[[web.Request, Seen], Awaitable[web.StreamResponse]] = getattr(self, route)
+        return await respond(request, seen)
 
     def _allowed(self, seen: Seen) -> bool:
         """vLLM guards these prefixes only."""
@@ -271,9 +288,9 @@ class FakeVllm:
         )
 
     def _render(self, body: dict[str, Any]) -> list[int]:
-        printed = {name: body[name] for name in self.printed if body.get(name) not in (None, "none")}
+        rendered = {name: body[name] for name in self.rendered_fields if body.get(name) not in (None, "none")}
         with self._rendering:
-            return (self.model.encode(json.dumps(printed)) if printed else []) + self.model.render(
+            return (self.model.encode(json.dumps(rendered)) if rendered else []) + self.model.render(
                 as_rendered(body["messages"]),
                 **{
                     **(body.get("chat_template_kwargs") or {}),
@@ -321,7 +338,7 @@ class FakeVllm:
     def _next_reply(self, max_tokens: int | None) -> Reply:
         if max_tokens == 1:  # a probe: scripts are for the requests of tests
             return Reply(ids=HI[:1])
-        return self.replies.popleft() if self.replies else Reply()
+        return self.replies.popleft() if self.replies else self.usual
 
     async def _render_chat(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         body = seen.json
@@ -376,6 +393,8 @@ class FakeVllm:
             if stream:
                 await response.prepare(request)
             for position, event in enumerate(events):
+                if stream and reply.pause_s:
+                    await asyncio.sleep(reply.pause_s)
                 if position == reply.hold_at:
                     await self._released.wait()
                 breaks = position == reply.break_at
@@ -388,10 +407,21 @@ class FakeVllm:
                     if reply.how in ("inside", "chunked"):
                         await response.write(event[: len(event) // 2])
                     raise _break(request, reply.how)
-                await response.write(event)
+                for piece in _pieces(event, reply):
+                    await asyncio.sleep(reply.drip_s)
+                    await response.write(piece)
             await response.write_eof()
             settle()
         return response
+
+    async def _stream_endlessly(self, request: web.Request, event: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        async with self._counted():
+            await response.prepare(request)
+            await self._released.wait()
+            while True:  # until the client leaves, which cancels it
+                await response.write(event)
+                await asyncio.sleep(self.endless_pause_s)
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[Callable[[], None]]:
@@ -410,16 +440,21 @@ class FakeVllm:
             self.aborted += not settled
 
 
-_ROUTES = {
-    ("GET", "/health"): FakeVllm._health,
-    ("GET", "/version"): FakeVllm._version,
-    ("GET", "/v1/models"): FakeVllm._models,
-    ("POST", "/tokenize"): FakeVllm._tokenize,
-    ("POST", "/v1/chat/completions"): FakeVllm._chat,
-    ("POST", "/v1/chat/completions/render"): FakeVllm._render_chat,
-    ("POST", "/inference/v1/generate"): FakeVllm._generate,
-    ("POST", "/v1/chat/completions/derender"): FakeVllm._derender,
+_ROUTES = {  # by name, so that a subclass may replace one
+    ("GET", "/health"): "_health",
+    ("GET", "/version"): "_version",
+    ("GET", "/v1/models"): "_models",
+    ("POST", "/tokenize"): "_tokenize",
+    ("POST", "/v1/chat/completions"): "_chat",
+    ("POST", "/v1/chat/completions/render"): "_render_chat",
+    ("POST", "/inference/v1/generate"): "_generate",
+    ("POST", "/v1/chat/completions/derender"): "_derender",
 }
+
+
+def _pieces(event: bytes, reply: Reply) -> list[bytes]:
+    """What is written at once: the event, or each of its bytes."""
+    return [event[at : at + 1] for at in range(len(event))] if reply.drip_s else [event]
 
 
 def _break(request: web.Request, how: str) -> BaseException:

@@ -46,10 +46,14 @@ class Reply:
     """Positions whose ids are missing from the answer."""
     logprobs_short: int = 0
     """How many log-probabilities are missing."""
+    pause_s: float = 0.0
+    """Before each event of a stream."""
     hold_at: int | None = None
     """Wait for `release` before this event."""
     break_at: int | None = None
     """Break the connection instead of sending this event."""
+    drip_s: float = 0.0
+    """Send byte by byte, and wait this long before each."""
     how: Literal["close", "reset", "head", "inside", "chunked"] = "close"
     """An orderly end, a TCP reset, an orderly end after the head of the answer or inside the event, and the
     last for an answer that does not announce its length."""

@@ -21,11 +21,13 @@ def test_the_page_shows_the_routes_of_the_proxy(page: Any) -> None:
         *("/v1/chat/completions", "/v1/chat/completions/tokens", "/tokenize"),
         *("/v1/sessions", "/v1/sessions/{session}"),
         *("/v1/sessions/{session}/samples", "/v1/sessions/{session}/reward"),
+        *("/v1/sessions/{session}/end", "/finish_session"),
+        *("/admin/replicas", "/admin/replicas/drain"),
         *("/ready", "/health", "/metrics"),
     }
 
 
-def test_operations_have_names_of_their_own(page: Any) -> None:
+def test_operation_names_are_unique(page: Any) -> None:
     names = [operation["operationId"] for path in page["paths"].values() for operation in path.values()]
     assert len(set(names)) == len(names)
 
@@ -37,11 +39,11 @@ def test_the_page_names_the_fields_of_the_token_route(page: Any) -> None:
     assert names <= set(schema["properties"])
 
 
-def test_the_pages_are_the_proxys_own(client: httpx.Client) -> None:
+def test_openapi_pages_are_served_by_the_proxy(client: httpx.Client) -> None:
     assert [client.get(path).status_code for path in ("/openapi.json", "/docs")] == [200, 200]
 
 
-def test_behind_a_proxy_that_takes_a_prefix_off(fake: FakeVllm) -> None:
+def test_root_path_of_another_proxy_is_removed(fake: FakeVllm) -> None:
     app = create_app(Settings(upstreams=[fake.url]))
     with run_server(app, root_path="/prefix") as url:
         assert httpx.get(f"{url}/v1/models?a=1", trust_env=False).status_code == 200

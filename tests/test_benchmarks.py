@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.append import LENGTHS, WAYS
+from benchmarks.append_report import LENGTHS
 from benchmarks.cases import cases
 from benchmarks.clocked import INSIDE, REQUEST, STAGES, read_clocks
 from benchmarks.proofs import prove_all, read_templates
 from benchmarks.report import Measured, Times, turns_json, turns_text
+from benchmarks.ways import WAYS
 from tokenization.locality import Locality
 
 ROOT = Path(__file__).parent.parent

@@ -57,7 +57,7 @@ def test_help(arguments: list[str], expected: list[str], capsys: Capture) -> Non
 
 
 @pytest.mark.parametrize("arguments, words", [([], "COMMAND"), (["vllm"], "tokenproxy vllm MODEL")])
-def test_without_what_is_needed_it_shows_help(arguments: list[str], words: str, capsys: Capture) -> None:
+def test_missing_arguments_show_help(arguments: list[str], words: str, capsys: Capture) -> None:
     assert main(arguments) == 2
     assert words in capsys.readouterr().out
 
@@ -77,7 +77,7 @@ def test_without_what_is_needed_it_shows_help(arguments: list[str], words: str, 
         ),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
+def test_errors_are_one_line(
     arguments: list[str], words: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("uvicorn.Server.run", lambda server: pytest.fail("it began to serve"))
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_said_in_one_line(
 @pytest.mark.parametrize(
     "arguments", [["nonsense"], ["serve", "--nonsense"], ["serve", "--token-in", "guess"]]
 )
-def test_what_is_not_known(arguments: list[str], capsys: Capture) -> None:
+def test_unknown_commands_and_flags(arguments: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as exited:
         main(arguments)
     assert exited.value.code == 2
@@ -97,8 +97,11 @@ def test_what_is_not_known(arguments: list[str], capsys: Capture) -> None:
 
 
 def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
-    template = tmp_path / "template.jinja"
+    template, keys = tmp_path / "template.jinja", tmp_path / "keys.yaml"
     template.touch()
+    upstreams = tmp_path / "engines.txt"
+    upstreams.write_text("http://c:1")
+    keys.write_text("[]")
     flags = {
         "--host": "0.0.0.0",
         "--port": "1",
@@ -112,11 +115,34 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
         "--store-max-age-s": "7.5",
         "--cache-bytes": "8",
         "--connect-timeout-s": "3.5",
+        "--policy": "round_robin",
+        "--store-timeout-s": "2.5",
+        "--replica-requests": "11",
+        "--replica-ids": "12",
+        "--overload-ratio": "2.5",
+        "--idle-timeout-s": "2.5",
+        "--upstreams-file": str(upstreams),
+        "--fleet-name": "trainers",
         "--watch-interval-s": "4.5",
         "--encoder-threads": "5",
+        "--stop-delay-s": "1.5",
+        "--drain-s": "2.5",
         "--proof-folder": str(tmp_path),
         "--audit-share": "0.5",
+        "--queue-requests": "9",
+        "--queue-timeout-s": "9.5",
+        "--encoder-bytes": "10",
+        "--overflow": "render",
         "--log-level": "debug",
+        "--api-key-file": str(keys),
+        "--tls-cert": str(template),
+        "--tls-key": str(template),
+        "--http-parser": "h11",
+        "--head-limit-bytes": "2048",
+        "--head-timeout-s": "8.5",
+        "--body-timeout-s": "9.5",
+        "--connections-per-address": "10",
+        "--log-format": "json",
     }
     repeated = [
         "--upstream",
@@ -127,19 +153,36 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
         "k1",
         "--api-key",
         "k,2",
+        *("--admin-key", "a1", "--admin-key", "a2"),
+        *("--allowed-hosts", "a.example", "--allowed-hosts", "*.b.example"),
+        *("--cors-origins", "https://a.example"),
     ]
-    switches = ["--trust-remote-code", "--no-record-logprobs", "--no-record-token-route", "--allow-anonymous"]
+    switches = [
+        "--store-required",
+        "--trust-remote-code",
+        "--no-record-logprobs",
+        "--no-record-token-route",
+        "--allow-anonymous",
+        "--metrics-need-key",
+    ]
+    switches.append("--access-log")
     pairs = [word for pair in flags.items() for word in pair]
     assert main(["serve", *repeated, *pairs, *switches]) == 0
     [settings] = served
     assert settings.upstreams == ["http://a:1", "http://b:2"]
     assert [key.get_secret_value() for key in settings.api_key] == ["k1", "k,2"]
+    assert [key.get_secret_value() for key in settings.admin_key] == ["a1", "a2"]
+    assert settings.allowed_hosts == ["a.example", "*.b.example"]
+    assert settings.cors_origins == ["https://a.example"]
     assert (settings.trust_remote_code, settings.allow_anonymous) == (True, True)
+    assert settings.metrics_need_key
+    assert settings.store_required
     assert (settings.record_logprobs, settings.record_token_route) == (False, False)
+    assert settings.access_log
     for flag, value in flags.items():
         name = flag[2:].replace("-", "_")
         found = getattr(settings, name)
-        found = found.get_secret_value() if "key" in name else found
+        found = found.get_secret_value() if name == "upstream_api_key" else found
         assert str(found) == value
     assert settings.model_fields_set == set(Settings.model_fields)
 
@@ -162,6 +205,13 @@ def test_the_engines_key_is_not_lent_to_the_public(
     assert main(command) == 0  # no key to lend
     assert main([*command, "--upstream-api-key", "k", "--allow-anonymous"]) == 0
     assert main([*command, "--upstream-api-key", "k", "--api-key", "a"]) == 0
+    assert main([*command, "--upstream-api-key", "k", "--admin-key", "a"]) == 0
+    served.clear()
+    command[2] = "http://user:hidden@a:1"
+    assert main(command) == 2
+    refusal = capsys.readouterr().err
+    assert "the user in an upstream's URL" in refusal and "hidden" not in refusal
+    assert not served
 
 
 def test_upstreams_may_stand_in_the_file(served: list[Settings], tmp_path: Path) -> None:
@@ -171,7 +221,7 @@ def test_upstreams_may_stand_in_the_file(served: list[Settings], tmp_path: Path)
     assert (served[0].upstreams, served[0].port) == (["http://a:1"], 2)
 
 
-def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_error_without_vllm_names_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setenv("VLLM_PLUGINS", "")
     assert main(["vllm", "some-model"]) == 2
@@ -197,8 +247,7 @@ def test_serve_as_a_process(mortal: FakeVllm) -> None:
             client = httpx.Client(base_url=address[1], trust_env=False)
             assert client.post("/v1/embeddings").text == "[1]"
             process.send_signal(signal.SIGTERM)
-            assert "Application shutdown complete" in process.stderr.read()
-            # uvicorn ends in order and then hands the signal on
-            assert process.wait(20) == -signal.SIGTERM
+            assert "stopped: everything that was sampled is recorded" in process.stderr.read()
+            assert process.wait(20) == 0
         finally:
             process.kill()

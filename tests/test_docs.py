@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client import Counter, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 
 import tokenization
 from proxy import errors
 from proxy.dialects.prompt_fields import ALIASES
 from proxy.history.vocabulary import Problem, Reason, Source
-from proxy.metrics import Metrics
+from proxy.metrics import Ids, Metrics, ReplicaState
 from proxy.routes.routes import all_routes
 from proxy.vllm_plugin import CONFIG_VARIABLE
 
@@ -21,7 +23,30 @@ _OTHER_PAGES = [_ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "ex
 """Their links and commands must be right, but what only they mention is not documented."""
 _TEXT = "\n".join(page.read_text() for page in _PAGES)
 _SOURCES = "\n".join(path.read_text() for path in sorted((_ROOT / "proxy").glob("**/*.py")))
-_HEADERS = set(re.findall(r'b"(x-(?:prompt-\w+|session-id|turn-id|request-replayed))"', _SOURCES))
+_HEADERS = set(re.findall(r'b"(x-(?:prompt-\w+|session-id|turn-id|request-replayed|request-id))"', _SOURCES))
+_MONITORING = (_ROOT / "docs" / "monitoring.md").read_text()
+_ACCESS_LOG = {
+    next(filter(None, groups))
+    for groups in re.findall(
+        r'"(\w+)": (?:client|scope|_path|status|round)|fields\["(\w+)"\] = ',
+        (_ROOT / "proxy" / "monitoring" / "middleware.py").read_text(),
+    )
+}
+_OTEL_VARIABLES = sorted(set(re.findall(r'"(OTEL_\w+)"', _SOURCES)))
+_SPAN_ATTRIBUTES = sorted(
+    set(re.findall(r'"(tokenproxy\.[a-z_.]+)"', _SOURCES))
+    - {
+        "tokenproxy.tenant",
+        "tokenproxy.scopes",
+        "tokenproxy.exchange",
+        "tokenproxy.access",
+    }  # keys of the ASGI scope, and a logger
+)
+_METRICS = {
+    metric._name + ("_total" if isinstance(metric, Counter) else ""): metric
+    for metric in vars(Metrics()).values()
+    if isinstance(metric, MetricWrapperBase) and not metric._labelvalues
+}
 _BLOCKS = [
     pytest.param(code, id=f"{page.name}-{index}")
     for page in _PAGES
@@ -45,12 +70,57 @@ def test_headers(name: str) -> None:
 
 
 def test_there_are_headers() -> None:
-    assert len(_HEADERS) == 8
+    assert len(_HEADERS) == 9
 
 
-@pytest.mark.parametrize("family", [family.name for family in Metrics().registry.collect()])
-def test_counters(family: str) -> None:
-    assert _say(f"`{family}_total`")
+@pytest.mark.parametrize("name", _METRICS)
+def test_metrics(name: str) -> None:
+    """A row for each, with its type and its labels."""
+    metric = _METRICS[name]
+    [row] = [line for line in _MONITORING.splitlines() if line.startswith(f"| `{name}` |")]
+    kind, labels = row.split(" | ")[1:3]
+    assert kind == type(metric).__name__.lower()
+    assert re.findall(r"`(\w+)`", labels) == list(metric._labelnames)
+
+
+def test_every_metric_of_the_registry_is_looked_at() -> None:
+    families = [family.name for family in Metrics().registry.collect()]
+    assert sorted(families) == sorted(name.removesuffix("_total") for name in _METRICS)
+
+
+def test_metrics_that_are_documented_exist() -> None:
+    named = set(re.findall(r"`(tokenproxy_\w+)`", _TEXT))
+    assert named - set(_METRICS) == set()
+
+
+@pytest.mark.parametrize("name", _METRICS)
+def test_names_of_metrics_end_with_their_unit(name: str) -> None:
+    if isinstance(_METRICS[name], Histogram):
+        assert name.endswith("_seconds")
+
+
+@pytest.mark.parametrize("word", [*ReplicaState, *Ids])
+def test_values_of_labels(word: str) -> None:
+    assert f"`{word}`" in _MONITORING
+
+
+@pytest.mark.parametrize("name", sorted(_ACCESS_LOG))
+def test_fields_of_the_access_log(name: str) -> None:
+    assert f"`{name}`" in _MONITORING
+
+
+def test_there_is_an_access_log() -> None:
+    assert {"client", "path", "duration_ms", "added_ms", "client_left"} <= _ACCESS_LOG
+
+
+@pytest.mark.parametrize("name", _OTEL_VARIABLES)
+def test_variables_of_opentelemetry(name: str) -> None:
+    assert name in _MONITORING or name.replace("_TRACES_", "_") in _MONITORING
+
+
+@pytest.mark.parametrize("name", _SPAN_ATTRIBUTES)
+def test_attributes_of_spans(name: str) -> None:
+    assert f"`{name.replace('tokenproxy.prompt', '')}`" in _MONITORING or f"`{name}`" in _MONITORING
 
 
 @pytest.mark.parametrize("word", sorted({*Reason, *Source, *Problem}))

@@ -38,12 +38,13 @@ def test_every_package_is_pinned(requirements: list[Requirement]) -> None:
     [
         (_PROJECT["dependencies"], ["base"]),
         (_PROJECT["optional-dependencies"]["parquet"], ["base"]),
+        (_PROJECT["optional-dependencies"]["otel"], ["base"]),
         (_PROJECT["optional-dependencies"]["dev"], ["base", "dev", "clients"]),
         (_PROJECT["optional-dependencies"]["cpu"], ["cpu"]),
     ],
-    ids=["proxy", "parquet", "dev", "cpu"],
+    ids=["proxy", "parquet", "otel", "dev", "cpu"],
 )
-def test_what_the_project_asks_for_is_in_its_list(wanted: list[str], lists: list[str]) -> None:
+def test_dependencies_of_the_project_are_pinned(wanted: list[str], lists: list[str]) -> None:
     pins = {canonicalize_name(pin.name): pin for name in lists for pin in _LISTS[name]}
     for requirement in map(Requirement, wanted):
         (pin,) = pins[canonicalize_name(requirement.name)].specifier

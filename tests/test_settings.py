@@ -7,6 +7,7 @@ import yaml
 
 from proxy.cli import main
 from proxy.settings import Settings, SettingsError, load_settings
+from proxy.settings.flags import flag_name
 
 _CONFIGS = sorted((Path(__file__).parents[1] / "config").glob("*.yaml"))
 
@@ -26,7 +27,7 @@ def test_file_below_environment_below_flags(file: Path, monkeypatch: pytest.Monk
     assert settings.upstreams == ["http://a:1"]
 
 
-def test_what_is_given_nowhere_has_its_default(file: Path) -> None:
+def test_unset_settings_have_their_defaults(file: Path) -> None:
     settings = load_settings(file)
     assert settings.encoder_threads == Settings().encoder_threads
     assert load_settings().model_dump() == Settings().model_dump()
@@ -89,9 +90,23 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
         ({"watch_interval_s": -1}, "watch_interval_s"),
         ({"encoder_threads": 0}, "encoder_threads"),
         ({"log_level": "loud"}, "log_level"),
+        ({"log_format": "xml"}, "log_format"),
         ({"cache_bytes": -1}, "cache_bytes"),
         ({"record_token_route": "perhaps"}, "record_token_route"),
         ({"api_key": 5}, "api_key"),
+        ({"admin_key": [""]}, "admin_key"),
+        ({"api_key_file": "missing.yaml"}, "api_key_file"),
+        ({"tls_cert": "missing.pem", "tls_key": __file__}, "tls_cert"),
+        ({"tls_key": __file__}, "settings: .*tls_cert.* and .*tls_key.* belong together"),
+        ({"http_parser": "guess"}, "http_parser"),
+        ({"allowed_hosts": ["http://a.example"]}, "allowed_hosts"),
+        ({"allowed_hosts": "a.example:8100"}, "allowed_hosts"),
+        ({"cors_origins": "app.example.com"}, "cors_origins"),
+        ({"cors_origins": ["https://app.example.com/"]}, "cors_origins"),
+        ({"head_limit_bytes": 10}, "head_limit_bytes"),
+        ({"head_timeout_s": 0}, "head_timeout_s"),
+        ({"body_timeout_s": 0}, "body_timeout_s"),
+        ({"connections_per_address": -1}, "connections_per_address"),
         ({"no_such_setting": 1}, "no_such_setting"),
     ],
 )
@@ -146,11 +161,19 @@ def test_a_file_that_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_keys_are_not_shown() -> None:
-    settings = load_settings(api_key=["hidden"], upstream_api_key="hidden")
+    keys: dict[str, Any] = {"api_key": ["hidden"], "admin_key": ["hidden"], "upstream_api_key": "hidden"}
+    settings = load_settings(upstreams=["http://user:hidden@a:1"], **keys)
     assert "hidden" not in repr(settings) + str(settings)
 
 
-def test_every_setting_says_what_it_is() -> None:
+@pytest.mark.parametrize("url", ["ftp://user:hidden@a:1", "http://user:hidden@", "http://user:hidden@a:x"])
+def test_no_error_shows_the_password_of_an_upstream(url: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings(upstreams=[url])
+    assert "hidden" not in str(refused.value)
+
+
+def test_every_setting_has_a_description() -> None:
     assert [name for name, field in Settings.model_fields.items() if not field.description] == []
 
 
@@ -158,7 +181,7 @@ def test_every_setting_says_what_it_is() -> None:
 def test_every_setting_has_a_flag(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
-    flag = "--upstream" if name == "upstreams" else "--" + name.replace("_", "-")
+    flag = flag_name(name, Settings.model_fields[name])
     assert re.search(rf"  {flag}[ ,\n]", capsys.readouterr().out)
 
 
@@ -201,7 +224,7 @@ def test_the_reference_has_every_setting_and_no_other() -> None:
 @pytest.mark.parametrize("name", Settings.model_fields)
 def test_the_reference_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flag, variable, default, meaning = _documented()[name]
-    expected_flag = "--upstream" if name == "upstreams" else "--" + name.replace("_", "-")
+    expected_flag = flag_name(name, Settings.model_fields[name])
     assert re.fullmatch(rf"`{expected_flag}`(, `--no-{expected_flag[2:]}`)?", flag)
     assert variable == f"`TOKENPROXY_{name.upper()}`"
     assert re.fullmatch(re.escape(_shown_default(name, monkeypatch)) + r"( \(.*\))?", default)

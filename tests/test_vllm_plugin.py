@@ -133,7 +133,7 @@ def inside(server: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("resolved", [True, False])
-def test_appending_renders_with_what_vllm_was_started_with(tiny_model: TinyModel, resolved: bool) -> None:
+def test_appending_renders_with_vllms_flags(tiny_model: TinyModel, resolved: bool) -> None:
     """The renderer's resolved values come first; the arguments stand in for a vLLM without this attribute."""
     template = CHATML.replace("message.content", "(message.content | string)") + "{{ suffix }}"
     values: dict[str, Any] = {
@@ -194,7 +194,16 @@ def test_the_engines_own_routes_stay(inside: httpx.Client) -> None:
     assert inside.get("/no/such/route").status_code == 404
 
 
-def test_what_it_can_do_is_reported(inside: httpx.Client) -> None:
+@pytest.mark.parametrize("path", ["/v1%2fsessions/q", "/v1/sessions/a%2Fb", "/sessions/%2e%2e/v1/models"])
+def test_paths_that_can_be_read_in_two_ways_are_refused(inside: httpx.Client, path: str) -> None:
+    sent = inside.build_request("GET", "/")
+    sent.extensions["target"] = path.encode()
+    answer = inside.send(sent)
+    # the second is no route here: its decoded path has a segment more than the session's
+    assert answer.status_code == (404 if "a%2Fb" in path else 400)
+
+
+def test_capabilities_are_reported(inside: httpx.Client) -> None:
     [engine] = inside.get("/ready").json()["engines"]
     assert (engine["engine"], engine["version"], engine["token_in"]) == ("in-process", "inside", "chat")
 
@@ -304,7 +313,7 @@ def test_tokenize_stays_open(guarded: tuple[Server, httpx.Client]) -> None:
     assert guarded[1].post("/v1/tokenize", json=body).status_code == 401  # vLLM guards all of /v1
 
 
-def test_without_keys_everybody_is_one_tenant(server: Server, inside: httpx.Client) -> None:
+def test_without_keys_all_clients_are_one_tenant(server: Server, inside: httpx.Client) -> None:
     server.asked.clear()
     for headers in ({}, {"authorization": "Bearer anna"}):
         assert inside.get("/sessions", headers=headers).status_code == 200
@@ -355,7 +364,7 @@ def _encoder_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("encode")]
 
 
-async def test_what_was_opened_is_closed_at_shutdown(
+async def test_services_are_closed_at_shutdown(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENPROXY_STORE", f"sqlite:///{tmp_path / 'history.db'}")
@@ -375,6 +384,23 @@ async def test_what_was_opened_is_closed_at_shutdown(
     with pytest.raises(EngineUnavailable, match="stopping"):
         server.plugin._services_or_unavailable({})
     await server.plugin.aclose()  # a second time does nothing
+
+
+def test_streams_are_cut_when_vllms_server_ends(
+    server: Server, inside: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM waits for open connections, and its engine, which has ended, sends no more events."""
+    monkeypatch.setattr("proxy.vllm_plugin._CUT_AFTER_S", 0.2)
+    body = {"tokens": [1, 74], "stream": True, "user": "patient"}
+    with inside.stream("POST", _TOKENS, json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+        assert inside.get("/ready").status_code == 200
+        server.app.state.server = Namespace(should_exit=True)
+        wait_until(lambda: inside.get("/ready").json().get("stopping"))
+        *_, last = [line for line in lines if line]
+    assert '"code":"stopping"' in last
+    wait_until(lambda: server.aborted)
 
 
 async def test_the_state_of_vllms_lifespan_is_passed_on(tiny_model: TinyModel) -> None:

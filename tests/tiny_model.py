@@ -43,6 +43,11 @@ class TinyModel:
     folder: Path
     reference: Any = field(repr=False)
 
+    @classmethod
+    def load(cls, folder: Path) -> "TinyModel":
+        """One that `make_tiny_model` wrote."""
+        return cls(folder, AutoTokenizer.from_pretrained(folder))
+
     def render(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> list[int]:
@@ -80,4 +85,4 @@ def make_tiny_model(folder: Path, chat_template: str = CHATML) -> TinyModel:
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": VOCAB_SIZE}))
-    return TinyModel(folder, AutoTokenizer.from_pretrained(folder))
+    return TinyModel.load(folder)

@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from proxy.app import create_app
+from proxy.connections import connection_options
 from proxy.settings import Settings
 from tests.fake_vllm import FakeVllm, Variant
 
@@ -23,9 +24,9 @@ _NOTHING_KEPT = httpx.Limits(max_keepalive_connections=0)
 """Each request of a test has its own connection, so that none suffers from what another did to it."""
 
 
-def wait_until(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object], patience_s: float = _PATIENCE_S) -> None:
     """Wait until something holds that another thread brings about."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.005)
@@ -41,10 +42,10 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def run_server(app: FastAPI, root_path: str = "") -> Iterator[str]:
-    """Serve an application from a thread on a free port; yields its URL."""
+def run_server(app: FastAPI, root_path: str = "", **options: Any) -> Iterator[str]:
+    """Serve an application from a thread on a free port; yields its URL. `options` are uvicorn's."""
     config = uvicorn.Config(
-        app, port=0, root_path=root_path, log_level="warning", timeout_graceful_shutdown=1
+        app, port=0, root_path=root_path, log_level="warning", timeout_graceful_shutdown=1, **options
     )
     server = _Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -52,7 +53,8 @@ def run_server(app: FastAPI, root_path: str = "") -> Iterator[str]:
     try:
         wait_until(lambda: server.started or not thread.is_alive())
         assert server.started, "the server did not start"
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        scheme = "https" if config.is_ssl else "http"
+        yield f"{scheme}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(_PATIENCE_S)
@@ -62,20 +64,34 @@ def run_server(app: FastAPI, root_path: str = "") -> Iterator[str]:
 def run_app(settings: Settings) -> Iterator[httpx.Client]:
     """Serve the proxy; yields a client of it, which knows its address as `base_url`."""
     with (
-        run_server(create_app(settings)) as url,
+        run_server(create_app(settings), **connection_options(settings)) as url,
         httpx.Client(base_url=url, timeout=_PATIENCE_S, trust_env=False, limits=_NOTHING_KEPT) as client,
     ):
         yield client
 
 
 @contextmanager
-def run_proxy(engines: Sequence[FakeVllm], **settings: Any) -> Iterator[httpx.Client]:
-    """Serve the proxy before `engines`, and wait until it knows all of them and their tokenizers."""
+def run_proxy(
+    engines: Sequence[FakeVllm], *, reader: str | None = None, **settings: Any
+) -> Iterator[httpx.Client]:
+    """Serve the proxy before `engines`, and wait until it knows all of them and their tokenizers.
+
+    Args:
+        reader: a key with the scope `read`, where none of the settings is one.
+    """
     settings = {"watch_interval_s": 0.1, **settings}
     with run_app(Settings(upstreams=[engine.url for engine in engines], **settings)) as client:
-        wait_until(lambda: all(_known(engine) for engine in client.get("/ready").json()["engines"]))
+        key = reader or _first_key(settings)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        wait_until(lambda: all(map(_known, client.get("/ready", headers=headers).json()["engines"])))
         client.get("/v1/sessions")  # now it also knows whether the engine wants credentials
         yield client
+
+
+def _first_key(settings: dict[str, Any]) -> str:
+    """A key that may read the details of /ready; empty if everybody may."""
+    keys = settings.get("admin_key") or settings.get("api_key") or ""
+    return keys if isinstance(keys, str) else keys[0]
 
 
 def _known(engine: dict[str, Any]) -> bool:

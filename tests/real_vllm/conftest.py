@@ -5,6 +5,7 @@ front of a stock vLLM; some also against the proxy made to use vLLM's generate r
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -64,11 +66,7 @@ def model() -> Path:
 @pytest.fixture(scope="session")
 def thinking_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with two of its unused special tokens made ordinary ones: the marks of reasoning."""
-    folder = tmp_path_factory.mktemp("thinking")
-    for file in model.iterdir():
-        (folder / file.name).symlink_to(file)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").unlink()
     marks = {"<jupyter_start>": "<think>", "<jupyter_text>": "</think>"}
     for token in tokenizer["added_tokens"]:
         if token["content"] in marks:
@@ -76,7 +74,15 @@ def thinking_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
             token |= {"content": marks[token["content"]], "special": False}
     for unused, mark in marks.items():
         tokenizer["model"]["vocab"][mark] = tokenizer["model"]["vocab"].pop(unused)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return checkpoint_with(model, tmp_path_factory.mktemp("thinking"), "tokenizer.json", tokenizer)
+
+
+def checkpoint_with(model: Path, folder: Path, name: str, content: dict[str, Any]) -> Path:
+    """A checkpoint in `folder` with the files of another, of which one JSON file has other content."""
+    for file in model.iterdir():
+        if file.name != name:
+            (folder / file.name).symlink_to(file)
+    (folder / name).write_text(json.dumps(content))
     return folder
 
 
@@ -89,6 +95,8 @@ def engines(
 ) -> Iterator[dict[str, EngineProcess]]:
     """All engines that the selected tests need, started side by side."""
     logs = tmp_path_factory.mktemp("vllm")
+    # engines share the cores with each other here: a database may be slow without being stuck
+    os.environ.setdefault("TOKENPROXY_STORE_TIMEOUT_S", "30")
     wanted = {
         "plugin": EngineProcess(model, plugin=True, api_server_count=2, log_file=logs / "plugin.log"),
         "stock": EngineProcess(
@@ -154,12 +162,12 @@ class ProxyProcess:
         """Start it, and wait until it is ready.
 
         Args:
-            client_key: a key that the engine wants. It reaches the proxy with a client's request.
+            client_key: a key that the engine or the proxy wants. It reaches the proxy with a request.
         """
         self._process = subprocess.Popen(self._command)
         if client_key is not None:
             _send_key(self.url, client_key)
-        wait_ready(self.url)
+        wait_ready(self.url, key=client_key)
 
     def kill(self) -> None:
         """End it with no chance to tidy up."""
@@ -187,13 +195,18 @@ def run_proxy(upstream: str, *flags: str, client_key: str | None = None) -> Iter
         proxy.stop()
 
 
-def wait_ready(url: str, timeout_s: float = 120.0) -> dict[str, object]:
-    """Wait until `/ready` says that an engine answers and that messages can be appended."""
+def wait_ready(url: str, timeout_s: float = 120.0, key: str | None = None) -> dict[str, object]:
+    """Wait until `/ready` says that an engine answers and that messages can be appended.
+
+    Args:
+        key: one with the scope `read`, where the proxy has keys of its own.
+    """
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     deadline = time.monotonic() + timeout_s
     state: object = None
     while time.monotonic() < deadline:
         try:
-            answer = httpx.get(f"{url}/ready", timeout=10)
+            answer = httpx.get(f"{url}/ready", timeout=10, headers=headers)
             state = answer.text
             if answer.status_code == 200 and _can_append(answer.json()["engines"][0]):
                 ready: dict[str, object] = answer.json()["engines"][0]

@@ -1,11 +1,10 @@
-"""An agent framework that nobody here wrote: the OpenAI Agents SDK, given a base URL and nothing else."""
+"""An agent framework of others, the OpenAI Agents SDK: it gets a base URL and nothing else."""
 
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from uuid import uuid4
 
 import httpx2
@@ -27,6 +26,7 @@ from pydantic import Field
 
 from proxy.demo.stack import EngineProcess
 from tests.real_vllm.conftest import Served
+from tests.real_vllm.wire import json_events
 
 TOOL_ROUNDS = 2
 
@@ -104,7 +104,7 @@ class Seen:
         body = await response.aread()
         assert response.status_code == 200, body
         self.headers.append(response.headers)
-        events = list(_events(body))
+        events = list(json_events(body))
         sampled = [
             token
             for event in events
@@ -120,16 +120,6 @@ class Seen:
             after[: len(prompt) + len(sampled)] != prompt + sampled
             for (prompt, sampled), (after, _) in pairwise(self.ids)
         )
-
-
-def _events(body: bytes) -> Iterator[dict[str, Any]]:
-    """The one JSON object of an answer, or those of its stream."""
-    if body.startswith(b"{"):
-        yield json.loads(body)
-        return
-    for line in body.decode().splitlines():
-        if line.startswith("data: {"):
-            yield json.loads(line.removeprefix("data: "))
 
 
 @dataclass

@@ -74,7 +74,7 @@ def test_environments_that_append_locally(server: Served, model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["agent.py", "environment.py"])
-def test_what_a_server_refuses_is_one_line(server: Served, name: str) -> None:
+def test_refusal_of_a_server_is_a_one_line_error(server: Served, name: str) -> None:
     command = [sys.executable, str(_FOLDER / name), "--url", server.url, "--model", "no-such-model"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 1

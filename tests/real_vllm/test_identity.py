@@ -42,13 +42,13 @@ def test_template_kwargs_of_any_name_hide_no_change_of_tools(http: httpx.Client,
     assert talk.ask(user("More."), tools=TOOLS, tool_choice="none").source == "rendered: tools_changed"
 
 
-def test_a_turn_with_ids_of_its_own_is_not_found_by_its_text(http: httpx.Client) -> None:
+def test_turn_with_given_ids_is_not_found_by_its_text(http: httpx.Client) -> None:
     talk = _talk(http)
     talk.ask(kv_transfer_params={"prompt_token_ids": [1, 4093, 198]})
     assert talk.ask(user("More.")).source.startswith("rendered")
 
 
-def test_a_turn_with_ids_of_its_own_is_not_found_by_an_empty_message(http: httpx.Client) -> None:
+def test_turn_with_given_ids_is_not_found_by_an_empty_message(http: httpx.Client) -> None:
     headers = {"x-session-id": uuid4().hex}
     body = {"prompt_ids": [1, 4093, 198], "max_tokens": 4}
     answer = http.post(TOKENS, json=body, headers=headers).json()["choices"][0]["message"]["content"]
@@ -63,7 +63,7 @@ def test_a_turn_with_a_truncated_prompt_is_not_continued(http: httpx.Client) -> 
     assert talk.ask(user("More.")).source.startswith("rendered")
 
 
-def test_a_session_is_the_clients_whatever_its_spelling(http: httpx.Client) -> None:
+def test_session_with_any_spelling_belongs_to_the_client(http: httpx.Client) -> None:
     name = uuid4().hex
     talk = _talk(http)
     talk.headers = {"x-session-id": name}
@@ -138,7 +138,7 @@ def test_recording_of_the_token_route_can_be_turned_off(
         assert "x-turn-id" not in answer.headers
         assert http.get(f"{SESSIONS}/s").status_code == 404
         http.post(CHAT, json={"messages": [user("Hi")], "max_tokens": 2})
-    # what was said is for its owner alone
+    # conversations are private: only the owner may read the files
     assert (tmp_path / "turns").stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "turns").iterdir()} == {0o600}
 

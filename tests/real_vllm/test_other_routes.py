@@ -62,7 +62,7 @@ def test_openapi_page_shows_the_token_route(server: Served) -> None:
     assert "/tokenize" in paths and "/ready" in paths
 
 
-def test_ready_says_how_ids_go_in(server: Served, request: pytest.FixtureRequest) -> None:
+def test_ready_reports_how_ids_are_sent(server: Served, request: pytest.FixtureRequest) -> None:
     with server.http() as http:
         answer = http.get("/ready")
     [engine] = answer.json()["engines"]

@@ -38,7 +38,7 @@ def tenants(
     store = ("--store", f"sqlite:///{tmp_path_factory.mktemp('tenants')}/turns.db")
     if request.param == _BY_PROXY:
         flags = (*store, *(flag for key in _KEYS for flag in ("--api-key", key)))
-        with run_proxy(engines["stock"].url, *flags) as url:
+        with run_proxy(engines["stock"].url, *flags, client_key=_KEYS[0]) as url:
             yield Tenants(url)
         return
     # a flag that makes the prompt depend on `tool_choice`
@@ -102,7 +102,7 @@ def test_retries_get_no_response_of_another_tenant(anna: httpx.Client, bert: htt
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer carl"}], ids=["none", "unknown"])
-def test_who_has_no_key_gets_nothing(tenants: Tenants, headers: dict[str, str]) -> None:
+def test_requests_without_a_key_are_refused(tenants: Tenants, headers: dict[str, str]) -> None:
     with httpx.Client(base_url=tenants.url, timeout=60, headers=headers) as client:
         for path in (SESSIONS, "/sessions", f"{SESSIONS}/s/samples"):
             assert client.get(path).status_code == 401

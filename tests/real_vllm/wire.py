@@ -40,7 +40,7 @@ class Wire:
         self.paths.append(path)
         if path in (COMPLETIONS, TOKENS):
             self.asked.append(json.loads(response.request.content))
-            self.turns.append(_turn(response.headers, list(_events(body))))
+            self.turns.append(_turn(response.headers, list(json_events(body))))
 
     def ids(self, record: Record | None = None) -> list[tuple[list[int], list[int]]]:
         """Prompt and completion of each turn: as they came, or as recorded where none were asked for."""
@@ -109,7 +109,7 @@ def _turn(headers: httpx2.Headers, events: Sequence[dict[str, Any]]) -> Turn:
     return turn
 
 
-def _events(body: bytes) -> Iterator[dict[str, Any]]:
+def json_events(body: bytes) -> Iterator[dict[str, Any]]:
     """The one JSON object of an answer, or those of its stream."""
     if body.startswith(b"{"):
         yield json.loads(body)
