@@ -8,13 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise, product
 from pathlib import Path
-from statistics import median
-from typing import Any, Literal
 
 if __name__ == "__main__":
     # for a program that is run by its path, Python searches its folder; this package is in the parent folder
@@ -22,12 +20,15 @@ if __name__ == "__main__":
 
 import uvloop
 
-from benchmarks.author import RESULT_TOKENS, TOOLS, Author, Messages
+from benchmarks.append_report import FIRST, LENGTHS, LONG, RENDER, TEXT, Measured, Times, as_json, as_text
+from benchmarks.author import Author, Messages
+from benchmarks.command import fail, make_parser
 from benchmarks.processes import other_programs_s
-from benchmarks.report import machine, table, verdict
+from benchmarks.report import machine
+from benchmarks.ways import NEW, NEW_WITH_HISTORY, NOT_LOCAL, WAYS, Past, Way
 from proxy.demo.checkpoint import TEMPLATE_FILE, ensure_checkpoint
 from proxy.demo.errors import DemoError
-from tokenization import Appended, ChatTokenizer, Continuation, TokenizationError
+from tokenization import ChatTokenizer, TokenizationError
 
 _DESCRIPTION = """\
 Measure the time to append a tool result of 200 tokens to a conversation of 1k, 8k, 32k and 128k ids, and the
@@ -71,16 +72,9 @@ examples:
   python benchmarks/append.py --json out.json  also write every sample to a file
 """
 
-LENGTHS = (1_000, 8_000, 32_000, 128_000)
-SHORT, LONG = LENGTHS[0], LENGTHS[-1]
-GROWTH, GAIN, WAIT_MS, TEXTS = 2.0, 100.0, 5.0, 1.0
-"""Aims: append at 128k / append at 1k; render / append at 128k; longest wait of the event loop; append / text
-at 128k if the template is not local."""
-
 QUIET = 0.05
 """Share of the machine's CPU time that other programs may use before a warning is printed."""
 
-_RENDER, _FIRST, _TEXT = "render", "append, first of its thread", "text, not local"
 _HEADER, _NUMBERED_HEADER = "message.role +", "message.role ~ ' ' ~ loop.index +"
 """The header of a message in the demo's template, and one that prints the message's number."""
 
@@ -108,14 +102,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
     if sys.platform != "linux":
-        return _fail("Linux only: it reads /proc")
+        return fail("append.py", "Linux only: it reads /proc")
     try:
         folder = ensure_checkpoint()
         numbered = TEMPLATE_FILE.read_text("utf-8").replace(_HEADER, _NUMBERED_HEADER)
         local, not_local = ChatTokenizer.load(folder), ChatTokenizer.load(folder, numbered)
         measured = measure(local, not_local, QUICK if options.quick else FULL)
     except (DemoError, TokenizationError, WrongProof, WrongIds) as error:
-        return _fail(str(error))
+        return fail("append.py", str(error))
     libraries = ", ".join(f"{name} {version(name)}" for name in ("tokenizers", "transformers", "uvloop"))
     about = {**machine(), "libraries": libraries, "others": f"{measured.others:.0%}"}
     print(as_text(measured, about))
@@ -134,129 +128,6 @@ class WrongIds(Exception):
     """Appending and rendering gave different prompts, so their times cannot be compared."""
 
 
-@dataclass(frozen=True, slots=True)
-class Past:
-    """A conversation to append to."""
-
-    tokenizer: ChatTokenizer
-    messages: Messages
-    ids: list[int]
-
-    def render(self, new: Messages) -> list[int]:
-        """The next prompt, rendered from all messages."""
-        return self.tokenizer.render([*self.messages, *new], tools=TOOLS)
-
-    def text(self, new: Messages) -> str:
-        """The text of the next prompt, rendered from all messages."""
-        return self.tokenizer.text([*self.messages, *new], tools=TOOLS)
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to append."""
-
-    function: Literal["prompt_ids", "append", "continuation"]
-    """What is called; `prompt_ids` is `append`, and a read of the list of all ids."""
-    new: bool
-    """Whether each call gets a new result; otherwise a cached one."""
-    history: bool
-    """Whether it gets the messages that led to the ids."""
-    local: bool = True
-    """Whether the template is local."""
-
-    @property
-    def name(self) -> str:
-        """The row's name in the tables."""
-        name = f"{self.function}, {'new' if self.new else 'repeated'}{', history=' if self.history else ''}"
-        return name if self.local else f"{name}, not local"
-
-    @property
-    def grows(self) -> bool:
-        """Whether it copies the ids or reads the messages, so that it takes longer after a longer history."""
-        return self.function == "prompt_ids" or not self.local
-
-    def call(self, past: Past, new: Messages) -> Appended | Continuation:
-        """Append `new`."""
-        history = past.messages if self.history else None
-        if self.function == "continuation":
-            return past.tokenizer.continuation(past.ids[-1], new, history=history, tools=TOOLS)
-        appended = past.tokenizer.append(past.ids, new, history=history, tools=TOOLS)
-        if self.function == "prompt_ids":
-            _ = appended.prompt_ids
-        return appended
-
-
-NOT_LOCAL = tuple(Way("append", new, history=True, local=False) for new in (True, False))
-WAYS = (
-    *(
-        Way(function, new, history)
-        for function in ("prompt_ids", "append", "continuation")
-        for new, history in product((True, False), repeat=2)
-    ),
-    *NOT_LOCAL,
-)
-NEW, NEW_WITH_HISTORY = (Way("append", new=True, history=history) for history in (False, True))
-"""Also measured with the event loop, as is the first of `NOT_LOCAL`; the first one also on new threads."""
-
-
-@dataclass(slots=True)
-class Times:
-    """Milliseconds of each call of one kind, by the length of the history."""
-
-    name: str
-    way: Way | None = None
-    """None if the calls are not one of `WAYS`."""
-    ms: dict[int, list[float]] = field(default_factory=lambda: {length: [] for length in LENGTHS})
-
-    def p50(self, length: int) -> float:
-        """The median of the calls."""
-        return median(self.ms[length])
-
-    @property
-    def growth(self) -> float:
-        """Median at 128k / median at 1k."""
-        return self.p50(LONG) / self.p50(SHORT)
-
-
-@dataclass(slots=True)
-class Measured:
-    """All results."""
-
-    tokens: dict[int, int]
-    """Number of ids of each history, by its nominal length."""
-    appends: list[Times]
-    render: Times
-    text: Times
-    """With the template that is not local."""
-    waits: dict[str, list[float]]
-    """Longest wait of the event loop during each call at 128k, in milliseconds."""
-    others: float
-    """Share of the machine's CPU time that other programs used."""
-
-    def gain(self, times: Times) -> float:
-        """Median render / median of these calls, at 128k."""
-        return self.render.p50(LONG) / times.p50(LONG)
-
-    @property
-    def local(self) -> list[Times]:
-        """The appends with the template that is local."""
-        return [times for times in self.appends if times.way is None or times.way.local]
-
-    @property
-    def not_local(self) -> list[Times]:
-        """The appends with the template that is not."""
-        return [times for times in self.appends if times.way is not None and not times.way.local]
-
-    def texts(self, times: Times, length: int) -> float:
-        """Median of these calls / median text."""
-        return times.p50(length) / self.text.p50(length)
-
-    @property
-    def rows(self) -> list[Times]:
-        """Everything that was timed."""
-        return [*self.appends, self.render, self.text]
-
-
 def measure(local: ChatTokenizer, not_local: ChatTokenizer, effort: Effort) -> Measured:
     """Prove the templates, write the conversations, check that appends and renderings agree, run all rounds.
 
@@ -271,7 +142,7 @@ def measure(local: ChatTokenizer, not_local: ChatTokenizer, effort: Effort) -> M
         ways = [way for way in WAYS if way.local is is_local]
         check_same(pasts_by_locality[is_local][length], ways, author.result())
     appends = [Times(way.name, way) for way in WAYS]
-    first, render, text = Times(_FIRST), Times(_RENDER), Times(_TEXT)
+    first, render, text = Times(FIRST), Times(RENDER), Times(TEXT)
     start, other_programs_before_s = time.monotonic(), other_programs_s()
     for number in range(effort.rounds):
         print(f"round {number + 1} of {effort.rounds} ...", file=sys.stderr)
@@ -341,14 +212,14 @@ async def all_waits(past: Past, not_local: Past, author: Author, count: int) -> 
         "asleep": lambda _: time.sleep(0.001),
         **{way.name: partial(way.call, past) for way in (NEW, NEW_WITH_HISTORY)},
         NOT_LOCAL[0].name: partial(NOT_LOCAL[0].call, not_local),
-        _RENDER: past.render,
+        RENDER: past.render,
     }
-    waits: dict[str, list[float]] = {name: [] for name in (*calls, _FIRST)}
+    waits: dict[str, list[float]] = {name: [] for name in (*calls, FIRST)}
     loop = asyncio.get_running_loop()
     for _ in range(count):
         with ThreadPoolExecutor(1) as thread:
             await loop.run_in_executor(thread, int)  # starts it
-            waits[_FIRST].append(await longest_wait(thread, partial(NEW.call, past, author.result())))
+            waits[FIRST].append(await longest_wait(thread, partial(NEW.call, past, author.result())))
             for name, call in calls.items():
                 waits[name].append(await longest_wait(thread, partial(call, author.result())))
     return waits
@@ -372,83 +243,11 @@ async def _tick(ticks: list[float]) -> None:
         await asyncio.sleep(0.001)
 
 
-def as_json(measured: Measured, about: dict[str, str]) -> dict[str, Any]:
-    """All results and samples, as JSON values."""
-    rows = measured.rows
-    return {
-        "machine": about,
-        "tokens": measured.tokens,
-        "aims": {"growth": GROWTH, "gain": GAIN, "wait_ms": WAIT_MS, "texts": TEXTS},
-        "growth": {times.name: times.growth for times in rows},
-        "gain": {times.name: measured.gain(times) for times in measured.local},
-        "texts": {
-            times.name: {length: measured.texts(times, length) for length in LENGTHS}
-            for times in measured.not_local
-        },
-        "wait_ms": {name: median(waits) for name, waits in measured.waits.items()},
-        "samples": {"ms": {times.name: times.ms for times in rows}, "wait_ms": measured.waits},
-    }
-
-
-def as_text(measured: Measured, about: dict[str, str]) -> str:
-    """The results as Markdown tables, aligned for a terminal."""
-    tokens = ", ".join(f"{count:,}" for count in measured.tokens.values())
-    lengths = [f"{length // 1000}k" for length in LENGTHS]
-    times = [
-        ["ms, median, after", *lengths],
-        *([row.name, *(f"{row.p50(n):.3f}" for n in LENGTHS)] for row in measured.rows),
-    ]
-    growth_title, gain_title = f"128k / 1k (<= {GROWTH:g}x)", f"render / append, 128k (>= {GAIN:g}x)"
-    ratios = [
-        ["ratio", growth_title, "", gain_title, ""],
-        *(_ratio_row(row, measured.gain(row)) for row in measured.local),
-        [_RENDER, f"{measured.render.growth:.0f}x", "", "", ""],
-    ]
-    texts = [
-        ["append / text", *lengths, f"128k <= {TEXTS:g}x"],
-        *(_texts_row(row, measured) for row in measured.not_local),
-    ]
-    loop = [
-        ["event loop, during", "longest wait, median", "worst", "aim", ""],
-        *(_wait_row(name, waits) for name, waits in measured.waits.items()),
-    ]
-    head = [
-        f"{about['cores']} cores of {about['cpu']}; other programs used {about['others']} of them",
-        f"Python {about['python']}, {about['libraries']}",
-        f"histories of {tokens} ids; results of {RESULT_TOKENS}",
-    ]
-    return "\n\n".join(["\n".join(head), *map(table, (times, ratios, texts, loop))])
-
-
-def _ratio_row(times: Times, gain: float) -> list[str]:
-    grows = times.way is not None and times.way.grows
-    growth_met = "" if grows else verdict(times.growth <= GROWTH)
-    return [times.name, f"{times.growth:.2f}x", growth_met, f"{gain:,.0f}x", verdict(gain >= GAIN)]
-
-
-def _texts_row(times: Times, measured: Measured) -> list[str]:
-    ratios = [measured.texts(times, length) for length in LENGTHS]
-    return [times.name, *(f"{ratio:.2f}x" for ratio in ratios), verdict(ratios[-1] <= TEXTS)]
-
-
-def _wait_row(name: str, waits: Sequence[float]) -> list[str]:
-    row = [name, f"{median(waits):.1f} ms", f"{max(waits):.1f} ms"]
-    if not name.startswith("append"):
-        return [*row, "-", ""]
-    return [*row, f"<= {WAIT_MS:g} ms", verdict(median(waits) <= WAIT_MS)]
-
-
 def _parser() -> argparse.ArgumentParser:
-    kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=kind)
+    parser = make_parser(_DESCRIPTION, _EXAMPLES)
     parser.add_argument("--quick", action="store_true", help="only check that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     return parser
-
-
-def _fail(message: str) -> int:
-    print(f"append.py: {message}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

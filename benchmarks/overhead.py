@@ -14,6 +14,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.cases import Case, cases
+from benchmarks.command import fail, make_parser
 from benchmarks.load import BadResponse, check_same, latencies, throughput
 from benchmarks.processes import Cores, Proxy, StartError, noop_engine, pinned, proxy, write_tokenizer
 from benchmarks.report import Result, machine, overhead_json, overhead_text
@@ -70,16 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
     if not hasattr(os, "sched_setaffinity"):
-        return _fail("Linux only: it pins processes to cores and reads /proc")
+        return fail("overhead.py", "Linux only: it pins processes to cores and reads /proc")
     chosen = [case for case in cases() if options.case in case.name]
     if not chosen:
         names = ", ".join(f'"{case.name}"' for case in cases())
-        return _fail(f'no case name contains "{options.case}"; the cases are {names}')
+        return fail("overhead.py", f'no case name contains "{options.case}"; the cases are {names}')
     about = machine()
     try:
         results = measure(chosen, QUICK if options.quick else FULL)
     except (StartError, BadResponse) as error:
-        return _fail(str(error))
+        return fail("overhead.py", str(error))
     print(overhead_text(results, about))
     if options.json is not None:
         options.json.write_text(json.dumps(overhead_json(results, about), indent=1) + "\n")
@@ -129,19 +130,13 @@ def _one_round(result: Result, direct: int, running: Proxy, effort: Effort) -> N
 
 
 def _parser() -> argparse.ArgumentParser:
-    kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=kind)
+    parser = make_parser(_DESCRIPTION, _EXAMPLES)
     parser.add_argument("--quick", action="store_true", help="only check that it runs")
     parser.add_argument(
         "--case", default="", metavar="WORDS", help="only cases whose name contains this text"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     return parser
-
-
-def _fail(message: str) -> int:
-    print(f"overhead.py: {message}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -55,6 +55,14 @@ class Proxy:
         """CPU seconds that its process has used, in user and kernel mode."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def written_bytes(self) -> int:
+        """Bytes of file pages that its process has changed: what is or will be written to the disk.
+
+        A page that is changed again before it is written counts once. Files in memory do not count.
+        """
+        lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("write_bytes:")))
 
     def other_programs_s(self) -> float:
         """CPU seconds that other processes have used on its core."""
@@ -104,17 +112,27 @@ def noop_engine(core: int, tokenizer: Path | None, *, turns: bool = False) -> It
 
 @contextmanager
 def proxy(
-    core: int, engine_port: int, log: Path, *, store: str | None = None, clocks: Path | None = None
+    core: int,
+    engine_port: int | Sequence[int],
+    log: Path,
+    *,
+    store: str | None = None,
+    clocks: Path | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[Proxy]:
-    """Run the proxy in front of the engine, and wait until it is ready and has loaded the tokenizer.
+    """Run the proxy in front of engines, and wait until it is ready and has loaded their tokenizer.
 
     Args:
+        engine_port: the port of the engine, or the ports of a fleet.
+        flags: more flags of its command.
         store: URL of its store; None is a new SQLite file next to the log.
         clocks: file for the times of its stages; None runs it without timers.
     """
-    engine, store = f"http://127.0.0.1:{engine_port}", store or f"sqlite://{log.absolute()}.db"
+    store = store or f"sqlite://{log.absolute()}.db"
     program = ["benchmarks.clocked", str(clocks)] if clocks else ["proxy.cli"]
-    command = [sys.executable, "-m", *program, "serve", "--upstream", engine, "--port", "0", "--store", store]
+    command = [sys.executable, "-m", *program, "serve", "--port", "0", "--store", store, *flags]
+    for port in [engine_port] if isinstance(engine_port, int) else engine_port:
+        command += ["--upstream", f"http://127.0.0.1:{port}"]
     with log.open("wb") as out:
         process = _start(command, core, stdout=out, stderr=out)
     try:
@@ -125,15 +143,88 @@ def proxy(
 
 
 @contextmanager
+def engine_fleet(core: int, tokenizer: Path, flags: Sequence[str] = ()) -> Iterator[list[int]]:
+    """Run a fleet of fake engines in one process; yields the engines' ports."""
+    command = [sys.executable, "-m", "benchmarks.fleet_engines", "--model", str(tokenizer), *flags]
+    process = _start(command, core, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        ports = list(map(int, process.stdout.readline().split()))
+        if not ports:
+            raise StartError("the fleet of engines did not start")
+        yield ports
+    finally:
+        _end(process)
+
+
+@contextmanager
+def vllm_router(
+    program: Path, core: int, ports: Sequence[int], log: Path, flags: Sequence[str]
+) -> Iterator[Proxy]:
+    """Run vllm-router in front of engines, and wait until it is ready."""
+    port, metrics_port = free_ports(2)
+    engines = [f"http://127.0.0.1:{engine}" for engine in ports]
+    command = [str(program), "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *engines]
+    command += ["--prometheus-port", str(metrics_port), "--worker-startup-check-interval", "1"]
+    with gateway([*command, "--log-level", "warning", *flags], core, port, log) as running:
+        yield running
+
+
+@contextmanager
+def gateway(
+    command: Sequence[str], core: int, port: int, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Proxy]:
+    """Run any gateway that listens on `port`, and wait until it lists models.
+
+    Args:
+        environment: variables next to those of this process.
+    """
+    with log.open("wb") as out:
+        process = _start(list(command), core, environment, stdout=out, stderr=out)
+    try:
+        _wait_healthy(process, port, log, Path(command[0]).name)
+        yield Proxy(process.pid, port, core)
+    finally:
+        _end(process)
+
+
+@contextmanager
+def gateway_engine(core: int, answers: Path, tokenizer: Path) -> Iterator[int]:
+    """Run the engine of `gateway.py`; yields its port.
+
+    Args:
+        answers: file of its answers.
+        tokenizer: folder that it names as its model.
+    """
+    command = [sys.executable, "-m", "benchmarks.gateway_engine", str(answers), "--model", str(tokenizer)]
+    process = _start(command, core, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.strip():
+            raise StartError("the engine did not start")
+        yield int(line)
+    finally:
+        _end(process)
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports on which nothing listens now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
+
+
+@contextmanager
 def redis_server(core: int, folder: Path) -> Iterator[str | None]:
     """Run a Redis that writes nothing to disk; yields its URL, or None if Redis is not installed."""
     program = next(filter(None, map(shutil.which, ("redis-server", "valkey-server"))), None)
     if program is None:
         yield None
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
     process = _start(command, core, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -162,10 +253,13 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def _start(command: list[str], core: int, **streams: Any) -> "subprocess.Popen[bytes]":
+def _start(
+    command: list[str], core: int, environment: Mapping[str, str] | None = None, **streams: Any
+) -> "subprocess.Popen[bytes]":
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TOKENPROXY_")}
+    variables = {**kept, "HF_HUB_OFFLINE": "1", **(environment or {})}
     with pinned(core):  # the child inherits it, so it applies to all threads from the start
-        return subprocess.Popen(command, cwd=_ROOT, env={**kept, "HF_HUB_OFFLINE": "1"}, **streams)
+        return subprocess.Popen(command, cwd=_ROOT, env=variables, **streams)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -187,6 +281,29 @@ def _wait_listening(process: "subprocess.Popen[bytes]", port: int) -> None:
         else:
             return
     raise StartError("the Redis server did not start")
+
+
+def _wait_healthy(process: "subprocess.Popen[bytes]", port: int, log: Path, name: str) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with suppress(OSError, HTTPException):
+            models = get_json(port, "/v1/models")
+            if models and models["data"]:
+                return
+        time.sleep(0.1)
+    raise StartError(f"{name} did not become ready:\n" + log.read_text()[-3000:])
+
+
+def get_json(port: int, path: str) -> Any:
+    """The JSON of a response with status 200; None for another status."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        body = response.read()
+        return json.loads(body) if response.status == 200 else None
+    finally:
+        connection.close()
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", log: Path) -> int:

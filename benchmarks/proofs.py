@@ -21,6 +21,7 @@ if __name__ == "__main__":
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.command import fail, make_parser
 from benchmarks.processes import other_programs_s
 from benchmarks.report import machine, percentile, table, verdict
 from tokenization import ChatTokenizer, TokenizationError
@@ -75,19 +76,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
     if sys.platform != "linux":
-        return _fail("Linux only: it reads /proc")
+        return fail("proofs.py", "Linux only: it reads /proc")
     if options.folder is not None and not options.folder.is_dir():
-        return _fail(f"{options.folder} is not a folder")
+        return fail("proofs.py", f"{options.folder} is not a folder")
     templates = read_templates(options.folder or FETCHED)
     if not templates:
-        return _fail("no templates: install the package trl, or name a folder that holds .jinja files")
+        return fail(
+            "proofs.py", "no templates: install the package trl, or name a folder that holds .jinja files"
+        )
     if options.quick:
         templates = dict(list(templates.items())[:_QUICK_COUNT])
     start, other_programs_before_s = time.monotonic(), other_programs_s()
     try:
         proofs = prove_all(templates)
     except TokenizationError as error:
-        return _fail(str(error))
+        return fail("proofs.py", str(error))
     cores_s = len(os.sched_getaffinity(0)) * (time.monotonic() - start)
     others = (other_programs_s() - other_programs_before_s) / cores_s
     about = {**machine(), "libraries": _libraries(), "others": f"{others:.0%}"}
@@ -218,18 +221,12 @@ def _libraries() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=kind)
+    parser = make_parser(_DESCRIPTION, _EXAMPLES)
     folder_help = "where to look for .jinja files (default: .cache/templates)"
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=folder_help)
     parser.add_argument("--quick", action="store_true", help="only check that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every proof to this file")
     return parser
-
-
-def _fail(message: str) -> int:
-    print(f"proofs.py: {message}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

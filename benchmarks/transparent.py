@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 from benchmarks.author import TOOLS, Author
 from benchmarks.clocked import read_clocks
+from benchmarks.command import fail, make_parser
 from benchmarks.load import BadResponse
 from benchmarks.processes import Cores, Proxy, StartError, noop_engine, pinned, proxy, redis_server
 from benchmarks.report import (
@@ -97,12 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
     if sys.platform != "linux":
-        return _fail("Linux only: it pins processes to cores and reads /proc")
+        return fail("transparent.py", "Linux only: it pins processes to cores and reads /proc")
     try:
         folder = ensure_checkpoint()
         measured = measure(folder, options.store or STORES, QUICK if options.quick else FULL)
     except (DemoError, TokenizationError, StartError, BadResponse) as error:
-        return _fail(str(error))
+        return fail("transparent.py", str(error))
     libraries = ", ".join(
         f"{name} {version(name)}" for name in ("uvicorn", "aiohttp", "msgspec", "tokenizers")
     )
@@ -259,19 +260,13 @@ def _renders(tokenizer: ChatTokenizer, conversation: Conversation, effort: Effor
 
 
 def _parser() -> argparse.ArgumentParser:
-    kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=kind)
+    parser = make_parser(_DESCRIPTION, _EXAMPLES)
     parser.add_argument("--quick", action="store_true", help="only check that it runs")
     parser.add_argument(
         "--store", action="append", choices=STORES, help="only this store; repeatable (default: all)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     return parser
-
-
-def _fail(message: str) -> int:
-    print(f"transparent.py: {message}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":
