@@ -39,11 +39,16 @@ templates: dev  ## run every real chat template, report what is wrong, renew the
 	@.venv/bin/python scripts/fetch-templates
 	@.venv/bin/python -m tests.templates.report $(or $(ARGS),--write)
 
-bench: install  ## measure what the proxy adds to requests and to turns of conversations
+bench: install  ## measure what the proxy adds, how it uses a fleet, whether it lasts, and other gateways; an hour
 	@.venv/bin/python benchmarks/overhead.py
 	@.venv/bin/python benchmarks/append.py
 	@.venv/bin/python benchmarks/proofs.py
 	@.venv/bin/python benchmarks/transparent.py
+	@scripts/install-vllm-router
+	@.venv/bin/python benchmarks/fleet.py
+	@.venv/bin/python benchmarks/soak.py
+	-@scripts/install-peers
+	@.venv/bin/python benchmarks/gateway.py
 
 clean:  ## remove caches and build output; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* htmlcov

@@ -6,7 +6,7 @@ FROM python:3.11-slim
 
 COPY . /opt/tokenproxy
 # The pinned list serves as constraints: only what the proxy needs is installed, in the versions that were tested.
-RUN pip install --no-cache-dir -c /opt/tokenproxy/requirements/cpu.txt /opt/tokenproxy
+RUN pip install --no-cache-dir -c /opt/tokenproxy/requirements/cpu.txt "/opt/tokenproxy[otel]"
 
 EXPOSE 8100
 ENTRYPOINT ["tokenproxy", "serve"]
