@@ -14,7 +14,7 @@ from benchmarks.cases import Case
 from benchmarks.clocked import INSIDE, REQUEST, STAGES, Span
 from benchmarks.load import LoadResult
 
-_LIBRARIES = ("uvicorn", "uvloop", "httptools", "fastapi", "starlette", "aiohttp", "msgspec")
+_LIBRARIES = ("uvicorn", "uvloop", "httptools", "fastapi", "starlette", "msgspec")
 
 QUIET = 0.05
 """Share of the proxy's core that other programs may use before a warning is printed."""

@@ -4,13 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 
-from aiohttp import ClientSession
 from fastapi import FastAPI
 from prometheus_client import ProcessCollector
 from starlette.middleware.cors import CORSMiddleware
 
 from proxy import __version__
-from proxy.engine.http import HttpEngine, make_session
+from proxy.engine.http import HttpEngine
 from proxy.fleet.choosing import make_choice
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.load import Capacity
@@ -68,10 +67,9 @@ def create_app(settings: Settings, requests: RunningRequests | None = None) -> F
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with (
             aclosing(observer),
-            make_session(settings.connect_timeout_s) as session,
             key_file.watched() if key_file else nullcontext(),
         ):
-            make_replica = _replica_maker(settings, template, session, metrics)
+            make_replica = _replica_maker(settings, template, metrics)
             async with _serving(settings, make_replica, metrics, requests) as services, aclosing(credentials):
                 app.state.services = services
                 yield
@@ -107,9 +105,7 @@ def _make_fleet(settings: Settings) -> Fleet:
     )
 
 
-def _replica_maker(
-    settings: Settings, template: str | None, session: ClientSession, metrics: Metrics
-) -> Callable[[str], Replica]:
+def _replica_maker(settings: Settings, template: str | None, metrics: Metrics) -> Callable[[str], Replica]:
     """A function that creates the replica of a base URL. All replicas share the tokenizers."""
     tokenizers = Tokenizers(
         settings.tokenizer,
@@ -120,7 +116,12 @@ def _replica_maker(
     key = settings.upstream_api_key.get_secret_value() if settings.upstream_api_key else None
 
     def make_replica(url: str) -> Replica:
-        engine = HttpEngine(url, session, key, settings.idle_timeout_s or None)
+        engine = HttpEngine(
+            url,
+            key,
+            connect_timeout_s=settings.connect_timeout_s,
+            idle_timeout_s=settings.idle_timeout_s or None,
+        )
         return Replica(
             MonitoredEngine(engine, metrics),
             tokenizers,

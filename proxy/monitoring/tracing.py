@@ -1,7 +1,7 @@
 """OpenTelemetry traces: the implementation of the spans of `spans.py`.
 
 Nothing is imported and nothing costs time unless an OTLP endpoint is set in OpenTelemetry's own variables.
-Spans are created here, not by the instrumentation packages for ASGI and aiohttp: those create a span for
+Spans are created here, not by the instrumentation packages for ASGI and HTTP clients: those create a span for
 every chunk of a stream, cannot be added to vLLM's application by a plugin, and have no data about a prompt's
 plan.
 """

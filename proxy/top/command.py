@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-import aiohttp
+import httpx
 from rich.console import Console, RenderableType
 from rich.live import Live
 
@@ -37,9 +37,9 @@ def run_top(url: str, api_key: str | None, interval_s: float, *, once: bool) -> 
 
 
 async def _once(url: str, api_key: str | None, console: Console) -> int:
-    async with _session(api_key) as session:
+    async with _client(api_key) as client:
         try:
-            snapshot = await take(session, url)
+            snapshot = await take(client, url)
         except Unreachable as error:
             console.print(render_problem(url, str(error)))
             return 1
@@ -48,31 +48,29 @@ async def _once(url: str, api_key: str | None, console: Console) -> int:
 
 
 async def _forever(url: str, api_key: str | None, interval_s: float, console: Console) -> None:
-    async with _session(api_key) as session:
+    async with _client(api_key) as client:
         if not console.is_terminal:  # one view after the other, as `top -b` writes them
-            async for view in _views(session, url, interval_s):
+            async for view in _views(client, url, interval_s):
                 console.print(view)
             return
         with Live(console=console, auto_refresh=False, screen=True) as live:
-            async for view in _views(session, url, interval_s):
+            async for view in _views(client, url, interval_s):
                 live.update(view, refresh=True)
 
 
-async def _views(
-    session: aiohttp.ClientSession, url: str, interval_s: float
-) -> AsyncIterator[RenderableType]:
+async def _views(client: httpx.AsyncClient, url: str, interval_s: float) -> AsyncIterator[RenderableType]:
     """Views without end."""
     before: Snapshot | None = None
     now: Snapshot | None = None
     while True:
         try:
-            before, now = now, await take(session, url)
+            before, now = now, await take(client, url)
             yield render(url, now, before)
         except Unreachable as error:
             yield render(url, now, before, str(error)) if now else render_problem(url, str(error))
         await asyncio.sleep(interval_s)
 
 
-def _session(api_key: str | None) -> aiohttp.ClientSession:
+def _client(api_key: str | None) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    return aiohttp.ClientSession(headers=headers)
+    return httpx.AsyncClient(headers=headers, trust_env=False, timeout=None)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
+import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -76,7 +76,7 @@ def quantile(now: Snapshot, before: Snapshot | None, name: str, share: float) ->
     return lower
 
 
-async def take(session: aiohttp.ClientSession, url: str) -> Snapshot:
+async def take(client: httpx.AsyncClient, url: str) -> Snapshot:
     """Take a snapshot of a proxy.
 
     Raises:
@@ -85,15 +85,13 @@ async def take(session: aiohttp.ClientSession, url: str) -> Snapshot:
     try:
         async with asyncio.timeout(TIMEOUT_S):
             ready, metrics, sessions = await asyncio.gather(
-                _get(session, f"{url}/ready"),
-                _get(session, f"{url}/metrics"),
-                _get(session, f"{url}/v1/sessions?limit={SESSIONS}"),
+                _get(client, f"{url}/ready"),
+                _get(client, f"{url}/metrics"),
+                _get(client, f"{url}/v1/sessions?limit={SESSIONS}"),
             )
     except TimeoutError as error:
         raise Unreachable(f"{url} did not respond within {TIMEOUT_S:g} s") from error
-    except aiohttp.ClientConnectorError as error:
-        raise Unreachable(f"nothing responds at {url}: {error.os_error.strerror or error}") from error
-    except aiohttp.ClientError as error:
+    except httpx.HTTPError as error:
         raise Unreachable(f"nothing responds at {url}: {error}") from error
     try:
         state = msgspec.json.decode(ready[1], type=dict[str, Any])
@@ -108,9 +106,9 @@ async def take(session: aiohttp.ClientSession, url: str) -> Snapshot:
     return Snapshot(time.monotonic(), engines, listed, problem, samples)
 
 
-async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:
-    async with session.get(url) as response:
-        return response.status, await response.read()
+async def _get(client: httpx.AsyncClient, url: str) -> tuple[int, bytes]:
+    response = await client.get(url)
+    return response.status_code, response.content
 
 
 def _samples(page: str) -> dict[str, list[Sample]]:

@@ -2,7 +2,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from proxy.engine.http import HttpEngine, make_session
+from proxy.engine.http import HttpEngine
 from tests.fake_vllm import FakeVllm
 
 
@@ -14,5 +14,6 @@ def fake(mortal: FakeVllm) -> FakeVllm:
 
 @pytest.fixture
 async def engine(fake: FakeVllm) -> AsyncIterator[HttpEngine]:
-    async with make_session(connect_timeout_s=0.3) as session:
-        yield HttpEngine(fake.url, session)
+    engine = HttpEngine(fake.url, connect_timeout_s=0.3)
+    yield engine
+    await engine.aclose()

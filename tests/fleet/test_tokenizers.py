@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from proxy.engine.discovery import Model
-from proxy.engine.http import HttpEngine, make_session
+from proxy.engine.http import HttpEngine
 from proxy.errors import ApiError, Unsupported
 from proxy.fleet.tokenizers import Tokenizers
 from tests.fake_vllm import Canned, FakeVllm
@@ -17,8 +17,9 @@ _MISSING = Model("tiny", "/no/such/folder", None)
 
 @pytest.fixture
 async def engine(mortal: FakeVllm) -> AsyncIterator[HttpEngine]:
-    async with make_session(1.0) as session:
-        yield HttpEngine(mortal.url, session)
+    engine = HttpEngine(mortal.url)
+    yield engine
+    await engine.aclose()
 
 
 @pytest.fixture
