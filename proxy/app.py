@@ -25,6 +25,7 @@ from proxy.monitoring.middleware import Monitor, Observer
 from proxy.monitoring.tracing import make_tracing
 from proxy.routes.auth import ApiKeys, Keys, NoKeys, is_loopback
 from proxy.routes.credentials import EngineCredentials, TenantOf, single_tenant, tenant_in_scope
+from proxy.routes.direct import DirectRoutes
 from proxy.routes.gate import Gate
 from proxy.routes.key_file import KeyFile
 from proxy.routes.mount import mount
@@ -87,7 +88,8 @@ def create_app(settings: Settings, requests: RunningRequests | None = None) -> F
         await services_of({}).fleet.lend_credential(credential)
 
     credentials = EngineCredentials(send, lend=lend)
-    mount(app, services_of, _tenant_of(settings, credentials), observer, inside_vllm=False)
+    endpoints = mount(app, services_of, _tenant_of(settings, credentials), observer, inside_vllm=False)
+    app.add_middleware(DirectRoutes, endpoints=endpoints)  # the innermost: it gets requests that were checked
     _guard(app, settings, key_file)
     # added last, so that it is the outermost: it also observes the requests that the others refuse
     app.add_middleware(Monitor, observer=observer)

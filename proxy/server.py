@@ -13,6 +13,7 @@ A second signal skips to 3, a third ends the process without 4.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -37,6 +38,9 @@ CUT_S = 5.0
 _ABORT_S = 1.0
 """How long requests may take to end after their connections were closed."""
 _STEP_S = 0.05
+_GC_THRESHOLDS = (50_000, 20, 50)
+"""With Python's own, (700, 10, 10), the search for garbage in the caches takes a sixth of the
+CPU time of a small request. Requests make few cycles; reference counting frees the rest."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -49,6 +53,7 @@ def run(settings: Settings) -> int:
         log.error("the proxy cannot record turns: %s", error)
         return 1
     raise_file_limit()
+    gc.set_threshold(*_GC_THRESHOLDS)
     running = RunningRequests()
     config = uvicorn.Config(
         create_app(settings, running),

@@ -45,6 +45,8 @@ class ReplicaTokenizer:
             self.load(engine, model)
         task, current = self._task, asyncio.current_task()
         assert task is not None
+        if task.done() and not task.cancelled():
+            return task.result()
         try:
             # several requests wait for one load: the cancellation of one must not cancel it
             return await asyncio.shield(task)

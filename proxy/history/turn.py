@@ -8,7 +8,7 @@ Only the difference to the parent is stored, so a conversation of n tokens takes
 turns. The n choices of one request share a prompt: one of their turns holds it, the others name it.
 """
 
-import secrets
+import os
 import sys
 import time
 from array import array
@@ -112,7 +112,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def new_id() -> str:
     """A unique name of 32 hexadecimal digits. Later names sort after earlier ones if the clocks agree."""
-    return f"{time.time_ns():016x}{secrets.token_hex(6)}0000"
+    return f"{time.time_ns():016x}{os.urandom(6).hex()}0000"
 
 
 def turn_id(request: str, choice: int) -> str:

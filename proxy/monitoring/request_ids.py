@@ -1,7 +1,7 @@
 """The id of a request, `X-Request-ID`: the client's if it is safe to print, else a new one."""
 
+import os
 import re
-import secrets
 
 from proxy.types import Headers
 
@@ -18,7 +18,7 @@ def request_id(headers: Headers) -> str:
     for name, value in headers:
         if name == HEADER and _HARMLESS.fullmatch(value):
             return value.decode("ascii")
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 def with_request_id(headers: Headers, identity: str) -> Headers:

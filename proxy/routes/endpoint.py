@@ -19,7 +19,7 @@ from starlette.routing import Match
 from proxy.engine.sse import whole_events
 from proxy.errors import ApiError, BadRequest, BodyTimeout, BodyTooLarge, EngineBroken, Forbidden, Stopping
 from proxy.history.store_time import store_time
-from proxy.http import Request, Response, is_event_stream
+from proxy.http import BytesResponse, Request, Response, is_event_stream
 from proxy.monitoring.exchange import Exchange
 from proxy.monitoring.middleware import EXCHANGE_KEY, Monitor, Observer
 from proxy.routes.base import Route
@@ -35,6 +35,9 @@ log = logging.getLogger("tokenproxy")
 
 BODY_BYTES_PER_S = 65_536
 """A body that arrives at least as fast as this never times out."""
+
+WATCH_AFTER_S = 0.02
+"""Seconds after which a request is cancelled if its client disconnects, or disconnected before."""
 
 _ENCODED_SLASH = re.compile("%(2f|5c)", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -94,9 +97,11 @@ class Endpoint(fastapi.Response):
         except ApiError as error:
             await send_error(send, error)
             return
-        async with _ClientWatch(receive, exchange):
-            with store_time(self.route.store_seconds or services.store_timeout_s):
-                await self._serve(self._request(scope, body, tenant), services, send)
+        with (
+            _ClientWatch(receive, exchange),
+            store_time(self.route.store_seconds or services.store_timeout_s),
+        ):
+            await self._serve(self._request(scope, body, tenant), services, send)
 
     async def _serve(self, request: Request, services: Services, send: Send) -> None:
         running = services.running
@@ -321,6 +326,10 @@ async def _send_body(response: Response, send: Send, running: RunningRequests) -
 
     The head is sent with the first bytes: if the engine breaks before them, the client gets an error object.
     """
+    if isinstance(response, BytesResponse):
+        await send(_head(response))
+        await send({"type": "http.response.body", "body": response.body})
+        return
     started = False
     try:
         with running.cuttable():
@@ -346,25 +355,34 @@ def _head(response: Response) -> Message:
 
 
 class _ClientWatch:
-    """Cancels the task inside its `async with` when the client disconnects."""
+    """Cancels the task inside its `with` when the client disconnects.
+
+    A request that is served within `WATCH_AFTER_S` costs no task.
+    """
 
     def __init__(self, receive: Receive, exchange: Exchange) -> None:
         self._receive = receive
         self._exchange = exchange
         self._gone = False
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task: asyncio.Task[Any] = task
-        self._watcher = asyncio.create_task(self._watch())
+        self._watcher: asyncio.Task[None] | None = None
+        self._start = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._start_watching)
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
-        self._watcher.cancel()
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
+        self._start.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self._gone and kind is asyncio.CancelledError:
             self._task.uncancel()
             return True
         return False
+
+    def _start_watching(self) -> None:
+        self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -23,8 +23,10 @@ def mount(
     observer: Observer,
     *,
     inside_vllm: bool,
-) -> None:
+) -> dict[tuple[str, str], Endpoint]:
     """Add the routes to `app`, then their aliases. Where two match a request, the one added first serves it.
+
+    Returns the endpoints of fixed paths, by method and path.
 
     Args:
         services: returns the services of a request; called for each request.
@@ -48,6 +50,13 @@ def mount(
     for endpoint in endpoints:
         if endpoint.route.catches_all:
             app.router.routes.extend(endpoint_routes(endpoint))
+    return {
+        (method, path): endpoint
+        for endpoint in reversed(endpoints)  # of two with one path, the first serves it
+        for path in (endpoint.route.path, *endpoint.route.aliases)
+        for method in endpoint.route.methods
+        if "{" not in path
+    }
 
 
 def _serves(existing: Sequence[BaseRoute], route: Route, template: str) -> bool:
