@@ -41,6 +41,8 @@ _STALE_S = 1.0
 """Seconds within which a request over a connection that was closed before it fails."""
 # the proxy's uvicorn adds its own `date` and `server`
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change nothing, so that their requests can be sent again."""
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
@@ -87,7 +89,7 @@ class HttpEngine:
             closed = EngineBroken(f"{self.name} closed the connection before it responded")
             # a connection that the engine closed while it was idle breaks at once
             stale = connection.reused and time.monotonic() - began < _STALE_S
-            if not request.repeatable or not stale:
+            if not (request.repeatable or request.method in _SAFE) or not stale:
                 raise closed from None
         try:
             # the engine may have closed all idle connections

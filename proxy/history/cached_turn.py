@@ -79,21 +79,25 @@ def hash_ids(parent: CachedTurn | None, *packed: bytes) -> Any:
     return hasher
 
 
-def cached_turn(turn: Turn, parent: CachedTurn | None, prompt: bytes, hasher: Any) -> CachedTurn:
+def cached_turn(
+    turn: Turn, parent: CachedTurn | None, prompt: bytes, hasher: Any, completion: bytes = b""
+) -> CachedTurn:
     """Create the cache entry of a turn that was just recorded.
 
     Args:
         parent: the turn that it continues in the store.
         prompt: its whole prompt as a JSON array; empty if unknown.
         hasher: the hasher of its ids.
+        completion: its completion as a compact JSON array, if that is at hand.
     """
     usable = turn.problem not in UNUSABLE and len(prompt) > 2 and (parent is None or parent.usable)
-    completion = unpack_ids(turn.completion)
+    count = turn.completion_tokens
+    sampled = completion if completion and count else ids.dump(unpack_ids(turn.completion))
     return CachedTurn(
         turn.id,
         turn.rollout,
-        ids.join(prompt, completion) if len(prompt) > 2 else b"[]",
-        turn.prompt_tokens + len(completion),
+        ids.concatenate(prompt, sampled) if len(prompt) > 2 else b"[]",
+        turn.prompt_tokens + count,
         turn.finish_reason,
         turn.stop_reason,
         usable,

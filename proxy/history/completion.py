@@ -7,6 +7,7 @@ padded.
 
 import math
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +24,9 @@ class SampledChoice:
     index: int = 0
     message: dict[str, Any] = field(default_factory=dict)
     """The assistant's message as the engine parsed it."""
-    ids: list[int] | None = None
+    ids: Sequence[int] | None = None
     """The sampled ids, including the stop token; None if the engine returned no ids."""
-    logprobs: list[float] | None = None
+    logprobs: Sequence[float] | None = None
     """One for each id; None if the engine returned none."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -33,6 +34,8 @@ class SampledChoice:
     """Number of ids as counted by the engine."""
     weight_versions: tuple[WeightSpan, ...] = ()
     routed_experts: str | None = None
+    raw_ids: bytes = b""
+    """`ids` as a compact JSON array; empty if they were not kept in this form."""
     unreadable: str = ""
     """Names of the evidence fields that could not be read; empty if all could."""
 
@@ -46,6 +49,8 @@ class Completion:
     choices: list[SampledChoice] = field(default_factory=list)
     completion_tokens: int | None = None
     """Number of sampled ids in all choices, as counted by the engine."""
+    packed_prompt: bytes | None = None
+    """The ids of `prompt_ids`, packed; None if they were not converted yet."""
 
 
 def same_ids(left: bytes, right: bytes) -> bool:
@@ -82,5 +87,6 @@ def untrainable_reason(
         return Problem.NO_LOGPROBS
     if len(choice.logprobs) != count:
         return Problem.LOGPROBS_MISMATCH
-    stored = array("f", choice.logprobs)  # in whose precision a large number is infinite
-    return None if all(map(math.isfinite, stored)) else Problem.LOGPROBS_NOT_FINITE
+    # in whose precision a large number is infinite; a sum of finite ones is finite in double precision
+    stored = array("f", choice.logprobs)
+    return None if math.isfinite(sum(stored)) else Problem.LOGPROBS_NOT_FINITE

@@ -208,7 +208,7 @@ def _new_turn(
     as_sent = bool(sent) and problem not in (Problem.PROMPT_MISMATCH, Problem.NO_PROMPT_IDS)
     parent = placement.parent if as_sent else None
     prompt = sent if as_sent else ids.compact(completion.prompt_ids or b"")
-    appended = pack_ids(_appended(plan, parent, prompt))
+    appended = _appended(plan, parent, prompt, completion)
     sampled, logprobs, problem = _pack_evidence(choice, problem)
     own = _canonical(choice.message)
     hasher = hash_ids(parent, appended, sampled)
@@ -248,7 +248,8 @@ def _new_turn(
     # a turn without exact ids is found too, to report that, and never equals another turn
     found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
     entries = _index_entries(placement, conversation, choice, own, found_ids)
-    return NewTurn(turn, entries, cached_turn(turn, parent, prompt, hasher) if prompt else None)
+    cached = cached_turn(turn, parent, prompt, hasher, choice.raw_ids) if prompt else None
+    return NewTurn(turn, entries, cached)
 
 
 def _index_entries(
@@ -283,14 +284,16 @@ def _prompt_fields(
     }
 
 
-def _appended(plan: PromptPlan, parent: CachedTurn | None, prompt: bytes) -> list[int]:
-    """The ids of a prompt after those of the parent; all of them if there is no parent."""
+def _appended(plan: PromptPlan, parent: CachedTurn | None, prompt: bytes, completion: Completion) -> bytes:
+    """The packed ids of a prompt after those of the parent; all of them if there is no parent."""
     if parent is None:
-        return msgspec.json.decode(prompt, type=list[int]) if prompt else []
+        if completion.packed_prompt is not None and completion.prompt_ids == prompt:
+            return completion.packed_prompt
+        return ids.pack(prompt) if len(prompt) > 2 else b""
     if isinstance(plan, Extended) and plan.reused == parent.count:
-        return list(plan.appended)
+        return pack_ids(plan.appended)
     tail = prompt[len(parent.ids) - 1 :]  # `,7,8]`, or `]` alone
-    return msgspec.json.decode(b"[" + tail.removeprefix(b","), type=list[int])
+    return ids.pack(b"[" + tail.removeprefix(b",")) if len(tail) > 1 else b""
 
 
 def _pack_evidence(choice: SampledChoice, problem: Problem | None) -> tuple[bytes, bytes, Problem | None]:

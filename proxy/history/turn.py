@@ -127,7 +127,12 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 def unpack_ids(packed: bytes) -> list[int]:
     """The inverse of `pack_ids`."""
-    return _unpack(array("i"), packed).tolist()
+    return ids_array(packed).tolist()
+
+
+def ids_array(packed: bytes) -> "array[int]":
+    """The ids that `pack_ids` packed, as an array of 32-bit integers."""
+    return _unpack(array("i"), packed)
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:

@@ -36,7 +36,7 @@ log = logging.getLogger("tokenproxy")
 BODY_BYTES_PER_S = 65_536
 """A body that arrives at least as fast as this never times out."""
 
-WATCH_AFTER_S = 0.02
+WATCH_AFTER_S = 0.1
 """Seconds after which a request is cancelled if its client disconnects, or disconnected before."""
 
 _ENCODED_SLASH = re.compile("%(2f|5c)", re.IGNORECASE)

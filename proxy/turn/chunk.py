@@ -23,12 +23,14 @@ _Index = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
 _StopReason = str | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-class _Logprob(msgspec.Struct, gc=False):
+class Logprob(msgspec.Struct, gc=False):
+    """The log-probability of one sampled id; its other fields are skipped."""
+
     logprob: float
 
 
 class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_Logprob] | None = None
+    content: list[Logprob] | None = None
 
 
 class _Span(msgspec.Struct, gc=False):
@@ -37,22 +39,29 @@ class _Span(msgspec.Struct, gc=False):
     end: _Id
 
 
-class _Usage(msgspec.Struct, gc=False):
+class Usage(msgspec.Struct, gc=False):
+    """The usage that an engine reports."""
+
     completion_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
-class Choice(msgspec.Struct):
-    """The parsed fields of a choice, or of one chunk's part of it."""
+class ChoiceFields(msgspec.Struct):
+    """The small fields of a choice, or of one chunk's part of it."""
 
     index: _Index | None = None
-    message: dict[str, Any] | None = None
-    delta: dict[str, Any] | None = None
-    token_ids: list[_Id] | None = None
-    logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: _StopReason | None = None
     routed_experts: str | None = None
     weight_versions: list[_Span] | None = None
+
+
+class Choice(ChoiceFields):
+    """The parsed fields of a choice, or of one chunk's part of it."""
+
+    message: dict[str, Any] | None = None
+    delta: dict[str, Any] | None = None
+    token_ids: list[_Id] | None = None
+    logprobs: _Logprobs | None = None
 
     @property
     def unreadable(self) -> tuple[str, ...]:
@@ -74,7 +83,7 @@ class Chunk(msgspec.Struct):
     """The parsed fields of a whole completion, or of a chunk of a stream."""
 
     choices: list[Choice] | None = None
-    usage: _Usage | None = None
+    usage: Usage | None = None
     prompt_token_ids: msgspec.Raw = _NULL
     error: msgspec.Raw = _NULL
 
@@ -111,7 +120,7 @@ def _read_chunk(fields: dict[str, Any]) -> Chunk:
         [_read_choice(choice) for choice in choices if isinstance(choice, dict)]
         if isinstance(choices, list)
         else None,
-        _as(_Usage, fields.get("usage")),
+        _as(Usage, fields.get("usage")),
         dump(fields.get("prompt_token_ids")),
         dump(fields.get("error")),
     )

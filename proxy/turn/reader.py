@@ -9,7 +9,7 @@ Law: evidence can never fail the response. Ids and log-probabilities of an unkno
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from proxy.fields import NULL, is_null
 from proxy.history.completion import Completion, SampledChoice
@@ -232,10 +232,10 @@ class _StreamedChoice:
 def _add(choice: Choice, sampled: SampledChoice) -> None:
     """Append the ids, log-probabilities and finish reason of a piece."""
     if choice.token_ids is not None:
-        sampled.ids = sampled.ids or []
+        sampled.ids = cast("list[int]", sampled.ids or [])
         sampled.ids += choice.token_ids
     if choice.logprobs is not None and choice.logprobs.content is not None:
-        sampled.logprobs = sampled.logprobs or []
+        sampled.logprobs = cast("list[float]", sampled.logprobs or [])
         sampled.logprobs += [entry.logprob for entry in choice.logprobs.content]
     sampled.finish_reason = choice.finish_reason or sampled.finish_reason
     if choice.stop_reason is not None:

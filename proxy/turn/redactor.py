@@ -45,7 +45,7 @@ def redact_completion(body: bytes, visible: Visible) -> bytes:
         fields[_PROMPT] = msgspec.Raw(prompt)
     elif prompt is not None:  # the array belongs to something inside the completion
         fields = _object(body)
-    return _redacted(fields, _choices(fields), visible)
+    return redact_fields(fields, _choices(fields), visible)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class StreamRedactor:
             return None
         if choices and not self.visible.running_usage:
             fields.pop("usage", None)
-        return _redacted(fields, choices, self.visible)
+        return redact_fields(fields, choices, self.visible)
 
     def _shows(self, choices: list[Any]) -> bool:
         """Whether a chunk holds anything that the client requested."""
@@ -89,8 +89,12 @@ def _says(choice: Fields | msgspec.Raw, reasoning: bool) -> bool:
     return bool(fields.keys() - _REASONING) if isinstance(fields, dict) else True
 
 
-def _redacted(fields: Fields, choices: list[Any] | None, visible: Visible) -> bytes:
-    """The completion or chunk as JSON. `choices` are its parsed choices; None if they have an odd shape."""
+def redact_fields(fields: Fields, choices: list[Any] | None, visible: Visible) -> bytes:
+    """A completion or chunk as JSON with the fields that the client requested.
+
+    Args:
+        choices: its parsed choices; None if they have an odd shape.
+    """
     if _PROMPT in fields and not visible.ids:
         fields[_PROMPT] = _NULL
     if not choices:

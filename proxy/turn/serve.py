@@ -13,6 +13,7 @@ from proxy.history.plan import prompt_of
 from proxy.history.recorder import Recording
 from proxy.history.retries import Attempt, EarlierResponse
 from proxy.http import BytesResponse, Response, is_event_stream
+from proxy.turn.large_body import read_large
 from proxy.turn.observed import count_plan
 from proxy.turn.prompt_headers import add_prompt_headers
 from proxy.turn.reader import read_completion
@@ -97,7 +98,8 @@ async def _record_whole(
     sent = prompt_of(recording.plan)
 
     def read() -> tuple[Completion, bytes]:
-        return read_completion(body, sent), redact_completion(body, request.visible)
+        large = read_large(body, sent, request.visible)
+        return large or (read_completion(body, sent), redact_completion(body, request.visible))
 
     completion, visible = read() if len(body) < _LARGE else await services.in_thread(read)
     await recording.add(completion)
