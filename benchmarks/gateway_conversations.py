@@ -17,6 +17,8 @@ RESTARTED, RESTARTED_STREAMED = "restarted", "restarted, streamed"
 STATES = (WHOLE, STREAMED, RESTARTED, RESTARTED_STREAMED)
 _STORE_BYTES = 8 << 30
 """Nothing is evicted from a store: 1,000 conversations of 128k ids take more than the default."""
+_CACHE_BYTES = 2 << 30
+"""Nor from the cache."""
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ def _measure_restarted(
 @contextmanager
 def _proxies(bench: Bench, cores: Cores, store: str, urls: Mapping[str, str]) -> Iterator[dict[str, Target]]:
     """One tokenproxy for each length, so that none has conversations of another length in its cache."""
-    flags = ["--store-max-bytes", str(_STORE_BYTES)]
+    flags = ["--store-max-bytes", str(_STORE_BYTES), "--cache-bytes", str(_CACHE_BYTES)]
     with ExitStack() as stack:
         targets = {}
         for length, url in urls.items():

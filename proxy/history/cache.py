@@ -10,11 +10,11 @@ memory.
 import hashlib
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.cached_turn import CachedTurn, IdChain
 from proxy.history.conversation import Conversation, ParsedMessage, parse_message
 
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -45,16 +45,16 @@ class _Lru:
 
     max_bytes: int
     size: int = 0
-    entries: "OrderedDict[_Segment | str, int]" = field(default_factory=OrderedDict)
+    entries: "OrderedDict[_Segment | IdChain, int]" = field(default_factory=OrderedDict)
 
-    def use(self, entry: "_Segment | str") -> None:
+    def use(self, entry: "_Segment | IdChain") -> None:
         self.entries.move_to_end(entry)
 
-    def add(self, entry: "_Segment | str", size: int) -> None:
+    def add(self, entry: "_Segment | IdChain", size: int) -> None:
         self.size += size - self.entries.pop(entry, 0)
         self.entries[entry] = size
 
-    def remove(self, entry: "_Segment | str") -> None:
+    def remove(self, entry: "_Segment | IdChain") -> None:
         self.size -= self.entries.pop(entry, 0)
 
 
@@ -65,7 +65,9 @@ class TurnCache:
         self._lru = _Lru(max_bytes)
         self._boundaries: dict[bytes, tuple[_Segment, int]] = {}
         self._turns: dict[str, CachedTurn] = {}
-        self._by_rollout: dict[str, set[str]] = {}
+        self._chains: dict[IdChain, list[str]] = {}
+        """The turns of each chain."""
+        self._by_rollout: dict[str, set[IdChain]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -95,25 +97,40 @@ class TurnCache:
         with self._lock:
             found = self._turns.get(turn_id)
             if found is not None:
-                self._lru.use(turn_id)
+                self._lru.use(found.chain)
             return found
 
-    def put(self, turn: CachedTurn) -> None:
-        """Keep a turn."""
-        size = len(turn.ids) + _ENTRY_BYTES
+    def put(self, turn: CachedTurn, parent: str | None = None) -> None:
+        """Keep a turn.
+
+        Args:
+            parent: the turn of its rollout that it continues. Both are held in one chain if no other turn
+                continues the parent.
+        """
         with self._lock:
+            if turn.id in self._turns:
+                return
+            before = self._turns.get(parent) if parent is not None else None
+            chain = before.chain if before is not None and before.is_last else turn.chain
+            members = self._chains.get(chain, [])
+            size = turn.size + _ENTRY_BYTES * (len(members) + 1)
             if size * _MAX_SHARE > self._lru.max_bytes:
                 return
+            if chain is not turn.chain:
+                chain.data = turn.chain.data
+                turn = replace(turn, chain=chain)
+            members.append(turn.id)
             self._turns[turn.id] = turn
-            self._by_rollout.setdefault(turn.rollout, set()).add(turn.id)
-            self._lru.add(turn.id, size)
+            self._chains[turn.chain] = members
+            self._by_rollout.setdefault(turn.rollout, set()).add(turn.chain)
+            self._lru.add(turn.chain, size)
             self._shrink()
 
     def drop(self, rollout: str) -> None:
         """Remove the turns of a deleted rollout."""
         with self._lock:
-            for turn_id in list(self._by_rollout.get(rollout, ())):
-                self._evict(turn_id)
+            for chain in list(self._by_rollout.get(rollout, ())):
+                self._evict(chain)
 
     def _longest(self, hashes: list[bytes]) -> tuple[list[ParsedMessage], _Segment | None]:
         """The parsed messages of the longest cached beginning, and the segment in which it ends."""
@@ -153,14 +170,16 @@ class TurnCache:
         while self._lru.size > self._lru.max_bytes:
             self._evict(next(iter(self._lru.entries)))
 
-    def _evict(self, entry: _Segment | str) -> None:
+    def _evict(self, entry: _Segment | IdChain) -> None:
         self._lru.remove(entry)
-        if isinstance(entry, str):
-            turn = self._turns.pop(entry)
-            of_rollout = self._by_rollout[turn.rollout]
+        if isinstance(entry, IdChain):
+            rollout = ""
+            for turn in self._chains.pop(entry):
+                rollout = self._turns.pop(turn).rollout
+            of_rollout = self._by_rollout[rollout]
             of_rollout.discard(entry)
             if not of_rollout:
-                del self._by_rollout[turn.rollout]
+                del self._by_rollout[rollout]
             return
         for key in entry.boundaries:
             if self._boundaries.get(key, (None,))[0] is entry:

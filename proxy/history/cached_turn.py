@@ -40,16 +40,28 @@ class Lineage:
         return [reasoning for part in reversed(parts) for reasoning in part]
 
 
+class IdChain:
+    """The ids of turns that continue each other, held once: those of the last begin with all others."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        """A compact JSON array. It only ever grows at its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class CachedTurn:
     """A recorded turn, ready to be continued."""
 
     id: str
     rollout: str
-    ids: bytes
-    """Prompt and completion as a compact JSON array."""
+    chain: IdChain = field(compare=False)
+    """Begins with its ids, prompt and completion."""
+    size: int
+    """Bytes of its ids as a compact JSON array."""
     count: int
-    """Number of ids in it."""
+    """Number of its ids."""
     finish_reason: str | None
     stop_reason: str | int | None
     usable: bool
@@ -65,10 +77,21 @@ class CachedTurn:
     replica: str = ""
     """As `Turn.replica`."""
 
+    @property
+    def ids(self) -> bytes:
+        """Prompt and completion as a compact JSON array."""
+        data = self.chain.data
+        return data if len(data) == self.size else data[: self.size - 1] + b"]"
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other turn of its chain continues it."""
+        return len(self.chain.data) == self.size
+
     def begins(self, prompt: bytes) -> bool:
         """Whether a prompt, a compact JSON array, begins with these ids."""
-        end = len(self.ids) - 1
-        return self.usable and prompt[end : end + 1] in (b",", b"]") and prompt[:end] == self.ids[:end]
+        end = self.size - 1
+        return self.usable and prompt[end : end + 1] in (b",", b"]") and prompt[:end] == self.chain.data[:end]
 
 
 def hash_ids(parent: CachedTurn | None, *packed: bytes) -> Any:
@@ -93,10 +116,12 @@ def cached_turn(
     usable = turn.problem not in UNUSABLE and len(prompt) > 2 and (parent is None or parent.usable)
     count = turn.completion_tokens
     sampled = completion if completion and count else ids.dump(unpack_ids(turn.completion))
+    whole = ids.concatenate(prompt, sampled) if len(prompt) > 2 else b"[]"
     return CachedTurn(
         turn.id,
         turn.rollout,
-        ids.concatenate(prompt, sampled) if len(prompt) > 2 else b"[]",
+        IdChain(whole),
+        len(whole),
         turn.prompt_tokens + count,
         turn.finish_reason,
         turn.stop_reason,
@@ -129,10 +154,12 @@ def read_turn(
         usable = usable and adds_up and turn.problem not in UNUSABLE
     assert lineage is not None  # a path has at least one turn
     tokens, last = unpack_ids(b"".join(parts)), path[-1]
+    whole = ids.join(base.ids, tokens) if base else ids.dump(tokens)
     return CachedTurn(
         last.id,
         last.rollout,
-        ids.join(base.ids, tokens) if base else ids.dump(tokens),
+        IdChain(whole),
+        len(whole),
         count,
         last.finish_reason,
         last.stop_reason,

@@ -142,7 +142,7 @@ class Matcher:
         if turn is None and (path := await self._store.path(turn_id)):
             run = asyncio.get_running_loop().run_in_executor
             turn = await run(self._executor, read_turn, path, self._cache.turn)
-            self._cache.put(turn)
+            self._cache.put(turn, path[-1].parent)
         return turn
 
     async def longest_prefix(self, prompt: bytes, rollout: str) -> CachedTurn | None:

@@ -156,7 +156,7 @@ class Recording:
             labels = (new.turn.finish_reason or "unknown", new.turn.problem or "none")
             recorder.metrics.turns.labels(*labels).inc()
             if new.cached is not None:
-                recorder.cache.put(new.cached)
+                recorder.cache.put(new.cached, new.turn.parent)
 
 
 def _count_ids(plan: PromptPlan, turns: list[NewTurn], metrics: Metrics, *, first: bool) -> None:
@@ -292,7 +292,7 @@ def _appended(plan: PromptPlan, parent: CachedTurn | None, prompt: bytes, comple
         return ids.pack(prompt) if len(prompt) > 2 else b""
     if isinstance(plan, Extended) and plan.reused == parent.count:
         return pack_ids(plan.appended)
-    tail = prompt[len(parent.ids) - 1 :]  # `,7,8]`, or `]` alone
+    tail = prompt[parent.size - 1 :]  # `,7,8]`, or `]` alone
     return ids.pack(b"[" + tail.removeprefix(b",")) if len(tail) > 1 else b""
 
 

@@ -45,8 +45,8 @@ class RecordingSettings(BaseModel):
         default=True,
         description="record turns of the token route that have a session or the conversation's messages",
     )
-    cache_bytes: Annotated[int, Flag(default="256 MiB")] = Field(
-        default=256 * 2**20, ge=0, description="memory for recently used conversations and their ids"
+    cache_bytes: Annotated[int, Flag(default="1 GiB")] = Field(
+        default=2**30, ge=0, description="memory for recently used conversations and their ids"
     )
 
     @field_validator("store", mode="after")

@@ -77,7 +77,7 @@ def read_large(body: bytes, sent: bytes, visible: Visible) -> tuple[Completion, 
     Returns:
         None if the body is small or has another shape than vLLM gives it.
     """
-    if len(body) < LARGE or (cut := _cut(body)) is None:
+    if len(body) < LARGE or (cut := _cut(body, sent)) is None:
         return None
     try:
         completion = _completion(cut, sent)
@@ -86,8 +86,8 @@ def read_large(body: bytes, sent: bytes, visible: Visible) -> tuple[Completion, 
         return None
 
 
-def _cut(body: bytes) -> _Cut | None:
-    spans = _ids_span(body, _IDS), _logprobs_span(body), _ids_span(body, _PROMPT)
+def _cut(body: bytes, sent: bytes) -> _Cut | None:
+    spans = _ids_span(body, _IDS), _logprobs_span(body), _ids_span(body, _PROMPT, sent)
     if spans[0] is None:
         return None
     view, end = memoryview(body), 0
@@ -102,18 +102,19 @@ def _cut(body: bytes) -> _Cut | None:
     return None if token_ids is None else _Cut(rest, token_ids, logprobs, prompt)
 
 
-def _ids_span(body: bytes, name: bytes) -> tuple[int, int] | None:
-    """The span of the last array of this name, if it holds integers and no white space."""
+def _ids_span(body: bytes, name: bytes, sent: bytes = b"") -> tuple[int, int] | None:
+    """The span of the last array of this name, if it holds integers and no white space, or is `sent`."""
     start = body.rfind(name) + len(name) - 1
     stop = body.find(b"]", start) + 1
-    if start < len(name) - 1 or not stop or not _is_compact(body[start:stop]):
+    if start < len(name) - 1 or not stop:
         return None
-    return start, stop
+    found = body[start:stop]
+    return (start, stop) if found == sent or _is_compact(found) else None
 
 
 def _is_compact(raw: bytes) -> bool:
-    """Whether it is `[`, digits and commas, `]`, without leading zeros; a comma may be too much."""
-    if raw.translate(None, b"0123456789,") != b"[]":
+    """Whether it is a JSON array of non-negative integers without white space."""
+    if raw.translate(None, b"0123456789,") != b"[]" or b",," in raw or raw[1:2] == b"," or raw[-2:-1] == b",":
         return False
     zeros = raw.count(b",0,") + raw.endswith(b",0]")
     return raw.count(b",0") == zeros and (raw[1:2] != b"0" or raw[2:3] in (b",", b"]"))

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from proxy.history import cache as module
 from proxy.history import conversation
 from proxy.history.cache import TurnCache
-from proxy.history.cached_turn import CachedTurn, cached_turn, hash_ids
+from proxy.history.cached_turn import CachedTurn, IdChain, cached_turn, hash_ids
 from proxy.history.conversation import Conversation
 from tests.samples.trees import root
 from tokenization import InvalidMessages, ids
@@ -103,7 +104,7 @@ def test_bytes_are_bounded_and_the_recently_used_stay() -> None:
 
 
 def _segments(cache: TurnCache) -> list[Any]:
-    return [entry for entry in cache._lru.entries if not isinstance(entry, str)]
+    return [entry for entry in cache._lru.entries if not isinstance(entry, IdChain)]
 
 
 def _turn(name: str, length: int) -> CachedTurn:
@@ -143,3 +144,60 @@ def test_message_without_a_role_raises_and_leaves_the_cache_intact() -> None:
     with pytest.raises(InvalidMessages):
         _parse(cache, [*good, {"content": "b"}])
     assert len(_parse(cache, good).messages) == 1
+
+
+def _continued(name: str, before: CachedTurn | None, appended: list[int], sampled: list[int]) -> CachedTurn:
+    turn = root(name, appended, sampled, rollout="r")
+    turn = replace(
+        turn,
+        parent=before.id if before else None,
+        prompt_tokens=(before.count if before else 0) + len(appended),
+    )
+    prompt = ids.join(before.ids, appended) if before else ids.dump(appended)
+    return cached_turn(turn, before, prompt, hash_ids(before, turn.appended, turn.completion))
+
+
+def test_turns_that_continue_each_other_are_held_once() -> None:
+    cache = TurnCache(2**20)
+    turns: list[CachedTurn] = []
+    for number in range(50):
+        before = turns[-1] if turns else None
+        turns.append(_continued(f"{number}", before, [7] * 100, [8] * 100))
+        cache.put(turns[-1], before.id if before else None)
+    assert cache.size < 2 * turns[-1].size + 50 * 1_000
+    for turn in turns:
+        found = cache.turn(turn.id)
+        assert found is not None
+        assert (found, found.ids) == (turn, turn.ids)
+        assert found.begins(turns[-1].ids)
+    cache.drop("r")
+    assert (cache.size, cache.turn("0"), cache.turn("49")) == (0, None, None)
+
+
+def test_a_fork_is_held_apart() -> None:
+    cache = TurnCache(2**20)
+    first = _continued("first", None, [1], [2])
+    cache.put(first)
+    forks = [_continued(f"{number}", first, [3], [number]) for number in range(3)]
+    for fork in forks:
+        cache.put(fork, "first")
+    for turn in (first, *forks):
+        found = cache.turn(turn.id)
+        assert found is not None
+        assert found.ids == turn.ids
+    assert not first.begins(ids.dump([1, 22]))
+
+
+def test_a_chain_is_evicted_as_a_whole() -> None:
+    cache = TurnCache(9_000)
+    first = _continued("first", None, [1] * 100, [2])
+    second = _continued("second", first, [1] * 100, [2])
+    cache.put(first)
+    cache.put(second, "first")
+    for number in range(20):
+        cache.put(_turn(f"{number}", 100))
+    assert (cache.turn("first"), cache.turn("second")) == (None, None)
+    cache.put(second, "first")  # whose parent is gone
+    found = cache.turn("second")
+    assert found is not None
+    assert found.ids == second.ids
