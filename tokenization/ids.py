@@ -19,6 +19,10 @@ _SPACE = b" \t\r\n"
 _SPACES = (b" ", b"\t", b"\r", b"\n")
 _MAX_DIGITS = 20
 """Decimal digits of the largest unsigned integer of 64 bits."""
+_COMMA, _ZERO, _TEN = np.uint8(ord(",")), np.uint8(ord("0")), np.uint8(10)
+_PART = 32_768
+_LARGE = 16_384
+"""Bytes of an array for which numpy is faster."""
 _MAX_ID = 2**31 - 1
 """Ids are stored as 32-bit integers."""
 
@@ -36,11 +40,38 @@ def check(raw: bytes) -> int:
     rest = raw.translate(None, _ARRAY_BYTES)
     if rest == b"[]":
         # `[]` and `[7]` have no comma
-        count = raw.count(b",") + 1
+        count = _commas(raw) + 1
         if count == 1 and not raw.strip(b"[] \t\r\n"):
             raise InvalidIds("must not be empty")
         return count
     raise InvalidIds(_problem(raw, rest))
+
+
+def count_compact(raw: bytes) -> int:
+    """The number of ids in a JSON array without white space; 0 for all other bytes, also for broken JSON."""
+    if raw[:1] != b"[" or raw[-1:] != b"]" or len(raw) < 3:
+        return 0
+    whole, commas = np.frombuffer(raw, np.uint8), 0
+    # in parts that fit a processor's cache; they overlap, because up to three bytes are compared
+    for start in range(0, len(raw), _PART):
+        part = whole[start : start + _PART + 2]
+        ends, digits = part == _COMMA, part - _ZERO < _TEN
+        commas += int(np.count_nonzero(ends[:_PART]))
+        if start == 0:
+            ends[0] = True
+        if start + len(part) == len(raw):
+            ends[-1] = True
+        leading_zeros = ends[:-2] & (part[1:-1] == _ZERO) & digits[2:]
+        if not (ends | digits).all() or (ends[1:] & ends[:-1]).any() or leading_zeros.any():
+            return 0
+    return commas + 1
+
+
+def _commas(raw: bytes) -> int:
+    # `bytes.count` stops at each comma
+    if len(raw) < _LARGE:
+        return raw.count(b",")
+    return int(np.count_nonzero(np.frombuffer(raw, np.uint8) == _COMMA))
 
 
 def _problem(raw: bytes, rest: bytes) -> str:

@@ -257,11 +257,18 @@ class Fleet:
 
     def prefix_holder(self, prompt: bytes) -> tuple[str, float]:
         """The least loaded replica with the longest beginning of a prompt, and its share of the prompt."""
+        if len(self.replicas) < 2:
+            return "", 0.0
         holders, share = self.prefixes.find(prompt)
         usable = [
             replica.name for replica in self.replicas if replica.name in holders and self.in_use(replica)
         ]
         return min(usable, key=self.conversations.load, default=""), share
+
+    def note_prefix(self, prompt: bytes, replica: Replica) -> None:
+        """Take note that a replica holds a prompt in its cache."""
+        if len(self.replicas) > 1:
+            self.prefixes.put(prompt, replica.name)
 
     def failed(self, replica: Replica, problem: ApiError) -> None:
         """A request failed on a replica, for a reason that may lie in the replica."""

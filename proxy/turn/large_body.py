@@ -109,15 +109,7 @@ def _ids_span(body: bytes, name: bytes, sent: bytes = b"") -> tuple[int, int] | 
     if start < len(name) - 1 or not stop:
         return None
     found = body[start:stop]
-    return (start, stop) if found == sent or _is_compact(found) else None
-
-
-def _is_compact(raw: bytes) -> bool:
-    """Whether it is a JSON array of non-negative integers without white space."""
-    if raw.translate(None, b"0123456789,") != b"[]" or b",," in raw or raw[1:2] == b"," or raw[-2:-1] == b",":
-        return False
-    zeros = raw.count(b",0,") + raw.endswith(b",0]")
-    return raw.count(b",0") == zeros and (raw[1:2] != b"0" or raw[2:3] in (b",", b"]"))
+    return (start, stop) if found == sent or ids.count_compact(found) else None
 
 
 def _logprobs_span(body: bytes) -> tuple[int, int] | None:

@@ -159,7 +159,7 @@ async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, servic
     token_in = replica.require_capabilities().require_token_in()
     response = await token_in.complete(replica.engine, TokenRequest(prompt, fields, headers, name))
     if not plan.placement.holder and response.status < 400:
-        services.fleet.prefixes.put(prompt, replica.name)
+        services.fleet.note_prefix(prompt, replica)
     return response
 
 

@@ -1,4 +1,5 @@
 import json
+import struct
 from typing import Any
 
 import pytest
@@ -91,3 +92,41 @@ def test_dump_writes_json(values: list[int]) -> None:
 @pytest.mark.parametrize("raw", [b"[1,2]", b"[ 1,\t2 ]", b"[1\n,\r\n2]"])
 def test_compact_removes_white_space(raw: bytes) -> None:
     assert ids.compact(raw) == b"[1,2]"
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=5), _SPELLINGS, st.integers(0, 40_000))
+def test_count_compact(values: list[int], spelling: dict[str, Any], more: int) -> None:
+    values = values + [0, 10, 205] * (more // 3)
+    raw = _dumps(values, spelling)
+    compact = raw == _dumps(values, {"separators": (",", ":")})
+    assert ids.count_compact(raw) == (len(values) if compact else 0)
+
+
+@given(st.text("[]0123456789,-. ", max_size=12))
+def test_count_compact_accepts_only_json(text: str) -> None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    compact = isinstance(value, list) and json.dumps(value, separators=(",", ":")) == text
+    valid = compact and all(type(item) is int and item >= 0 for item in value)
+    assert ids.count_compact(text.encode()) == (len(value) if valid else 0)
+
+
+@pytest.mark.parametrize("broken", [b",,", b",07,", b",a,", b", ,", b",-1,", b",[1],"])
+@pytest.mark.parametrize("before", [32_760, 32_765, 32_766, 32_767, 32_768, 65_535])
+def test_count_compact_finds_what_is_broken_anywhere(broken: bytes, before: int) -> None:
+    raw = b"[" + (b"12345," * 20_000)[: before - 1].rstrip(b",") + b"9" + broken + b"8" * 30_000 + b"]"
+    assert ids.count_compact(raw) == 0
+    assert ids.count_compact(raw.replace(broken, b",")) > 1
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1), _SPELLINGS)
+def test_pack(values: list[int], spelling: dict[str, Any]) -> None:
+    assert ids.pack(_dumps(values, spelling)) == struct.pack(f"<{len(values)}i", *values)
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"[2147483648]", b"[1,99999999999999999999999]", b"[1.5]", b"[-1]"])
+def test_pack_refuses(raw: bytes) -> None:
+    with pytest.raises(InvalidIds):
+        ids.pack(raw)
