@@ -96,7 +96,22 @@ def pack(raw: bytes) -> bytes:
     Raises:
         InvalidIds: it is not a non-empty array of integers from 0 to 2**31 - 1.
     """
-    count = check(raw)
+    return _pack(raw, check(raw))
+
+
+def pack_compact(raw: bytes) -> bytes:
+    """As `pack`, for any bytes.
+
+    Raises:
+        InvalidIds: they are not a JSON array without white space of integers from 0 to 2**31 - 1.
+    """
+    count = count_compact(raw)
+    if not count:
+        raise InvalidIds("must be a list of integers without white space")
+    return _pack(raw, count)
+
+
+def _pack(raw: bytes, count: int) -> bytes:
     ids = np.fromstring(raw[raw.find(b"[") + 1 : raw.rfind(b"]")], np.int64, sep=",")
     # digits beyond 64 bits end at the largest integer
     if len(ids) != count or ids.max() > _MAX_ID:

@@ -77,7 +77,7 @@ def read_large(body: bytes, sent: bytes, visible: Visible) -> tuple[Completion, 
     Returns:
         None if the body is small or has another shape than vLLM gives it.
     """
-    if len(body) < LARGE or (cut := _cut(body, sent)) is None:
+    if len(body) < LARGE or (cut := _cut(body)) is None:
         return None
     try:
         completion = _completion(cut, sent)
@@ -86,30 +86,28 @@ def read_large(body: bytes, sent: bytes, visible: Visible) -> tuple[Completion, 
         return None
 
 
-def _cut(body: bytes, sent: bytes) -> _Cut | None:
-    spans = _ids_span(body, _IDS), _logprobs_span(body), _ids_span(body, _PROMPT, sent)
-    if spans[0] is None:
+def _cut(body: bytes) -> _Cut | None:
+    """Cut the arrays where vLLM writes them: log-probabilities, sampled ids, prompt; None without ids."""
+    logprobs = _logprobs_span(body)
+    token_ids = _ids_span(body, _IDS, logprobs[1] if logprobs else 0)
+    if token_ids is None:
         return None
+    prompt = _ids_span(body, _PROMPT, token_ids[1])
     view, end = memoryview(body), 0
     parts: list[bytes | memoryview] = []
-    for start, stop in sorted(span for span in spans if span is not None):
-        if start < end:
-            return None
-        parts += view[end:start], CUT
-        end = stop
+    for span in (logprobs, token_ids, prompt):
+        if span is not None:
+            parts += view[end : span[0]], CUT
+            end = span[1]
     rest = b"".join([*parts, view[end:]])
-    token_ids, logprobs, prompt = (None if span is None else body[slice(*span)] for span in spans)
-    return None if token_ids is None else _Cut(rest, token_ids, logprobs, prompt)
+    return _Cut(rest, body[slice(*token_ids)], _slice(body, logprobs), _slice(body, prompt))
 
 
-def _ids_span(body: bytes, name: bytes, sent: bytes = b"") -> tuple[int, int] | None:
-    """The span of the last array of this name, if it holds integers and no white space, or is `sent`."""
-    start = body.rfind(name) + len(name) - 1
+def _ids_span(body: bytes, name: bytes, after: int) -> tuple[int, int] | None:
+    """The span of the first array of this name."""
+    start = body.find(name, after) + len(name) - 1
     stop = body.find(b"]", start) + 1
-    if start < len(name) - 1 or not stop:
-        return None
-    found = body[start:stop]
-    return (start, stop) if found == sent or ids.count_compact(found) else None
+    return (start, stop) if start >= len(name) - 1 and stop else None
 
 
 def _logprobs_span(body: bytes) -> tuple[int, int] | None:
@@ -117,6 +115,10 @@ def _logprobs_span(body: bytes) -> tuple[int, int] | None:
     start = body.find(_LOGPROBS) + len(_LOGPROBS) - 1
     stop = body.rfind(_LAST_LOGPROB) + len(_LAST_LOGPROB)
     return (start, stop) if len(_LOGPROBS) <= start < stop else None
+
+
+def _slice(body: bytes, span: tuple[int, int] | None) -> bytes | None:
+    return None if span is None else body[slice(*span)]
 
 
 def _completion(cut: _Cut, sent: bytes) -> Completion | None:
@@ -136,7 +138,7 @@ def _completion(cut: _Cut, sent: bytes) -> Completion | None:
     sampled = SampledChoice(
         choice.index or 0,
         choice.message,
-        ids_array(ids.pack(cut.ids)),
+        ids_array(ids.pack_compact(cut.ids)),
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         routed_experts=choice.routed_experts,
@@ -147,7 +149,7 @@ def _completion(cut: _Cut, sent: bytes) -> Completion | None:
     )
     if cut.logprobs is not None:
         sampled.logprobs = array("f", [entry.logprob for entry in _decode_logprobs(cut.logprobs)])
-    packed = None if cut.prompt is None or cut.prompt == sent else ids.pack(cut.prompt)
+    packed = None if cut.prompt is None or cut.prompt == sent else ids.pack_compact(cut.prompt)
     counted = None if rest.usage is None else rest.usage.completion_tokens
     return Completion(cut.prompt, [sampled], counted, packed)
 

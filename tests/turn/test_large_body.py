@@ -106,8 +106,9 @@ def _choice(**fields: Any) -> Body:
         _large(_choice(stop_reason=2, weight_versions=[{"version": 1, "start": 0, "end": 2}])),
         _large(prompt_token_ids=None),
         _large(usage=None),
+        _large(inner={"token_ids": [1], "prompt_token_ids": [2]}),
     ],
-    ids=["usual", "no logprobs", "other fields", "no echo", "no usage"],
+    ids=["usual", "no logprobs", "other fields", "no echo", "no usage", "other arrays of these names"],
 )
 def test_usual_bodies_are_cut(body: Body, visible: Visible) -> None:
     assert _agree(encoded(body), visible)
@@ -125,12 +126,11 @@ def test_usual_bodies_are_cut(body: Body, visible: Visible) -> None:
         _large(_choice(message=None), filler=_FILLER),
         _large(_choice(token_ids=ODD)),
         _large(_choice(logprobs={"content": [{"logprob": ODD, "top_logprobs": []}]})),
-        _large(inner={"token_ids": [1]}),
         _large(prompt_token_ids="(cut)"),
     ],
     ids=[
         "small", "several choices", "no ids", "empty ids", "odd index", "no message",
-        "leading zero", "odd logprob", "another array of the name", "the mark itself",
+        "leading zero", "odd logprob", "the mark itself",
     ],
 )  # fmt: skip
 def test_other_bodies_are_not_cut(body: Body) -> None:
