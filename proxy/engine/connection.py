@@ -48,6 +48,7 @@ class Connection(asyncio.Protocol):
         self._writable = True
         self._reading = True
         self._open = True
+        self._timed_out = False
         self._begin("")
 
     def _begin(self, method: str) -> None:
@@ -134,10 +135,29 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return taken
 
-    async def wait(self) -> None:
-        """Wait until bytes of the body come, or the connection ends."""
-        if not self._pieces and not self._complete and self._error is None:
+    async def wait(self, seconds: float | None) -> None:
+        """Wait until bytes of the body come, or the connection ends.
+
+        Args:
+            seconds: how long at most; None for no limit.
+
+        Raises:
+            TimeoutError: nothing came in that time.
+        """
+        if self._pieces or self._complete or self._error is not None:
+            return
+        if seconds is None:
             await self._wait()
+            return
+        # `asyncio.timeout` would cost more than all else that is done with the bytes of one event
+        self._timed_out = False
+        timer = asyncio.get_running_loop().call_later(seconds, self._time_out)
+        try:
+            await self._wait()
+        finally:
+            timer.cancel()
+        if self._timed_out and not self._pieces:
+            raise TimeoutError
 
     def abort(self) -> None:
         """Close at once. What was not sent is dropped."""
@@ -152,6 +172,10 @@ class Connection(asyncio.Protocol):
             await self._waiter
         finally:
             self._waiter = None
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

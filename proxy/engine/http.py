@@ -7,7 +7,6 @@ A restart of the engine ends all its connections. So before the first POST over 
 callback verifies that the engine still serves the same model: see `HttpEngine.verify`.
 """
 
-import asyncio
 import time
 from base64 import b64encode
 from collections.abc import AsyncIterator
@@ -171,8 +170,7 @@ class HttpResponse:
                 chunk = connection.take(piece_bytes)
                 if chunk is None:
                     began = time.monotonic()
-                    async with asyncio.timeout(limit.seconds()):
-                        await connection.wait()
+                    await connection.wait(limit.seconds())
                     waited_s += time.monotonic() - began
                     continue
                 if not chunk:

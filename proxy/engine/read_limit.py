@@ -32,6 +32,10 @@ class ReadLimit:
 
     def received(self, chunk: bytes, waited_s: float) -> None:
         """Take note of bytes that arrived after a wait of `waited_s` seconds."""
+        if self._stream and chunk.endswith(_EVENT_ENDS):  # nearly always
+            self._between, self._last = True, chunk[-4:]
+            self._bytes, self._waited_s = len(chunk), 0.0
+            return
         ended = self._stream and any(self._ends(end, chunk) for end in _EVENT_ENDS)
         self._last = (self._last + chunk[-4:])[-4:]
         if ended:

@@ -2,10 +2,14 @@
 
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
 
 _END = re.compile(rb"\r?\n\r?\n")
 _ENDS = (b"\n\n", b"\r\n\r\n")
+_DATA_EVENT_BYTES = len(b"data: \n\n")
+"""What one line of data has around it; an event that has other lines too is longer."""
 
 
 async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -29,8 +33,7 @@ async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield unfinished
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, gc=False):
     """One server-sent event."""
 
     block: bytes
@@ -42,6 +45,8 @@ class Event:
         """The event with other data: its own bytes if that is equal."""
         if data == self.data:
             return self.block
+        if self.data is not None and len(self.block) == len(self.data) + _DATA_EVENT_BYTES:
+            return data_event(data)
         other = [line for line in _lines(self.block) if line and not line.startswith(b"data:")]
         return b"".join(line + b"\n" for line in other) + data_event(data)
 
@@ -51,22 +56,30 @@ def data_event(data: bytes) -> bytes:
     return b"data: " + data.replace(b"\n", b"\ndata: ") + b"\n\n"
 
 
-async def parsed_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[Event]:
-    """Yield each event, including those without data. Text after the last empty line is an event too."""
-    async for block in whole_events(chunks):
-        start = 0
-        for end in _END.finditer(block):
-            yield _event(block[start : end.end()])
-            start = end.end()
-        if start < len(block):
-            yield _event(block[start:] + b"\n\n")
+def split_events(block: bytes) -> list[Event]:
+    """The events of a block, including those without data. Text after the last empty line is an event too."""
+    lines = block.split(b"\n")
+    if not any(lines[1::2]) and not lines[-1] and len(lines) % 2 and b"\r" not in block:
+        # nearly always: each event is one line
+        return [_line_event(line) for line in lines[:-1:2]]
+    ends = [0, *(end.end() for end in _END.finditer(block))]
+    found = [_event(block[start:end]) for start, end in pairwise(ends)]
+    if ends[-1] < len(block):
+        found.append(_event(block[ends[-1] :] + b"\n\n"))
+    return found
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     r"""Yield the data of each event that has some: `: comment\n\ndata: a\ndata: b\n\n` gives only `a\nb`."""
-    async for event in parsed_events(chunks):
-        if event.data is not None:
-            yield event.data
+    async for block in whole_events(chunks):
+        for event in split_events(block):
+            if event.data is not None:
+                yield event.data
+
+
+def _line_event(line: bytes) -> Event:
+    block = line + b"\n\n"
+    return Event(block, line[6:]) if line.startswith(b"data: ") else _event(block)
 
 
 def _event(block: bytes) -> Event:

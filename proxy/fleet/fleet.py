@@ -129,7 +129,8 @@ class Fleet:
     async def send(self, work: Work, routing: Routing) -> Response:
         """Send a request to the replica that the policy chooses, and to another one if that fails.
 
-        The response counts as running until it is closed. Its beginning was read, see `beginning.py`.
+        The response counts as running until it is closed. Its beginning was read, see `beginning.py`. The
+        chunks of an event stream end where events end.
 
         Args:
             work: sends the request to a replica and returns the response.

@@ -14,7 +14,8 @@ from proxy.turn.engine_json import REFUSALS, dump, encodable, no_completion, par
 
 NO_REASON = "unknown"
 """The finish reason of a choice whose own finish reason has an unknown shape."""
-_NULL = msgspec.Raw(NULL)
+ABSENT = msgspec.Raw(NULL)
+"""The value of a field that a chunk does not have."""
 
 _Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """Ids are stored as 32-bit integers."""
@@ -84,8 +85,8 @@ class Chunk(msgspec.Struct):
 
     choices: list[Choice] | None = None
     usage: Usage | None = None
-    prompt_token_ids: msgspec.Raw = _NULL
-    error: msgspec.Raw = _NULL
+    prompt_token_ids: msgspec.Raw = ABSENT
+    error: msgspec.Raw = ABSENT
 
     @property
     def counted(self) -> int | None:

@@ -15,7 +15,7 @@ from proxy.fields import NULL, is_null
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.turn import WeightSpan
 from proxy.history.vocabulary import ABORTED
-from proxy.turn.chunk import Choice, decode_ids, parse_chunk
+from proxy.turn.chunk import ABSENT, Choice, decode_ids, parse_chunk
 from proxy.turn.engine_json import CUT, REFUSALS, cut_prompt
 
 DONE = b"[DONE]"
@@ -119,10 +119,11 @@ class StreamReader:
             EngineBroken: the data is not a JSON object.
         """
         chunk = parse_chunk(data)
-        if not is_null(chunk.error):
+        if chunk.error is not ABSENT and not is_null(chunk.error):
             self.failed = True
             return
-        self._echo.read(bytes(chunk.prompt_token_ids))
+        if chunk.prompt_token_ids is not ABSENT:
+            self._echo.read(bytes(chunk.prompt_token_ids))
         choices = chunk.choices or []
         alone = len(choices) == 1
         sure = alone or len({choice.index or 0 for choice in choices}) == len(choices)
@@ -146,6 +147,11 @@ class StreamReader:
     def complete(self) -> bool:
         """Whether all choices have ended."""
         return self._ended >= self.expected
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a choice has ended since the last call of `ended`."""
+        return bool(self._new)
 
     def ended(self) -> Completion:
         """The choices that ended since the last call."""
@@ -174,14 +180,14 @@ class _StreamedChoice:
 
     def add(self, choice: Choice) -> None:
         """Append a piece, as the OpenAI SDKs do."""
-        has_content = False
-        for name, value in (choice.delta or {}).items():
-            has_content = has_content or (bool(value) and name != "role")
+        delta = choice.delta or {}
+        for name, value in delta.items():
             if name in _TEXTS and isinstance(value, str):
                 self._texts.setdefault(name, []).append(value)
             elif name == "tool_calls" and isinstance(value, list):
                 self._add_calls(value)
-        self._without_ids = self._without_ids or (has_content and choice.token_ids is None)
+        if choice.token_ids is None and any(value for name, value in delta.items() if name != "role"):
+            self._without_ids = True
         self.mark(choice.unreadable)
         _add(choice, self.sampled)
 

@@ -20,6 +20,7 @@ from proxy.turn.engine_json import (
     no_completion,
     parse_leniently,
 )
+from proxy.turn.usual_chunk import cut_evidence
 from proxy.turn.visible import Visible
 from proxy.types import Fields
 
@@ -62,6 +63,10 @@ class StreamRedactor:
         """
         if self.visible.every_chunk:
             return data
+        return cut_evidence(data, self.visible) or self.parse(data)
+
+    def parse(self, data: bytes) -> bytes | None:
+        """`redact` for a chunk of any shape."""
         fields = _object(data)
         choices = _choices(fields)
         if raw_value(fields, "error") is None and choices is not None and not self._shows(choices):

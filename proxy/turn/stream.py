@@ -1,9 +1,9 @@
 """A stream of chunks that is recorded on its way to the client."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AsyncExitStack
 
-from proxy.engine.sse import data_event, parsed_events
+from proxy.engine.sse import data_event, split_events
 from proxy.errors import EngineBroken
 from proxy.history.plan import prompt_of
 from proxy.history.recorder import Recording
@@ -15,7 +15,7 @@ from proxy.turn.request import ChatRequest
 
 
 class RecordedStream:
-    """Passes a stream on event by event, and reads its turns from it.
+    """Passes a stream on, and reads its turns from it. What arrived together is sent together.
 
     A turn is recorded before the client gets the event that ends it, so that a request that follows this
     event finds the turn, in another process too.
@@ -29,6 +29,12 @@ class RecordedStream:
         attempt: Attempt,
         cleanup: AsyncExitStack,
     ) -> None:
+        """A stream that is about to be sent.
+
+        Args:
+            response: its chunks end where events end, as those of `Fleet.send` do.
+            cleanup: closed with the response.
+        """
         self.status = response.status
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
         self._response = response
@@ -40,6 +46,7 @@ class RecordedStream:
         self._sent: list[bytes] | None = [] if attempt.wants_body else None
         """The bytes kept for a retry; None if they are too long, or if no retry is possible."""
         self._sent_bytes = 0
+        self._done = False
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events, with the fields that the client requested.
@@ -47,21 +54,14 @@ class RecordedStream:
         Raises:
             EngineBroken: the connection breaks, an event is not a chunk, or the stream ends before the turn.
         """
-        done = False
         try:
-            async for event in parsed_events(self._response.chunks()):
-                if event.data is None:
-                    yield event.block  # a comment, which keeps the connection alive
-                    continue
-                if event.data == DONE:
-                    done = True
-                    yield await self._end()
-                    continue
-                self._reader.read(event.data)
-                await self._recording.add(self._reader.ended())
-                if (visible := self._redactor.redact(event.data)) is not None:
-                    yield self._keep(event.with_data(visible))
-            if not (done or self._reader.complete or self._reader.failed):
+            async for block in self._response.chunks():
+                for step in self._steps(block):
+                    if not isinstance(step, bytes):
+                        await step
+                    elif step:
+                        yield step
+            if not (self._done or self._reader.complete or self._reader.failed):
                 raise EngineBroken("the engine ended its stream before the turn ended")
         finally:
             # the client left, or the engine's stream ended early: record what arrived so far
@@ -82,13 +82,41 @@ class RecordedStream:
             finally:
                 await self._cleanup.aclose()
 
-    async def _end(self) -> bytes:
+    def _steps(self, block: bytes) -> Iterator[bytes | Awaitable[None]]:
+        """Handle a block of whole events: yield bytes for the client, and what to await before the next ones.
+
+        Raises:
+            EngineBroken: an event is not a chunk. The events before it were yielded.
+        """
+        ready: list[bytes] = []
+        try:
+            for event in split_events(block):
+                if event.data is None:
+                    ready.append(event.block)  # a comment, which keeps the connection alive
+                    continue
+                if event.data == DONE:
+                    yield _taken(ready)
+                    yield self._end()
+                    ready.append(data_event(DONE))
+                    continue
+                self._reader.read(event.data)
+                if self._reader.has_ended:
+                    yield _taken(ready)
+                    yield self._recording.add(self._reader.ended())
+                if (visible := self._redactor.redact(event.data)) is not None:
+                    ready.append(self._keep(event.with_data(visible)))
+        except EngineBroken:
+            yield _taken(ready)
+            raise
+        yield _taken(ready)
+
+    async def _end(self) -> None:
+        self._done = True
         complete = self._reader.complete
         await self._recording.add(self._reader.rest())
-        last = self._keep(data_event(DONE))
+        self._keep(data_event(DONE))
         if complete and self._sent is not None:
             await self._attempt.keep(self.status, self.headers, b"".join(self._sent))
-        return last
 
     def _keep(self, event: bytes) -> bytes:
         if self._sent is not None:
@@ -97,3 +125,10 @@ class RecordedStream:
             if self._sent_bytes > KEPT_BYTES:
                 self._sent = None
         return event
+
+
+def _taken(ready: list[bytes]) -> bytes:
+    """The bytes of a list, which is empty afterwards."""
+    taken = b"".join(ready)
+    ready.clear()
+    return taken

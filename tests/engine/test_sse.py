@@ -1,11 +1,13 @@
 import asyncio
+import itertools
+import re
 from collections.abc import AsyncIterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.engine.sse import data_event, events, parsed_events, whole_events
+from proxy.engine.sse import data_event, events, split_events, whole_events
 
 _LINES = st.sampled_from(["data: {}", "data:x", "data: é", ": comment", "event: error", "id: 1"])
 _EVENTS = st.lists(st.lists(_LINES, min_size=1, max_size=3), max_size=5)
@@ -73,19 +75,33 @@ def test_blocks_of_events_are_the_stream(blocks: list[list[str]], newline: str, 
     stream = "".join(newline.join(lines) + newline * 2 for lines in blocks).encode()
 
     async def collect() -> list[bytes]:
-        return [event.block async for event in parsed_events(_cut(stream, sizes))]
+        return [
+            event.block async for block in whole_events(_cut(stream, sizes)) for event in split_events(block)
+        ]
 
     found = asyncio.run(collect())
     assert b"".join(found) == stream
     assert len(found) == len(blocks)
 
 
-async def test_data_of_several_lines_stays_whole() -> None:
+def test_data_of_several_lines_stays_whole() -> None:
     stream = b"event: x\r\nid: 7\r\ndata: {\r\ndata:  1}\r\n\r\n: ping\n\ndata: last"
-    several, comment, rest = [event async for event in parsed_events(_cut(stream, [9]))]
+    several, comment, rest = split_events(stream)
     assert several.data == b"{\n 1}"
     assert several.with_data(b"{\n 1}") == several.block
     assert several.with_data(b"2\n3") == b"event: x\nid: 7\ndata: 2\ndata: 3\n\n"
     assert (comment.data, comment.block) == (None, b": ping\n\n")
     assert (rest.data, rest.block) == (b"last", b"data: last\n\n")
     assert data_event(b"a\nb") == b"data: a\ndata: b\n\n"
+
+
+@given(
+    st.lists(st.sampled_from(["data: 1", "data:2", ": x", "id: 1", "\n", "\n\n", "\r\n", "\r"]), max_size=12)
+)
+def test_events_end_at_empty_lines(parts: list[str]) -> None:
+    block = "".join(parts).encode()
+    ends = [0, *(end.end() for end in re.finditer(rb"\r?\n\r?\n", block))]
+    found = [event.block for event in split_events(block)]
+    assert found[: len(ends) - 1] == [block[start:end] for start, end in itertools.pairwise(ends)]
+    rest = block[ends[-1] :]
+    assert found[len(ends) - 1 :] == ([rest + b"\n\n"] if rest else [])
