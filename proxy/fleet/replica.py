@@ -69,7 +69,7 @@ class Replica:
         """Whether it gets no more requests, and those that run end."""
         self.breaks = Breaks()
         self.capabilities: Capabilities | None = None
-        self._tokenizer = ReplicaTokenizer(engine.name, tokenizers)
+        self.chat_tokenizer = ReplicaTokenizer(engine.name, tokenizers)
         self._token_in = token_in
         self._interval_s = watch_interval_s
         self._problem = "not asked yet"
@@ -135,7 +135,7 @@ class Replica:
         if self._confirmation is not None:
             self._confirmation.cancel()
             await asyncio.wait([self._confirmation])
-        await self._tokenizer.stop()
+        await self.chat_tokenizer.stop()
         await self.engine.aclose()
 
     async def wait_discovered(self) -> None:
@@ -235,7 +235,7 @@ class Replica:
             EngineUnavailable: the engine stopped responding.
         """
         capabilities = self.require_capabilities()
-        return await self._tokenizer.get(self.questions, capabilities.model)
+        return await self.chat_tokenizer.get(self.questions, capabilities.model)
 
     def report(self) -> dict[str, Any]:
         """This replica's part of `GET /ready`."""
@@ -262,7 +262,7 @@ class Replica:
             report["problem"] = f"no requests for {self.breaker.opens_for_s():.0f} s: {self.breaker.reason}"
         elif capabilities.token_in is None:
             report["problem"] = NO_TOKEN_IN
-        return report | self._tokenizer.report()
+        return report | self.chat_tokenizer.report()
 
     async def _watch(self) -> None:
         while True:
@@ -352,7 +352,7 @@ class Replica:
             self.engine.verify(self._verify)
             self.breaker.reset()
             self._misses = 0
-            self._tokenizer.load(self.questions, capabilities.model)
+            self.chat_tokenizer.load(self.questions, capabilities.model)
             self.report_state()
         if self.capabilities is None:
             self.report_state()

@@ -45,8 +45,6 @@ class ReplicaTokenizer:
             self.load(engine, model)
         task, current = self._task, asyncio.current_task()
         assert task is not None
-        if task.done() and not task.cancelled():
-            return task.result()
         try:
             # several requests wait for one load: the cancellation of one must not cancel it
             return await asyncio.shield(task)
@@ -54,6 +52,14 @@ class ReplicaTokenizer:
             if task.cancelled() and current is not None and not current.cancelling():
                 raise EngineUnavailable(f"{self._name} left the fleet") from None
             raise
+
+    @property
+    def loaded(self) -> ChatTokenizer | None:
+        """The tokenizer, if it was loaded and suits the engine."""
+        task = self._task
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result()
 
     async def stop(self) -> None:
         """Stop loading."""
@@ -63,15 +69,15 @@ class ReplicaTokenizer:
 
     def report(self) -> dict[str, Any]:
         """Whether messages can be appended, what the template's proof found, and the use of the cache."""
-        task = self._task
+        task, tokenizer = self._task, self.loaded
         if task is None or not task.done() or task.cancelled():
             return {"append": "loading"}
-        if (error := task.exception()) is not None:
-            return {"append": str(error)}
-        cache = task.result().cache_info()
+        if tokenizer is None:
+            return {"append": str(task.exception())}
+        cache = tokenizer.cache_info()
         return {
             "append": "ready",
-            "template": _template_report(task.result()),
+            "template": _template_report(tokenizer),
             "append_cache": {"hits": cache.hits, "misses": cache.misses},
         }
 

@@ -118,14 +118,15 @@ async def served_model(replica: Replica, request: ChatRequest) -> ServedModel:
         EngineUnavailable: the replica went away.
     """
     capabilities = replica.require_capabilities()
-    tokenizer, problem = None, None
-    try:
-        async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
-            tokenizer = await replica.tokenizer()
-    except TimeoutError:
-        problem = Unsupported("the model's tokenizer is still loading", code=Reason.NO_TOKENIZER)
-    except Unsupported as error:
-        problem = error
+    tokenizer, problem = replica.chat_tokenizer.loaded, None
+    if tokenizer is None:
+        try:
+            async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
+                tokenizer = await replica.tokenizer()
+        except TimeoutError:
+            problem = Unsupported("the model's tokenizer is still loading", code=Reason.NO_TOKENIZER)
+        except Unsupported as error:
+            problem = error
     refused = None
     if capabilities.token_in is None:
         refused = Reason.NO_TOKEN_IN
