@@ -34,7 +34,7 @@ from proxy.stores.packed import (
 from proxy.stores.sqlite_tables import (
     PATH,
     SESSIONS,
-    USE,
+    USED_NOW,
     TurnRow,
     add_turns,
     drop_responses,
@@ -86,7 +86,10 @@ class SqliteStore:
             for turn, turn_entries in zip(turns, entries, strict=True)
         ]
         now = time.time()
-        size = await self._database.write(lambda connection: add_turns(connection, session, rows, now))
+        size = await self._database.write(
+            lambda connection: add_turns(connection, session, rows, now),
+            size=sum(len(row.packed) for row in rows),
+        )
         return await self._keep_limits(size, session.id)
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
@@ -115,7 +118,7 @@ class SqliteStore:
 
     async def pin(self, rollout: str, until: float) -> None:
         """See `Store.pin`."""
-        query = f"{USE}, pinned_until = max(pinned_until, :until) WHERE id = :id"
+        query = f"UPDATE sessions SET {USED_NOW}, pinned_until = max(pinned_until, :until) WHERE id = :id"
         values = {"now": time.time(), "until": until, "id": rollout}
         await self._database.write(lambda connection: connection.execute(query, values).rowcount)
 

@@ -21,7 +21,7 @@ from proxy.stores.sqlite_index import (
     remove_entries,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _APPLICATION_ID = 0x746F6B70
 _SCHEMA = f"""
 CREATE TABLE turns (
@@ -61,13 +61,13 @@ _LATER_TABLES = (
         fleet TEXT NOT NULL, url TEXT NOT NULL, change TEXT NOT NULL, PRIMARY KEY (fleet, url)
     ) WITHOUT ROWID""",
 )
-USE = """
-UPDATE sessions SET used = CASE
+USED_NOW = """
+used = CASE
     WHEN used >= (SELECT max(used) FROM sessions) THEN max(used, :now)
     ELSE max(:now, (SELECT max(used) FROM sessions) + 0.000001)
 END
 """
-"""Mark sessions as used now: the last of all, even if the clock was set back."""
+"""Assignment that marks sessions as used now: the last of all, even if the clock was set back."""
 PATH = """
 WITH RECURSIVE up (id) AS (
     VALUES (?) UNION SELECT turns.parent FROM up JOIN turns USING (id) WHERE turns.parent IS NOT NULL
@@ -83,6 +83,15 @@ INSERT INTO sessions VALUES (:id, :tenant, :explicit, 0, :created, :used, 0, 0, 
 ON CONFLICT (id) DO UPDATE SET tenant = :tenant, explicit = :explicit, created = :created, used = :used,
     size = size - description_size + :size, description_size = :size
 """
+_ADD_TO_SESSION = f"""
+INSERT INTO sessions VALUES (
+    :id, :tenant, :explicit, 0, :created,
+    max(:now, coalesce((SELECT max(used) FROM sessions) + 0.000001, 0)), 0, :turns, :size, 0
+)
+ON CONFLICT (id) DO UPDATE SET {USED_NOW}, turns = turns + :turns, size = size + :size
+"""
+"""Count new turns of a session, which is created if there is none."""
+_NO_DESCRIPTION = (b"{}", b"{}", b"{}")
 
 
 class TurnRow(NamedTuple):
@@ -138,8 +147,8 @@ def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[T
     ]
     if not new:
         return 0
-    if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (session.id,)).fetchone():
-        save_session(connection, session)
+    size = sum(len(row.packed) + len(row.packed_entries) for row in new)
+    _add_to_session(connection, session, len(new), size, now)
     for row in new:
         flag_ambiguous(connection, session.id, row.entries, row.ambiguous)
         put_entries(connection, row.id, row.entries)
@@ -147,13 +156,28 @@ def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[T
     for row in new:
         if row.parent is not None:
             mark_continued(connection, row.parent)
-    size = sum(len(row.packed) + len(row.packed_entries) for row in new)
-    connection.execute(f"{USE} WHERE id = :id", {"now": now, "id": session.id})
-    connection.execute(
-        "UPDATE sessions SET turns = turns + ?, size = size + ? WHERE id = ?", (len(new), size, session.id)
-    )
     connection.execute("UPDATE totals SET turns = turns + ?, size = size + ?", (len(new), size))
     return held_bytes(connection)
+
+
+def _add_to_session(
+    connection: sqlite3.Connection, session: Session, turns: int, size: int, now: float
+) -> None:
+    # most sessions have no description, and then one statement is enough
+    if _description(session) != _NO_DESCRIPTION:
+        query = "SELECT 1 FROM sessions WHERE id = ?"
+        if not connection.execute(query, (session.id,)).fetchone():
+            save_session(connection, session)
+    values = {
+        "id": session.id,
+        "tenant": session.tenant,
+        "explicit": session.explicit,
+        "created": session.created,
+        "now": now,
+        "turns": turns,
+        "size": size,
+    }
+    connection.execute(_ADD_TO_SESSION, values)
 
 
 def steady_since(connection: sqlite3.Connection, clock: AgeClock, now: float, was_set: bool) -> float:
@@ -185,8 +209,8 @@ def save_session(connection: sqlite3.Connection, session: Session) -> int:
         "size": size,
     }
     connection.execute(_SAVE_SESSION, values)
-    description = (session.defaults, session.overrides, session.metadata)
-    if description != (b"{}", b"{}", b"{}"):
+    description = _description(session)
+    if description != _NO_DESCRIPTION:
         row = (session.id, *description)
         connection.execute("INSERT OR REPLACE INTO descriptions VALUES (?, ?, ?, ?)", row)
     elif before is not None:
@@ -194,6 +218,10 @@ def save_session(connection: sqlite3.Connection, session: Session) -> int:
     growth = size - (before[0] if before else 0)
     connection.execute("UPDATE totals SET size = size + ?", (growth,))
     return held_bytes(connection)
+
+
+def _description(session: Session) -> tuple[bytes, bytes, bytes]:
+    return session.defaults, session.overrides, session.metadata
 
 
 def session_from(row: Sequence[Any]) -> Session:

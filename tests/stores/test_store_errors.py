@@ -113,7 +113,7 @@ async def test_a_file_of_another_version(tmp_path: Path, version: int) -> None:
     with sqlite3.connect(file) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
-    await _refused(f"sqlite://{file}", str(file), f"version {version} ", "version 2", "move the file away")
+    await _refused(f"sqlite://{file}", str(file), f"version {version} ", "version 3", "move the file away")
 
 
 async def test_a_file_of_another_program(tmp_path: Path) -> None:
