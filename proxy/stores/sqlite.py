@@ -27,7 +27,7 @@ from proxy.stores.packed import (
     missing_holders,
     pack_entries,
     pack_response,
-    pack_turn,
+    pack_turns,
     unpack_response,
     unpack_turn,
 )
@@ -80,10 +80,10 @@ class SqliteStore:
                 turn.parent,
                 turn_entries,
                 pack_entries(turn_entries),
-                pack_turn(turn),
+                packed,
                 turn.reason == Reason.AMBIGUOUS,
             )
-            for turn, turn_entries in zip(turns, entries, strict=True)
+            for turn, turn_entries, packed in zip(turns, entries, await pack_turns(turns), strict=True)
         ]
         now = time.time()
         size = await self._database.write(

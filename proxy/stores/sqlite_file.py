@@ -33,8 +33,9 @@ _Identity = tuple[int, int]
 BUSY_S = 5.0
 """How long a call waits for a lock that another process holds, in seconds."""
 _PAGE_BYTES = 2048
-"""An index entry of a turn is on a page of its own, so smaller pages make the log shorter: 7 KB less for a small
-turn than with SQLite's usual 4096, at the same CPU time. 1024 is hardly shorter, and takes more time."""
+"""Each index entry of a turn changes a page of its own. So smaller pages make the log shorter: a small turn
+takes 7 KB less than with SQLite's usual 4096, and the same CPU time. With 1024 it takes hardly less, and more
+time."""
 _LOG_PAGES = 64 * 2**20 // _PAGE_BYTES
 """Pages in the log at which the writer copies them itself: the thread for that was too slow."""
 _SIDE_FILES = ("-wal", "-shm")

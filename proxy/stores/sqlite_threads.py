@@ -27,8 +27,8 @@ T = TypeVar("T")
 _GROUP = 256
 """Writes in one transaction."""
 _CHECKPOINT_BYTES = 16 * 2**20
-"""Bytes in the log, roughly, after which it is copied into the file. A page that is written often is in the log
-many times, and is copied once."""
+"""Bytes in the log, roughly, after which it is copied into the file. A page that many turns change is in the
+log many times, and is copied once."""
 _WRITE_BYTES = 8192
 """What a write of few bytes adds to the log, roughly: the pages of its index entries."""
 _READERS = 2
