@@ -1,11 +1,14 @@
 """A store in a file that all processes of one machine share: the default."""
 
 import asyncio
+import logging
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from math import inf, nan
 from pathlib import Path
+
+import msgspec
 
 from proxy.history.store import (
     Cursor,
@@ -35,6 +38,7 @@ from proxy.stores.sqlite_tables import (
     PATH,
     SESSIONS,
     USED_NOW,
+    Removed,
     TurnRow,
     add_turns,
     drop_responses,
@@ -47,6 +51,9 @@ from proxy.stores.sqlite_tables import (
     steady_since,
 )
 from proxy.stores.sqlite_threads import Database
+from proxy.stores.turn_files import TurnFiles
+
+log = logging.getLogger("tokenproxy")
 
 
 class SqliteStore:
@@ -56,13 +63,14 @@ class SqliteStore:
         self.file = path
         self._limits = limits
         self._database = Database(path)
+        self._files = TurnFiles(path)
         self._clock = AgeClock(limits.max_age_s)
         self._eviction = asyncio.Lock()
 
     async def open(self) -> None:
         """See `Store.open`."""
         self._clock.was_set(time.time())
-        await self._database.open(lambda connection: prepare(connection, self.file))
+        await self._database.open(lambda connection: prepare(connection, self.file, self._files))
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
@@ -87,7 +95,7 @@ class SqliteStore:
         ]
         now = time.time()
         size = await self._database.write(
-            lambda connection: add_turns(connection, session, rows, now),
+            lambda connection: add_turns(connection, self._files, session, rows, now),
             size=sum(len(row.packed) for row in rows),
         )
         return await self._keep_limits(size, session.id)
@@ -126,10 +134,10 @@ class SqliteStore:
         """See `Store.path`."""
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
-            turns = _by_id(connection.execute(PATH, (turn,)))
+            turns = self._by_id(connection.execute(PATH, (turn,)))
             for holder in missing_holders(turns.values(), turns):
-                query = "SELECT packed FROM turns WHERE id = ?"
-                turns |= _by_id(connection.execute(query, (holder,)))
+                query = "SELECT packed, file FROM turns WHERE id = ?"
+                turns |= self._by_id(connection.execute(query, (holder,)))
             return complete_path(turn, turns)
 
         return await self._database.read(work)
@@ -138,8 +146,8 @@ class SqliteStore:
         """See `Store.turns`."""
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
-            query = "SELECT packed FROM turns WHERE rollout = ? ORDER BY id"
-            turns = _by_id(connection.execute(query, (rollout,)))
+            query = "SELECT packed, file FROM turns WHERE rollout = ? ORDER BY id"
+            turns = self._by_id(connection.execute(query, (rollout,)))
             return fill_prompts(turns.values(), turns)
 
         return await self._database.read(work)
@@ -181,10 +189,10 @@ class SqliteStore:
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
 
-        def work(connection: sqlite3.Connection) -> bool:
-            return bool(remove(connection, [rollout])[0].rollouts)
-
-        return await self._database.write(work)
+        removed = await self._database.write(
+            lambda connection: remove(connection, [rollout]), after=self._delete_files
+        )
+        return bool(removed.evicted.rollouts)
 
     async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
         """See `Store.set_rewards`."""
@@ -283,11 +291,30 @@ class SqliteStore:
     async def _evict(self, own: str | None, oldest: float = 0.0) -> Evicted:
         async def step() -> Evicted:
             now = time.time()
-            return await self._database.write(
-                lambda connection: evict_step(connection, self._limits, own, oldest, now)
+            removed = await self._database.write(
+                lambda connection: evict_step(connection, self._limits, own, oldest, now),
+                after=self._delete_files,
             )
+            return removed.evicted
 
         return await evict_in_steps(self._eviction, step)
+
+    def _delete_files(self, removed: Removed) -> None:
+        self._files.delete(removed.files)
+
+    def _by_id(self, rows: sqlite3.Cursor) -> dict[str, Turn]:
+        """Turns from rows of `packed` and `file`, without those whose file is gone."""
+        turns = (self._unpack(packed, file) for packed, file in rows)
+        return {turn.id: turn for turn in turns if turn is not None}
+
+    def _unpack(self, packed: bytes, file: str | None) -> Turn | None:
+        if file is None:
+            return unpack_turn(packed)
+        try:
+            return None if (content := self._files.read(file)) is None else unpack_turn(content)
+        except msgspec.DecodeError as error:
+            log.error("a turn in %s cannot be read and is ignored: %s", file, error)
+            return None
 
 
 def sessions_query(
@@ -300,8 +327,3 @@ def sessions_query(
     if tenant is not None:
         where, values = f"tenant = ? AND {where}", [tenant, *values]
     return f"{SESSIONS} WHERE {where} ORDER BY used DESC, sessions.id DESC LIMIT ?", [*values, limit]
-
-
-def _by_id(rows: sqlite3.Cursor) -> dict[str, Turn]:
-    turns = [unpack_turn(row[0]) for row in rows]
-    return {turn.id: turn for turn in turns}

@@ -20,16 +20,17 @@ from proxy.stores.sqlite_index import (
     put_entries,
     remove_entries,
 )
+from proxy.stores.turn_files import FILES_SCHEMA, TurnFiles
 
 SCHEMA_VERSION = 3
 _APPLICATION_ID = 0x746F6B70
 _SCHEMA = f"""
 CREATE TABLE turns (
     id TEXT NOT NULL UNIQUE, rollout TEXT NOT NULL, parent TEXT, open INTEGER NOT NULL,
-    continued INTEGER NOT NULL, entries BLOB NOT NULL, packed BLOB NOT NULL
+    continued INTEGER NOT NULL, entries BLOB NOT NULL, file TEXT, packed BLOB NOT NULL
 );
 CREATE INDEX turns_of_rollout ON turns (rollout, id);
-{INDEX_SCHEMA}
+{INDEX_SCHEMA}{FILES_SCHEMA}
 CREATE TABLE sessions (
     id TEXT NOT NULL PRIMARY KEY, tenant TEXT NOT NULL, explicit INTEGER NOT NULL, ambiguous INTEGER NOT NULL,
     created REAL NOT NULL, used REAL NOT NULL, pinned_until REAL NOT NULL, turns INTEGER NOT NULL,
@@ -72,7 +73,7 @@ PATH = """
 WITH RECURSIVE up (id) AS (
     VALUES (?) UNION SELECT turns.parent FROM up JOIN turns USING (id) WHERE turns.parent IS NOT NULL
 )
-SELECT packed FROM up JOIN turns USING (id)
+SELECT packed, file FROM up JOIN turns USING (id)
 """
 SESSIONS = """
 SELECT sessions.id, tenant, explicit, ambiguous, created, used, turns, size, defaults, overrides, metadata
@@ -106,8 +107,8 @@ class TurnRow(NamedTuple):
     """Whether it makes its session ambiguous by itself."""
 
 
-def prepare(connection: sqlite3.Connection, path: Path) -> None:
-    """Make the tables where there are none.
+def prepare(connection: sqlite3.Connection, path: Path, files: TurnFiles) -> None:
+    """Make the tables where there are none, and delete the files that killed processes left.
 
     Raises:
         StoreUnusable: the file belongs to another program, or has another version.
@@ -116,6 +117,7 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if application == _APPLICATION_ID and version == SCHEMA_VERSION:
         _create_later_tables(connection)
+        files.delete_unused(connection)
         return
     if application == _APPLICATION_ID:
         raise StoreUnusable(
@@ -135,16 +137,15 @@ def _create_later_tables(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[TurnRow], now: float) -> int:
+def add_turns(
+    connection: sqlite3.Connection,
+    files: TurnFiles,
+    session: Session,
+    rows: Sequence[TurnRow],
+    now: float,
+) -> int:
     """Insert turns of one rollout and return the bytes then held; 0 if none of the turns is new."""
-    insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 1, 0, ?, ?)"
-    new = [
-        row
-        for row in rows
-        if connection.execute(
-            insert, (row.id, session.id, row.parent, row.packed_entries, row.packed)
-        ).rowcount
-    ]
+    new = [row for row in rows if _insert_turn(connection, files, session.id, row)]
     if not new:
         return 0
     size = sum(len(row.packed) + len(row.packed_entries) for row in new)
@@ -158,6 +159,17 @@ def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[T
             mark_continued(connection, row.parent)
     connection.execute("UPDATE totals SET turns = turns + ?, size = size + ?", (len(new), size))
     return held_bytes(connection)
+
+
+def _insert_turn(connection: sqlite3.Connection, files: TurnFiles, rollout: str, row: TurnRow) -> bool:
+    """Insert a turn, and write its file if it is long. False if it is not new."""
+    file = files.new_name(connection, row.packed)
+    insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 1, 0, ?, ?, ?)"
+    values = (row.id, rollout, row.parent, row.packed_entries, file, b"" if file else row.packed)
+    inserted = bool(connection.execute(insert, values).rowcount)
+    if file is not None and inserted:
+        files.write(file, row.packed)
+    return inserted
 
 
 def _add_to_session(
@@ -242,33 +254,45 @@ def session_from(row: Sequence[Any]) -> Session:
     )
 
 
-def remove(connection: sqlite3.Connection, rollouts: Iterable[str]) -> tuple[Evicted, list[bytes]]:
-    """Remove rollouts with all their turns; returns what was removed and the keys of the turns."""
+class Removed(NamedTuple):
+    """What was removed with some rollouts."""
+
+    evicted: Evicted = Evicted()
+    keys: Sequence[bytes] = ()
+    """Of the turns."""
+    files: Sequence[str] = ()
+    """Of the turns: to be deleted after the transaction."""
+
+
+def remove(connection: sqlite3.Connection, rollouts: Iterable[str]) -> Removed:
+    """Remove rollouts with all their turns."""
     removed, turns, size = 0, 0, 0
     keys: list[bytes] = []
+    files: list[str] = []
     for rollout in rollouts:
         name = (rollout,)
         session = connection.execute("SELECT turns, size FROM sessions WHERE id = ?", name).fetchone()
         if session is None:
             continue
         removed, turns, size = removed + 1, turns + session[0], size + session[1]
-        for turn, open, packed_entries in connection.execute(
-            "SELECT id, open, entries FROM turns WHERE rollout = ?", name
-        ):
+        query = "SELECT id, open, entries, file FROM turns WHERE rollout = ?"
+        for turn, open, packed_entries, file in connection.execute(query, name):
             entries = unpack_entries(packed_entries)
             remove_entries(connection, turn, entries, open)
             keys.extend(entry.key for entry in entries)
+            if file is not None:
+                files.append(file)
         connection.execute("DELETE FROM turns WHERE rollout = ?", name)
         connection.execute("DELETE FROM rewards WHERE rollout = ?", name)
         connection.execute("DELETE FROM descriptions WHERE id = ?", name)
         connection.execute("DELETE FROM sessions WHERE id = ?", name)
     connection.execute("UPDATE totals SET turns = turns - ?, size = size - ?", (turns, size))
-    return Evicted(removed, turns, size), keys
+    return Removed(Evicted(removed, turns, size), keys, files)
 
 
 def evict_step(
     connection: sqlite3.Connection, limits: Limits, own: str | None, oldest: float, now: float
-) -> Evicted:
+) -> Removed:
     """Evict some rollouts last used before `oldest`, and some of the least recently used if too much is held.
 
     Args:
@@ -291,10 +315,10 @@ def evict_step(
         query = "SELECT id FROM sessions WHERE id = ? AND size > ? AND pinned_until <= ?"
         chosen = [row[0] for row in connection.execute(query, (own, limits.max_bytes, now))]
     if not chosen:
-        return Evicted()
-    evicted, keys = remove(connection, chosen)
-    _remember_evicted(connection, keys, limits.evicted_keys)
-    return evicted
+        return Removed()
+    removed = remove(connection, chosen)
+    _remember_evicted(connection, removed.keys, limits.evicted_keys)
+    return removed
 
 
 def _remember_evicted(connection: sqlite3.Connection, keys: Iterable[bytes], limit: int) -> None:

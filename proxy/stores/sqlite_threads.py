@@ -11,7 +11,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -43,6 +43,7 @@ class _Job:
     work: Work[Any]
     future: "asyncio.Future[Any]"
     size: int
+    after: Callable[[Any], None] | None
     deadline: float = field(default_factory=lambda: time.monotonic() + sqlite_file.BUSY_S)
     """Until when it waits for the lock."""
 
@@ -98,16 +99,17 @@ class Database:
         if file is not None:
             await asyncio.to_thread(file.close)
 
-    async def write(self, work: Work[T], size: int = 0) -> T:
+    async def write(self, work: Work[T], size: int = 0, after: Callable[[T], None] | None = None) -> T:
         """Run `work` in a transaction that it may share with other writes; returns after the commit.
 
         Args:
             size: bytes that it writes, where they are many.
+            after: runs in the writer's thread after the commit, with the result; also if the caller has left.
         """
         if self._writer is None:
             raise StoreError(f"{self._path} is not open")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._jobs.put(_Job(work, future, size))
+        self._jobs.put(_Job(work, future, size, after))
         return await future
 
     async def read(self, work: Work[T]) -> T:
@@ -178,6 +180,9 @@ class Database:
                 for job in group:
                     self._commit(file, connection, [job])
         else:
+            for job, result in zip(group, results, strict=True):
+                if job.after is not None:
+                    job.after(result)
             _settle([(job.future, result, None) for job, result in zip(group, results, strict=True)])
 
 
