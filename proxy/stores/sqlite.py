@@ -18,6 +18,7 @@ from proxy.history.store import (
     Limits,
     Session,
     StoredResponse,
+    StoreError,
     Usage,
 )
 from proxy.history.turn import Turn
@@ -94,10 +95,19 @@ class SqliteStore:
             for turn, turn_entries, packed in zip(turns, entries, await pack_turns(turns), strict=True)
         ]
         now = time.time()
-        size = await self._database.write(
-            lambda connection: add_turns(connection, self._files, session, rows, now),
-            size=sum(len(row.packed) for row in rows),
-        )
+        written: list[str] = []
+
+        def work(connection: sqlite3.Connection) -> int:
+            # written by a run that was rolled back
+            self._files.delete(written)
+            written.clear()
+            return add_turns(connection, self._files, session, rows, now, written)
+
+        try:
+            size = await self._database.write(work, size=sum(len(row.packed) for row in rows))
+        except StoreError:
+            self._files.delete(written)
+            raise
         return await self._keep_limits(size, session.id)
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:

@@ -143,9 +143,14 @@ def add_turns(
     session: Session,
     rows: Sequence[TurnRow],
     now: float,
+    written: list[str],
 ) -> int:
-    """Insert turns of one rollout and return the bytes then held; 0 if none of the turns is new."""
-    new = [row for row in rows if _insert_turn(connection, files, session.id, row)]
+    """Insert turns of one rollout and return the bytes then held; 0 if none of the turns is new.
+
+    Args:
+        written: gets the names of the files that were written.
+    """
+    new = [row for row in rows if _insert_turn(connection, files, session.id, row, written)]
     if not new:
         return 0
     size = sum(len(row.packed) + len(row.packed_entries) for row in new)
@@ -161,7 +166,9 @@ def add_turns(
     return held_bytes(connection)
 
 
-def _insert_turn(connection: sqlite3.Connection, files: TurnFiles, rollout: str, row: TurnRow) -> bool:
+def _insert_turn(
+    connection: sqlite3.Connection, files: TurnFiles, rollout: str, row: TurnRow, written: list[str]
+) -> bool:
     """Insert a turn, and write its file if it is long. False if it is not new."""
     file = files.new_name(connection, row.packed)
     insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 1, 0, ?, ?, ?)"
@@ -169,6 +176,7 @@ def _insert_turn(connection: sqlite3.Connection, files: TurnFiles, rollout: str,
     inserted = bool(connection.execute(insert, values).rowcount)
     if file is not None and inserted:
         files.write(file, row.packed)
+        written.append(file)
     return inserted
 
 

@@ -74,9 +74,14 @@ class TurnFiles:
     def _write(self, name: str, packed: bytes, mode: int) -> None:
         # created with its mode: nobody else may read it for a moment
         descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, mode)
-            file.write(packed)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                os.fchmod(descriptor, mode)
+                file.write(packed)
+        except BaseException:
+            # part of it would fill a full disk further
+            self.delete([name])
+            raise
 
 
 def _prefix(connection: sqlite3.Connection) -> str:

@@ -1,17 +1,21 @@
 """Long turns of SQLite, which are in files next to the database."""
 
+import asyncio
+import errno
 import os
 import sqlite3
 import stat
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from proxy.history.store import Limits, Store, StoreError
+from proxy.history.store import Evicted, Limits, Store, StoreError
 from proxy.history.turn import Turn
-from tests.stores.store_utils import add, entry, make_session, make_turn, opened
+from tests.stores.store_utils import add, entry, make_turn, opened
 
 _LONG = os.urandom(100_000)
 
@@ -43,6 +47,11 @@ def _create(path: Path, mode: int) -> None:
 
 def _move(source: Path, target: Path) -> None:
     source.rename(target)
+
+
+def _run(program: str, url: str) -> subprocess.CompletedProcess[str]:
+    folder = Path(__file__).parents[2]
+    return subprocess.run([sys.executable, "-c", program, url], capture_output=True, text=True, cwd=folder)
 
 
 async def _add_family(store: Store) -> Sequence[Turn]:
@@ -161,14 +170,48 @@ async def test_a_database_that_was_moved_away_keeps_its_files(database: Path, ur
         assert await store.turns("r") == [turn]
 
 
-async def test_a_transaction_that_fails_adds_no_turn(database: Path, url: str) -> None:
-    turn = make_turn(appended=_LONG)
+async def test_a_transaction_that_fails_leaves_no_file(database: Path, url: str) -> None:
+    turn, other = make_turn(appended=_LONG), make_turn("other", appended=_LONG)
     async with opened(url) as store:
         with closing(sqlite3.connect(database)) as connection:
             fails = "SELECT RAISE(FAIL, 'the disk is full')"
             connection.execute(f"CREATE TRIGGER t BEFORE INSERT ON entries BEGIN {fails}; END")
-        with pytest.raises(StoreError, match="the disk is full"):
-            await store.add(make_session(), [turn], [[entry("1")]])
+        adding = [add(store, turn, entry("1")), add(store, other)]
+        failure, added = await asyncio.gather(*adding, return_exceptions=True)
+        assert isinstance(failure, StoreError) and added == Evicted()
         assert await store.turns("r") == []
-    async with opened(url):
+        assert await store.turns("other") == [other]
+        assert len(_files(database)) == 1
+
+
+async def test_a_full_disk(database: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, mode: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    turn = make_turn(appended=_LONG)
+    async with opened(url) as store:
+        with monkeypatch.context() as patch, pytest.raises(StoreError, match="No space left"):
+            patch.setattr(os, "fchmod", full)
+            await add(store, turn)
         assert _files(database) == []
+        await add(store, turn)
+        assert await store.turns("r") == [turn]
+
+
+async def test_a_process_that_is_killed_loses_no_long_turn(database: Path, url: str) -> None:
+    program = """if True:
+        import asyncio, os, sys
+        from tests.stores.store_utils import add, make_turn, opened
+        async def main():
+            async with opened(sys.argv[1]) as store:
+                await add(store, make_turn(appended=os.urandom(100_000)))
+                print((await store.turns("r"))[0].appended.hex(), flush=True)
+                os.kill(os.getpid(), 9)
+        asyncio.run(main())
+    """
+    killed = _run(program, url)
+    assert killed.returncode == -9
+    async with opened(url) as store:
+        (turn,) = await store.turns("r")
+        assert turn.appended.hex() == killed.stdout.strip()
+        assert len(_files(database)) == 1
