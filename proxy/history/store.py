@@ -68,7 +68,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """When a turn was last added or matched or its description last saved, in seconds since the epoch."""
     turns: int = 0
     size: int = 0
-    """Bytes its turns and its description take, as the store counts them."""
+    """Bytes its turns and its description take in the store, which may compress them."""
     defaults: bytes = b"{}"
     """JSON object: fields of a chat request that apply where a request does not set them."""
     overrides: bytes = b"{}"
@@ -155,7 +155,8 @@ class Limits:
     """How much a store holds."""
 
     max_bytes: int = 2**30
-    """Of turns and session descriptions. If exceeded, the least recently used rollouts are evicted."""
+    """Of turns and session descriptions, as the store keeps them. If exceeded, the least recently used
+    rollouts are evicted."""
     max_age_s: float = 7 * 86400.0
     """A rollout that was not used for so long is evicted."""
     response_age_s: float = 600.0

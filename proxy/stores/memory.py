@@ -29,7 +29,7 @@ from proxy.stores.packed import (
     missing_holders,
     pack_entries,
     pack_response,
-    pack_turn,
+    turn_size,
 )
 
 
@@ -107,7 +107,7 @@ class MemoryStore:
             insort(rollout.turns, record.turn.id)
             self._flag_ambiguous(record, session.id)
             self._index.put(record.turn.id, record.entries)
-            size += len(pack_turn(record.turn)) + len(pack_entries(record.entries))
+            size += turn_size(record.turn) + len(pack_entries(record.entries))
         for record in new:
             if parent := self._turns.get(record.turn.parent or ""):
                 self._set_open(parent, False)

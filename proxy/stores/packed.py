@@ -1,6 +1,12 @@
-"""Turns, responses and index entries as bytes, and what all stores compute alike."""
+"""Turns, responses and index entries as bytes, and what all stores compute alike.
 
-from collections.abc import Container, Iterable, Mapping
+A turn is a map of MessagePack, or a Zstandard frame that holds one. The first byte tells which: a frame
+begins with 0x28, which is an integer in MessagePack.
+"""
+
+import asyncio
+import sys
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -8,18 +14,53 @@ from msgspec.structs import replace
 from proxy.history.store import IndexEntry, Session, StoredResponse
 from proxy.history.turn import Turn
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+_FRAME = b"\x28"
+"""First byte of a Zstandard frame: RFC 8878, section 3.1.1."""
+_COMPRESSED_FROM = 4096
+"""Bytes from which a turn is compressed. Below, the time for it saves hardly a page."""
+_LEVEL = 1
+"""Text and ids take 30 % of their bytes, in 0.6 ms for 256 KB. Level 3 takes 28 %, and 0.8 ms."""
+_LARGE = 16_384
+"""Bytes from which turns are compressed in a thread. Python's lock is free meanwhile."""
 _TURN = msgspec.msgpack.Decoder(Turn)
 _RESPONSE = msgspec.msgpack.Decoder(StoredResponse)
 
 
 def pack_turn(turn: Turn) -> bytes:
-    """A turn as MessagePack."""
-    return msgspec.msgpack.encode(turn)
+    """A turn as MessagePack, compressed if it is long."""
+    return _compress(msgspec.msgpack.encode(turn))
+
+
+async def pack_turns(turns: Sequence[Turn]) -> list[bytes]:
+    """Each as `pack_turn`. Long ones are compressed in a thread."""
+    encoded = [msgspec.msgpack.encode(turn) for turn in turns]
+    if sum(map(len, encoded)) < _LARGE:
+        return [_compress(each) for each in encoded]
+    return await asyncio.to_thread(lambda: [_compress(each) for each in encoded])
 
 
 def unpack_turn(packed: bytes) -> Turn:
     """The inverse of `pack_turn`. Raises msgspec.DecodeError."""
+    if packed[:1] == _FRAME:
+        try:
+            packed = zstd.decompress(packed)
+        except zstd.ZstdError as error:
+            raise msgspec.DecodeError(f"a compressed turn is damaged: {error}") from error
     return _TURN.decode(packed)
+
+
+def turn_size(turn: Turn) -> int:
+    """Bytes of a turn that is not compressed."""
+    return len(msgspec.msgpack.encode(turn))
+
+
+def _compress(encoded: bytes) -> bytes:
+    return zstd.compress(encoded, _LEVEL) if len(encoded) >= _COMPRESSED_FROM else encoded
 
 
 def pack_response(response: StoredResponse) -> bytes:

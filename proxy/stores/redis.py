@@ -39,7 +39,7 @@ from proxy.history.turn import Turn
 from proxy.history.vocabulary import Reason
 from proxy.stores import redis_index_scripts, redis_response_scripts, redis_scripts
 from proxy.stores.eviction import STEP, AgeClock, evict_in_steps, eviction_target
-from proxy.stores.packed import complete_path, fill_prompts, pack_entries, pack_parts, pack_turn, unpack_turn
+from proxy.stores.packed import complete_path, fill_prompts, pack_entries, pack_parts, pack_turns, unpack_turn
 
 PREFIX = b"tokenproxy:"
 SCHEMA_VERSION = b"2"
@@ -106,10 +106,10 @@ class RedisStore:
         if not turns:
             return Evicted()
         args: list[Any] = [*_session_arguments(session), repr(time.time())]
-        for turn, turn_entries in zip(turns, entries, strict=True):
+        for turn, turn_entries, packed in zip(turns, entries, await pack_turns(turns), strict=True):
             ambiguous = int(turn.reason == Reason.AMBIGUOUS)
             args += turn.id, turn.parent or "", turn.prompt_turn or "", ambiguous
-            args += pack_entries(turn_entries), pack_turn(turn)
+            args += pack_entries(turn_entries), packed
         size = await self._run(redis_scripts.ADD, *args)
         return await self._keep_limits(size, session.id)
 

@@ -1,11 +1,14 @@
 """A store in a file that all processes of one machine share: the default."""
 
 import asyncio
+import logging
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from math import inf, nan
 from pathlib import Path
+
+import msgspec
 
 from proxy.history.store import (
     Cursor,
@@ -15,6 +18,7 @@ from proxy.history.store import (
     Limits,
     Session,
     StoredResponse,
+    StoreError,
     Usage,
 )
 from proxy.history.turn import Turn
@@ -27,14 +31,15 @@ from proxy.stores.packed import (
     missing_holders,
     pack_entries,
     pack_response,
-    pack_turn,
+    pack_turns,
     unpack_response,
     unpack_turn,
 )
 from proxy.stores.sqlite_tables import (
     PATH,
     SESSIONS,
-    USE,
+    USED_NOW,
+    Removed,
     TurnRow,
     add_turns,
     drop_responses,
@@ -47,6 +52,9 @@ from proxy.stores.sqlite_tables import (
     steady_since,
 )
 from proxy.stores.sqlite_threads import Database
+from proxy.stores.turn_files import TurnFiles
+
+log = logging.getLogger("tokenproxy")
 
 
 class SqliteStore:
@@ -56,13 +64,14 @@ class SqliteStore:
         self.file = path
         self._limits = limits
         self._database = Database(path)
+        self._files = TurnFiles(path)
         self._clock = AgeClock(limits.max_age_s)
         self._eviction = asyncio.Lock()
 
     async def open(self) -> None:
         """See `Store.open`."""
         self._clock.was_set(time.time())
-        await self._database.open(lambda connection: prepare(connection, self.file))
+        await self._database.open(lambda connection: prepare(connection, self.file, self._files))
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
@@ -80,13 +89,25 @@ class SqliteStore:
                 turn.parent,
                 turn_entries,
                 pack_entries(turn_entries),
-                pack_turn(turn),
+                packed,
                 turn.reason == Reason.AMBIGUOUS,
             )
-            for turn, turn_entries in zip(turns, entries, strict=True)
+            for turn, turn_entries, packed in zip(turns, entries, await pack_turns(turns), strict=True)
         ]
         now = time.time()
-        size = await self._database.write(lambda connection: add_turns(connection, session, rows, now))
+        written: list[str] = []
+
+        def work(connection: sqlite3.Connection) -> int:
+            # written by a run that was rolled back
+            self._files.delete(written)
+            written.clear()
+            return add_turns(connection, self._files, session, rows, now, written)
+
+        try:
+            size = await self._database.write(work, size=sum(len(row.packed) for row in rows))
+        except StoreError:
+            self._files.delete(written)
+            raise
         return await self._keep_limits(size, session.id)
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
@@ -115,7 +136,7 @@ class SqliteStore:
 
     async def pin(self, rollout: str, until: float) -> None:
         """See `Store.pin`."""
-        query = f"{USE}, pinned_until = max(pinned_until, :until) WHERE id = :id"
+        query = f"UPDATE sessions SET {USED_NOW}, pinned_until = max(pinned_until, :until) WHERE id = :id"
         values = {"now": time.time(), "until": until, "id": rollout}
         await self._database.write(lambda connection: connection.execute(query, values).rowcount)
 
@@ -123,10 +144,10 @@ class SqliteStore:
         """See `Store.path`."""
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
-            turns = _by_id(connection.execute(PATH, (turn,)))
+            turns = self._by_id(connection.execute(PATH, (turn,)))
             for holder in missing_holders(turns.values(), turns):
-                query = "SELECT packed FROM turns WHERE id = ?"
-                turns |= _by_id(connection.execute(query, (holder,)))
+                query = "SELECT packed, file FROM turns WHERE id = ?"
+                turns |= self._by_id(connection.execute(query, (holder,)))
             return complete_path(turn, turns)
 
         return await self._database.read(work)
@@ -135,8 +156,8 @@ class SqliteStore:
         """See `Store.turns`."""
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
-            query = "SELECT packed FROM turns WHERE rollout = ? ORDER BY id"
-            turns = _by_id(connection.execute(query, (rollout,)))
+            query = "SELECT packed, file FROM turns WHERE rollout = ? ORDER BY id"
+            turns = self._by_id(connection.execute(query, (rollout,)))
             return fill_prompts(turns.values(), turns)
 
         return await self._database.read(work)
@@ -178,10 +199,10 @@ class SqliteStore:
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
 
-        def work(connection: sqlite3.Connection) -> bool:
-            return bool(remove(connection, [rollout])[0].rollouts)
-
-        return await self._database.write(work)
+        removed = await self._database.write(
+            lambda connection: remove(connection, [rollout]), after=self._delete_files
+        )
+        return bool(removed.evicted.rollouts)
 
     async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
         """See `Store.set_rewards`."""
@@ -280,11 +301,30 @@ class SqliteStore:
     async def _evict(self, own: str | None, oldest: float = 0.0) -> Evicted:
         async def step() -> Evicted:
             now = time.time()
-            return await self._database.write(
-                lambda connection: evict_step(connection, self._limits, own, oldest, now)
+            removed = await self._database.write(
+                lambda connection: evict_step(connection, self._limits, own, oldest, now),
+                after=self._delete_files,
             )
+            return removed.evicted
 
         return await evict_in_steps(self._eviction, step)
+
+    def _delete_files(self, removed: Removed) -> None:
+        self._files.delete(removed.files)
+
+    def _by_id(self, rows: sqlite3.Cursor) -> dict[str, Turn]:
+        """Turns from rows of `packed` and `file`, without those whose file is gone."""
+        turns = (self._unpack(packed, file) for packed, file in rows)
+        return {turn.id: turn for turn in turns if turn is not None}
+
+    def _unpack(self, packed: bytes, file: str | None) -> Turn | None:
+        if file is None:
+            return unpack_turn(packed)
+        try:
+            return None if (content := self._files.read(file)) is None else unpack_turn(content)
+        except msgspec.DecodeError as error:
+            log.error("a turn in %s cannot be read and is ignored: %s", file, error)
+            return None
 
 
 def sessions_query(
@@ -297,8 +337,3 @@ def sessions_query(
     if tenant is not None:
         where, values = f"tenant = ? AND {where}", [tenant, *values]
     return f"{SESSIONS} WHERE {where} ORDER BY used DESC, sessions.id DESC LIMIT ?", [*values, limit]
-
-
-def _by_id(rows: sqlite3.Cursor) -> dict[str, Turn]:
-    turns = [unpack_turn(row[0]) for row in rows]
-    return {turn.id: turn for turn in turns}

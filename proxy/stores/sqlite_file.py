@@ -32,7 +32,11 @@ _Identity = tuple[int, int]
 
 BUSY_S = 5.0
 """How long a call waits for a lock that another process holds, in seconds."""
-_LOG_PAGES = 16384
+_PAGE_BYTES = 2048
+"""Each index entry of a turn changes a page of its own. So smaller pages make the log shorter: a small turn
+takes 7 KB less than with SQLite's usual 4096, and the same CPU time. With 1024 it takes hardly less, and more
+time."""
+_LOG_PAGES = 64 * 2**20 // _PAGE_BYTES
 """Pages in the log at which the writer copies them itself: the thread for that was too slow."""
 _SIDE_FILES = ("-wal", "-shm")
 _NO_FOLDER = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
@@ -114,6 +118,8 @@ class DatabaseFile:
         try:
             # `_retry_while_locked` waits instead: SQLite sleeps up to 0.1 s at a time, and some starve
             connection.execute("PRAGMA busy_timeout = 0")
+            # changes nothing in a file that has tables
+            connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
             _retry_while_locked(lambda: self._use_wal(connection), deadline)
             with transaction(connection, deadline):
                 self._prepare(connection)

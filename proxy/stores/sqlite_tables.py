@@ -20,16 +20,17 @@ from proxy.stores.sqlite_index import (
     put_entries,
     remove_entries,
 )
+from proxy.stores.turn_files import FILES_SCHEMA, TurnFiles
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _APPLICATION_ID = 0x746F6B70
 _SCHEMA = f"""
 CREATE TABLE turns (
     id TEXT NOT NULL UNIQUE, rollout TEXT NOT NULL, parent TEXT, open INTEGER NOT NULL,
-    continued INTEGER NOT NULL, entries BLOB NOT NULL, packed BLOB NOT NULL
+    continued INTEGER NOT NULL, entries BLOB NOT NULL, file TEXT, packed BLOB NOT NULL
 );
 CREATE INDEX turns_of_rollout ON turns (rollout, id);
-{INDEX_SCHEMA}
+{INDEX_SCHEMA}{FILES_SCHEMA}
 CREATE TABLE sessions (
     id TEXT NOT NULL PRIMARY KEY, tenant TEXT NOT NULL, explicit INTEGER NOT NULL, ambiguous INTEGER NOT NULL,
     created REAL NOT NULL, used REAL NOT NULL, pinned_until REAL NOT NULL, turns INTEGER NOT NULL,
@@ -61,18 +62,18 @@ _LATER_TABLES = (
         fleet TEXT NOT NULL, url TEXT NOT NULL, change TEXT NOT NULL, PRIMARY KEY (fleet, url)
     ) WITHOUT ROWID""",
 )
-USE = """
-UPDATE sessions SET used = CASE
+USED_NOW = """
+used = CASE
     WHEN used >= (SELECT max(used) FROM sessions) THEN max(used, :now)
     ELSE max(:now, (SELECT max(used) FROM sessions) + 0.000001)
 END
 """
-"""Mark sessions as used now: the last of all, even if the clock was set back."""
+"""Assignment that marks sessions as used now: the last of all, even if the clock was set back."""
 PATH = """
 WITH RECURSIVE up (id) AS (
     VALUES (?) UNION SELECT turns.parent FROM up JOIN turns USING (id) WHERE turns.parent IS NOT NULL
 )
-SELECT packed FROM up JOIN turns USING (id)
+SELECT packed, file FROM up JOIN turns USING (id)
 """
 SESSIONS = """
 SELECT sessions.id, tenant, explicit, ambiguous, created, used, turns, size, defaults, overrides, metadata
@@ -83,6 +84,15 @@ INSERT INTO sessions VALUES (:id, :tenant, :explicit, 0, :created, :used, 0, 0, 
 ON CONFLICT (id) DO UPDATE SET tenant = :tenant, explicit = :explicit, created = :created, used = :used,
     size = size - description_size + :size, description_size = :size
 """
+_ADD_TO_SESSION = f"""
+INSERT INTO sessions VALUES (
+    :id, :tenant, :explicit, 0, :created,
+    max(:now, coalesce((SELECT max(used) FROM sessions) + 0.000001, 0)), 0, :turns, :size, 0
+)
+ON CONFLICT (id) DO UPDATE SET {USED_NOW}, turns = turns + :turns, size = size + :size
+"""
+"""Count new turns of a session, which is created if there is none."""
+_NO_DESCRIPTION = (b"{}", b"{}", b"{}")
 
 
 class TurnRow(NamedTuple):
@@ -97,8 +107,8 @@ class TurnRow(NamedTuple):
     """Whether it makes its session ambiguous by itself."""
 
 
-def prepare(connection: sqlite3.Connection, path: Path) -> None:
-    """Make the tables where there are none.
+def prepare(connection: sqlite3.Connection, path: Path, files: TurnFiles) -> None:
+    """Make the tables where there are none, and delete the files that killed processes left.
 
     Raises:
         StoreUnusable: the file belongs to another program, or has another version.
@@ -107,6 +117,7 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if application == _APPLICATION_ID and version == SCHEMA_VERSION:
         _create_later_tables(connection)
+        files.delete_unused(connection)
         return
     if application == _APPLICATION_ID:
         raise StoreUnusable(
@@ -126,20 +137,24 @@ def _create_later_tables(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[TurnRow], now: float) -> int:
-    """Insert turns of one rollout and return the bytes then held; 0 if none of the turns is new."""
-    insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 1, 0, ?, ?)"
-    new = [
-        row
-        for row in rows
-        if connection.execute(
-            insert, (row.id, session.id, row.parent, row.packed_entries, row.packed)
-        ).rowcount
-    ]
+def add_turns(
+    connection: sqlite3.Connection,
+    files: TurnFiles,
+    session: Session,
+    rows: Sequence[TurnRow],
+    now: float,
+    written: list[str],
+) -> int:
+    """Insert turns of one rollout and return the bytes then held; 0 if none of the turns is new.
+
+    Args:
+        written: gets the names of the files that were written.
+    """
+    new = [row for row in rows if _insert_turn(connection, files, session.id, row, written)]
     if not new:
         return 0
-    if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (session.id,)).fetchone():
-        save_session(connection, session)
+    size = sum(len(row.packed) + len(row.packed_entries) for row in new)
+    _add_to_session(connection, session, len(new), size, now)
     for row in new:
         flag_ambiguous(connection, session.id, row.entries, row.ambiguous)
         put_entries(connection, row.id, row.entries)
@@ -147,13 +162,42 @@ def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[T
     for row in new:
         if row.parent is not None:
             mark_continued(connection, row.parent)
-    size = sum(len(row.packed) + len(row.packed_entries) for row in new)
-    connection.execute(f"{USE} WHERE id = :id", {"now": now, "id": session.id})
-    connection.execute(
-        "UPDATE sessions SET turns = turns + ?, size = size + ? WHERE id = ?", (len(new), size, session.id)
-    )
     connection.execute("UPDATE totals SET turns = turns + ?, size = size + ?", (len(new), size))
     return held_bytes(connection)
+
+
+def _insert_turn(
+    connection: sqlite3.Connection, files: TurnFiles, rollout: str, row: TurnRow, written: list[str]
+) -> bool:
+    """Insert a turn, and write its file if it is long. False if it is not new."""
+    file = files.new_name(connection, row.packed)
+    insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 1, 0, ?, ?, ?)"
+    values = (row.id, rollout, row.parent, row.packed_entries, file, b"" if file else row.packed)
+    inserted = bool(connection.execute(insert, values).rowcount)
+    if file is not None and inserted:
+        files.write(file, row.packed)
+        written.append(file)
+    return inserted
+
+
+def _add_to_session(
+    connection: sqlite3.Connection, session: Session, turns: int, size: int, now: float
+) -> None:
+    # most sessions have no description, and then one statement is enough
+    if _description(session) != _NO_DESCRIPTION:
+        query = "SELECT 1 FROM sessions WHERE id = ?"
+        if not connection.execute(query, (session.id,)).fetchone():
+            save_session(connection, session)
+    values = {
+        "id": session.id,
+        "tenant": session.tenant,
+        "explicit": session.explicit,
+        "created": session.created,
+        "now": now,
+        "turns": turns,
+        "size": size,
+    }
+    connection.execute(_ADD_TO_SESSION, values)
 
 
 def steady_since(connection: sqlite3.Connection, clock: AgeClock, now: float, was_set: bool) -> float:
@@ -185,8 +229,8 @@ def save_session(connection: sqlite3.Connection, session: Session) -> int:
         "size": size,
     }
     connection.execute(_SAVE_SESSION, values)
-    description = (session.defaults, session.overrides, session.metadata)
-    if description != (b"{}", b"{}", b"{}"):
+    description = _description(session)
+    if description != _NO_DESCRIPTION:
         row = (session.id, *description)
         connection.execute("INSERT OR REPLACE INTO descriptions VALUES (?, ?, ?, ?)", row)
     elif before is not None:
@@ -194,6 +238,10 @@ def save_session(connection: sqlite3.Connection, session: Session) -> int:
     growth = size - (before[0] if before else 0)
     connection.execute("UPDATE totals SET size = size + ?", (growth,))
     return held_bytes(connection)
+
+
+def _description(session: Session) -> tuple[bytes, bytes, bytes]:
+    return session.defaults, session.overrides, session.metadata
 
 
 def session_from(row: Sequence[Any]) -> Session:
@@ -214,33 +262,45 @@ def session_from(row: Sequence[Any]) -> Session:
     )
 
 
-def remove(connection: sqlite3.Connection, rollouts: Iterable[str]) -> tuple[Evicted, list[bytes]]:
-    """Remove rollouts with all their turns; returns what was removed and the keys of the turns."""
+class Removed(NamedTuple):
+    """What was removed with some rollouts."""
+
+    evicted: Evicted = Evicted()
+    keys: Sequence[bytes] = ()
+    """Of the turns."""
+    files: Sequence[str] = ()
+    """Of the turns: to be deleted after the transaction."""
+
+
+def remove(connection: sqlite3.Connection, rollouts: Iterable[str]) -> Removed:
+    """Remove rollouts with all their turns."""
     removed, turns, size = 0, 0, 0
     keys: list[bytes] = []
+    files: list[str] = []
     for rollout in rollouts:
         name = (rollout,)
         session = connection.execute("SELECT turns, size FROM sessions WHERE id = ?", name).fetchone()
         if session is None:
             continue
         removed, turns, size = removed + 1, turns + session[0], size + session[1]
-        for turn, open, packed_entries in connection.execute(
-            "SELECT id, open, entries FROM turns WHERE rollout = ?", name
-        ):
+        query = "SELECT id, open, entries, file FROM turns WHERE rollout = ?"
+        for turn, open, packed_entries, file in connection.execute(query, name):
             entries = unpack_entries(packed_entries)
             remove_entries(connection, turn, entries, open)
             keys.extend(entry.key for entry in entries)
+            if file is not None:
+                files.append(file)
         connection.execute("DELETE FROM turns WHERE rollout = ?", name)
         connection.execute("DELETE FROM rewards WHERE rollout = ?", name)
         connection.execute("DELETE FROM descriptions WHERE id = ?", name)
         connection.execute("DELETE FROM sessions WHERE id = ?", name)
     connection.execute("UPDATE totals SET turns = turns - ?, size = size - ?", (turns, size))
-    return Evicted(removed, turns, size), keys
+    return Removed(Evicted(removed, turns, size), keys, files)
 
 
 def evict_step(
     connection: sqlite3.Connection, limits: Limits, own: str | None, oldest: float, now: float
-) -> Evicted:
+) -> Removed:
     """Evict some rollouts last used before `oldest`, and some of the least recently used if too much is held.
 
     Args:
@@ -263,10 +323,10 @@ def evict_step(
         query = "SELECT id FROM sessions WHERE id = ? AND size > ? AND pinned_until <= ?"
         chosen = [row[0] for row in connection.execute(query, (own, limits.max_bytes, now))]
     if not chosen:
-        return Evicted()
-    evicted, keys = remove(connection, chosen)
-    _remember_evicted(connection, keys, limits.evicted_keys)
-    return evicted
+        return Removed()
+    removed = remove(connection, chosen)
+    _remember_evicted(connection, removed.keys, limits.evicted_keys)
+    return removed
 
 
 def _remember_evicted(connection: sqlite3.Connection, keys: Iterable[bytes], limit: int) -> None:

@@ -11,7 +11,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -26,8 +26,11 @@ T = TypeVar("T")
 
 _GROUP = 256
 """Writes in one transaction."""
-_CHECKPOINT_WRITES = 64
-"""Writes after which the log is copied into the file."""
+_CHECKPOINT_BYTES = 16 * 2**20
+"""Bytes in the log, roughly, after which it is copied into the file. A page that many turns change is in the
+log many times, and is copied once."""
+_WRITE_BYTES = 8192
+"""What a write of few bytes adds to the log, roughly: the pages of its index entries."""
 _READERS = 2
 _REPLACED_AT_MOST = 3
 """Files that one group of writes goes to, if each is deleted meanwhile."""
@@ -39,6 +42,8 @@ _CLOSE_S = 10.0
 class _Job:
     work: Work[Any]
     future: "asyncio.Future[Any]"
+    size: int
+    after: Callable[[Any], None] | None
     deadline: float = field(default_factory=lambda: time.monotonic() + sqlite_file.BUSY_S)
     """Until when it waits for the lock."""
 
@@ -57,8 +62,8 @@ class Database:
         self._readers: ThreadPoolExecutor | None = None
         self._checkpoints = ThreadPoolExecutor(1, "store-checkpoint")
         self._checkpoint: Future[None] | None = None
-        self._writes = 0
-        """Since the last checkpoint."""
+        self._logged = 0
+        """Bytes in the log since the last checkpoint, roughly."""
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
 
     async def open(self, prepare: Work[None]) -> None:
@@ -94,12 +99,17 @@ class Database:
         if file is not None:
             await asyncio.to_thread(file.close)
 
-    async def write(self, work: Work[T]) -> T:
-        """Run `work` in a transaction that it may share with other writes; returns after the commit."""
+    async def write(self, work: Work[T], size: int = 0, after: Callable[[T], None] | None = None) -> T:
+        """Run `work` in a transaction that it may share with other writes; returns after the commit.
+
+        Args:
+            size: bytes that it writes, where they are many.
+            after: runs in the writer's thread after the commit, with the result; also if the caller has left.
+        """
         if self._writer is None:
             raise StoreError(f"{self._path} is not open")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._jobs.put(_Job(work, future))
+        self._jobs.put(_Job(work, future, size, after))
         return await future
 
     async def read(self, work: Work[T]) -> T:
@@ -149,13 +159,13 @@ class Database:
             more = job is not None
             if group:
                 self._commit(file, connection, group)
-                self._checkpoint_if_due(file, len(group))
+                self._checkpoint_if_due(file, sum(job.size + _WRITE_BYTES for job in group))
         connection.close()
 
-    def _checkpoint_if_due(self, file: DatabaseFile, writes: int) -> None:
-        self._writes += writes
-        if self._writes >= _CHECKPOINT_WRITES and (self._checkpoint is None or self._checkpoint.done()):
-            self._writes = 0
+    def _checkpoint_if_due(self, file: DatabaseFile, size: int) -> None:
+        self._logged += size
+        if self._logged >= _CHECKPOINT_BYTES and (self._checkpoint is None or self._checkpoint.done()):
+            self._logged = 0
             self._checkpoint = self._checkpoints.submit(_copy_log, file)
 
     def _commit(self, file: DatabaseFile, connection: Connection, group: Sequence[_Job]) -> None:
@@ -170,6 +180,9 @@ class Database:
                 for job in group:
                     self._commit(file, connection, [job])
         else:
+            for job, result in zip(group, results, strict=True):
+                if job.after is not None:
+                    job.after(result)
             _settle([(job.future, result, None) for job, result in zip(group, results, strict=True)])
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexEntry, Session
 from proxy.history.turn import Turn
-from proxy.stores.packed import pack_entries, pack_turn
+from proxy.stores.packed import pack_entries, turn_size
 
 MOST_TURNS = 10_000
 MOST_BYTES = 128 * 2**20
@@ -30,9 +30,9 @@ class Waiting:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes in a store."""
+        """Bytes that it takes in memory, roughly."""
         pairs = zip(self.turns, self.entries, strict=True)
-        return sum(len(pack_turn(turn)) + len(pack_entries(entries)) for turn, entries in pairs)
+        return sum(turn_size(turn) + len(pack_entries(entries)) for turn, entries in pairs)
 
 
 class WaitingTurns:

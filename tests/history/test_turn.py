@@ -1,12 +1,15 @@
 import math
 import struct
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.history.store import IndexEntry
 from proxy.history.turn import Turn, WeightSpan, new_id, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from proxy.stores.packed import pack_entries, pack_turn, unpack_entries, unpack_turn
+from proxy.stores.packed import pack_entries, pack_turn, pack_turns, turn_size, unpack_entries, unpack_turn
+from tests.stores.store_utils import make_turn
 
 _NUMBERS = st.integers(0, 2**31 - 1)
 _IDS = st.lists(_NUMBERS)
@@ -50,6 +53,28 @@ def test_logprobs_may_be_nan() -> None:
 def test_turns_come_back(turn: Turn) -> None:
     # as bytes, because NaN differs from itself
     assert pack_turn(unpack_turn(pack_turn(turn))) == pack_turn(turn)
+
+
+@given(st.binary(max_size=50), _IDS, st.integers(0, 500))
+async def test_long_turns_come_back(message: bytes, ids: list[int], times: int) -> None:
+    turn = make_turn(messages=times * message, appended=pack_ids(times * ids))
+    packed = pack_turn(turn)
+    assert unpack_turn(packed) == turn
+    assert await pack_turns([turn, turn]) == [packed, packed]
+    assert turn_size(turn) >= len(packed)
+
+
+@pytest.mark.parametrize("damage", [slice(0, 1), slice(-1, None), slice(8, 12)])
+def test_a_damaged_turn_cannot_be_unpacked(damage: slice) -> None:
+    packed = bytearray(pack_turn(make_turn(appended=pack_ids(range(10_000)))))
+    del packed[damage]
+    with pytest.raises(msgspec.DecodeError):
+        unpack_turn(bytes(packed))
+
+
+def test_long_turns_are_compressed() -> None:
+    turn = make_turn(messages=b"[%s]" % (b'{"role": "user"},' * 1000))
+    assert len(pack_turn(turn)) < turn_size(turn) / 3
 
 
 @given(

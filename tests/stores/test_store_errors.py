@@ -1,6 +1,7 @@
 """What errors of stores say, and what they leave intact."""
 
 import asyncio
+import os
 import socket
 import sqlite3
 from pathlib import Path
@@ -113,7 +114,7 @@ async def test_a_file_of_another_version(tmp_path: Path, version: int) -> None:
     with sqlite3.connect(file) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
-    await _refused(f"sqlite://{file}", str(file), f"version {version} ", "version 2", "move the file away")
+    await _refused(f"sqlite://{file}", str(file), f"version {version} ", "version 3", "move the file away")
 
 
 async def test_a_file_of_another_program(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ async def test_a_full_server(tmp_path: Path) -> None:
             await store.save_session(make_session("empty"))
             with pytest.raises(StoreError, match="maxmemory"):
                 for number in range(9):
-                    await add(store, make_turn(f"r{number}", completion=bytes(10**6)), entry("k"))
+                    await add(store, make_turn(f"r{number}", completion=os.urandom(10**6)), entry("k"))
             assert await store.delete("empty")
             assert await store.delete("r0")
             await add(store, make_turn("small"))

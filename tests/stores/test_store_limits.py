@@ -1,6 +1,7 @@
 """What is evicted, and when, for every store alike."""
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 
@@ -195,7 +196,7 @@ async def test_more_is_evicted_than_one_step_may(url: str) -> None:
         sessions = [make_session(f"r{number:04}") for number in range(600)]
         turns = [make_turn(session.id, completion=b"") for session in sessions]
         await asyncio.gather(*(add(store, turn, entry(turn.rollout)) for turn in turns))
-        evicted = await add(store, make_turn("large", completion=b"x" * 999_700))
+        evicted = await add(store, make_turn("large", completion=os.urandom(999_700)))
         assert evicted.turns == 600
         assert await _names(store) == ["large"]
         keys = [digest_of(turn.rollout) for turn in turns]
@@ -224,7 +225,7 @@ async def test_eviction_goes_in_short_steps_one_at_a_time(
     async with opened(shared_url, Limits(max_bytes=10**6)) as store:
         turns = [make_turn(f"r{number}", completion=b"") for number in range(600)]
         await asyncio.gather(*(add(store, turn) for turn in turns))
-        large = [make_turn(f"large{number}", completion=b"x" * 600_000) for number in range(3)]
+        large = [make_turn(f"large{number}", completion=os.urandom(600_000)) for number in range(3)]
         await asyncio.gather(*(add(store, turn) for turn in large))
         assert (await store.usage()).size <= 10**6
         for name in await _names(store):
