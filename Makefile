@@ -41,6 +41,7 @@ templates: dev  ## run every real chat template, report what is wrong, renew the
 
 bench: install  ## measure what the proxy adds, how it uses a fleet, whether it lasts, and other gateways; an hour
 	@.venv/bin/python benchmarks/overhead.py
+	@.venv/bin/python benchmarks/workers.py
 	@.venv/bin/python benchmarks/append.py
 	@.venv/bin/python benchmarks/proofs.py
 	@.venv/bin/python benchmarks/transparent.py

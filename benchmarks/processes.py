@@ -52,9 +52,8 @@ class Proxy:
     core: int
 
     def cpu_s(self) -> float:
-        """CPU seconds that its process has used, in user and kernel mode."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """CPU seconds that its process and its workers have used, in user and kernel mode."""
+        return tree_cpu_s(self.pid)
 
     def written_bytes(self) -> int:
         """Bytes of file pages that its process has changed: what is or will be written to the disk.
@@ -71,6 +70,22 @@ class Proxy:
         return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK") - self.cpu_s()
 
 
+def tree_cpu_s(pid: int) -> float:
+    """CPU seconds that a process and those below it have used, in user and kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    for child in children(pid):
+        with suppress(FileNotFoundError):  # it has just ended
+            seconds += tree_cpu_s(child)
+    return seconds
+
+
+def children(pid: int) -> list[int]:
+    """The ids of the processes that a process has started and that run."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
 def other_programs_s() -> float:
     """CPU seconds that other processes have used on the cores of this process."""
     fields = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
@@ -81,10 +96,10 @@ def other_programs_s() -> float:
 
 
 @contextmanager
-def pinned(core: int) -> Iterator[None]:
-    """Pin this process, and those that it starts, to one core."""
+def pinned(core: int | None) -> Iterator[None]:
+    """Pin this process, and those that it starts, to one core; None changes nothing."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
+    os.sched_setaffinity(0, before if core is None else {core})
     try:
         yield
     finally:
@@ -112,7 +127,7 @@ def noop_engine(core: int, tokenizer: Path | None, *, turns: bool = False) -> It
 
 @contextmanager
 def proxy(
-    core: int,
+    core: int | None,
     engine_port: int | Sequence[int],
     log: Path,
     *,
@@ -123,6 +138,7 @@ def proxy(
     """Run the proxy in front of engines, and wait until it is ready and has loaded their tokenizer.
 
     Args:
+        core: the core to pin it to; None for all cores of this process.
         engine_port: the port of the engine, or the ports of a fleet.
         flags: more flags of its command.
         store: URL of its store; None is a new SQLite file next to the log.
@@ -137,7 +153,7 @@ def proxy(
         process = _start(command, core, stdout=out, stderr=out)
     try:
         port = _wait_ready(process, log)
-        yield Proxy(process.pid, port, core)
+        yield Proxy(process.pid, port, -1 if core is None else core)
     finally:
         _end(process)
 
@@ -254,7 +270,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def _start(
-    command: list[str], core: int, environment: Mapping[str, str] | None = None, **streams: Any
+    command: list[str], core: int | None, environment: Mapping[str, str] | None = None, **streams: Any
 ) -> "subprocess.Popen[bytes]":
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TOKENPROXY_")}
     variables = {**kept, "HF_HUB_OFFLINE": "1", **(environment or {})}

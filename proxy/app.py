@@ -52,16 +52,20 @@ async def running(services: Services) -> AsyncIterator[Services]:
         yield services
 
 
-def create_app(settings: Settings, requests: RunningRequests | None = None) -> FastAPI:
+def create_app(
+    settings: Settings, requests: RunningRequests | None = None, metrics: Metrics | None = None
+) -> FastAPI:
     """Create the FastAPI application in front of the engines of `settings.upstreams`.
 
     Args:
         requests: counts the running requests, for a server that cuts them off when it stops.
+        metrics: the metrics of this process; None creates them.
     """
     template = settings.chat_template.read_text() if settings.chat_template else None
     key_file = KeyFile(settings.api_key_file) if settings.api_key_file else None
-    metrics = Metrics()
-    ProcessCollector(registry=metrics.registry)
+    if metrics is None:
+        metrics = Metrics()
+        ProcessCollector(registry=metrics.registry)
     observer = Observer(metrics, make_tracing(), settings.access_log)
 
     @asynccontextmanager

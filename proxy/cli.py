@@ -39,6 +39,7 @@ accepts exact prompts; the result is in the log and at /ready.
 
   tokenproxy serve --upstream http://127.0.0.1:8000
   tokenproxy serve --upstream http://a:8000/v1 --upstream http://b:8000/v1 --host 0.0.0.0 --port 8100
+  tokenproxy serve --upstream http://127.0.0.1:8000 --workers 4            four processes on one port
   tokenproxy serve --upstream http://a:8000 --upstream-api-key E --api-key ALICE --api-key BOB --host 0.0.0.0
   tokenproxy serve --config config/replicas.yaml
 
@@ -251,7 +252,7 @@ def _vllm(arguments: list[str]) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     from proxy.server import run
-    from proxy.settings import SettingsError, load_settings, refuse_open_proxy
+    from proxy.settings import SettingsError, load_settings, refuse_open_proxy, refuse_split_memory
 
     flags: dict[str, Any] = vars(options).copy()
     for name in ("command", "run", "config"):
@@ -259,6 +260,7 @@ def _serve(options: argparse.Namespace) -> int:
     try:
         settings = load_settings(options.config, **flags)
         refuse_open_proxy(settings)
+        refuse_split_memory(settings)
     except SettingsError as error:
         return _fail(str(error))
     if not settings.upstreams and settings.upstreams_file is None:

@@ -5,7 +5,8 @@ Gauges only change inside a context manager, so that they return to 0 after ever
 
 Inside vLLM with `--api-server-count N` each process writes its own values, and vLLM's page merges them: it
 adds up counters, histograms and the gauges of what is in progress (`livesum`). Each process has its own view
-of a replica's state, so the page shows 1 if any process has that view (`livemax`).
+of a replica's state, so the page shows 1 if any process has that view (`livemax`). The workers of `tokenproxy
+serve --workers N` do the same (`proxy.workers.metrics`).
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from enum import StrEnum
 from time import perf_counter
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _FAST_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 """Histogram buckets for the proxy, the store and the event loop: milliseconds."""
@@ -73,9 +74,17 @@ class RouteMetrics:
 class Metrics:
     """The metrics of one process. Inside vLLM they are in vLLM's registry, so its /metrics shows them."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """`registry`: where to register the metrics; None creates a registry."""
+    def __init__(
+        self, registry: CollectorRegistry | None = None, shared: CollectorRegistry | None = None
+    ) -> None:
+        """Create the metrics.
+
+        Args:
+            registry: where to register them; None creates a registry.
+            shared: the registry with the sums of all processes, if this is one of several.
+        """
         self.registry = registry if registry is not None else CollectorRegistry()
+        self._shared = shared
         self._add_conversation_metrics()
         self._add_request_metrics()
         self._add_replica_metrics()
@@ -160,6 +169,10 @@ class Metrics:
             "event_loop_lag_seconds", "Seconds by which the event loop woke up a task too late.", _FAST_S
         )
 
+    def page(self) -> bytes:
+        """All metrics in Prometheus' text format: of this process, or the sums of all processes."""
+        return generate_latest(self._shared or self.registry)
+
     def of_route(self, route: str) -> RouteMetrics:
         """The metrics of a route; `route` is one of few: a template, never a client's path."""
         found = self._routes.get(route)
@@ -184,6 +197,10 @@ class Metrics:
 
     def replica_removed(self, replica: str) -> None:
         """Drop what was reported of a replica: a fleet whose addresses change must not fill the page."""
+        for state in ReplicaState:
+            self._state.labels(replica, state).set(0)
+        if self._shared:
+            return  # files keep their series: the merged page leaves out a replica that is in no state
         for metric in (self._state, self._load, self._ejections):
             metric.remove_by_labels({"replica": replica})
 

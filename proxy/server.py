@@ -9,6 +9,8 @@ From SIGTERM or SIGINT to the end of the process:
 4. The store closes. The exit code is 0.
 
 A second signal skips to 3, a third ends the process without 4.
+
+With `workers` above 1, `proxy.workers` runs several servers, which stop in the same order.
 """
 
 import asyncio
@@ -25,11 +27,13 @@ import uvicorn
 from proxy.app import create_app
 from proxy.connections import connection_options, raise_file_limit
 from proxy.history.store import Limits, StoreError, StoreUnusable
+from proxy.metrics import Metrics
 from proxy.monitoring.logs import configure_logs
 from proxy.settings import Settings
 from proxy.stores.guarded_calls import START_S
 from proxy.stores.urls import make_store
 from proxy.turn.running import RunningRequests
+from proxy.workers.supervisor import run_workers
 
 log = logging.getLogger("tokenproxy")
 
@@ -53,10 +57,25 @@ def run(settings: Settings) -> int:
         log.error("the proxy cannot record turns: %s", error)
         return 1
     raise_file_limit()
-    gc.set_threshold(*_GC_THRESHOLDS)
+    if settings.workers > 1:
+        return run_workers(settings)
     running = RunningRequests()
-    config = uvicorn.Config(
-        create_app(settings, running),
+    server = Server(server_config(settings, running), running, settings.stop_delay_s, settings.drain_s)
+    server.run()
+    return 0 if server.started else 1
+
+
+def server_config(
+    settings: Settings, running: RunningRequests, metrics: Metrics | None = None
+) -> uvicorn.Config:
+    """The configuration of uvicorn for the proxy's application.
+
+    Args:
+        metrics: the metrics of this process; None creates them.
+    """
+    gc.set_threshold(*_GC_THRESHOLDS)
+    return uvicorn.Config(
+        create_app(settings, running, metrics),
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,
@@ -68,9 +87,6 @@ def run(settings: Settings) -> int:
         timeout_keep_alive=75,
         **connection_options(settings),
     )
-    server = Server(config, running, settings.stop_delay_s, settings.drain_s)
-    server.run()
-    return 0 if server.started else 1
 
 
 class Server(uvicorn.Server):
@@ -114,6 +130,21 @@ class Server(uvicorn.Server):
         if not self.lifespan.should_exit:
             log.info("stopped: everything that was sampled is recorded")
 
+    def stop(self, delay_s: float) -> None:
+        """Serve for `delay_s` more seconds, then drain. A second call does nothing."""
+        if self._running.stopping:
+            return
+        self._running.stopping = True
+        if delay_s:
+            log.info("stopping in %g s: until then new requests are served", delay_s)
+            asyncio.get_running_loop().call_later(delay_s, self._exit)
+        else:
+            self._exit()
+
+    def stop_now(self) -> None:
+        """Cut the requests that still run."""
+        self._running.stopping = self._cut_now = self.should_exit = True
+
     async def _cut(self) -> None:
         """End the requests that still run with an error; close the connections of those that do not end."""
         if count := self._running.cut():
@@ -141,15 +172,10 @@ class Server(uvicorn.Server):
     def _on_signal(self, number: signal.Signals) -> None:
         if self._running.stopping:
             log.warning("stopping: a second %s cuts what still runs", number.name)
-            self._cut_now = self.should_exit = True
+            self.stop_now()
             self._ignore_signals()  # the next one ends the process
-            return
-        self._running.stopping = True
-        if self._stop_delay_s:
-            log.info("stopping in %g s: until then new requests are served", self._stop_delay_s)
-            asyncio.get_running_loop().call_later(self._stop_delay_s, self._exit)
         else:
-            self._exit()
+            self.stop(self._stop_delay_s)
 
     def _exit(self) -> None:
         """Let uvicorn's main loop end, which calls `shutdown`."""

@@ -13,13 +13,7 @@ from types import TracebackType
 import httpx
 
 _PATIENCE_S = 60.0
-_WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None
-from proxy.cli import main
-sys.exit(main())
-"""
-"""The command, where transformers does not import torch, which takes seconds: see `tests/fast_run.py`."""
+_WITHOUT_TORCH = Path(__file__).parent / "without_torch"
 _ADDRESS = re.compile(r"running on (http://\S+)")
 
 
@@ -37,7 +31,7 @@ class ServeProcess:
             ulimit: its limit on open files, as the shell's `ulimit` takes it; None inherits.
         """
         self.log = log
-        serve = [sys.executable, "-c", _WITHOUT_TORCH, "serve", "--port", str(port)]
+        serve = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port)]
         engines = [word for url in upstreams for word in ("--upstream", url)]
         limited = ["sh", "-c", f'ulimit {ulimit} && exec "$@"', "sh"] if ulimit else []
         self._command = [*limited, *serve, *engines, *flags]
@@ -62,6 +56,11 @@ class ServeProcess:
         return self._process.pid
 
     @property
+    def workers(self) -> list[int]:
+        """The process ids of its workers; none with `--workers 1`."""
+        return list(map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()))
+
+    @property
     def text(self) -> str:
         """Its log so far."""
         return self.log.read_text(errors="replace")
@@ -78,7 +77,8 @@ class ServeProcess:
 
     def start(self) -> None:
         """Start it, and wait until it listens."""
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join([str(_WITHOUT_TORCH), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
         deadline = time.monotonic() + _PATIENCE_S
@@ -97,6 +97,13 @@ class ServeProcess:
             time.sleep(0.05)
         raise AssertionError(f"not ready after {_PATIENCE_S} s: {self.text}")
 
+    def wait_workers_ready(self, count: int) -> None:
+        """Wait until `count` workers have examined the chat template; none may have been started again."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self.text.count("chat template of") < count:
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send it a signal."""
         os.kill(self.pid, number)
@@ -105,3 +112,20 @@ class ServeProcess:
         """Its exit code, once it ended."""
         assert self._process is not None
         return self._process.wait(timeout_s)
+
+
+def metrics_folder(worker: int) -> Path:
+    """The folder with the metrics of all workers, by the process id of one."""
+    variables = Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
+    name = b"PROMETHEUS_MULTIPROC_DIR="
+    [folder] = [variable for variable in variables if variable.startswith(name)]
+    return Path(folder.removeprefix(name).decode())
+
+
+def is_process(pid: int) -> bool:
+    """Whether a process of this id runs."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

@@ -38,6 +38,18 @@ def test_quick_run_prints_and_writes_every_case(tmp_path: Path) -> None:
     assert all(case["proxy"]["requests"] > 0 for case in measured)
 
 
+@pytest.mark.slow
+@linux
+def test_quick_run_measures_each_number_of_workers(tmp_path: Path) -> None:
+    written = tmp_path / "out.json"
+    run = _run("benchmarks/workers.py", "--quick", "--workers", "1", "2", "--json", str(written))
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(written.read_text())["rows"]
+    assert [row["workers"] for row in rows] == [1, 2]
+    assert all(row["rate"]["requests"] > 0 and row["cpu_ms_per_request"] > 0 for row in rows)
+    assert "| 2 " in run.stdout
+
+
 def test_unknown_case_error_lists_the_case_names() -> None:
     run = _run("benchmarks/overhead.py", "--case", "no such", timeout=60)
     assert run.returncode == 2

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import BadRequest
-from proxy.fields import join, parse, parse_with_ids, raw, raw_value, read, read_messages
+from proxy.fields import join, parse, raw, raw_value, read, read_messages
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -89,40 +89,3 @@ def test_messages_must_be_a_list_of_objects(value: str) -> None:
 def test_raw() -> None:
     assert isinstance(raw({"a": [1, "é"]}), msgspec.Raw)
     assert bytes(raw({"a": [1, "é"]})) == '{"a":[1,"é"]}'.encode()
-
-
-_IDS = list(range(5_000))
-
-
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,", " :")])
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"model": "m", "prompt_ids": _IDS, "n": 1},
-        {"tokens": _IDS},
-        {"prompt_ids": _IDS, "tokens": _IDS},
-        {"inner": {"prompt_ids": _IDS}, "tokens": [1]},
-        {"text": '"prompt_ids":[1,2]', "prompt_ids": _IDS},
-        {"text": "x" * 70_000, "prompt_ids": _IDS},
-        {"prompt_ids": [*_IDS, -1]},
-        {"prompt_ids": [*_IDS, [1]]},
-        {"prompt_ids": "(cut)", "other": _IDS},
-        {"prompt_ids": [], "other": _IDS},
-    ],
-)
-def test_ids_are_cut_out_and_put_back(body: dict[str, Any], separators: tuple[str, str]) -> None:
-    raw = json.dumps(body, separators=separators).encode()
-    fast, slow = parse_with_ids(raw, ("prompt_ids", "tokens")), parse(raw)
-    assert list(fast) == list(slow)
-    for name, value in slow.items():
-        assert json.loads(bytes(fast[name])) == json.loads(bytes(value))
-
-
-@pytest.mark.parametrize("end", ["", "]", "]}", "],}", '], "n": 01}'])
-def test_a_broken_large_body_is_refused(end: str) -> None:
-    raw = b'{"prompt_ids": [' + b"1," * 20_000 + b"1" + end.encode()
-    if end == "]}":
-        assert list(parse_with_ids(raw, ("prompt_ids",))) == ["prompt_ids"]
-        return
-    with pytest.raises(BadRequest, match="not valid JSON"):
-        parse_with_ids(raw, ("prompt_ids",))

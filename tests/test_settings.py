@@ -82,6 +82,7 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ({"port": 70000}, "port"),
         ({"port": "many"}, "port"),
+        ({"workers": 0}, "workers"),
         ({"upstreams": ["a:1"]}, "upstreams"),
         ({"upstreams": ["ftp://a:1"]}, "upstreams"),
         ({"token_in": "guess"}, "token_in"),

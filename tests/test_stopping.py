@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import re
 import signal
 import time
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from proxy.history.turn import Turn, unpack_ids
 from proxy.history.vocabulary import ABORTED
 from proxy.stores.urls import make_store
 from tests.fake_vllm import FakeVllm, Reply
-from tests.serve_process import ServeProcess
+from tests.serve_process import ServeProcess, is_process, metrics_folder
 from tests.tiny_model import END, HI, TinyModel
 from tests.utils import send_and_keep, wait_until
 
@@ -25,6 +27,7 @@ pytestmark = pytest.mark.slow  # each test starts a process
 
 _TOKENS, _CHAT, _MESSAGES = "/v1/chat/completions/tokens", "/v1/chat/completions", "/v1/messages"
 _HI = [{"role": "user", "content": "Hi"}]
+workers = pytest.mark.parametrize("count", [1, 2])
 _LONG = Reply(ids=(*HI * 3000, END), pause_s=0.1)
 """A stream of ten minutes."""
 
@@ -81,14 +84,16 @@ async def _recorded(store: str, sessions: list[str]) -> list[list[Turn]]:
         await opened.aclose()
 
 
+@workers
 async def test_streams_end_or_are_cut_and_all_is_recorded(
-    mortal: FakeVllm, tmp_path: Path, store: str
+    mortal: FakeVllm, tmp_path: Path, store: str, count: int
 ) -> None:
     """50 streams run at SIGTERM: half of them end within `drain_s`."""
     short = Reply(ids=(*HI * 10, END), pause_s=0.2)
     mortal.replies.extend([short, _LONG] * 25)
-    with _proxy(mortal, tmp_path, store, "--drain-s", "10") as proxy:
-        proxy.wait_ready()
+    with _proxy(mortal, tmp_path, store, "--drain-s", "10", "--workers", str(count)) as proxy:
+        proxy.wait_workers_ready(count)
+        processes = proxy.workers
         names, begun = [f"s{number}" for number in range(50)], asyncio.Semaphore(0)
         tasks = [asyncio.create_task(_stream(proxy.url, name, begun)) for name in names]
         async with asyncio.timeout(60):
@@ -97,6 +102,7 @@ async def test_streams_end_or_are_cut_and_all_is_recorded(
         proxy.signal()
         streams = await asyncio.gather(*tasks)
         assert await asyncio.to_thread(proxy.wait) == 0
+    assert not any(map(is_process, processes))
 
     assert sum(stream.done for stream in streams) == 25
     for stream, [turn] in zip(streams, await _recorded(store, names), strict=True):
@@ -112,16 +118,17 @@ async def test_streams_end_or_are_cut_and_all_is_recorded(
             assert turn.finish_reason == ABORTED
     wait_until(lambda: not mortal.running)
     assert mortal.aborted == 25
-    assert "25 requests are cut" in proxy.text
+    assert sum(map(int, re.findall(r"(\d+) requests are cut", proxy.text))) == 25
     assert "Traceback" not in proxy.text
 
 
+@workers
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_second_signal_cuts_at_once(
-    mortal: FakeVllm, tmp_path: Path, store: str, number: signal.Signals
+    mortal: FakeVllm, tmp_path: Path, store: str, number: signal.Signals, count: int
 ) -> None:
     mortal.replies.append(_LONG)
-    with _proxy(mortal, tmp_path, store, "--drain-s", "600") as proxy:
+    with _proxy(mortal, tmp_path, store, "--drain-s", "600", "--workers", str(count)) as proxy:
         proxy.wait_ready()
         begun = asyncio.Semaphore(0)
         task = asyncio.create_task(_stream(proxy.url, "s", begun))
@@ -138,9 +145,12 @@ async def test_a_second_signal_cuts_at_once(
     assert unpack_ids(turn.completion)[: len(stream.ids)] == stream.ids != []
 
 
-def test_requests_are_served_before_the_socket_closes(mortal: FakeVllm, tmp_path: Path, store: str) -> None:
-    with _proxy(mortal, tmp_path, store, "--stop-delay-s", "2") as proxy:
-        proxy.wait_ready()
+@workers
+def test_requests_are_served_before_the_socket_closes(
+    mortal: FakeVllm, tmp_path: Path, store: str, count: int
+) -> None:
+    with _proxy(mortal, tmp_path, store, "--stop-delay-s", "2", "--workers", str(count)) as proxy:
+        proxy.wait_workers_ready(count)
         proxy.signal()
         with httpx.Client(base_url=proxy.url, trust_env=False, timeout=20) as client:
             wait_until(lambda: client.get("/ready").status_code == 503)
@@ -238,3 +248,47 @@ def test_requests_wait_for_the_first_answer_of_an_engine(
     with _proxy(mortal, tmp_path, store) as proxy:
         answer = httpx.post(proxy.url + _CHAT, json={"messages": _HI}, trust_env=False, timeout=40)
     assert answer.status_code == 200
+
+
+async def test_workers_drain_when_their_parent_is_killed(
+    mortal: FakeVllm, tmp_path: Path, store: str
+) -> None:
+    short = Reply(ids=(*HI * 10, END), pause_s=0.2)
+    mortal.replies.append(short)
+    with _proxy(mortal, tmp_path, store, "--workers", "2", "--stop-delay-s", "600") as proxy:
+        proxy.wait_workers_ready(2)
+        begun, processes = asyncio.Semaphore(0), proxy.workers
+        folder = metrics_folder(processes[0])
+        task = asyncio.create_task(_stream(proxy.url, "s", begun))
+        async with asyncio.timeout(60):
+            await begun.acquire()
+        proxy.signal(signal.SIGKILL)
+        stream = await task
+        assert (stream.done, stream.ids, stream.error) == (True, list(short.ids), None)
+        await asyncio.to_thread(wait_until, lambda: not any(map(is_process, processes)))
+    assert not folder.exists()
+    assert proxy.text.count("the parent process has ended") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_parent_and_workers_at_once_drains(
+    mortal: FakeVllm, tmp_path: Path, store: str, number: signal.Signals
+) -> None:
+    """As Ctrl-C in a terminal, or systemd: it counts once."""
+    mortal.replies.append(Reply(hold_at=0))
+    body = json.dumps({"messages": _HI}).encode()
+    with _proxy(mortal, tmp_path, store, "--workers", "2") as proxy:
+        proxy.wait_workers_ready(2)
+        with send_and_keep(httpx.URL(proxy.url), _CHAT, body) as connection:
+            wait_until(lambda: mortal.running)
+            for process in [*proxy.workers, proxy.pid]:
+                os.kill(process, number)
+            wait_until(lambda: proxy.text.count("up to 30 s for 1 requests to end") == 1)
+            time.sleep(0.5)  # nothing shows that a signal changed nothing
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{proxy.url}/health", trust_env=False)
+            mortal.release()
+            answer = connection.recv(65536)
+        assert proxy.wait() == 0
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert "are cut" not in proxy.text

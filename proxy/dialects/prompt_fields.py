@@ -1,11 +1,12 @@
 """The request fields that hold exact ids, shared by the routes that accept them."""
 
+import re
 from typing import Any
 
 import msgspec
 
 from proxy.errors import BadRequest
-from proxy.fields import raw_value, read
+from proxy.fields import parse, raw_value, read
 from proxy.media import media_kind
 from proxy.turn.request import GivenIds
 from proxy.types import Fields
@@ -13,12 +14,42 @@ from tokenization import ChatTokenizer, InvalidIds, ids
 
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
 """Names under which clients send the exact prompt."""
+_PROMPT = re.compile(rb'"(%b)": ?\[' % "|".join(ALIASES).encode())
+_CUT = b'"(cut)"'
+_LARGE = 16_384
+_START = 65_536
+"""Bytes in which the array of a large body must begin."""
+_FEW = 64
 
 
 class _Content(msgspec.Struct):
     """The part of a message that is searched for media."""
 
     content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def parse_with_ids(body: bytes) -> Fields:
+    """As `fields.parse`; faster if the body is large and holds the prompt's ids near its start.
+
+    The array is cut out, checked by itself and put back, because a JSON parser reads it one number at a time.
+    """
+    if len(body) < _LARGE:
+        return parse(body)
+    found = _PROMPT.search(body, 0, _START)
+    if found is None:
+        return parse(body)
+    start, end = found.end() - 1, body.find(b"]", found.end()) + 1
+    array = body[start:end]
+    if b", " in array[:_FEW]:
+        array = array.replace(b", ", b",")
+    if not ids.count_compact(array):
+        return parse(body)
+    fields = parse(b"".join((memoryview(body)[:start], _CUT, memoryview(body)[end:])))
+    name = found[1].decode()
+    if name not in fields or bytes(fields[name]) != _CUT:
+        return parse(body)  # the array belongs to something inside a field
+    fields[name] = msgspec.Raw(array)
+    return fields
 
 
 def take_prompt(fields: Fields) -> GivenIds | None:

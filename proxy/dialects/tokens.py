@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from proxy.dialects.base import SessionFields, apply_session, chat_request, visible_of
-from proxy.dialects.prompt_fields import ALIASES, join_messages, refuse_media, take_append, take_prompt
+from proxy.dialects.prompt_fields import join_messages, parse_with_ids, refuse_media, take_append, take_prompt
 from proxy.errors import BadRequest
-from proxy.fields import parse_with_ids, raw_value, read
+from proxy.fields import raw_value, read
 from proxy.http import Request
 from proxy.turn.request import ChatRequest, GivenIds
 from proxy.types import Fields
@@ -52,7 +52,7 @@ class TokensDialect:
 
     def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
         """See `Dialect.parse`."""
-        fields = parse_with_ids(request.body, ALIASES)
+        fields = parse_with_ids(request.body)
         if raw_value(fields, "return_token_ids") is None:
             fields["return_token_ids"] = _TRUE
         visible = visible_of(fields)

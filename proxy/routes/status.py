@@ -1,7 +1,7 @@
 """`GET /health`, `/ready` and `/metrics`: is the process alive, does an engine respond, what was counted."""
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
@@ -63,5 +63,5 @@ class MetricsPage(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """Prometheus' text format."""
-        body = generate_latest(services.history.metrics.registry)
+        body = services.history.metrics.page()
         return BytesResponse(200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], body)

@@ -8,6 +8,7 @@ from proxy.settings.settings import (
     lends_credentials,
     load_settings,
     refuse_open_proxy,
+    refuse_split_memory,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "lends_credentials",
     "load_settings",
     "refuse_open_proxy",
+    "refuse_split_memory",
 ]

@@ -20,6 +20,11 @@ class ServerSettings(BaseModel):
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8100, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    workers: int = Field(
+        default=1,
+        ge=1,
+        description="processes that serve the port; more than 1 need SQLite or Redis as `store`",
+    )
     api_key: Annotated[list[SecretStr], NoDecode, Flag("KEY")] = Field(
         default=[],
         description="API keys; clients must send one; each is a tenant that sees only its own recordings",

@@ -77,6 +77,19 @@ def refuse_open_proxy(settings: Settings) -> None:
         )
 
 
+def refuse_split_memory(settings: Settings) -> None:
+    """Refuse several workers whose turns would be kept in the memory of each.
+
+    Raises:
+        SettingsError: there are `workers`, and the store is `memory:`.
+    """
+    if settings.workers > 1 and settings.store == "memory:":
+        raise SettingsError(
+            f"{settings.workers} `workers` cannot share turns that `store: memory:` keeps in each process: "
+            "set `store` to sqlite:///FILE or redis://HOST:PORT/DB, or pass --workers 1"
+        )
+
+
 def load_settings(file: Path | None = None, **flags: Any) -> Settings:
     """Settings from a YAML file, the environment and the flags that are not None.
 

@@ -1,0 +1,1 @@
+"""Several processes of the proxy on one port: `tokenproxy serve --workers N`."""
