@@ -1,6 +1,7 @@
 """The request fields that hold exact ids, shared by the routes that accept them."""
 
 import re
+import secrets
 from typing import Any
 
 import msgspec
@@ -15,7 +16,8 @@ from tokenization import ChatTokenizer, InvalidIds, ids
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
 """Names under which clients send the exact prompt."""
 _PROMPT = re.compile(rb'"(%b)": ?\[' % "|".join(ALIASES).encode())
-_CUT = b'"(cut)"'
+_CUT = b'"cut-%b"' % secrets.token_hex(16).encode()
+"""Replaces an array that is cut out: a value that no client can write there."""
 _LARGE = 16_384
 _START = 65_536
 """Bytes in which the array of a large body must begin."""

@@ -43,7 +43,8 @@ class Connection(asyncio.Protocol):
         self.headers: Headers = []
         """Of the response; names in lower case."""
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        """None after the end: the two hold each other, and what was not read."""
         self._waiter: asyncio.Future[None] | None = None
         self._writable = True
         self._reading = True
@@ -55,7 +56,7 @@ class Connection(asyncio.Protocol):
         """Forget the response before."""
         self._method = method
         self._informational = False
-        self._head_complete = self._complete = self._keeps_alive = False
+        self._body_sent = self._head_complete = self._complete = self._keeps_alive = False
         self._error: Exception | None = None
         self._pieces: deque[bytes] = deque()
         self._buffered = 0
@@ -64,7 +65,8 @@ class Connection(asyncio.Protocol):
     def usable(self) -> bool:
         """Whether the next request can be sent over it."""
         transport = self._transport
-        return self._open and self._keeps_alive and transport is not None and not transport.is_closing()
+        kept = self._open and self._keeps_alive and self._body_sent
+        return kept and transport is not None and not transport.is_closing()
 
     @property
     def complete(self) -> bool:
@@ -84,6 +86,7 @@ class Connection(asyncio.Protocol):
         self._begin(method)
         if len(body) <= _SMALL:
             self._write(head + body)
+            self._body_sent = True
         else:
             self._write(head)
             await self._send_body(body)
@@ -99,9 +102,9 @@ class Connection(asyncio.Protocol):
             while not self._writable and not self._head_complete and self._error is None:
                 await self._wait()
             if self._head_complete or self._error is not None:
-                self._keeps_alive = False
-                return
+                return  # the engine still expects the rest: the next request would be taken for it
             self._write(view[start : start + _PIECE_BYTES])
+        self._body_sent = True
 
     def _write(self, data: bytes | memoryview) -> None:
         if self._open and self._transport is not None:
@@ -136,7 +139,7 @@ class Connection(asyncio.Protocol):
         return taken
 
     async def wait(self, seconds: float | None) -> None:
-        """Wait until bytes of the body come, or the connection ends.
+        """Wait for the next event: bytes of the body, or others that belong to the response, or its end.
 
         Args:
             seconds: how long at most; None for no limit.
@@ -156,12 +159,19 @@ class Connection(asyncio.Protocol):
             await self._wait()
         finally:
             timer.cancel()
-        if self._timed_out and not self._pieces:
+        if self._timed_out and not self._pieces and not self._complete and self._error is None:
             raise TimeoutError
 
     def abort(self) -> None:
-        """Close at once. What was not sent is dropped."""
+        """Close at once. What was not sent and what was not read is dropped."""
+        self._close()
+        self._pieces.clear()
+        self._buffered = 0
+
+    def _close(self) -> None:
+        """Close at once. What was received can still be read."""
         self._open = False
+        self._parser = None
         if self._transport is not None:
             self._transport.abort()
 
@@ -193,16 +203,19 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol.data_received`."""
+        if self._parser is None:
+            return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(BrokenOff(f"what it sent is not HTTP: {error}"))
-            self.abort()
+            self._close()
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.BaseProtocol.connection_lost`."""
         self._open = False
+        self._parser = None
         if self._head_complete and not self._complete and exc is None and self._ends_with_connection():
             self._complete = True
         elif self._head_complete:
@@ -226,7 +239,10 @@ class Connection(asyncio.Protocol):
 
     def _ends_with_connection(self) -> bool:
         """Whether the response has no length, so that its body is all that comes."""
-        return not any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+        return not any(
+            name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
+            for name, value in self.headers
+        )
 
     # The parser's callbacks
 
@@ -237,11 +253,13 @@ class Connection(asyncio.Protocol):
         self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of the response."""
-        self.headers.append((name.lower(), value))
+        """A header of the response. Those after a chunked body are dropped."""
+        if not self._head_complete:
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """The head of the response is complete."""
+        assert self._parser is not None  # it calls
         status = self._parser.get_status_code()
         self._informational = 100 <= status < 200 and status != 101
         if self._informational:
@@ -264,4 +282,4 @@ class Connection(asyncio.Protocol):
         if self._informational or self._complete:
             return
         self._complete = True
-        self._keeps_alive = self._parser.should_keep_alive()
+        self._keeps_alive = self._parser is not None and self._parser.should_keep_alive()

@@ -170,7 +170,8 @@ class HttpResponse:
                 chunk = connection.take(piece_bytes)
                 if chunk is None:
                     began = time.monotonic()
-                    await connection.wait(limit.seconds())
+                    left_s = limit.seconds()
+                    await connection.wait(None if left_s is None else max(0.0, left_s - waited_s))
                     waited_s += time.monotonic() - began
                     continue
                 if not chunk:

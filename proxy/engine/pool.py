@@ -2,9 +2,12 @@
 
 import asyncio
 import errno
+import ipaddress
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 
+from aiohappyeyeballs import start_connection
 from yarl import URL
 
 from proxy.engine.connection import Connection
@@ -14,6 +17,8 @@ KEEPALIVE_S = 4.0
 """vLLM closes idle connections after 5 s."""
 _OUR_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """Errors that stop this process from opening a connection, independent of the engine."""
+_NEXT_ADDRESS_S = 0.25
+"""After this many seconds the next address of a host is tried as well: RFC 8305."""
 
 Verify = Callable[[], Awaitable[None]]
 
@@ -32,12 +37,14 @@ class ConnectionPool:
         self.verify: Verify | None = None
         """Called before the first POST over each connection; it raises to stop the request."""
         self._host, self._port = url.host or "", url.port or 80
+        self._is_address = _is_address(self._host)
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         self._name = name
         self._connect_timeout_s = connect_timeout_s
         self._idle: list[Connection] = []
         """The one used last is at the end."""
         self._sweep: asyncio.TimerHandle | None = None
+        self._closed = False
 
     async def get(self, method: str, *, fresh: bool = False) -> Connection:
         """A connection for one request.
@@ -64,7 +71,7 @@ class ConnectionPool:
 
     def give_back(self, connection: Connection) -> None:
         """Take a connection back after its response; one that cannot be used again is closed."""
-        if not connection.usable or not connection.complete:
+        if self._closed or not connection.usable or not connection.complete:
             connection.abort()
             return
         loop = asyncio.get_running_loop()
@@ -74,7 +81,8 @@ class ConnectionPool:
             self._sweep = loop.call_later(KEEPALIVE_S, self._close_old)
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections, and others when they are given back."""
+        self._closed = True
         if self._sweep is not None:
             self._sweep.cancel()
         for connection in self._idle:
@@ -94,22 +102,35 @@ class ConnectionPool:
         """Close the connections that were idle for too long."""
         loop = asyncio.get_running_loop()
         oldest = loop.time() - KEEPALIVE_S
-        kept = [each for each in self._idle if each.usable and each.idle_since > oldest]
+        kept = []
         for connection in self._idle:
-            if connection not in kept:
+            if connection.usable and connection.idle_since > oldest:
+                kept.append(connection)
+            else:
                 connection.abort()
         self._idle = kept
         self._sweep = None
         if kept:
             self._sweep = loop.call_later(kept[0].idle_since - oldest, self._close_old)
 
-    async def _open(self) -> Connection:
+    async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
+        if self._is_address:
+            _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
+            return connection
+        addresses = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        # of several addresses the first may swallow packets
+        opened = await start_connection(addresses, happy_eyeballs_delay=_NEXT_ADDRESS_S)
+        name = self._host if self._tls else None
+        _, connection = await loop.create_connection(
+            Connection, sock=opened, ssl=self._tls, server_hostname=name
+        )
+        return connection
+
+    async def _open(self) -> Connection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    Connection, self._host, self._port, ssl=self._tls
-                )
+                return await self._connect()
         except TimeoutError as error:
             if error.errno is not None:  # the kernel's own
                 raise EngineUnavailable(f"no engine responds at {self._name}: {error}") from error
@@ -122,4 +143,11 @@ class ConnectionPool:
                     code="out_of_sockets",
                 ) from error
             raise EngineUnavailable(f"no engine responds at {self._name}: {error}") from error
-        return connection
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

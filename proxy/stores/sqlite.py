@@ -18,7 +18,6 @@ from proxy.history.store import (
     Limits,
     Session,
     StoredResponse,
-    StoreError,
     Usage,
 )
 from proxy.history.turn import Turn
@@ -103,11 +102,9 @@ class SqliteStore:
             written.clear()
             return add_turns(connection, self._files, session, rows, now, written)
 
-        try:
-            size = await self._database.write(work, size=sum(len(row.packed) for row in rows))
-        except StoreError:
-            self._files.delete(written)
-            raise
+        size = await self._database.write(
+            work, size=sum(len(row.packed) for row in rows), failed=lambda: self._files.delete(written)
+        )
         return await self._keep_limits(size, session.id)
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
@@ -322,7 +319,7 @@ class SqliteStore:
             return unpack_turn(packed)
         try:
             return None if (content := self._files.read(file)) is None else unpack_turn(content)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, OSError) as error:
             log.error("a turn in %s cannot be read and is ignored: %s", file, error)
             return None
 

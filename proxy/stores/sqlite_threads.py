@@ -44,6 +44,7 @@ class _Job:
     future: "asyncio.Future[Any]"
     size: int
     after: Callable[[Any], None] | None
+    failed: Callable[[], None] | None
     deadline: float = field(default_factory=lambda: time.monotonic() + sqlite_file.BUSY_S)
     """Until when it waits for the lock."""
 
@@ -99,17 +100,24 @@ class Database:
         if file is not None:
             await asyncio.to_thread(file.close)
 
-    async def write(self, work: Work[T], size: int = 0, after: Callable[[T], None] | None = None) -> T:
+    async def write(
+        self,
+        work: Work[T],
+        size: int = 0,
+        after: Callable[[T], None] | None = None,
+        failed: Callable[[], None] | None = None,
+    ) -> T:
         """Run `work` in a transaction that it may share with other writes; returns after the commit.
 
         Args:
             size: bytes that it writes, where they are many.
             after: runs in the writer's thread after the commit, with the result; also if the caller has left.
+            failed: runs there after `work` was rolled back for good.
         """
         if self._writer is None:
             raise StoreError(f"{self._path} is not open")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._jobs.put(_Job(work, future, size, after))
+        self._jobs.put(_Job(work, future, size, after, failed))
         return await future
 
     async def read(self, work: Work[T]) -> T:
@@ -175,6 +183,9 @@ class Database:
                 results = _run(connection, group)
         except Exception as error:  # noqa: BLE001 - the boundary: the caller gets it
             if len(group) == 1 or isinstance(error.__cause__, sqlite3.OperationalError):
+                for job in group:
+                    if job.failed is not None:
+                        job.failed()
                 _settle([(job.future, None, error) for job in group])
             else:
                 for job in group:

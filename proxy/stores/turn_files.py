@@ -31,8 +31,17 @@ class TurnFiles:
     """The files of one database. Safe across threads."""
 
     def __init__(self, database: Path) -> None:
-        self._database = database
-        self._folder = database.with_name(f"{database.name}-turns")
+        self._named = database
+
+    @property
+    def _database(self) -> Path:
+        """Where the database really is: processes that name it by different links share the files too."""
+        return self._named.resolve()
+
+    @property
+    def _folder(self) -> Path:
+        database = self._database
+        return database.with_name(f"{database.name}-turns")
 
     def new_name(self, connection: sqlite3.Connection, packed: bytes) -> str | None:
         """Name for the file of a packed turn; None if the turn is short enough for the database."""

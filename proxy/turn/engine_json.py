@@ -1,6 +1,7 @@
 """Parse the JSON of engines: it may hold values that msgspec refuses, and a prompt of 100k ids."""
 
 import json
+import secrets
 from typing import Any
 
 import msgspec
@@ -9,8 +10,8 @@ from proxy.errors import EngineBroken
 
 REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The errors with which msgspec refuses a value."""
-CUT = b'"(cut)"'
-"""Replaces the prompt in `cut_prompt`: valid JSON, and a value that no engine returns there."""
+CUT = b'"cut-%b"' % secrets.token_hex(16).encode()
+"""Replaces an array that is cut out: valid JSON, and a value that nobody else can write there."""
 
 _ECHO = b'"prompt_token_ids":['
 _MOST_DIGITS = 4300

@@ -215,3 +215,49 @@ async def test_a_process_that_is_killed_loses_no_long_turn(database: Path, url: 
         (turn,) = await store.turns("r")
         assert turn.appended.hex() == killed.stdout.strip()
         assert len(_files(database)) == 1
+
+
+async def test_a_database_with_several_names_has_one_folder(database: Path, url: str, tmp_path: Path) -> None:
+    link = tmp_path / "other" / "link.db"
+    link.parent.mkdir()
+    async with opened(url) as store:
+        long, short = await _add_family(store)
+        link.symlink_to(database)
+        async with opened(f"sqlite://{link}") as other:
+            assert await other.path(short.id) == [long, short]
+            assert await other.delete("r")
+    assert _files(database) == []
+    assert sorted(path.name for path in link.parent.iterdir()) == ["link.db"]
+
+
+async def test_a_file_that_cannot_be_read_is_ignored(database: Path, url: str) -> None:
+    async with opened(url) as store:
+        _, short = await _add_family(store)
+        (file,) = _files(database)
+        file.unlink()
+        file.mkdir()
+        assert await store.path(short.id) == []
+        assert [turn.id for turn in await store.turns("r")] == [short.id]
+
+
+async def test_a_transaction_that_fails_after_its_caller_left_leaves_no_file(
+    database: Path, url: str
+) -> None:
+    async with opened(url) as store:
+        await add(store, make_turn("other"))
+        with closing(sqlite3.connect(database)) as blocker:
+            blocker.execute(
+                "CREATE TRIGGER refuse BEFORE UPDATE ON totals BEGIN SELECT raise(ABORT, 'refused'); END"
+            )
+            blocker.execute("BEGIN IMMEDIATE")
+            adding = asyncio.ensure_future(add(store, make_turn(appended=_LONG)))
+            await asyncio.sleep(0.2)
+            adding.cancel()
+            blocker.commit()
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+        for _ in range(100):
+            if not _files(database):
+                break
+            await asyncio.sleep(0.05)
+        assert _files(database) == []

@@ -1,0 +1,231 @@
+"""Responses of odd engines over real sockets: what is read, and which connections are used again."""
+
+import asyncio
+import gc
+import socket
+import weakref
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from proxy.engine import read_limit
+from proxy.engine.connection import Connection
+from proxy.engine.http import HttpEngine
+from proxy.errors import EngineBroken, EngineTimeout
+from proxy.http import Request, Response
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+_OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+_CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@asynccontextmanager
+async def _engine(serve: Serve) -> Any:
+    """An engine that serves each connection with a function."""
+
+    async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(closing, "127.0.0.1", 0) as server:
+        engine = HttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connect_timeout_s=3)
+        try:
+            yield engine
+        finally:
+            await engine.aclose()
+
+
+def _answering(*responses: bytes, close: bool = False) -> Serve:
+    """Answers the requests of each connection with these bytes, in order."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for response in responses:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(response)
+            await writer.drain()
+        if not close:
+            await reader.read()
+
+    return serve
+
+
+async def _ask(engine: HttpEngine, method: str = "GET", body: bytes = b"") -> tuple[Response, bytes]:
+    async with asyncio.timeout(10):
+        response = await engine.send(Request(method, "/", [], body))
+        try:
+            return response, await response.read()
+        finally:
+            await response.aclose()
+
+
+async def test_connection_whose_request_was_not_sent_whole_is_not_used_again() -> None:
+    """The engine would take the next request for the rest of the body."""
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"POST" not in head:
+            writer.write(_OK)
+            await reader.read()
+            return
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 2\r\n\r\n")
+        await writer.drain()
+        await asyncio.sleep(0.2)
+        writer.write(b"no")
+        await asyncio.sleep(5)
+
+    async with _engine(serve) as engine:
+        refused, body = await _ask(engine, "POST", b"x" * 50_000_000)
+        assert (refused.status, body) == (401, b"no")
+        assert (await _ask(engine))[1] == b"ok"
+    assert connections == 2
+
+
+@pytest.mark.parametrize(
+    "response, body",
+    [
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + _OK, b"ok"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
+        (b"HTTP/1.1 304 Not Modified\r\ncontent-length: 9\r\n\r\n", b""),
+        (_CHUNKED + b"2;extension=1\r\nok\r\n0\r\n\r\n", b"ok"),
+        (_CHUNKED + b"2\r\nok\r\n0\r\ncontent-type: text/event-stream\r\nset-cookie: a=b\r\n\r\n", b"ok"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b""),
+    ],
+    ids=["informational", "no content", "not modified", "chunk extension", "trailers", "empty"],
+)
+async def test_responses_that_leave_the_connection_open(response: bytes, body: bytes) -> None:
+    async with _engine(_answering(response, _OK)) as engine:
+        first, received = await _ask(engine)
+        assert received == body
+        assert not {b"set-cookie", b"content-type", b"link"} & {name for name, _ in first.headers}
+        assert (await _ask(engine))[1] == b"ok"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\n",
+    ],
+)
+async def test_a_body_without_a_length_ends_with_its_connection(head: bytes) -> None:
+    async with _engine(_answering(head + b"all of it", close=True)) as engine:
+        assert (await _ask(engine))[1] == b"all of it"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort",
+        _CHUNKED + b"9\r\nshort",
+        _CHUNKED + b"2\r\nok\r\n",
+    ],
+)
+async def test_a_short_body_is_an_error(response: bytes) -> None:
+    async with _engine(_answering(response, close=True)) as engine:
+        with pytest.raises(EngineBroken, match="middle of its response"):
+            await _ask(engine)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [_OK + b"more", _OK + _OK, b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok"],
+)
+async def test_a_connection_with_bytes_left_over_is_not_used_again(response: bytes) -> None:
+    async with _engine(_answering(response, b"HTTP/1.1 500 Wrong\r\ncontent-length: 0\r\n\r\n")) as engine:
+        for _ in range(3):
+            try:
+                answer, body = await _ask(engine)
+            except EngineBroken:
+                continue  # what came after the response is no response to the request
+            assert (answer.status, body) == (200, b"ok")
+
+
+async def test_a_response_to_head_has_no_body() -> None:
+    async with _engine(_answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n", _OK)) as engine:
+        answer, body = await _ask(engine, "HEAD")
+        assert (answer.status, body) == (200, b"")
+
+
+async def test_bytes_that_are_no_body_do_not_extend_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(_CHUNKED + b"2;")
+        for _ in range(100):
+            writer.write(b"x")
+            await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(read_limit, "GRACE_S", 0.5)
+    async with _engine(drip) as engine:
+        with pytest.raises(EngineTimeout, match="too slowly"):
+            async with asyncio.timeout(3):
+                await _ask(engine)
+
+
+async def test_a_complete_response_is_never_late() -> None:
+    """The timer fires in the same round of the event loop in which the last bytes arrive."""
+    connection = Connection()
+    connection._begin("GET")
+    waiting = asyncio.create_task(connection.wait(60))
+    await asyncio.sleep(0)
+    connection.data_received(_OK.removesuffix(b"ok"))
+    connection._timed_out = True
+    connection.data_received(b"ok")
+    await waiting
+    assert connection.take(10) == b"ok"
+
+
+async def test_connections_that_ended_are_freed_at_once() -> None:
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n" + b"x" * 400_000)
+        await reader.read()
+
+    gc.collect()
+    gc.disable()
+    try:
+        async with _engine(flood) as engine:
+            response = await engine.send(Request("GET", "/"))
+            await asyncio.sleep(0.1)
+            kept = weakref.ref(response._connection)
+            await response.aclose()
+            del response
+            await asyncio.sleep(0.1)
+            assert kept() is None
+    finally:
+        gc.enable()
+
+
+async def test_connections_given_back_after_the_end_are_closed() -> None:
+    async with _engine(_answering(_OK)) as engine:
+        response = await engine.send(Request("GET", "/"))
+        await response.read()
+        await engine.aclose()
+        await response.aclose()
+        assert engine._pool._idle == []
+
+
+async def test_the_second_address_is_tried_if_the_first_does_not_respond(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _engine(_answering(_OK)) as engine:
+        port = engine._pool._port
+        inet = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+
+        async def resolve(host: str, port: int, **options: Any) -> list[Any]:
+            return [(*inet, ("192.0.2.1", port)), (*inet, ("127.0.0.1", port))]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+        named = HttpEngine(f"http://engine.example:{port}", connect_timeout_s=3)
+        assert (await _ask(named))[1] == b"ok"
+        await named.aclose()
