@@ -107,4 +107,5 @@ def test_waiting_requests_end_when_nothing_responds(start: Callable[..., FakeVll
             with send_and_keep(client.base_url, _TOKENS, json.dumps(_IDS).encode()) as connection:
                 wait_until(lambda: _waiting(client) == 1)
                 engine.kill()
-                assert connection.recv(12) == b"HTTP/1.1 503"
+                # 502 if it was still sent over a connection that was open, so that it may have run
+                assert connection.recv(12) in (b"HTTP/1.1 502", b"HTTP/1.1 503")
