@@ -18,19 +18,29 @@ async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     The chunks `data: 1\n\nda` and `ta: 2\n\n` become `data: 1\n\n` and `data: 2\n\n`. If the stream breaks,
     it then breaks between events, and an error event can follow. At most one unfinished event is held back.
     """
-    unfinished = b""
+    parts: list[bytes] = []
+    """Of the event that has not ended."""
+    last = b""
+    """Its last three bytes: the end of an event may arrive in two chunks."""
     async for chunk in chunks:
-        data = unfinished + chunk if unfinished else chunk
-        if data.endswith(_ENDS):
-            unfinished = b""
-            yield data
-            continue
-        cut = max(data.rfind(end) + len(end) if end in data else 0 for end in _ENDS)
-        unfinished = data[cut:]
-        if cut:
-            yield data[:cut]
-    if unfinished:
-        yield unfinished
+        # an event may be a megabyte in many chunks: only the new bytes are searched
+        cut = _last_end(last + chunk) - len(last) if b"\n" in chunk else 0
+        if cut > 0:
+            parts.append(chunk[:cut])
+            yield b"".join(parts)
+            parts, last, chunk = [], b"", chunk[cut:]
+        if chunk:
+            parts.append(chunk)
+            last = (last + chunk[-3:])[-3:]
+    if parts:
+        yield b"".join(parts)
+
+
+def _last_end(data: bytes) -> int:
+    """Where the last event in some bytes ends; 0 if none does."""
+    if data.endswith(_ENDS):
+        return len(data)
+    return max(data.rfind(end) + len(end) if end in data else 0 for end in _ENDS)
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):

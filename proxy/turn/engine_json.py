@@ -30,7 +30,7 @@ def cut_prompt(body: bytes) -> tuple[bytes | None, bytes]:
     if start < len(_ECHO) - 1 or not end:
         return None, body
     prompt = body[start:end]
-    if b'"' in prompt or prompt.rfind(b"[") > 0:
+    if b'"' in prompt or prompt.find(b"[", 1) > 0:
         return None, body
     return prompt, b"".join((memoryview(body)[:start], CUT, memoryview(body)[end:]))
 

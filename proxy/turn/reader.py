@@ -15,7 +15,7 @@ from proxy.fields import NULL, is_null
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.turn import WeightSpan
 from proxy.history.vocabulary import ABORTED
-from proxy.turn.chunk import ABSENT, Choice, decode_ids, parse_chunk
+from proxy.turn.chunk import ABSENT, Choice, Chunk, decode_ids, parse_chunk
 from proxy.turn.engine_json import CUT, REFUSALS, cut_prompt
 
 DONE = b"[DONE]"
@@ -34,12 +34,9 @@ def read_completion(body: bytes, sent: bytes = b"") -> Completion:
     Raises:
         EngineBroken: the body is not a JSON object.
     """
-    prompt, rest = cut_prompt(body)
-    whole = parse_chunk(rest)
-    if prompt is not None and bytes(whole.prompt_token_ids) != CUT:
-        prompt, whole = None, parse_chunk(body)  # the array belongs to something inside the completion
+    whole, prompt = _parse(body)
     echo = _Echo(sent)
-    echo.read(bytes(whole.prompt_token_ids) if prompt is None else prompt)
+    echo.read(prompt)
     completion = Completion(echo.ids, completion_tokens=whole.counted)
     for choice, index, sure in _numbered(whole.choices or []):
         sampled = SampledChoice(index, choice.message or {})
@@ -49,6 +46,17 @@ def read_completion(body: bytes, sent: bytes = b"") -> Completion:
         sampled.unreadable = _first(echo.unreadable, choice.unreadable, () if sure else ("index",))
         completion.choices.append(sampled)
     return completion
+
+
+def _parse(data: bytes) -> tuple[Chunk, bytes]:
+    """A completion or chunk, and the prompt that it echoes, as JSON. Raises EngineBroken."""
+    prompt, rest = cut_prompt(data)
+    chunk = parse_chunk(rest)
+    if prompt is not None and bytes(chunk.prompt_token_ids) != CUT:
+        prompt, chunk = None, parse_chunk(data)  # the array belongs to something inside
+    if prompt is not None:
+        return chunk, prompt
+    return chunk, NULL if chunk.prompt_token_ids is ABSENT else bytes(chunk.prompt_token_ids)
 
 
 def _holds_text(message: dict[str, Any]) -> bool:
@@ -118,12 +126,11 @@ class StreamReader:
         Raises:
             EngineBroken: the data is not a JSON object.
         """
-        chunk = parse_chunk(data)
+        chunk, prompt = _parse(data)
         if chunk.error is not ABSENT and not is_null(chunk.error):
             self.failed = True
             return
-        if chunk.prompt_token_ids is not ABSENT:
-            self._echo.read(bytes(chunk.prompt_token_ids))
+        self._echo.read(prompt)
         choices = chunk.choices or []
         alone = len(choices) == 1
         sure = alone or len({choice.index or 0 for choice in choices}) == len(choices)

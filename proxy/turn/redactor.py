@@ -40,12 +40,7 @@ def redact_completion(body: bytes, visible: Visible) -> bytes:
     """
     if visible.everything:
         return body
-    prompt, rest = cut_prompt(body)
-    fields = _object(rest)
-    if prompt is not None and raw_value(fields, _PROMPT) == CUT:
-        fields[_PROMPT] = msgspec.Raw(prompt)
-    elif prompt is not None:  # the array belongs to something inside the completion
-        fields = _object(body)
+    fields = _fields_of(body)
     return redact_fields(fields, _choices(fields), visible)
 
 
@@ -67,7 +62,7 @@ class StreamRedactor:
 
     def parse(self, data: bytes) -> bytes | None:
         """`redact` for a chunk of any shape."""
-        fields = _object(data)
+        fields = _fields_of(data)
         choices = _choices(fields)
         if raw_value(fields, "error") is None and choices is not None and not self._shows(choices):
             return None
@@ -129,6 +124,17 @@ def _hide_reasoning(choice: dict[str, Any]) -> None:
 
 
 # --- parsing
+
+
+def _fields_of(body: bytes) -> Fields:
+    """The fields of a completion or chunk; its prompt is not parsed. Raises EngineBroken."""
+    prompt, rest = cut_prompt(body)
+    fields = _object(rest)
+    if prompt is not None and raw_value(fields, _PROMPT) == CUT:
+        fields[_PROMPT] = msgspec.Raw(prompt)
+    elif prompt is not None:  # the array belongs to something inside the completion
+        fields = _object(body)
+    return fields
 
 
 def _object(data: bytes) -> Fields:
