@@ -1,7 +1,6 @@
 """The request fields that hold exact ids, shared by the routes that accept them."""
 
 import re
-import secrets
 from typing import Any
 
 import msgspec
@@ -9,6 +8,7 @@ import msgspec
 from proxy.errors import BadRequest
 from proxy.fields import parse, raw_value, read
 from proxy.media import media_kind
+from proxy.turn.engine_json import CUT
 from proxy.turn.request import GivenIds
 from proxy.types import Fields
 from tokenization import ChatTokenizer, InvalidIds, ids
@@ -16,8 +16,6 @@ from tokenization import ChatTokenizer, InvalidIds, ids
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
 """Names under which clients send the exact prompt."""
 _PROMPT = re.compile(rb'"(%b)": ?\[' % "|".join(ALIASES).encode())
-_CUT = b'"cut-%b"' % secrets.token_hex(16).encode()
-"""Replaces an array that is cut out: a value that no client can write there."""
 _LARGE = 16_384
 _START = 65_536
 """Bytes in which the array of a large body must begin."""
@@ -46,9 +44,9 @@ def parse_with_ids(body: bytes) -> Fields:
         array = array.replace(b", ", b",")
     if not ids.count_compact(array):
         return parse(body)
-    fields = parse(b"".join((memoryview(body)[:start], _CUT, memoryview(body)[end:])))
+    fields = parse(b"".join((memoryview(body)[:start], CUT, memoryview(body)[end:])))
     name = found[1].decode()
-    if name not in fields or bytes(fields[name]) != _CUT:
+    if name not in fields or bytes(fields[name]) != CUT:
         return parse(body)  # the array belongs to something inside a field
     fields[name] = msgspec.Raw(array)
     return fields

@@ -25,7 +25,7 @@ class Replicas(Route):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """GET lists them as `/ready` does. POST `{"url"}` adds one; DELETE `?url=` removes one.
 
-        Nobody else is disturbed: requests that run on a removed replica end normally. All processes of the
+        Requests that run on a removed replica end normally, and others notice nothing. All processes of the
         fleet that share the store apply a change; `problem` in the response tells where the store did not
         take one.
         """

@@ -81,7 +81,7 @@ class TurnFiles:
         self.delete(present.difference(row[0] for row in used))
 
     def _write(self, name: str, packed: bytes, mode: int) -> None:
-        # created with its mode: nobody else may read it for a moment
+        # created with its mode, so that other users cannot read it for a moment
         descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             with os.fdopen(descriptor, "wb") as file:

@@ -11,7 +11,7 @@ from proxy.errors import EngineBroken
 REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The errors with which msgspec refuses a value."""
 CUT = b'"cut-%b"' % secrets.token_hex(16).encode()
-"""Replaces an array that is cut out: valid JSON, and a value that nobody else can write there."""
+"""Replaces an array that is cut out: valid JSON, and a value that neither clients nor engines know."""
 
 _ECHO = b'"prompt_token_ids":['
 _MOST_DIGITS = 4300

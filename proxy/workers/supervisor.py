@@ -37,7 +37,7 @@ STEADY_S = 60.0
 LONGEST_PAUSE_S = 30.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PROGRAM = "import sys; sys.path[:] = {!r}; from proxy.workers.worker import main; main()"
-"""A worker imports from the same folders as its parent, whatever the current folder holds."""
+"""A worker imports from the same folders as its parent, independent of the current folder."""
 
 
 def run_workers(settings: Settings) -> int:
