@@ -7,6 +7,7 @@
 """
 
 from contextlib import AsyncExitStack
+from functools import partial
 
 from proxy.history.completion import Completion
 from proxy.history.plan import prompt_of
@@ -23,6 +24,7 @@ from proxy.turn.required_prefix import PrefixRefused
 from proxy.turn.sending import plan_turn
 from proxy.turn.services import Services
 from proxy.turn.stream import RecordedStream
+from proxy.turn.visible import Visible
 
 _LARGE = 65_536
 """Bodies with at least this many bytes are parsed on a thread."""
@@ -95,16 +97,16 @@ async def _record_whole(
     finally:
         await response.aclose()
 
-    sent = prompt_of(recording.plan)
-
-    def read() -> tuple[Completion, bytes]:
-        large = read_large(body, sent, request.visible)
-        return large or (read_completion(body, sent), redact_completion(body, request.visible))
-
+    read = partial(_read_body, body, prompt_of(recording.plan), request.visible)
     completion, visible = read() if len(body) < _LARGE else await services.in_thread(read)
     await recording.add(completion)
     await attempt.keep(response.status, response.headers, visible)
     return BytesResponse(response.status, response.headers, visible)
+
+
+def _read_body(body: bytes, sent: bytes, visible: Visible) -> tuple[Completion, bytes]:
+    """What is recorded of a completion, and its JSON with the fields that the client requested."""
+    return read_large(body, sent, visible) or (read_completion(body, sent), redact_completion(body, visible))
 
 
 def _replayed(earlier: EarlierResponse) -> Response:

@@ -126,6 +126,14 @@ def mortal_engine(engines: dict[str, EngineProcess]) -> EngineProcess:
     return engines["mortal"]
 
 
+@pytest.fixture
+def second(model: Path, tmp_path: Path) -> Iterator[EngineProcess]:
+    """A stock engine that the test may kill."""
+    with EngineProcess(model, plugin=False, log_file=tmp_path / "second.log") as engine:
+        engine.wait_ready(START_TIMEOUT_S)
+        yield engine
+
+
 @pytest.fixture(scope="session")
 def proxies(engines: dict[str, EngineProcess]) -> Iterator[dict[str, str]]:
     """The proxy before the stock engine, with the spelling found out and with the other one forced."""

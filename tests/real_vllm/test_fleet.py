@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ pytestmark = [pytest.mark.timeout(START_TIMEOUT_S + 600), pytest.mark.kills_engi
 
 _CLIENTS = 12
 _ADMIN = "/admin/replicas"
-
-
-@pytest.fixture
-def second(model: Path, tmp_path: Path) -> Iterator[EngineProcess]:
-    """A stock engine that the test may kill."""
-    with EngineProcess(model, plugin=False, log_file=tmp_path / "second.log") as engine:
-        engine.wait_ready(START_TIMEOUT_S)
-        yield engine
 
 
 class _Client(threading.Thread):
