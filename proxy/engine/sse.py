@@ -4,12 +4,8 @@ import re
 from collections.abc import AsyncIterator
 from itertools import pairwise
 
-import msgspec
-
 _END = re.compile(rb"\r?\n\r?\n")
 _ENDS = (b"\n\n", b"\r\n\r\n")
-_DATA_EVENT_BYTES = len(b"data: \n\n")
-"""What one line of data has around it; an event that has other lines too is longer."""
 
 
 async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -43,22 +39,20 @@ def _last_end(data: bytes) -> int:
     return max(data.rfind(end) + len(end) if end in data else 0 for end in _ENDS)
 
 
-class Event(msgspec.Struct, frozen=True, gc=False):
-    """One server-sent event."""
+def event_data(event: bytes) -> bytes | None:
+    """The values of an event's `data` lines, with line feeds between them; None if it has no such line."""
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+        return event[6:-2]
+    lines = [line[5:].removeprefix(b" ") for line in _lines(event) if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
 
-    block: bytes
-    """The event's lines as they arrived, and the empty line that ends it."""
-    data: bytes | None
-    """The values of its `data` lines, with line feeds between them; None if it has none, as a comment."""
 
-    def with_data(self, data: bytes) -> bytes:
-        """The event with other data: its own bytes if that is equal."""
-        if data == self.data:
-            return self.block
-        if self.data is not None and len(self.block) == len(self.data) + _DATA_EVENT_BYTES:
-            return data_event(data)
-        other = [line for line in _lines(self.block) if line and not line.startswith(b"data:")]
-        return b"".join(line + b"\n" for line in other) + data_event(data)
+def replace_data(event: bytes, data: bytes) -> bytes:
+    """The event with other data and its other lines: its own bytes if the data is equal."""
+    if data == event_data(event):
+        return event
+    other = [line for line in _lines(event) if line and not line.startswith(b"data:")]
+    return b"".join(line + b"\n" for line in other) + data_event(data)
 
 
 def data_event(data: bytes) -> bytes:
@@ -66,16 +60,19 @@ def data_event(data: bytes) -> bytes:
     return b"data: " + data.replace(b"\n", b"\ndata: ") + b"\n\n"
 
 
-def split_events(block: bytes) -> list[Event]:
-    """The events of a block, including those without data. Text after the last empty line is an event too."""
+def split_events(block: bytes) -> list[bytes]:
+    """The events of a block, each with the empty line that ends it, as they arrived.
+
+    Text after the last empty line is an event too.
+    """
     lines = block.split(b"\n")
     if not any(lines[1::2]) and not lines[-1] and len(lines) % 2 and b"\r" not in block:
         # nearly always: each event is one line
-        return [_line_event(line) for line in lines[:-1:2]]
+        return [line + b"\n\n" for line in lines[:-1:2]]
     ends = [0, *(end.end() for end in _END.finditer(block))]
-    found = [_event(block[start:end]) for start, end in pairwise(ends)]
+    found = [block[start:end] for start, end in pairwise(ends)]
     if ends[-1] < len(block):
-        found.append(_event(block[ends[-1] :] + b"\n\n"))
+        found.append(block[ends[-1] :] + b"\n\n")
     return found
 
 
@@ -83,18 +80,8 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     r"""Yield the data of each event that has some: `: comment\n\ndata: a\ndata: b\n\n` gives only `a\nb`."""
     async for block in whole_events(chunks):
         for event in split_events(block):
-            if event.data is not None:
-                yield event.data
-
-
-def _line_event(line: bytes) -> Event:
-    block = line + b"\n\n"
-    return Event(block, line[6:]) if line.startswith(b"data: ") else _event(block)
-
-
-def _event(block: bytes) -> Event:
-    lines = [line[5:].removeprefix(b" ") for line in _lines(block) if line.startswith(b"data:")]
-    return Event(block, b"\n".join(lines) if lines else None)
+            if (data := event_data(event)) is not None:
+                yield data
 
 
 def _lines(block: bytes) -> list[bytes]:

@@ -94,9 +94,18 @@ class Chunk(msgspec.Struct):
         return None if self.usage is None else self.usage.completion_tokens
 
 
+_decode_usage = msgspec.json.Decoder(Usage).decode
 _decode_chunk = msgspec.json.Decoder(Chunk).decode
 decode_ids = msgspec.json.Decoder(list[_Id]).decode
 """Parses a JSON array of ids. Raises one of `engine_json.REFUSALS`."""
+
+
+def completion_tokens(usage: bytes) -> int | None:
+    """The number of sampled ids in a JSON object of usage; None if it holds none."""
+    try:
+        return _decode_usage(usage).completion_tokens
+    except REFUSALS:
+        return None
 
 
 def parse_chunk(data: bytes) -> Chunk:

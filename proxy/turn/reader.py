@@ -15,8 +15,9 @@ from proxy.fields import NULL, is_null
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.turn import WeightSpan
 from proxy.history.vocabulary import ABORTED
-from proxy.turn.chunk import ABSENT, Choice, Chunk, decode_ids, parse_chunk
+from proxy.turn.chunk import ABSENT, Choice, Chunk, completion_tokens, decode_ids, parse_chunk
 from proxy.turn.engine_json import CUT, REFUSALS, cut_prompt
+from proxy.turn.usual_chunk import Piece, UsualChunk
 
 DONE = b"[DONE]"
 """The data of the event that ends a stream; it is not a chunk."""
@@ -120,6 +121,17 @@ class StreamReader:
     def __post_init__(self) -> None:
         self._echo = _Echo(self.sent)
 
+    def add(self, chunk: UsualChunk) -> bool:
+        """Add a chunk of the usual shape. Returns False if it must be read."""
+        piece = chunk.piece()
+        if piece is None:
+            return False
+        streamed = self._choices.get(piece.choice)
+        if streamed is None or streamed.returned:
+            return False
+        streamed.add_piece(piece)
+        return True
+
     def read(self, data: bytes) -> None:
         """Add the data of an event. An error of the engine is skipped.
 
@@ -145,7 +157,7 @@ class StreamReader:
             if not sure or (choice.index is None and self.expected > 1):
                 streamed.mark(("index",))
             if alone and (counted := chunk.counted) is not None:
-                streamed.sampled.counted = counted
+                streamed.sampled.counted, streamed.usage = counted, None
             if choice.finish_reason and streamed not in self._new:
                 self._new.append(streamed)
                 self._ended += 1
@@ -180,6 +192,8 @@ class _StreamedChoice:
 
     sampled: SampledChoice
     returned: bool = False
+    usage: bytes | None = None
+    """The tokens so far, from a later chunk than `sampled.counted`."""
     _unreadable: tuple[str, ...] = ()
     _without_ids: bool = False
     _texts: dict[str, list[str]] = field(default_factory=dict)
@@ -198,6 +212,18 @@ class _StreamedChoice:
         self.mark(choice.unreadable)
         _add(choice, self.sampled)
 
+    def add_piece(self, piece: Piece) -> None:
+        """Append one sampled id."""
+        sampled = self.sampled
+        if sampled.ids is None:
+            sampled.ids = []
+        if sampled.logprobs is None:
+            sampled.logprobs = []
+        self._texts.setdefault("content", []).append(piece.content)
+        cast("list[int]", sampled.ids).append(piece.token_id)
+        cast("list[float]", sampled.logprobs).append(piece.logprob)
+        self.usage = piece.usage
+
     def mark(self, unreadable: tuple[str, ...]) -> None:
         """Name fields of the evidence that could not be read."""
         if unreadable:
@@ -208,6 +234,8 @@ class _StreamedChoice:
         self.returned = True
         sampled = self.sampled
         sampled.message = self._message()
+        if self.usage is not None and (counted := completion_tokens(self.usage)) is not None:
+            sampled.counted = counted
         sampled.finish_reason = sampled.finish_reason or ABORTED
         sampled.unreadable = _first(echo.unreadable, self._unreadable)
         if self._without_ids or "token_ids" in self._unreadable:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from proxy.engine.sse import event_data, replace_data
 from proxy.fields import NULL, is_null, raw_value
 from proxy.turn.engine_json import (
     CUT,
@@ -20,7 +21,7 @@ from proxy.turn.engine_json import (
     no_completion,
     parse_leniently,
 )
-from proxy.turn.usual_chunk import cut_evidence
+from proxy.turn.usual_chunk import UsualChunk
 from proxy.turn.visible import Visible
 from proxy.types import Fields
 
@@ -50,18 +51,25 @@ class StreamRedactor:
 
     visible: Visible
 
-    def redact(self, data: bytes) -> bytes | None:
-        """The data of an event with the fields that the client requested; None if it holds none of them.
+    def redact(self, event: bytes, usual: UsualChunk | None) -> bytes | None:
+        """The event with the fields that the client requested; None if it holds none of them.
+
+        Args:
+            event: one with data.
+            usual: its chunk, if that has the usual shape.
 
         Raises:
             EngineBroken: the data is not a JSON object.
         """
         if self.visible.every_chunk:
-            return data
-        return cut_evidence(data, self.visible) or self.parse(data)
+            return event
+        if usual is not None and (redacted := usual.redacted(self.visible)) is not None:
+            return redacted
+        visible = self.parse(event_data(event) or b"")
+        return None if visible is None else replace_data(event, visible)
 
     def parse(self, data: bytes) -> bytes | None:
-        """`redact` for a chunk of any shape."""
+        """`redact` for the data of an event, of any shape."""
         fields = _fields_of(data)
         choices = _choices(fields)
         if raw_value(fields, "error") is None and choices is not None and not self._shows(choices):

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AsyncExitStack
 
-from proxy.engine.sse import data_event, split_events
+from proxy.engine.sse import data_event, event_data, split_events
 from proxy.errors import EngineBroken
 from proxy.history.plan import prompt_of
 from proxy.history.recorder import Recording
@@ -12,6 +12,7 @@ from proxy.http import Response
 from proxy.turn.reader import DONE, StreamReader
 from proxy.turn.redactor import StreamRedactor
 from proxy.turn.request import ChatRequest
+from proxy.turn.usual_chunk import UsualChunk
 
 
 class RecordedStream:
@@ -91,20 +92,23 @@ class RecordedStream:
         ready: list[bytes] = []
         try:
             for event in split_events(block):
-                if event.data is None:
-                    ready.append(event.block)  # a comment, which keeps the connection alive
-                    continue
-                if event.data == DONE:
-                    yield _taken(ready)
-                    yield self._end()
-                    ready.append(data_event(DONE))
-                    continue
-                self._reader.read(event.data)
-                if self._reader.has_ended:
-                    yield _taken(ready)
-                    yield self._recording.add(self._reader.ended())
-                if (visible := self._redactor.redact(event.data)) is not None:
-                    ready.append(self._keep(event.with_data(visible)))
+                usual = UsualChunk.match(event)
+                if usual is None or not self._reader.add(usual):
+                    data = event_data(event)
+                    if data is None:
+                        ready.append(event)  # a comment, which keeps the connection alive
+                        continue
+                    if data == DONE:
+                        yield _taken(ready)
+                        yield self._end()
+                        ready.append(data_event(DONE))
+                        continue
+                    self._reader.read(data)
+                    if self._reader.has_ended:
+                        yield _taken(ready)
+                        yield self._recording.add(self._reader.ended())
+                if (visible := self._redactor.redact(event, usual)) is not None:
+                    ready.append(self._keep(visible))
         except EngineBroken:
             yield _taken(ready)
             raise

@@ -1,4 +1,4 @@
-r"""Cuts evidence out of the chunk that vLLM sends for nearly every sampled id, without parsing it.
+r"""Reads and redacts, without parsing it, the chunk that vLLM sends for nearly every sampled id.
 
 vLLM writes such a chunk without white space, and its fields in a fixed order:
 
@@ -7,10 +7,13 @@ vLLM writes such a chunk without white space, and its fields in a fixed order:
      "top_logprobs":[]}]},"finish_reason":null,"token_ids":[74]}],"usage":{"prompt_tokens":9, ...}}
 
 A pattern describes the whole chunk from its first byte to its last, so that nothing in a string can be taken
-for a field. It matches only valid JSON. Every other chunk is parsed by `StreamRedactor`.
+for a field. It matches only valid JSON. Every other chunk is parsed: see `reader`, `redactor`.
 """
 
 import re
+from typing import NamedTuple
+
+import msgspec
 
 from proxy.fields import NULL
 from proxy.turn.visible import Visible
@@ -26,39 +29,90 @@ def _list(item: bytes) -> bytes:
     return rb"%b(?:,%b)*+" % (item, item)
 
 
+def _token(number: bytes) -> bytes:
+    return rb'"token":%b,"logprob":%b,"bytes":(?:null|%b)' % (_TEXT, number, _NATURALS)
+
+
+def _logprob(number: bytes) -> bytes:
+    return rb'\{%b,"top_logprobs":\[(?:%b)?+\]\}' % (_token(number), _list(rb"\{%b\}" % _token(_NUMBER)))
+
+
 _NATURALS = rb"\[(?:%b)?+\]" % _list(_NATURAL)
-_TOKEN = rb'"token":%b,"logprob":%b,"bytes":(?:null|%b)' % (_TEXT, _NUMBER, _NATURALS)
-_LOGPROB = rb'\{%b,"top_logprobs":\[(?:%b)?+\]\}' % (_TOKEN, _list(rb"\{%b\}" % _TOKEN))
+_LOGPROBS = rb"%b((?:,%b)*+)" % (_logprob(rb"(%b)" % _NUMBER), _logprob(_NUMBER))
 _COUNT = rb'"\w++":(?:null|%b)' % _NATURAL
 _COUNTS = rb'"\w++":(?:null|%b|\{%b\})' % (_NATURAL, _list(_COUNT))
 _ARGUMENTS = rb'"tool_calls":\[\{"index":%b,"function":\{"arguments":%b\}\}\]' % (_NATURAL, _TEXT)
 
 _match = re.compile(
-    rb'(\{"id":%b,"object":"chat\.completion\.chunk","created":%b,"model":%b,"choices":\[\{"index":%b,"delta":'
-    % (_TEXT, _NATURAL, _TEXT, _NATURAL)
-    + rb'\{(?:"content":%b|("reasoning(?:_content)?+":%b|%b))\},"logprobs":)' % (_TEXT, _TEXT, _ARGUMENTS)
-    + rb'(null|\{"content":\[(?:%b)?+\]\})' % _list(_LOGPROB)
+    rb'(data: \{"id":%b,"object":"chat\.completion\.chunk","created":%b,' % (_TEXT, _NATURAL)
+    + rb'"model":%b,"choices":\[\{"index":(%b),"delta":\{(?:"content":(%b)|' % (_TEXT, _NATURAL, _TEXT)
+    + rb'("reasoning(?:_content)?+":%b|%b))\},"logprobs":)' % (_TEXT, _ARGUMENTS)
+    + rb'(null|\{"content":\[(?:%b)?+\]\})' % _LOGPROBS
     + rb'(,"finish_reason":null(?:,"stop_reason":null)?+,"token_ids":)(%b)(\}\])' % _NATURALS
-    + rb'(,"usage":\{%b\})\}' % _list(_COUNTS)
+    + rb'(,"usage":(\{%b\}))\}\n\n' % _list(_COUNTS)
 ).fullmatch
+_decode_text = msgspec.json.Decoder(str).decode
+_MAX_IDS_BYTES = len("[123456789]")
+"""An id of more digits may not fit into 32 bits."""
+_MAX_INDEX_DIGITS = 4
 
 
-def cut_evidence(data: bytes, visible: Visible) -> bytes | None:
-    """The chunk with the fields that the client requested; None if it has another shape."""
-    found = _match(data)
-    if found is None:
-        return None
-    head, not_content, logprobs, middle, ids, end, usage = found.groups()
-    if not_content and not visible.reasoning:
-        return None
-    return b"".join(
-        (
-            head,
-            logprobs if visible.logprobs else NULL,
-            middle,
-            ids if visible.ids else NULL,
-            end,
-            usage if visible.running_usage else b"",
-            b"}",
+class Piece(NamedTuple):
+    """One sampled id of a choice."""
+
+    choice: int
+    """Its index."""
+    content: str
+    token_id: int
+    logprob: float
+    usage: bytes
+    """The tokens so far, a JSON object."""
+
+
+class UsualChunk:
+    """A chunk that matches the pattern."""
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, groups: tuple[bytes, ...]) -> None:
+        """A match of the pattern, as its groups."""
+        self._groups = groups
+
+    @classmethod
+    def match(cls, event: bytes) -> "UsualChunk | None":
+        """The chunk of an event; None if it has another shape."""
+        found = _match(event)
+        return None if found is None else cls(found.groups())
+
+    def piece(self) -> Piece | None:
+        """What was sampled; None if it is not one id with content and a log-probability."""
+        _, index, content, _, _, number, more, _, ids, _, _, usage = self._groups
+        if (
+            content is None
+            or number is None
+            or more
+            or len(ids) > _MAX_IDS_BYTES
+            or len(index) > _MAX_INDEX_DIGITS
+        ):
+            return None
+        try:
+            return Piece(int(index), _decode_text(content), int(ids[1:-1]), float(number), usage)
+        except (ValueError, msgspec.MsgspecError):  # no id, several ids, a text that is not UTF-8
+            return None
+
+    def redacted(self, visible: Visible) -> bytes | None:
+        """An event of the fields that the client requested; None if its reasoning is to be hidden."""
+        head, _, _, not_content, logprobs, _, _, middle, ids, end, usage, _ = self._groups
+        if not_content and not visible.reasoning:
+            return None
+        return b"".join(
+            (
+                head,
+                logprobs if visible.logprobs else NULL,
+                middle,
+                ids if visible.ids else NULL,
+                end,
+                usage if visible.running_usage else b"",
+                b"}\n\n",
+            )
         )
-    )

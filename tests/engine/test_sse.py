@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.engine.sse import data_event, events, split_events, whole_events
+from proxy.engine.sse import data_event, event_data, events, replace_data, split_events, whole_events
 
 _LINES = st.sampled_from(["data: {}", "data:x", "data: é", ": comment", "event: error", "id: 1"])
 _EVENTS = st.lists(st.lists(_LINES, min_size=1, max_size=3), max_size=5)
@@ -75,9 +75,7 @@ def test_blocks_of_events_are_the_stream(blocks: list[list[str]], newline: str, 
     stream = "".join(newline.join(lines) + newline * 2 for lines in blocks).encode()
 
     async def collect() -> list[bytes]:
-        return [
-            event.block async for block in whole_events(_cut(stream, sizes)) for event in split_events(block)
-        ]
+        return [event async for block in whole_events(_cut(stream, sizes)) for event in split_events(block)]
 
     found = asyncio.run(collect())
     assert b"".join(found) == stream
@@ -87,11 +85,11 @@ def test_blocks_of_events_are_the_stream(blocks: list[list[str]], newline: str, 
 def test_data_of_several_lines_stays_whole() -> None:
     stream = b"event: x\r\nid: 7\r\ndata: {\r\ndata:  1}\r\n\r\n: ping\n\ndata: last"
     several, comment, rest = split_events(stream)
-    assert several.data == b"{\n 1}"
-    assert several.with_data(b"{\n 1}") == several.block
-    assert several.with_data(b"2\n3") == b"event: x\nid: 7\ndata: 2\ndata: 3\n\n"
-    assert (comment.data, comment.block) == (None, b": ping\n\n")
-    assert (rest.data, rest.block) == (b"last", b"data: last\n\n")
+    assert event_data(several) == b"{\n 1}"
+    assert replace_data(several, b"{\n 1}") == several
+    assert replace_data(several, b"2\n3") == b"event: x\nid: 7\ndata: 2\ndata: 3\n\n"
+    assert (event_data(comment), comment) == (None, b": ping\n\n")
+    assert (event_data(rest), rest) == (b"last", b"data: last\n\n")
     assert data_event(b"a\nb") == b"data: a\ndata: b\n\n"
 
 
@@ -101,7 +99,7 @@ def test_data_of_several_lines_stays_whole() -> None:
 def test_events_end_at_empty_lines(parts: list[str]) -> None:
     block = "".join(parts).encode()
     ends = [0, *(end.end() for end in re.finditer(rb"\r?\n\r?\n", block))]
-    found = [event.block for event in split_events(block)]
+    found = split_events(block)
     assert found[: len(ends) - 1] == [block[start:end] for start, end in itertools.pairwise(ends)]
     rest = block[ends[-1] :]
     assert found[len(ends) - 1 :] == ([rest + b"\n\n"] if rest else [])

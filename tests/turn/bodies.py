@@ -3,6 +3,9 @@
 import json
 from typing import Any
 
+from proxy.engine.sse import data_event, event_data
+from proxy.turn.redactor import StreamRedactor
+from proxy.turn.usual_chunk import UsualChunk
 from proxy.turn.visible import Visible
 
 Body = dict[str, Any]
@@ -69,3 +72,10 @@ def end(index: object = 0, ids: object = (2,), **fields: Any) -> Body:
 def chunk(*choices: object, **fields: Any) -> Body:
     """A chunk of a stream."""
     return {"id": "c", "object": "chat.completion.chunk", "choices": list(choices), **fields}
+
+
+def redact_chunk(redactor: StreamRedactor, data: bytes) -> bytes | None:
+    """Redact the data of an event as a stream does."""
+    event = data_event(data)
+    kept = redactor.redact(event, UsualChunk.match(event))
+    return None if kept is None else event_data(kept)

@@ -11,7 +11,7 @@ from proxy.history.turn import pack_ids, pack_logprobs
 from proxy.turn.reader import StreamReader, read_completion
 from proxy.turn.redactor import StreamRedactor, redact_completion
 from proxy.turn.visible import Visible
-from tests.turn.bodies import Body, chunk, encoded, end, logprobs_of, piece, whole, whole_choice
+from tests.turn.bodies import Body, chunk, encoded, end, logprobs_of, piece, redact_chunk, whole, whole_choice
 
 _SECRETS = range(2**30 + 2**29 + 54_321, 2**30 + 2**29 + 54_331)
 """Ids that stand nowhere but where an engine puts them."""
@@ -122,7 +122,7 @@ def test_odd_evidence_never_fails_a_stream_nor_shows_ids(
         data = encoded(body | top)
         reader.read(data)
         returned += reader.ended().choices
-        if (kept := redactor.redact(data)) is not None:
+        if (kept := redact_chunk(redactor, data)) is not None:
             _hides(kept, visible)
     rest = reader.rest()
     _check(Completion(rest.prompt_ids, returned + rest.choices))
@@ -191,7 +191,7 @@ def test_stream_shows_the_same_fields_as_a_whole_completion(made: list[Any], vis
     redactor = StreamRedactor(visible)
     reader = StreamReader(len(made))
     for data in _chunks(made):
-        if (kept := redactor.redact(data)) is not None:
+        if (kept := redact_chunk(redactor, data)) is not None:
             reader.read(kept)
     assert reader.complete
     expected = read_completion(redact_completion(_whole(made), visible))

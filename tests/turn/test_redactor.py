@@ -19,6 +19,7 @@ from tests.turn.bodies import (
     end,
     logprobs_of,
     piece,
+    redact_chunk,
     whole,
     whole_choice,
 )
@@ -35,7 +36,7 @@ def _redacted(body: Body, visible: Visible, odd: str = "null") -> Any:
 def _streamed(visible: Visible, *chunks: Body, odd: str = "null") -> list[Any]:
     """What the client gets of a stream."""
     redactor = StreamRedactor(visible)
-    kept = [redactor.redact(encoded(one, odd)) for one in chunks]
+    kept = [redact_chunk(redactor, encoded(one, odd)) for one in chunks]
     return [json.loads(data) for data in kept if data is not None]
 
 
@@ -61,7 +62,7 @@ def test_a_client_that_asked_for_everything_gets_the_engines_bytes() -> None:
     body = encoded(whole(), spaced=True)
     assert redact_completion(body, Visible(ids=True, logprobs=True)) is body
     for data in (encoded(chunk(piece()), spaced=True), b"not even JSON"):
-        assert StreamRedactor(EVERYTHING).redact(data) is data
+        assert StreamRedactor(EVERYTHING).redact(data, None) is data
 
 
 def test_other_fields_keep_the_engines_spelling() -> None:
@@ -153,8 +154,8 @@ def test_chunk_of_several_choices_is_sent_if_one_has_content() -> None:
 def test_chunk_is_sent_at_once() -> None:
     """Even the last one before usage."""
     redactor = StreamRedactor(NOTHING)
-    assert redactor.redact(encoded(_END)) is not None
-    assert redactor.redact(encoded(_USAGE)) is None
+    assert redact_chunk(redactor, encoded(_END)) is not None
+    assert redact_chunk(redactor, encoded(_USAGE)) is None
 
 
 def test_reasoning_is_hidden_in_deltas() -> None:
@@ -188,7 +189,7 @@ def test_evidence_next_to_an_error_is_hidden() -> None:
 def test_choices_that_are_not_a_list(odd: str) -> None:
     kept = redact_completion(encoded(whole(choices=ODD), odd), NOTHING)
     assert kept == encoded(whole(choices=ODD, prompt_token_ids=None), odd)
-    data = StreamRedactor(NOTHING).redact(encoded({**_ROLE, "choices": ODD}, odd))
+    data = redact_chunk(StreamRedactor(NOTHING), encoded({**_ROLE, "choices": ODD}, odd))
     assert data == encoded({**_ROLE, "choices": ODD, "prompt_token_ids": None}, odd)
 
 
@@ -197,7 +198,7 @@ def test_other_choices_are_redacted_if_one_is_not_an_object(odd: str) -> None:
     hidden = {"token_ids": None, "logprobs": None}
     kept = redact_completion(encoded(whole(ODD, whole_choice()), odd), NOTHING)
     assert kept == encoded(whole(ODD, whole_choice(**hidden), prompt_token_ids=None), odd)
-    data = StreamRedactor(NOTHING).redact(encoded(chunk(ODD, piece(text=None)), odd))
+    data = redact_chunk(StreamRedactor(NOTHING), encoded(chunk(ODD, piece(text=None)), odd))
     assert data == encoded(chunk(ODD, piece(text=None, **hidden)), odd)
 
 
@@ -207,7 +208,7 @@ def test_message_that_is_not_an_object(visible: Visible, odd: str) -> None:
     hidden = {"token_ids": None, "logprobs": None}
     kept = redact_completion(encoded(whole(whole_choice(message=ODD)), odd), visible)
     assert kept == encoded(whole(whole_choice(message=ODD, **hidden), prompt_token_ids=None), odd)
-    data = StreamRedactor(visible).redact(encoded(chunk(piece(delta=ODD)), odd))
+    data = redact_chunk(StreamRedactor(visible), encoded(chunk(piece(delta=ODD)), odd))
     assert data == encoded(chunk(piece(delta=ODD, **hidden)), odd)
 
 
@@ -222,13 +223,13 @@ def test_json_that_msgspec_refuses_is_redacted(odd: str) -> None:
     ((choice,),) = (one["choices"] for one in _streamed(NOTHING, chunk(piece(**evidence)), odd=odd))
     assert choice == piece(ids=None, logprobs=None)
     said = end(ids=None, delta={"content": ODD, "reasoning": ODD})
-    data = StreamRedactor(_NO_REASONING).redact(encoded(chunk(said), odd))
+    data = redact_chunk(StreamRedactor(_NO_REASONING), encoded(chunk(said), odd))
     assert data == encoded(chunk(end(ids=None, delta={"content": ODD}, logprobs=None)), odd)
 
 
 def test_a_name_that_has_no_utf_8() -> None:
     data = b'{"\\ud800":1,"choices":[{"\\ud800":2,"token_ids":[7],"delta":{"content":"h"}}]}'
-    assert StreamRedactor(NOTHING).redact(data) == (
+    assert redact_chunk(StreamRedactor(NOTHING), data) == (
         b'{"?":1,"choices":[{"?":2,"token_ids":null,"delta":{"content":"h"}}]}'
     )
 
@@ -238,4 +239,4 @@ def test_data_that_is_not_an_object_is_not_passed_on(data: bytes) -> None:
     with pytest.raises(EngineBroken):
         redact_completion(data, NOTHING)
     with pytest.raises(EngineBroken):
-        StreamRedactor(NOTHING).redact(data)
+        redact_chunk(StreamRedactor(NOTHING), data)

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from proxy.engine.sse import data_event, event_data
 from proxy.errors import EngineBroken
+from proxy.turn.reader import StreamReader
 from proxy.turn.redactor import StreamRedactor
-from proxy.turn.usual_chunk import cut_evidence
+from proxy.turn.usual_chunk import UsualChunk
 from proxy.turn.visible import Visible
-from tests.turn.bodies import NOTHING, Body, encoded
+from tests.turn.bodies import NOTHING, Body, encoded, redact_chunk
 
 _VISIBLE = [
     Visible(ids, logprobs, usage, running, reasoning)
@@ -52,12 +54,26 @@ def _arguments(text: str) -> Body:
 
 def _outcome(redactor: StreamRedactor, data: bytes, *, parse: bool) -> bytes | str | None:
     try:
-        return redactor.parse(data) if parse else redactor.redact(data)
+        return redactor.parse(data) if parse else redact_chunk(redactor, data)
     except EngineBroken as error:
         return str(error)
 
 
+def _cut(data: bytes, visible: Visible = NOTHING) -> bytes | None:
+    usual = UsualChunk.match(data_event(data))
+    kept = None if usual is None else usual.redacted(visible)
+    return None if kept is None else event_data(kept)
+
+
 def _check(data: bytes) -> None:
+    added, read = StreamReader(), StreamReader()
+    usual = UsualChunk.match(data_event(data))
+    role = b'{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
+    added.read(role)
+    if usual is not None and added.add(usual):
+        read.read(role)
+        read.read(data)
+        assert added.rest() == read.rest()
     for visible in _VISIBLE:
         redactor = StreamRedactor(visible)
         if not visible.every_chunk:
@@ -84,21 +100,54 @@ def test_the_chunks_of_vllm_are_cut(choice: Body) -> None:
     order = ("index", "delta", "logprobs", "finish_reason", "stop_reason", "token_ids")
     ordered = {name: choice[name] for name in order if name in choice}
     data = json.dumps(_chunk(ordered), separators=(",", ":"), ensure_ascii=False).encode()
-    assert cut_evidence(data, NOTHING) is not None
+    assert _cut(data) is not None
     _check(data)
 
 
 def test_a_chunk_is_cut() -> None:
-    assert cut_evidence(encoded(_chunk(_choice())), NOTHING) == (
+    assert _cut(encoded(_chunk(_choice()))) == (
         b'{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1763683200,"model":"m","choices":'
         b'[{"index":0,"delta":{"content":"Hi"},"logprobs":null,"finish_reason":null,"token_ids":null}]}'
     )
 
 
+def test_a_chunk_of_one_id_is_read_without_parsing() -> None:
+    reader = StreamReader()
+    reader.read(
+        encoded(_chunk(_choice(delta={"role": "assistant", "content": ""}, token_ids=[], logprobs=None)))
+    )
+    for text, token_id in (("\n", 74), ("é", 75)):
+        chunk = UsualChunk.match(
+            data_event(encoded(_chunk(_choice(delta={"content": text}, token_ids=[token_id]))))
+        )
+        assert chunk is not None
+        assert reader.add(chunk)
+    [read] = reader.rest().choices
+    assert (read.message["content"], read.ids, read.logprobs) == ("\né", [74, 75], [-0.5, -0.5])
+    assert read.counted == 1
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        _choice(token_ids=[]),
+        _choice(token_ids=[2**31]),
+        _choice(token_ids=[1, 2], logprobs={"content": [_logprob()] * 2}),
+        _choice(logprobs=None),
+        _choice(delta={"reasoning": "so"}),
+        _choice(index=70_000),
+    ],
+)
+def test_chunks_that_are_parsed_to_be_read(choice: Body) -> None:
+    chunk = UsualChunk.match(data_event(encoded(_chunk(choice))))
+    assert chunk is not None
+    assert chunk.piece() is None
+
+
 def test_reasoning_is_left_to_the_parser() -> None:
     hides = Visible(ids=False, logprobs=False, reasoning=False)
-    assert cut_evidence(encoded(_chunk(_choice())), hides) is not None
-    assert cut_evidence(encoded(_chunk(_choice(delta={"reasoning": "so"}))), hides) is None
+    assert _cut(encoded(_chunk(_choice())), hides) is not None
+    assert _cut(encoded(_chunk(_choice(delta={"reasoning": "so"}))), hides) is None
 
 
 # --- any shape
@@ -198,4 +247,4 @@ def test_fields_of_evidence_in_a_text_are_text(texts: list[str], escaped: bool) 
     data = json.dumps(_chunk(choice, model=model), separators=(",", ":"), ensure_ascii=escaped).encode()
     _check(data)
     if not escaped:
-        assert cut_evidence(data, NOTHING) is not None
+        assert _cut(data) is not None
