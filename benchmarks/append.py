@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import time
@@ -10,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -22,9 +20,9 @@ import uvloop
 
 from benchmarks.append_report import FIRST, LENGTHS, LONG, RENDER, TEXT, Measured, Times, as_json, as_text
 from benchmarks.author import Author, Messages
-from benchmarks.command import fail, make_parser
+from benchmarks.command import LINUX_ONLY, fail, make_parser, print_results, progress
 from benchmarks.processes import other_programs_s
-from benchmarks.report import machine
+from benchmarks.report import disturbance, machine
 from benchmarks.ways import NEW, NEW_WITH_HISTORY, NOT_LOCAL, WAYS, Past, Way
 from proxy.demo.checkpoint import TEMPLATE_FILE, ensure_checkpoint
 from proxy.demo.errors import DemoError
@@ -72,8 +70,6 @@ examples:
   python benchmarks/append.py --json out.json  also write every sample to a file
 """
 
-QUIET = 0.05
-"""Share of the machine's CPU time that other programs may use before a warning is printed."""
 
 _HEADER, _NUMBERED_HEADER = "message.role +", "message.role ~ ' ' ~ loop.index +"
 """The header of a message in the demo's template, and one that prints the message's number."""
@@ -102,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
     if sys.platform != "linux":
-        return fail("append.py", "Linux only: it reads /proc")
+        return fail("append.py", LINUX_ONLY)
     try:
         folder = ensure_checkpoint()
         numbered = TEMPLATE_FILE.read_text("utf-8").replace(_HEADER, _NUMBERED_HEADER)
@@ -110,13 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = measure(local, not_local, QUICK if options.quick else FULL)
     except (DemoError, TokenizationError, WrongProof, WrongIds) as error:
         return fail("append.py", str(error))
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("tokenizers", "transformers", "uvloop"))
-    about = {**machine(), "libraries": libraries, "others": f"{measured.others:.0%}"}
-    print(as_text(measured, about))
-    if measured.others > QUIET:
-        print(f"\nOther programs used {measured.others:.0%} of the cores: measure again on an idle machine.")
-    if options.json is not None:
-        options.json.write_text(json.dumps(as_json(measured, about), indent=1) + "\n")
+    about = {**machine(("tokenizers", "transformers", "uvloop")), "others": f"{measured.others:.0%}"}
+    text = as_text(measured, about) + disturbance(measured.others, "the cores")
+    print_results(text, as_json(measured, about), options.json)
     return 0
 
 
@@ -145,7 +137,7 @@ def measure(local: ChatTokenizer, not_local: ChatTokenizer, effort: Effort) -> M
     first, render, text = Times(FIRST), Times(RENDER), Times(TEXT)
     start, other_programs_before_s = time.monotonic(), other_programs_s()
     for number in range(effort.rounds):
-        print(f"round {number + 1} of {effort.rounds} ...", file=sys.stderr)
+        progress(f"round {number + 1} of {effort.rounds}")
         for length, past in pasts.items():
             for way, times in zip(WAYS, appends, strict=True):
                 results = author.results(effort.appends + 1, new=way.new)
@@ -154,7 +146,7 @@ def measure(local: ChatTokenizer, not_local: ChatTokenizer, effort: Effort) -> M
             text.ms[length] += timed(pasts_by_locality[False][length].text, results)
             first.ms[length] += [first_of_thread(past, author.result()) for _ in range(effort.threads)]
             render.ms[length] += timed(past.render, author.results(effort.renders + 1, new=True))
-    print("the event loop ...", file=sys.stderr)
+    progress("the event loop")
     waits = uvloop.run(all_waits(pasts[LONG], pasts_by_locality[False][LONG], author, effort.waits))
     cores_s = len(os.sched_getaffinity(0)) * (time.monotonic() - start)
     tokens = {length: len(past.ids) for length, past in pasts.items()}
@@ -245,8 +237,6 @@ async def _tick(ticks: list[float]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(_DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--quick", action="store_true", help="only check that it runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     return parser
 
 

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.author import RESULT_TOKENS
-from benchmarks.report import table, verdict
+from benchmarks.report import machine_lines, table, verdict
 from benchmarks.ways import Way
 
 LENGTHS = (1_000, 8_000, 32_000, 128_000)
@@ -118,8 +118,7 @@ def as_text(measured: Measured, about: dict[str, str]) -> str:
         *(_wait_row(name, waits) for name, waits in measured.waits.items()),
     ]
     head = [
-        f"{about['cores']} cores of {about['cpu']}; other programs used {about['others']} of them",
-        f"Python {about['python']}, {about['libraries']}",
+        *machine_lines(about, f"; other programs used {about['others']} of them"),
         f"histories of {tokens} ids; results of {RESULT_TOKENS}",
     ]
     return "\n\n".join(["\n".join(head), *map(table, (times, ratios, texts, loop))])

@@ -1,10 +1,7 @@
 """Benchmark: what each way to choose a replica of a fleet costs. `--help` describes the measurement."""
 
 import argparse
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -15,7 +12,7 @@ if __name__ == "__main__":
     # for a program that is run by its path, Python searches its folder; this package is in the parent folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.command import fail, make_parser
+from benchmarks.command import LINUX_ONLY, fail, make_parser, print_results, progress, scratch_folder
 from benchmarks.fleet_clients import Clients, Held, hold
 from benchmarks.fleet_load import Conversation, make_load
 from benchmarks.fleet_model import Totals
@@ -32,7 +29,7 @@ from benchmarks.processes import (
     proxy,
     vllm_router,
 )
-from benchmarks.report import machine, percentile, table
+from benchmarks.report import machine, machine_lines, percentile, table
 
 ROUTER = Path(__file__).resolve().parent.parent / ".cache/vllm-router/bin/vllm-router"
 LIMIT_S = 120.0
@@ -130,8 +127,8 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
-    if not hasattr(os, "sched_setaffinity"):
-        return fail("fleet.py", "Linux only: it pins processes to cores and reads /proc")
+    if sys.platform != "linux":
+        return fail("fleet.py", LINUX_ONLY)
     policies = [policy for policy in POLICIES if options.only in policy.title]
     if not policies:
         names = ", ".join(f'"{policy.title}"' for policy in POLICIES)
@@ -144,9 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = measure(policies, QUICK if options.quick else FULL, options.rounds)
     except (StartError, BadResponse) as error:
         return fail("fleet.py", str(error))
-    print(text(results, about))
-    if options.json is not None:
-        options.json.write_text(json.dumps(_json(results, about), indent=1) + "\n")
+    print_results(text(results, about), _json(results, about), options.json)
     return 0
 
 
@@ -159,12 +154,11 @@ def measure(policies: Sequence[Policy], effort: Effort, rounds: int) -> list[Res
     """
     load, words = make_load(effort.conversations), Words()
     results = [Result(policy) for policy in policies]
-    with tempfile.TemporaryDirectory(prefix="tokenproxy-bench-") as scratch:
-        folder = Path(scratch)
+    with scratch_folder() as folder:
         words.write(folder)
         for number in range(rounds):
             for result in results:
-                print(f"round {number + 1} of {rounds}: {result.policy.title} ...", file=sys.stderr)
+                progress(f"round {number + 1} of {rounds}: {result.policy.title}")
                 log = folder / f"{number}-{results.index(result)}.log"
                 _one_round(result, load, words, effort, folder, log)
     return results
@@ -221,9 +215,8 @@ TITLES = ["policy", "makespan", "hit rate", "p50", "p99", "requests", "busy", "c
 
 def text(results: Sequence[Result], about: dict[str, str]) -> str:
     """The results as a Markdown table, aligned for a terminal; the median round of each policy."""
-    head = [f"{about['cores']} cores of {about['cpu']}", f"Python {about['python']}, {about['libraries']}"]
     rows = [_row(result) for result in results if result.held]
-    return "\n".join([*head, "", table([TITLES, *rows])])
+    return "\n".join([*machine_lines(about), "", table([TITLES, *rows])])
 
 
 def _row(result: Result) -> list[str]:
@@ -259,12 +252,10 @@ def _json(results: Sequence[Result], about: dict[str, str]) -> dict[str, object]
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(_DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--quick", action="store_true", help="only check that it runs")
     parser.add_argument("--rounds", type=int, default=1, help="how often to measure each policy (default: 1)")
     parser.add_argument(
         "--only", default="", metavar="WORDS", help="only policies whose name contains this text"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     return parser
 
 

@@ -31,10 +31,7 @@ Requests of a column differ in a number in each message, so each begins or conti
 """
 
 import argparse
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -46,7 +43,7 @@ if __name__ == "__main__":
 
 import msgspec
 
-from benchmarks.command import fail, make_parser
+from benchmarks.command import LINUX_ONLY, fail, make_parser, print_results, progress, scratch_folder
 from benchmarks.gateway_compare import (
     DIRECT,
     OURS,
@@ -129,8 +126,8 @@ QUICK = Effort(1, 1, 10, 100, {"1k": 1_000, "32k": 32_000})
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
-    if not hasattr(os, "sched_setaffinity"):
-        return fail("gateway.py", "Linux only: it pins processes to cores and reads /proc")
+    if sys.platform != "linux":
+        return fail("gateway.py", LINUX_ONLY)
     if find_wrk() is None:
         return fail("gateway.py", "wrk is not installed: run scripts/install-peers wrk, or apt install wrk")
     effort = QUICK if options.quick else FULL
@@ -151,9 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = measure(options.tokenizer or ensure_checkpoint(), effort, selected)
     except (DemoError, TokenizationError, StartError) as error:
         return fail("gateway.py", str(error))
-    print(as_text(results, about))
-    if options.json is not None:
-        options.json.write_text(json.dumps(as_json(results, about), indent=1) + "\n")
+    print_results(as_text(results, about), as_json(results, about), options.json)
     return 0
 
 
@@ -164,11 +159,10 @@ def measure(checkpoint: Path, effort: Effort, selected: Selected) -> Results:
         StartError: the engine or tokenproxy does not start.
         TokenizationError: the checkpoint's tokenizer cannot be loaded.
     """
-    print("write the requests ...", file=sys.stderr)
+    progress("write the requests")
     loads = make_loads(ChatTokenizer.load(checkpoint), effort.conversations, effort.lengths)
     cores = Cores.pick()
-    with tempfile.TemporaryDirectory(prefix="tokenproxy-bench-") as scratch:
-        folder = Path(scratch)
+    with scratch_folder() as folder:
         answers = folder / "answers"
         answers.write_bytes(msgspec.msgpack.encode(loads.answers))
         with gateway_engine(cores.engine, answers, checkpoint) as port, pinned(cores.client):
@@ -211,7 +205,6 @@ def _any_selected(selected: Selected) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(_DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--quick", action="store_true", help="only check that it runs")
     parser.add_argument("--seconds", type=int, metavar="N", help=f"of each load and round ({FULL.seconds})")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"how often to measure ({FULL.rounds})")
     parser.add_argument(
@@ -222,7 +215,6 @@ def _parser() -> argparse.ArgumentParser:
         help="only columns and rows with these texts in their names; either may be left out; repeatable",
     )
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer (default: the demo's)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round to this file")
     return parser
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from benchmarks.command import progress
 from benchmarks.gateway_loads import FEW_GIVEN_IDS, FIRST_TURN, GIVEN_IDS, SMALL_CHAT, Column, Load, Loads
 from benchmarks.gateway_peers import PEERS, run_peer
 from benchmarks.gateway_run import Added, Bench, Cell, Target
@@ -93,7 +94,7 @@ def compare(
             cell.note, cell.pace = _prepare(bench, target, column)
     for number in range(rounds):
         for column, target in pairs:
-            _progress(f"round {number + 1} of {rounds}: {column.name}, {target.name}")
+            progress(f"round {number + 1} of {rounds}: {column.name}, {target.name}")
             with _problems(compared.cells[column.name, target.name]) as cell:
                 if not cell.problem:
                     cell.samples.append(bench.measure(target, column.load(target.ours), cell.pace))
@@ -107,7 +108,7 @@ def measure_requests(
     timed = {kind.name: Timed() for kind in kinds}
     for number in range(rounds):
         for kind in kinds:
-            _progress(f"round {number + 1} of {rounds}: {kind.name}")
+            progress(f"round {number + 1} of {rounds}: {kind.name}")
             add_round(bench, target, (kind.direct, kind.ours), timed[kind.name], samples)
     return timed
 
@@ -134,13 +135,13 @@ def start_targets(
     with ExitStack() as stack:
         targets = [engine] if DIRECT in rows else []
         if OURS in rows:
-            _progress(f"start {OURS}")
+            progress(f"start {OURS}")
             running: Proxy = stack.enter_context(proxy(cores.proxy, engine.port, folder / "proxy.log"))
             targets.append(Target(OURS, running.port, running, ours=True))
         for peer in PEERS:
             if peer.title not in rows:
                 continue
-            _progress(f"start {peer.title}")
+            progress(f"start {peer.title}")
             try:
                 running = stack.enter_context(run_peer(peer, cores.proxy, engine.port, folder))
             except StartError as error:
@@ -156,7 +157,7 @@ def _prepare(bench: Bench, target: Target, column: Column) -> tuple[str, Pace]:
     load = column.load(target.ours)
     checked = bench.check(target, load)
     if load.conversations and target.ours:
-        _progress(f"begin {load.conversations:,} conversations: {column.name}, {target.name}")
+        progress(f"begin {load.conversations:,} conversations: {column.name}, {target.name}")
         bench.begin(target, load)
     elif load.conversations:
         target.positions[load.answer] = load.conversations  # the others are sent the same later turns
@@ -170,7 +171,3 @@ def _problems(cell: Cell) -> Iterator[Cell]:
         yield cell
     except (BadResponse, OSError) as error:
         cell.problem = str(error) or type(error).__name__
-
-
-def _progress(what: str) -> None:
-    print(f"{what} ...", file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
 """Recognised turns of many interleaved conversations, for `gateway.py`: by store, length and state."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.command import progress
 from benchmarks.gateway_compare import Selected, Timed, add_round
 from benchmarks.gateway_run import Bench, Target, settle
 from benchmarks.load import BadResponse
@@ -62,12 +62,12 @@ def _measure_store(
     loads = bench.loads.conversations
     with _proxies(bench, cores, store, urls) as targets:
         for length, target in targets.items():
-            _progress(f"{store}: begin {loads[length][False].conversations:,} conversations of {length} ids")
+            progress(f"{store}: begin {loads[length][False].conversations:,} conversations of {length} ids")
             bench.begin(target, loads[length][False])
             settle(target.running)
         for number in range(rounds):
             for length, target in targets.items():
-                _progress(f"{store}: round {number + 1} of {rounds}, {length} ids")
+                progress(f"{store}: round {number + 1} of {rounds}, {length} ids")
                 for state, stream in ((WHOLE, False), (STREAMED, True)):
                     timed = results.timed.setdefault((store, state, length), Timed())
                     load = loads[length][stream]
@@ -90,7 +90,7 @@ def _measure_restarted(
     loads = bench.loads.conversations
     with _proxies(bench, cores, store, urls) as targets:
         for length, target in targets.items():
-            _progress(f"{store}: restarted, {length} ids")
+            progress(f"{store}: restarted, {length} ids")
             warm_up = bench.loads.columns[0].ours
             target.positions[warm_up.answer] = 1_000_000
             bench.add(Timed().added, target, (warm_up, warm_up), 20)
@@ -109,7 +109,7 @@ def _proxies(bench: Bench, cores: Cores, store: str, urls: Mapping[str, str]) ->
     with ExitStack() as stack:
         targets = {}
         for length, url in urls.items():
-            _progress(f"{store}: start tokenproxy for {length} ids")
+            progress(f"{store}: start tokenproxy for {length} ids")
             log = bench.folder / store / f"{length}.log"
             running = stack.enter_context(proxy(cores.proxy, bench.engine.port, log, store=url, flags=flags))
             targets[length] = Target(store, running.port, running, ours=True)
@@ -129,7 +129,3 @@ def _urls(store: str, cores: Cores, folder: Path, lengths: Sequence[str]) -> Ite
         yield {length: f"sqlite://{folder}/{length}.db" for length in lengths}
     else:
         yield dict.fromkeys(lengths, "memory:")
-
-
-def _progress(what: str) -> None:
-    print(f"{what} ...", file=sys.stderr, flush=True)

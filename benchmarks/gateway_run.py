@@ -17,7 +17,7 @@ from benchmarks.gateway_answers import Answer
 from benchmarks.gateway_loads import CLIENT_HEADERS, FIRST_NUMBER, Load, Loads
 from benchmarks.gateway_wrk import NoResponse, Pace, run_wrk
 from benchmarks.load import BadResponse, Latency
-from benchmarks.processes import Proxy, get_json
+from benchmarks.processes import Proxy, get_json, get_metrics
 from benchmarks.report import percentile
 
 _CHECKED = 7_000_000
@@ -221,7 +221,7 @@ class _Counters:
         if running is None:
             return cls()
         prompts: dict[str, float] = defaultdict(float)
-        page = _metrics(target.port) if target.ours else ""
+        page = get_metrics(target.port) if target.ours else ""
         for source, count in _PROMPTS.findall(page):
             prompts[source] += float(count)
         return cls(
@@ -232,15 +232,6 @@ class _Counters:
             sum(prompts.values()),
             prompts["extended"],
         )
-
-
-def _metrics(port: int) -> str:
-    connection = HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.request("GET", "/metrics")
-        return connection.getresponse().read().decode()
-    finally:
-        connection.close()
 
 
 def _check(target: Target, load: Load, answer: Answer, number: int) -> tuple[str, float]:

@@ -1,10 +1,7 @@
 """Benchmark: the cost that the proxy adds to a request. `--help` describes the measurement."""
 
 import argparse
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +11,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.cases import Case, cases
-from benchmarks.command import fail, make_parser
+from benchmarks.command import LINUX_ONLY, fail, make_parser, print_results, progress, scratch_folder
 from benchmarks.load import BadResponse, check_same, latencies, throughput
 from benchmarks.processes import Cores, Proxy, StartError, noop_engine, pinned, proxy, write_tokenizer
 from benchmarks.report import Result, machine, overhead_json, overhead_text
@@ -70,8 +67,8 @@ QUICK = Effort(rounds=1, samples=0.1, seconds=0.1, tokenizer=False)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
-    if not hasattr(os, "sched_setaffinity"):
-        return fail("overhead.py", "Linux only: it pins processes to cores and reads /proc")
+    if sys.platform != "linux":
+        return fail("overhead.py", LINUX_ONLY)
     chosen = [case for case in cases() if options.case in case.name]
     if not chosen:
         names = ", ".join(f'"{case.name}"' for case in cases())
@@ -81,9 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = measure(chosen, QUICK if options.quick else FULL)
     except (StartError, BadResponse) as error:
         return fail("overhead.py", str(error))
-    print(overhead_text(results, about))
-    if options.json is not None:
-        options.json.write_text(json.dumps(overhead_json(results, about), indent=1) + "\n")
+    print_results(overhead_text(results, about), overhead_json(results, about), options.json)
     return 0
 
 
@@ -96,8 +91,7 @@ def measure(chosen: Sequence[Case], effort: Effort) -> list[Result]:
     """
     cores = Cores.pick()
     results = [Result(case) for case in chosen]
-    with tempfile.TemporaryDirectory(prefix="tokenproxy-bench-") as scratch:
-        folder = Path(scratch)
+    with scratch_folder() as folder:
         write_tokenizer(folder)
         with (
             noop_engine(cores.engine, folder if effort.tokenizer else None) as direct,
@@ -108,7 +102,7 @@ def measure(chosen: Sequence[Case], effort: Effort) -> list[Result]:
                 if not case.paced:  # the same chunks as unpaced, only slower
                     check_same(case, direct, running.port)
             for number in range(effort.rounds):
-                print(f"round {number + 1} of {effort.rounds} ...", file=sys.stderr)
+                progress(f"round {number + 1} of {effort.rounds}")
                 for result in results:
                     _one_round(result, direct, running, effort)
     return results
@@ -131,11 +125,9 @@ def _one_round(result: Result, direct: int, running: Proxy, effort: Effort) -> N
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(_DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--quick", action="store_true", help="only check that it runs")
     parser.add_argument(
         "--case", default="", metavar="WORDS", help="only cases whose name contains this text"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     return parser
 
 

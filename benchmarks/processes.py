@@ -322,6 +322,16 @@ def get_json(port: int, path: str) -> Any:
         connection.close()
 
 
+def get_metrics(port: int) -> str:
+    """The Prometheus metrics of a gateway, as text."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", "/metrics")
+        return connection.getresponse().read().decode()
+    finally:
+        connection.close()
+
+
 def _wait_ready(process: "subprocess.Popen[bytes]", log: Path) -> int:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:

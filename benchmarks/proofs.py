@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.metadata
-import json
 import os
 import re
 import sys
@@ -21,9 +20,9 @@ if __name__ == "__main__":
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.command import fail, make_parser
+from benchmarks.command import LINUX_ONLY, fail, make_parser, print_results, progress
 from benchmarks.processes import other_programs_s
-from benchmarks.report import machine, percentile, table, verdict
+from benchmarks.report import machine, machine_lines, percentile, table, verdict
 from tokenization import ChatTokenizer, TokenizationError
 from tokenization.locality import Locality, Proof
 
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
     if sys.platform != "linux":
-        return fail("proofs.py", "Linux only: it reads /proc")
+        return fail("proofs.py", LINUX_ONLY)
     if options.folder is not None and not options.folder.is_dir():
         return fail("proofs.py", f"{options.folder} is not a folder")
     templates = read_templates(options.folder or FETCHED)
@@ -93,10 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail("proofs.py", str(error))
     cores_s = len(os.sched_getaffinity(0)) * (time.monotonic() - start)
     others = (other_programs_s() - other_programs_before_s) / cores_s
-    about = {**machine(), "libraries": _libraries(), "others": f"{others:.0%}"}
-    print(as_text(proofs, about))
-    if options.json is not None:
-        options.json.write_text(json.dumps(as_json(proofs, about), indent=1) + "\n")
+    about = {**machine(("jinja2", "transformers")), "others": f"{others:.0%}"}
+    print_results(as_text(proofs, about), as_json(proofs, about), options.json)
     return 0
 
 
@@ -121,7 +118,7 @@ def prove_all(templates: dict[str, str]) -> list[Timed]:
     proofs = []
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, source) in enumerate(templates.items()):
-            print(f"template {number + 1} of {len(templates)}: {name} ...", file=sys.stderr)
+            progress(f"template {number + 1} of {len(templates)}: {name}")
             tokenizer = stand_in(source, Path(folder))
             before = time.thread_time()
             proof = tokenizer.prove()
@@ -184,10 +181,7 @@ def as_text(proofs: Sequence[Timed], about: dict[str, str]) -> str:
             for t in slowest
         ),
     ]
-    head = [
-        f"{about['cores']} cores of {about['cpu']}; other programs used {about['others']} of them",
-        f"Python {about['python']}, {about['libraries']}",
-    ]
+    head = machine_lines(about, f"; other programs used {about['others']} of them")
     return "\n".join([*head, "", table(summary), "", table(decides), "", table(slow)])
 
 
@@ -216,16 +210,10 @@ def _decides_row(name: str, found: Iterable[Locality]) -> list[str]:
     return [name, *(str(counts[locality]) for locality in Locality)]
 
 
-def _libraries() -> str:
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jinja2", "transformers"))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(_DESCRIPTION, _EXAMPLES)
     folder_help = "where to look for .jinja files (default: .cache/templates)"
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=folder_help)
-    parser.add_argument("--quick", action="store_true", help="only check that it runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every proof to this file")
     return parser
 
 

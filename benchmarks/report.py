@@ -14,7 +14,7 @@ from benchmarks.cases import Case
 from benchmarks.clocked import INSIDE, REQUEST, STAGES, Span
 from benchmarks.load import LoadResult
 
-_LIBRARIES = ("uvicorn", "uvloop", "httptools", "fastapi", "starlette", "msgspec")
+LIBRARIES = ("uvicorn", "uvloop", "httptools", "fastapi", "starlette", "msgspec")
 
 QUIET = 0.05
 """Share of the proxy's core that other programs may use before a warning is printed."""
@@ -81,7 +81,7 @@ class Result:
         return met
 
 
-def machine() -> dict[str, str]:
+def machine(libraries: Sequence[str] = LIBRARIES) -> dict[str, str]:
     """Machine and library versions, on which the numbers depend."""
     info = Path("/proc/cpuinfo").read_text()
     models = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
@@ -89,8 +89,23 @@ def machine() -> dict[str, str]:
         "cpu": models[0] if models else platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
         "python": platform.python_version(),
-        "libraries": ", ".join(f"{name} {version(name)}" for name in _LIBRARIES),
+        "libraries": ", ".join(f"{name} {version(name)}" for name in libraries),
     }
+
+
+def machine_lines(about: dict[str, str], note: str = "") -> list[str]:
+    """The first lines of a report: the cores, with a note after them, and the versions."""
+    return [
+        f"{about['cores']} cores of {about['cpu']}{note}",
+        f"Python {about['python']}, {about['libraries']}",
+    ]
+
+
+def disturbance(others: float, cores: str) -> str:
+    """A warning after a report, if other programs used more than QUIET of the cores; else an empty text."""
+    if others <= QUIET:
+        return ""
+    return f"\n\nOther programs used {others:.0%} of {cores}: measure again on an idle machine."
 
 
 def overhead_json(results: Sequence[Result], about: dict[str, str]) -> dict[str, Any]:
@@ -100,10 +115,6 @@ def overhead_json(results: Sequence[Result], about: dict[str, str]) -> dict[str,
 
 def overhead_text(results: Sequence[Result], about: dict[str, str]) -> str:
     """The results as two Markdown tables, aligned for a terminal."""
-    head = [
-        f"{about['cores']} cores of {about['cpu']}",
-        f"Python {about['python']}, {about['libraries']}",
-    ]
     others = sum(result.proxy.other_programs_s for result in results) / sum(r.proxy.seconds for r in results)
     disturbed = f"While the proxy was under load, other programs used {others:.0%} of its core"
     disturbed += ": measure again on an idle machine." if others > QUIET else "."
@@ -127,7 +138,7 @@ def overhead_text(results: Sequence[Result], about: dict[str, str]) -> str:
         ],
         *(_load_row(result) for result in results),
     ]
-    return "\n".join([*head, "", table(latency), "", table(load), "", disturbed])
+    return "\n".join([*machine_lines(about), "", table(latency), "", table(load), "", disturbed])
 
 
 def _latency_row(result: Result) -> list[str]:
@@ -309,8 +320,7 @@ def turns_text(measured: Measured, about: dict[str, str]) -> str:
     short, long = _label(measured.lengths[0]), _label(measured.lengths[-1])
     tokens = ", ".join(f"{median(measured.rows[0].tokens[length]):,.0f}" for length in measured.lengths)
     head = [
-        f"{about['cores']} cores of {about['cpu']}; other programs used {about['others']} of the proxy's",
-        f"Python {about['python']}, {about['libraries']}",
+        *machine_lines(about, f"; other programs used {about['others']} of the proxy's"),
         f"prompts of {tokens} ids",
     ]
     titles = [f"{quantile} {_label(length)}" for length in measured.lengths for quantile in ("p50", "p99")]

@@ -2,15 +2,12 @@
 
 import argparse
 import asyncio
-import json
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from http.client import HTTPConnection
 from pathlib import Path
 
 import uvloop
@@ -19,12 +16,12 @@ if __name__ == "__main__":
     # for a program that is run by its path, Python searches its folder; this package is in the parent folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.command import fail, make_parser
+from benchmarks.command import LINUX_ONLY, fail, make_parser, print_results, scratch_folder
 from benchmarks.fleet_clients import Clients, Held, exchange, hold_all
 from benchmarks.fleet_load import Conversation, Turn
 from benchmarks.fleet_words import Words
 from benchmarks.load import BadResponse
-from benchmarks.processes import Cores, Proxy, StartError, engine_fleet, pinned, proxy
+from benchmarks.processes import Cores, Proxy, StartError, engine_fleet, get_metrics, pinned, proxy
 from benchmarks.report import machine, percentile, table, verdict
 
 CONNECTIONS = 64
@@ -95,16 +92,14 @@ class Soaked:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
-    if not hasattr(os, "sched_setaffinity"):
-        return fail("soak.py", "Linux only: it pins processes to cores and reads /proc")
+    if sys.platform != "linux":
+        return fail("soak.py", LINUX_ONLY)
     about = machine()
     try:
         soaked = soak(60 * options.minutes, options.connections)
     except (StartError, BadResponse) as error:
         return fail("soak.py", str(error))
-    print(text(soaked, about))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"machine": about, **asdict(soaked)}, indent=1) + "\n")
+    print_results(text(soaked, about), {"machine": about, **asdict(soaked)}, options.json)
     return 1 if soaked.errors else 0
 
 
@@ -116,8 +111,7 @@ def soak(seconds: float, connections: int) -> Soaked:
         BadResponse: the proxy did not answer a probe.
     """
     cores, words, soaked = Cores.pick(), Words(), Soaked(seconds)
-    with tempfile.TemporaryDirectory(prefix="tokenproxy-bench-") as scratch:
-        folder = Path(scratch)
+    with scratch_folder() as folder:
         words.write(folder)
         speed = ["--replicas", "2", "--slow", "0", "--faster", "50"]
         with (
@@ -190,13 +184,7 @@ def _rss_mib(pid: int) -> float:
 
 
 def _loop_lag(port: int) -> dict[str, float]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.request("GET", "/metrics")
-        page = connection.getresponse().read().decode()
-    finally:
-        connection.close()
-    return {bound: float(count) for bound, count in _LOOP_LAG.findall(page)}
+    return {bound: float(count) for bound, count in _LOOP_LAG.findall(get_metrics(port))}
 
 
 def text(soaked: Soaked, about: dict[str, str]) -> str:
@@ -250,12 +238,11 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser(_DESCRIPTION, _EXAMPLES)
+    parser = make_parser(_DESCRIPTION, _EXAMPLES, quick=False)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
     parser.add_argument(
         "--connections", type=int, default=CONNECTIONS, help=f"how many (default: {CONNECTIONS})"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     return parser
 
 

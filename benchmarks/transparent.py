@@ -1,15 +1,12 @@
 """Benchmark: the cost of keeping plain OpenAI conversations exact. `--help` describes the measurement."""
 
 import argparse
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -18,16 +15,16 @@ if __name__ == "__main__":
 
 from benchmarks.author import TOOLS, Author
 from benchmarks.clocked import read_clocks
-from benchmarks.command import fail, make_parser
+from benchmarks.command import LINUX_ONLY, fail, make_parser, print_results, progress, scratch_folder
 from benchmarks.load import BadResponse
 from benchmarks.processes import Cores, Proxy, StartError, noop_engine, pinned, proxy, redis_server
 from benchmarks.report import (
     ELSEWHERE,
-    QUIET,
     RESTARTED,
     SAME,
     Measured,
     Times,
+    disturbance,
     machine,
     turns_json,
     turns_text,
@@ -98,21 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
     if sys.platform != "linux":
-        return fail("transparent.py", "Linux only: it pins processes to cores and reads /proc")
+        return fail("transparent.py", LINUX_ONLY)
     try:
         folder = ensure_checkpoint()
         measured = measure(folder, options.store or STORES, QUICK if options.quick else FULL)
     except (DemoError, TokenizationError, StartError, BadResponse) as error:
         return fail("transparent.py", str(error))
-    libraries = ", ".join(
-        f"{name} {version(name)}" for name in ("uvicorn", "aiohttp", "msgspec", "tokenizers")
-    )
-    about = {**machine(), "libraries": libraries, "others": f"{measured.others:.0%}"}
-    print(turns_text(measured, about))
-    if measured.others > QUIET:
-        print(f"\nOther programs used {measured.others:.0%} of the proxy's core: repeat on an idle machine.")
-    if options.json is not None:
-        options.json.write_text(json.dumps(turns_json(measured, about), indent=1) + "\n")
+    about = {**machine(("uvicorn", "aiohttp", "msgspec", "tokenizers")), "others": f"{measured.others:.0%}"}
+    text = turns_text(measured, about) + disturbance(measured.others, "the proxy's core")
+    print_results(text, turns_json(measured, about), options.json)
     return 0
 
 
@@ -128,19 +119,19 @@ def measure(checkpoint: Path, stores: Sequence[str], effort: Effort) -> Measured
     tokenizer = ChatTokenizer.load(checkpoint)
     seconds, other_programs_s = 0.0, 0.0
     with (
-        tempfile.TemporaryDirectory(prefix="tokenproxy-bench-") as scratch,
+        scratch_folder() as folder,
         noop_engine(cores.engine, checkpoint, turns=True) as engine,
-        redis_server(cores.engine, Path(scratch)) as redis,
+        redis_server(cores.engine, folder) as redis,
         pinned(cores.client),
     ):
-        urls = {"SQLite": f"sqlite://{scratch}/rollouts.db", "memory": "memory:", "Redis": redis}
+        urls = {"SQLite": f"sqlite://{folder}/rollouts.db", "memory": "memory:", "Redis": redis}
         for store in stores:
             url = urls[store]
             if url is None:
                 print("the Redis store is skipped: install redis-server to measure it", file=sys.stderr)
                 continue
-            print(f"{store}: starting ...", file=sys.stderr)
-            with _bench(cores, engine, Path(scratch) / store, url) as bench:
+            progress(f"{store}: starting")
+            with _bench(cores, engine, folder / store, url) as bench:
                 start, before_s = time.monotonic(), bench.other_programs_s()
                 measured.rows += bench.rows(store, tokenizer, measured, effort)
                 seconds += time.monotonic() - start
@@ -198,11 +189,11 @@ class Bench:
         rows = {state: Times(store, state) for state in states}
         talks = {}
         for length in effort.lengths:
-            print(f"{store}: a conversation of {length:,} tokens ...", file=sys.stderr)
+            progress(f"{store}: a conversation of {length:,} tokens")
             talks[length] = build_conversation(self.here, author, length)
             self._check(talks[length], author, tokenizer)
         for number in range(effort.rounds):
-            print(f"{store}: round {number + 1} of {effort.rounds} ...", file=sys.stderr)
+            progress(f"{store}: round {number + 1} of {effort.rounds}")
             for length, conversation in talks.items():
                 for turn in range(effort.turns):
                     self._time(self.here, self._next(self.here, conversation, author), rows[SAME], length)
@@ -217,7 +208,7 @@ class Bench:
         for length in effort.lengths if self.other else ():
             for number in range(effort.restarts):
                 count = f"{number + 1} of {effort.restarts}"
-                print(f"{store}: restart {count} after {length:,} tokens ...", file=sys.stderr)
+                progress(f"{store}: restart {count} after {length:,} tokens")
                 conversation = build_conversation(self.here, author, length)
                 self._time(
                     self.other or self.here,
@@ -261,11 +252,9 @@ def _renders(tokenizer: ChatTokenizer, conversation: Conversation, effort: Effor
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(_DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--quick", action="store_true", help="only check that it runs")
     parser.add_argument(
         "--store", action="append", choices=STORES, help="only this store; repeatable (default: all)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     return parser
 
 

@@ -1,10 +1,8 @@
 """Benchmark: the proxy with several worker processes. `--help` describes the measurement."""
 
 import argparse
-import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +16,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.cases import Case, cases
-from benchmarks.command import fail, make_parser
+from benchmarks.command import LINUX_ONLY, fail, make_parser, print_results, progress, scratch_folder
 from benchmarks.load import BadResponse, check_same, throughput
 from benchmarks.processes import (
     Cores,
@@ -31,7 +29,7 @@ from benchmarks.processes import (
     tree_cpu_s,
     write_tokenizer,
 )
-from benchmarks.report import Rate, machine, table, verdict
+from benchmarks.report import Rate, machine, machine_lines, table, verdict
 
 _DESCRIPTION = """\
 Measure what a request costs with several worker processes: `tokenproxy serve --workers N`.
@@ -95,16 +93,14 @@ class Measured:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
-    if not hasattr(os, "sched_setaffinity"):
-        return fail("workers.py", "Linux only: it reads /proc")
+    if sys.platform != "linux":
+        return fail("workers.py", LINUX_ONLY)
     about = machine()
     try:
         results = measure(options.workers, QUICK if options.quick else FULL)
     except (StartError, BadResponse) as error:
         return fail("workers.py", str(error))
-    print(as_text(results, about))
-    if options.json is not None:
-        options.json.write_text(json.dumps(as_json(results, about), indent=1) + "\n")
+    print_results(as_text(results, about), as_json(results, about), options.json)
     return 0
 
 
@@ -117,8 +113,7 @@ def measure(workers: Sequence[int], effort: Effort) -> list[Measured]:
     """
     cores, case = Cores.pick(), cases()[0]
     results = [Measured(number, Rate(), []) for number in workers]
-    with tempfile.TemporaryDirectory(prefix="tokenproxy-bench-") as scratch, ExitStack() as stack:
-        folder = Path(scratch)
+    with scratch_folder() as folder, ExitStack() as stack:
         write_tokenizer(folder)
         direct = stack.enter_context(noop_engine(cores.engine, folder if effort.tokenizer else None))
         proxies = [stack.enter_context(_resting(folder, number, direct)) for number in workers]
@@ -127,7 +122,7 @@ def measure(workers: Sequence[int], effort: Effort) -> list[Measured]:
             check_same(case, direct, running.port)
             throughput(running.port, case.request(), _CONNECTIONS, effort.seconds)  # warm up
         for number in range(effort.rounds):
-            print(f"round {number + 1} of {effort.rounds} ...", file=sys.stderr)
+            progress(f"round {number + 1} of {effort.rounds}")
             for result, running in zip(results, proxies, strict=True):
                 _one_round(result, running, case, effort.seconds)
     return results
@@ -191,8 +186,9 @@ def as_text(results: Sequence[Measured], about: dict[str, str]) -> str:
                 f"{median(result.busiest):.0%}",
             ]
         )
-    head = [f"{cores} cores of {about['cpu']}", f"Python {about['python']}, {about['libraries']}"]
-    return "\n".join([*head, "", table(rows), "", f"Other programs used {others:.0%} of the cores."])
+    return "\n".join(
+        [*machine_lines(about), "", table(rows), "", f"Other programs used {others:.0%} of the cores."]
+    )
 
 
 def as_json(results: Sequence[Measured], about: dict[str, str]) -> dict[str, Any]:
@@ -207,8 +203,6 @@ def as_json(results: Sequence[Measured], about: dict[str, str]) -> dict[str, Any
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(_DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--quick", action="store_true", help="only check that it runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rounds to this file")
     parser.add_argument(
         "--workers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="(default: 1 2 4)"
     )

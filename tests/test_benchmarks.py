@@ -1,8 +1,6 @@
 """The benchmarks run from start to end. Their numbers are not checked: they need an idle machine."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,23 +11,15 @@ from benchmarks.clocked import INSIDE, REQUEST, STAGES, read_clocks
 from benchmarks.proofs import prove_all, read_templates
 from benchmarks.report import Measured, Times, turns_json, turns_text
 from benchmarks.ways import WAYS
+from tests.benchmark_commands import linux, run_benchmark
 from tokenization.locality import Locality
-
-ROOT = Path(__file__).parent.parent
-linux = pytest.mark.skipif(sys.platform != "linux", reason="pins processes to cores")
-
-
-def _run(*arguments: str, timeout: float = 120) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout
-    )
 
 
 @pytest.mark.slow
 @linux
 def test_quick_run_prints_and_writes_every_case(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
-    run = _run("benchmarks/overhead.py", "--quick", "--json", str(written))
+    run = run_benchmark("benchmarks/overhead.py", "--quick", "--json", str(written))
     assert run.returncode == 0, run.stderr
     for case in cases():
         assert f"| {case.name} " in run.stdout
@@ -42,7 +32,7 @@ def test_quick_run_prints_and_writes_every_case(tmp_path: Path) -> None:
 @linux
 def test_quick_run_measures_each_number_of_workers(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
-    run = _run("benchmarks/workers.py", "--quick", "--workers", "1", "2", "--json", str(written))
+    run = run_benchmark("benchmarks/workers.py", "--quick", "--workers", "1", "2", "--json", str(written))
     assert run.returncode == 0, run.stderr
     rows = json.loads(written.read_text())["rows"]
     assert [row["workers"] for row in rows] == [1, 2]
@@ -51,7 +41,7 @@ def test_quick_run_measures_each_number_of_workers(tmp_path: Path) -> None:
 
 
 def test_unknown_case_error_lists_the_case_names() -> None:
-    run = _run("benchmarks/overhead.py", "--case", "no such", timeout=60)
+    run = run_benchmark("benchmarks/overhead.py", "--case", "no such", timeout_s=60)
     assert run.returncode == 2
     assert '"small chat"' in run.stderr
 
@@ -62,7 +52,7 @@ def test_unknown_case_error_lists_the_case_names() -> None:
 def test_quick_conversation_run_times_every_state_and_stage(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
     arguments = ["--quick", "--store", "SQLite", "--json", str(written)]
-    run = _run("benchmarks/transparent.py", *arguments, timeout=280)
+    run = run_benchmark("benchmarks/transparent.py", *arguments, timeout_s=280)
     assert run.returncode == 0, run.stderr
     assert "| SQLite, other process " in run.stdout
     rows = json.loads(written.read_text())["rows"]
@@ -76,7 +66,7 @@ def test_quick_conversation_run_times_every_state_and_stage(tmp_path: Path) -> N
 @linux
 def test_quick_append_run_times_every_way_at_every_length(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
-    run = _run("benchmarks/append.py", "--quick", "--json", str(written))
+    run = run_benchmark("benchmarks/append.py", "--quick", "--json", str(written))
     assert run.returncode == 0, run.stderr
     measured = json.loads(written.read_text())["samples"]["ms"]
     names = [way.name for way in WAYS] + ["append, first of its thread", "render", "text, not local"]
@@ -93,7 +83,7 @@ def test_quick_proof_run_times_each_template_of_trl_and_a_folder(tmp_path: Path)
     for name in ("numbered", "the same"):
         (folder / f"{name}.jinja").write_text(source)
     assert [name for name, text in read_templates(folder).items() if text == source] == ["numbered"]
-    run = _run("benchmarks/proofs.py", str(folder), "--quick", "--json", str(written))
+    run = run_benchmark("benchmarks/proofs.py", str(folder), "--quick", "--json", str(written))
     assert run.returncode == 0, run.stderr
     proofs = json.loads(written.read_text())["proofs"]
     assert all(proof["cpu_s"] > 0 for proof in proofs.values())
@@ -109,13 +99,13 @@ def test_template_that_numbers_messages_is_not_local(tmp_path: Path) -> None:
 
 
 def test_missing_template_folder_is_an_error(tmp_path: Path) -> None:
-    run = _run("benchmarks/proofs.py", str(tmp_path / "missing"), timeout=60)
+    run = run_benchmark("benchmarks/proofs.py", str(tmp_path / "missing"), timeout_s=60)
     assert run.returncode == 2
     assert "is not a folder" in run.stderr
 
 
 def test_every_timed_stage_exists(tmp_path: Path) -> None:
-    run = _run("-m", "benchmarks.clocked", str(tmp_path / "clocks"), "--version")
+    run = run_benchmark("-m", "benchmarks.clocked", str(tmp_path / "clocks"), "--version")
     assert run.returncode == 0, run.stderr
     assert read_clocks(tmp_path / "clocks") == []
 

@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,8 @@ from benchmarks.fleet_policy import POLICIES
 from benchmarks.fleet_simulation import Outcome, Simulation
 from benchmarks.fleet_speeds import FAST, fleet_speeds
 from benchmarks.fleet_words import Message, Words
+from tests.benchmark_commands import linux, run_benchmark
 from tokenization import ChatTokenizer
-
-ROOT = Path(__file__).parent.parent
-linux = pytest.mark.skipif(sys.platform != "linux", reason="pins processes to cores")
 
 _SPEED = Speed(
     prefill_per_s=1000, decode_per_s=100, half=1, during_prefill=0.5, running=2, capacity_ids=8 * BLOCK_IDS
@@ -155,20 +151,14 @@ def test_words_render_as_their_tokenizer_does(tmp_path: Path) -> None:
     assert whole[: len(prompt) + len(sampled)] == [*prompt, *sampled]
 
 
-def _command(*arguments: str, timeout: float = 200) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout
-    )
-
-
 def test_simulation_command_prints_a_row_for_each_policy() -> None:
-    run = _command("benchmarks/fleet_simulation.py", "--conversations", "24", "--connections", "12")
+    run = run_benchmark("benchmarks/fleet_simulation.py", "--conversations", "24", "--connections", "12")
     assert run.returncode == 0, run.stderr
     assert all(f"| {name} " in run.stdout for name in POLICIES)
 
 
 def test_unknown_policy_error_lists_the_policies() -> None:
-    run = _command("benchmarks/fleet.py", "--only", "no such")
+    run = run_benchmark("benchmarks/fleet.py", "--only", "no such")
     assert run.returncode == 2
     assert '"tokenproxy sticky_least_loaded"' in run.stderr
 
@@ -178,7 +168,7 @@ def test_unknown_policy_error_lists_the_policies() -> None:
 @pytest.mark.timeout(300)
 def test_quick_fleet_run_is_exact_and_counts_every_turn(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
-    run = _command("benchmarks/fleet.py", "--quick", "--only", "tokenproxy", "--json", str(written))
+    run = run_benchmark("benchmarks/fleet.py", "--quick", "--only", "tokenproxy", "--json", str(written))
     assert run.returncode == 0, run.stderr
     policies = json.loads(written.read_text())["policies"]
     assert [row["policy"].split()[1] for row in policies] == [
@@ -199,7 +189,7 @@ def test_quick_fleet_run_is_exact_and_counts_every_turn(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_short_soak_has_no_errors(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
-    run = _command("benchmarks/soak.py", "--minutes", "0.2", "--json", str(written))
+    run = run_benchmark("benchmarks/soak.py", "--minutes", "0.2", "--json", str(written))
     assert run.returncode == 0, run.stdout + run.stderr
     soaked = json.loads(written.read_text())
     assert soaked["errors"] == []

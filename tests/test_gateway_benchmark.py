@@ -1,7 +1,6 @@
 """The gateway benchmark: its engine, its requests, its goals and tables, and a short run through wrk."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from benchmarks.gateway_report import as_json, as_text
 from benchmarks.gateway_run import Added, Cell, Sample
 from benchmarks.gateway_wrk import CONNECTIONS, Pace, WrkResult, find_wrk
 from benchmarks.processes import StartError
+from tests.benchmark_commands import ROOT, run_benchmark
 from tokenization import ChatTokenizer
 
-ROOT = Path(__file__).parent.parent
 ABOUT = {"date": "today", "cores": "2", "cpu": "some", "rounds": "1", "python": "3", "libraries": ""}
 ANSWER = Answer([7, 8, 9], [4, 5, 2], ["a", "b"])
 with_wrk = pytest.mark.skipif(
@@ -201,14 +200,9 @@ def test_every_peer_is_installed_in_the_version_of_its_row() -> None:
         assert peer.title in row_titles()
 
 
-def _command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "benchmarks/gateway.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-
-
 @with_wrk
 def test_selection_of_nothing_is_an_error_that_lists_the_names() -> None:
-    run = _command("--only", "no such")
+    run = run_benchmark("benchmarks/gateway.py", "--only", "no such")
     assert run.returncode == 2
     assert f'"{RECOGNISED}"' in run.stderr
     assert f'"{ROUTER}"' in run.stderr
@@ -217,7 +211,15 @@ def test_selection_of_nothing_is_an_error_that_lists_the_names() -> None:
 def _measure(written: Path, tokenizer_folder: Path, *only: str) -> Any:
     """The results of a short run."""
     selected = [argument for text in only for argument in ("--only", text)]
-    run = _command("--quick", *selected, "--tokenizer", str(tokenizer_folder), "--json", str(written))
+    run = run_benchmark(
+        "benchmarks/gateway.py",
+        "--quick",
+        *selected,
+        "--tokenizer",
+        str(tokenizer_folder),
+        "--json",
+        str(written),
+    )
     assert run.returncode == 0, run.stderr
     return json.loads(written.read_text())
 
