@@ -21,8 +21,8 @@ _MAX_DIGITS = 20
 """Decimal digits of the largest unsigned integer of 64 bits."""
 _COMMA, _ZERO, _TEN = np.uint8(ord(",")), np.uint8(ord("0")), np.uint8(10)
 _PART = 32_768
-_LARGE = 16_384
-"""Bytes of an array for which numpy is faster."""
+_NUMPY_FROM_BYTES = 16_384
+"""Bytes of an array from which numpy counts commas faster than `bytes.count`."""
 _MAX_ID = 2**31 - 1
 """Ids are stored as 32-bit integers."""
 
@@ -69,7 +69,7 @@ def count_compact(raw: bytes) -> int:
 
 def _commas(raw: bytes) -> int:
     # `bytes.count` stops at each comma
-    if len(raw) < _LARGE:
+    if len(raw) < _NUMPY_FROM_BYTES:
         return raw.count(b",")
     return int(np.count_nonzero(np.frombuffer(raw, np.uint8) == _COMMA))
 

@@ -8,7 +8,7 @@ import msgspec
 from proxy.errors import BadRequest
 from proxy.fields import parse, raw_value, read
 from proxy.media import media_kind
-from proxy.turn.engine_json import CUT
+from proxy.turn.engine_json import CUT, CUT_FROM_BYTES
 from proxy.turn.request import GivenIds
 from proxy.types import Fields
 from tokenization import ChatTokenizer, InvalidIds, ids
@@ -16,7 +16,6 @@ from tokenization import ChatTokenizer, InvalidIds, ids
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
 """Names under which clients send the exact prompt."""
 _PROMPT = re.compile(rb'"(%b)": ?\[' % "|".join(ALIASES).encode())
-_LARGE = 16_384
 _START = 65_536
 """Bytes in which the array of a large body must begin."""
 _FEW = 64
@@ -33,7 +32,7 @@ def parse_with_ids(body: bytes) -> Fields:
 
     The array is cut out, checked by itself and put back, because a JSON parser reads it one number at a time.
     """
-    if len(body) < _LARGE:
+    if len(body) < CUT_FROM_BYTES:
         return parse(body)
     found = _PROMPT.search(body, 0, _START)
     if found is None:

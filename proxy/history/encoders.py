@@ -17,6 +17,9 @@ from proxy.fleet.queue import FairQueue, FlowKey
 T = TypeVar("T")
 
 NO_FLOW = FlowKey("", "")
+WORTH_A_THREAD_BYTES = 16_384
+"""Bytes of input from which parsing, compressing or recording runs on a thread. With less input, the work
+takes less time than handing it to a thread."""
 LARGE = 2**18
 """Bytes of text beyond which tokenising is large work: it takes about 0.1 s."""
 LARGE_PARSED = 2**22

@@ -12,7 +12,7 @@ from proxy.fleet.queue import FlowKey
 from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
 from proxy.history.conversation import Conversation
-from proxy.history.encoders import EncoderPool
+from proxy.history.encoders import WORTH_A_THREAD_BYTES, EncoderPool
 from proxy.history.matcher import Match, Matcher
 from proxy.history.pins import Pins
 from proxy.history.plan import Placement, ServedModel
@@ -27,8 +27,6 @@ from tokenization.cache import BoundedCache
 
 log = logging.getLogger("tokenproxy")
 
-_SMALL = 16_384
-"""Up to this many bytes are parsed on the event loop, which is faster than handing them to a thread."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError)
 """Raised for messages, tools or template arguments that are not those of a chat completion."""
 
@@ -48,7 +46,7 @@ class Placer:
 
     async def parse(self, messages: bytes, flow: FlowKey) -> Conversation:
         """The conversation of a JSON array of messages. Raises one of `UNREADABLE`, or Overloaded."""
-        if len(messages) < _SMALL:
+        if len(messages) < WORTH_A_THREAD_BYTES:
             return self.cache.parse(messages)
         return await self.encoders.run(lambda: self.cache.parse(messages), len(messages), flow=flow)
 

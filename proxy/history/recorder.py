@@ -17,6 +17,7 @@ from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn, cached_turn, hash_ids
 from proxy.history.completion import Completion, SampledChoice, untrainable_reason
 from proxy.history.conversation import Conversation, is_distinctive
+from proxy.history.encoders import WORTH_A_THREAD_BYTES
 from proxy.history.matcher import index_entries
 from proxy.history.plan import Extended, Placement, PromptPlan, prompt_of
 from proxy.history.store import IndexEntry, Store, StoreError
@@ -29,8 +30,6 @@ from tokenization import CanonicalMessage, TokenizationError, canonical, ids
 
 log = logging.getLogger("tokenproxy")
 
-_SMALL = 16_384
-"""Fewer bytes than this are processed on the event loop, which is faster than handing them to a thread."""
 _UNREADABLE = CanonicalMessage(b"", b"", b"")
 
 
@@ -134,7 +133,7 @@ class Recording:
     async def _record(self, completion: Completion) -> None:
         recorder, placement = self._recorder, self.plan.placement
         size = len(completion.prompt_ids or b"") + 8 * sum(len(c.ids or ()) for c in completion.choices)
-        if size < _SMALL:
+        if size < WORTH_A_THREAD_BYTES:
             turns = new_turns(self.plan, completion, self._holder, self._replica)
         else:
             run = asyncio.get_running_loop().run_in_executor

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from proxy.errors import ApiError, BadRequest
+from proxy.history.encoders import WORTH_A_THREAD_BYTES
 from proxy.history.store import Store, StoredResponse, StoreError
 from proxy.history.tasks import Tasks
 from proxy.history.turn import new_id
@@ -33,8 +34,6 @@ log = logging.getLogger("tokenproxy")
 
 KEPT_BYTES = 4 * 2**20
 """Longer responses are not kept; their retries run."""
-_SMALL = 16_384
-"""Bytes that are compressed on the event loop: faster than handing them to a thread."""
 _RETRIED_BY_SDKS = frozenset({408, 409, 429})
 """Statuses below 500 after which SDKs send a request again."""
 
@@ -172,7 +171,7 @@ class Retries:
                 body=zlib.compress(body, 1),
             )
 
-        response = make() if len(body) < _SMALL else await asyncio.to_thread(make)
+        response = make() if len(body) < WORTH_A_THREAD_BYTES else await asyncio.to_thread(make)
         await self._store_response(response, "a response was not kept for a retry")
 
     async def remember_failure(self, attempt: Attempt) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from proxy.history.encoders import WORTH_A_THREAD_BYTES
 from proxy.history.store import IndexEntry, Session, StoredResponse
 from proxy.history.turn import Turn
 
@@ -25,8 +26,6 @@ _COMPRESSED_FROM = 4096
 """Bytes from which a turn is compressed. Below, the time for it saves hardly a page."""
 _LEVEL = 1
 """Text and ids take 30 % of their bytes, in 0.6 ms for 256 KB. Level 3 takes 28 %, and 0.8 ms."""
-_LARGE = 16_384
-"""Bytes from which turns are compressed in a thread. Python's lock is free meanwhile."""
 _TURN = msgspec.msgpack.Decoder(Turn)
 _RESPONSE = msgspec.msgpack.Decoder(StoredResponse)
 
@@ -37,9 +36,9 @@ def pack_turn(turn: Turn) -> bytes:
 
 
 async def pack_turns(turns: Sequence[Turn]) -> list[bytes]:
-    """Each as `pack_turn`. Long ones are compressed in a thread."""
+    """Each as `pack_turn`. Long ones are compressed in a thread; Python's lock is free meanwhile."""
     encoded = [msgspec.msgpack.encode(turn) for turn in turns]
-    if sum(map(len, encoded)) < _LARGE:
+    if sum(map(len, encoded)) < WORTH_A_THREAD_BYTES:
         return [_compress(each) for each in encoded]
     return await asyncio.to_thread(lambda: [_compress(each) for each in encoded])
 

@@ -22,7 +22,7 @@ CREATE TABLE file_prefix (prefix TEXT NOT NULL);
 INSERT INTO file_prefix VALUES (lower(hex(randomblob(8))));
 """
 """A database deletes only files with its own prefix: those of one that was moved away stay."""
-_FROM = 16_384
+_FILE_FROM_BYTES = 16_384
 """Bytes of a packed turn from which it gets a file. To create and delete one takes as long as to write
 16 KB to log and database."""
 
@@ -45,7 +45,7 @@ class TurnFiles:
 
     def new_name(self, connection: sqlite3.Connection, packed: bytes) -> str | None:
         """Name for the file of a packed turn; None if the turn is short enough for the database."""
-        return f"{_prefix(connection)}-{new_id()}" if len(packed) >= _FROM else None
+        return f"{_prefix(connection)}-{new_id()}" if len(packed) >= _FILE_FROM_BYTES else None
 
     def write(self, name: str, packed: bytes) -> None:
         """Write a file, with the mode of the database. Raises OSError."""

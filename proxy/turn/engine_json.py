@@ -12,6 +12,8 @@ REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The errors with which msgspec refuses a value."""
 CUT = b'"cut-%b"' % secrets.token_hex(16).encode()
 """Replaces an array that is cut out: valid JSON, and a value that neither clients nor engines know."""
+CUT_FROM_BYTES = 16_384
+"""Bytes of a body from which to cut arrays out, and convert them apart, is faster than to parse it whole."""
 
 _ECHO = b'"prompt_token_ids":['
 _MOST_DIGITS = 4300

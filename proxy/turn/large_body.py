@@ -16,14 +16,11 @@ from proxy.fields import NULL, raw_value
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.turn import WeightSpan, ids_array
 from proxy.turn.chunk import ChoiceFields, Logprob, Usage
-from proxy.turn.engine_json import CUT, REFUSALS
+from proxy.turn.engine_json import CUT, CUT_FROM_BYTES, REFUSALS
 from proxy.turn.redactor import redact_fields
 from proxy.turn.visible import Visible
 from proxy.types import Fields
 from tokenization import InvalidIds, ids
-
-LARGE = 16_384
-"""Bodies of fewer bytes are parsed faster than they are cut."""
 
 _PROMPT = b'"prompt_token_ids":['
 _IDS = b'"token_ids":['
@@ -77,7 +74,7 @@ def read_large(body: bytes, sent: bytes, visible: Visible) -> tuple[Completion, 
     Returns:
         None if the body is small or has another shape than vLLM gives it.
     """
-    if len(body) < LARGE or (cut := _cut(body)) is None:
+    if len(body) < CUT_FROM_BYTES or (cut := _cut(body)) is None:
         return None
     try:
         completion = _completion(cut, sent)

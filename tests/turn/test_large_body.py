@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.history.completion import Completion
-from proxy.turn.large_body import LARGE, read_large
+from proxy.turn.engine_json import CUT_FROM_BYTES
+from proxy.turn.large_body import read_large
 from proxy.turn.reader import read_completion
 from proxy.turn.redactor import redact_completion
 from proxy.turn.visible import Visible
 from tests.turn.bodies import ODD, Body, encoded, logprobs_of, whole, whole_choice
 
-_FILLER = "x" * LARGE
+_FILLER = "x" * CUT_FROM_BYTES
 _TRAPS = [
     '","token_ids":[1,2]',
     '"prompt_token_ids":[9]',
