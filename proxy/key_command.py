@@ -50,6 +50,6 @@ def _replace(file: Path, text: str) -> None:
             os.fsync(new.fileno())
         Path(name).chmod(mode)
         Path(name).replace(target)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the temporary file holds keys
         Path(name).unlink(missing_ok=True)
         raise

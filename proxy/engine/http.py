@@ -104,7 +104,7 @@ class HttpEngine:
         except BrokenOff as error:
             connection.abort()
             raise EngineBroken(f"{self.name}: {error}") from error
-        except BaseException:
+        except BaseException:  # cancellation too: the response of this request must not reach the next one
             connection.abort()
             raise
         return HttpResponse(connection, self._pool, self.name, self._idle_timeout_s)

@@ -63,7 +63,7 @@ class ConnectionPool:
             try:
                 if self.verify is not None:
                     await self.verify()
-            except BaseException:
+            except BaseException:  # cancellation too: the connection is in no pool that would close it
                 connection.abort()
                 raise
             connection.verified = True

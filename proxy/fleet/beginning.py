@@ -39,7 +39,7 @@ async def read_beginning(response: Response, name: str, *, completion: bool) -> 
     """
     try:
         return await _read(response, name, completion)
-    except BaseException:
+    except BaseException:  # cancellation too: the caller gets no response to close
         await response.aclose()
         raise
 

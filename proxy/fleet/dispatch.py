@@ -110,7 +110,7 @@ class Dispatch:
                 replica.note_break()
             leased.end()
             raise
-        except BaseException:
+        except BaseException:  # cancellation too: the request no longer counts as load of the replica
             leased.end()
             raise
         leased.attach(response)

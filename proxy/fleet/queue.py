@@ -203,7 +203,7 @@ class FairQueue(Generic[T]):
         since = time.monotonic()
         try:
             await asyncio.wait([future], timeout=self._timeout_s)
-        except BaseException:
+        except BaseException:  # cancellation too: nobody would use the place that the waiter gets
             self._abandon(waiter)
             raise
         if not future.done():
@@ -264,7 +264,7 @@ class FairQueue(Generic[T]):
                 least = too_heavy.get(waiter.kind)
                 try:
                     taken = waiter.try_take() if least is None or waiter.weight < least else None
-                except Exception as error:  # noqa: BLE001 - of the caller's function: its request gets it
+                except Exception as error:  # noqa: BLE001 - the boundary of the caller's function
                     self._remove(waiter, 0)
                     waiter.future.set_exception(error)
                     return True

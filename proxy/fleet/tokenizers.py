@@ -119,7 +119,8 @@ class Tokenizers:
         try:
             tokenizer = await asyncio.shield(self._loading[source])
         except Exception as error:
-            # the boundary: a model's files or the hub may raise anything; report it, and load again next time
+            # the boundary of loading: a model's files or the hub may raise anything. The request gets the
+            # reason, and the next one loads again
             self._loading.pop(source, None)
             raise Unsupported(
                 f"appending needs the model's tokenizer: {error}; set `tokenizer` to a folder with it",

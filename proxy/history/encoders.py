@@ -77,7 +77,7 @@ class EncoderPool(Executor):
         self._bytes += size
         try:
             future = await self._submit(work, size, LARGE if tokenises else LARGE_PARSED, flow)
-        except BaseException:
+        except BaseException:  # cancellation too: no work runs that would give the bytes back
             self._bytes -= size
             raise
         loop = asyncio.get_running_loop()
@@ -95,7 +95,7 @@ class EncoderPool(Executor):
         await self._queue.acquire(flow, size, self._take_large)
         try:
             future = self._large.submit(work)
-        except BaseException:
+        except BaseException:  # whatever it was, no work runs that would free the thread
             self._free_large(True)
             raise
         loop = asyncio.get_running_loop()

@@ -249,7 +249,7 @@ class Matcher:
         claiming = asyncio.ensure_future(self._store.claim(turn_id))
         try:
             return await self.load(turn_id) if await asyncio.shield(claiming) else None
-        except BaseException:
+        except BaseException:  # cancellation too: no other request could use a turn that stays claimed
             if await claiming:
                 await self._store.release(turn_id)
             raise

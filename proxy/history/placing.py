@@ -121,7 +121,7 @@ class Placer:
         """Release the turn that a placement claimed if the block fails or is cancelled."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # cancellation too: no other request could use a turn that stays claimed
             await self.release(placement)
             raise
 

@@ -152,7 +152,7 @@ class Retries:
         except ApiError as error:
             await attempt.fail(error.status)
             raise
-        except BaseException:
+        except BaseException:  # cancellation too: repeats of the request wait for the end of this attempt
             attempt.abandon()
             raise
         if attempt.running:
@@ -194,7 +194,7 @@ class Retries:
             attempt.earlier = await self._earlier(attempt) if attempt.again else None
         except StoreError as error:
             self._report("a retry cannot be told from a new request", error)
-        except BaseException:
+        except BaseException:  # cancellation too: repeats of the request wait for the end of this attempt
             self.finished(attempt)
             raise
         if attempt.earlier is not None:

@@ -36,7 +36,7 @@ class MonitoredEngine:
         began = perf_counter()
         try:
             response = await self._engine.send(request)
-        except BaseException as error:
+        except BaseException as error:  # cancellation too: the call is no longer in flight
             call.end(error)
             raise
         finally:

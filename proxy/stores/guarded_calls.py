@@ -151,7 +151,7 @@ class GuardedCalls:
                 # what is cancelled may be done all the same; to write it again then changes nothing
                 error = failure
                 self._metrics.store_errors.inc()
-            except Exception:
+            except Exception:  # only to count it, whatever it is: the caller handles it
                 self._count_lost(record, "refused")
                 raise
         if not self.waiting.put(record):

@@ -107,7 +107,7 @@ class DatabaseFile:
             connection.execute("PRAGMA cache_size = -16384")
             connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
             connection.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
-        except BaseException:
+        except BaseException:  # whatever it was, the caller gets no connection to close
             connection.close()
             raise
         return connection
@@ -123,7 +123,7 @@ class DatabaseFile:
             _retry_while_locked(lambda: self._use_wal(connection), deadline)
             with transaction(connection, deadline):
                 self._prepare(connection)
-        except BaseException:
+        except BaseException:  # whatever it was, the caller gets no connection to close
             connection.close()
             raise
         return connection
@@ -233,7 +233,7 @@ def transaction(connection: sqlite3.Connection, deadline: float) -> Iterator[Non
         yield
         connection.execute("COMMIT")
     except BaseException:
-        # some errors end the transaction by themselves
+        # whatever the block raises, its transaction must not stay open; some errors end it by themselves
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise

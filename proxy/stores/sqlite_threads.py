@@ -131,7 +131,7 @@ class Database:
         try:
             with file.explained():
                 connection.get()
-        except BaseException:
+        except BaseException:  # whatever it was, the caller gets no connection, so it cannot close the file
             file.close()
             raise
         return connection
@@ -181,7 +181,7 @@ class Database:
         try:
             with file.explained(), connection.distrusted_on_error():
                 results = _run(connection, group)
-        except Exception as error:  # noqa: BLE001 - the boundary: the caller gets it
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: the futures get it
             if len(group) == 1 or isinstance(error.__cause__, sqlite3.OperationalError):
                 for job in group:
                     if job.failed is not None:

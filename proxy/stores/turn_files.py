@@ -88,7 +88,7 @@ class TurnFiles:
                 os.fchmod(descriptor, mode)
                 file.write(packed)
         except BaseException:
-            # part of it would fill a full disk further
+            # whatever interrupts the write, the part that was written would only fill the disk
             self.delete([name])
             raise
 

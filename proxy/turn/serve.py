@@ -68,7 +68,9 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
             try:
                 response = opened.response = await services.fleet.send(turn.send, turn.routing())
             except BaseException:
-                await history.planner.release(turn.plan)  # that of the last replica it was planned for
+                # cancellation too: no other request could use a turn that stays claimed. The plan is that for
+                # the last replica
+                await history.planner.release(turn.plan)
                 raise
         except PrefixRefused as refused:
             await attempt.fail(refused.response.status)
