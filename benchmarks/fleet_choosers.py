@@ -229,7 +229,7 @@ class Sticky(Chooser):
             request.appended_ids if replica == home else request.prompt_ids for replica in range(len(loads))
         ]
         if self._idea.measured:
-            paces = self._known_paces()
+            paces = self._measured_paces()
             costs = [
                 (load + 1) * pace * self._work(self._completion_ids, ids)
                 for load, pace, ids in zip(loads, paces, prefill, strict=True)
@@ -261,7 +261,7 @@ class Sticky(Chooser):
     def _work(self, completion_ids: float, prefill_ids: int) -> float:
         return completion_ids + prefill_ids / self._idea.weight
 
-    def _known_paces(self) -> list[float]:
+    def _measured_paces(self) -> list[float]:
         """The paces; a replica that was not measured yet counts as the fastest, so that it is."""
         fastest = min((pace for pace in self._paces if pace is not None), default=1.0)
         return [fastest if pace is None else pace for pace in self._paces]

@@ -36,7 +36,7 @@ class Conversation:
 
     number: int
     family: int
-    """Which system message it begins with."""
+    """Number of its system message."""
     group: int | None
     """Conversations of one group have equal openings."""
     system_ids: int
@@ -70,7 +70,7 @@ class Conversation:
 
 
 def make_load(count: int = 400, *, seed: int = _SEED, sessions: float = 0.25) -> list[Conversation]:
-    """Conversations in the order in which they begin; a group begins together.
+    """Conversations in the order in which they start; a group starts together.
 
     Args:
         sessions: share of the conversations whose client sends a session id.

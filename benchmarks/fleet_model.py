@@ -5,7 +5,7 @@ The caller passes the time, so that the same model runs in virtual time (`fleet_
 
 - a prompt's cached blocks need no prefill; the cache evicts what was used least recently, and never the
   blocks of a running request;
-- requests wait in one queue while `running` requests run, or while the cache has no room for their blocks;
+- requests wait in one queue while `running` requests run, or while their blocks do not fit into the cache;
 - prompts are prefilled one after the other, and decoding slows down meanwhile (chunked prefill);
 - the more sequences decode, the slower each of them is.
 """
@@ -80,7 +80,7 @@ class PrefixCache:
                 return number
         return len(blocks)
 
-    def has_room(self, blocks: Sequence[Hashable]) -> bool:
+    def fits(self, blocks: Sequence[Hashable]) -> bool:
         """Whether these blocks fit next to those in use."""
         return len(self._uses) + sum(block not in self._uses for block in blocks) <= self._capacity
 
@@ -202,7 +202,7 @@ class EngineModel:
         while self._waiting and self.running < self.speed.running:
             job = self._waiting[0]
             # a request that never fits would wait for ever; alone it runs anyway
-            if self.running and not self._cache.has_room(job.blocks):
+            if self.running and not self._cache.fits(job.blocks):
                 return
             self._waiting.popleft()
             cached = self._cache.cached_blocks(job.blocks[: job.prompt_blocks])

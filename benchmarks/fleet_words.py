@@ -88,12 +88,12 @@ class Words:
             key = (message.role, message.text, bool(message.tool_calls))
             if key not in self._rendered:
                 call = "<tool_call> run {} </tool_call>" if message.tool_calls else ""
-                self._make_room(len(key[1]))
+                self._evict(len(key[1]))
                 self._rendered[key] = self.encode(f"<|im_start|> {key[0]} {key[1]} {call} <|im_end|>")
             prompt += self._rendered[key]
         return prompt + self._generation_prompt
 
-    def _make_room(self, size: int) -> None:
+    def _evict(self, size: int) -> None:
         """Forget all messages before they take too much memory: a long run has new ones without end."""
         self._kept += size
         if self._kept > _MOST_KEPT:

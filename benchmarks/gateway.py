@@ -27,7 +27,7 @@ The columns; the ids are those of the benchmark's tokenizer:
   session, so it does not record them; the others in vLLM's `kv_transfer_params.prompt_token_ids` of the chat
   route.
 
-Requests of a column differ in a number in each message, so each begins or continues another conversation.
+Requests of a column differ in a number in each message, so each starts or continues another conversation.
 """
 
 import argparse

@@ -153,11 +153,11 @@ def start_targets(
 
 
 def _prepare(bench: Bench, target: Target, column: Column) -> tuple[str, Pace]:
-    """Check a column once, and begin its conversations; returns what the response lacks, and its pace."""
+    """Check a column once, and start its conversations; returns what the response lacks, and its pace."""
     load = column.load(target.ours)
     checked = bench.check(target, load)
     if load.conversations and target.ours:
-        progress(f"begin {load.conversations:,} conversations: {column.name}, {target.name}")
+        progress(f"start {load.conversations:,} conversations: {column.name}, {target.name}")
         bench.begin(target, load)
     elif load.conversations:
         target.positions[load.answer] = load.conversations  # the others are sent the same later turns

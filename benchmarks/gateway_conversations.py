@@ -62,7 +62,7 @@ def _measure_store(
     loads = bench.loads.conversations
     with _proxies(bench, cores, store, urls) as targets:
         for length, target in targets.items():
-            progress(f"{store}: begin {loads[length][False].conversations:,} conversations of {length} ids")
+            progress(f"{store}: start {loads[length][False].conversations:,} conversations of {length} ids")
             bench.begin(target, loads[length][False])
             settle(target.running)
         for number in range(rounds):

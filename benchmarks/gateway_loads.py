@@ -54,7 +54,7 @@ class Load:
     step: bytes = b""
     """What each further turn of a conversation puts between opening and closing."""
     conversations: int = 0
-    """How many take turns; 0 if every request begins one."""
+    """How many take turns; 0 if every request starts one."""
     sessions: bool = False
     """Whether each conversation names a session."""
 
@@ -174,7 +174,7 @@ class _Writer:
     def _chat(
         self, name: str, messages: Messages, sampled: list[tuple[int, str]], *, chunks: int = 0, **more: Any
     ) -> Column:
-        """A column in which every request begins a conversation."""
+        """A column in which every request starts a conversation."""
         opening, closing = _chat_body(messages, **more)
         load = Load(self._answer(name, messages, sampled), CHAT, opening, closing)
         return Column(name, load, load, chunks)

@@ -36,7 +36,7 @@ _DESCRIPTION = f"""\
 Keep {CONNECTIONS} connections busy for minutes and watch the proxy's memory and answers.
 
 Each connection holds conversations of {CONVERSATION_IDS:,} ids: the first prompt has most of them, {_TURNS}
-turns follow, each after a tool that takes half a second, then the next conversation begins. Two fake engines
+turns follow, each after a tool that takes half a second, then the next conversation starts. Two fake engines
 answer at once (see fleet.py), so only the proxy and the tools take time. The proxy runs as `tokenproxy serve`
 on a core of its own, with a new SQLite store.
 

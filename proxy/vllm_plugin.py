@@ -68,7 +68,7 @@ class TokenProxyPlugin:
         self._observer = Observer(Metrics(self._registry))
         self._engine = MonitoredEngine(InProcessEngine(inner_app(app)), self._observer.metrics)
         # Turns and sessions are guarded wherever inference is. vLLM's --api-key guards paths that begin with
-        # /v1 only, so the whole application is asked, with its middleware: a route of vLLM's own, /v1/models
+        # /v1 only, so credentials are verified by a request for vLLM's /v1/models to the whole application
         credentials = EngineCredentials(InProcessEngine(app, "vLLM").send)
         self._opened.push_async_callback(credentials.aclose)
         mount(app, self._services_or_unavailable, credentials.tenant_of, self._observer, inside_vllm=True)

@@ -21,7 +21,7 @@ hypothesis.settings.load_profile("tokenproxy")
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is recorded here, and by programs started here, is not put beside the user's own."""
+    """What is recorded here, and by programs started here, is kept apart from the user's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

@@ -109,7 +109,7 @@ class Wave:
 
 @dataclass
 class Crowd:
-    """Clients that hold one conversation each. Nobody else's begins with the same text."""
+    """Clients that hold one conversation each. No other one starts with the same text."""
 
     url: str
     size: int

@@ -7,15 +7,15 @@ from tests.fake_wire import Reply, choice_of, completion_of, steps_of, usage_of
 from tests.tiny_model import TinyModel
 
 _NOTHING = {"stop_reason": None, "routed_experts": None, "sampling_mask": None, "weight_versions": None}
-_UNSAID = {"prompt_logprobs": None, "prompt_token_ids": None, "metrics": None, "kv_transfer_params": None}
+_ABSENT = {"prompt_logprobs": None, "prompt_token_ids": None, "metrics": None, "kv_transfer_params": None}
 
 
-def sampling_of(body: dict[str, Any], room: int) -> dict[str, Any]:
+def sampling_of(body: dict[str, Any], most: int) -> dict[str, Any]:
     """The sampling parameters that render resolves; what is vLLM's own default is left out."""
     sampling: dict[str, Any] = {
         name: body[name] for name in ("max_tokens", "temperature", "n") if name in body
     }
-    sampling.setdefault("max_tokens", room)
+    sampling.setdefault("max_tokens", most)
     if body.get("logprobs"):
         sampling["logprobs"] = body.get("top_logprobs") or 0
     if sampling["max_tokens"] == 16:
@@ -42,7 +42,7 @@ def generated_of(model: TinyModel, reply: Reply, name: str, prompt: int, body: d
         "request_id": name,
         "created": 5,
         "output_mode": mode,
-        **_UNSAID,
+        **_ABSENT,
         "choices": choices,
         "usage": usage,
     }
@@ -83,7 +83,7 @@ def _generated(
         choice["text"] = model.decode(tokens)
     if "logprobs" in body["sampling_params"] and "logprobs" not in reply.silent:
         told = tokens[: len(tokens) - reply.logprobs_short]
-        # vLLM adds the sampled token as an alternative, asked or not
+        # vLLM adds the sampled token as an alternative, requested or not
         content = [{**entry, "top_logprobs": [entry]} for entry in (_logprob(one, text) for one in told)]
         choice["logprobs"] = {"content": content}
     return choice
@@ -140,9 +140,9 @@ def derendered_chunk_of(model: TinyModel, reply: Reply, model_name: str, body: d
         made.append({"index": source["index"], "delta": delta, "finish_reason": finish, **nothing})
     number = 9 + len(state["output_token_ids"])
     fixed = {"id": chunk["request_id"], "object": "chat.completion.chunk", "created": number}
-    unsaid = {"usage": None, "system_fingerprint": None, "prompt_token_ids": None, "prompt_text": None}
+    absent = {"usage": None, "system_fingerprint": None, "prompt_token_ids": None, "prompt_text": None}
     return {
-        "chunk": {**fixed, "model": model_name, **unsaid, "metrics": None, "choices": made},
+        "chunk": {**fixed, "model": model_name, **absent, "metrics": None, "choices": made},
         "stream_state": state,
     }
 

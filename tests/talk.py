@@ -68,15 +68,15 @@ class Answered:
         return self.messages[0]
 
     @property
-    def said(self) -> dict[str, str]:
-        """What the headers say of the prompt, without the word before."""
+    def prompt(self) -> dict[str, str]:
+        """The X-Prompt headers of the response, by their names without that prefix."""
         headers = self.response.headers.items()
         return {name[9:]: value for name, value in headers if name.startswith("x-prompt-")}
 
     @property
     def reason(self) -> str:
         """Why the prompt is no extension; "" if it is one."""
-        return self.said.get("reason", "")
+        return self.prompt.get("reason", "")
 
     @property
     def session(self) -> str:
@@ -132,9 +132,9 @@ class Talk:
         kwargs = fields.get("chat_template_kwargs") or {}
         added = appended_after(self.model, before, new, tools=fields.get("tools"), **kwargs)
         answered = self.ask(*new, **asking)
-        assert answered.sent == [*before, *added], answered.said
-        assert answered.said["source"] == "extended"
-        assert (answered.said["reused"], answered.said["appended"]) == (str(len(before)), str(len(added)))
+        assert answered.sent == [*before, *added], answered.prompt
+        assert answered.prompt["source"] == "extended"
+        assert (answered.prompt["reused"], answered.prompt["appended"]) == (str(len(before)), str(len(added)))
         return answered
 
 

@@ -89,7 +89,7 @@ def test_cache_evicts_the_least_recently_used_blocks_and_none_in_use() -> None:
     cache.hold(["b0", "b1"])
     cache.hold(["c0"])
     assert cache.cached_blocks(["a0", "a1"]) == 1  # the end went first
-    assert not cache.has_room(["d0", "d1"])
+    assert not cache.fits(["d0", "d1"])
     cache.hold(["d0"])
     assert cache.cached_blocks(["a0"]) == 0
     assert cache.cached_blocks(["b0", "b1"]) == 2

@@ -1,4 +1,4 @@
-"""The rooms of the code: imports go down, never up."""
+"""The packages: imports go down their list, never up."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[1]
-_ROOMS = [
+_PACKAGES = [
     "proxy.routes",
     "proxy.dialects",
     "proxy.turn",
@@ -45,15 +45,15 @@ def _imports(path: Path) -> set[str]:
     return {name for name in found if name.split(".")[0] in ("proxy", "tokenization")}
 
 
-def _is_in(module: str, rooms: list[str]) -> bool:
-    return any(module == room or module.startswith(room + ".") for room in rooms)
+def _is_in(module: str, packages: list[str]) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
 
 
-@pytest.mark.parametrize("rank, room", list(enumerate(_ROOMS)))
-def test_package_imports_only_packages_below_it(rank: int, room: str) -> None:
-    files = sorted((_ROOT / room.replace(".", "/")).glob("*.py"))
+@pytest.mark.parametrize("rank, package", list(enumerate(_PACKAGES)))
+def test_package_imports_only_packages_below_it(rank: int, package: str) -> None:
+    files = sorted((_ROOT / package.replace(".", "/")).glob("*.py"))
     assert files
-    allowed = _ROOMS[rank:] + ([] if room == "tokenization" else _FOR_ALL)
+    allowed = _PACKAGES[rank:] + ([] if package == "tokenization" else _FOR_ALL)
     upward = {(path.name, name) for path in files for name in _imports(path) if not _is_in(name, allowed)}
     assert upward == set()
 

@@ -34,7 +34,7 @@ def test_every_package_is_pinned(requirements: list[Requirement]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted, lists",
+    "required, lists",
     [
         (_PROJECT["dependencies"], ["base"]),
         (_PROJECT["optional-dependencies"]["parquet"], ["base"]),
@@ -44,8 +44,8 @@ def test_every_package_is_pinned(requirements: list[Requirement]) -> None:
     ],
     ids=["proxy", "parquet", "otel", "dev", "cpu"],
 )
-def test_dependencies_of_the_project_are_pinned(wanted: list[str], lists: list[str]) -> None:
+def test_dependencies_of_the_project_are_pinned(required: list[str], lists: list[str]) -> None:
     pins = {canonicalize_name(pin.name): pin for name in lists for pin in _LISTS[name]}
-    for requirement in map(Requirement, wanted):
+    for requirement in map(Requirement, required):
         (pin,) = pins[canonicalize_name(requirement.name)].specifier
         assert pin.version in requirement.specifier, str(requirement)

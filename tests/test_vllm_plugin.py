@@ -76,7 +76,7 @@ class Server:
         self.app.post("/v1/chat/completions")(self.chat)
         self.app.post("/tokenize")(self.tokenize)
         self.plugin.attach_router(self.app)
-        self.asked: list[str | None] = []
+        self.credentials: list[str | None] = []
         """The credentials of requests to /v1/models."""
         if api_keys:  # vLLM adds its middleware after the plugins' routes
             self.app.add_middleware(Guard, keys=api_keys)
@@ -88,7 +88,7 @@ class Server:
         return {"version": "inside"}
 
     async def models(self, request: Request) -> Any:
-        self.asked.append(request.headers.get("authorization"))
+        self.credentials.append(request.headers.get("authorization"))
         return {"data": [{"id": "tiny", "root": "/not/this", "max_model_len": 4096}]}
 
     async def tokenize(self, request: Request) -> Any:
@@ -291,14 +291,15 @@ def test_each_key_that_vllm_accepts_is_a_tenant(
         return 200, {}
 
     monkeypatch.setattr("proxy.routes.sessions.Sessions.reply", reply)
-    server.asked.clear()
+    server.credentials.clear()
     for _ in range(2):
         for key in ("anna", "bert"):
             for path in ("/v1/sessions", "/sessions", "/sessions/s/v1/sessions"):
                 client.get(path, headers={"authorization": f"Bearer {key}"})
     anna, bert = (hashlib.blake2b(key, digest_size=16).hexdigest() for key in (b"anna", b"bert"))
     assert tenants == [*[anna] * 3, *[bert] * 3] * 2
-    assert server.asked == ["Bearer anna", "Bearer bert"]  # each once; the guard answered those without a key
+    # each once; the guard answered those without a key
+    assert server.credentials == ["Bearer anna", "Bearer bert"]
 
 
 @pytest.mark.parametrize("path", ["/ready", "/ready/", "/health", "/version"])
@@ -314,13 +315,13 @@ def test_tokenize_stays_open(guarded: tuple[Server, httpx.Client]) -> None:
 
 
 def test_without_keys_all_clients_are_one_tenant(server: Server, inside: httpx.Client) -> None:
-    server.asked.clear()
+    server.credentials.clear()
     for headers in ({}, {"authorization": "Bearer anna"}):
         assert inside.get("/sessions", headers=headers).status_code == 200
-    assert server.asked == [None]
+    assert server.credentials == [None]
 
 
-# --- aliases beside vLLM's own routes
+# --- aliases next to vLLM's own routes
 
 
 @pytest.mark.parametrize(

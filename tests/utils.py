@@ -1,4 +1,4 @@
-"""The real proxy on a real socket: ASGI transports buffer whole bodies and know no disconnects."""
+"""The real proxy on a real socket: ASGI transports buffer whole bodies and have no disconnects."""
 
 import asyncio
 import socket
@@ -83,8 +83,8 @@ def run_proxy(
     with run_app(Settings(upstreams=[engine.url for engine in engines], **settings)) as client:
         key = reader or _first_key(settings)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        wait_until(lambda: all(map(_known, client.get("/ready", headers=headers).json()["engines"])))
-        client.get("/v1/sessions")  # now it also knows whether the engine wants credentials
+        wait_until(lambda: all(map(_examined, client.get("/ready", headers=headers).json()["engines"])))
+        client.get("/v1/sessions")  # after this the proxy knows whether the engine requires credentials
         yield client
 
 
@@ -94,7 +94,7 @@ def _first_key(settings: dict[str, Any]) -> str:
     return keys if isinstance(keys, str) else keys[0]
 
 
-def _known(engine: dict[str, Any]) -> bool:
+def _examined(engine: dict[str, Any]) -> bool:
     if not engine["ready"] or engine["append"] == "loading":
         return False
     return engine["append"] != "ready" or bool(engine["template"])

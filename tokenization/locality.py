@@ -130,7 +130,7 @@ class Tails(Protocol[Tail]):
 
 def prove(tails: Tails[Any], syntax: Syntax) -> Proof:
     """Prove which messages determine the text after a turn. Takes up to `MAX_SECONDS` of CPU time."""
-    if not syntax.known:
+    if not syntax.parsed:
         return _not_local("its source cannot be parsed")
     if len(syntax.strings) > _MAX_STRINGS:
         return _not_local(f"its source compares with {len(syntax.strings)} strings, too many to try")

@@ -60,7 +60,7 @@ class Cutter:
     """Cuts texts for one tokenizer."""
 
     def __init__(self, description: Description) -> None:
-        """Determine where texts may be cut; nowhere, unless that is known to be exact for this tokenizer."""
+        """Determine where texts may be cut; nowhere, unless that is proved to be exact for this tokenizer."""
         self._places = _places(description)
 
     def pieces(self, text: str) -> Iterator[str]:
@@ -88,7 +88,7 @@ def _places(description: Description) -> re.Pattern[str] | None:
 
 
 def _splits_as_listed(description: Description) -> bool:
-    """Whether the law is known to hold for the way in which a tokenizer normalises and splits text."""
+    """Whether the law is proved for the way in which a tokenizer normalises and splits text."""
     if any(step.get("type") != "NFC" for step in description.normalizers):
         return False
     *splits, last = description.pre_tokenizers or [{}]

@@ -55,7 +55,7 @@ class Syntax:
     """Variables that a request may set, each with the constants that it is compared with."""
     time_formats: tuple[str, ...] = ()
     """The formats in which the template prints the time; one with microseconds replaces unknown ones."""
-    known: bool = True
+    parsed: bool = True
     """Whether the source could be parsed."""
 
 
@@ -71,7 +71,7 @@ class _Generation(Extension):
 
 
 def read_syntax(source: str) -> Syntax:
-    """Read the source of a template. Empty and not `known` for one that cannot be parsed."""
+    """Read the source of a template. Empty and not `parsed` for one that cannot be parsed."""
     # the settings of transformers, which renders the template
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
@@ -81,7 +81,7 @@ def read_syntax(source: str) -> Syntax:
         # this also folds constants: afterwards `'/no' + '_think'` is one string in the tree
         kwargs = variables_of_request(tree) - _NOT_KWARGS
     except (jinja2.TemplateError, RecursionError, ValueError):
-        return Syntax((), (), (), {}, known=False)
+        return Syntax((), (), (), {}, parsed=False)
     strings: dict[str, None] = {}
     numbers: set[int] = set()
     for value in _deciding_values(tree):
@@ -111,7 +111,7 @@ def join_syntaxes(syntaxes: Sequence[Syntax]) -> Syntax:
         tuple(dict.fromkeys(field for syntax in syntaxes for field in syntax.fields)),
         {name: tuple(values) for name, values in sorted(kwargs.items())},
         tuple(dict.fromkeys(time for syntax in syntaxes for time in syntax.time_formats)),
-        all(syntax.known for syntax in syntaxes),
+        all(syntax.parsed for syntax in syntaxes),
     )
 
 

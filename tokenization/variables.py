@@ -32,63 +32,63 @@ class _Reader:
         self.unset: set[str] = set()
         """Variables that were read where they may be unset."""
 
-    def run(self, statements: Iterable[nodes.Node], known: frozenset[str]) -> frozenset[str]:
+    def run(self, statements: Iterable[nodes.Node], defined: frozenset[str]) -> frozenset[str]:
         """Follow statements; returns the variables that are set after them."""
-        return reduce(lambda names, statement: self._statement(statement, names), statements, known)
+        return reduce(lambda names, statement: self._statement(statement, names), statements, defined)
 
-    def _statement(self, node: nodes.Node, known: frozenset[str]) -> frozenset[str]:
+    def _statement(self, node: nodes.Node, defined: frozenset[str]) -> frozenset[str]:
         if isinstance(node, nodes.Assign):
-            self._read(node, known)
-            return known | _names(node.target)
+            self._read(node, defined)
+            return defined | _names(node.target)
         if isinstance(node, nodes.AssignBlock):
-            self._read(node.filter, known)
-            self._read(node.target, known)
-            self.run(node.body, known)
-            return known | _names(node.target)
+            self._read(node.filter, defined)
+            self._read(node.target, defined)
+            self.run(node.body, defined)
+            return defined | _names(node.target)
         if isinstance(node, nodes.If):
-            return self._branches(node, known)
+            return self._branches(node, defined)
         if isinstance(node, nodes.For):
-            self._loop(node, known)
+            self._loop(node, defined)
         elif isinstance(node, nodes.Macro):
-            self._macro(node, known)
-            return known | {node.name}
+            self._macro(node, defined)
+            return defined | {node.name}
         elif isinstance(node, nodes.CallBlock):
-            self._read(node.call, known)
-            self._macro(node, known)
+            self._read(node.call, defined)
+            self._macro(node, defined)
         elif isinstance(node, nodes.Scope):
-            self.run(node.body, known)
+            self.run(node.body, defined)
         else:
-            self._read(node, known)
-        return known
+            self._read(node, defined)
+        return defined
 
-    def _branches(self, node: nodes.If, known: frozenset[str]) -> frozenset[str]:
+    def _branches(self, node: nodes.If, defined: frozenset[str]) -> frozenset[str]:
         """A branch that sets a variable sets it for what follows, if every branch does."""
         ends = []
         for branch in (node, *node.elif_):
-            self._read(branch.test, known)
-            ends.append(self.run(branch.body, known))
-        ends.append(self.run(node.else_, known))
+            self._read(branch.test, defined)
+            ends.append(self.run(branch.body, defined))
+        ends.append(self.run(node.else_, defined))
         return frozenset.intersection(*ends)
 
-    def _loop(self, node: nodes.For, known: frozenset[str]) -> None:
+    def _loop(self, node: nodes.For, defined: frozenset[str]) -> None:
         """What a loop sets is unset after it, and in its next pass."""
-        inside = known | _names(node.target)
-        self._read(node.iter, known)
+        inside = defined | _names(node.target)
+        self._read(node.iter, defined)
         self._read(node.test, inside)
         self.run(node.body, inside)
-        self.run(node.else_, known)
+        self.run(node.else_, defined)
 
-    def _macro(self, node: nodes.Macro | nodes.CallBlock, known: frozenset[str]) -> None:
+    def _macro(self, node: nodes.Macro | nodes.CallBlock, defined: frozenset[str]) -> None:
         for default in node.defaults:
-            self._read(default, known)
-        self.run(node.body, known | _IN_MACROS | frozenset(argument.name for argument in node.args))
+            self._read(default, defined)
+        self.run(node.body, defined | _IN_MACROS | frozenset(argument.name for argument in node.args))
 
-    def _read(self, node: nodes.Node | None, known: frozenset[str]) -> None:
+    def _read(self, node: nodes.Node | None, defined: frozenset[str]) -> None:
         if node is None:
             return
         for name in (node, *node.find_all((nodes.Name, nodes.NSRef))):
             if isinstance(name, nodes.NSRef) or (isinstance(name, nodes.Name) and name.ctx == "load"):
-                self.unset |= {name.name} - known
+                self.unset |= {name.name} - defined
 
 
 def _names(target: nodes.Node) -> frozenset[str]:

@@ -247,7 +247,7 @@ class Connection(asyncio.Protocol):
     # The parser's callbacks
 
     def on_message_begin(self) -> None:
-        """A response begins."""
+        """A response starts."""
         if self._complete or not self._method:
             raise BrokenOff("it sent a response that was not requested")
         self.headers = []

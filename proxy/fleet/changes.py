@@ -92,17 +92,17 @@ class Changes:
         return sorted(self._unshared)
 
     async def refresh(self) -> None:
-        """Read what other processes changed. If the store cannot be read, everything stays as it was."""
+        """Read the changes that other processes made. If that fails, everything stays as it was."""
         version = self._version
         try:
             stored = await self._store.read()
         except ChangesError as error:
             if not self._problem:
-                log.error("what other processes changed of the fleet is not known: %s", error)
+                log.error("the changes that other processes made to the fleet cannot be read: %s", error)
             self._problem = str(error)
             return
         if self._problem:
-            log.info("what other processes changed of the fleet is known again")
+            log.info("the changes that other processes made to the fleet can be read again")
             self._problem = ""
         for name, unshared in list(self._unshared.items()):
             await self._share(name, unshared, stored)

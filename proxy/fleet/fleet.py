@@ -253,7 +253,7 @@ class Fleet:
             self.queue.wake()
 
     def holder(self, routing: Routing) -> str:
-        """The replica that holds the prefix of a request in its cache; empty if none is known to."""
+        """The replica that holds the prefix of a request in its cache; empty if there is none."""
         return self.conversations.holder(routing.conversation) or routing.holder
 
     def prefix_holder(self, prompt: bytes) -> tuple[str, float]:

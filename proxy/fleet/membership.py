@@ -173,7 +173,7 @@ class Membership:
 
 
 class _Reported(contextlib.AbstractContextManager[None]):
-    """Logs what is wrong with a source when it begins and when it ends."""
+    """Logs what is wrong with a source when it starts and when it ends."""
 
     def __init__(self, problems: dict[str, str], source: str) -> None:
         self._problems = problems

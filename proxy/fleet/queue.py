@@ -196,7 +196,7 @@ class FairQueue(Generic[T]):
         # a free place may suit this request although it suits none of those that wait
         if (taken := self._overtake(try_take)) is not None:
             return taken
-        self._make_room(key.tenant)
+        self._refuse_newest(key.tenant)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(key, max(1, weight), try_take, kind, future)
         self._add(waiter)
@@ -210,8 +210,8 @@ class FairQueue(Generic[T]):
             self._abandon(waiter)
             self._waited(since)
             raise Overloaded(
-                f"no replica had room for the request within {self._timeout_s:g} s (`queue_timeout_s`): try "
-                "again later",
+                f"no replica had capacity for the request within {self._timeout_s:g} s (`queue_timeout_s`): "
+                "try again later",
                 code="queue_timeout",
                 retry_after=self._retry_after(),
             )
@@ -280,7 +280,7 @@ class FairQueue(Generic[T]):
                     return False
         return True
 
-    def _make_room(self, tenant: str) -> None:
+    def _refuse_newest(self, tenant: str) -> None:
         """If the queue is full, refuse the newest request of the tenant with the most waiting requests.
 
         Raises:

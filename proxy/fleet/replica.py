@@ -40,8 +40,8 @@ _NO_ROUTE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, e
 class Replica:
     """An engine and the task that watches it.
 
-    It is ready if it responds and its capabilities are known. After an outage discovery runs again, because
-    the engine may have been restarted as another version or with other flags.
+    It is ready if it responds and discovery found its capabilities. After an outage discovery runs again,
+    because the engine may have been restarted as another version or with other flags.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Replica:
         """A replica that is not watched yet.
 
         Args:
-            logprobs_mode: of an engine that is known to have it; others are asked.
+            logprobs_mode: the engine's, if the settings name it; otherwise discovery reads it.
             metrics: where its state is reported.
         """
         self._logprobs_mode = logprobs_mode
@@ -72,7 +72,7 @@ class Replica:
         self.chat_tokenizer = ReplicaTokenizer(engine.name, tokenizers)
         self._token_in = token_in
         self._interval_s = watch_interval_s
-        self._problem = "not asked yet"
+        self._problem = "not checked yet"
         self._credential: tuple[bytes, bytes] | None = None
         self.wants_credential = False
         """Whether the engine refuses discovery without a credential that it accepts."""
@@ -97,7 +97,7 @@ class Replica:
         """The engine's capabilities.
 
         Raises:
-            EngineUnavailable: they are not known: discovery failed, or the engine stopped responding.
+            EngineUnavailable: there are none: discovery failed, or the engine stopped responding.
         """
         if self.capabilities is None:
             raise EngineUnavailable(self._problem)
@@ -210,7 +210,7 @@ class Replica:
         except EngineBroken:
             models = []
         if not models or models[0] != expected:
-            another = f"{self.name} was restarted with another model: it is asked again"
+            another = f"{self.name} was restarted with another model: it is examined again"
             # the request was not sent, so it did not break the engine
             problem = EngineUnavailable(another if models else silent)
             self.mark_down(problem)
@@ -362,7 +362,7 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
-        """What is known of it now."""
+        """Whether it can serve requests now, or why not."""
         if self.capabilities is None:
             return ReplicaState.DOWN if self._discovered.is_set() else ReplicaState.STARTING
         if self.draining:

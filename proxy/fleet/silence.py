@@ -1,8 +1,8 @@
 """Finds replicas that accept requests and never respond to them, although their `/health` succeeds.
 
 A replica is silent if requests run on it and it has sent nothing for longer than it needed recently. It is
-then asked for one token. If that does not arrive, and the engine's own count of tokens does not grow, the
-replica is ejected. The threshold is measured, because prompts take engines on a CPU a minute.
+then sent a request for one token. If that does not arrive, and the engine's own count of tokens does not
+grow, the replica is ejected. The threshold is measured, because prompts take engines on a CPU a minute.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Requests under which engines died: one that kills engines must not kill the whole fleet.
 
-It is not known which of the requests that ran on an engine ended it, or whether one of them did. One that
+Nothing tells which of the requests that ran on an engine ended it, or whether one of them did. One that
 ran alone is the suspect; of several each may run once more, and one that sees a second engine die is the
 suspect then. A suspect is refused for a while, also where its client sends it again.
 """

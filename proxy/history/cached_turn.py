@@ -111,7 +111,7 @@ def cached_turn(
         parent: the turn that it continues in the store.
         prompt: its whole prompt as a JSON array; empty if unknown.
         hasher: the hasher of its ids.
-        completion: its completion as a compact JSON array, if that is at hand.
+        completion: its completion as a compact JSON array, if the caller has it.
     """
     usable = turn.problem not in UNUSABLE and len(prompt) > 2 and (parent is None or parent.usable)
     count = turn.completion_tokens

@@ -33,7 +33,7 @@ def too_long(
 
 
 def is_truncated(request: ChatRequest) -> bool:
-    """Whether the engine is asked to truncate the prompt."""
+    """Whether the request tells the engine to truncate the prompt."""
     return present(request.fields, "truncate_prompt_tokens") is not None
 
 
@@ -49,7 +49,7 @@ def check_ids_fit(request: ChatRequest, given: GivenIds, model: ServedModel) -> 
         raise too_long(given.count, model.max_model_len, given.field)
 
 
-def room_for_prompt(request: ChatRequest, max_model_len: int) -> int:
+def most_prompt_ids(request: ChatRequest, max_model_len: int) -> int:
     """The most ids that a prompt may have so that the requested completion, or one id, fits after it."""
     for name in ("max_completion_tokens", "max_tokens"):
         try:
@@ -60,24 +60,24 @@ def room_for_prompt(request: ChatRequest, max_model_len: int) -> int:
     return max_model_len - 1
 
 
-def check_fits(messages: bytes, tokenizer: ChatTokenizer, room: int) -> None:
+def check_fits(messages: bytes, tokenizer: ChatTokenizer, most_ids: int) -> None:
     """Refuse messages whose texts have too many ids by a lower bound, without parsing the texts.
 
     Args:
         messages: a JSON array of messages.
-        room: the most ids that the messages may have.
+        most_ids: the most ids that the messages may have.
 
     Raises:
         TooManyIds: they have more. Only text and text parts are counted.
     """
-    if len(messages) <= room:
+    if len(messages) <= most_ids:
         return  # a byte gives at most one id
     count = 0
     for message in msgspec.json.decode(messages, type=list[_Content]):
         for text in _texts(message.content):
-            count += tokenizer.bounds.fewest_in_json(text, room - count)
-            if count > room:
-                raise TooManyIds(count, room, at_least=True)
+            count += tokenizer.bounds.fewest_in_json(text, most_ids - count)
+            if count > most_ids:
+                raise TooManyIds(count, most_ids, at_least=True)
 
 
 def _texts(content: msgspec.Raw) -> list[msgspec.Raw]:

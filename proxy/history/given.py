@@ -51,9 +51,9 @@ async def append_messages(
     if to_complete:
         check_ids_fit(request, given, model)
     before = given.count if to_complete and not is_truncated(request) else 0
-    room = None if model.max_model_len is None else model.max_model_len - before
+    most_ids = None if model.max_model_len is None else model.max_model_len - before
     stop = threading.Event()
-    limit = Limit(room, stop.is_set)
+    limit = Limit(most_ids, stop.is_set)
 
     def append() -> tuple[bytes, list[int]]:
         return _append(tokenizer, request, given, placer.auditor, limit)

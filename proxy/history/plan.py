@@ -53,7 +53,7 @@ class Placement:
     turn_id: str = field(default_factory=new_id)
     """The turn id of choice 0; see `turn.turn_id`."""
     new_rollout: bool = False
-    """Whether the rollout begins with this turn, under a name that the proxy chose."""
+    """Whether this is the first turn of the rollout, under a name that the proxy chose."""
     findable: bool
     """Whether the turn may be found by the text of its conversation."""
     parent: CachedTurn | None = None

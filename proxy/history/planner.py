@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 from proxy.history.cached_turn import CachedTurn
-from proxy.history.context import check_fits, check_ids_fit, room_for_prompt, too_long
+from proxy.history.context import check_fits, check_ids_fit, most_prompt_ids, too_long
 from proxy.history.continuation import continue_turn
 from proxy.history.conversation import Conversation
 from proxy.history.given import append_messages, place_given
@@ -140,7 +140,7 @@ class Planner:
             return Rendered(placement=placement, reason=obstacle)
         size = sum(memoryview(raw).nbytes for raw in conversation.raws[match.end + 1 :])
         stop = threading.Event()
-        limit = Limit(self._room(request, turn.count, model), stop.is_set)
+        limit = Limit(self._most_ids(request, turn.count, model), stop.is_set)
 
         def extend() -> tuple[bytes, list[int]]:
             if limit.max_ids is not None and size > limit.max_ids:
@@ -170,13 +170,13 @@ class Planner:
             placement=placement, reason=reason, prompt=prompt, reused=turn.count, appended=appended
         )
 
-    def _room(self, request: ChatRequest, reused: int, model: ServedModel) -> int | None:
+    def _most_ids(self, request: ChatRequest, reused: int, model: ServedModel) -> int | None:
         """The most ids to append to those of a turn; None if the engine reports no limit."""
         if model.max_model_len is None:
             return None
         # only a prompt that cannot fit is an error; the engine refuses one without room for the completion
         whole = (
-            room_for_prompt(request, model.max_model_len) if self.renders_overflow else model.max_model_len
+            most_prompt_ids(request, model.max_model_len) if self.renders_overflow else model.max_model_len
         )
         return whole - reused
 

@@ -284,7 +284,7 @@ class Store(Protocol):
     async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
         """Set the reward of turns, by their id, or of the whole rollout, by "". Others stay.
 
-        Returns False, and sets nothing, if there is no such rollout. The turns need not be known.
+        Returns False, and sets nothing, if there is no such rollout. The turns need not be recorded.
         """
         ...
 

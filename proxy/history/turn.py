@@ -38,7 +38,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rollout: str
     """Id of the session the turn belongs to: see `proxy.history.store.session_id`."""
     parent: str | None = None
-    """The turn whose ids this prompt begins with; None if it begins a tree."""
+    """The turn whose ids this prompt begins with; None if it starts a tree."""
     request: str
     """Shared by the n turns of one request."""
     choice: int = 0
@@ -46,7 +46,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     created: float
     """Seconds since the epoch when the turn was recorded."""
     model: str
-    """The model or LoRA name the client asked for, or the engine's base model."""
+    """The model or LoRA name that the client requested, or the engine's base model."""
     replica: str = ""
     """Name of the replica that served it and may hold its ids in its prefix cache; empty if unknown."""
     prompt_turn: str | None = None

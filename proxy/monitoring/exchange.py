@@ -38,7 +38,7 @@ class Exchange:
         self.observed = True
         """False for health checks and scrapes: they are counted, and their times are not observed."""
         self.status = 0
-        """0 until the response begins."""
+        """0 until the response starts."""
         self.complete = False
         """Whether the end of the response was handed to the server."""
         self.client_left = False

@@ -1,7 +1,7 @@
 """Authentication with the proxy's own API keys, or without keys: plain ASGI middlewares.
 
-They identify the client, and put its tenant and scopes into the ASGI scope. `endpoint.py`, where the route is
-known, checks the scopes.
+They identify the client, and put its tenant and scopes into the ASGI scope. `endpoint.py`, which
+determines the route, checks the scopes.
 """
 
 import ipaddress

@@ -131,7 +131,7 @@ class EngineCredentials:
         if task is None:
             task = asyncio.create_task(self._ask(digest, credential))
             self._asking[digest] = task
-            task.add_done_callback(lambda done: self._asked(digest, done))
+            task.add_done_callback(lambda done: self._verification_ended(digest, done))
         # a client that leaves must not cancel the verification for others that wait for it
         return await asyncio.shield(task)
 
@@ -171,7 +171,7 @@ class EngineCredentials:
             ) from error
         return response.status
 
-    def _asked(self, digest: bytes, task: "asyncio.Task[bool]") -> None:
+    def _verification_ended(self, digest: bytes, task: "asyncio.Task[bool]") -> None:
         del self._asking[digest]
         if not task.cancelled():
             task.exception()  # read, so that asyncio does not warn if all waiting clients have left

@@ -123,8 +123,8 @@ class Endpoint(fastapi.Response):
         """The tenant of a request; for a route that needs none, only one that is verified already."""
         if self.route.needs_tenant:
             return await self._tenant_of(scope)
-        known: str = scope.get(SCOPE_KEY, SINGLE_TENANT)
-        return known
+        tenant: str = scope.get(SCOPE_KEY, SINGLE_TENANT)
+        return tenant
 
     def _request(self, scope: Scope, body: bytes, tenant: str) -> Request:
         path = self._path(scope)

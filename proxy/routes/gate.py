@@ -81,7 +81,7 @@ class Gate:
             raise BadRequest("a request must have one Host header", param="host")
         if not self._hosts and not self._domains:
             return
-        # health checks use the address of a container, which is not known before it runs
+        # health checks use the address of a container, which it gets only when it starts
         if scope["method"] in ("GET", "HEAD") and path_of(scope) in OPEN_PATHS:
             return
         host = host_name(values[0]) if values else ""

@@ -83,11 +83,13 @@ async def _append(request: ChatRequest, replica: Replica, services: Services) ->
         return tokenizer.token_strings(values) if strings else None
 
     token_strs = await services.in_thread(check)
-    known = replica.capabilities
+    capabilities = replica.capabilities
     return _json(
         {
             "count": ids.count + len(appended),
-            "max_model_len": known.model.max_model_len if known and known.model else None,
+            "max_model_len": capabilities.model.max_model_len
+            if capabilities and capabilities.model
+            else None,
             "tokens": msgspec.Raw(prompt),
             "token_strs": token_strs,
             "appended": len(appended),

@@ -30,5 +30,5 @@ class LoadSettings(BaseModel):
     overflow: Literal["error", "render"] = Field(
         default="error",
         description="what happens to a conversation whose ids outgrow the model's context: an error, or the "
-        "chat template renders it anew, which may drop thinking and begins a new branch",
+        "chat template renders it anew, which may drop thinking and starts a new branch",
     )

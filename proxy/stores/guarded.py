@@ -71,7 +71,7 @@ class GuardedStore:
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
-        # before the store is asked: what it takes meanwhile is in both
+        # before the store is read: turns that it takes meanwhile are found in both
         here = self._calls.waiting.look_up(keys)
         return self._calls.waiting.find_too(await self._calls.read(self._store.find, keys), here)
 

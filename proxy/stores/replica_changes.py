@@ -21,7 +21,7 @@ class StoredChanges:
                 stored = await self._store.replica_changes(self._fleet)
         except StoreError as error:
             raise ChangesError(str(error)) from error
-        return {_checked(url): _known(url, word) for url, word in stored.items()}
+        return {_checked(url): _change(url, word) for url, word in stored.items()}
 
     async def write(self, name: str, change: ReplicaChange | None) -> None:
         """See `ChangeStore.write`."""
@@ -42,7 +42,7 @@ def _checked(url: str) -> str:
     return url
 
 
-def _known(url: str, word: str) -> ReplicaChange:
+def _change(url: str, word: str) -> ReplicaChange:
     try:
         return ReplicaChange(word)
     except ValueError:

@@ -1,6 +1,6 @@
 """SQLite in threads: one that writes, a few that read, one file for all processes.
 
-All writes that wait when a transaction begins become part of it, so that many turns cost one commit. A write
+All writes that wait when a transaction starts become part of it, so that many turns cost one commit. A write
 returns only after its commit. A thread of its own copies the log (WAL) into the file, because that waits for
 the disk. WAL with synchronous=NORMAL: a process that is killed loses nothing that was committed; a machine
 that loses power may lose the last transactions, and the file stays intact.

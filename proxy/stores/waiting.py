@@ -22,7 +22,7 @@ _BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What one call wanted to record."""
+    """The arguments of one call that records turns."""
 
     session: Session
     turns: Sequence[Turn]
@@ -71,7 +71,7 @@ class WaitingTurns:
         return self._turns[turn][0] if turn in self._turns else None
 
     def put(self, record: Waiting) -> bool:
-        """Add a record; False if there is no room for it."""
+        """Add a record; False if the limits do not permit it."""
         if all(turn.id in self._turns for turn in record.turns):
             return True
         size = record.size
@@ -135,7 +135,7 @@ class WaitingTurns:
     def find_too(
         self, found: dict[bytes, Found], here: Mapping[bytes, Sequence[tuple[bytes, Candidate]]]
     ) -> dict[bytes, Found]:
-        """What a store found, with what `look_up` found before the store was asked."""
+        """What a store found, with what `look_up` found before the store was read."""
         if not here and not self._parents:
             return found
         merged = {key: self._close_continued(hits) for key, hits in found.items()}

@@ -18,7 +18,7 @@ _WIDTH = 160
 def run_top(url: str, api_key: str | None, interval_s: float, *, once: bool) -> int:
     """Show a proxy until Ctrl-C, or once; returns the exit code.
 
-    If the proxy does not respond, it is asked again. With `once` that is an error: code 1.
+    If the proxy does not respond, the request is repeated. With `once` that is an error: code 1.
 
     Raises:
         ValueError: `url` is not a URL.

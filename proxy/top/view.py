@@ -79,8 +79,8 @@ def _prompts(now: Snapshot) -> Table:
     table = _table("prompts", "", left=2)
     table.add_row("by source", ", ".join(sources) or "none yet")
     table.add_row("ids", ", ".join(shares) or "none yet")
-    known = [f"{reason} {count:,.0f}" for reason, count in reasons if reason != "none" and count]
-    table.add_row("reasons", ", ".join(known[:_MOST_REASONS]) or "none")
+    counted = [f"{reason} {count:,.0f}" for reason, count in reasons if reason != "none" and count]
+    table.add_row("reasons", ", ".join(counted[:_MOST_REASONS]) or "none")
     events = [
         f"{name.replace('_', ' ')} {now.value(f'{name}_total'):,.0f}"
         for name in ("store_errors", "client_disconnects", "retries")

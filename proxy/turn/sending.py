@@ -178,7 +178,7 @@ def _headers(request: ChatRequest, plan: PromptPlan) -> Headers:
 def _conversation(plan: PromptPlan) -> str:
     """A key that is equal for all turns of a conversation; empty if there is none.
 
-    It is the rollout. If a history is recognised in none of its requests, each of them begins a new rollout;
+    It is the rollout. If a history is recognised in none of its requests, each of them starts a new rollout;
     the key is then a digest of the messages up to the first assistant turn, which these requests share.
     """
     placement, conversation = plan.placement, plan.placement.conversation

@@ -33,7 +33,8 @@ class Services:
     record_logprobs: bool = True
     """Whether log-probabilities are requested and recorded even if the client does not request them."""
     record_token_route: bool = True
-    """Whether turns of the token route are recorded where they can be placed."""
+    """Whether turns of the token route are recorded that have a session, or whose messages are the whole
+    conversation."""
     body_timeout_s: float | None = None
     """How long a request's body may take; None for no limit."""
     running: RunningRequests = field(default_factory=RunningRequests)

@@ -1,4 +1,4 @@
-"""Plain OpenAI conversations stay exact, however clients spell them; what does not is said."""
+"""Plain OpenAI conversations stay exact, however clients spell them; a turn that does not is reported."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def test_the_ids_of_these_tests_are_none_that_a_tokenizer_would_give(talk: Make)
 def test_turns_continue_the_ids_of_the_previous_turn(talk: Make, streams: str) -> None:
     made = talk()
     first = made.ask(reply=Reply(SPLIT), stream=streams[0] == "s")
-    assert first.said == {"source": "rendered", "reused": "0", "reason": "first_turn"}
+    assert first.prompt == {"source": "rendered", "reused": "0", "reason": "first_turn"}
     for index, how in enumerate(streams):
         answered = made.follow(user(f"more {index}"), reply=Reply(SPLIT), stream=how == "s")
         assert answered.reason == ""
@@ -105,8 +105,8 @@ def test_reasoning_dropped_of_all_turns(talk: Make) -> None:
 @pytest.mark.parametrize("calls", [True, False])
 def test_contents_without_text(talk: Make, content: Any, calls: bool) -> None:
     made = talk()
-    asked = {"content": None, **({"tool_calls": [_CALL]} if calls else {})}
-    made.ask(reply=Reply(SPLIT, message=asked))
+    sampled = {"content": None, **({"tool_calls": [_CALL]} if calls else {})}
+    made.ask(reply=Reply(SPLIT, message=sampled))
     made.messages[-1]["content"] = content
     if content is ...:
         del made.messages[-1]["content"]
@@ -148,7 +148,7 @@ def test_ids_before_an_edited_turn_are_kept(talk: Make, edit: Message, depth: in
         answered = made.follow(*new, user("And?"), expected=ids[depth - 1])
     else:
         answered = made.ask(*new, user("And?"))
-        assert (answered.sent, answered.said["source"]) == (None, "rendered")
+        assert (answered.sent, answered.prompt["source"]) == (None, "rendered")
     # a last turn that is no assistant's any more looks like one that was left out
     assert answered.reason == ("" if (depth, edit.get("role")) == (2, "user") else "history_edited")
     made.follow(user("Go on"))
@@ -250,7 +250,7 @@ def test_changed_fields_other_than_messages_are_reported(
         made.headers["x-session-id"] = first.session
     made.fields = after
     answered = made.ask(user("more"))
-    assert (answered.sent, answered.said["source"], answered.reason) == (None, "rendered", reason)
+    assert (answered.sent, answered.prompt["source"], answered.reason) == (None, "rendered", reason)
     made.follow(user("more"))
 
 
@@ -297,7 +297,7 @@ def test_session_distinguishes_equal_text_with_different_ids(talk: Make) -> None
     one.ask(reply=Reply((*HI, END), message={"content": "same"}))
     two.ask(reply=Reply(SPLIT, message={"content": "same"}))
     for made in (one, two, one, two):
-        assert "candidates" not in made.follow(user("more")).said
+        assert "candidates" not in made.follow(user("more")).prompt
 
 
 def test_tool_call_ids_distinguish_equal_text_with_different_ids(talk: Make) -> None:
@@ -316,7 +316,7 @@ def test_equal_text_with_different_ids_is_rendered_if_ambiguous(talk: Make) -> N
     two.ask(reply=Reply(SPLIT, message={"content": "same"}))
     before = _counter(two, "tokenproxy_ambiguous_prompts_total")
     answered = two.ask(user("more"))
-    assert (answered.sent, answered.reason, answered.said["candidates"]) == (None, "ambiguous", "2")
+    assert (answered.sent, answered.reason, answered.prompt["candidates"]) == (None, "ambiguous", "2")
     assert _counter(two, "tokenproxy_ambiguous_prompts_total") == before + 1
 
 
@@ -340,8 +340,8 @@ def test_the_spelling_of_the_client_decides(
     for _ in range(depth):
         one.follow(user("more"))
         two.follow(user("more"))
-    assert one.follow(user("And?")).said["candidates"] == "2"
-    assert two.follow(user("And?")).said["candidates"] == "2"
+    assert one.follow(user("And?")).prompt["candidates"] == "2"
+    assert two.follow(user("And?")).prompt["candidates"] == "2"
 
 
 def test_a_large_group_with_one_answer_and_many_reasonings(talk: Make) -> None:
@@ -378,7 +378,7 @@ def test_stop_strings(talk: Make) -> None:
     if made.pair.fake.variant is Variant.CHAT:
         made.follow(user("more"))
     else:  # that route cannot do it; plain requests must not fail for that
-        assert made.ask(user("more")).said["source"] == "rendered"
+        assert made.ask(user("more")).prompt["source"] == "rendered"
 
 
 def test_json_is_read_as_json(talk: Make) -> None:

@@ -25,8 +25,8 @@ def _turns(made: Talk, answer: httpx.Response) -> list[dict[str, Any]]:
     return turns
 
 
-def _asked(made: Talk) -> int:
-    """How often the engine was asked for a completion."""
+def _requests(made: Talk) -> int:
+    """The number of requests for a completion that the engine received."""
     return len([seen for seen in made.pair.fake.seen(CHAT) if seen.json.get("max_tokens") != 1])
 
 
@@ -60,14 +60,14 @@ def test_a_retry_gets_the_same_answer(talk: Make, stream: bool, again: dict[str,
     body = {"messages": made.messages, "stream": stream}
     made.pair.fake.replies.append(Reply((91, 92, END)))
     first = made.pair.client.post(CHAT, json=body, headers={**made.headers, "x-stainless-retry-count": "0"})
-    asked = _asked(made)
+    before = _requests(made)
     second = made.pair.client.post(CHAT, json=body, headers={**made.headers, **again})
     assert (second.status_code, second.content) == (200, first.content)
     assert second.headers["x-request-replayed"] == "true"
     assert "x-request-replayed" not in first.headers
     for name in ("x-turn-id", "x-session-id", "x-prompt-source", "content-type"):
         assert second.headers[name] == first.headers[name]
-    assert _asked(made) == asked
+    assert _requests(made) == before
     assert len(_turns(made, first)) == turn + 1
 
 
@@ -76,7 +76,7 @@ def test_equal_request_that_is_not_a_retry_runs_again(talk: Make) -> None:
     body = {"messages": made.messages}
     one, two = _post(made, body), _post(made, body)
     assert one.headers["x-turn-id"] != two.headers["x-turn-id"]
-    assert _asked(made) == 2
+    assert _requests(made) == 2
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 408, 409])
@@ -150,7 +150,7 @@ def test_an_idempotency_key_is_answered_once(talk: Make) -> None:
     first = _post(made, body, idempotency_key=key)
     second = _post(made, body, idempotency_key=key)
     assert (second.content, second.headers["x-request-replayed"]) == (first.content, "true")
-    assert _asked(made) == 1
+    assert _requests(made) == 1
     other = _post(made, {**body, "temperature": 0}, idempotency_key=key)
     assert (other.status_code, other.json()["error"]["param"]) == (400, "Idempotency-Key")
     assert _post(made, body).headers["x-turn-id"] != first.headers["x-turn-id"]
@@ -168,7 +168,7 @@ def test_repeated_key_waits_for_the_first_response(talk: Make, stream: bool) -> 
         made.pair.client.get("/v1/sessions")  # what was sent before this has arrived
         made.pair.fake.release()
         assert {other.result().content for other in others} == {first.result().content}
-    assert _asked(made) == 1
+    assert _requests(made) == 1
 
 
 def test_waiting_retry_runs_if_the_first_request_fails(talk: Make) -> None:

@@ -45,7 +45,7 @@ def test_two_proxies_with_one_store(
         assert turns[0] == turns[1]
         assert two.delete(f"/v1/sessions/{first.session}").status_code == 200
         made.pair = Pair(mortal, one)
-        assert made.ask(user("more")).said["source"] == "rendered"
+        assert made.ask(user("more")).prompt["source"] == "rendered"
 
 
 def test_a_retry_through_the_other_proxy(mortal: FakeVllm, database: str) -> None:
@@ -86,7 +86,11 @@ def test_full_store_reports_evicted_conversations(mortal: FakeVllm, tiny_model: 
             Talk(pair, tiny_model).ask()
         for made in (old, named):
             answered = made.ask(user("more"))
-            assert (answered.sent, answered.said["source"], answered.reason) == (None, "rendered", "evicted")
+            assert (answered.sent, answered.prompt["source"], answered.reason) == (
+                None,
+                "rendered",
+                "evicted",
+            )
             made.follow(user("more"))
         told = Talk(pair, tiny_model, old.messages[:2], headers={"x-session-id": first.session})
         assert told.ask(user("even more")).reason == "evicted"

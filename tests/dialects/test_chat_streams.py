@@ -52,7 +52,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-_ASKED = [
+_REQUESTED = [
     {name: True for name, on in zip(("return_token_ids", "logprobs"), some, strict=True) if on}
     for some in itertools.product((False, True), repeat=2)
 ]
@@ -71,9 +71,9 @@ _USAGE: dict[str, Message] = {
 
 
 @pytest.mark.parametrize("how", _USAGE.values(), ids=_USAGE)
-@pytest.mark.parametrize("asked", _ASKED, ids="+".join)
+@pytest.mark.parametrize("requested", _REQUESTED, ids="+".join)
 @pytest.mark.parametrize("turn", [0, 1])
-def test_client_gets_only_requested_fields(talk: Make, asked: Message, how: Message, turn: int) -> None:
+def test_client_gets_only_requested_fields(talk: Make, requested: Message, how: Message, turn: int) -> None:
     """As the engine itself would answer the same request."""
     made = talk()
     messages = list(made.messages)
@@ -81,7 +81,7 @@ def test_client_gets_only_requested_fields(talk: Make, asked: Message, how: Mess
     if turn:
         made.ask(reply=script)
         messages = [*made.messages, result(call(identity="c"), "1")]
-    body = {"messages": messages, "n": 2, **how, **asked}
+    body = {"messages": messages, "n": 2, **how, **requested}
     made.pair.fake.replies.append(script)
     mine = made.pair.client.post(CHAT, json=body)
     sent = made.pair.fake.last().json
@@ -93,8 +93,8 @@ def test_client_gets_only_requested_fields(talk: Make, asked: Message, how: Mess
     stock = list(data_of(theirs.content)) if stream else [theirs.json()]
     assert _without_nulls(shown) == _without_nulls(stock)
     text = mine.text.replace(" ", "")
-    assert ('"prompt_token_ids":[' in text) is bool(asked.get("return_token_ids"))
-    assert ('"logprob"' in text) is bool(asked.get("logprobs"))
+    assert ('"prompt_token_ids":[' in text) is bool(requested.get("return_token_ids"))
+    assert ('"logprob"' in text) is bool(requested.get("logprobs"))
 
 
 @pytest.mark.parametrize("value", [1, "true"])
@@ -186,15 +186,17 @@ _STREAM = [
 ]
 
 
-@pytest.mark.parametrize("asked", [{}, {"return_token_ids": True, "logprobs": True}], ids=["hidden", "shown"])
-def test_an_engine_that_ends_a_stream_with_an_error(talk: Make, asked: Message) -> None:
+@pytest.mark.parametrize(
+    "requested", [{}, {"return_token_ids": True, "logprobs": True}], ids=["hidden", "shown"]
+)
+def test_an_engine_that_ends_a_stream_with_an_error(talk: Make, requested: Message) -> None:
     """And announces its length, which is no longer that of what the client gets."""
     made = talk()
     session = _named(made)
     body = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in _STREAM)
     canned = Canned(body + b"data: [DONE]\n\n", headers={"content-type": "text/event-stream"})
     made.pair.fake.canned[CHAT] = canned
-    request = {"messages": made.messages, "stream": True, **asked}
+    request = {"messages": made.messages, "stream": True, **requested}
     answer = made.pair.client.post(CHAT, json=request, headers=made.headers)
     assert list(data_of(answer.content))[-1]["error"]["message"] == "out of memory"
     (turn,) = _turns(made, session, ids="true")
@@ -212,9 +214,9 @@ def test_ended_choice_can_be_continued_while_another_runs(talk: Make) -> None:
             choice = json.loads(line[6:])["choices"][0]
             if choice["index"] == 0 and choice["finish_reason"]:
                 break
-        said = {"role": "assistant", "content": made.model.decode([83])}
-        other = Talk(made.pair, made.model, [*made.messages, said])
-        assert other.ask(user("more")).said["source"] == "extended"
+        ended = {"role": "assistant", "content": made.model.decode([83])}
+        other = Talk(made.pair, made.model, [*made.messages, ended])
+        assert other.ask(user("more")).prompt["source"] == "extended"
         made.pair.fake.release()
         list(lines)
 
@@ -240,7 +242,7 @@ def test_close_of_a_turn_is_appended_and_masked(talk: Make, reply: Reply, stream
     new = result(call(identity="c"), "1") if reply.message else user("more")
     answered = made.follow(new, reply=Reply((90, END)), stream=stream)
     (sample,) = made.pair.client.get(f"/v1/sessions/{session}/samples").json()["samples"]
-    appended = int(answered.said["appended"])
+    appended = int(answered.prompt["appended"])
     assert sample["prompt_ids"] == prompt
     assert sample["prompt_ids"] + sample["completion_ids"] == made.ids
     assert sample["loss_mask"] == [1] * len(reply.ids) + [0] * appended + [1, 1]
@@ -290,7 +292,7 @@ def test_inconsistent_counts_of_the_engine_make_the_turn_untrainable(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_ids_that_are_missing_in_the_midst_of_a_stream(talk: Make, stream: bool) -> None:
-    """No usage is asked for, as by most clients: the log-probabilities tell."""
+    """Usage is not requested, as by most clients: the log-probabilities show it."""
     made = talk()
     made.ask(reply=Reply(SPLIT, lost_ids=(2,)), stream=stream)
     assert made.ask(user("more")).reason == "unusable_turn"

@@ -54,21 +54,21 @@ def test_every_turn_continues_the_exact_ids_of_its_parent(
     root = Talk(pair, tiny_model)
     if session:
         root.headers["x-session-id"] = root.messages[0]["content"].replace(" ", "-")
-    known: list[tuple[list[Message], list[int]]] = []
+    histories: list[tuple[list[Message], list[int]]] = []
     for index, step in enumerate(steps):
         ids = (*step["ids"], END) if step["ended"] else tuple(step["ids"])
         text = f"{step['around']}{tiny_model.decode(list(ids))} {index}{step['around']}"
         message = {"content": text} | ({} if step["reasoning"] is None else {"reasoning": step["reasoning"]})
         reply = Reply(ids, message=message)
         made = Talk(pair, tiny_model, list(root.messages), root.headers)
-        if not known:
+        if not histories:
             made.ask(reply=reply, stream=step["stream"])
         else:
-            history, before = known[step["at"] % len(known)]
+            history, before = histories[step["at"] % len(histories)]
             made.messages = [
                 _spelled(one, step["spelled"]) if one["role"] == "assistant" else one for one in history
             ]
             answered = made.follow(user(f"more {index}"), reply=reply, stream=step["stream"], expected=before)
             assert answered.reason == ""
             made.messages[: len(history)] = history
-        known.append((made.messages, made.ids))
+        histories.append((made.messages, made.ids))

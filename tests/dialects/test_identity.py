@@ -63,7 +63,7 @@ def test_turn_with_given_ids_is_not_found_by_its_text(talk: Make, session: dict[
         made.headers = {"x-session-id": made.messages[0]["content"].replace(" ", "-")}
     made.ask(reply=Reply(SPLIT), kv_transfer_params={"prompt_token_ids": [5, 6]})
     answered = made.ask(user("more"))
-    assert (answered.sent, answered.said["source"]) == (None, "rendered")
+    assert (answered.sent, answered.prompt["source"]) == (None, "rendered")
 
 
 def test_turn_with_given_ids_is_not_found_by_an_empty_message(talk: Make) -> None:
@@ -81,7 +81,7 @@ def test_turn_with_a_truncated_prompt_is_not_continued(talk: Make) -> None:
     made = talk()
     made.ask(reply=Reply(SPLIT), truncate_prompt_tokens=5)
     answered = made.ask(user("more"))
-    assert (answered.sent, answered.said["source"]) == (None, "rendered")
+    assert (answered.sent, answered.prompt["source"]) == (None, "rendered")
 
 
 def test_session_named_like_a_generated_one_belongs_to_the_client(talk: Make) -> None:

@@ -1,4 +1,4 @@
-"""Templates for which the last turn does not decide what follows it, and the time before that is known."""
+"""Templates for which the last turn does not decide what follows it, and the time before that is proved."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def _appended(talk: Talk, answered_ids: list[int], *new: dict[str, Any]) -> str:
     """The text that was appended to the ids of the turn before."""
     answered = talk.ask(*new)
-    assert answered.said["source"] == "extended"
+    assert answered.prompt["source"] == "extended"
     assert answered.sent is not None
     assert answered.sent[: len(answered_ids)] == answered_ids
     return ChatTokenizer.load(talk.model.folder).decode(answered.sent[len(answered_ids) :])
@@ -94,7 +94,7 @@ def test_requests_before_the_proof_is_complete(
         return prove(tokenizer, folder)
 
     monkeypatch.setattr(ChatTokenizer, "prove", later)
-    monkeypatch.setattr("tests.utils._known", lambda engine: engine.get("append") == "ready")
+    monkeypatch.setattr("tests.utils._examined", lambda engine: engine.get("append") == "ready")
     body = {"prompt_ids": [1, 74, END], "append_messages": _NEW}
     with (
         FakeVllm(tiny_model) as engine,

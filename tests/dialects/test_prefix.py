@@ -39,9 +39,9 @@ def test_the_prefix_is_kept(
     assert answer.status_code == 200, answer.text
     sent = sent_ids(fake)
     assert sent == _expected(tiny_model, prefix, messages)
-    said = {name[9:]: value for name, value in answer.headers.items() if name.startswith("x-prompt-")}
+    headers = {name[9:]: value for name, value in answer.headers.items() if name.startswith("x-prompt-")}
     appended = str(len(sent) - len(prefix))
-    assert said == {
+    assert headers == {
         "source": "given",
         "reused": str(len(prefix)),
         "appended": appended,
@@ -68,15 +68,15 @@ def test_tools_and_template_arguments_count(
     assert sent_ids(fake) == _expected(tiny_model, prefix, as_objects, tools=tools, **kwargs)
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("requested", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_ids_come_back_only_where_asked_for(
-    client: httpx.Client, tiny_model: TinyModel, asked: bool, stream: bool
+def test_ids_are_returned_only_if_requested(
+    client: httpx.Client, tiny_model: TinyModel, requested: bool, stream: bool
 ) -> None:
     prefix = [*tiny_model.render(_HISTORY[:1]), *SPLIT]
     body = {"messages": [*_HISTORY, user("more")], _FIELD: prefix, "stream": stream}
-    text = client.post(CHAT, json={**body, **({"return_token_ids": True} if asked else {})}).text
-    assert ('"prompt_token_ids":[' in text.replace(" ", "")) is asked
+    text = client.post(CHAT, json={**body, **({"return_token_ids": True} if requested else {})}).text
+    assert ('"prompt_token_ids":[' in text.replace(" ", "")) is requested
 
 
 _BAD: dict[str, dict[str, Any]] = {

@@ -47,7 +47,7 @@ def other(tiny_model: TinyModel) -> Iterator[Callable[..., Talk]]:
 def _second(
     made: Talk, *, edit: Message | None = None, reply: Reply | None = None, **fields: Any
 ) -> Answered:
-    """The second turn of a conversation, asked with other fields."""
+    """The second turn of a conversation, requested with other fields."""
     made.ask(reply=reply or Reply(SPLIT))
     made.messages[-1].update(edit or {})
     return made.ask(_MORE, **fields)
@@ -62,7 +62,7 @@ def _canned(made: Talk, body: dict[str, Any]) -> Answered:
 
 def _no_match(talk: Callable[..., Talk]) -> Answered:
     made = talk()
-    made.messages.append({"role": "assistant", "content": f"what nobody said {made.messages}"})
+    made.messages.append({"role": "assistant", "content": f"what no model sampled {made.messages}"})
     return made.ask(_MORE)
 
 
@@ -106,7 +106,7 @@ def test_reasons(talk: Callable[..., Talk], client: httpx.Client, reason: str) -
     before = {source: _counted(client, source, reason) for source in ("rendered", "extended", "given")}
     answered = _OF_ONE_PROXY[reason](talk)
     source = "given" if reason == "ids_given" else "rendered"
-    assert (answered.reason, answered.said["source"], answered.said["reused"]) == (reason, source, "0")
+    assert (answered.reason, answered.prompt["source"], answered.prompt["reused"]) == (reason, source, "0")
     assert _counted(client, source, reason) == before[source] + 1
 
 
@@ -138,7 +138,7 @@ def test_prefix_given(talk: Callable[..., Talk], client: httpx.Client) -> None:
     answered = made.ask(_MORE, required_prefix_token_ids=ids)
     assert answered.sent is not None
     assert answered.sent[: len(ids)] == ids
-    assert (answered.reason, answered.said["source"]) == ("prefix_given", "given")
+    assert (answered.reason, answered.prompt["source"]) == ("prefix_given", "given")
     assert _counted(client, "given", "prefix_given") == before + 1
 
 
@@ -177,7 +177,7 @@ def test_ambiguous(talk: Callable[..., Talk]) -> None:
     two.ask(reply=Reply(SPLIT, message={"content": "same"}))
     for made in (one, two):
         answered = made.ask(_MORE)
-        assert (answered.sent, answered.said["source"], answered.reason) == (None, "rendered", "ambiguous")
+        assert (answered.sent, answered.prompt["source"], answered.reason) == (None, "rendered", "ambiguous")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -198,12 +198,12 @@ def test_call_with_other_arguments_is_an_edit(talk: Callable[..., Talk]) -> None
     made.ask(reply=Reply(SPLIT, message={"content": None, "tool_calls": [whole]}))
     made.messages[-1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Rome"}'
     answered = made.ask(result(whole, "17"))
-    assert (answered.sent, answered.said["source"]) == (None, "rendered")
+    assert (answered.sent, answered.prompt["source"]) == (None, "rendered")
 
 
 @pytest.mark.parametrize("names", [(), ("tool_choice",), ("response_format",)])
 def test_rendering_changed(other: Callable[..., Talk], names: tuple[str, ...]) -> None:
-    """A field counts only if this engine prints it: the proxy has asked."""
+    """A field counts only if this engine prints it: the proxy determined that by test requests."""
     made = other(lambda engine: setattr(engine, "rendered_fields", names))
     tools = [{"type": "function", "function": {"name": "f"}}]
     made.fields = {"tools": tools}
@@ -244,7 +244,7 @@ def test_none_is_left_out() -> None:
 
 def test_ids_given_for_a_first_turn(talk: Callable[..., Talk]) -> None:
     answered = talk().ask(kv_transfer_params={"prompt_token_ids": [5, 6]})
-    assert (answered.said["source"], answered.reason) == ("given", "ids_given")
+    assert (answered.prompt["source"], answered.reason) == ("given", "ids_given")
 
 
 @pytest.mark.parametrize("odd", [["a"], [-1, 2], [2**31], "x", {}])

@@ -19,7 +19,7 @@ _IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url"
 pytestmark = EVERY_SPELLING
 
 
-def _said(answer: httpx.Response) -> dict[str, str]:
+def _headers(answer: httpx.Response) -> dict[str, str]:
     return {name[9:]: value for name, value in answer.headers.items() if name.startswith("x-prompt-")}
 
 
@@ -42,7 +42,7 @@ def test_ids_in_and_ids_out(client: httpx.Client, name: str, stream: bool) -> No
     answer = client.post(_TOKENS, json={name: _PROMPT, "stream": stream})
     assert answer.status_code == 200
     assert _ids(answer, stream) == (_PROMPT, [*HI, END])
-    assert _said(answer) == {"source": "given", "reused": "3", "appended": "0", "reason": "ids_given"}
+    assert _headers(answer) == {"source": "given", "reused": "3", "appended": "0", "reason": "ids_given"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -52,7 +52,7 @@ def test_append(client: httpx.Client, tiny_model: TinyModel, prompt: list[int], 
     close = [] if prompt[-1] == END else [END]
     answer = client.post(_TOKENS, json={"tokens": prompt, "append_messages": _NEXT, "stream": stream})
     assert _ids(answer, stream)[0] == [*prompt, *close, *appended]
-    assert _said(answer) == {
+    assert _headers(answer) == {
         "source": "extended",
         "reused": str(len(prompt)),
         "appended": str(len(close) + len(appended)),
@@ -86,23 +86,23 @@ def test_append_renders_with_the_requests_tools_and_arguments(
 def test_a_conversation_stays_exact(client: httpx.Client, fake: FakeVllm) -> None:
     """The law of the project, over turns that end with and without the stop token."""
     first = client.post(_TOKENS, json={"messages": _NEXT})
-    assert _said(first) == {"source": "rendered", "reused": "0", "reason": "no_ids"}
+    assert _headers(first) == {"source": "rendered", "reused": "0", "reason": "no_ids"}
     prompt, sampled = _ids(first, False)
     for ids in [(300, 301, END), (302,), (END,), (303, 304)]:
         before = prompt + sampled
         fake.replies.append(Reply(ids=ids))
         answer = client.post(_TOKENS, json={"prompt_ids": before, "append_messages": _NEXT})
         prompt, sampled = _ids(answer, False)
-        said = _said(answer)
+        headers = _headers(answer)
         assert prompt[: len(before)] == before
-        assert (int(said["reused"]), int(said["appended"])) == (len(before), len(prompt) - len(before))
+        assert (int(headers["reused"]), int(headers["appended"])) == (len(before), len(prompt) - len(before))
         assert sampled == list(ids)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("wanted, expected", [(None, True), (True, True), (False, False)])
-def test_return_token_ids(client: httpx.Client, wanted: bool | None, expected: bool, stream: bool) -> None:
-    request = {"prompt_ids": _PROMPT, "return_token_ids": wanted, "stream": stream}
+@pytest.mark.parametrize("requested, expected", [(None, True), (True, True), (False, False)])
+def test_return_token_ids(client: httpx.Client, requested: bool | None, expected: bool, stream: bool) -> None:
+    request = {"prompt_ids": _PROMPT, "return_token_ids": requested, "stream": stream}
     answer = client.post(_TOKENS, json=request)
     chunks = list(data_of(answer.content)) if stream else [answer.json()]
     assert any(chunk.get("prompt_token_ids") for chunk in chunks) is expected
@@ -132,7 +132,7 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"tokens": [1], "kv_transfer_params": {"prompt_token_ids": [1]}},
         "kv_transfer_params.prompt_token_ids",
     ),
-    "an image beside ids": ({"prompt_ids": [1], "messages": _IMAGE}, "messages"),
+    "an image with ids": ({"prompt_ids": [1], "messages": _IMAGE}, "messages"),
     "an image to append": ({"prompt_ids": [1], "append_messages": _IMAGE}, "append_messages"),
     "a part of no type": (
         {"prompt_ids": [1], "messages": [{"role": "user", "content": [{"type": ["text"]}]}]},
@@ -145,7 +145,7 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a history that is none": ({"prompt_ids": [1], "messages": [5], "append_messages": _NEXT}, "messages"),
     "messages that are none": ({"prompt_ids": [1], "messages": "Hi"}, "messages"),
     "append without ids": ({"append_messages": _NEXT}, "prompt_ids"),
-    "append beside messages": ({"messages": _HISTORY, "append_messages": _NEXT}, "prompt_ids"),
+    "append with messages": ({"messages": _HISTORY, "append_messages": _NEXT}, "prompt_ids"),
     "append of nothing": ({"prompt_ids": [1], "append_messages": []}, "append_messages"),
     "append of a text": ({"prompt_ids": [1], "append_messages": "Hi"}, "append_messages"),
     "append without a role": ({"prompt_ids": [1], "append_messages": [{"content": "a"}]}, "append_messages"),
@@ -191,7 +191,7 @@ def test_bad_requests(client: httpx.Client, fields: dict[str, Any], param: str) 
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["type"]) == (400, 400, "BadRequestError")
     assert error["param"] == param
-    assert _said(answer) == {}
+    assert _headers(answer) == {}
 
 
 @pytest.mark.parametrize(

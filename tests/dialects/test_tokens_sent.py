@@ -65,11 +65,11 @@ def test_history_is_sent_as_context(
 
 
 def test_first_turn_is_sent_unchanged(client: httpx.Client, fake: FakeVllm) -> None:
-    """Images included: only ids cannot stand beside them."""
+    """With images too: only a request with ids must have none."""
     messages = [*_HISTORY, *_IMAGE]
     client.post(_TOKENS, json={"messages": messages, "temperature": 0})
-    asked = {"return_token_ids": True, "logprobs": True}
-    assert fake.last().json == {"messages": messages, "temperature": 0, **asked}
+    requested = {"return_token_ids": True, "logprobs": True}
+    assert fake.last().json == {"messages": messages, "temperature": 0, **requested}
 
 
 def test_headers_reach_the_engine_and_come_back(client: httpx.Client, fake: FakeVllm) -> None:

@@ -9,7 +9,7 @@ _CHAT = "/v1/chat/completions"
 
 
 @pytest.mark.parametrize(
-    "variant, wanted, found",
+    "variant, setting, found",
     [
         (Variant.CHAT, "auto", "chat"),
         (Variant.CHAT, "chat", "chat"),
@@ -21,10 +21,10 @@ _CHAT = "/v1/chat/completions"
     ],
 )
 async def test_spelling_is_found_or_the_given_one_is_tried(
-    engine: HttpEngine, fake: FakeVllm, variant: Variant, wanted: str, found: str | None
+    engine: HttpEngine, fake: FakeVllm, variant: Variant, setting: str, found: str | None
 ) -> None:
     fake.variant = variant
-    token_in = (await discover(engine, wanted)).token_in
+    token_in = (await discover(engine, setting)).token_in
     assert (token_in and token_in.name) == found
 
 
@@ -36,15 +36,15 @@ async def test_engine_without_token_in_is_unsupported(engine: HttpEngine, fake: 
 
 
 async def test_version_and_models_are_discovered(engine: HttpEngine, fake: FakeVllm) -> None:
-    known = await discover(engine)
-    assert known.version == "0.32.0+fake"
-    assert known.model is not None
-    assert (known.model.name, known.model.root, known.model.max_model_len) == (
+    capabilities = await discover(engine)
+    assert capabilities.version == "0.32.0+fake"
+    assert capabilities.model is not None
+    assert (capabilities.model.name, capabilities.model.root, capabilities.model.max_model_len) == (
         "tiny",
         fake.root,
         MAX_MODEL_LEN,
     )
-    assert set(known.models) == {"tiny", "adapter"}
+    assert set(capabilities.models) == {"tiny", "adapter"}
 
 
 async def test_probes_sample_one_token(engine: HttpEngine, fake: FakeVllm) -> None:
@@ -98,8 +98,8 @@ async def test_server_error_during_discovery_is_raised(
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"data": 5}', b'{"data": ["tiny", {}]}'])
 async def test_malformed_model_lists_are_ignored(engine: HttpEngine, fake: FakeVllm, body: bytes) -> None:
     fake.canned["/v1/models"] = fake.canned["/version"] = Canned(body)
-    known = await discover(engine)
-    assert (known.model, known.models, known.version) == (None, (), "unknown")
+    capabilities = await discover(engine)
+    assert (capabilities.model, capabilities.models, capabilities.version) == (None, (), "unknown")
 
 
 async def test_engine_that_requires_a_key(engine: HttpEngine, fake: FakeVllm) -> None:

@@ -128,9 +128,9 @@ def test_continuous_usage_counts_tokens_per_choice(
     options = {"include_usage": True, "continuous_usage_stats": True}
     if not counted:
         _post(client)
-        known = fake.last(_DERENDER).json["generate_response"]["request_id"]
+        request_id = fake.last(_DERENDER).json["generate_response"]["request_id"]
         choices = [{"index": index, "token_ids": [74], "finish_reason": None} for index in (0, 1, 0)]
-        _canned_stream(fake, [{"request_id": known, "choices": [choice]} for choice in choices])
+        _canned_stream(fake, [{"request_id": request_id, "choices": [choice]} for choice in choices])
     response = _post(client, stream=True, n=2, stream_options=options)
     counts: dict[int, list[int]] = {0: [], 1: []}
     for chunk in data_of(response.content):
@@ -151,12 +151,12 @@ def test_each_choice_of_a_stream_has_its_own_parser_state(fake: FakeVllm, client
     assert states == {index: [None, [HI[0]], list(HI)] for index in range(2)}
 
 
-@pytest.mark.parametrize("asked, limit", [({"max_tokens": 16}, 16), ({"max_tokens": 17}, 17), ({}, None)])
+@pytest.mark.parametrize("requested, limit", [({"max_tokens": 16}, 16), ({"max_tokens": 17}, 17), ({}, None)])
 def test_max_tokens_that_render_omits_is_set(
-    fake: FakeVllm, client: httpx.Client, asked: dict[str, int], limit: int | None
+    fake: FakeVllm, client: httpx.Client, requested: dict[str, int], limit: int | None
 ) -> None:
     """render omits 16, the default; without a limit, generate samples to the end of the context."""
-    _post(client, **asked)
+    _post(client, **requested)
     sampling = fake.last(_GENERATE).json["sampling_params"]
     assert sampling["max_tokens"] == (limit or MAX_MODEL_LEN - len(fake.model.render(_STAND_IN)))
 
@@ -203,8 +203,8 @@ def test_choice_without_ids_has_empty_content(fake: FakeVllm, client: httpx.Clie
 @pytest.mark.parametrize("top", [None, 1])
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_logprobs_are_converted(client: httpx.Client, stream: bool, top: int | None, as_ids: bool) -> None:
-    asked = {"logprobs": True, "top_logprobs": top, "return_tokens_as_token_ids": as_ids}
-    _, choices = _message_of(_post(client, stream=stream, **asked), stream)
+    requested = {"logprobs": True, "top_logprobs": top, "return_tokens_as_token_ids": as_ids}
+    _, choices = _message_of(_post(client, stream=stream, **requested), stream)
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     for entry, token in zip(entries, [*HI, END], strict=True):
         name = f"token_id:{token}" if as_ids else str(token)

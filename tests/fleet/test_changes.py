@@ -154,8 +154,8 @@ def test_only_processes_of_one_fleet_share_changes(
     settings: dict[str, Any] = {"store": sqlite_url, "fleet_name": name}
     with run_proxy([first], **settings) as here, run_proxy([second], **settings) as there:
         _add(here, third)
-        asked = len(second.seen("/health"))
-        wait_until(lambda: len(second.seen("/health")) > asked + 3)
+        checks = len(second.seen("/health"))
+        wait_until(lambda: len(second.seen("/health")) > checks + 3)
         expected = {second.url} if name is None else {second.url, third.url}
         assert set(_states(there)) == expected
 
@@ -224,7 +224,9 @@ def test_changes_apply_here_while_the_store_does_not_work(
             wait_until(lambda: "problem" not in here.get(_ADMIN).json())
             assert _states(here) == _states(there)
             # each of the two tells once that it cannot read
-            assert caplog.text.count("what other processes changed of the fleet is not known:") == 2
+            assert (
+                caplog.text.count("the changes that other processes made to the fleet cannot be read:") == 2
+            )
     finally:
         server.kill()
 

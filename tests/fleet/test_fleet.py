@@ -140,9 +140,9 @@ def test_ids_are_sent_only_to_engines_that_take_them(start: Callable[..., FakeVl
     assert _generations(without) == 2
 
 
-@pytest.mark.parametrize("wanted, found", [("chat", ["chat", "None"]), ("generate", ["None", "generate"])])
-def test_spelling_setting_is_used(start: Callable[..., FakeVllm], wanted: str, found: list[str]) -> None:
-    with run_proxy([start(Variant.CHAT), start(Variant.SCALE_OUT)], token_in=wanted) as client:
+@pytest.mark.parametrize("setting, found", [("chat", ["chat", "None"]), ("generate", ["None", "generate"])])
+def test_spelling_setting_is_used(start: Callable[..., FakeVllm], setting: str, found: list[str]) -> None:
+    with run_proxy([start(Variant.CHAT), start(Variant.SCALE_OUT)], token_in=setting) as client:
         assert _state(client) == found
 
 

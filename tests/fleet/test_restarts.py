@@ -77,14 +77,14 @@ def test_an_engine_that_came_back_the_same_serves_at_once(start: Callable[..., F
         assert second.seen("/v1/models")
 
 
-def test_the_model_is_asked_for_once_for_each_connection(start: Callable[..., FakeVllm]) -> None:
+def test_the_model_is_verified_once_for_each_connection(start: Callable[..., FakeVllm]) -> None:
     engine = start()
     with run_proxy([engine], watch_interval_s=_NEVER_S) as client:
-        asked = len(engine.seen("/v1/models"))
+        seen_before = len(engine.seen("/v1/models"))
         for _ in range(5):
             assert client.post(_TOKENS, json=_IDS).status_code == 200
         connections = sum(not seen.reused for seen in engine.seen(_CHAT))
-        assert len(engine.seen("/v1/models")) <= asked + 1 + connections
+        assert len(engine.seen("/v1/models")) <= seen_before + 1 + connections
 
 
 def test_a_silent_replica_is_ejected_and_its_requests_go_elsewhere(

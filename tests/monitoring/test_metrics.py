@@ -208,11 +208,11 @@ def test_ids_by_how_they_came_to_be(
     prompt = len(tiny_model.render(conversation.messages[:1], add_generation_prompt=True))
     assert grown(before, middle, "prompt_ids_total", kind="rendered") == prompt
     assert grown(before, middle, "sampled_ids_total") == 3
-    assert first.said["source"] == "rendered"
+    assert first.prompt["source"] == "rendered"
     second = conversation.follow(user("And?"))
     after = Scrape(client)
     assert grown(middle, after, "prompt_ids_total", kind="reused") == prompt + 3
-    assert grown(middle, after, "prompt_ids_total", kind="appended") == int(second.said["appended"])
+    assert grown(middle, after, "prompt_ids_total", kind="appended") == int(second.prompt["appended"])
     assert grown(middle, after, "prompt_ids_total", kind="rendered") == 0
     client.post(_TOKENS, json={"prompt_ids": [1, 74, 71]})
     assert grown(after, Scrape(client), "prompt_ids_total", kind="given") == 3
@@ -252,7 +252,7 @@ def _states(client: httpx.Client, replica: str) -> list[str]:
 def test_a_request_that_waits_for_a_replica_is_queued(tiny_model: TinyModel) -> None:
     with FakeVllm(tiny_model) as fake:
         fake.slow_s["/version"] = 60.0  # discovery does not end
-        key: Any = "k"  # so that the engine is not asked first whether it wants one
+        key: Any = "k"  # so that the proxy does not check first whether the engine requires one
         with run_app(Settings(upstreams=[fake.url], upstream_api_key=key, store="memory:")) as client:
             with send_and_keep(client.base_url, CHAT, json.dumps(_HI).encode()):
                 wait_until(lambda: Scrape(client).value("requests_queued") == 1)

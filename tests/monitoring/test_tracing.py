@@ -259,7 +259,7 @@ def test_the_provider_of_the_process_is_used(
 
 
 def test_the_names_are_those_of_the_conventions() -> None:
-    known = {
+    conventional = {
         value
         for module in (gen_ai_attributes, url_attributes, error_attributes, http_attributes)
         for value in vars(module).values()
@@ -269,4 +269,4 @@ def test_the_names_are_those_of_the_conventions() -> None:
     used = set(re.findall(r'"((?:gen_ai|http\.(?:request|response|route)|url|error)\.[a-z_.]+)"', sources))
     assert "gen_ai.request.model" in used
     messages_of_asgi = {"http.response.start", "http.response.body"}
-    assert used - known == messages_of_asgi
+    assert used - conventional == messages_of_asgi

@@ -93,11 +93,11 @@ def engines(
     thinking_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, EngineProcess]]:
-    """All engines that the selected tests need, started side by side."""
+    """All engines that the selected tests need, started at the same time."""
     logs = tmp_path_factory.mktemp("vllm")
     # engines share the cores with each other here: a database may be slow without being stuck
     os.environ.setdefault("TOKENPROXY_STORE_TIMEOUT_S", "30")
-    wanted = {
+    needed = {
         "plugin": EngineProcess(model, plugin=True, api_server_count=2, log_file=logs / "plugin.log"),
         "stock": EngineProcess(
             model,
@@ -107,11 +107,11 @@ def engines(
         ),
     }
     if any("mortal_engine" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        wanted["mortal"] = EngineProcess(
+        needed["mortal"] = EngineProcess(
             thinking_model, extra_flags=["--reasoning-parser", "deepseek_r1"], log_file=logs / "mortal.log"
         )
     with ExitStack() as stack:
-        started = {name: stack.enter_context(engine) for name, engine in wanted.items()}
+        started = {name: stack.enter_context(engine) for name, engine in needed.items()}
         for engine in started.values():
             engine.wait_ready(START_TIMEOUT_S)
         for name in ("plugin", "mortal"):

@@ -2,7 +2,7 @@
 
 The SDK is used as it is. Each request has a connection of its own, so that the API server processes on
 one port share the turns of a conversation. What is shown to be exact is compared in two ways: by the ids
-that a client asked for, and by the session's record with the engine's own counts beside it.
+that a client requested, and by the session's record, together with the engine's own counts.
 """
 
 import re
@@ -39,13 +39,13 @@ class Turn:
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     prompt_ids: list[int] = field(default_factory=list)
-    """Empty unless asked for, as are `ids` and `logprobs`."""
+    """Empty unless requested, as are `ids` and `logprobs`."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """What was said beside tool calls and reasoning."""
+        """The content, without tool calls and reasoning."""
         return self.message.get("content") or ""
 
     @property
@@ -172,7 +172,7 @@ def open_client(url: str, processes: Sequence[int] = ()) -> AsyncOpenAI:
     async def note_process(response: httpx2.Response) -> None:
         stream = response.extensions["network_stream"]
         ours, theirs = stream.get_extra_info("client_addr"), stream.get_extra_info("server_addr")
-        response.headers[SERVED_BY] = str(process_behind(theirs[1], ours[1], processes))
+        response.headers[SERVED_BY] = str(process_of_connection(theirs[1], ours[1], processes))
 
     http = DefaultAsyncHttpxClient(
         limits=httpx2.Limits(max_keepalive_connections=0),
@@ -181,7 +181,7 @@ def open_client(url: str, processes: Sequence[int] = ()) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=url, api_key="none", http_client=http, max_retries=0, timeout=240)
 
 
-def process_behind(port: int, client_port: int, processes: Sequence[int]) -> int | None:
+def process_of_connection(port: int, client_port: int, processes: Sequence[int]) -> int | None:
     """Which process holds the server's end of an open connection, by the kernel's own table."""
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, local, remote, *others = line.split()

@@ -97,7 +97,7 @@ class Seen:
 
     headers: list[httpx2.Headers] = field(default_factory=list)
     ids: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    """Prompt and completion of each turn, where the request asked for them."""
+    """Prompt and completion of each turn, if the request asks for them."""
 
     async def __call__(self, response: httpx2.Response) -> None:
         """An event hook of the HTTP client."""
@@ -186,9 +186,9 @@ async def _run(
 async def test_no_turn_drifts(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     talks = await asyncio.gather(*(converse(server.url, talk) for talk in TALKS))
     for talk, seen in zip(TALKS, talks, strict=True):
-        said = [(headers["x-prompt-source"], headers.get("x-prompt-reason")) for headers in seen.headers]
-        assert said == [("rendered", "first_turn"), *[("extended", None)] * (len(said) - 1)], talk.name
-        assert len(seen.ids) == (len(said) if talk.ids else 0)
+        sources = [(headers["x-prompt-source"], headers.get("x-prompt-reason")) for headers in seen.headers]
+        assert sources == [("rendered", "first_turn"), *[("extended", None)] * (len(sources) - 1)], talk.name
+        assert len(seen.ids) == (len(sources) if talk.ids else 0)
         assert seen.drifted() == 0
         _check_tree(server, seen)
     follow_ups = sum(len(seen.headers) - 1 for seen in talks)

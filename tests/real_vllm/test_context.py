@@ -33,7 +33,7 @@ def test_the_words_are_the_engines(server: Served) -> None:
 
 
 def _outgrow(url: str) -> tuple[list[dict[str, str]], httpx.Response]:
-    """A turn with 600 ids that its text does not show, and a next message for which there is no room then."""
+    """A turn with 600 ids that its text does not show, and a next message that then does not fit."""
     size = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["max_model_len"]
     messages = [{"role": "user", "content": "a " * (size // 2)}]
     sampling = {"max_tokens": 600, "allowed_token_ids": [_UNSEEN], "ignore_eos": True}

@@ -33,7 +33,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "append nothing": ({"prompt_ids": PROMPT, "append_messages": []}, 400, "append_messages"),
     "append no message": ({"prompt_ids": PROMPT, "append_messages": [{"x": 1}]}, 400, "append_messages"),
     "append an image": ({"prompt_ids": PROMPT, "append_messages": IMAGE}, 400, "append_messages"),
-    "image beside ids": ({"prompt_ids": PROMPT, "messages": IMAGE}, 400, "messages"),
+    "image with ids": ({"prompt_ids": PROMPT, "messages": IMAGE}, 400, "messages"),
     "unknown model": ({"model": "nope", "prompt_ids": PROMPT}, 404, "model"),
     "unknown model, streamed": ({"model": "nope", "prompt_ids": PROMPT, "stream": True}, 404, "model"),
     "a bad parameter": ({"prompt_ids": PROMPT, "temperature": "hot"}, 400, "temperature"),

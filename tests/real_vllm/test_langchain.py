@@ -64,14 +64,15 @@ class Application:
     questions: tuple[str, ...]
     cuts: tuple[int, ...] = ()
     """Of each turn in turn, how many tokens it may have."""
-    asked: int = 0
+    turns: int = 0
+    """How many were requested."""
 
     def calling(self, choice: str) -> Runnable[Any, AIMessage]:
         """The model with its tools, for one turn."""
         limit = 96 if choice == "required" else 24
         if self.cuts:
-            limit = self.cuts[self.asked % len(self.cuts)]
-        self.asked += 1
+            limit = self.cuts[self.turns % len(self.cuts)]
+        self.turns += 1
         return self.model.bind_tools(list(TOOLS.values()), tool_choice=choice, strict=True, max_tokens=limit)
 
 
@@ -253,21 +254,21 @@ def test_no_turn_drifts(everything: Everything, name: str, case: str) -> None:
 
 
 def _check_sources(wire: Wire) -> None:
-    """A call that LangChain repaired is said to be; nothing else is out of the ordinary."""
+    """A call that LangChain repaired is reported; no other turn has a reason."""
     assert wire.turns[0].source == "rendered: first_turn"
     repaired_before = False
     for turn, repaired in zip(wire.turns[1:], wire.repaired()[1:], strict=True):
         repaired_before |= repaired
         expected = {"extended: call_repaired"} if repaired else {"extended"}
-        if repaired_before:  # of the message that it brings back again, a later turn may say it or not
+        if repaired_before:  # of the message that it brings back again, a later turn may report it or not
             expected.add("extended: call_repaired")
         assert turn.source in expected, wire.sources()
 
 
 def _check_calls(wire: Wire, case: str) -> None:
     """The model called tools where it had to, and where it was to be cut LangChain did complete its JSON."""
-    turns = list(zip(wire.turns, wire.asked, strict=True))
-    required = [turn for turn, asked in turns if asked["tool_choice"] == "required"]
+    turns = list(zip(wire.turns, wire.requests, strict=True))
+    required = [turn for turn, request in turns if request["tool_choice"] == "required"]
     calls = [turn for turn in required if turn.message.get("tool_calls")]
     assert len(calls) >= 2
     assert all(turn in calls for turn in required if turn.finish_reason != "length")

@@ -1,4 +1,4 @@
-"""Every other route of the engine, untouched, beside the token routes."""
+"""Every other route of the engine, untouched, next to the token routes."""
 
 import openai
 import pytest

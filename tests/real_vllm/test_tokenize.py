@@ -38,8 +38,8 @@ def test_required_prefix_keeps_the_models_tokens(server: Served) -> None:
     with server.http() as http:
         request = {"messages": [*HISTORY, *NEW]}
         whole = http.post("/tokenize", json=request).json()["tokens"]
-        asked = http.post("/tokenize", json={"messages": HISTORY[:1]}).json()["tokens"]
-        model_ids = [*asked, 57, 100, 30, 2]
+        first_ids = http.post("/tokenize", json={"messages": HISTORY[:1]}).json()["tokens"]
+        model_ids = [*first_ids, 57, 100, 30, 2]
         kept = http.post("/tokenize", json=request | {"required_prefix_token_ids": model_ids}).json()
     last_stop = len(whole) - 1 - whole[::-1].index(2, 0)
     close_of_history = [i for i, token in enumerate(whole) if token == 2][-2]

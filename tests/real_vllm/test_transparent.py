@@ -63,9 +63,9 @@ def check_cached(talk: Talk) -> None:
     The id sampled last was never the engine's input, so it has no entry in the cache yet.
     """
     for before, turn in pairwise(talk.turns):
-        known = before.usage["prompt_tokens"] + before.usage["completion_tokens"]
+        processed = before.usage["prompt_tokens"] + before.usage["completion_tokens"]
         cached = turn.usage["prompt_tokens_details"]["cached_tokens"]
-        assert cached >= (known - 1) // BLOCK * BLOCK, (known, cached)
+        assert cached >= (processed - 1) // BLOCK * BLOCK, (processed, cached)
 
 
 def api_servers(engine: EngineProcess) -> list[int]:
@@ -136,7 +136,7 @@ async def test_the_same_on_the_stock_route(
 
 
 async def check_talks(talks: list[Talk]) -> int:
-    """Check what was said and recorded of conversations; how many of their turns drifted."""
+    """Check the responses and the record of conversations; how many of their turns drifted."""
     drifts = 0
     for talk in talks:
         follow_ups = [turn.source for turn in talk.turns[1:]]

@@ -44,7 +44,7 @@ def in_parts(message: Message) -> Message:
 
 
 def stripped(message: Message) -> Message:
-    """No white space around what the model said."""
+    """No white space around the content of assistant messages."""
     if message["role"] != "assistant" or not message.get("content"):
         return message
     return {**message, "content": message["content"].strip()}
@@ -109,7 +109,7 @@ async def test_a_retry_in_a_session_gets_the_first_answer_and_makes_no_fork(serv
             talk.options = {"extra_body": {"return_token_ids": True}}
             for text in (f"Say something about {uuid4().hex}.", "And then?", "Why?"):
                 turn = await talk.say(text)
-                said = talk.messages.pop()
+                reply = talk.messages.pop()
                 [again] = await talk.ask(headers={"x-stainless-retry-count": "1"})
                 assert again.headers["x-request-replayed"] == "true"
                 assert (again.prompt_ids, again.ids) == (turn.prompt_ids, turn.ids)
@@ -117,7 +117,7 @@ async def test_a_retry_in_a_session_gets_the_first_answer_and_makes_no_fork(serv
                     turn.message,
                     turn.headers["x-turn-id"],
                 )
-                talk.messages.append(said)
+                talk.messages.append(reply)
             await check_exact(talk)
 
 

@@ -79,7 +79,7 @@ async def test_the_same_by_the_generate_route(server: Served, stream: bool, name
 
 @pytest.mark.parametrize("server", [GENERATE], indirect=True)
 async def test_stop_strings_are_answered_where_ids_cannot_be_given(server: Served, stream: bool) -> None:
-    """The generate route has no exact way with them, so the engine renders; that is said, not refused."""
+    """The generate route has no exact way with them: the engine renders, and a reason is reported."""
     async with open_client(f"{server.url}/v1") as client:
         talk = Talk(client, stream)
         await talk.say(f"The weather in {uuid4().hex}, please.")
@@ -273,7 +273,7 @@ def test_answers_have_the_keys_of_a_stock_engine(
 ) -> None:
     """Extended turns too: no client can tell by the body how its prompt was made.
 
-    A stream without usage lacks vLLM's fingerprint: the engine, asked for usage, sends it with that.
+    A stream without usage lacks vLLM's fingerprint: the engine sends it only with usage.
     """
     missing = {"[].system_fingerprint"} if stream else set()
     assert different_keys(server, engines["stock"].url, stream, name) <= missing

@@ -2,7 +2,7 @@
 
 A rollout is 13 turns of tool calls and words. Its first turn goes to the chat route. For the next ones the
 client builds the prompt from ids that it got and two calls of `/tokenize`, and sends it with the messages to
-the token route. Behind a turn that was cut by `max_tokens` it falls back to the chat route.
+the token route. After a turn that was cut by `max_tokens` it falls back to the chat route.
 
 The loop is that of `MultiTurnEnv`, made of the library's own parts. To import the class itself takes pandas,
 datasets, prime-sandboxes and eight more packages, and a server sees no difference.
@@ -126,9 +126,9 @@ class Rollout:
         return drifted([(tokens["prompt_ids"], tokens["completion_ids"]) for tokens in steps])
 
 
-def environment(said: AssistantMessage, turn: int) -> Messages:
+def environment(answer: AssistantMessage, turn: int) -> Messages:
     """What the environment answers: the results of the tools, or words."""
-    calls = said.tool_calls or []
+    calls = answer.tool_calls or []
     return [
         ToolMessage(tool_call_id=call.id, content=call_tool(call.name, call.arguments)) for call in calls
     ] or [UserMessage(content=f"Go on, please ({turn}).")]
@@ -191,8 +191,8 @@ def _check_routes(rollout: Rollout) -> list[int]:
     expected = [[COMPLETIONS], *([COMPLETIONS] if before else stitched for before in cut[:-1])]
     assert rollout.wire.paths == [path for paths in expected for path in paths]
     fallbacks = [turn for turn, before in enumerate(cut[:-1], start=1) if before]
-    behind_ids = [turn for turn in fallbacks if expected[turn - 1] == stitched]
-    assert len(behind_ids) >= 2, "the chat route must continue what the token route said"
+    after_ids = [turn for turn in fallbacks if expected[turn - 1] == stitched]
+    assert len(after_ids) >= 2, "the chat route must continue what the token route sampled"
     return fallbacks
 
 
@@ -208,4 +208,4 @@ def _check_ids(rollout: Rollout, fallbacks: list[int]) -> None:
             assert turn.source == "extended", rollout.wire.sources()
             assert int(turn.headers["x-prompt-reused"]) == len(before.prompt_ids) + len(before.ids)
         else:
-            assert rollout.wire.asked[number]["tokens"] == turn.prompt_ids
+            assert rollout.wire.requests[number]["tokens"] == turn.prompt_ids

@@ -23,7 +23,7 @@ class Wire:
 
     paths: list[str] = field(default_factory=list)
     """Of every request, without the API's version."""
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     """The body of each request for a completion."""
     turns: list[Turn] = field(default_factory=list)
     """What each of them brought."""
@@ -39,17 +39,17 @@ class Wire:
         path = urlsplit(str(response.request.url)).path.removeprefix("/v1")
         self.paths.append(path)
         if path in (COMPLETIONS, TOKENS):
-            self.asked.append(json.loads(response.request.content))
+            self.requests.append(json.loads(response.request.content))
             self.turns.append(_turn(response.headers, list(json_events(body))))
 
     def ids(self, record: Record | None = None) -> list[tuple[list[int], list[int]]]:
-        """Prompt and completion of each turn: as they came, or as recorded where none were asked for."""
+        """Prompt and completion of each turn: as they came, or as recorded if the client requested none."""
         pairs = []
         for turn in self.turns:
             if turn.prompt_ids:
                 pairs.append((turn.prompt_ids, turn.ids))
             else:
-                assert record is not None, "the client asked for no ids, and nothing was recorded"
+                assert record is not None, "the client requested no ids, and nothing was recorded"
                 kept = record.of(turn)
                 pairs.append((record.prompt(kept), list(kept["completion_ids"])))
         return pairs
@@ -64,9 +64,9 @@ class Wire:
         Arguments that are the same JSON in another spelling are the same.
         """
         found = [False]
-        for before, asked in zip(self.turns, self.asked[1:], strict=False):
-            said = [m for m in asked["messages"] if m["role"] == "assistant"][-1]
-            found.append(_arguments(said) != _arguments(before.message))
+        for before, request in zip(self.turns, self.requests[1:], strict=False):
+            echoed = [m for m in request["messages"] if m["role"] == "assistant"][-1]
+            found.append(_arguments(echoed) != _arguments(before.message))
         return found
 
     async def record(self, url: str) -> Record:

@@ -151,7 +151,7 @@ def test_an_engine_that_wants_a_key_is_reported(mortal: FakeVllm) -> None:
     mortal.api_keys = ("engine",)
     with run_app(Settings(upstreams=[mortal.url])) as client:
         wait_until(lambda: mortal.seen("/v1/models"))
-        wait_until(lambda: "not asked" not in client.get("/ready").text)
+        wait_until(lambda: "not checked" not in client.get("/ready").text)
         [engine] = client.get("/ready").json()["engines"]
     assert engine["ready"] is False
     assert "set `upstream_api_key`" in engine["problem"]

@@ -31,19 +31,19 @@ def _scope(authorization: bytes | None = None, name: bytes = b"authorization") -
 
 
 class Engine:
-    """Answers questions about credentials, and a clock."""
+    """Verifies credentials as vLLM does, and has a clock."""
 
     def __init__(self, *keys: bytes) -> None:
         self.keys = keys
         self.now = 0.0
         self.status: int | None = None
-        self.asked: list[Headers] = []
+        self.received: list[Headers] = []
         self.gate: asyncio.Event | None = None
         self.credentials = EngineCredentials(self.send, lambda: self.now)
 
     async def send(self, request: Request) -> Response:
         assert (request.method, request.path, request.body) == ("GET", "/v1/models", b"")
-        self.asked.append(request.headers)
+        self.received.append(request.headers)
         if self.gate is not None:
             await self.gate.wait()
         sent = dict(request.headers).get(b"authorization")
@@ -58,17 +58,17 @@ class Engine:
 async def test_all_clients_are_one_tenant_of_an_engine_without_keys(header: list[bytes]) -> None:
     engine = Engine()
     assert [await engine.tenant(*header) for _ in range(3)] == ["", "", ""]
-    assert engine.asked == [[]]  # once, and nobody's credential with it
+    assert engine.received == [[]]  # once, and nobody's credential with it
     engine.now = module.OPEN_S
     assert await engine.tenant(*header) == ""
-    assert engine.asked == [[], []]
+    assert engine.received == [[], []]
 
 
 async def test_each_accepted_key_is_a_tenant() -> None:
     engine = Engine(_ANNA, _BERT)
     for _ in range(3):
         assert (await engine.tenant(_ANNA), await engine.tenant(_BERT)) == (_tenant("anna"), _tenant("bert"))
-    assert engine.asked == [[], [(b"authorization", _ANNA)], [(b"authorization", _BERT)]]
+    assert engine.received == [[], [(b"authorization", _ANNA)], [(b"authorization", _BERT)]]
 
 
 async def test_scheme_is_not_part_of_the_tenant() -> None:
@@ -80,7 +80,7 @@ async def test_an_engine_that_takes_another_header() -> None:
     engine = Engine(_ANNA)
     with pytest.raises(Unauthorized):
         await engine.tenant(b"anna", b"x-api-key")
-    assert engine.asked[1:] == [[(b"x-api-key", b"anna")]]
+    assert engine.received[1:] == [[(b"x-api-key", b"anna")]]
 
 
 @pytest.mark.parametrize("header", [[], [b""], [b"  "], [b"Bearer eve"]])
@@ -91,7 +91,7 @@ async def test_a_missing_or_refused_key(header: list[bytes]) -> None:
             await engine.tenant(*header)
         assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
         assert (b"www-authenticate", b"Bearer") in refused.value.headers()
-    assert len(engine.asked) == (2 if header == [b"Bearer eve"] else 1)
+    assert len(engine.received) == (2 if header == [b"Bearer eve"] else 1)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ async def test_a_verdict_is_remembered_for_a_while(
     async def ask() -> int:
         with contextlib.suppress(Unauthorized):
             await engine.tenant(header)
-        return len(engine.asked)
+        return len(engine.received)
 
     assert await ask() == 2
     engine.now = lifetime_s - 0.1
@@ -133,9 +133,9 @@ async def test_the_least_recently_used_verdicts_are_forgotten(monkeypatch: pytes
     engine = Engine(*keys)
     for number in (0, 1, 0, 2, 0):
         await engine.tenant(keys[number])
-    assert len(engine.asked) == 1 + 3
+    assert len(engine.received) == 1 + 3
     await engine.tenant(keys[1])
-    assert len(engine.asked) == 1 + 4
+    assert len(engine.received) == 1 + 4
 
 
 async def test_concurrent_requests_ask_once() -> None:
@@ -143,11 +143,11 @@ async def test_concurrent_requests_ask_once() -> None:
     engine.gate = asyncio.Event()
     tasks = [asyncio.create_task(engine.tenant(_ANNA)) for _ in range(10)]
     await asyncio.sleep(0)
-    tasks[0].cancel()  # the client whose request asked leaves; the others still get the answer
+    tasks[0].cancel()  # the client that started the verification leaves; the others still get the answer
     await asyncio.sleep(0)
     engine.gate.set()
     assert await asyncio.gather(*tasks[1:]) == [_tenant("anna")] * 9
-    assert len(engine.asked) == 2
+    assert len(engine.received) == 2
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ async def test_other_status_is_not_a_verdict(status: int, kind: type[ApiError]) 
     for _ in range(2):
         with pytest.raises(kind, match=f"answers {status} to GET /v1/models"):
             await engine.tenant(_ANNA)
-    assert len(engine.asked) == 2  # not remembered
+    assert len(engine.received) == 2  # not remembered
     engine.status = None
     assert await engine.tenant(_ANNA) == _tenant("anna")
 
@@ -259,7 +259,7 @@ def test_broken_engine_accepts_no_credential(guarded: httpx.Client, mortal: Fake
 def test_no_engine_no_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.fleet.fleet.FIRST_ANSWER_TIMEOUT_S", 0.1)
     with run_app(Settings(upstreams=["http://127.0.0.1:9"], store="memory:")) as client:
-        wait_until(lambda: client.get("/ready").json()["engines"][0]["problem"] != "not asked yet")
+        wait_until(lambda: client.get("/ready").json()["engines"][0]["problem"] != "not checked yet")
         assert client.get("/v1/sessions").status_code == 503
 
 

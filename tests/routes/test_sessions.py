@@ -60,8 +60,8 @@ def test_a_session_without_a_name_gets_one(client: httpx.Client) -> None:
 def test_names_that_are_none(client: httpx.Client, bad: str) -> None:
     made = client.post(_SESSIONS, json={"id": bad}) if bad else None
     headers = {b"x-session-id": bad.encode()}
-    asked = client.post(CHAT, json={"messages": [user("Hi")]}, headers=headers)
-    for answer, param in [(made, "id"), (asked, "X-Session-ID")]:
+    refused = client.post(CHAT, json={"messages": [user("Hi")]}, headers=headers)
+    for answer, param in [(made, "id"), (refused, "X-Session-ID")]:
         if answer is not None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
@@ -142,11 +142,11 @@ def test_rewards_are_finite(client: httpx.Client, name: str, body: str, param: s
 @pytest.mark.parametrize("field", ["defaults", "overrides", "metadata"])
 def test_a_description_is_bounded(client: httpx.Client, name: str, field: str) -> None:
     others = [other for other in ("defaults", "overrides", "metadata") if other != field]
-    room = MAX_DESCRIPTION_BYTES - len('{"a":""}') - 2 * len('{"a":1}')
-    largest = {"id": name, **{other: {"a": 1} for other in others}, field: {"a": "x" * room}}
+    most = MAX_DESCRIPTION_BYTES - len('{"a":""}') - 2 * len('{"a":1}')
+    largest = {"id": name, **{other: {"a": 1} for other in others}, field: {"a": "x" * most}}
     assert _describe(client, largest).status_code == 201
     # What a request leaves out stays, and counts
-    for over in ({**largest, field: {"a": "x" * (room + 1)}}, {"id": name, others[0]: {"a": 11}}):
+    for over in ({**largest, field: {"a": "x" * (most + 1)}}, {"id": name, others[0]: {"a": 11}}):
         refused = _describe(client, over)
         error = refused.json()["error"]
         expected = field if field in over else others[0]
@@ -194,7 +194,7 @@ def test_the_tree_of_a_session(talk: Make, name: str) -> None:
     root, child = turns[0], turns[1]
     assert (root["source"], root["reason"], root["reused"]) == ("rendered", "first_turn", 0)
     assert (child["source"], child["reason"], child["reused"]) == ("extended", None, len(before))
-    assert child["appended"] == len(child["appended_ids"]) == int(second.said["appended"])
+    assert child["appended"] == len(child["appended_ids"]) == int(second.prompt["appended"])
     assert root["appended_ids"] + root["completion_ids"] == before
     assert child["prompt_tokens"] == len(before) + child["appended"]
     assert (child["completion_ids"], child["logprobs"] or [-90 / 8, -END / 8]) == (
@@ -354,13 +354,15 @@ def test_ids_that_are_just_those_of_the_turn_before(talk: Make, name: str, strea
     assert (last["parent"], last["appended_ids"], last["reused"]) == (first.turn, [], len(made.ids))
 
 
-@pytest.mark.parametrize("asked, session, recorded", [(0.5, 1.5, 1.5), (0.5, None, 0.5), (None, None, None)])
+@pytest.mark.parametrize(
+    "requested, session, recorded", [(0.5, 1.5, 1.5), (0.5, None, 0.5), (None, None, None)]
+)
 def test_the_temperature_of_a_turn_is_recorded(
-    client: httpx.Client, asked: float | None, session: float | None, recorded: float | None
+    client: httpx.Client, requested: float | None, session: float | None, recorded: float | None
 ) -> None:
     overrides = {} if session is None else {"temperature": session}
     name = client.post("/v1/sessions", json={"overrides": overrides}).json()["id"]
-    body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": asked}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": requested}
     client.post("/v1/chat/completions", json=body, headers={"x-session-id": name})
     [sample] = client.get(f"/v1/sessions/{name}/samples").json()["samples"]
     assert sample["turns"][0]["temperature"] == recorded

@@ -189,7 +189,7 @@ def test_an_engine_that_answers_nonsense(client: httpx.Client, fake: FakeVllm, b
 
 
 def test_a_history_that_the_template_rewrites(mortal: FakeVllm, tmp_path: Path) -> None:
-    """The engine drops what an assistant said as soon as something follows: no cut is certain."""
+    """The engine drops the assistant's text if a message follows: no cut is certain."""
     rewriting = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
         "{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}"

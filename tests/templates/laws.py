@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 
 def malformed(appended: Appended, ids: list[int]) -> Kind | None:
-    """The error in an answer's lists of ids, given the ids that it was asked to append to."""
+    """The error in an answer's lists of ids, given the ids that it had to append to."""
     if appended.prompt_ids[: len(ids)] != ids:
         return Kind.PREFIX
     if appended.prompt_ids[len(ids) :] != [*appended.close_ids, *appended.suffix_ids]:

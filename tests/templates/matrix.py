@@ -168,7 +168,7 @@ class Trial:
     def _compare(
         self, cell: Cell, turn: Turn, sampled: Sampled, ids: list[int], appended: Appended
     ) -> Finding:
-        """The verdict on an answer where the ids are known."""
+        """The verdict on an answer if the ids are given."""
         if error := malformed(appended, ids):
             return Finding(Verdict.WRONG, error)
         new_ids = appended.prompt_ids[len(ids) :]

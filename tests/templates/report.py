@@ -72,8 +72,8 @@ def count(results: Sequence[Result]) -> Count:
 def table(counts: Count) -> str:
     """A table for the docs with a row for each family of trl and each other source that has cells."""
     counted = {group for group, _, _ in counts}
-    known = (*(family.name for family in FAMILIES), REAL_GROUP, *FETCHED)
-    groups = [group for group in known if group in counted]
+    in_order = (*(family.name for family in FAMILIES), REAL_GROUP, *FETCHED)
+    groups = [group for group in in_order if group in counted]
     sides = ("", "without history: ")
     header = ["templates", *(f"{side}{column}" for side in sides for column in _COLUMNS)]
     rows = [_row(group, [group], counts) for group in groups] + [_row("all", groups, counts)]

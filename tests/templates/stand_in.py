@@ -1,4 +1,4 @@
-"""Tokenizers for templates whose models are not at hand: a small vocabulary with the added tokens of the
+"""Tokenizers for templates whose models are not available: a small vocabulary with the added tokens of the
 model.
 
 Where nothing declares the added tokens, they are guessed from the template's text and from what it prints:

@@ -115,4 +115,4 @@ def test_time_formats(source: str, formats: tuple[str, ...]) -> None:
     ["{% if %}", "{{ 'x' == ", "{% unknown %}", "{% for m in messages %}", "{{ x | nofilter('a') }}"],
 )
 def test_template_that_cannot_be_parsed_has_no_syntax(source: str) -> None:
-    assert read_syntax(source) == Syntax((), (), (), {}, known=False)
+    assert read_syntax(source) == Syntax((), (), (), {}, parsed=False)

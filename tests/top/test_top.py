@@ -163,7 +163,7 @@ def test_quantiles() -> None:
     now = _histogram(1, {"0.1": 100.0, "0.2": 104.0, "+Inf": 108.0})
     assert quantile(now, before, "x", 0.25) == pytest.approx(0.15)
     assert quantile(now, before, "x", 0.5) == pytest.approx(0.2)
-    assert quantile(now, before, "x", 0.99) == 0.2  # beyond the last edge nothing is known
+    assert quantile(now, before, "x", 0.99) == 0.2  # there is no value beyond the last edge
     assert quantile(now, now, "x", 0.5) is None
     assert quantile(now, None, "none", 0.5) is None
     assert quantile(now, None, "x", 0.5) == pytest.approx(0.054)

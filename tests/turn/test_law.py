@@ -75,7 +75,7 @@ def _check(completion: Completion) -> None:
 
 
 def _hides(data: bytes, visible: Visible) -> None:
-    """Nothing is shown that was not asked for."""
+    """Nothing is shown that was not requested."""
     kept = json.loads(data)
     choices = kept.get("choices")
     choices = [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
@@ -133,21 +133,21 @@ def test_odd_evidence_never_fails_a_stream_nor_shows_ids(
 _words = st.text('ab "\\\n\u00e9\U0001f600', max_size=5)
 _ids = st.integers(0, 2**31 - 1)
 _logprob = st.floats(max_value=0, allow_infinity=False, width=32)
-_said = st.lists(st.tuples(_words, st.lists(st.tuples(_ids, _logprob), min_size=1, max_size=3)), max_size=4)
-_sampled = st.tuples(_said, st.sampled_from(["stop", "length"]), st.none() | _words | _ids)
+_pieces = st.lists(st.tuples(_words, st.lists(st.tuples(_ids, _logprob), min_size=1, max_size=3)), max_size=4)
+_sampled = st.tuples(_pieces, st.sampled_from(["stop", "length"]), st.none() | _words | _ids)
 
 
 def _whole(made: list[Any]) -> bytes:
     choices = [
         whole_choice(
             index,
-            message={"role": "assistant", "content": "".join(text for text, _ in said) if said else None},
-            token_ids=[token for _, sampled in said for token, _ in sampled] + [2],
-            logprobs=logprobs_of(*[one for _, sampled in said for _, one in sampled], -0.5),
+            message={"role": "assistant", "content": "".join(text for text, _ in parts) if parts else None},
+            token_ids=[token for _, sampled in parts for token, _ in sampled] + [2],
+            logprobs=logprobs_of(*[one for _, sampled in parts for _, one in sampled], -0.5),
             finish_reason=reason,
             stop_reason=stop,
         )
-        for index, (said, reason, stop) in enumerate(made)
+        for index, (parts, reason, stop) in enumerate(made)
     ]
     return encoded(whole(*choices, usage=None))
 
@@ -155,15 +155,15 @@ def _whole(made: list[Any]) -> bytes:
 def _chunks(made: list[Any]) -> list[bytes]:
     roles = [piece(index, ids=None, delta={"role": "assistant"}) for index in range(len(made))]
     chunks = [chunk(*roles, prompt_token_ids=[5, 6])]
-    for position in range(max(len(said) for said, _, _ in made) + 1):
-        for index, (said, reason, stop) in enumerate(made):
-            if position < len(said):
-                text, sampled = said[position]
+    for position in range(max(len(parts) for parts, _, _ in made) + 1):
+        for index, (parts, reason, stop) in enumerate(made):
+            if position < len(parts):
+                text, sampled = parts[position]
                 ids, logprobs = [token for token, _ in sampled], logprobs_of(*[one for _, one in sampled])
                 chunks.append(
                     chunk(piece(index, text, ids, logprobs=logprobs), usage={"completion_tokens": 1})
                 )
-            elif position == len(said):
+            elif position == len(parts):
                 chunks.append(chunk(end(index, finish_reason=reason, stop_reason=stop)))
     return [encoded(one) for one in chunks]
 

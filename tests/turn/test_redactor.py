@@ -222,8 +222,8 @@ def test_json_that_msgspec_refuses_is_redacted(odd: str) -> None:
     assert kept == encoded(expected, odd)
     ((choice,),) = (one["choices"] for one in _streamed(NOTHING, chunk(piece(**evidence)), odd=odd))
     assert choice == piece(ids=None, logprobs=None)
-    said = end(ids=None, delta={"content": ODD, "reasoning": ODD})
-    data = redact_chunk(StreamRedactor(_NO_REASONING), encoded(chunk(said), odd))
+    final = end(ids=None, delta={"content": ODD, "reasoning": ODD})
+    data = redact_chunk(StreamRedactor(_NO_REASONING), encoded(chunk(final), odd))
     assert data == encoded(chunk(end(ids=None, delta={"content": ODD}, logprobs=None)), odd)
 
 

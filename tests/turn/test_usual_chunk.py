@@ -26,8 +26,8 @@ _USAGE = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
 
 
 def _logprob(token: str = "Hi", value: float = -0.5, **fields: Any) -> Body:
-    said = list(token.encode("utf-8", "replace"))
-    return {"token": token, "logprob": value, "bytes": said, "top_logprobs": [], **fields}
+    utf8 = list(token.encode("utf-8", "replace"))
+    return {"token": token, "logprob": value, "bytes": utf8, "top_logprobs": [], **fields}
 
 
 def _choice(**fields: Any) -> Body:
