@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 
 from proxy.settings import ENV_PREFIX, Settings
+from tests.child_environment import python_path_without_torch
 from tests.fake_vllm import FakeVllm, Variant
 from tests.stores.fixtures import redis_port, redis_url, shared_url, sqlite_url, store, url  # noqa: F401
 from tests.talk import Talk
@@ -28,10 +29,12 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings of whoever runs the tests do not count."""
+def clean_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Settings of the environment do not count, and only tests on a real vLLM start processes with torch."""
     for name in Settings.model_fields:
         monkeypatch.delenv(ENV_PREFIX + name.upper(), raising=False)
+    if request.node.get_closest_marker("real_vllm") is None:
+        monkeypatch.setenv("PYTHONPATH", python_path_without_torch())
 
 
 @pytest.fixture(scope="session")

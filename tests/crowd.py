@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import httpx
 
+from tests.child_environment import python_path_without_torch
 from tests.fake_vllm import FakeVllm
 from tests.stores.redis_server import free_port
 from tests.talk import CHAT, user
@@ -28,7 +29,7 @@ def run_proxy_process(engine: FakeVllm, store: str, log: Path, *flags: str) -> I
     """`tokenproxy serve` before an engine; yields a client of it, which knows its address as `base_url`."""
     port = free_port()
     command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", engine.url, "--port", str(port)]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path_without_torch()}
     with log.open("ab") as file:
         process = subprocess.Popen(
             [*command, "--store", store, "--watch-interval-s", "0.2", *flags],

@@ -1,5 +1,6 @@
 """`tokenproxy serve` as a process of its own, whose memory can be measured."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import httpx
 
 from proxy.demo.stack import free_port
+from tests.child_environment import python_path_without_torch
 from tests.fake_vllm import FakeVllm
 from tests.utils import wait_until
 
@@ -36,7 +38,10 @@ def run_proxy_process(engine: FakeVllm, *flags: str) -> Iterator[ProxyProcess]:
     """Serve before an engine, and wait until messages can be appended."""
     port = free_port("127.0.0.1")
     command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", engine.url, "--port", str(port)]
-    process = subprocess.Popen([*command, "--store", "memory:", "--log-level", "error", *flags])
+    environment = {**os.environ, "PYTHONPATH": python_path_without_torch()}
+    process = subprocess.Popen(
+        [*command, "--store", "memory:", "--log-level", "error", *flags], env=environment
+    )
     try:
         with httpx.Client(
             base_url=f"http://127.0.0.1:{port}", timeout=_PATIENCE_S, trust_env=False

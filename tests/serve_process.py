@@ -12,8 +12,9 @@ from types import TracebackType
 
 import httpx
 
+from tests.child_environment import python_path_without_torch
+
 _PATIENCE_S = 60.0
-_WITHOUT_TORCH = Path(__file__).parent / "without_torch"
 _ADDRESS = re.compile(r"running on (http://\S+)")
 
 
@@ -77,8 +78,7 @@ class ServeProcess:
 
     def start(self) -> None:
         """Start it, and wait until it listens."""
-        path = os.pathsep.join([str(_WITHOUT_TORCH), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path_without_torch()}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
         deadline = time.monotonic() + _PATIENCE_S

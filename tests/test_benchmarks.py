@@ -52,7 +52,7 @@ def test_unknown_case_error_lists_the_case_names() -> None:
 def test_quick_conversation_run_times_every_state_and_stage(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
     arguments = ["--quick", "--store", "SQLite", "--json", str(written)]
-    run = run_benchmark("benchmarks/transparent.py", *arguments, timeout_s=280)
+    run = run_benchmark("benchmarks/transparent.py", *arguments, timeout_s=280, torch=True)
     assert run.returncode == 0, run.stderr
     assert "| SQLite, other process " in run.stdout
     rows = json.loads(written.read_text())["rows"]
@@ -66,7 +66,7 @@ def test_quick_conversation_run_times_every_state_and_stage(tmp_path: Path) -> N
 @linux
 def test_quick_append_run_times_every_way_at_every_length(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
-    run = run_benchmark("benchmarks/append.py", "--quick", "--json", str(written))
+    run = run_benchmark("benchmarks/append.py", "--quick", "--json", str(written), torch=True)
     assert run.returncode == 0, run.stderr
     measured = json.loads(written.read_text())["samples"]["ms"]
     names = [way.name for way in WAYS] + ["append, first of its thread", "render", "text, not local"]
