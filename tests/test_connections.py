@@ -335,6 +335,7 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @both_parsers
 def test_1500_slow_connections_are_closed_while_others_are_served(mortal: FakeVllm, parser: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

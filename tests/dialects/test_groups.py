@@ -37,6 +37,7 @@ def _ask(pair: Pair, messages: list[Message]) -> tuple[str, str, Message]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("size, turns", [(1000, 2), (50, 5)])
 def test_members_with_equal_answers_have_as_many_samples_and_rewards(
     pairs_of: list[Pair], size: int, turns: int

@@ -17,7 +17,7 @@ from tests.fake_vllm import FakeVllm
 from tests.stores.redis_server import RedisServer
 from tests.utils import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 _AT_ONCE = 80
 _STALL_S = 1.0
 """What a store may cost a request."""

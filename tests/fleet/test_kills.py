@@ -12,7 +12,7 @@ from tests.fleet.engine_process import DEADLY
 from tests.fleet.processes import Clients, EngineProcess, in_thread, run_proxy_process
 from tests.tiny_model import TinyModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
 
 _REQUESTS = 200
 _ROUNDS = 5
@@ -46,8 +46,7 @@ def test_killed_engine_costs_no_request_that_had_not_begun(
             for number in range(_ROUNDS):
                 victim = number % count
                 # an engine that came back is tried with one request before it gets its share
-                for n in range(2 * count):
-                    await clients.ask(n)
+                await asyncio.gather(*(clients.ask(n) for n in range(2 * count)))
                 requests = [asyncio.create_task(clients.ask(n)) for n in range(_REQUESTS)]
                 await engines[victim].wait_busy(_BUSY)
                 engines[victim].kill()

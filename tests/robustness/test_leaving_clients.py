@@ -13,7 +13,7 @@ from tests.fake_vllm import FakeVllm, Reply
 from tests.tiny_model import TinyModel
 from tests.utils import run_proxy, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 _CHAT, _TOKENS = "/v1/chat/completions", "/v1/chat/completions/tokens"
 _HI = [{"role": "user", "content": "Hi"}]

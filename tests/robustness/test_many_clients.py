@@ -20,7 +20,7 @@ from tests.serve_process import ServeProcess
 from tests.tiny_model import TinyModel
 from tests.utils import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _HI = [{"role": "user", "content": "Hi"}]

@@ -14,7 +14,7 @@ from tests.proxy_process import ProxyProcess, run_proxy_process
 from tests.tiny_model import END, TinyModel
 from tests.utils import send_and_keep, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 _PATH = "/v1/chat/completions/tokens"
 _MIB = 2**20
