@@ -16,6 +16,10 @@ Message = Mapping[str, Any]
 """A chat message of the OpenAI API, as parsed from JSON."""
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 """The values of `type` of content parts that hold text."""
+IMAGE_PARTS = frozenset({"image_url", "input_image"})
+"""The values of `type` of content parts that hold an image by its URL."""
+_IMAGE = "image"
+"""The `type` of an image in the form for templates, which is converted to itself."""
 _TOOL_REFERENCE = "tool_reference"
 _PART_FIELDS = frozenset(
     {"type", "text", "refusal", "thinking", "closed", "name", "uuid", "prompt_cache_breakpoint"}
@@ -127,6 +131,8 @@ def _content(content: object, role: str, index: int, parts: bool) -> str | list[
     if not isinstance(content, str | list):
         raise InvalidMessages(f"content of message {index} must be a string or a list of parts")
     listed = [_part(part, index) for part in ([content] if isinstance(content, str) else content)]
+    if not parts and any(part["type"] == _IMAGE for part in listed):
+        raise InvalidMessages(f"message {index} holds an image, and the template takes content as text only")
     if role == "system":
         listed = _without_billing_header(listed)
     if as_parts or (parts and any(part["type"] != "text" for part in listed)):
@@ -137,7 +143,7 @@ def _content(content: object, role: str, index: int, parts: bool) -> str | list[
 
 
 def _part(part: object, index: int) -> dict[str, Any]:
-    """A part of type "text" or "tool_reference", from any form of it that clients send."""
+    """A part of type "text", "tool_reference" or "image", from any form of it that clients send."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if isinstance(part, dict) and len(part) == 2 and part.get("type") == "text":
@@ -149,6 +155,8 @@ def _part(part: object, index: int) -> dict[str, Any]:
         if not isinstance(part.get("name"), str | None):
             raise InvalidMessages(f"a tool reference in message {index} holds no name")
         return {"type": _TOOL_REFERENCE, "name": part.get("name")}
+    if isinstance(part, Mapping) and (kind == _IMAGE or image_url(part) is not None):
+        return {"type": _IMAGE, **{key: value for key, value in part.items() if key not in _PART_FIELDS}}
     if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise InvalidMessages(f"message {index} holds a part of type {kind!r}: send text parts only")
     text = part.get(kind if kind in ("refusal", "thinking") else "text")
@@ -158,6 +166,19 @@ def _part(part: object, index: int) -> dict[str, Any]:
     if len(part) > 2:
         result.update((key, value) for key, value in part.items() if key not in _PART_FIELDS)
     return result
+
+
+def image_url(part: Mapping[str, Any]) -> str | None:
+    """The URL in a content part that is an image; None if it is another part, or an image without a URL.
+
+    As OpenAI's chat route has it, `{"type": "image_url", "image_url": {"url": URL}}`, and as its Responses
+    route has it, `{"type": "input_image", "image_url": URL}`.
+    """
+    if part.get("type", "image_url") not in IMAGE_PARTS or part.get("uuid") is not None:
+        return None
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, Mapping) else url
+    return url if isinstance(url, str) else None
 
 
 def _without_billing_header(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
