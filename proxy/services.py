@@ -9,7 +9,10 @@ from proxy.fleet.replica import Replica
 from proxy.history.audit import Auditor
 from proxy.history.encoders import EncoderPool
 from proxy.history.history import History
+from proxy.history.images import ImageLoader
 from proxy.history.store import Limits
+from proxy.image_fetch import ImageFetcher
+from proxy.images import ImageLimits
 from proxy.metrics import Metrics
 from proxy.monitoring.store import timed_store
 from proxy.settings import Settings
@@ -32,10 +35,13 @@ def make_services(
     auditor = Auditor(metrics, settings.audit_share, settings.proof_folder)
     store = timed_store(make_store(settings.store, limits), metrics)
     guarded = GuardedStore(store, metrics, required=settings.store_required)
+    fetcher = ImageFetcher(settings.image_hosts, settings.image_bytes, settings.image_timeout_s)
+    limits_of_images = ImageLimits(settings.image_bytes, settings.image_pixels)
+    images = ImageLoader(encoders, limits_of_images, fetcher.fetch if settings.image_hosts else None)
     return Services(
         fleet,
         guarded,
-        History(guarded, encoders, metrics, settings.cache_bytes, auditor, settings.overflow),
+        History(guarded, encoders, metrics, settings.cache_bytes, auditor, settings.overflow, images),
         encoders,
         settings.body_limit_bytes,
         store_timeout_s=settings.store_timeout_s,

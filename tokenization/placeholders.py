@@ -16,7 +16,7 @@ _BYTES = 4
 
 
 class PlaceholdersDiffer(TokenizationError):
-    """The ids do not hold one placeholder for each image, or hold them so that several readings are possible."""
+    """The ids do not hold one placeholder for each image, or can be read in several ways."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from proxy.turn.engine_json import CUT, CUT_FROM_BYTES
 from proxy.turn.request import GivenIds
 from proxy.types import Fields
 from tokenization import ChatTokenizer, InvalidIds, ids
+from tokenization.messages import image_url
 
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
 """Names under which clients send the exact prompt."""
@@ -83,7 +84,7 @@ def take_append(fields: Fields, prompt: GivenIds | None) -> bytes | None:
     if appended is None:
         fields.pop("append_messages", None)
         return None
-    if not refuse_media(fields, "append_messages"):
+    if not read(fields, "append_messages", list[_Content]):
         raise BadRequest(
             "`append_messages` must not be empty: send at least one message", param="append_messages"
         )
@@ -130,26 +131,50 @@ def template_kwargs(fields: Fields) -> dict[str, Any]:
     return kwargs
 
 
-def refuse_media(fields: Fields, name: str) -> int:
-    """Refuse messages with images or other media next to ids: the engine would ignore the ids.
-
-    Returns:
-        the number of messages. Their texts, which may be megabytes, are not parsed.
+def media_fields(**fields: bytes | None) -> tuple[str, ...]:
+    """The fields, each a JSON array of messages next to ids, that hold images.
 
     Raises:
-        BadRequest: there is such a part, or the field is not a list of messages.
+        BadRequest: as `_has_images`.
     """
+    present = {name: msgspec.Raw(value) for name, value in fields.items() if value}
+    return tuple(name for name in present if _has_images(present, name))
+
+
+def _has_images(fields: Fields, name: str) -> bool:
+    """Whether messages next to ids hold images. Their texts, which may be megabytes, are not parsed.
+
+    Raises:
+        BadRequest: there is a part with other media, or the field is not a list of messages.
+    """
+    found = False
     messages = read(fields, name, list[_Content]) or []
     for index, message in enumerate(messages):
         if bytes(memoryview(message.content)[:1]) != b"[":
             continue
-        if kind := media_kind(read({name: message.content}, name, list[Any])):
-            raise BadRequest(
-                f"message {index} of `{name}` holds a part of type {kind}: "
-                "images and other media are not supported together with prompt ids",
-                param=name,
-            )
-    return len(messages)
+        for part in read({name: message.content}, name, list[Any]) or []:
+            kind = media_kind([part])
+            if kind is None:
+                continue
+            if not isinstance(part, dict) or image_url(part) is None:
+                raise BadRequest(
+                    f"message {index} of `{name}` holds a part of type {kind}: of all media, only images by "
+                    "their URL are supported together with prompt ids",
+                    param=name,
+                )
+            found = True
+    return found
+
+
+def take_images(fields: Fields) -> tuple[str, ...] | None:
+    """Remove `images` from `fields` and return it: base64 or URLs; None if there is none.
+
+    Raises:
+        BadRequest: it is not a list of strings.
+    """
+    images = read(fields, "images", list[str])
+    fields.pop("images", None)
+    return None if images is None else tuple(images)
 
 
 def needs_ids() -> BadRequest:

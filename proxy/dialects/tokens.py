@@ -5,7 +5,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from proxy.dialects.base import SessionFields, apply_session, chat_request, visible_of
-from proxy.dialects.prompt_fields import join_messages, parse_with_ids, refuse_media, take_append, take_prompt
+from proxy.dialects.prompt_fields import (
+    join_messages,
+    media_fields,
+    parse_with_ids,
+    take_append,
+    take_images,
+    take_prompt,
+)
 from proxy.errors import BadRequest
 from proxy.fields import raw_value, read
 from proxy.http import Request
@@ -38,6 +45,11 @@ class TokensDialect:
                                 **_MESSAGES,
                                 "description": "Messages to append to `prompt_ids`.",
                             },
+                            "images": {
+                                "type": "array",
+                                "items": {"type": "string"},
+                                "description": "The images of `prompt_ids`: data URLs or base64, in order.",
+                            },
                             "messages": {
                                 **_MESSAGES,
                                 "description": "The first turn, or the conversation that `prompt_ids` hold.",
@@ -62,8 +74,13 @@ class TokensDialect:
         messages = raw_value(fields, "messages")
         if given_ids is None and messages is None:
             raise BadRequest("`prompt_ids` or `messages` is required", param="prompt_ids")
+        images = take_images(fields)
+        if images and given_ids is None:
+            raise BadRequest("`images` are those of `prompt_ids`, which are missing", param="prompt_ids")
+        media: tuple[str, ...] = ()
         if given_ids is not None:
             _refuse_next_to_ids(fields, given_ids)
+            media = media_fields(messages=messages, append_messages=append)
             if messages is None:
                 fields.pop("messages", None)
         if append is not None and (whole := join_messages(messages, append)):
@@ -80,6 +97,8 @@ class TokensDialect:
             messages=messages or b"",
             given=given_ids,
             append=append,
+            images=images,
+            media=media,
             token_route=True,
             record=record,
         )
@@ -91,7 +110,6 @@ def _refuse_next_to_ids(fields: Fields, prompt: GivenIds) -> None:
     Raises:
         BadRequest: there is such a field; `param` names it.
     """
-    refuse_media(fields, "messages")
     if "prompt_token_ids" in (read(fields, "kv_transfer_params", Fields) or {}):
         raise BadRequest(
             f"give the prompt once: in `{prompt.field}` or in `kv_transfer_params`",

@@ -62,6 +62,7 @@ class Derender:
         self._headers = uncompressed_headers(request.headers)
         self._prompt = msgspec.Raw(request.prompt_ids)
         self._prompt_tokens = ids.check(request.prompt_ids)
+        self._has_images = bool(request.images)
         self._chat = msgspec.Raw(join(chat))
         self._model = fields.get("model", _NULL)
         self._choices = max(1, read(fields, "n", int) or 1)
@@ -94,7 +95,8 @@ class Derender:
             for choice, tokens in zip(sampled, text_ids, strict=True)
         ]
         response = {**generated, "choices": raw(inputs)}
-        response.pop("output_mode", None)
+        for name in ("output_mode", "prompt_token_ids", "mm_placeholders"):
+            response.pop(name, None)
         status, completion = await self._derender({"generate_response": msgspec.Raw(join(response))})
         if status != 200:
             return BytesResponse(status, list(JSON_HEADERS), join(completion))
@@ -108,7 +110,7 @@ class Derender:
         for choice, source, tokens in zip(choices, sampled, text_ids, strict=True):
             self._rewrite_choice(choice, source, has_text=bool(tokens))
         completion["choices"] = raw(choices)
-        completion["prompt_token_ids"] = self._prompt if self._with_ids else _NULL
+        completion["prompt_token_ids"] = self._echo(generated)
         return BytesResponse(200, error_headers(headers), join(completion))
 
     async def stream(self, response: Response) -> AsyncIterator[bytes]:
@@ -159,8 +161,13 @@ class Derender:
         delta = raw({"role": "assistant", "content": ""})
         choice: Fields = {"index": raw(index), "delta": delta, "logprobs": _NULL, "finish_reason": _NULL}
         chunk = self._chunk(event, choice, None)
-        prompt = self._prompt if self._with_ids else _NULL
-        return {**chunk, "prompt_token_ids": prompt, **self._null_prompt_text}
+        return {**chunk, "prompt_token_ids": self._echo(event), **self._null_prompt_text}
+
+    def _echo(self, generated: Fields) -> msgspec.Raw:
+        """The prompt for the client: as the engine returns it if it expanded images in it."""
+        if not self._with_ids:
+            return _NULL
+        return generated.get("prompt_token_ids", self._prompt) if self._has_images else self._prompt
 
     def _chunk(self, event: Fields, choice: Fields, sampled: int | None) -> Fields:
         """A chunk with one choice. `sampled` counts its tokens so far, for `usage`; None before the first."""

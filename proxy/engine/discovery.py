@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from proxy.engine.generate import DERENDER_PATH, GENERATE_PATH, RENDER_PATH, GenerateTokenIn
+from proxy.engine.images import EngineImages, find_images
 from proxy.engine.protocol import Engine
 from proxy.engine.token_in import CHAT_PATH, ChatTokenIn, TokenIn, json_request
 from proxy.errors import EngineBroken, EngineUnavailable, Unsupported
@@ -60,6 +61,8 @@ class Capabilities:
     """Request fields that change its rendered prompt, besides messages, tools and template arguments."""
     logprobs_mode: str = ""
     """Its `--logprobs-mode`; empty if unknown."""
+    images: EngineImages | None = None
+    """How to send it images with exact ids; None if it takes none."""
 
     def require_token_in(self) -> TokenIn:
         """How to send the engine an exact prompt.
@@ -70,6 +73,16 @@ class Capabilities:
         if self.token_in is None:
             raise Unsupported(NO_TOKEN_IN, param="prompt_ids", code="no_token_in")
         return self.token_in
+
+    def require_images(self) -> EngineImages:
+        """How to send the engine images with exact ids.
+
+        Raises:
+            Unsupported: it takes none.
+        """
+        if self.images is None:
+            raise Unsupported("this engine takes no images together with prompt ids", code="no_images")
+        return self.images
 
 
 async def discover(engine: Engine, spelling: str = "auto") -> Capabilities:
@@ -89,10 +102,12 @@ async def discover(engine: Engine, spelling: str = "auto") -> Capabilities:
     elif spelling in ("auto", "generate") and await _takes_ids_in_generate(engine):
         token_in = GenerateTokenIn()
     names = tuple(model.name for model in models)
-    version, rendered_fields, mode = await asyncio.gather(
-        _version(engine), find_rendered_fields(engine), _logprobs_mode(engine)
+    version, rendered_fields, mode, images = await asyncio.gather(
+        _version(engine), find_rendered_fields(engine), _logprobs_mode(engine), find_images(engine)
     )
-    return Capabilities(version, models[0] if models else None, names, token_in, rendered_fields, mode)
+    return Capabilities(
+        version, models[0] if models else None, names, token_in, rendered_fields, mode, images
+    )
 
 
 async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:

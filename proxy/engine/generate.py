@@ -62,6 +62,8 @@ class GenerateTokenIn:
         if unsupported is not None:
             raise BadRequest(_UNSUPPORTED[unsupported], param=unsupported)
         chat = dict(request.fields)
+        if request.images:
+            chat["messages"] = _PLACEHOLDER_MESSAGES  # derender reads them for each chunk: no images there
         chat.setdefault("messages", _PLACEHOLDER_MESSAGES)
         stream = read(request.fields, "stream", bool)
         rendered = await self._render(engine, chat, request)
@@ -112,6 +114,10 @@ def _generate_fields(rendered: Fields, sampling: Fields, request: TokenRequest) 
         request.fields, "return_tokens_as_token_ids", bool
     ):
         resolved["output_mode"] = raw("text")  # log-probabilities then hold the text of their tokens
+    if request.images:
+        resolved["token_ids"] = msgspec.Raw(request.single_ids)
+        resolved["content_parts"] = raw([{"type": "image_url", "url": image.url} for image in request.images])
+        resolved["return_token_ids"] = msgspec.Raw(b"true")  # the prompt as the engine expanded it
     return {**rendered, **resolved}
 
 

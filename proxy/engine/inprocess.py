@@ -16,6 +16,7 @@ from proxy.types import ASGIApp, Headers, Message, Scope
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.routing import BaseRoute
 
 _QUEUED_CHUNKS = 64
 
@@ -25,11 +26,25 @@ def inner_app(app: "FastAPI") -> "FastAPI":
     from fastapi import FastAPI
 
     inner = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    inner.router.routes[:] = list(app.router.routes)
+    inner.router.routes[:] = [*_scale_out_routes(), *app.router.routes]
     inner.state = app.state
     # vLLM registers its handlers after the plugins ran: share the mapping, a copy would miss them
     inner.exception_handlers = app.exception_handlers
     return inner
+
+
+def _scale_out_routes() -> "list[BaseRoute]":
+    """vLLM's render, generate and derender routes, which its application has with --enable-scale-out only.
+
+    vLLM creates what serves them in any case. Here only the proxy reaches them.
+    """
+    try:
+        from vllm.entrypoints.scale_out.derender.api_router import router as derender
+        from vllm.entrypoints.scale_out.render.api_router import router as render
+        from vllm.entrypoints.scale_out.token_in_token_out.api_router import router as generate
+    except ImportError:  # another version of vLLM
+        return []
+    return [*render.routes, *derender.routes, *generate.routes]
 
 
 class InProcessEngine:

@@ -5,7 +5,7 @@ server instead of comparing version numbers.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -15,6 +15,7 @@ from proxy.engine.protocol import Engine
 from proxy.errors import error_body
 from proxy.fields import join, raw, read
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
+from proxy.images import Image
 from proxy.types import Fields, Headers
 
 CHAT_PATH = "/v1/chat/completions"
@@ -37,6 +38,10 @@ class TokenRequest:
     headers: Headers
     field: str = "prompt_ids"
     """The client's name for the field with the ids; error messages use it."""
+    single_ids: bytes = b""
+    """The prompt with a single placeholder for each image; empty if it has no images."""
+    images: Sequence[Image] = ()
+    """The images of the prompt, in its order. Only the generate route takes them."""
 
 
 class TokenIn(Protocol):

@@ -113,7 +113,7 @@ class TurnCache:
             before = self._turns.get(parent) if parent is not None else None
             chain = before.chain if before is not None and before.is_last else turn.chain
             members = self._chains.get(chain, [])
-            size = turn.size + _ENTRY_BYTES * (len(members) + 1)
+            size = turn.size + _ENTRY_BYTES * (len(members) + 1) + sum(len(each.data) for each in turn.images)
             if size * _MAX_SHARE > self._lru.max_bytes:
                 return
             if chain is not turn.chain:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from proxy.history.prompt_image import PromptImage
 from proxy.history.turn import Turn, unpack_ids
 from proxy.history.vocabulary import Problem
 from tokenization import ids
@@ -65,7 +66,7 @@ class CachedTurn:
     finish_reason: str | None
     stop_reason: str | int | None
     usable: bool
-    """Whether the ids are complete: all sampled ids are recorded, and the prompt holds no media."""
+    """Whether the ids are complete: all sampled ids are recorded, and so are all media of the prompt."""
     scope: tuple[bytes, ...]
     """As `Turn.scope`."""
     spelling_before: bytes
@@ -76,6 +77,8 @@ class CachedTurn:
     turn."""
     replica: str = ""
     """As `Turn.replica`."""
+    images: tuple[PromptImage, ...] = ()
+    """All images of its prompt."""
 
     @property
     def ids(self) -> bytes:
@@ -132,6 +135,7 @@ def cached_turn(
         Lineage(turn.reasonings, parent.lineage if parent else None),
         hasher,
         turn.replica,
+        (*(parent.images if parent else ()), *turn.images),
     )
 
 
@@ -146,8 +150,10 @@ def read_turn(
     lineage = base.lineage if base else None
     count, usable = (base.count, base.usable) if base else (0, True)
     parts: list[bytes] = []
+    images = list(base.images) if base else []
     for turn in path[first:]:
         lineage = Lineage(turn.reasonings, lineage)
+        images += turn.images
         parts += turn.appended, turn.completion
         count += (len(turn.appended) + len(turn.completion)) // 4
         adds_up = count == turn.prompt_tokens + turn.completion_tokens
@@ -170,4 +176,5 @@ def read_turn(
         lineage,
         hash_ids(base, *parts),
         last.replica,
+        tuple(images),
     )

@@ -1,9 +1,10 @@
 """Prompts with ids from the client: appends messages to them, and finds where their turns are recorded."""
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -14,32 +15,46 @@ from proxy.history.cached_turn import CachedTurn
 from proxy.history.context import check_fits, check_ids_fit, is_truncated, too_long
 from proxy.history.continuation import continue_ids, continue_turn
 from proxy.history.conversation import Conversation
+from proxy.history.images import ImageModel, ImageRef, NotLoadable, place, refs_in
 from proxy.history.matcher import Match
 from proxy.history.placing import UNREADABLE, Placer
 from proxy.history.plan import Placement, ServedModel
+from proxy.history.prompt_image import PromptImage
 from proxy.history.store import StoreError, session_id
+from proxy.history.turn import unpack_ids
 from proxy.turn.request import ChatRequest, GivenIds
 from tokenization import ChatTokenizer, InvalidIds, TemplateUnsupported, TokenizationError, ids
 from tokenization.limit import Limit, TooManyIds
+from tokenization.placeholders import PlaceholdersDiffer
 
+_APPEND = "append_messages"
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _parse = msgspec.json.Decoder(dict[str, Any]).decode
 
 
+@dataclass(frozen=True, slots=True)
+class AppendedMessages:
+    """Given ids with messages after them."""
+
+    prompt: bytes
+    """The whole prompt as a compact JSON array."""
+    appended: list[int]
+    """The ids after the given ones."""
+    images: list[PromptImage]
+    """The images in `appended`."""
+
+
 async def append_messages(
     placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel, *, to_complete: bool = True
-) -> tuple[bytes, list[int]]:
+) -> AppendedMessages:
     """Append messages to given ids with the chat template.
 
     Args:
         to_complete: whether a completion follows, so that the whole prompt must fit the model's context.
             Otherwise only the appended ids must.
 
-    Returns:
-        the prompt as a compact JSON array, and the ids after the given ones.
-
     Raises:
-        BadRequest: the template refuses the messages.
+        BadRequest: the template refuses the messages, or an image is invalid.
         BadRequest: the prompt is longer than the model's context.
         Unsupported: there is no tokenizer, or no exact append for this template.
         Overloaded: the limit of concurrent tokenising is reached.
@@ -61,7 +76,102 @@ async def append_messages(
     with _as_api_errors(given, before, model):
         _refuse_reserved(tokenizer, request)
         size = len(request.append or b"[]") + len(request.messages)
-        return await placer.encoders.run(append, size, tokenises=True, flow=placer.flow(request), stop=stop)
+        prompt, appended = await placer.encoders.run(
+            append, size, tokenises=True, flow=placer.flow(request), stop=stop
+        )
+        if _APPEND not in request.media or model.images is None:
+            return AppendedMessages(prompt, appended, [])
+        try:
+            refs = refs_in(_objects(request.append or b"[]", _APPEND), _APPEND)
+            loaded = await placer.images.load(refs, model.images, _APPEND, placer.flow(request))
+            appended, images = place(appended, model.images, loaded, given.count)
+        except NotLoadable as error:
+            raise BadRequest(str(error), param=_APPEND, code="image_not_loaded") from error
+        return AppendedMessages(ids.join(ids.compact(given.raw), appended), appended, images)
+
+
+async def place_images(
+    placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel
+) -> tuple[GivenIds, tuple[PromptImage, ...]]:
+    """The given ids with every image expanded, and where the images are in them.
+
+    Images come from the request's `images`, else from its `messages`, else from the recorded turn of the
+    session whose ids the prompt begins with. Each placeholder is expanded exactly once, however it came.
+
+    Raises:
+        BadRequest: the images are not those of the placeholders, or one is invalid.
+        Unsupported: the engine takes no images with exact ids.
+    """
+    images = model.images
+    if images is None:
+        if request.images or request.media:
+            raise no_images(request.media[0] if request.media else "images")
+        return given, ()
+    holds_placeholder = re.search(rb"[\[,\s]%d[\],\s]" % images.placeholder, given.raw) is not None
+    if request.images is None and not holds_placeholder:
+        return given, ()
+    flow = placer.flow(request)
+    if request.images is not None:
+        field = "images"
+        refs = [ImageRef(f"images[{index}]", url) for index, url in enumerate(request.images)]
+    elif "messages" in request.media:
+        field = "messages"
+        refs = _history_refs(request)
+    else:
+        return given, await _recorded_images(placer, request, given, images)
+    try:
+        loaded = await placer.images.load(refs, images, field, flow)
+        whole, placed = place(unpack_ids(ids.pack(given.raw)), images, loaded, 0)
+    except NotLoadable as error:
+        raise BadRequest(str(error), param=field, code="image_not_loaded") from error
+    except PlaceholdersDiffer as error:
+        raise BadRequest(f"`{given.field}` and `{field}`: {error}", param=field) from error
+    return replace(given, raw=ids.dump(whole), count=len(whole)), tuple(placed)
+
+
+def no_images(field: str) -> Unsupported:
+    """The error for images next to ids on an engine that does not take them so."""
+    return Unsupported(
+        f"`{field}` holds images, and this engine takes no images together with prompt ids: serve a model of "
+        "images whose chat template takes parts, start vLLM with --enable-scale-out, and send no `stop` "
+        "strings",
+        param=field,
+        code="no_images",
+    )
+
+
+def _history_refs(request: ChatRequest) -> list[ImageRef]:
+    messages = _objects(request.messages, "messages")
+    new = len(_split(request.append)) if request.append else 0
+    try:
+        return refs_in(messages[: len(messages) - new], "messages")
+    except NotLoadable as error:
+        raise BadRequest(str(error), param="messages", code="image_not_loaded") from error
+
+
+async def _recorded_images(
+    placer: Placer, request: ChatRequest, given: GivenIds, model: ImageModel
+) -> tuple[PromptImage, ...]:
+    """The images of the recorded turn that given ids begin with. Raises BadRequest."""
+    turn = None
+    if request.session is not None:
+        rollout = session_id(request.tenant, request.session.name)
+        turn = await _by_ids(placer, ids.compact(given.raw), rollout)
+    known = turn.images if turn is not None else ()
+    inside = sum(each.length for each in known)
+    values = unpack_ids(ids.pack(given.raw))
+    outside = list(values)
+    for image in reversed(known):
+        del outside[image.offset : image.offset + image.length]
+    assert len(outside) == len(values) - inside
+    if model.placeholder in outside:
+        raise BadRequest(
+            f"`{given.field}` holds the placeholder of images, {model.placeholder}, and its images are not "
+            "recorded: send them in `images`, or send the conversation as `messages`",
+            param="images",
+            code="images_missing",
+        )
+    return known
 
 
 def _append(

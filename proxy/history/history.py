@@ -6,6 +6,7 @@ import logging
 from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
 from proxy.history.encoders import EncoderPool
+from proxy.history.images import ImageLoader
 from proxy.history.matcher import Matcher
 from proxy.history.pins import Pins
 from proxy.history.placing import Placer
@@ -33,6 +34,7 @@ class History:
         cache_bytes: int,
         auditor: Auditor,
         overflow: str = "error",
+        images: ImageLoader | None = None,
     ) -> None:
         """`overflow` is the setting of this name."""
         self.auditor = auditor
@@ -42,7 +44,9 @@ class History:
         self.tasks = Tasks()
         self.pins = Pins(store, metrics)
         matcher = Matcher(store, self.cache, encoders)
-        self.placer = Placer(store, self.cache, matcher, self.pins, encoders, metrics, auditor)
+        self.placer = Placer(
+            store, self.cache, matcher, self.pins, encoders, metrics, auditor, images or ImageLoader(encoders)
+        )
         self.planner = Planner(self.placer, renders_overflow=overflow == "render")
         self.recorder = Recorder(store, self.cache, encoders, metrics, self.tasks)
         self.retries = Retries(store, metrics, self.tasks)

@@ -13,6 +13,7 @@ from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
 from proxy.history.conversation import Conversation
 from proxy.history.encoders import WORTH_A_THREAD_BYTES, EncoderPool
+from proxy.history.images import ImageLoader
 from proxy.history.matcher import Match, Matcher
 from proxy.history.pins import Pins
 from proxy.history.plan import Placement, ServedModel
@@ -42,6 +43,7 @@ class Placer:
     encoders: EncoderPool
     metrics: Metrics
     auditor: Auditor
+    images: ImageLoader
     _parts: BoundedCache[bytes, tuple[bytes, ...]] = field(default_factory=lambda: BoundedCache(1024))
 
     async def parse(self, messages: bytes, flow: FlowKey) -> Conversation:

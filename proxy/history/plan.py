@@ -7,6 +7,8 @@ from typing import ClassVar
 from proxy.errors import ApiError
 from proxy.history.cached_turn import CachedTurn
 from proxy.history.conversation import Conversation
+from proxy.history.images import ImageModel, LoadedImage
+from proxy.history.prompt_image import PromptImage
 from proxy.history.scope import Scope
 from proxy.history.store import Session
 from proxy.history.turn import new_id
@@ -29,6 +31,8 @@ class ServedModel:
     """Request fields that its rendering prints, besides messages, tools and template arguments."""
     logprobs_mode: str = ""
     """Its `--logprobs-mode`; empty if unknown."""
+    images: ImageModel | None = None
+    """How it takes images with exact ids; None if it does not, or not for this request."""
     max_model_len: int | None = None
     """The most ids of prompt and completion together; None if the engine does not report it."""
 
@@ -85,6 +89,10 @@ class Rendered(PromptPlan):
     """The engine renders the messages."""
 
     source: ClassVar[Source] = Source.RENDERED
+    placeholder: int = 0
+    """The id that stands for an image; only if there are `images`."""
+    images: Sequence[LoadedImage] | None = None
+    """The images of the messages, in their order; None if their ids are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +106,8 @@ class Extended(PromptPlan):
     """Number of reused ids."""
     appended: Sequence[int]
     """The ids after them."""
+    images: tuple[PromptImage, ...] = ()
+    """All images of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +120,15 @@ class Given(PromptPlan):
     """Number of ids that the client sent."""
     appended: int
     """Number of ids that a rendering adds after them."""
+    images: tuple[PromptImage, ...] = ()
+    """All images of the prompt."""
 
 
 def prompt_of(plan: PromptPlan) -> bytes:
     """The prompt as a JSON array of ids; empty if the engine renders messages."""
     return plan.prompt if isinstance(plan, Extended | Given) else b""
+
+
+def images_of(plan: PromptPlan) -> tuple[PromptImage, ...]:
+    """The images in the ids of a planned prompt; none if the engine renders messages."""
+    return plan.images if isinstance(plan, Extended | Given) else ()

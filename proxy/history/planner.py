@@ -15,7 +15,8 @@ from proxy.history.cached_turn import CachedTurn
 from proxy.history.context import check_fits, check_ids_fit, most_prompt_ids, too_long
 from proxy.history.continuation import continue_turn
 from proxy.history.conversation import Conversation
-from proxy.history.given import append_messages, place_given
+from proxy.history.given import append_messages, place_given, place_images
+from proxy.history.images import ImageModel, LoadedImage, NotLoadable, place, refs_in
 from proxy.history.matcher import Match
 from proxy.history.placing import UNREADABLE, Placer
 from proxy.history.plan import Extended, Given, Placement, PromptPlan, Rendered, ServedModel
@@ -23,6 +24,7 @@ from proxy.history.vocabulary import Reason
 from proxy.turn.request import ChatRequest, GivenIds, Rendering
 from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported, ids
 from tokenization.limit import Limit, TooManyIds
+from tokenization.placeholders import PlaceholdersDiffer
 
 _HINT = (
     " The conversation keeps the exact ids of earlier turns. If the chat template renders it shorter, the "
@@ -78,9 +80,43 @@ class Planner:
         reason = match.reason
         if reason != Reason.FIRST_TURN:
             reason = _must_render(request, conversation, model) or match.reason
-        if match.turn is None or reason not in _EXTENDABLE:
+        plan: PromptPlan | Reason | None = reason
+        if match.turn is not None and reason in _EXTENDABLE:
+            plan = await self._extend(request, placement, conversation, match, reason, model)
+        if isinstance(plan, PromptPlan):
+            return plan
+        return await self._rendered(request, placement, conversation, plan, model)
+
+    async def _rendered(
+        self,
+        request: ChatRequest,
+        placement: Placement,
+        conversation: Conversation,
+        reason: Reason | None,
+        model: ServedModel,
+    ) -> Rendered:
+        """Plan a rendering, and find out the ids of its images: they tell where these are in the prompt.
+
+        Raises:
+            BadRequest: an image is invalid.
+        """
+        if not conversation.media or model.images is None or placement.conversation is None:
             return Rendered(placement=placement, reason=reason)
-        return await self._extend(request, placement, conversation, match, reason, model)
+        try:
+            images = await self._images(request, conversation, 0, model.images)
+        except NotLoadable:
+            return Rendered(placement=placement, reason=Reason.MEDIA)
+        placeholder = model.images.placeholder
+        return Rendered(placement=placement, reason=reason, placeholder=placeholder, images=images)
+
+    async def _images(
+        self, request: ChatRequest, conversation: Conversation, first: int, model: ImageModel
+    ) -> list[LoadedImage]:
+        """The images of the messages from `first` on. Raises BadRequest, NotLoadable."""
+        if not any(message.media for message in conversation.messages[first:]):
+            return []
+        refs = refs_in(conversation.parse(first, len(conversation.raws)), "messages", first)
+        return await self.placer.images.load(refs, model, "messages", self.placer.flow(request))
 
     async def plan_prefix(
         self, request: ChatRequest, prompt: bytes, prefix: int, model: ServedModel
@@ -108,16 +144,28 @@ class Planner:
         await self.placer.release(plan.placement)
 
     async def _plan_given(self, request: ChatRequest, given: GivenIds, model: ServedModel) -> PromptPlan:
+        given, images = await place_images(self.placer, request, given, model)
         if request.append is None:
             check_ids_fit(request, given, model)
             prompt = ids.compact(given.raw)
             placement = await place_given(self.placer, request, prompt, model)
             return Given(
-                placement=placement, reason=Reason.IDS_GIVEN, prompt=prompt, reused=given.count, appended=0
+                placement=placement,
+                reason=Reason.IDS_GIVEN,
+                prompt=prompt,
+                reused=given.count,
+                appended=0,
+                images=images,
             )
-        prompt, appended = await append_messages(self.placer, request, given, model)
-        placement = await place_given(self.placer, request, prompt, model)
-        return Extended(placement=placement, prompt=prompt, reused=given.count, appended=appended)
+        made = await append_messages(self.placer, request, given, model)
+        placement = await place_given(self.placer, request, made.prompt, model)
+        return Extended(
+            placement=placement,
+            prompt=made.prompt,
+            reused=given.count,
+            appended=made.appended,
+            images=(*images, *made.images),
+        )
 
     async def _extend(
         self,
@@ -127,17 +175,20 @@ class Planner:
         match: Match,
         reason: Reason | None,
         model: ServedModel,
-    ) -> PromptPlan:
-        """Extend recorded ids with the template's suffix; plan a rendering if the suffix is not certain.
+    ) -> PromptPlan | Reason:
+        """Extend recorded ids with the template's suffix; the reason to render if the suffix is not certain.
 
         Raises:
-            BadRequest: the prompt is longer than the context, and `renders_overflow` is off.
+            BadRequest: the prompt is longer than the context, and `renders_overflow` is off; or an image is
+                invalid.
         """
         turn, tokenizer = match.turn, model.tokenizer
         assert turn is not None and tokenizer is not None  # checked by the caller
         rendering = placement.scope.rendering
         if obstacle := _no_extension(turn, conversation, tokenizer, rendering):
-            return Rendered(placement=placement, reason=obstacle)
+            return obstacle
+        if turn.images and model.images is None:
+            return Reason.MEDIA
         size = sum(memoryview(raw).nbytes for raw in conversation.raws[match.end + 1 :])
         stop = threading.Event()
         limit = Limit(self._most_ids(request, turn.count, model), stop.is_set)
@@ -154,20 +205,33 @@ class Planner:
             )
         except TooManyIds as error:
             if self.renders_overflow:
-                return Rendered(placement=placement, reason=Reason.CONTEXT_OVERFLOW)
+                return Reason.CONTEXT_OVERFLOW
             assert model.max_model_len is not None  # else there is no limit
             count = turn.count + error.count
             raise too_long(
                 count, model.max_model_len, "messages", at_least=error.at_least, hint=_HINT
             ) from error
         except TemplateUnsupported:
-            return Rendered(placement=placement, reason=Reason.TEMPLATE_UNSUPPORTED)
+            return Reason.TEMPLATE_UNSUPPORTED
         except InvalidMessages:
-            return Rendered(placement=placement, reason=Reason.TEMPLATE_REFUSED)
+            return Reason.TEMPLATE_REFUSED
+        images = turn.images
+        if model.images is not None and conversation.media:
+            try:
+                loaded = await self._images(request, conversation, match.end + 1, model.images)
+                appended, placed = place(appended, model.images, loaded, turn.count)
+            except (NotLoadable, PlaceholdersDiffer):
+                return Reason.MEDIA
+            prompt, images = ids.join(turn.ids, appended), (*images, *placed)
         if turn.rollout == placement.session.id:
             placement = replace(placement, parent=turn, first_new=match.end + 1)
         return Extended(
-            placement=placement, reason=reason, prompt=prompt, reused=turn.count, appended=appended
+            placement=placement,
+            reason=reason,
+            prompt=prompt,
+            reused=turn.count,
+            appended=appended,
+            images=images,
         )
 
     def _most_ids(self, request: ChatRequest, reused: int, model: ServedModel) -> int | None:
@@ -199,5 +263,5 @@ def _must_render(request: ChatRequest, conversation: Conversation, model: Served
     if request.special:
         return Reason(request.special)
     if conversation.media:
-        return Reason.MEDIA
+        return Reason.MEDIA if model.images is None else model.no_tokenizer
     return model.refused or model.no_tokenizer

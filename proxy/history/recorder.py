@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -18,15 +18,18 @@ from proxy.history.cached_turn import CachedTurn, cached_turn, hash_ids
 from proxy.history.completion import Completion, SampledChoice, untrainable_reason
 from proxy.history.conversation import Conversation, is_distinctive
 from proxy.history.encoders import WORTH_A_THREAD_BYTES
+from proxy.history.images import placed_by_engine
 from proxy.history.matcher import index_entries
-from proxy.history.plan import Extended, Placement, PromptPlan, prompt_of
+from proxy.history.plan import Extended, Placement, PromptPlan, Rendered, images_of, prompt_of
+from proxy.history.prompt_image import PromptImage
 from proxy.history.store import IndexEntry, Store, StoreError
 from proxy.history.tasks import Tasks
-from proxy.history.turn import Turn, pack_ids, pack_logprobs, turn_id
+from proxy.history.turn import Turn, pack_ids, pack_logprobs, turn_id, unpack_ids
 from proxy.history.vocabulary import ABORTED, Problem
 from proxy.metrics import Metrics
 from proxy.monitoring.exchange import running_exchange, span
-from tokenization import CanonicalMessage, TokenizationError, canonical, ids
+from tokenization import CanonicalMessage, InvalidIds, TokenizationError, canonical, ids
+from tokenization.placeholders import PlaceholdersDiffer
 
 log = logging.getLogger("tokenproxy")
 
@@ -202,9 +205,12 @@ def _new_turn(
     placement, conversation = plan.placement, plan.placement.conversation
     assert conversation is not None  # the caller looked
     sent = prompt_of(plan)
-    problem = untrainable_reason(completion, choice, sent, media=conversation.media)
+    images = _images(plan, completion) if conversation.media or images_of(plan) else ()
+    problem = untrainable_reason(completion, choice, sent, media=images is None)
     # the prompt that the engine used counts, not the one that was sent
     as_sent = bool(sent) and problem not in (Problem.PROMPT_MISMATCH, Problem.NO_PROMPT_IDS)
+    if sent and not as_sent:
+        images = None
     parent = placement.parent if as_sent else None
     prompt = sent if as_sent else ids.compact(completion.prompt_ids or b"")
     appended = _appended(plan, parent, prompt, completion)
@@ -212,6 +218,7 @@ def _new_turn(
     own = _canonical(choice.message)
     hasher = hash_ids(parent, appended, sampled)
     first = placement.first_new if parent else 0
+    before = parent.count if parent else 0
     shares = holder is not None and holder.parent == (parent.id if parent else None)
     turn = Turn(
         id=turn_id(placement.turn_id, choice.index),
@@ -224,10 +231,11 @@ def _new_turn(
         replica=replica,
         prompt_turn=holder.id if holder is not None and shares else None,
         **({} if shares else _prompt_fields(placement, conversation, parent, first, appended)),
+        images=() if shares or not images else tuple(each for each in images if each.offset >= before),
         message=msgspec.json.encode(choice.message),
         completion=sampled,
         logprobs=logprobs,
-        prompt_tokens=len(appended) // 4 + (parent.count if parent else 0),
+        prompt_tokens=len(appended) // 4 + before,
         source=plan.source,
         reason=plan.reason or "",
         finish_reason=choice.finish_reason,
@@ -248,7 +256,22 @@ def _new_turn(
     found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
     entries = _index_entries(placement, conversation, choice, own, found_ids)
     cached = cached_turn(turn, parent, prompt, hasher, choice.raw_ids) if prompt else None
+    if cached is not None and images:
+        cached = replace(cached, images=images)
     return NewTurn(turn, entries, cached)
+
+
+def _images(plan: PromptPlan, completion: Completion) -> tuple[PromptImage, ...] | None:
+    """The images of a turn's prompt; None if it is not known where they are in its ids."""
+    if not isinstance(plan, Rendered):
+        return images_of(plan)
+    if plan.images is None or completion.prompt_ids is None:
+        return None
+    try:
+        prompt = unpack_ids(ids.pack(completion.prompt_ids))
+        return tuple(placed_by_engine(prompt, plan.placeholder, plan.images))
+    except (InvalidIds, PlaceholdersDiffer):
+        return None
 
 
 def _index_entries(

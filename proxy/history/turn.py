@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from proxy.history.prompt_image import PromptImage
 from proxy.history.vocabulary import ABORTED
 
 T = TypeVar("T", int, float)
@@ -62,6 +63,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """JSON object: the assistant's message as the engine parsed it."""
     appended: bytes = b""
     """Packed ids: the prompt after the parent's ids; the whole prompt if there is no parent."""
+    images: tuple[PromptImage, ...] = ()
+    """The images in `appended`."""
     completion: bytes = b""
     """Packed ids that were sampled, the stop token included."""
     logprobs: bytes = b""

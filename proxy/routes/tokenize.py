@@ -3,11 +3,19 @@
 import msgspec
 
 from proxy.dialects.base import chat_request, visible_of
-from proxy.dialects.prompt_fields import in_vocabulary, join_messages, needs_ids, take_append, take_prompt
+from proxy.dialects.prompt_fields import (
+    in_vocabulary,
+    join_messages,
+    media_fields,
+    needs_ids,
+    take_append,
+    take_images,
+    take_prompt,
+)
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, raw_value, read
 from proxy.fleet.replica import Replica
-from proxy.history.given import append_messages
+from proxy.history.given import append_messages, place_images
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
 from proxy.routes.large_bodies import parsed
@@ -56,6 +64,7 @@ def _chat_request(request: Request, fields: Fields) -> ChatRequest | None:
     append = take_append(fields, ids)
     if append is None:
         raise BadRequest("`append_messages` is required with ids", param="append_messages")
+    messages = raw_value(fields, "messages")
     return chat_request(
         request,
         fields,
@@ -63,7 +72,9 @@ def _chat_request(request: Request, fields: Fields) -> ChatRequest | None:
         visible_of(fields),
         given=ids,
         append=append,
-        messages=join_messages(raw_value(fields, "messages"), append),
+        images=take_images(fields),
+        media=media_fields(messages=messages, append_messages=append),
+        messages=join_messages(messages, append),
     )
 
 
@@ -75,24 +86,27 @@ async def _append(request: ChatRequest, replica: Replica, services: Services) ->
         raise NotFound(f"The model `{request.model}` does not exist.", param="model", code="model_not_found")
     tokenizer = await replica.tokenizer()
     model = await served_model(replica, request)
-    prompt, appended = await append_messages(services.history.placer, request, ids, model, to_complete=False)
+    placer = services.history.placer
+    if request.images is not None or (request.media and model.images is None):
+        ids, _ = await place_images(placer, request, ids, model)
+    made = await append_messages(placer, request, ids, model, to_complete=False)
     strings = read(fields, "return_token_strs", bool) or False
 
     def check() -> list[str] | None:
-        values = in_vocabulary(prompt, tokenizer, ids.field)
+        values = in_vocabulary(made.prompt, tokenizer, ids.field)
         return tokenizer.token_strings(values) if strings else None
 
     token_strs = await services.in_thread(check)
     capabilities = replica.capabilities
     return _json(
         {
-            "count": ids.count + len(appended),
+            "count": ids.count + len(made.appended),
             "max_model_len": capabilities.model.max_model_len
             if capabilities and capabilities.model
             else None,
-            "tokens": msgspec.Raw(prompt),
+            "tokens": msgspec.Raw(made.prompt),
             "token_strs": token_strs,
-            "appended": len(appended),
+            "appended": len(made.appended),
         }
     )
 

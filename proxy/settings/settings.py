@@ -19,6 +19,7 @@ from pydantic_settings import (
 from proxy.engine.http import url_credentials
 from proxy.routes.auth import is_loopback
 from proxy.settings.engines import EngineSettings
+from proxy.settings.images import ImageSettings
 from proxy.settings.load import LoadSettings
 from proxy.settings.logs import LogSettings
 from proxy.settings.recording import RecordingSettings
@@ -32,6 +33,7 @@ GROUPS: dict[str, type[BaseModel]] = {
     "tokenizer and chat template": TemplateSettings,
     "recording": RecordingSettings,
     "load": LoadSettings,
+    "images": ImageSettings,
     "logs": LogSettings,
 }
 """The settings by topic, in the order of the command's help and of docs/settings.md."""
@@ -44,6 +46,7 @@ class SettingsError(Exception):
 class Settings(
     # Pydantic lists the fields of the last base first
     LogSettings,
+    ImageSettings,
     LoadSettings,
     RecordingSettings,
     TemplateSettings,

@@ -137,6 +137,7 @@ def _fill_prompt(turn: Turn, holder: Turn | None) -> Turn:
         turn,
         messages=holder.messages,
         appended=holder.appended,
+        images=holder.images,
         tools=holder.tools,
         template_kwargs=holder.template_kwargs,
     )

@@ -87,6 +87,10 @@ class ChatRequest:
     """The exact prompt, on the token route."""
     append: bytes | None = None
     """JSON array of messages to append to the given ids."""
+    images: tuple[str, ...] | None = None
+    """The images of the given ids, in their order, as URLs or base64; None if the client named none."""
+    media: tuple[str, ...] = ()
+    """Next to given ids: those of `messages` and `append_messages` that hold images."""
     required_prefix: bytes | None = None
     """Ids with which the rendered prompt must begin (`required_prefix_token_ids`)."""
     token_route: bool = False

@@ -9,12 +9,14 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from proxy.engine.token_in import CHAT_PATH, TokenRequest
+from proxy.engine.images import EngineImages
+from proxy.engine.token_in import CHAT_PATH, TokenIn, TokenRequest
 from proxy.errors import Unsupported
-from proxy.fields import join
+from proxy.fields import join, raw_value
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
-from proxy.history.plan import Extended, Given, PromptPlan, Rendered, ServedModel, prompt_of
+from proxy.history.images import single_placeholders
+from proxy.history.plan import Extended, Given, PromptPlan, Rendered, ServedModel, images_of, prompt_of
 from proxy.history.vocabulary import Reason
 from proxy.http import Request, Response
 from proxy.monitoring.exchange import span
@@ -28,6 +30,8 @@ from proxy.types import Headers
 
 TOKENIZER_TIMEOUT_S = 30.0
 """Longer than it takes to load a tokenizer; a hub that does not respond must not block every request."""
+_IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields that change what a model's processor makes of an image."""
 _SESSION_HEADER = b"x-session-id"
 
 
@@ -132,10 +136,20 @@ async def served_model(replica: Replica, request: ChatRequest) -> ServedModel:
         refused = Reason.NO_TOKEN_IN
     elif not capabilities.token_in.supports(request.fields):
         refused = Reason.SPECIAL_REQUEST
+    images = capabilities.images
+    if images is not None and not _images_fit(request, images):
+        images = None
     name = capabilities.model.name if capabilities.model else ""
     length = capabilities.model.max_model_len if capabilities.model else None
     rendered, mode = capabilities.rendered_fields, capabilities.logprobs_mode
-    return ServedModel(name, tokenizer, problem, refused, rendered, mode, length)
+    return ServedModel(name, tokenizer, problem, refused, rendered, mode, images, length)
+
+
+def _images_fit(request: ChatRequest, images: EngineImages) -> bool:
+    """Whether images of a request can be sent with exact ids: its fields fit, and change no image's ids."""
+    return images.token_in.supports(request.fields) and not any(
+        raw_value(request.fields, name) for name in _IMAGE_OPTIONS
+    )
 
 
 async def _plan(request: ChatRequest, replica: Replica, model: ServedModel, services: Services) -> PromptPlan:
@@ -152,13 +166,19 @@ async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, servic
     headers = _headers(request, plan)
     prompt = prompt_of(plan)
     if not prompt:
-        call = Request("POST", CHAT_PATH, headers, join(fields), repeatable=True)
-        return await replica.engine.send(call)
+        return await replica.engine.send(Request("POST", CHAT_PATH, headers, join(fields), repeatable=True))
     name = request.given.field if request.given else "messages"
     if request.required_prefix is not None:
         name = PREFIX_FIELD
-    token_in = replica.require_capabilities().require_token_in()
-    response = await token_in.complete(replica.engine, TokenRequest(prompt, fields, headers, name))
+    capabilities, images = replica.require_capabilities(), images_of(plan)
+    token_in: TokenIn | None = capabilities.token_in
+    single = b""
+    if images:
+        by_images = capabilities.require_images()
+        token_in, placeholder = by_images.token_in, by_images.placeholder
+        single = await services.in_thread(lambda: single_placeholders(prompt, placeholder, images))
+    call = TokenRequest(prompt, fields, headers, name, single, [each.image for each in images])
+    response = await (token_in or capabilities.require_token_in()).complete(replica.engine, call)
     if not plan.placement.holder and response.status < 400:
         services.fleet.note_prefix(prompt, replica)
     return response

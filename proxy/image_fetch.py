@@ -1,0 +1,103 @@
+"""Loads images from the web: from hosts that are allowed, never from private addresses."""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import httpx
+
+from proxy.images import InvalidImage
+
+_REDIRECTS = 3
+
+
+class ImageFetcher:
+    """Loads images by their URL.
+
+    The name is looked up once, every address of it must be public, and the connection goes to that address:
+    a name that later means another address gets nothing.
+    """
+
+    def __init__(self, hosts: Sequence[str], max_bytes: int, timeout_s: float) -> None:
+        """`hosts`: names from which images are loaded; a name with a dot in front allows its subdomains."""
+        self._hosts = tuple(host.lower() for host in hosts)
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    async def fetch(self, url: str) -> bytes:
+        """The bytes of an image.
+
+        Raises:
+            InvalidImage: its host is not allowed or has a private address, it is too large or does not come
+                in time, or the server responds with an error.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s), AsyncExitStack() as stack:
+                client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+                for _ in range(_REDIRECTS):
+                    response = await stack.enter_async_context(_sent(client, await self._request(url)))
+                    if not response.is_redirect:
+                        return await self._body(response)
+                    url = str(httpx.URL(url).join(response.headers.get("location", "")))
+        except TimeoutError as error:
+            raise InvalidImage(
+                f"it did not arrive within {self._timeout_s:g} s (`image_timeout_s`)"
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
+            raise InvalidImage(f"it could not be loaded: {error or type(error).__name__}") from error
+        raise InvalidImage("it could not be loaded: too many redirects")
+
+    async def _request(self, url: str) -> httpx.Request:
+        """The request to the address of the host, which keeps the host's name for TLS and in its headers."""
+        target = httpx.URL(url)
+        host = target.host.lower()
+        if target.scheme not in ("http", "https") or target.userinfo:
+            raise InvalidImage("its URL must begin with http:// or https://, without credentials")
+        if not any(host == name or (name.startswith(".") and host.endswith(name)) for name in self._hosts):
+            raise InvalidImage(f"images are not loaded from {host!r} (`image_hosts`)")
+        address = await _public_address(host, target.port or (443 if target.scheme == "https" else 80))
+        headers = {"host": target.netloc.decode(), "accept": "image/*"}
+        extensions = {"sni_hostname": host}
+        return httpx.Request("GET", target.copy_with(host=address), headers=headers, extensions=extensions)
+
+    async def _body(self, response: httpx.Response) -> bytes:
+        if response.status_code != 200:
+            raise InvalidImage(f"its server responded with status {response.status_code}")
+        parts, size = [], 0
+        async for part in response.aiter_bytes():
+            parts.append(part)
+            size += len(part)
+            if size > self._max_bytes:
+                raise InvalidImage(f"it has more than {self._max_bytes} bytes (`image_bytes`)")
+        return b"".join(parts)
+
+
+class _sent:
+    """A response whose body is not read yet, closed at the end."""
+
+    def __init__(self, client: httpx.AsyncClient, request: httpx.Request) -> None:
+        self._client = client
+        self._request = request
+        self._response: httpx.Response | None = None
+
+    async def __aenter__(self) -> httpx.Response:
+        self._response = await self._client.send(self._request, stream=True)
+        return self._response
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._response is not None:
+            await self._response.aclose()
+
+
+async def _public_address(host: str, port: int) -> str:
+    """The first address of a host. Raises InvalidImage if any of its addresses is not public."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in found]
+    for address in addresses:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        mapped = getattr(ip, "ipv4_mapped", None)
+        if not (mapped or ip).is_global or ip.is_multicast:
+            raise InvalidImage(f"{host!r} has the private address {address}")
+    return addresses[0]
