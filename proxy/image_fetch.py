@@ -3,7 +3,7 @@
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
 import httpx
@@ -20,8 +20,20 @@ class ImageFetcher:
     a name that later means another address gets nothing.
     """
 
-    def __init__(self, hosts: Sequence[str], max_bytes: int, timeout_s: float) -> None:
-        """`hosts`: names from which images are loaded; a name with a dot in front allows its subdomains."""
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        max_bytes: int,
+        timeout_s: float,
+        find_address: Callable[[str, int], Awaitable[str]] | None = None,
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            hosts: names from which images are loaded; a name with a dot in front allows its subdomains.
+            find_address: looks up the address of a host and port; by default a public one.
+        """
+        self._find_address = find_address or public_address
         self._hosts = tuple(host.lower() for host in hosts)
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
@@ -57,7 +69,7 @@ class ImageFetcher:
             raise InvalidImage("its URL must begin with http:// or https://, without credentials")
         if not any(host == name or (name.startswith(".") and host.endswith(name)) for name in self._hosts):
             raise InvalidImage(f"images are not loaded from {host!r} (`image_hosts`)")
-        address = await _public_address(host, target.port or (443 if target.scheme == "https" else 80))
+        address = await self._find_address(host, target.port or (443 if target.scheme == "https" else 80))
         headers = {"host": target.netloc.decode(), "accept": "image/*"}
         extensions = {"sni_hostname": host}
         return httpx.Request("GET", target.copy_with(host=address), headers=headers, extensions=extensions)
@@ -91,7 +103,7 @@ class _sent:
             await self._response.aclose()
 
 
-async def _public_address(host: str, port: int) -> str:
+async def public_address(host: str, port: int) -> str:
     """The first address of a host. Raises InvalidImage if any of its addresses is not public."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(entry[4][0]) for entry in found]

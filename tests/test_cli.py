@@ -134,6 +134,9 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
         "--queue-timeout-s": "9.5",
         "--encoder-bytes": "10",
         "--overflow": "render",
+        "--image-bytes": "12",
+        "--image-pixels": "13",
+        "--image-timeout-s": "14.5",
         "--log-level": "debug",
         "--api-key-file": str(keys),
         "--tls-cert": str(template),
@@ -157,6 +160,7 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
         *("--admin-key", "a1", "--admin-key", "a2"),
         *("--allowed-hosts", "a.example", "--allowed-hosts", "*.b.example"),
         *("--cors-origins", "https://a.example"),
+        *("--image-hosts", "images.example"),
     ]
     switches = [
         "--store-required",

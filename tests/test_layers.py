@@ -23,6 +23,7 @@ _FOR_ALL = [
     "proxy.fields",
     "proxy.folder_lock",
     "proxy.http",
+    "proxy.images",
     "proxy.media",
     "proxy.metrics",
     "proxy.monitoring.exchange",

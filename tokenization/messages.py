@@ -174,7 +174,8 @@ def image_url(part: Mapping[str, Any]) -> str | None:
     As OpenAI's chat route has it, `{"type": "image_url", "image_url": {"url": URL}}`, and as its Responses
     route has it, `{"type": "input_image", "image_url": URL}`.
     """
-    if part.get("type", "image_url") not in IMAGE_PARTS or part.get("uuid") is not None:
+    kind = part.get("type", "image_url")
+    if not isinstance(kind, str) or kind not in IMAGE_PARTS or part.get("uuid") is not None:
         return None
     url = part.get("image_url")
     url = url.get("url") if isinstance(url, Mapping) else url

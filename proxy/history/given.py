@@ -79,10 +79,11 @@ async def append_messages(
         prompt, appended = await placer.encoders.run(
             append, size, tokenises=True, flow=placer.flow(request), stop=stop
         )
-        if _APPEND not in request.media or model.images is None:
+        if model.images is None or not (_APPEND in request.media or model.images.placeholder in appended):
             return AppendedMessages(prompt, appended, [])
         try:
-            refs = refs_in(_objects(request.append or b"[]", _APPEND), _APPEND)
+            messages = _objects(request.append or b"[]", _APPEND) if _APPEND in request.media else []
+            refs = refs_in(messages, _APPEND)
             loaded = await placer.images.load(refs, model.images, _APPEND, placer.flow(request))
             appended, images = place(appended, model.images, loaded, given.count)
         except NotLoadable as error:
@@ -99,8 +100,8 @@ async def place_images(
     session whose ids the prompt begins with. Each placeholder is expanded exactly once, however it came.
 
     Raises:
-        BadRequest: the images are not those of the placeholders, or one is invalid.
-        Unsupported: the engine takes no images with exact ids.
+        BadRequest: the images are not those of the placeholders, one is invalid, or the engine takes no
+            images together with ids.
     """
     images = model.images
     if images is None:
@@ -129,9 +130,9 @@ async def place_images(
     return replace(given, raw=ids.dump(whole), count=len(whole)), tuple(placed)
 
 
-def no_images(field: str) -> Unsupported:
+def no_images(field: str) -> BadRequest:
     """The error for images next to ids on an engine that does not take them so."""
-    return Unsupported(
+    return BadRequest(
         f"`{field}` holds images, and this engine takes no images together with prompt ids: serve a model of "
         "images whose chat template takes parts, start vLLM with --enable-scale-out, and send no `stop` "
         "strings",

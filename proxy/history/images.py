@@ -166,6 +166,29 @@ def single_placeholders(prompt: bytes, placeholder: int, images: Sequence[Prompt
     return ids.dump(collapse(whole, placeholder, [Span(image.offset, image.length) for image in images]))
 
 
+def name_by_digest(messages: bytes, images: Sequence[PromptImage]) -> bytes:
+    """Messages, a JSON array, with `image:DIGEST` in place of each image, whose bytes are recorded once.
+
+    Args:
+        images: those of the messages, in their order. If they are not, the messages stay as they are.
+    """
+    parsed = msgspec.json.decode(messages, type=list[dict[str, Any]])
+    parts = [
+        part
+        for message in parsed
+        if isinstance(content := message.get("content"), list)
+        for part in content
+        if isinstance(part, dict) and image_url(part) is not None
+    ]
+    if len(parts) != len(images):
+        return messages
+    for part, image in zip(parts, images, strict=True):
+        name = f"image:{image.digest}"
+        url = part["image_url"]
+        part["image_url"] = {**url, "url": name} if isinstance(url, dict) else name
+    return msgspec.json.encode(parsed)
+
+
 def _placed(spans: Sequence[Span], images: Sequence[LoadedImage], before: int) -> list[PromptImage]:
     return [
         PromptImage(

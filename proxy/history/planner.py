@@ -73,7 +73,7 @@ class Planner:
         model: ServedModel,
     ) -> PromptPlan:
         if request.token_route:
-            return Rendered(placement=placement, reason=Reason.NO_IDS)
+            return await self._rendered(request, placement, conversation, Reason.NO_IDS, model)
         if request.special == Reason.IDS_GIVEN:
             # the engine reads them from the request itself
             return Given(placement=placement, reason=Reason.IDS_GIVEN, prompt=b"", reused=0, appended=0)

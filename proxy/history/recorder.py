@@ -18,7 +18,7 @@ from proxy.history.cached_turn import CachedTurn, cached_turn, hash_ids
 from proxy.history.completion import Completion, SampledChoice, untrainable_reason
 from proxy.history.conversation import Conversation, is_distinctive
 from proxy.history.encoders import WORTH_A_THREAD_BYTES
-from proxy.history.images import placed_by_engine
+from proxy.history.images import name_by_digest, placed_by_engine
 from proxy.history.matcher import index_entries
 from proxy.history.plan import Extended, Placement, PromptPlan, Rendered, images_of, prompt_of
 from proxy.history.prompt_image import PromptImage
@@ -219,6 +219,7 @@ def _new_turn(
     hasher = hash_ids(parent, appended, sampled)
     first = placement.first_new if parent else 0
     before = parent.count if parent else 0
+    own_images = tuple(image for image in images or () if image.offset >= before)
     shares = holder is not None and holder.parent == (parent.id if parent else None)
     turn = Turn(
         id=turn_id(placement.turn_id, choice.index),
@@ -230,8 +231,7 @@ def _new_turn(
         model=placement.scope.model,
         replica=replica,
         prompt_turn=holder.id if holder is not None and shares else None,
-        **({} if shares else _prompt_fields(placement, conversation, parent, first, appended)),
-        images=() if shares or not images else tuple(each for each in images if each.offset >= before),
+        **({} if shares else _prompt_fields(placement, conversation, parent, first, appended, own_images)),
         message=msgspec.json.encode(choice.message),
         completion=sampled,
         logprobs=logprobs,
@@ -293,16 +293,19 @@ def _prompt_fields(
     parent: CachedTurn | None,
     first: int,
     appended: bytes,
+    images: tuple[PromptImage, ...],
 ) -> dict[str, Any]:
     """The fields of a turn that the choices of one request share."""
     rendering, parts = placement.scope.rendering, placement.scope.parts
+    messages = conversation.json(first)
     return {
         "tools": None if parent and parent.scope[:1] == parts[:1] else rendering.tools,
         "template_kwargs": (
             None if parent and parent.scope[1:2] == parts[1:2] else rendering.template_kwargs
         ),
-        "messages": conversation.json(first),
+        "messages": name_by_digest(messages, images) if images else messages,
         "appended": appended,
+        "images": images,
     }
 
 

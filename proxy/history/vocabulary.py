@@ -49,7 +49,7 @@ class Reason(_Explained):
     )
     MODEL_CHANGED = "model_changed", "the conversation was held with another model, adapter or tokenizer"
     UNUSABLE_TURN = "unusable_turn", "the turn to continue was recorded without its exact ids"
-    MEDIA = "media", "the messages hold images or other media: the engine must render them"
+    MEDIA = "media", "the messages hold media that cannot be sent with exact ids: the engine must render them"
     ENDS_WITH_ASSISTANT = "ends_with_assistant", "the last message is an assistant's: nothing to append"
     CUSTOM_TEMPLATE = "custom_template", "the request brings its own chat template"
     SPECIAL_REQUEST = "special_request", "a field of the request asks for a rendering that ids cannot give"
@@ -89,7 +89,7 @@ class Problem(_Explained):
     LOGPROBS_MISMATCH = "logprobs_mismatch", "the numbers of ids and log-probabilities differ"
     USAGE_MISMATCH = "usage_mismatch", "the engine counted another number of tokens than it returned ids"
     PROMPT_MISMATCH = "prompt_mismatch", "the engine used another prompt than the one sent to it"
-    MEDIA = "media", "the prompt holds images or other media, which ids alone do not describe"
+    MEDIA = "media", "the prompt holds media other than images with exact ids"
     LOGPROBS_NOT_FINITE = "logprobs_not_finite", "a log-probability is infinite or not a number"
     UNREADABLE_EVIDENCE = (
         "unreadable_evidence",

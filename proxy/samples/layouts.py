@@ -35,7 +35,8 @@ class Layout:
 
 def plain(sample: Sample) -> Row:
     """The fields of `proxy.samples.samples.Sample`, all of them."""
-    return {**msgspec.structs.asdict(sample), "turns": msgspec.to_builtins(sample.turns)}
+    nested = {name: msgspec.to_builtins(getattr(sample, name)) for name in ("turns", "images")}
+    return {**msgspec.structs.asdict(sample), **nested}
 
 
 def trl(sample: Sample) -> Row:
@@ -175,6 +176,8 @@ LAYOUTS: Mapping[str, Layout] = {
             "tools": "json",
             "template_kwargs": "json",
             "metadata": "json",
+            "images": "json",
+            "image_data": "json",
         },
         plain,
     ),

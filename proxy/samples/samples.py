@@ -60,6 +60,17 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """As the engine returned it for this turn (base64 of an .npy array)."""
 
 
+class SampleImage(msgspec.Struct, frozen=True):
+    """An image in the ids of a sample."""
+
+    digest: str
+    """32 hexadecimal digits; `messages` name the image `image:DIGEST`."""
+    offset: int
+    """Index of its first id in `prompt_ids + completion_ids`."""
+    length: int
+    """Number of its ids."""
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One path from the first turn of a conversation to its last: p ids of prompt, c ids of completion.
 
@@ -106,6 +117,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """The chat template's arguments of the last request."""
     metadata: dict[str, Any] | None
     """The session's."""
+    images: list[SampleImage]
+    """In the order of the ids."""
+    image_data: dict[str, str]
+    """Data URLs by digest: of those images that no earlier sample of the rollout holds."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,10 +167,11 @@ def samples_of(
     paths = [tree.path(end) for end in tree.ends()]
     leaf_of = _leaf_that_trains(sorted(paths, key=lambda path: _preference(path[-1], tree, rewards)))
     samples = []
+    delivered: set[str] = set()
     for index, path in enumerate(paths):
         leaf = path[-1]
         trained = {turn.id for turn in path if shared == "each" or leaf_of[turn.id] == leaf.id}
-        samples.append(_sample(path, trained, rewards, session, index, whole=tree.is_leaf(leaf)))
+        samples.append(_sample(path, trained, rewards, session, index, delivered, whole=tree.is_leaf(leaf)))
     return Samples(samples, list(tree.refused(session)))
 
 
@@ -273,6 +289,8 @@ def _sample(
     rewards: Mapping[str, float],
     session: Session | None,
     index: int,
+    delivered: set[str],
+    *,
     whole: bool,
 ) -> Sample:
     ids: list[int] = []
@@ -289,6 +307,9 @@ def _sample(
         ids += unpack_ids(turn.completion)
         mask += [int(turn.id in trained)] * turn.completion_tokens
         logprobs += unpack_logprobs(turn.logprobs)
+    images = [image for turn in path for image in turn.images]
+    new = {image.digest: image.image.url for image in images if image.digest not in delivered}
+    delivered.update(new)
     last = path[-1]
     modes = {turn.logprobs_mode for turn in path}
     return Sample(
@@ -312,6 +333,8 @@ def _sample(
         tools=_parsed(_last_stated(turn.tools for turn in path) or b"[]", list),
         template_kwargs=_parsed(_last_stated(turn.template_kwargs for turn in path) or b"{}", dict),
         metadata=_parsed(session.metadata, dict) if session else {},
+        images=[SampleImage(image.digest, image.offset, image.length) for image in images],
+        image_data=new,
     )
 
 

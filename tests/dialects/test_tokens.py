@@ -189,7 +189,8 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_requests(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
     answer = client.post(_TOKENS, json=fields)
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["type"]) == (400, 400, "BadRequestError")
+    assert (answer.status_code, error["type"]) == (400, "BadRequestError")
+    assert error["code"] in (400, "no_images")
     assert error["param"] == param
     assert _headers(answer) == {}
 

@@ -1,5 +1,6 @@
 """Images stay exact over turns: on the chat route and on the token route, inside vLLM and in front of it."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,25 @@ import pytest
 
 from proxy.demo.stack import EngineProcess
 from tests.real_vllm.conftest import FRONT, INSIDE, START_TIMEOUT_S, run_proxy, wait_ready
-from tests.real_vllm.plain import CHAT, TOKENS, Conversation, Message, Turn, continues, user
+from tests.real_vllm.plain import CHAT, TOKENS, Conversation, Message, continues, user
 from tests.real_vllm.vision import make_vision_model, picture
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 300)
 
 _FLAGS = ("--limit-mm-per-prompt", '{"image": 8}', "--max-model-len", "2048")
-_FEW = {"max_tokens": 6, "ignore_eos": True, "temperature": 1.0, "seed": 7}
+_FEW: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 1.0, "seed": 7}
 RED, BLUE = picture("red"), picture("blue", (64, 64), "JPEG")
 
 
 def image(url: str) -> dict[str, Any]:
     """An image part."""
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def append(part: object) -> dict[str, Any]:
+    """Fields that append a message after a prompt with one image."""
+    content = part if isinstance(part, str) else [part]
+    return {"images": [RED], "append_messages": [{"role": "user", "content": content}]}
 
 
 def text(value: str) -> dict[str, Any]:
@@ -92,3 +99,134 @@ def _rendered(http: httpx.Client, messages: list[Message]) -> list[int]:
     answer = http.post(CHAT, json=body).json()
     ids: list[int] = answer["prompt_token_ids"]
     return ids
+
+
+def test_an_image_as_a_tool_result_is_exact(http: httpx.Client) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "screenshot", "arguments": "{}"}}
+    talk = Conversation(http, [])
+    first = talk.ask(user("Take a screenshot."), **_FEW)
+    second = talk.ask({"role": "tool", "tool_call_id": call["id"], "content": [image(RED)]}, **_FEW)
+    third = talk.ask(user("What is on it?"), **_FEW)
+    assert [turn.source for turn in (second, third)] == ["extended", "extended"]
+    assert continues(second, first)
+    assert continues(third, second)
+    assert second.prompt_ids.count(_placeholder(http)) == 4
+
+
+def test_another_image_at_the_same_place_is_an_edit(http: httpx.Client) -> None:
+    talk = Conversation(http, [])
+    talk.ask(_NEW[0], **_FEW)
+    talk.messages[0] = {"role": "user", "content": [text("What is this? "), image(BLUE)]}
+    edited = talk.ask(user("And now?"), **_FEW)
+    assert edited.source == "rendered: no_match"
+
+
+def test_a_stream_is_exact(http: httpx.Client) -> None:
+    talk = Conversation(http, [])
+    first = talk.ask(_NEW[0], **_FEW)
+    body = {"messages": [*talk.messages, _NEW[2]], **_FEW, "stream": True, "return_token_ids": True}
+    with http.stream("POST", CHAT, json=body) as response:
+        events = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+    assert response.headers["x-prompt-source"] == "extended"
+    chunks = [json.loads(event) for event in events[:-1]]
+    prompt = next(chunk["prompt_token_ids"] for chunk in chunks if chunk.get("prompt_token_ids"))
+    assert prompt[: len(first.prompt_ids) + len(first.ids)] == [*first.prompt_ids, *first.ids]
+    assert prompt.count(_placeholder(http)) == 12
+
+
+# --- the token route
+
+
+def _complete(http: httpx.Client, status: int = 200, **fields: Any) -> dict[str, Any]:
+    session = fields.pop("session", None)
+    headers = {"x-session-id": session} if session else {}
+    response = http.post(TOKENS, json={**_FEW, **fields}, headers=headers)
+    assert response.status_code == status, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def _next(answer: dict[str, Any]) -> list[int]:
+    return [*answer["prompt_token_ids"], *answer["choices"][0]["token_ids"]]
+
+
+def test_appended_images_are_exact(http: httpx.Client) -> None:
+    """With a session: the images of earlier turns are those that were recorded."""
+    answer = _complete(http, messages=_NEW[:1], session="s1")
+    for message in (*_NEW[1:], {"role": "tool", "tool_call_id": "c", "content": [image(BLUE)]}):
+        ids = _next(answer)
+        answer = _complete(http, prompt_ids=ids, append_messages=[message], session="s1")
+        assert answer["prompt_token_ids"][: len(ids)] == ids
+    assert answer["prompt_token_ids"].count(_placeholder(http)) == 16
+    [sample] = http.get("/v1/sessions/s1/samples").json()["samples"]
+    whole = sample["prompt_ids"] + sample["completion_ids"]
+    assert whole == _next(answer)
+    spans = [(each["offset"], each["length"]) for each in sample["images"]]
+    assert [whole[start : start + length].count(_placeholder(http)) for start, length in spans] == [4] * 4
+    red, blue = (sample["images"][index]["digest"] for index in (0, 1))
+    assert [each["digest"] for each in sample["images"]] == [red, blue, red, blue]
+    assert sample["image_data"] == {red: RED, blue: BLUE}
+    assert sample["messages"][0]["content"][1]["image_url"] == {"url": f"image:{red}"}
+
+
+def test_images_of_given_ids_come_single_or_expanded(http: httpx.Client) -> None:
+    pad = _placeholder(http)
+    expanded = _complete(http, messages=_NEW[:1])["prompt_token_ids"]
+    start = expanded.index(pad) - 2
+    single = [*expanded[:start], pad, *expanded[start + 7 :]]
+    for ids in (single, expanded):
+        for url in (RED, RED.partition(",")[2]):  # a data URL, or its base64 alone
+            assert _complete(http, prompt_ids=ids, images=[url])["prompt_token_ids"] == expanded
+    again = _complete(http, prompt_ids=expanded, images=[RED], append_messages=[_NEW[2]])
+    assert again["prompt_token_ids"].count(pad) == 12
+    history = _complete(http, prompt_ids=_next(again), messages=[_NEW[0], _NEW[2]])
+    assert history["prompt_token_ids"] == _next(again)
+
+
+def test_tokenize_appends_images(http: httpx.Client) -> None:
+    ids = _next(_complete(http, messages=_NEW[:1]))
+    answer = http.post("/tokenize", json={"prompt_ids": ids, "append_messages": [_NEW[2]]}).json()
+    assert answer["tokens"][: len(ids)] == ids
+    assert answer["tokens"].count(_placeholder(http)) == 12
+    assert answer["count"] == len(answer["tokens"])
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"images": []}, "images"),
+        ({"images": [RED, RED]}, "images"),
+        ({}, "images"),
+        ({"images": "x"}, "images"),
+        ({"images": [5]}, "images"),
+        ({"images": ["data:image/png;base64,AAAA"]}, "images"),
+        ({"images": ["data:image/png,AAAA"]}, "images"),
+        ({"images": ["data:image/png;base64,???"]}, "images"),
+        ({"images": [""]}, "images"),
+        ({"images": [RED[:120]]}, "images"),
+        ({"images": ["data:text/plain;base64,aGVsbG8="]}, "images"),
+        ({"images": ["data:image/svg+xml;base64,PHN2Zy8+"]}, "images"),
+        ({"images": ["http://127.0.0.1/x.png"]}, "images"),
+        ({"images": ["https://example.com/x.png"]}, "images"),
+        ({"images": ["file:///etc/passwd"]}, "images"),
+        ({"images": [picture("red", (9000, 8000))]}, "images"),
+        (append(image("http://x/y.png")), "append_messages"),
+        (append(image("data:,")), "append_messages"),
+        (append({"type": "image_url"}), "append_messages"),
+        (append({"type": "input_audio"}), "append_messages"),
+        (append("<image>"), "append_messages"),
+    ],
+)
+def test_bad_images_are_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    expanded = _complete(http, messages=_NEW[:1])["prompt_token_ids"]
+    response = http.post(TOKENS, json={**_FEW, "prompt_ids": expanded, **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_a_bad_image_in_a_chat_is_refused_by_name(http: httpx.Client) -> None:
+    content = [text("What?"), image("data:image/png;base64,AAAA")]
+    response = http.post(CHAT, json={"messages": [{"role": "user", "content": content}]})
+    assert response.status_code == 400
+    assert "messages[0].content[1]" in response.json()["error"]["message"]
+

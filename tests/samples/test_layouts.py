@@ -50,6 +50,8 @@ _DOCUMENTED: dict[str, dict[str, Callable[[Any], bool]]] = {
         "tools": _list_of(dict),
         "template_kwargs": _is(dict),
         "metadata": _is(dict),
+        "images": _list_of(dict),
+        "image_data": _is(dict),
     },
     # RolloutFunc; "any extra fields (per-completion) are forwarded to the reward functions"
     "trl": {

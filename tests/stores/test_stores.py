@@ -6,6 +6,7 @@ import os
 import pytest
 from msgspec.structs import replace
 
+from proxy.history.prompt_image import PromptImage
 from proxy.history.store import Evicted, Store, Usage
 from proxy.history.turn import Turn, WeightSpan, new_id, pack_ids, pack_logprobs, turn_id
 from tests.stores.store_utils import add, digest_of, entry, make_response, make_session, make_turn
@@ -19,6 +20,7 @@ _EVERYTHING = make_turn(
     messages=b'[{"role": "user"}]',
     message=b'{"content": "\xc3\xa4"}',
     appended=pack_ids([0, 1, 2**31 - 1]),
+    images=(PromptImage(1, 1, "d" * 32, "image/png", b"\x89PNG"),),
     completion=pack_ids([7, 8]),
     logprobs=pack_logprobs([-0.5, float("-inf")]),
     reason="history_edited",

@@ -1,0 +1,61 @@
+"""Images that clients send are decoded completely; what is wrong with them is told."""
+
+import base64
+import io
+
+import pytest
+from PIL import Image as Pillow
+
+from proxy.engine.images import probe_image
+from proxy.images import FORMATS, ImageLimits, InvalidImage, decode_image
+
+_LIMITS = ImageLimits()
+
+
+def _file(kind: str = "PNG", size: tuple[int, int] = (30, 20)) -> bytes:
+    out = io.BytesIO()
+    Pillow.radial_gradient("L").resize(size).save(out, kind)
+    return out.getvalue()
+
+
+def _url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_an_image_is_named_by_its_bytes(kind: str) -> None:
+    data = _file(kind)
+    image = decode_image(_url(data), _LIMITS)
+    assert (image.kind, image.data) == (f"image/{kind.lower()}", data)
+    assert decode_image(base64.b64encode(data).decode(), _LIMITS) == image
+    assert decode_image(_url(data, "image/jpg"), _LIMITS) == image  # the file itself tells its kind
+    assert decode_image(image.url, _LIMITS) == image
+    assert decode_image(_url(_file(kind, (31, 20))), _LIMITS).digest != image.digest
+
+
+@pytest.mark.parametrize(
+    "value, problem",
+    [
+        ("", "empty"),
+        ("data:image/png;base64,", "empty"),
+        ("data:image/png,AAAA", "must be"),
+        ("data:image/png;base64", "must be"),
+        ("a b", "base64"),
+        ("é", "base64"),
+        (_url(b"GIF89a"), "damaged"),
+        (_url(_file()[:-30]), "damaged"),
+        (_url(_file("JPEG", (300, 200))[:900]), "damaged"),
+        (_url(b"<svg/>", "image/svg+xml"), "not one of"),
+        (_url(_file("PPM")), "not one of"),
+        (_url(b"\x00" * 30_000), "more than 20000 bytes"),
+        (_url(_file(size=(301, 200))), "301 x 200 pixels"),
+    ],
+)
+def test_what_is_wrong_with_an_image_is_told(value: str, problem: str) -> None:
+    limits = ImageLimits(max_bytes=20_000, max_pixels=60_000)
+    with pytest.raises(InvalidImage, match=problem):
+        decode_image(value, limits)
+
+
+def test_the_image_of_a_probe_is_one() -> None:
+    assert decode_image(probe_image(), _LIMITS).kind == "image/png"
