@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from proxy.demo.stack import EngineProcess
-from tests.real_vllm.conftest import FRONT, INSIDE, START_TIMEOUT_S, run_proxy, wait_ready
+from tests.real_vllm.conftest import FRONT, INSIDE, START_TIMEOUT_S, Served, run_proxy, wait_ready
 from tests.real_vllm.plain import CHAT, TOKENS, Conversation, Message, continues, user
 from tests.real_vllm.vision import make_vision_model, picture
 
@@ -42,9 +42,9 @@ def vision_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[INSIDE, FRONT])
-def url(
+def served(
     request: pytest.FixtureRequest, vision_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
+) -> Iterator[Served]:
     """Each of the ways to run in turn, with the model of images."""
     log = tmp_path_factory.mktemp("vllm") / "vision.log"
     inside = request.param == INSIDE
@@ -53,15 +53,15 @@ def url(
         engine.wait_ready(START_TIMEOUT_S)
         if inside:
             wait_ready(engine.url)
-            yield engine.url
+            yield Served(engine.url, engine)
         else:
             with run_proxy(engine.url, "--store", "memory:") as front:
-                yield front
+                yield Served(front, engine)
 
 
 @pytest.fixture
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=120) as client:
+def http(served: Served) -> Iterator[httpx.Client]:
+    with served.http() as client:
         yield client
 
 
@@ -230,3 +230,24 @@ def test_a_bad_image_in_a_chat_is_refused_by_name(http: httpx.Client) -> None:
     assert response.status_code == 400
     assert "messages[0].content[1]" in response.json()["error"]["message"]
 
+
+@pytest.mark.parametrize("served", [FRONT], indirect=True)
+def test_another_process_goes_on_with_recorded_images(served: Served, tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/rollouts.db"
+    with (
+        run_proxy(served.engine.url, "--store", store) as url,
+        httpx.Client(base_url=url, timeout=120) as http,
+    ):
+        talk = Conversation(http, [])
+        first = talk.ask(_NEW[0], **_FEW)
+        ids = _next(_complete(http, messages=_NEW[:1], session="s"))
+    with (
+        run_proxy(served.engine.url, "--store", store) as url,
+        httpx.Client(base_url=url, timeout=120) as http,
+    ):
+        talk.http = http
+        second = talk.ask(_NEW[2], **_FEW)
+        assert second.source == "extended"
+        assert continues(second, first)
+        answer = _complete(http, prompt_ids=ids, append_messages=[_NEW[2]], session="s")
+        assert answer["prompt_token_ids"][: len(ids)] == ids
