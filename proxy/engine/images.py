@@ -76,9 +76,14 @@ class EngineImages:
         task = self._running.get(image.digest)
         if task is None:
             task = self._running[image.digest] = asyncio.create_task(self._ask(image))
-            task.add_done_callback(lambda _: self._running.pop(image.digest, None))
+            task.add_done_callback(lambda done: self._forget(image.digest, done))
         # shielded: another request may wait for it
         return await asyncio.shield(task)
+
+    def _forget(self, digest: str, done: "asyncio.Task[tuple[int, ...]]") -> None:
+        self._running.pop(digest, None)
+        if not done.cancelled():
+            done.exception()  # retrieved: its callers may all have left
 
     async def _ask(self, image: Image) -> tuple[int, ...]:
         status, body = await _fetch(self._engine, RENDER_PATH, _render_request(image.url))
@@ -124,7 +129,7 @@ async def find_images(engine: Engine) -> EngineImages | None:
             "return_token_ids": True,
         }
         status, body = await _fetch(engine, GENERATE_PATH, request)
-        if status == 200 and _decode_generated(body).prompt_token_ids == prompt:
+        if status == 200 and _expanded(body) == prompt:
             return EngineImages(engine, placeholder)
     log.warning("%s takes images, but it was not found out how to send one with exact ids", engine.name)
     return None
@@ -159,6 +164,14 @@ def _read_rendered(body: bytes) -> tuple[list[int], tuple[int, ...]] | None:
     end = ranges[0].offset + ranges[0].length
     span = tuple(rendered.token_ids[ranges[0].offset : end])
     return (rendered.token_ids, span) if len(span) == ranges[0].length else None
+
+
+def _expanded(body: bytes) -> list[int] | None:
+    """The prompt in a response of the generate route; None if it holds none."""
+    try:
+        return _decode_generated(body).prompt_token_ids
+    except msgspec.MsgspecError:
+        return None
 
 
 def _index(prompt: list[int], span: tuple[int, ...]) -> int:
