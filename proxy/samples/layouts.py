@@ -175,6 +175,7 @@ LAYOUTS: Mapping[str, Layout] = {
             "tools": "json",
             "template_kwargs": "json",
             "metadata": "json",
+            "revision": "integer",
         },
         plain,
     ),

@@ -50,6 +50,7 @@ _DOCUMENTED: dict[str, dict[str, Callable[[Any], bool]]] = {
         "tools": _list_of(dict),
         "template_kwargs": _is(dict),
         "metadata": _is(dict),
+        "revision": _is(int),
     },
     # RolloutFunc; "any extra fields (per-completion) are forwarded to the reward functions"
     "trl": {
