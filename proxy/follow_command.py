@@ -47,6 +47,8 @@ def run_follow(options: argparse.Namespace) -> int:
     try:
         with _appended(options.out) as file:
             asyncio.run(run(file))
+    except KeyboardInterrupt:
+        pass  # before the signal handlers were there
     except BrokenPipeError:
         forget_stdout()
         code = 1

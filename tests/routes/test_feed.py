@@ -265,7 +265,8 @@ def test_metrics_show_how_far_consumers_are_behind(engine: FakeVllm, monkeypatch
         wait_until(lambda: 'consumer="c"' not in client.get("/metrics").text)
 
 
-def test_rollouts_lost_to_a_consumer_are_counted(engine: FakeVllm) -> None:
+def test_rollouts_lost_to_a_consumer_are_counted(engine: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.history.pins.LEASE_S", 0.0)
     with run_proxy([engine], store="memory:", store_max_bytes=20_000) as client:
         served = Feed(client)
         served.finish("read")

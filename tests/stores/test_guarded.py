@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from proxy.history.feed import Cause
 from proxy.history.store import (
     Evicted,
     Limits,
@@ -31,6 +32,7 @@ class Patient:
 
     def __init__(self) -> None:
         self.store = MemoryStore(Limits())
+        self.feed = _PatientFeed(self)
         self.held: set[str] = set()
         """Methods whose calls wait until they are let go."""
         self.errors: dict[str, Exception] = {}
@@ -40,7 +42,10 @@ class Patient:
         """Turns in the order in which they were added."""
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method = getattr(self.store, name)
+        return self.call(name, getattr(self.store, name))
+
+    def call(self, name: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """A method of the store that may be held up, or fail."""
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(name)
@@ -53,6 +58,16 @@ class Patient:
             return await method(*args, **kwargs)
 
         return call
+
+
+class _PatientFeed:
+    """The feed of a `Patient`, whose methods have the same names with `feed_` before them."""
+
+    def __init__(self, patient: Patient) -> None:
+        self._patient = patient
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        return self._patient.call(f"feed_{name}", getattr(self._patient.store.feed, name))
 
 
 @pytest.fixture(autouse=True)
@@ -391,3 +406,58 @@ async def test_background_work_has_a_limit_of_its_own(
     inner.held = {"evict"}
     with pytest.raises(StoreStalled, match=r"0\.1 s"):
         await store.evict()
+
+
+async def test_a_rollout_with_turns_that_wait_is_not_finished(store: GuardedStore, inner: Patient) -> None:
+    """A reader gets it with all its turns."""
+    await add(store, make_turn("r"))
+    inner.held = {"add"}
+    with store_time(0.05):
+        await add(store, make_turn("r"))
+    for call in (store.feed.finish("r", Cause.END), store.set_rewards("r", {"": 1.0})):
+        with pytest.raises(StoreStalled, match="still to be recorded"):
+            await call
+    assert await store.feed.read(0, limit=9) == []
+    inner.held.clear()
+    await _well(store)
+    assert await store.feed.finish("r", Cause.END)
+    [found] = await store.feed.read(0, limit=9)
+    assert found.session.turns == 2
+
+
+async def test_finishing_that_the_store_took_too_late_may_be_repeated(
+    store: GuardedStore, inner: Patient
+) -> None:
+    await add(store, make_turn("r"))
+    inner.held = {"feed_finish"}
+    with store_time(0.05), pytest.raises(StoreStalled):
+        await store.feed.finish("r", Cause.END)
+    inner.held.clear()
+    await store.feed.finish("r", Cause.END)
+    assert [found.revision for found in await store.feed.read(0, limit=9)] == [1]
+
+
+async def test_calls_of_the_feed_are_skipped_while_the_store_fails(
+    store: GuardedStore, inner: Patient
+) -> None:
+    await add(store, make_turn("r"))
+    await store.feed.finish("r", Cause.END)
+    await store.feed.acknowledge("", "c", 0)
+    inner.errors = dict.fromkeys(("find", "feed_end"), StoreError("out of order"))
+    for _ in range(3):
+        with pytest.raises(StoreError, match="out of order"):
+            await store.feed.end()
+    for call in (
+        store.feed.read(0, limit=9),
+        store.feed.acknowledged("", "c"),
+        store.feed.acknowledge("", "c", 9),
+        store.feed.consumers(),
+        store.feed.forget("", "c"),
+        store.feed.finish("r", Cause.END),
+        store.feed.finish_idle(2e9, 9),
+    ):
+        with pytest.raises(StoreSkipped):
+            await call
+    inner.errors.clear()
+    await _well(store)
+    assert len(await store.feed.read(0, limit=9)) == len(await store.feed.consumers()) == 1
