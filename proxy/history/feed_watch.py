@@ -13,7 +13,9 @@ from proxy.history.store import Store, StoreError
 log = logging.getLogger("tokenproxy")
 
 POLL_S = 0.2
-"""Seconds between two polls while somebody waits."""
+"""Seconds from one poll to the next while somebody waits, beyond `SHORTEST_S`."""
+SHORTEST_S = 0.02
+"""Seconds between two polls if rollouts are finished all the time: each wakes all who wait."""
 
 
 class FeedWatch:
@@ -57,6 +59,7 @@ class FeedWatch:
             if not self._waiters:
                 self._needed.clear()
                 continue
+            await asyncio.sleep(SHORTEST_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._now.wait()

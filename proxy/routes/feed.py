@@ -2,8 +2,11 @@
 
 `after` only chooses where to read. What a consumer has processed it acknowledges with a request of its own,
 so that one that reads ahead and is killed gets the rest again.
+
+Samples are made in threads of asyncio's own, not in those of the encoders, for which turns would wait.
 """
 
+import asyncio
 import re
 import time
 from dataclasses import dataclass
@@ -14,7 +17,7 @@ import msgspec
 
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, read
-from proxy.history.feed import Consumer, FeedStore
+from proxy.history.feed import Acknowledged, Consumer, FeedStore
 from proxy.http import Request
 from proxy.monitoring.exchange import waiting
 from proxy.routes.sample_fields import requested_layout, requested_shared
@@ -68,7 +71,7 @@ class FeedSamples(StoreRoute):
         """
         requested = _read_parameters(request)
         step = await _read_or_wait(requested, request.tenant, services)
-        data = await services.in_thread(
+        data = await asyncio.to_thread(
             lambda: [_shown(rollout, requested.layout) for rollout in step.rollouts]
         )
         return 200, {"object": "list", "data": data, "cursor": str(step.position), "more": step.more}
@@ -94,7 +97,7 @@ class FeedAcknowledge(StoreRoute):
         if cursor is None:
             raise BadRequest("`cursor` is required: that of the last rollout you processed", param="cursor")
         name, position = check_name(consumer, "consumer"), _position(cursor, "cursor")
-        await _refuse_too_many(feed, request.tenant, name)
+        await _known(feed, request.tenant, name)
         acknowledged = await feed.acknowledge(request.tenant, name, position)
         return 200, {"consumer": name, "cursor": str(acknowledged)}
 
@@ -175,12 +178,13 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
     """The first step that finds a rollout; the last one before the time is over or the proxy stops."""
     store, watch = services.history.store, services.history.feed_watch
     deadline = time.monotonic() + requested.wait_s
+    start = await _start(requested, tenant, store.feed)
     end = await store.feed.end()
     # a store that was lost may have given greater positions
-    position = min(await _start(requested, tenant, store.feed), end)
+    position = min(start, end)
     while True:
         step = await read_step(
-            store, position, requested.limit, requested.selected, requested.shared, services.in_thread
+            store, position, requested.limit, requested.selected, requested.shared, asyncio.to_thread
         )
         if step.rollouts:
             return step
@@ -201,25 +205,23 @@ async def _start(requested: _FeedRequest, tenant: str, feed: FeedStore) -> int:
     """The position after which to read. A consumer becomes known by reading."""
     acknowledged = 0
     if requested.consumer:
-        known = await feed.acknowledged(tenant, requested.consumer)
-        if known is None:
-            await _refuse_too_many(feed, tenant, requested.consumer)
+        known = await _known(feed, tenant, requested.consumer)
         if known is None or abs(time.time() - known.at) > _KNOWN_S:
             await feed.acknowledge(tenant, requested.consumer, 0)
         acknowledged = known.position if known else 0
     return acknowledged if requested.after is None else requested.after
 
 
-async def _refuse_too_many(feed: FeedStore, tenant: str, name: str) -> None:
-    """Refuse a new consumer if the tenant has too many. Raises BadRequest."""
-    if await feed.acknowledged(tenant, name) is not None:
-        return
-    if len(await feed.consumers(tenant)) >= MOST_CONSUMERS:
+async def _known(feed: FeedStore, tenant: str, name: str) -> Acknowledged | None:
+    """How far a consumer has read; None for a new one. Raises BadRequest if the tenant has too many."""
+    known = await feed.acknowledged(tenant, name)
+    if known is None and len(await feed.consumers(tenant)) >= MOST_CONSUMERS:
         raise BadRequest(
             f"there are {MOST_CONSUMERS} consumers: remove one with DELETE /v1/samples/consumers/NAME",
             param="consumer",
             code="too_many_consumers",
         )
+    return known
 
 
 def _shown(rollout: ReadRollout, layout: Layout) -> msgspec.Raw:
