@@ -9,6 +9,7 @@ of a replica's state, so the page shows 1 if any process has that view (`livemax
 serve --workers N` do the same (`proxy.workers.metrics`).
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
@@ -239,7 +240,7 @@ class Metrics:
     def consumer_removed(self, consumer: str) -> None:
         """Drop what was reported of a consumer."""
         self.consumer_behind(consumer, 0, 0.0)
-        if not self._shared:  # files keep their series
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:  # files keep their series
             for metric in (self._waiting, self._oldest):
                 metric.remove_by_labels({"consumer": consumer})
 

@@ -52,7 +52,7 @@ class FeedWatch:
             try:
                 end = await self._store.feed.end()
             except StoreError as error:
-                # those who wait get the error when they read
+                # those who wait are woken when the store responds again, or get the error when they read next
                 log.log(error.level, "the feed cannot be watched: %s", error)
             else:
                 self._wake(end)
