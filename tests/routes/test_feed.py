@@ -1,87 +1,23 @@
-"""`/v1/samples`: order, revisions, consumers, filters, long polls, tenants."""
+"""`/v1/samples`: order, revisions, consumers, filters, tenants."""
 
 import json
-import secrets
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from proxy.app import create_app
 from proxy.history import feed_tasks
 from proxy.routes.feed import MOST_CONSUMERS
 from proxy.samples import feed
 from proxy.samples.layouts import LAYOUTS
-from proxy.settings import Settings
-from proxy.turn.running import RunningRequests
 from tests.fake_vllm import FakeVllm
 from tests.monitoring.scraping import Scrape
+from tests.routes.feed_client import FEED, Feed
 from tests.talk import CHAT, user
 from tests.tiny_model import TinyModel
-from tests.utils import run_proxy, run_server, send_and_keep, wait_until
-
-_FEED = "/v1/samples"
-
-
-class Feed:
-    """A proxy with a feed of its own."""
-
-    def __init__(self, client: httpx.Client, key: str = "") -> None:
-        self.client = client
-        self.headers = {"authorization": f"Bearer {key}"} if key else {}
-
-    def finish(self, name: str, reward: float | None = 1.0, **metadata: Any) -> str:
-        """A rollout of one turn; without a reward it is ended."""
-        self.describe(name, **metadata)
-        self.turn(name)
-        return self.reward(name, reward) if reward is not None else self.end(name)
-
-    def describe(self, name: str, **metadata: Any) -> None:
-        self._post("/v1/sessions", {"id": name, "metadata": metadata})
-
-    def turn(self, name: str) -> str:
-        """Sample a turn in a session; its id."""
-        messages = [user(secrets.token_hex(4))]
-        headers = {"x-session-id": name}
-        return str(self._post(CHAT, {"messages": messages}, **headers).headers["x-turn-id"])
-
-    def reward(self, name: str, reward: float, **fields: Any) -> str:
-        self._post(f"/v1/sessions/{name}/reward", {"reward": reward, **fields})
-        return name
-
-    def end(self, name: str) -> str:
-        self._post(f"/v1/sessions/{name}/end", {})
-        return name
-
-    def read(self, **query: Any) -> dict[str, Any]:
-        """One response."""
-        answer = self.client.get(_FEED, params=query, headers=self.headers)
-        assert answer.status_code == 200, answer.text
-        page: dict[str, Any] = answer.json()
-        assert page["object"] == "list"
-        return page
-
-    def names(self, **query: Any) -> list[str]:
-        """The rollouts of one response."""
-        return [rollout["rollout"] for rollout in self.read(**query)["data"]]
-
-    def acknowledge(self, consumer: str, cursor: str) -> str:
-        answer = self._post(f"{_FEED}/ack", {"consumer": consumer, "cursor": cursor}).json()
-        assert answer["consumer"] == consumer
-        return str(answer["cursor"])
-
-    def consumers(self) -> list[dict[str, Any]]:
-        listed = self.client.get(f"{_FEED}/consumers", headers=self.headers).json()
-        return list(listed["data"])
-
-    def _post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        answer = self.client.post(path, json=body, headers={**self.headers, **headers})
-        assert answer.status_code in (200, 201), answer.text
-        return answer
+from tests.utils import run_proxy, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +142,7 @@ def test_a_consumer_goes_on_after_what_it_acknowledged(served: Feed) -> None:
     assert described[0]["cursor"] == page["cursor"]
     oldest = served.read()["data"][2]
     assert described[0]["oldest"] == oldest["finished"]
-    assert served.client.delete(f"{_FEED}/consumers/c").json() == {"consumer": "c", "deleted": True}
+    assert served.client.delete(f"{FEED}/consumers/c").json() == {"consumer": "c", "deleted": True}
     assert served.names(consumer="c", limit=1) == ["r0"]
 
 
@@ -221,7 +157,7 @@ def test_a_cursor_beyond_the_end_is_the_end(served: Feed) -> None:
 
 
 def test_an_unknown_consumer_cannot_be_removed(served: Feed) -> None:
-    answer = served.client.delete(f"{_FEED}/consumers/nobody")
+    answer = served.client.delete(f"{FEED}/consumers/nobody")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "consumer_not_found")
 
 
@@ -229,8 +165,8 @@ def test_consumers_are_limited(served: Feed) -> None:
     for number in range(MOST_CONSUMERS):
         served.acknowledge(f"c{number}", "0")
     for answer in (
-        served.client.get(_FEED, params={"consumer": "new"}),
-        served.client.post(f"{_FEED}/ack", json={"consumer": "new", "cursor": "0"}),
+        served.client.get(FEED, params={"consumer": "new"}),
+        served.client.post(f"{FEED}/ack", json={"consumer": "new", "cursor": "0"}),
     ):
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (
@@ -261,7 +197,7 @@ def test_metrics_show_how_far_consumers_are_behind(engine: FakeVllm, monkeypatch
         served.acknowledge("c", cursors[2])
         wait_until(lambda: waiting() == 0)
         assert Scrape(client).value("feed_oldest_seconds", consumer="c") == 0
-        client.delete(f"{_FEED}/consumers/c")
+        client.delete(f"{FEED}/consumers/c")
         wait_until(lambda: 'consumer="c"' not in client.get("/metrics").text)
 
 
@@ -366,74 +302,8 @@ _BAD: dict[str, tuple[str, str, Any, str]] = {
 
 @pytest.mark.parametrize("method, path, body, param", _BAD.values(), ids=_BAD)
 def test_bad_requests(client: httpx.Client, method: str, path: str, body: Any, param: str) -> None:
-    answer = client.request(method, _FEED + path, json=body)
+    answer = client.request(method, FEED + path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-# --- long polls
-
-
-def _later(work: Any) -> "Future[Any]":
-    executor = ThreadPoolExecutor(1)
-    future = executor.submit(work)
-    executor.shutdown(wait=False)
-    return future
-
-
-def test_a_request_waits_for_the_first_rollout(served: Feed) -> None:
-    served.turn("a")
-    waiting = _later(lambda: (served.read(wait=20), time.monotonic()))
-    time.sleep(0.5)
-    assert not waiting.done()
-    served.reward("a", 1.0)
-    finished = time.monotonic()
-    page, got = waiting.result(20)
-    assert [each["rollout"] for each in page["data"]] == ["a"]
-    assert got - finished < 0.15  # a poll alone would take up to 0.2
-
-
-def test_a_wait_ends(served: Feed) -> None:
-    began = time.monotonic()
-    assert served.read(wait=0.3)["data"] == []
-    assert 0.25 < time.monotonic() - began < 3
-
-
-def test_a_wait_is_no_time_that_the_proxy_adds(served: Feed) -> None:
-    served.read(wait=0.4)
-    assert Scrape(served.client).value("added_seconds_sum", route=_FEED) < 0.2
-
-
-def test_a_client_that_leaves_ends_its_wait(served: Feed) -> None:
-    url = served.client.base_url
-
-    def in_flight() -> float:
-        return Scrape(served.client).value("requests_in_flight")
-
-    with send_and_keep(url, f"{_FEED}?wait=60", b"", method="GET"):
-        wait_until(lambda: in_flight() == 1)
-        time.sleep(0.2)  # the proxy watches for the disconnect
-    wait_until(lambda: in_flight() == 0, 5)
-    assert Scrape(served.client).value("client_disconnects_total", route=_FEED) == 1
-
-
-def test_many_requests_wait_at_once(served: Feed) -> None:
-    served.turn("a")
-    with ThreadPoolExecutor(20) as threads:
-        waiting = [threads.submit(served.names, wait=20, consumer=f"c{number}") for number in range(20)]
-        wait_until(lambda: Scrape(served.client).value("requests_in_flight") == 20)
-        served.reward("a", 1.0)
-        assert [each.result(20) for each in waiting] == [["a"]] * 20
-
-
-def test_a_proxy_that_stops_does_not_wait(engine: FakeVllm) -> None:
-    running = RunningRequests()
-    app = create_app(Settings(upstreams=[engine.url], store="memory:"), running)
-    with run_server(app) as url, httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
-        waiting = _later(lambda: client.get(_FEED, params={"wait": 60}))
-        time.sleep(0.3)
-        running.stopping = True
-        answer = waiting.result(5)
-        assert (answer.status_code, answer.json()["data"]) == (200, [])
 
 
 # --- tenants
@@ -453,30 +323,6 @@ def test_a_tenant_reads_only_its_own_rollouts(engine: FakeVllm) -> None:
         assert [each["waiting"] for each in one.consumers()] == [2]
         assert [each["waiting"] for each in two.consumers()] == [0]
         assert three.consumers() == []
-        refused = client.delete(f"{_FEED}/consumers/c", headers=three.headers)
+        refused = client.delete(f"{FEED}/consumers/c", headers=three.headers)
         assert refused.status_code == 404
         assert json.dumps(one.read()).find("one") == -1
-
-
-def test_readers_and_writers_at_once(served: Feed) -> None:
-    """Each reader gets every rollout, in one order."""
-    names = [f"r{number}" for number in range(60)]
-    for name in names:
-        served.turn(name)
-    read: dict[str, list[str]] = {"a": [], "b": []}
-
-    def consume(consumer: str) -> None:
-        while len(read[consumer]) < len(names):
-            page = served.read(consumer=consumer, wait=20, limit=7)
-            read[consumer] += [each["rollout"] for each in page["data"]]
-            served.acknowledge(consumer, page["cursor"])
-
-    readers = [threading.Thread(target=consume, args=(consumer,), daemon=True) for consumer in read]
-    for reader in readers:
-        reader.start()
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda name: served.reward(name, 1.0), names))
-    for reader in readers:
-        reader.join(30)
-    assert read["a"] == read["b"]
-    assert sorted(read["a"]) == sorted(names)

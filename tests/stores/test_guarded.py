@@ -2,15 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 
-from proxy.history.feed import Cause
 from proxy.history.store import (
     Evicted,
-    Limits,
     RecordRefused,
     Store,
     StoreError,
@@ -23,51 +21,8 @@ from proxy.history.turn import Turn
 from proxy.metrics import Metrics
 from proxy.stores import breaker, guarded_calls, waiting
 from proxy.stores.guarded import GuardedStore
-from proxy.stores.memory import MemoryStore
+from tests.stores.patient import Patient, well
 from tests.stores.store_utils import add, digest_of, entry, make_session, make_turn
-
-
-class Patient:
-    """A store in memory whose calls can be held up, or fail."""
-
-    def __init__(self) -> None:
-        self.store = MemoryStore(Limits())
-        self.feed = _PatientFeed(self)
-        self.held: set[str] = set()
-        """Methods whose calls wait until they are let go."""
-        self.errors: dict[str, Exception] = {}
-        """What methods raise."""
-        self.calls: list[str] = []
-        self.added: list[str] = []
-        """Turns in the order in which they were added."""
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        return self.call(name, getattr(self.store, name))
-
-    def call(self, name: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """A method of the store that may be held up, or fail."""
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append(name)
-            while name in self.held:  # noqa: ASYNC110 - a test lets it go
-                await asyncio.sleep(0.005)
-            if name in self.errors:
-                raise self.errors[name]
-            if name == "add":
-                self.added += [turn.id for turn in args[1]]
-            return await method(*args, **kwargs)
-
-        return call
-
-
-class _PatientFeed:
-    """The feed of a `Patient`, whose methods have the same names with `feed_` before them."""
-
-    def __init__(self, patient: Patient) -> None:
-        self._patient = patient
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        return self._patient.call(f"feed_{name}", getattr(self._patient.store.feed, name))
 
 
 @pytest.fixture(autouse=True)
@@ -100,12 +55,6 @@ async def store(inner: Patient, metrics: Metrics) -> AsyncIterator[GuardedStore]
 
 def _lost(metrics: Metrics, reason: str) -> float:
     return metrics.registry.get_sample_value("tokenproxy_lost_turns_total", {"reason": reason}) or 0.0
-
-
-async def _well(store: GuardedStore) -> None:
-    async with asyncio.timeout(5):
-        while store.health().state != "ok":  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.005)
 
 
 def _chain(rollout: str, length: int) -> list[Turn]:
@@ -170,7 +119,7 @@ async def test_calls_are_skipped_after_failures_and_tried_in_the_background(
     # the waits grow: about 0.05 s at last, not 0.01
     assert 3 <= len(inner.calls) - calls < 20
     del inner.errors["find"]
-    await _well(store)
+    await well(store)
     assert await store.find([digest_of("k")]) == {}
     assert store.health().error is None
 
@@ -197,7 +146,7 @@ async def test_turns_are_recorded_later_parents_first(store: GuardedStore, inner
                 assert await add(store, turn, entry(turn.id, "ids")) == Evicted()
     assert store.health().queued_turns == 120
     inner.held.clear()
-    await _well(store)
+    await well(store)
     for chain in chains:
         own = [name for name in inner.added if name in {turn.id for turn in chain}]
         assert list(dict.fromkeys(own)) == [turn.id for turn in chain]
@@ -234,7 +183,7 @@ async def test_turns_that_wait_are_found_as_if_they_were_recorded(
     with pytest.raises(StoreStalled, match="still to be recorded"):
         await store.set_rewards("r", {"": 1.0})
     inner.held.clear()
-    await _well(store)
+    await well(store)
     assert await store.path(last.id) == chain == await store.turns("r")
     assert await store.set_rewards("r", {"": 1.0})
 
@@ -293,7 +242,7 @@ async def test_too_many_turns_are_lost_and_counted(
     assert (store.health().queued_turns, store.health().lost_turns) == (3, 2)
     assert _lost(metrics, "queue_full") == 2
     inner.errors.clear()
-    await _well(store)
+    await well(store)
     assert (await store.usage()).turns == 3
     assert store.health().lost_turns == 2
 
@@ -334,7 +283,7 @@ async def test_a_turn_that_is_refused_keeps_no_other_waiting(
     inner.errors["add"] = StoreError("disk full")
     await add(store, bad)
     inner.errors["add"] = error
-    await _well(store)
+    await well(store)
     inner.errors.clear()
     await add(store, good)
     assert await store.turns("good") == [good]
@@ -356,7 +305,7 @@ async def test_a_store_that_is_missing_at_the_start(inner: Patient, metrics: Met
     turn = make_turn()
     await add(store, turn)
     inner.errors.clear()
-    await _well(store)
+    await well(store)
     assert await store.turns("r") == [turn]
     await store.aclose()
 
@@ -369,7 +318,7 @@ async def test_a_store_that_hangs_at_the_start(inner: Patient, metrics: Metrics)
     assert time.monotonic() - start < 2.0
     assert store.health().state == "stalled"
     inner.held.clear()
-    await _well(store)
+    await well(store)
     assert inner.calls.count("open") == 1  # two would be two stores
     await store.aclose()
 
@@ -382,7 +331,7 @@ async def test_a_store_that_opens_before_it_is_tried_again(
     store = GuardedStore(cast(Store, inner), metrics)
     await store.open()
     inner.held.clear()
-    await _well(store)
+    await well(store)
     assert inner.calls.count("open") == 1
     await store.aclose()
 
@@ -406,58 +355,3 @@ async def test_background_work_has_a_limit_of_its_own(
     inner.held = {"evict"}
     with pytest.raises(StoreStalled, match=r"0\.1 s"):
         await store.evict()
-
-
-async def test_a_rollout_with_turns_that_wait_is_not_finished(store: GuardedStore, inner: Patient) -> None:
-    """A reader gets it with all its turns."""
-    await add(store, make_turn("r"))
-    inner.held = {"add"}
-    with store_time(0.05):
-        await add(store, make_turn("r"))
-    for call in (store.feed.finish("r", Cause.END), store.set_rewards("r", {"": 1.0})):
-        with pytest.raises(StoreStalled, match="still to be recorded"):
-            await call
-    assert await store.feed.read(0, limit=9) == []
-    inner.held.clear()
-    await _well(store)
-    assert await store.feed.finish("r", Cause.END)
-    [found] = await store.feed.read(0, limit=9)
-    assert found.session.turns == 2
-
-
-async def test_finishing_that_the_store_took_too_late_may_be_repeated(
-    store: GuardedStore, inner: Patient
-) -> None:
-    await add(store, make_turn("r"))
-    inner.held = {"feed_finish"}
-    with store_time(0.05), pytest.raises(StoreStalled):
-        await store.feed.finish("r", Cause.END)
-    inner.held.clear()
-    await store.feed.finish("r", Cause.END)
-    assert [found.revision for found in await store.feed.read(0, limit=9)] == [1]
-
-
-async def test_calls_of_the_feed_are_skipped_while_the_store_fails(
-    store: GuardedStore, inner: Patient
-) -> None:
-    await add(store, make_turn("r"))
-    await store.feed.finish("r", Cause.END)
-    await store.feed.acknowledge("", "c", 0)
-    inner.errors = dict.fromkeys(("find", "feed_end"), StoreError("out of order"))
-    for _ in range(3):
-        with pytest.raises(StoreError, match="out of order"):
-            await store.feed.end()
-    for call in (
-        store.feed.read(0, limit=9),
-        store.feed.acknowledged("", "c"),
-        store.feed.acknowledge("", "c", 9),
-        store.feed.consumers(),
-        store.feed.forget("", "c"),
-        store.feed.finish("r", Cause.END),
-        store.feed.finish_idle(2e9, 9),
-    ):
-        with pytest.raises(StoreSkipped):
-            await call
-    inner.errors.clear()
-    await _well(store)
-    assert len(await store.feed.read(0, limit=9)) == len(await store.feed.consumers()) == 1
