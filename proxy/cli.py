@@ -88,8 +88,11 @@ out, never padded; the table at the end counts them by reason.
   tokenproxy export --out samples.parquet --layout verl       typed columns, with a trainer's own field names
   tokenproxy export --out - --session run-7 --session run-8   to stdout, two sessions only
   tokenproxy export --out - | head -1 | python -m json.tool   look at one sample
+  tokenproxy export --follow --out samples.jsonl              finished rollouts as they come, until Ctrl-C
 
 The file appears when it is complete, and replaces one of the same name. docs/samples.md explains the fields.
+With --follow, lines are added to the file; at the end the command prints the cursor with which to go on
+(--after CURSOR). docs/feed.md explains when a rollout is finished.
 Exit code 0 if the export ran, even if there was nothing; 1 if the store or the file failed; 2 for wrong use.
 """
 
@@ -206,6 +209,22 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         default="once",
         help="train turns that several samples share once, or in each of them (default: %(default)s)",
     )
+    add("--follow", action="store_true", help="add finished rollouts to FILE as they come, until Ctrl-C")
+    add("--after", type=_cursor, metavar="CURSOR", help="with --follow: go on after this place of the feed")
+    add(
+        "--metadata",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="with --follow: only sessions with this metadata; repeatable",
+    )
+    add(
+        "--weight-version",
+        action="append",
+        default=[],
+        metavar="V",
+        help="with --follow: only samples whose turns were all sampled by these weights; repeatable",
+    )
     add("--config", type=Path, metavar="FILE", help="YAML file with settings")
     parser.set_defaults(run=_export)
 
@@ -217,6 +236,12 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     add("--interval", type=_positive, default=2.0, metavar="S", help="seconds between refreshes (default: 2)")
     add("--once", action="store_true", help="print it once")
     parser.set_defaults(run=_top)
+
+
+def _cursor(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise argparse.ArgumentTypeError("must be a cursor that --follow printed, or 0")
+    return int(text)
 
 
 def _positive(text: str) -> float:
@@ -304,7 +329,8 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from proxy.export_command import UsageError, run_export
+    from proxy.export_command import run_export
+    from proxy.export_options import UsageError
 
     try:
         return run_export(options)

@@ -3,15 +3,15 @@
 import argparse
 import asyncio
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 from tqdm import tqdm
 
-from proxy.history.store import Limits, Store, StoreError
+from proxy.export_options import STDOUT, UsageError, chosen_store, forget_stdout, regular_file
+from proxy.follow_command import run_follow
+from proxy.history.store import Store, StoreError
 from proxy.samples.export import (
     JsonLines,
     NameNotUnique,
@@ -25,18 +25,9 @@ from proxy.samples.export import (
     whole_file,
 )
 from proxy.samples.layouts import LAYOUTS
-from proxy.settings import SettingsError, load_settings
-from proxy.stores.memory import MemoryStore
-from proxy.stores.sqlite import SqliteStore
-from proxy.stores.urls import make_store
 
-STDOUT = "-"
 _QUIET_S = 2.0
 """Seconds before an export shows its progress."""
-
-
-class UsageError(Exception):
-    """The flags contradict each other; the message names them and what to do instead."""
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -45,19 +36,22 @@ def run_export(options: argparse.Namespace) -> int:
     Raises:
         UsageError: the flags contradict each other; nothing was written.
     """
+    if options.follow:
+        return run_follow(options)
+    if options.after is not None or options.metadata or options.weight_version:
+        raise UsageError("--after, --metadata and --weight-version select finished rollouts: add --follow")
     parquet = options.format == "parquet" or (options.format is None and options.out.endswith(".parquet"))
     if options.out == STDOUT and parquet:
         raise UsageError("Parquet cannot be written to stdout: pass --out FILE.parquet, or --format jsonl")
     try:
-        store = _store(options)
+        store = chosen_store(options)
         with _output(options.out) as file:
             rows: Rows = Parquet(file, LAYOUTS[options.layout]) if parquet else JsonLines(file)
             report = asyncio.run(_export(store, rows, options))
     except (ParquetMissing, UnknownSession, NameNotUnique) as error:
         raise UsageError(str(error)) from error
     except BrokenPipeError:
-        # The reader closed the pipe, as `head` does. Python flushes stdout at exit: redirect it to /dev/null.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        forget_stdout()
         return 1
     except (StoreError, OSError) as error:
         print(f"tokenproxy: {error}", file=sys.stderr)
@@ -67,32 +61,12 @@ def run_export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _store(options: argparse.Namespace) -> Store:
-    try:
-        settings = load_settings(options.config, store=options.store)
-        limits = Limits(max_bytes=settings.store_max_bytes, max_age_s=settings.store_max_age_s)
-        store = make_store(settings.store, limits)
-    except (SettingsError, ValueError) as error:
-        raise UsageError(str(error)) from error
-    if isinstance(store, MemoryStore):
-        raise UsageError(
-            "the store memory: exists only inside the proxy: request /v1/sessions/{session}/samples from it, "
-            "or pass --store URL"
-        )
-    if isinstance(store, SqliteStore) and not store.file.exists():
-        raise UsageError(f"no store at {store.file}: pass --store URL with the proxy's own setting `store`")
-    return store
-
-
 @contextlib.contextmanager
 def _output(out: str) -> Iterator[BinaryIO]:
     if out == STDOUT:
         yield sys.stdout.buffer
         return
-    path = Path(out)
-    if path.exists() and not path.is_file():
-        raise UsageError(f"{out} is not a regular file: pass another --out FILE, or --out - for stdout")
-    with whole_file(path) as file:
+    with whole_file(regular_file(out)) as file:
         yield file
 
 

@@ -9,6 +9,7 @@ of a replica's state, so the page shows 1 if any process has that view (`livemax
 serve --workers N` do the same (`proxy.workers.metrics`).
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
@@ -86,6 +87,7 @@ class Metrics:
         self.registry = registry if registry is not None else CollectorRegistry()
         self._shared = shared
         self._add_conversation_metrics()
+        self._add_feed_metrics()
         self._add_request_metrics()
         self._add_replica_metrics()
         self._add_process_metrics()
@@ -119,6 +121,19 @@ class Metrics:
         )
         self.lost_turns = self._counter(
             "lost_turns", "Turns that were answered and never recorded, by reason.", "reason"
+        )
+
+    def _add_feed_metrics(self) -> None:
+        self._waiting = self._gauge(
+            "feed_waiting_rollouts", "Finished rollouts that a consumer of the feed has not acknowledged.",
+            "consumer", multiprocess_mode="livemax",
+        )  # fmt: skip
+        self._oldest = self._gauge(
+            "feed_oldest_seconds", "Seconds since the oldest of these was finished; 0 if there is none.",
+            "consumer", multiprocess_mode="livemax",
+        )  # fmt: skip
+        self._undelivered = self._counter(
+            "feed_lost_rollouts", "Finished rollouts evicted before a consumer of the feed acknowledged them."
         )
 
     def _add_request_metrics(self) -> None:
@@ -211,6 +226,23 @@ class Metrics:
     def replica_in_flight(self, replica: str) -> Gauge:
         """The gauge of a replica's requests: look it up once, and use its `track_inprogress()`."""
         return self._load.labels(replica)
+
+    def count_evicted(self, rollouts: int, undelivered: int) -> None:
+        """Count evicted rollouts, and those among them that a consumer of the feed has not acknowledged."""
+        self.evicted.inc(rollouts)
+        self._undelivered.inc(undelivered)
+
+    def consumer_behind(self, consumer: str, waiting: int, oldest_s: float) -> None:
+        """Report how many finished rollouts a consumer has not acknowledged, and the age of the oldest."""
+        self._waiting.labels(consumer).set(waiting)
+        self._oldest.labels(consumer).set(oldest_s)
+
+    def consumer_removed(self, consumer: str) -> None:
+        """Drop what was reported of a consumer."""
+        self.consumer_behind(consumer, 0, 0.0)
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:  # files keep their series
+            for metric in (self._waiting, self._oldest):
+                metric.remove_by_labels({"consumer": consumer})
 
     def in_progress(self) -> AbstractContextManager[None]:
         """Count a request as being served."""

@@ -41,7 +41,16 @@ def make_services(
     return Services(
         fleet,
         guarded,
-        History(guarded, encoders, metrics, settings.cache_bytes, auditor, settings.overflow, images),
+        History(
+            guarded,
+            encoders,
+            metrics,
+            settings.cache_bytes,
+            auditor,
+            settings.overflow,
+            settings.finish_after_s,
+            images,
+        ),
         encoders,
         settings.body_limit_bytes,
         store_timeout_s=settings.store_timeout_s,

@@ -114,6 +114,7 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
         "--store": "sqlite:rollouts.db",
         "--store-max-bytes": "6",
         "--store-max-age-s": "7.5",
+        "--finish-after-s": "8.5",
         "--cache-bytes": "8",
         "--connect-timeout-s": "3.5",
         "--policy": "round_robin",

@@ -120,11 +120,11 @@ EVERY_SPELLING = pytest.mark.parametrize("pair", [Variant.CHAT, Variant.SCALE_OU
 
 @contextmanager
 def send_and_keep(
-    url: httpx.URL, path: str, body: bytes, announced: int | None = None
+    url: httpx.URL, path: str, body: bytes, announced: int | None = None, method: str = "POST"
 ) -> Iterator[socket.socket]:
-    """Send a POST request and wait for nothing; leaving the block is the client's disconnect."""
+    """Send a request and wait for nothing; leaving the block is the client's disconnect."""
     length = len(body) if announced is None else announced
     with socket.create_connection((url.host, url.port or 80), timeout=_PATIENCE_S) as connection:
-        head = f"POST {path} HTTP/1.1\r\nhost: proxy\r\ncontent-length: {length}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nhost: proxy\r\ncontent-length: {length}\r\n\r\n"
         connection.sendall(head.encode() + body)
         yield connection

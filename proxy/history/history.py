@@ -6,6 +6,8 @@ import logging
 from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
 from proxy.history.encoders import EncoderPool
+from proxy.history.feed_tasks import finish_idle_forever, report_consumers_forever
+from proxy.history.feed_watch import FeedWatch
 from proxy.history.images import ImageLoader
 from proxy.history.matcher import Matcher
 from proxy.history.pins import Pins
@@ -34,9 +36,10 @@ class History:
         cache_bytes: int,
         auditor: Auditor,
         overflow: str = "error",
+        finish_after_s: float = 0.0,
         images: ImageLoader | None = None,
     ) -> None:
-        """`overflow` is the setting of this name."""
+        """`overflow` and `finish_after_s` are the settings of these names."""
         self.auditor = auditor
         self.store = store
         self.metrics = metrics
@@ -50,12 +53,18 @@ class History:
         self.planner = Planner(self.placer, renders_overflow=overflow == "render")
         self.recorder = Recorder(store, self.cache, encoders, metrics, self.tasks)
         self.retries = Retries(store, metrics, self.tasks)
+        self.feed_watch = FeedWatch(store)
+        self._finish_after_s = finish_after_s
 
     async def open(self) -> None:
         """Open the store. Raises StoreError."""
         await self.store.open()
         self.tasks.run_forever(self._evict_old())
         self.tasks.run_forever(self.pins.renew_forever())
+        self.tasks.run_forever(self.feed_watch.poll_forever())
+        self.tasks.run_forever(report_consumers_forever(self.store, self.metrics))
+        if self._finish_after_s:
+            self.tasks.run_forever(finish_idle_forever(self.store, self.metrics, self._finish_after_s))
 
     async def aclose(self) -> None:
         """Finish recording, then close the store."""
@@ -73,5 +82,5 @@ class History:
                 log.log(error.level, "old rollouts could not be evicted: %s", error)
                 continue
             if evicted.rollouts:
-                self.metrics.evicted.inc(evicted.rollouts)
+                self.metrics.count_evicted(evicted.rollouts, evicted.undelivered)
                 log.info("evicted %d old rollouts (%d turns)", evicted.rollouts, evicted.turns)

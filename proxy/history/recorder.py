@@ -152,7 +152,7 @@ class Recording:
         _tell_trace(turns)
         self._holder = self._holder or turns[0].turn
         if evicted.rollouts:
-            recorder.metrics.evicted.inc(evicted.rollouts)
+            recorder.metrics.count_evicted(evicted.rollouts, evicted.undelivered)
             log.info("the store is full: evicted %d rollouts (%d turns)", evicted.rollouts, evicted.turns)
         for new in turns:
             labels = (new.turn.finish_reason or "unknown", new.turn.problem or "none")

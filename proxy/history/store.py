@@ -13,11 +13,14 @@ What every store promises:
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import msgspec
 
 from proxy.history.turn import Turn
+
+if TYPE_CHECKING:
+    from proxy.history.feed import FeedStore
 
 FOUND_AT_MOST = 16
 """Groups that `find` returns for one key, and turns that it returns for one group."""
@@ -184,6 +187,8 @@ class Evicted:
     rollouts: int = 0
     turns: int = 0
     size: int = 0
+    undelivered: int = 0
+    """Finished rollouts among them that a consumer of the feed has not acknowledged."""
 
 
 class Store(Protocol):
@@ -191,6 +196,11 @@ class Store(Protocol):
 
     A store is made outside an event loop and used in one; `open` comes first.
     """
+
+    @property
+    def feed(self) -> "FeedStore":
+        """The rollouts that are finished."""
+        ...
 
     async def open(self) -> None:
         """Connect, and create what must exist."""
@@ -284,6 +294,9 @@ class Store(Protocol):
     async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
         """Set the reward of turns, by their id, or of the whole rollout, by "". Others stay.
 
+        In the same step, the reward of the whole rollout finishes it, as `FeedStore.finish` does. A rollout
+        that is in the feed already is finished again if any reward changed.
+
         Returns False, and sets nothing, if there is no such rollout. The turns need not be recorded.
         """
         ...
@@ -318,7 +331,7 @@ class Store(Protocol):
         ...
 
     async def evict(self) -> Evicted:
-        """Evict what is too old, responses too. Called from time to time."""
+        """Evict what is too old, responses and consumers of the feed too. Called from time to time."""
         ...
 
     async def usage(self) -> Usage:

@@ -82,6 +82,17 @@ def span(name: str, attributes: Mapping[str, Value | None]) -> Span:
 
 
 @contextmanager
+def waiting() -> Iterator[None]:
+    """Time a wait that the running request asked for. It is not time that the proxy adds."""
+    began = perf_counter()
+    try:
+        yield
+    finally:
+        if (exchange := _running.get()) is not None:
+            exchange.waited_s += perf_counter() - began
+
+
+@contextmanager
 def queued() -> Iterator[None]:
     """Count the running request as waiting for a replica. The wait is not time that the proxy adds."""
     exchange = _running.get()

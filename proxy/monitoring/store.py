@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any, cast
 
+from proxy.history.feed import FeedStore
 from proxy.history.store import Store
 from proxy.metrics import Metrics
 
@@ -12,24 +13,30 @@ _NOT_TIMED = frozenset({"open", "aclose"})
 
 def timed_store(store: Store, metrics: Metrics) -> Store:
     """A store that behaves as `store` and reports how long its calls take, and how many wait or run."""
-    return cast(Store, _TimedStore(store, metrics))
+    timed = _Timed(store, Store, metrics)
+    timed.feed = _Timed(store.feed, FeedStore, metrics, "feed_")
+    return cast(Store, timed)
 
 
-class _TimedStore:
+class _Timed:
     """Delegates every method; each of the protocol's is timed under its name.
 
     Methods are delegated generically, so that the protocol alone lists them.
     """
 
-    def __init__(self, store: Store, metrics: Metrics) -> None:
-        self._store = store
+    def __init__(self, target: object, protocol: type, metrics: Metrics, prefix: str = "") -> None:
+        """`prefix`: before the names of methods in the label `operation`."""
+        self._target = target
+        self._protocol = protocol
         self._metrics = metrics
+        self._prefix = prefix
+        self.feed: _Timed | None = None
 
     def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._store, name)
-        if name in _NOT_TIMED or not hasattr(Store, name):
+        attribute = getattr(self._target, name)
+        if name in _NOT_TIMED or not hasattr(self._protocol, name):
             return attribute
-        timed = self._timed(name, attribute)
+        timed = self._timed(self._prefix + name, attribute)
         setattr(self, name, timed)  # later look-ups find the attribute without calling this method
         return timed
 

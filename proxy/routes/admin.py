@@ -8,7 +8,7 @@ from proxy.fleet.membership import Membership
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
 from proxy.routes.scopes import KeyScope
-from proxy.routes.sessions import query_value
+from proxy.routes.store_route import query_value
 from proxy.turn.services import Services
 
 

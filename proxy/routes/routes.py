@@ -4,6 +4,7 @@ from proxy.dialects.chat import ChatDialect
 from proxy.dialects.tokens import TokensDialect
 from proxy.routes.admin import Drain, Replicas
 from proxy.routes.base import Route
+from proxy.routes.feed import FeedAcknowledge, FeedConsumers, FeedSamples, OneFeedConsumer
 from proxy.routes.passthrough import PassThrough
 from proxy.routes.session_end import FinishSession, SessionEnd
 from proxy.routes.sessions import OneSession, SessionReward, Sessions, SessionSamples
@@ -24,6 +25,10 @@ def all_routes() -> list[Route]:
         SessionReward(),
         SessionEnd(),
         FinishSession(),
+        FeedSamples(),
+        FeedAcknowledge(),
+        FeedConsumers(),
+        OneFeedConsumer(),
         Replicas(),
         Drain(),
         Health(),

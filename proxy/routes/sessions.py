@@ -2,21 +2,18 @@
 
 import math
 import time
-from abc import abstractmethod
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
 
-from proxy.errors import BadRequest, EngineUnavailable, NotFound
+from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, raw_value, read
-from proxy.history.store import MAX_DESCRIPTION_BYTES, Cursor, Session, StoreError, session_id
+from proxy.history.store import MAX_DESCRIPTION_BYTES, Cursor, Session, session_id
 from proxy.history.turn import Turn, new_id, unpack_ids, unpack_logprobs
-from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
-from proxy.routes.base import Route
-from proxy.routes.scopes import KeyScope
+from proxy.http import Request
+from proxy.routes.sample_fields import requested_layout, requested_shared
 from proxy.routes.session_names import check_name, session_in_path
-from proxy.samples.layouts import LAYOUTS
+from proxy.routes.store_route import StoreRoute, number, query_value
 from proxy.samples.samples import samples_of
 from proxy.turn.services import Services
 from proxy.types import Fields
@@ -32,35 +29,7 @@ _NOT_FOR_SESSIONS = ("messages", "stream", "stream_options")
 """Fields that a session cannot set for its requests: their clients would not understand the responses."""
 
 
-class _SessionRoute(Route):
-    """Base of the routes that need the store only, not an engine (except to verify credentials)."""
-
-    # a longer limit, because a session may be large, and these routes cannot respond without the store
-    store_seconds = 10.0
-
-    def needed_scope(self, method: str, path: str) -> KeyScope | None:
-        """See `Route.needed_scope`: who may sample may also make, reward and delete the sessions of it."""
-        return KeyScope.READ if method in ("GET", "HEAD") else KeyScope.INFERENCE
-
-    async def answer(self, request: Request, services: Services, /) -> Response:
-        """See the route's summary."""
-        try:
-            status, value = await self.reply(request, services)
-        except StoreError as error:
-            raise EngineUnavailable(f"the store does not respond, try again later: {error}") from error
-        return BytesResponse(status, list(JSON_HEADERS), msgspec.json.encode(value))
-
-    @property
-    def description(self) -> str:
-        """See `Route.description`."""
-        return type(self).reply.__doc__ or ""
-
-    @abstractmethod
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
-        """Status and body. Raises StoreError, ApiError."""
-
-
-class Sessions(_SessionRoute):
+class Sessions(StoreRoute):
     """Make and list sessions."""
 
     path = "/v1/sessions"
@@ -71,7 +40,7 @@ class Sessions(_SessionRoute):
         """POST: `{"id", "defaults", "overrides", "metadata"}`, all optional. GET: `?limit=&before=`."""
         if request.method == "POST":
             return await _save(request, services)
-        limit = _number("limit", query_value(request, "limit", "100"))
+        limit = number("limit", query_value(request, "limit", "100"))
         if not 1 <= limit <= _MOST_LISTED:
             raise BadRequest(f"`limit` must be between 1 and {_MOST_LISTED}", param="limit")
         before = _cursor(request, query_value(request, "before", ""))
@@ -85,7 +54,7 @@ class Sessions(_SessionRoute):
         }
 
 
-class OneSession(_SessionRoute):
+class OneSession(StoreRoute):
     """Read a session with the tree of its turns, or delete it."""
 
     path = "/v1/sessions/{session}"
@@ -112,7 +81,7 @@ class OneSession(_SessionRoute):
         return 200, {**_described(session), "reward": rewards.get(""), "turns": shown}
 
 
-class SessionSamples(_SessionRoute):
+class SessionSamples(StoreRoute):
     """Returns the training samples of a session."""
 
     path = "/v1/sessions/{session}/samples"
@@ -122,25 +91,19 @@ class SessionSamples(_SessionRoute):
     async def reply(self, request: Request, services: Services) -> tuple[int, object]:
         """`?shared=once|each`, `?layout=plain|trl|verl|prime-rl|skyrl`: `{"samples", "refused"}`."""
         store, name = services.history.store, session_in_path(request)
-        shared, layout = query_value(request, "shared", "once"), query_value(request, "layout", "plain")
-        if shared not in ("once", "each"):
-            raise BadRequest("`shared` must be `once` or `each`", param="shared")
-        if layout not in LAYOUTS:
-            raise BadRequest(f"`layout` must be one of {', '.join(LAYOUTS)}", param="layout")
+        shared, layout = requested_shared(request), requested_layout(request)
         session, rollout = await _session(request, name, services), _rollout(request, name)
         turns, rewards = await store.turns(rollout), await store.rewards(rollout)
 
         def export() -> dict[str, object]:
-            result = samples_of(
-                turns, rewards, session=session, shared="each" if shared == "each" else "once"
-            )
-            rows = [LAYOUTS[layout].row(sample) for sample in result.samples]
+            result = samples_of(turns, rewards, session=session, shared=shared)
+            rows = [layout.row(sample) for sample in result.samples]
             return {"id": name, "samples": rows, "refused": result.refused}
 
         return 200, await services.in_thread(export)
 
 
-class SessionReward(_SessionRoute):
+class SessionReward(StoreRoute):
     """Sets the reward of a session or of its turns."""
 
     path = "/v1/sessions/{session}/reward"
@@ -156,6 +119,7 @@ class SessionReward(_SessionRoute):
             raise BadRequest(f"the session has no turn {unknown[0]!r}", param="turn")
         if not await store.set_rewards(rollout, rewards):
             raise _unknown(name)
+        services.history.feed_watch.notify()
         if "" in rewards:
             services.fleet.conversations.end(rollout)
         stored: dict[str, Any] = {"id": name, "rewards": await store.rewards(rollout)}
@@ -284,14 +248,10 @@ def _shown(turn: Turn, reward: float | None, with_ids: bool) -> dict[str, Any]:
     return shown
 
 
-def query_value(request: Request, name: str, default: str) -> str:
-    return parse_qs(request.path.partition("?")[2]).get(name, [default])[-1]
-
-
 def _cursor(request: Request, text: str) -> Cursor | None:
     """A position in the list: `USED:ID` from the field `next`, or a time alone. None is the beginning."""
     used, _, last = text.partition(":")
-    seconds = _number("before", used or "inf")
+    seconds = number("before", used or "inf")
     return None if math.isinf(seconds) else Cursor(seconds, session_id(request.tenant, last) if last else "")
 
 
@@ -300,13 +260,3 @@ def _next_page(sessions: list[Session], limit: int) -> str | None:
     if len(sessions) < limit:
         return None
     return f"{sessions[-1].used!r}:{sessions[-1].name}"
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError as error:
-        raise BadRequest(f"`{name}` must be a number", param=name) from error
-    if math.isnan(number):
-        raise BadRequest(f"`{name}` must be a number", param=name)
-    return number

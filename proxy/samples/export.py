@@ -18,7 +18,7 @@ import msgspec
 from proxy.history.store import Cursor, Session, Store
 from proxy.history.vocabulary import Problem
 from proxy.samples.layouts import Kind, Layout, Row
-from proxy.samples.samples import Shared, samples_of
+from proxy.samples.samples import Refused, Sample, Shared, samples_of
 
 SESSIONS_AT_ONCE = 200
 """Number of sessions that are read from the store at a time."""
@@ -136,6 +136,14 @@ class Report:
     refused: Counter[str] = field(default_factory=Counter)
     """Number of leaves that gave no sample, by `Problem`."""
 
+    def add(self, samples: Sequence[Sample], refused: Sequence[Refused]) -> None:
+        """Count the samples of a rollout that holds turns, and its refused leaves."""
+        self.rollouts += 1
+        self.samples += len(samples)
+        self.trained_ids += sum(sum(sample.loss_mask) for sample in samples)
+        self.unrewarded += sum(sample.reward is None for sample in samples)
+        self.refused.update(leaf.reason for leaf in refused)
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
@@ -185,11 +193,8 @@ async def export(
         found = samples_of(turns, rewards, session=session, shared=shared)
         for sample in found.samples:
             rows.write(layout.row(sample))
-            report.samples += 1
-            report.trained_ids += sum(sample.loss_mask)
-            report.unrewarded += sample.reward is None
-        report.refused.update(refused.reason for refused in found.refused)
-        report.rollouts += bool(turns)
+        if turns:
+            report.add(found.samples, found.refused)
         on_rollout()
     rows.finish()
     return report

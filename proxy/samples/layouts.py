@@ -178,6 +178,7 @@ LAYOUTS: Mapping[str, Layout] = {
             "metadata": "json",
             "images": "json",
             "image_data": "json",
+            "revision": "integer",
         },
         plain,
     ),

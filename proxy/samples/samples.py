@@ -121,6 +121,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of the ids."""
     image_data: dict[str, str]
     """Data URLs by digest: of those images that no earlier sample of the rollout holds."""
+    revision: int = 0
+    """How often the feed had the rollout finished; 0 for samples that were not read from the feed."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +150,7 @@ def samples_of(
     *,
     session: Session | None = None,
     shared: Shared = "once",
+    revision: int = 0,
 ) -> Samples:
     """The samples of one rollout, in time linear in the ids they hold.
 
@@ -161,6 +164,7 @@ def samples_of(
         session: the rollout's description. Without it, the samples lack the fields of a session, and
             `rollout` is the id in the store.
         shared: whether shared turns are trained once or in each sample.
+        revision: that of all samples.
     """
     tree = _Tree(turns)
     rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
@@ -171,7 +175,8 @@ def samples_of(
     for index, path in enumerate(paths):
         leaf = path[-1]
         trained = {turn.id for turn in path if shared == "each" or leaf_of[turn.id] == leaf.id}
-        samples.append(_sample(path, trained, rewards, session, index, delivered, whole=tree.is_leaf(leaf)))
+        sample = _sample(path, trained, rewards, session, index, delivered, whole=tree.is_leaf(leaf))
+        samples.append(msgspec.structs.replace(sample, revision=revision) if revision else sample)
     return Samples(samples, list(tree.refused(session)))
 
 

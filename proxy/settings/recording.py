@@ -45,6 +45,11 @@ class RecordingSettings(BaseModel):
         default=True,
         description="record turns of the token route that have a session or the conversation's messages",
     )
+    finish_after_s: Annotated[float, Flag(default="1 hour")] = Field(
+        default=3600.0,
+        ge=0,
+        description="seconds after its last use until /v1/samples has a session as finished; 0 for never",
+    )
     cache_bytes: Annotated[int, Flag(default="1 GiB")] = Field(
         default=2**30, ge=0, description="memory for recently used conversations and their ids"
     )

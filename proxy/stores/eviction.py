@@ -24,7 +24,12 @@ def eviction_target(limits: Limits) -> int:
 
 def add_evicted(first: Evicted, second: Evicted) -> Evicted:
     """The sum of both."""
-    return Evicted(first.rollouts + second.rollouts, first.turns + second.turns, first.size + second.size)
+    return Evicted(
+        first.rollouts + second.rollouts,
+        first.turns + second.turns,
+        first.size + second.size,
+        first.undelivered + second.undelivered,
+    )
 
 
 async def evict_in_steps(lock: asyncio.Lock, step: Callable[[], Awaitable[Evicted]]) -> Evicted:

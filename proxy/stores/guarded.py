@@ -25,6 +25,7 @@ from proxy.history.store import (
 from proxy.history.turn import Turn
 from proxy.metrics import Metrics
 from proxy.stores.guarded_calls import GuardedCalls
+from proxy.stores.guarded_feed import GuardedFeed
 from proxy.stores.health import StoreHealth
 from proxy.stores.packed import complete_path, fill_prompts, missing_holders
 from proxy.stores.waiting import Waiting
@@ -41,6 +42,7 @@ class GuardedStore:
         self._metrics = metrics
         self._calls = GuardedCalls(store, metrics, required=required)
         self._late: set[asyncio.Task[None]] = set()
+        self.feed = GuardedFeed(store.feed, self._calls, self._refuse_waiting)
 
     def health(self) -> StoreHealth:
         """How the store does now."""

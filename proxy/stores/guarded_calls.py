@@ -250,7 +250,7 @@ class GuardedCalls:
             self._count_lost(record, "refused")
             log.exception("a turn of %s is lost", record.session.id)
         else:
-            self._metrics.evicted.inc(evicted.rollouts)
+            self._metrics.count_evicted(evicted.rollouts, evicted.undelivered)
         self.waiting.remove(number)
         return None
 

@@ -21,6 +21,7 @@ from proxy.history.store import (
 from proxy.history.turn import Turn
 from proxy.history.vocabulary import Reason
 from proxy.stores.eviction import STEP, AgeClock, ClockRecord, eviction_target
+from proxy.stores.memory_feed import MemoryFeed
 from proxy.stores.memory_index import MemoryIndex
 from proxy.stores.packed import (
     complete_path,
@@ -70,6 +71,7 @@ class MemoryStore:
         """The sessions of each tenant, and of all under None, sorted."""
         self._turns: dict[str, _TurnRecord] = {}
         self._index = MemoryIndex()
+        self.feed = MemoryFeed(self._session_of, lambda: self._by_use.get(None, []))
         self._size = 0
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._responses: OrderedDict[str, _ResponseRecord] = OrderedDict()
@@ -195,8 +197,7 @@ class MemoryStore:
 
     async def session(self, rollout: str) -> Session | None:
         """See `Store.session`."""
-        record = self._rollouts.get(rollout)
-        return record.session if record else None
+        return self._session_of(rollout)
 
     async def sessions(
         self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
@@ -218,7 +219,9 @@ class MemoryStore:
         record = self._rollouts.get(rollout)
         if record is None:
             return False
+        before = dict(record.rewards)
         record.rewards.update(rewards)
+        self.feed.finish_rewarded(rollout, before, rewards)
         return True
 
     async def rewards(self, rollout: str) -> dict[str, float]:
@@ -271,7 +274,9 @@ class MemoryStore:
                 break
             self._drop_response(name)
         self._clock_record = self._clock.next_record(self._clock_record, now, self._clock.was_set(now))
-        return self._keep_limits(None, oldest=self._clock.oldest(now, self._clock_record.steady_since))
+        oldest = self._clock.oldest(now, self._clock_record.steady_since)
+        self.feed.forget_consumers(oldest)
+        return self._keep_limits(None, oldest)
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""
@@ -279,6 +284,10 @@ class MemoryStore:
 
     def _rollout_of(self, turn: str) -> str:
         return self._turns[turn].turn.rollout
+
+    def _session_of(self, rollout: str) -> Session | None:
+        record = self._rollouts.get(rollout)
+        return record.session if record else None
 
     def _create(self, session: Session) -> None:
         size = description_size(session)
@@ -351,17 +360,19 @@ class MemoryStore:
 
     def _evict(self, rollouts: Sequence[str]) -> Evicted:
         turns, size = len(self._turns), self._size
+        undelivered = sum(map(self.feed.undelivered, rollouts))
         for rollout in rollouts:
             for key in self._remove(rollout):
                 self._evicted[key] = None
                 self._evicted.move_to_end(key)
         while len(self._evicted) > self._limits.evicted_keys:
             self._evicted.popitem(last=False)
-        return Evicted(len(rollouts), turns - len(self._turns), size - self._size)
+        return Evicted(len(rollouts), turns - len(self._turns), size - self._size, undelivered)
 
     def _remove(self, rollout: str) -> list[bytes]:
         """Remove a rollout with its turns; returns the keys of those."""
         record = self._rollouts.pop(rollout)
+        self.feed.remove(rollout)
         self._remove_use(record.session)
         self._size -= record.session.size
         keys: list[bytes] = []

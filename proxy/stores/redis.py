@@ -9,7 +9,6 @@ import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -40,8 +39,10 @@ from proxy.history.vocabulary import Reason
 from proxy.stores import redis_index_scripts, redis_response_scripts, redis_scripts
 from proxy.stores.eviction import STEP, AgeClock, evict_in_steps, eviction_target
 from proxy.stores.packed import complete_path, fill_prompts, pack_entries, pack_parts, pack_turns, unpack_turn
+from proxy.stores.redis_feed import RedisFeed, microseconds
+from proxy.stores.redis_functions import PREFIX
+from proxy.stores.redis_replies import read_reply, read_session, session_from
 
-PREFIX = b"tokenproxy:"
 SCHEMA_VERSION = b"2"
 _CONNECTIONS = 32
 _TIMEOUT_S = 10.0
@@ -81,6 +82,7 @@ class RedisStore:
         self._eviction = asyncio.Lock()
         self._clock = AgeClock(limits.max_age_s)
         self._redis: Any = Redis.from_pool(pool)
+        self.feed = RedisFeed(self._run)
 
     async def open(self) -> None:
         """See `Store.open`."""
@@ -117,7 +119,7 @@ class RedisStore:
         """See `Store.find`."""
         if not keys:
             return {}
-        parts = _read_reply(await self._run(redis_index_scripts.FIND, *keys))
+        parts = read_reply(await self._run(redis_index_scripts.FIND, *keys))
         return {keys[int(number)]: _read_found(parts) for number in parts}
 
     async def evicted(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -176,7 +178,7 @@ class RedisStore:
                 pipeline.hgetall(_name("rollout", rollout))
                 pipeline.zscore(PREFIX + b"used", rollout)
                 fields, used = await abandon_if_cancelled(pipeline.execute())
-        return _session(rollout, used, fields) if fields else None
+        return session_from(rollout, used, fields) if fields else None
 
     async def sessions(
         self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
@@ -186,15 +188,8 @@ class RedisStore:
             return []
         name = PREFIX + b"used" if tenant is None else _name("used", tenant)
         place = (repr(before.used), before.id) if before else ("", "")
-        parts = _read_reply(await self._run(redis_scripts.LIST_SESSIONS, name, limit, *place))
-        sessions = []
-        for rollout in parts:
-            used, count = float(next(parts)), int(next(parts))
-            fields = list(islice(parts, count))
-            sessions.append(
-                _session(rollout.decode(), used, dict(zip(fields[::2], fields[1::2], strict=True)))
-            )
-        return sessions
+        parts = read_reply(await self._run(redis_scripts.LIST_SESSIONS, name, limit, *place))
+        return [read_session(rollout, parts) for rollout in parts]
 
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
@@ -203,7 +198,7 @@ class RedisStore:
     async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
         """See `Store.set_rewards`."""
         args = [arg for turn, reward in rewards.items() for arg in (turn, repr(float(reward)))]
-        return bool(await self._run(redis_scripts.SET_REWARDS, rollout, *args))
+        return bool(await self._run(redis_scripts.SET_REWARDS, rollout, microseconds(), *args))
 
     async def rewards(self, rollout: str) -> dict[str, float]:
         """See `Store.rewards`."""
@@ -261,7 +256,9 @@ class RedisStore:
         clock = self._clock
         args = (repr(now), int(clock.was_set(now)), clock.tolerance_s, clock.longest_gap_s)
         steady_since = float(await self._run(redis_scripts.STEADY_SINCE, *args))
-        return await self._evict("", oldest=clock.oldest(now, steady_since))
+        oldest = clock.oldest(now, steady_since)
+        await self.feed.forget_consumers(oldest)
+        return await self._evict("", oldest)
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""
@@ -322,15 +319,6 @@ def _member(response: StoredResponse) -> bytes:
     return pack_parts((response.id.encode(), response.key))
 
 
-def _read_reply(packed: bytes) -> Iterator[bytes]:
-    """The values of a script's reply: b"5:hello2:ab" becomes b"hello", b"ab"."""
-    start = 0
-    while start < len(packed):
-        colon = packed.index(b":", start)
-        start = colon + 1 + int(packed[start:colon])
-        yield packed[colon + 1 : start]
-
-
 def _read_found(parts: Iterator[bytes]) -> Found:
     total, groups = int(next(parts)), int(next(parts))
     return Found(total, [_read_group(parts) for _ in range(groups)])
@@ -350,22 +338,6 @@ def _session_arguments(session: Session) -> tuple[str | bytes | int, ...]:
     times = (repr(session.created), repr(session.used))
     description = (session.defaults, session.overrides, session.metadata)
     return (session.id, session.tenant, int(session.explicit), *times, *description)
-
-
-def _session(rollout: str, used: float, fields: Mapping[bytes, bytes]) -> Session:
-    return Session(
-        id=rollout,
-        tenant=fields[b"tenant"].decode(),
-        explicit=fields[b"explicit"] == b"1",
-        ambiguous=b"ambiguous" in fields,
-        created=float(fields[b"created"]),
-        used=used,
-        turns=int(fields.get(b"turns", 0)),
-        size=int(fields[b"size"]),
-        defaults=fields[b"defaults"],
-        overrides=fields[b"overrides"],
-        metadata=fields[b"metadata"],
-    )
 
 
 def _kind(error: Exception) -> type[StoreError]:

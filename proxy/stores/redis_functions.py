@@ -4,7 +4,8 @@ All names begin with a prefix, which is KEYS[1] of every script:
 
     used               sorted set: rollouts by the time of their last use
     used:TENANT        sorted set: the same for one tenant
-    rollout:ROLLOUT    hash: the session, without its id and `used`
+    rollout:ROLLOUT    hash: the session, without its id and `used`; once it is finished also revision, cause,
+                       and finished_turns: how many turns it had then
     turns:ROLLOUT      sorted set, all scores 0: ids of its turns
     rewards:ROLLOUT    hash: turn to reward
     turn:TURN          hash: packed, parent, prompt_turn, rollout, entries, open (0 or 1), continued
@@ -12,6 +13,11 @@ All names begin with a prefix, which is KEYS[1] of every script:
     evicted            sorted set: keys by the number of their eviction, which `evictions` counts
     responses          sorted set: id and key of responses, by the time when they were kept
     responses:KEY      hash: id to packed response
+    feed               sorted set: finished rollouts by their position
+    feed:TENANT        sorted set: the same for one tenant
+    feed_state         hash: last (position), idle_used (of the last rollout that was looked at)
+    consumers          hash: consumer of the feed, as TENANT/NAME, to the position that it acknowledged
+    consumers_at       sorted set: consumers by the time when they were last written
     replicas:FLEET     hash: URL of a replica to its change
     clock              hash: seen, steady_since; see `eviction.ClockRecord`
     totals             hash: turns, size, response_bytes
@@ -23,6 +29,8 @@ its open ones, both from the oldest to the newest.
 
 Scripts compute the names of the keys they use: this needs one server (with replicas), not a cluster.
 """
+
+PREFIX = b"tokenproxy:"
 
 PARTS = """
 local p = KEYS[1]
@@ -48,6 +56,16 @@ end
 """
 """`reply` appends values to a list, each after its length: `5:hello`. A client reads one long string much
 faster than nested lists."""
+
+REPLY_SESSION = """
+local function reply_session(to, rollout, used)
+    local fields = redis.call('HGETALL', KEYS[1] .. 'rollout:' .. rollout)
+    reply(to, rollout, used, #fields)
+    reply(to, unpack(fields))
+end
+"""
+"""`reply_session` appends a rollout, its `used`, the number of strings that follow, and the fields of its
+hash, each with its value. It needs REPLY."""
 
 INDEX = (
     PARTS
@@ -107,8 +125,41 @@ end
 """`touch` makes a rollout the last used of all, even if a clock was set back.
 `save_session` takes what `redis._session_arguments` returns, and returns the bytes held afterwards."""
 
+FEED = """
+local function finish(rollout, cause, now, changed, only_again)
+    local name = p .. 'rollout:' .. rollout
+    local tenant, turns, finished_turns, revision =
+        unpack(redis.call('HMGET', name, 'tenant', 'turns', 'finished_turns', 'revision'))
+    if not turns or (only_again and not revision) or (finished_turns == turns and not changed) then
+        return 0
+    end
+    local last = redis.call('HGET', p .. 'feed_state', 'last') or 0
+    local position = string.format('%.0f', math.max(last + 1, tonumber(now)))
+    redis.call('HSET', p .. 'feed_state', 'last', position)
+    redis.call('ZADD', p .. 'feed', position, rollout)
+    redis.call('ZADD', p .. 'feed:' .. tenant, position, rollout)
+    redis.call('HSET', name, 'finished_turns', turns, 'revision', (revision or 0) + 1, 'cause', cause)
+    return 1
+end
+local function undelivered(rollout)
+    local position = tonumber(redis.call('ZSCORE', p .. 'feed', rollout) or 0)
+    local prefix = redis.call('HGET', p .. 'rollout:' .. rollout, 'tenant') .. '/'
+    local consumers = redis.call('HGETALL', p .. 'consumers')
+    for i = 1, #consumers, 2 do
+        if consumers[i]:sub(1, #prefix) == prefix and tonumber(consumers[i + 1]) < position then
+            return 1
+        end
+    end
+    return 0
+end
+"""
+"""`finish` takes a rollout, a cause, and the time in microseconds; it returns 1 if it put the rollout at the
+end. `changed`: more than its turns changed since it was finished. `only_again`: only if it is in the feed.
+`undelivered` returns 1 if a rollout is finished and a consumer of its tenant has not acknowledged it."""
+
 REMOVE = (
     INDEX
+    + FEED
     + """
 local function remember_evicted(keys, limit)
     for _, key in ipairs(keys) do
@@ -132,6 +183,8 @@ local function remove(rollout, keys)
     redis.call('DEL', p .. 'turns:' .. rollout, p .. 'rollout:' .. rollout, p .. 'rewards:' .. rollout)
     redis.call('ZREM', p .. 'used', rollout)
     redis.call('ZREM', p .. 'used:' .. tenant, rollout)
+    redis.call('ZREM', p .. 'feed', rollout)
+    redis.call('ZREM', p .. 'feed:' .. tenant, rollout)
     redis.call('HINCRBY', p .. 'totals', 'turns', 0 - #turns)
     redis.call('HINCRBY', p .. 'totals', 'size', 0 - size)
     return #turns, tonumber(size)

@@ -1,6 +1,6 @@
 """Lua scripts that add, list and remove turns and sessions. Each runs in one step of the server."""
 
-from proxy.stores.redis_functions import INDEX, PARTS, REMOVE, REPLY, SESSIONS
+from proxy.stores.redis_functions import FEED, INDEX, PARTS, REMOVE, REPLY, REPLY_SESSION, SESSIONS
 
 ADD = (
     INDEX
@@ -104,6 +104,7 @@ end
 
 LIST_SESSIONS = (
     REPLY
+    + REPLY_SESSION
     + """
 local name, limit, used, id = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 -- not `<`, which depends on the server's locale
@@ -132,16 +133,13 @@ end
 local found = redis.call('ZREVRANGE', name, first, first + limit - 1, 'WITHSCORES')
 local sessions = {}
 for i = 1, #found, 2 do
-    local fields = redis.call('HGETALL', KEYS[1] .. 'rollout:' .. found[i])
-    reply(sessions, found[i], found[i + 1], #fields)
-    reply(sessions, unpack(fields))
+    reply_session(sessions, found[i], found[i + 1])
 end
 return table.concat(sessions)
 """
 )
 """Arguments: name of a sorted set, limit, `used` and id of the cursor (both '' if there is none).
-Reply: for each session its id, `used`, the number of strings that follow, the fields of its hash, each with
-its value."""
+Reply: for each session what `reply_session` appends."""
 
 STEADY_SINCE = """
 local name, now, was_set, tolerance, longest_gap = KEYS[1] .. 'clock', unpack(ARGV)
@@ -167,11 +165,12 @@ EVICT = (
 local own, target, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local oldest, now, limit, step = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local left = tonumber(redis.call('HGET', p .. 'totals', 'size') or 0)
-local rollouts, turns, size, keys = 0, 0, 0, {}
+local rollouts, turns, size, missed, keys = 0, 0, 0, 0, {}
 local function pinned(rollout)
     return tonumber(redis.call('HGET', p .. 'rollout:' .. rollout, 'pinned_until') or 0) > now
 end
 local function evict(rollout)
+    missed = missed + undelivered(rollout)
     local removed, bytes = remove(rollout, keys)
     rollouts, turns, size, left = rollouts + 1, turns + removed, size + bytes, left - bytes
 end
@@ -197,12 +196,13 @@ if rollouts == 0 and own ~= '' and not pinned(own) then
     end
 end
 remember_evicted(keys, limit)
-return {rollouts, turns, size}
+return {rollouts, turns, size, missed}
 """
 )
 """Arguments: a rollout to evict last or '', bytes to reach, bytes allowed, time before which a last use is
 too old, now, number of evicted keys to remember, rollouts and turns to evict in one step.
-Reply: numbers of rollouts, turns and bytes that were evicted; all 0 if nothing had to be."""
+Reply: numbers of rollouts, turns and bytes that were evicted, and of those rollouts that a consumer had not
+acknowledged; all 0 if nothing had to be."""
 
 DELETE = (
     REMOVE
@@ -216,16 +216,27 @@ return 1
 )
 """Arguments: rollout. Reply: 1 if there was one."""
 
-SET_REWARDS = """
-if redis.call('EXISTS', KEYS[1] .. 'rollout:' .. ARGV[1]) == 0 then
+SET_REWARDS = (
+    PARTS
+    + FEED
+    + """
+local rollout, now, whole, changed = ARGV[1], ARGV[2], false, false
+if redis.call('EXISTS', p .. 'rollout:' .. rollout) == 0 then
     return 0
 end
-for i = 2, #ARGV, 2 do
-    redis.call('HSET', KEYS[1] .. 'rewards:' .. ARGV[1], ARGV[i], ARGV[i + 1])
+for i = 3, #ARGV, 2 do
+    local before = redis.call('HGET', p .. 'rewards:' .. rollout, ARGV[i])
+    whole, changed = whole or ARGV[i] == '', changed or before ~= ARGV[i + 1]
+    redis.call('HSET', p .. 'rewards:' .. rollout, ARGV[i], ARGV[i + 1])
+end
+if #ARGV > 2 then
+    finish(rollout, 'reward', now, changed, not whole)
 end
 return 1
 """
-"""Arguments: rollout; for each reward turn and value. Reply: 1 if there is such a rollout."""
+)
+"""Arguments: rollout, now in microseconds; for each reward turn and value. Reply: 1 if there is such a
+rollout."""
 
 PATH = """
 local found, seen, turn, holders = {}, {}, ARGV[1], {}

@@ -34,9 +34,10 @@ from proxy.stores.packed import (
     unpack_response,
     unpack_turn,
 )
+from proxy.stores.sqlite_feed import SqliteFeed, finish_rewarded, forget_consumers
+from proxy.stores.sqlite_sessions import SESSIONS, session_from
 from proxy.stores.sqlite_tables import (
     PATH,
-    SESSIONS,
     USED_NOW,
     Removed,
     TurnRow,
@@ -47,7 +48,6 @@ from proxy.stores.sqlite_tables import (
     remove,
     remove_responses,
     save_session,
-    session_from,
     steady_since,
 )
 from proxy.stores.sqlite_threads import Database
@@ -63,6 +63,7 @@ class SqliteStore:
         self.file = path
         self._limits = limits
         self._database = Database(path)
+        self.feed = SqliteFeed(self._database)
         self._files = TurnFiles(path)
         self._clock = AgeClock(limits.max_age_s)
         self._eviction = asyncio.Lock()
@@ -203,26 +204,21 @@ class SqliteStore:
 
     async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
         """See `Store.set_rewards`."""
-        rows = [(rollout, turn, reward) for turn, reward in rewards.items()]
+        rows, now = [(rollout, turn, reward) for turn, reward in rewards.items()], time.time()
 
         def work(connection: sqlite3.Connection) -> bool:
             if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (rollout,)).fetchone():
                 return False
+            before = _rewards(connection, rollout)
             connection.executemany("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?)", rows)
+            finish_rewarded(connection, rollout, before, rewards, now)
             return True
 
         return await self._database.write(work)
 
     async def rewards(self, rollout: str) -> dict[str, float]:
         """See `Store.rewards`."""
-
-        def work(connection: sqlite3.Connection) -> dict[str, float]:
-            query = "SELECT turn, reward FROM rewards WHERE rollout = ?"
-            rows = connection.execute(query, (rollout,)).fetchall()
-            # SQLite stores NaN as NULL
-            return {turn: nan if reward is None else reward for turn, reward in rows}
-
-        return await self._database.read(work)
+        return await self._database.read(lambda connection: _rewards(connection, rollout))
 
     async def keep_response(self, response: StoredResponse) -> None:
         """See `Store.keep_response`."""
@@ -285,7 +281,9 @@ class SqliteStore:
         steady = await self._database.write(
             lambda connection: steady_since(connection, self._clock, now, was_set)
         )
-        return await self._evict(None, oldest=self._clock.oldest(now, steady))
+        oldest = self._clock.oldest(now, steady)
+        await self._database.write(lambda connection: forget_consumers(connection, oldest))
+        return await self._evict(None, oldest)
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""
@@ -322,6 +320,12 @@ class SqliteStore:
         except (msgspec.DecodeError, OSError) as error:
             log.error("a turn in %s cannot be read and is ignored: %s", file, error)
             return None
+
+
+def _rewards(connection: sqlite3.Connection, rollout: str) -> dict[str, float]:
+    rows = connection.execute("SELECT turn, reward FROM rewards WHERE rollout = ?", (rollout,)).fetchall()
+    # SQLite stores NaN as NULL
+    return {turn: nan if reward is None else reward for turn, reward in rows}
 
 
 def sessions_query(

@@ -10,9 +10,12 @@ and a thread may wait up to 5 ms to get it back.
 import heapq
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexEntry
 from proxy.stores.packed import unpack_entries
+
+T = TypeVar("T", bytes, str)
 
 INDEX_SCHEMA = """
 CREATE TABLE entries (
@@ -27,8 +30,8 @@ ORDER BY entries.open DESC, turn DESC LIMIT {FOUND_AT_MOST}
 """
 
 
-def in_chunks(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """The distinct keys, in lists short enough for the values of one statement."""
+def in_chunks(keys: Iterable[T]) -> Iterator[list[T]]:
+    """The distinct values, in lists short enough for the values of one statement."""
     distinct = list(dict.fromkeys(keys))
     for start in range(0, len(distinct), _KEYS_AT_ONCE):
         yield distinct[start : start + _KEYS_AT_ONCE]

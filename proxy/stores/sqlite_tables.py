@@ -4,14 +4,16 @@ Turns are MessagePack next to the columns that queries need; `totals` holds runn
 to add anything up. Everything here runs in a transaction of the caller.
 """
 
+import dataclasses
 import sqlite3
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from proxy.history.store import Evicted, IndexEntry, Limits, Session, StoreUnusable
 from proxy.stores.eviction import STEP, AgeClock, ClockRecord, eviction_target
 from proxy.stores.packed import description_size, unpack_entries
+from proxy.stores.sqlite_feed import FEED_TABLES, undelivered
 from proxy.stores.sqlite_index import (
     INDEX_SCHEMA,
     flag_ambiguous,
@@ -61,6 +63,7 @@ _LATER_TABLES = (
     """CREATE TABLE IF NOT EXISTS replica_changes (
         fleet TEXT NOT NULL, url TEXT NOT NULL, change TEXT NOT NULL, PRIMARY KEY (fleet, url)
     ) WITHOUT ROWID""",
+    *FEED_TABLES,
 )
 USED_NOW = """
 used = CASE
@@ -74,10 +77,6 @@ WITH RECURSIVE up (id) AS (
     VALUES (?) UNION SELECT turns.parent FROM up JOIN turns USING (id) WHERE turns.parent IS NOT NULL
 )
 SELECT packed, file FROM up JOIN turns USING (id)
-"""
-SESSIONS = """
-SELECT sessions.id, tenant, explicit, ambiguous, created, used, turns, size, defaults, overrides, metadata
-FROM sessions LEFT JOIN descriptions USING (id)
 """
 _SAVE_SESSION = """
 INSERT INTO sessions VALUES (:id, :tenant, :explicit, 0, :created, :used, 0, 0, :size, :size)
@@ -244,24 +243,6 @@ def _description(session: Session) -> tuple[bytes, bytes, bytes]:
     return session.defaults, session.overrides, session.metadata
 
 
-def session_from(row: Sequence[Any]) -> Session:
-    """A session from a row of SESSIONS."""
-    rollout, tenant, explicit, ambiguous, created, used, turns, size, defaults, overrides, metadata = row
-    return Session(
-        id=rollout,
-        tenant=tenant,
-        explicit=bool(explicit),
-        ambiguous=bool(ambiguous),
-        created=created,
-        used=used,
-        turns=turns,
-        size=size,
-        defaults=b"{}" if defaults is None else defaults,
-        overrides=b"{}" if overrides is None else overrides,
-        metadata=b"{}" if metadata is None else metadata,
-    )
-
-
 class Removed(NamedTuple):
     """What was removed with some rollouts."""
 
@@ -292,6 +273,7 @@ def remove(connection: sqlite3.Connection, rollouts: Iterable[str]) -> Removed:
                 files.append(file)
         connection.execute("DELETE FROM turns WHERE rollout = ?", name)
         connection.execute("DELETE FROM rewards WHERE rollout = ?", name)
+        connection.execute("DELETE FROM feed WHERE rollout = ?", name)
         connection.execute("DELETE FROM descriptions WHERE id = ?", name)
         connection.execute("DELETE FROM sessions WHERE id = ?", name)
     connection.execute("UPDATE totals SET turns = turns - ?, size = size - ?", (turns, size))
@@ -324,9 +306,10 @@ def evict_step(
         chosen = [row[0] for row in connection.execute(query, (own, limits.max_bytes, now))]
     if not chosen:
         return Removed()
+    missed = undelivered(connection, chosen)
     removed = remove(connection, chosen)
     _remember_evicted(connection, removed.keys, limits.evicted_keys)
-    return removed
+    return removed._replace(evicted=dataclasses.replace(removed.evicted, undelivered=missed))
 
 
 def _remember_evicted(connection: sqlite3.Connection, keys: Iterable[bytes], limit: int) -> None:

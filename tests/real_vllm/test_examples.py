@@ -73,7 +73,16 @@ def test_environments_that_append_locally(server: Served, model: Path) -> None:
         assert 0 <= float(reward) <= 1
 
 
-@pytest.mark.parametrize("name", ["agent.py", "environment.py"])
+def test_a_trainer_that_reads_the_feed(server: Served) -> None:
+    consumer = f"trainer-{uuid4().hex}"
+    printed = run_example("trainer.py", server, "--rollouts", "3", "--consumer", consumer)
+    rows = re.findall(r"(?m)^\w{8}-(\d) +1 +(\d+) +(\d+) +([\d.]+)$", printed)
+    assert {row[0] for row in rows} == set("012"), printed
+    assert all(0 < int(trained) < int(ids) and 0 < float(reward) <= 1 for _, ids, trained, reward in rows)
+    assert printed.endswith(f"3 rollouts, {sum(int(row[2]) for row in rows)} ids to train on\n")
+
+
+@pytest.mark.parametrize("name", ["agent.py", "environment.py", "trainer.py"])
 def test_refusal_of_a_server_is_a_one_line_error(server: Served, name: str) -> None:
     command = [sys.executable, str(_FOLDER / name), "--url", server.url, "--model", "no-such-model"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -16,6 +16,7 @@ _BODIES: dict[str, Any] = {
     "/v1/chat/completions/tokens": {"prompt_ids": [1, 74]},
     "/tokenize": {"prompt": "hello"},
     "/v1/sessions/{session}/reward": {"reward": 1},
+    "/v1/samples/ack": {"consumer": "aliased", "cursor": "0"},
 }
 _QUERIES = {"/finish_session": {"session_id": "aliased"}}
 _OURS = [route for route in all_routes() if not route.catches_all]

@@ -46,6 +46,10 @@ READ = [
     ("GET", "/v1/sessions/s"),
     ("GET", "/v1/sessions/s/samples"),
     ("GET", "/sessions/s/samples"),
+    ("GET", "/v1/samples"),
+    ("GET", "/v1/samples/consumers"),
+    ("POST", "/v1/samples/ack"),
+    ("DELETE", "/v1/samples/consumers/c"),
     ("GET", "/version"),
     ("GET", "/load"),
 ]

@@ -52,6 +52,7 @@ _DOCUMENTED: dict[str, dict[str, Callable[[Any], bool]]] = {
         "metadata": _is(dict),
         "images": _list_of(dict),
         "image_data": _is(dict),
+        "revision": _is(int),
     },
     # RolloutFunc; "any extra fields (per-completion) are forwarded to the reward functions"
     "trl": {

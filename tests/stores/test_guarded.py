@@ -2,14 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 
 from proxy.history.store import (
     Evicted,
-    Limits,
     RecordRefused,
     Store,
     StoreError,
@@ -22,37 +21,8 @@ from proxy.history.turn import Turn
 from proxy.metrics import Metrics
 from proxy.stores import breaker, guarded_calls, waiting
 from proxy.stores.guarded import GuardedStore
-from proxy.stores.memory import MemoryStore
+from tests.stores.patient import Patient, well
 from tests.stores.store_utils import add, digest_of, entry, make_session, make_turn
-
-
-class Patient:
-    """A store in memory whose calls can be held up, or fail."""
-
-    def __init__(self) -> None:
-        self.store = MemoryStore(Limits())
-        self.held: set[str] = set()
-        """Methods whose calls wait until they are let go."""
-        self.errors: dict[str, Exception] = {}
-        """What methods raise."""
-        self.calls: list[str] = []
-        self.added: list[str] = []
-        """Turns in the order in which they were added."""
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method = getattr(self.store, name)
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append(name)
-            while name in self.held:  # noqa: ASYNC110 - a test lets it go
-                await asyncio.sleep(0.005)
-            if name in self.errors:
-                raise self.errors[name]
-            if name == "add":
-                self.added += [turn.id for turn in args[1]]
-            return await method(*args, **kwargs)
-
-        return call
 
 
 @pytest.fixture(autouse=True)
@@ -85,12 +55,6 @@ async def store(inner: Patient, metrics: Metrics) -> AsyncIterator[GuardedStore]
 
 def _lost(metrics: Metrics, reason: str) -> float:
     return metrics.registry.get_sample_value("tokenproxy_lost_turns_total", {"reason": reason}) or 0.0
-
-
-async def _well(store: GuardedStore) -> None:
-    async with asyncio.timeout(5):
-        while store.health().state != "ok":  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.005)
 
 
 def _chain(rollout: str, length: int) -> list[Turn]:
@@ -155,7 +119,7 @@ async def test_calls_are_skipped_after_failures_and_tried_in_the_background(
     # the waits grow: about 0.05 s at last, not 0.01
     assert 3 <= len(inner.calls) - calls < 20
     del inner.errors["find"]
-    await _well(store)
+    await well(store)
     assert await store.find([digest_of("k")]) == {}
     assert store.health().error is None
 
@@ -182,7 +146,7 @@ async def test_turns_are_recorded_later_parents_first(store: GuardedStore, inner
                 assert await add(store, turn, entry(turn.id, "ids")) == Evicted()
     assert store.health().queued_turns == 120
     inner.held.clear()
-    await _well(store)
+    await well(store)
     for chain in chains:
         own = [name for name in inner.added if name in {turn.id for turn in chain}]
         assert list(dict.fromkeys(own)) == [turn.id for turn in chain]
@@ -219,7 +183,7 @@ async def test_turns_that_wait_are_found_as_if_they_were_recorded(
     with pytest.raises(StoreStalled, match="still to be recorded"):
         await store.set_rewards("r", {"": 1.0})
     inner.held.clear()
-    await _well(store)
+    await well(store)
     assert await store.path(last.id) == chain == await store.turns("r")
     assert await store.set_rewards("r", {"": 1.0})
 
@@ -278,7 +242,7 @@ async def test_too_many_turns_are_lost_and_counted(
     assert (store.health().queued_turns, store.health().lost_turns) == (3, 2)
     assert _lost(metrics, "queue_full") == 2
     inner.errors.clear()
-    await _well(store)
+    await well(store)
     assert (await store.usage()).turns == 3
     assert store.health().lost_turns == 2
 
@@ -319,7 +283,7 @@ async def test_a_turn_that_is_refused_keeps_no_other_waiting(
     inner.errors["add"] = StoreError("disk full")
     await add(store, bad)
     inner.errors["add"] = error
-    await _well(store)
+    await well(store)
     inner.errors.clear()
     await add(store, good)
     assert await store.turns("good") == [good]
@@ -341,7 +305,7 @@ async def test_a_store_that_is_missing_at_the_start(inner: Patient, metrics: Met
     turn = make_turn()
     await add(store, turn)
     inner.errors.clear()
-    await _well(store)
+    await well(store)
     assert await store.turns("r") == [turn]
     await store.aclose()
 
@@ -354,7 +318,7 @@ async def test_a_store_that_hangs_at_the_start(inner: Patient, metrics: Metrics)
     assert time.monotonic() - start < 2.0
     assert store.health().state == "stalled"
     inner.held.clear()
-    await _well(store)
+    await well(store)
     assert inner.calls.count("open") == 1  # two would be two stores
     await store.aclose()
 
@@ -367,7 +331,7 @@ async def test_a_store_that_opens_before_it_is_tried_again(
     store = GuardedStore(cast(Store, inner), metrics)
     await store.open()
     inner.held.clear()
-    await _well(store)
+    await well(store)
     assert inner.calls.count("open") == 1
     await store.aclose()
 

@@ -251,4 +251,8 @@ async def test_delete_leaves_no_names_on_the_server(redis_url: str, redis_port: 
         await store.claim(turns[0].id)
         await store.delete("r")
     with redis.Redis(port=redis_port) as client:
-        assert sorted(client.keys()) == [b"tokenproxy:totals", b"tokenproxy:version"]
+        assert sorted(client.keys()) == [
+            b"tokenproxy:feed_state",
+            b"tokenproxy:totals",
+            b"tokenproxy:version",
+        ]

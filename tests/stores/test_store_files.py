@@ -56,12 +56,15 @@ async def test_a_file_that_lacks_later_tables(tmp_path: Path) -> None:
     async with opened(f"sqlite://{file}") as store:
         await add(store, turn)
     with closing(sqlite3.connect(file)) as connection:
-        connection.execute("DROP TABLE replica_changes")
-        connection.execute("DROP TABLE clock")
+        for table in ("replica_changes", "clock", "feed", "feed_state", "consumers"):
+            connection.execute(f"DROP TABLE {table}")
     async with opened(f"sqlite://{file}") as store:
         assert await store.path(turn.id) == [turn]
         await store.change_replica("fleet", "http://a:1", "removed")
         assert await store.replica_changes("fleet") == {"http://a:1": "removed"}
+        assert await store.feed.finish_idle(time.time() + 60, 9) == 1
+        assert [found.session.turns for found in await store.feed.read(0, limit=9)] == [1]
+        assert await store.feed.acknowledge("", "c", 0) == 0
 
 
 async def test_modes_of_existing_files_and_folders_stay(tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""A small client of the proxy, for trainers and environments: sessions, rewards, samples, the token route.
+
+    with Client("http://127.0.0.1:8100") as client:
+        for rollout in client.feed("trainer"):
+            train(rollout.samples)
+
+It needs httpx and msgspec only, and nothing else of this package.
+"""
+
+from proxy.client.async_client import AsyncClient
+from proxy.client.client import Client
+from proxy.client.errors import (
+    AccessDenied,
+    ErrorResponse,
+    InvalidRequest,
+    KeyRefused,
+    NoResponse,
+    ProxyError,
+    ServerFailure,
+    TemporaryFailure,
+    TooManyRequests,
+    UnknownResource,
+    UnreadableResponse,
+)
+from proxy.client.values import (
+    FeedConsumer,
+    FeedPage,
+    FeedRollout,
+    SessionInfo,
+    SessionSampleList,
+    TokenTurn,
+)
+
+__all__ = [
+    "AccessDenied",
+    "AsyncClient",
+    "Client",
+    "ErrorResponse",
+    "FeedConsumer",
+    "FeedPage",
+    "FeedRollout",
+    "InvalidRequest",
+    "KeyRefused",
+    "NoResponse",
+    "ProxyError",
+    "ServerFailure",
+    "SessionInfo",
+    "SessionSampleList",
+    "TemporaryFailure",
+    "TokenTurn",
+    "TooManyRequests",
+    "UnknownResource",
+    "UnreadableResponse",
+]

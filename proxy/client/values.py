@@ -1,0 +1,104 @@
+"""What a client returns."""
+
+from typing import Any
+
+import msgspec
+
+
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A session, with the tree of its turns if it was read alone."""
+
+    id: str
+    explicit: bool
+    """Whether a client named it; False for a conversation without a session."""
+    ambiguous: bool
+    """Whether another rollout held an equal conversation, so that requests may have been confused."""
+    created: float
+    """Seconds since the epoch, as `used`."""
+    used: float
+    turn_count: int
+    bytes: int
+    """That its turns and its description take in the store."""
+    defaults: dict[str, Any]
+    """Fields of a chat request that apply where a request does not set them."""
+    overrides: dict[str, Any]
+    """Fields of a chat request that replace those of a request."""
+    metadata: dict[str, Any]
+    reward: float | None = None
+    """Of the whole rollout."""
+    turns: list[dict[str, Any]] = []
+    """As `GET /v1/sessions/{session}` returns them."""
+
+
+class SessionSampleList(msgspec.Struct, frozen=True, kw_only=True):
+    """The training samples of one session."""
+
+    samples: list[dict[str, Any]]
+    """In the fields of the requested layout."""
+    refused: list[dict[str, Any]]
+    """The leaves that gave no sample, each with its `reason`."""
+
+
+class FeedRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished rollout."""
+
+    rollout: str
+    """The name of its session."""
+    revision: int
+    """1, and one more each time it is delivered again after a change."""
+    cause: str
+    """`reward`, `end` or `idle`."""
+    finished: float
+    """Seconds since the epoch."""
+    metadata: dict[str, Any]
+    samples: list[dict[str, Any]]
+    """In the fields of the requested layout."""
+    refused: list[dict[str, Any]]
+    """The leaves that gave no sample, each with its `reason`."""
+    cursor: str
+    """Acknowledges this rollout and all before it."""
+
+
+class FeedPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Finished rollouts, in the order of finishing."""
+
+    data: list[FeedRollout]
+    cursor: str
+    """Where to read on; it may be after the last rollout of `data` if a filter left out others."""
+    more: bool
+    """Whether more rollouts are finished after `cursor`."""
+
+
+class FeedConsumer(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a consumer has read."""
+
+    consumer: str
+    cursor: str
+    """The last one that it acknowledged."""
+    waiting: int
+    """Finished rollouts after that."""
+    oldest: float | None
+    """When the first of these was finished, in seconds since the epoch; None if there is none."""
+
+
+class TokenTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of the token route: p ids of prompt, c sampled ids."""
+
+    prompt_ids: list[int]
+    """The exact prompt; [p]."""
+    completion_ids: list[int]
+    """The sampled ids; [c]."""
+    logprobs: list[float] | None
+    """The log-probability (natural logarithm) of each sampled id, [c]; None if they were not requested."""
+    message: dict[str, Any]
+    """What the engine parsed from them: text, reasoning, tool calls."""
+    finish_reason: str | None
+    session: str | None
+    """The rollout that the turn was recorded in; None if it was not recorded."""
+    turn: str | None
+    """Its id, for rewards."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Prompt and completion: the `prompt_ids` of the next turn, before its new messages; [p + c]."""
+        return self.prompt_ids + self.completion_ids

@@ -1,0 +1,84 @@
+"""The command `tokenproxy export --follow`: write finished rollouts until a signal, then print the cursor."""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from proxy.export_options import STDOUT, UsageError, chosen_store, forget_stdout, regular_file
+from proxy.history.store import StoreError
+from proxy.samples.export import table
+from proxy.samples.feed import FeedFilter
+from proxy.samples.follow import Follower, end_last_line
+from proxy.samples.layouts import LAYOUTS
+
+
+def run_follow(options: argparse.Namespace) -> int:
+    """Run until SIGINT or SIGTERM; returns the exit code.
+
+    Raises:
+        UsageError: the flags contradict each other; nothing was written.
+    """
+    if options.format == "parquet" or (options.format is None and options.out.endswith(".parquet")):
+        raise UsageError("--follow writes JSON lines: pass --out FILE.jsonl, or --format jsonl")
+    if options.session:
+        raise UsageError("--follow has no --session: select finished rollouts with --metadata KEY=VALUE")
+    selected = FeedFilter(
+        metadata=dict(_condition(text) for text in options.metadata),
+        weight_versions=frozenset(options.weight_version),
+    )
+    store = chosen_store(options)
+    follower = Follower(store, LAYOUTS[options.layout], selected, options.shared, options.after or 0)
+
+    async def run(file: BinaryIO) -> None:
+        await store.open()
+        try:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, follower.stop)
+            await follower.run(file, lambda error: _say(f"{error}; it is tried again"))
+        finally:
+            await store.aclose()
+
+    code = 0
+    try:
+        with _appended(options.out) as file:
+            asyncio.run(run(file))
+    except KeyboardInterrupt:
+        pass  # before the signal handlers were there
+    except BrokenPipeError:
+        forget_stdout()
+        code = 1
+    except (StoreError, OSError) as error:
+        _say(str(error))
+        code = 1
+    print(table(follower.report, "stdout" if options.out == STDOUT else options.out), file=sys.stderr)
+    _say(f"go on with --after {follower.position}")
+    return code
+
+
+def _condition(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UsageError(f"--metadata must be KEY=VALUE, not {text!r}")
+    return key, value
+
+
+@contextlib.contextmanager
+def _appended(out: str) -> Iterator[BinaryIO]:
+    """The file, at its end: what an earlier run wrote stays."""
+    if out == STDOUT:
+        yield sys.stdout.buffer
+        return
+    path = regular_file(out)
+    path.touch()
+    with path.open("r+b") as file:
+        end_last_line(file)
+        yield file
+
+
+def _say(message: str) -> None:
+    print(f"tokenproxy: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,63 @@
+"""The base of the routes that need the store, and what they read from a URL's query."""
+
+import math
+from abc import abstractmethod
+from urllib.parse import parse_qs
+
+import msgspec
+
+from proxy.errors import BadRequest, EngineUnavailable
+from proxy.history.store import StoreError
+from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
+from proxy.routes.base import Route
+from proxy.routes.scopes import KeyScope
+from proxy.turn.services import Services
+
+
+class StoreRoute(Route):
+    """Base of the routes that need the store only, not an engine (except to verify credentials)."""
+
+    # a longer limit, because a session may be large, and these routes cannot respond without the store
+    store_seconds = 10.0
+
+    def needed_scope(self, method: str, path: str) -> KeyScope | None:
+        """See `Route.needed_scope`: who may sample may also make, reward and delete the sessions of it."""
+        return KeyScope.READ if method in ("GET", "HEAD") else KeyScope.INFERENCE
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """See the route's summary."""
+        try:
+            status, value = await self.reply(request, services)
+        except StoreError as error:
+            raise EngineUnavailable(f"the store does not respond, try again later: {error}") from error
+        return BytesResponse(status, list(JSON_HEADERS), msgspec.json.encode(value))
+
+    @property
+    def description(self) -> str:
+        """See `Route.description`."""
+        return type(self).reply.__doc__ or ""
+
+    @abstractmethod
+    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+        """Status and body. Raises StoreError, ApiError."""
+
+
+def query_value(request: Request, name: str, default: str) -> str:
+    """The last value of a parameter in the query."""
+    return [default, *query_values(request, name)][-1]
+
+
+def query_values(request: Request, name: str) -> list[str]:
+    """All values of a parameter in the query."""
+    return parse_qs(request.path.partition("?")[2]).get(name, [])
+
+
+def number(name: str, text: str) -> float:
+    """The number that a parameter holds. Raises BadRequest."""
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise BadRequest(f"`{name}` must be a number", param=name) from error
+    if math.isnan(value):
+        raise BadRequest(f"`{name}` must be a number", param=name)
+    return value

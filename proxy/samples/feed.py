@@ -1,0 +1,145 @@
+"""Reads the feed of finished rollouts as samples, in steps of a limited size.
+
+What is read is at least as new as the entry of the feed: a rollout that changes while it is read comes again
+with its next revision.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from proxy.history.feed import FinishedRollout
+from proxy.history.store import Session, Store
+from proxy.history.turn import Turn
+from proxy.samples.samples import Refused, Sample, Samples, Shared, TurnSpan, samples_of
+
+T = TypeVar("T")
+
+ENTRIES_AT_ONCE = 100
+"""Entries of the feed that are read from the store at a time."""
+MOST_SCANNED = 1000
+"""Entries that one step looks at: a filter that selects nothing must not keep a reader waiting."""
+MOST_IDS = 2**19
+"""Ids of samples after which a step returns. The last rollout may exceed it: a rollout is never divided."""
+
+
+class InThread(Protocol):
+    """Runs work in a thread."""
+
+    async def __call__(self, work: Callable[[], T], /) -> T:
+        """The result of `work`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FeedFilter:
+    """Which samples a reader gets. Empty conditions select everything."""
+
+    tenant: str | None = None
+    """Whose rollouts; None for all."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Values of the session's metadata: the text of a string, the JSON of any other value."""
+    weight_versions: frozenset[str] = frozenset()
+    """Samples of which every turn was sampled by one of these weights alone or by several of them. Samples
+    with a turn whose weights are unknown are not selected."""
+
+    def selects_session(self, session: Session) -> bool:
+        """Whether the metadata of a session are as required."""
+        if not self.metadata:
+            return True
+        try:
+            values = msgspec.json.decode(session.metadata, type=dict[str, msgspec.Raw])
+        except msgspec.DecodeError:
+            return False
+        return all(key in values and _text(values[key]) == text for key, text in self.metadata.items())
+
+    def selects_sample(self, sample: Sample) -> bool:
+        """Whether the weights of a sample are as required."""
+        return not self.weight_versions or all(
+            bool(versions := weights_of(turn)) and versions <= self.weight_versions for turn in sample.turns
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRollout:
+    """A finished rollout, with those of its samples that were selected."""
+
+    entry: FinishedRollout
+    samples: Sequence[Sample]
+    refused: Sequence[Refused]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedStep:
+    """What one step read."""
+
+    rollouts: Sequence[ReadRollout]
+    position: int
+    """How far the step looked: the next one begins after it."""
+    more: bool
+    """Whether the feed goes on after that position."""
+
+
+async def read_step(
+    store: Store, after: int, limit: int, selected: FeedFilter, shared: Shared, in_thread: InThread
+) -> FeedStep:
+    """Read the next finished rollouts after a position.
+
+    Args:
+        limit: of rollouts.
+        shared: whether turns that samples share are trained once or in each.
+        in_thread: runs the work that samples take.
+
+    Raises:
+        StoreError: the store does not respond.
+    """
+    rollouts: list[ReadRollout] = []
+    scanned = ids = 0
+    while scanned < MOST_SCANNED:
+        entries = await store.feed.read(after, limit=ENTRIES_AT_ONCE, tenant=selected.tenant)
+        for entry in entries:
+            if len(rollouts) == limit or ids >= MOST_IDS:
+                return FeedStep(rollouts, after, more=True)
+            if selected.selects_session(entry.session):
+                rollout = await _read(store, entry, selected, shared, in_thread)
+                if rollout is not None:
+                    rollouts.append(rollout)
+                    ids += sum(len(sample.prompt_ids + sample.completion_ids) for sample in rollout.samples)
+            after = entry.position
+        scanned += len(entries)
+        if len(entries) < ENTRIES_AT_ONCE:
+            return FeedStep(rollouts, after, more=False)
+    return FeedStep(rollouts, after, more=True)
+
+
+async def _read(
+    store: Store, entry: FinishedRollout, selected: FeedFilter, shared: Shared, in_thread: InThread
+) -> ReadRollout | None:
+    """The samples of a rollout; None if it was removed meanwhile, or none of its samples is selected."""
+    turns = await store.turns(entry.session.id)
+    if not turns:
+        return None
+    rewards = await store.rewards(entry.session.id)
+    found = await in_thread(lambda: _samples(turns, rewards, entry, shared))
+    samples = [sample for sample in found.samples if selected.selects_sample(sample)]
+    if selected.weight_versions and not samples:
+        return None
+    return ReadRollout(entry, samples, found.refused)
+
+
+def _samples(
+    turns: Sequence[Turn], rewards: Mapping[str, float], entry: FinishedRollout, shared: Shared
+) -> Samples:
+    return samples_of(turns, rewards, session=entry.session, shared=shared, revision=entry.revision)
+
+
+def weights_of(turn: TurnSpan) -> set[str]:
+    """The versions of the weights that sampled a turn; empty if they are unknown."""
+    return {span.version for span in turn.weight_versions}
+
+
+def _text(value: msgspec.Raw) -> str:
+    decoded = msgspec.json.decode(value)
+    return decoded if isinstance(decoded, str) else msgspec.json.encode(decoded).decode()

@@ -1,0 +1,110 @@
+"""Writes the samples of finished rollouts to a file, as they are finished, until it is told to stop."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import BinaryIO, TypeVar
+
+import msgspec
+
+from proxy.history.store import Store, StoreError, StoreUnusable
+from proxy.samples.export import Report
+from proxy.samples.feed import FeedFilter, read_step
+from proxy.samples.layouts import Layout
+from proxy.samples.samples import Shared
+
+T = TypeVar("T")
+
+POLL_S = 0.5
+"""Seconds between two reads of a feed that has not grown."""
+_ROLLOUTS_AT_ONCE = 16
+_TAIL_BYTES = 2**16
+
+
+class Follower:
+    """Reads the feed of a store and writes its samples, one JSON object a line."""
+
+    def __init__(
+        self, store: Store, layout: Layout, selected: FeedFilter, shared: Shared, after: int
+    ) -> None:
+        """Nothing is read yet. `after`: the position after which to begin."""
+        self.position = after
+        """Everything up to here was written and flushed."""
+        self.report = Report()
+        self._store = store
+        self._layout = layout
+        self._selected = selected
+        self._shared = shared
+        self._stopped = asyncio.Event()
+
+    def stop(self) -> None:
+        """End `run` before the next rollout."""
+        self._stopped.set()
+
+    async def run(self, file: BinaryIO, on_error: Callable[[StoreError], object]) -> None:
+        """Write what is finished until `stop`.
+
+        Args:
+            on_error: called if the store does not respond, once until it does again.
+
+        Raises:
+            StoreUnusable: the store can never be read.
+            OSError: the file cannot be written.
+        """
+        works = True
+        while not self._stopped.is_set():
+            try:
+                grown = await self._step(file)
+                works = True
+            except StoreUnusable:
+                raise
+            except StoreError as error:
+                if works:
+                    on_error(error)
+                grown = works = False
+            if not grown:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await self._stopped.wait()
+
+    async def _step(self, file: BinaryIO) -> bool:
+        """Write the next rollouts; False if there are no more for now."""
+        after = min(self.position, await self._store.feed.end())
+        step = await read_step(self._store, after, _ROLLOUTS_AT_ONCE, self._selected, self._shared, _at_once)
+        for rollout in step.rollouts:
+            if self._stopped.is_set():
+                return True
+            rows = [self._layout.row(sample) for sample in rollout.samples]
+            file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+            file.flush()
+            self.position = rollout.entry.position
+            self.report.add(rollout.samples, rollout.refused)
+        self.position = max(self.position, step.position)
+        return step.more
+
+
+async def _at_once(work: Callable[[], T]) -> T:
+    return work()
+
+
+def end_last_line(file: BinaryIO) -> None:
+    """Remove the beginning of a line that a killed process left at the end of a file.
+
+    Args:
+        file: open for reading and writing; the position moves to its end.
+    """
+    size = file.seek(0, os.SEEK_END)
+    start, tail = size, b""
+    while start > 0 and b"\n" not in tail:
+        length = min(_TAIL_BYTES, start)
+        start = file.seek(start - length)
+        tail = file.read(length) + tail
+    line = tail.rpartition(b"\n")[2]
+    try:
+        msgspec.json.decode(line or b"null")
+    except msgspec.DecodeError:
+        file.truncate(size - len(line))
+    file.seek(0, os.SEEK_END)
+    if line and file.tell() == size:
+        file.write(b"\n")

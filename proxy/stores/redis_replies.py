@@ -1,0 +1,39 @@
+"""Reads what the scripts of a Redis store reply."""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+
+from proxy.history.store import Session
+
+
+def read_reply(packed: bytes) -> Iterator[bytes]:
+    """The values of a script's reply: b"5:hello2:ab" becomes b"hello", b"ab"."""
+    start = 0
+    while start < len(packed):
+        colon = packed.index(b":", start)
+        start = colon + 1 + int(packed[start:colon])
+        yield packed[colon + 1 : start]
+
+
+def read_session(rollout: bytes, parts: Iterator[bytes]) -> Session:
+    """The session of a rollout from the values that `reply_session` of `redis_functions` appends."""
+    used, count = float(next(parts)), int(next(parts))
+    fields = list(islice(parts, count))
+    return session_from(rollout.decode(), used, dict(zip(fields[::2], fields[1::2], strict=True)))
+
+
+def session_from(rollout: str, used: float, fields: Mapping[bytes, bytes]) -> Session:
+    """A session from the fields of its hash."""
+    return Session(
+        id=rollout,
+        tenant=fields[b"tenant"].decode(),
+        explicit=fields[b"explicit"] == b"1",
+        ambiguous=b"ambiguous" in fields,
+        created=float(fields[b"created"]),
+        used=used,
+        turns=int(fields.get(b"turns", 0)),
+        size=int(fields[b"size"]),
+        defaults=fields[b"defaults"],
+        overrides=fields[b"overrides"],
+        metadata=fields[b"metadata"],
+    )
