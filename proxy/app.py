@@ -12,6 +12,7 @@ from proxy import __version__
 from proxy.engine.http import HttpEngine
 from proxy.fleet.choosing import make_choice
 from proxy.fleet.fleet import Fleet
+from proxy.fleet.hold import Hold
 from proxy.fleet.load import Capacity
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import Routing
@@ -45,8 +46,10 @@ async def running(services: Services) -> AsyncIterator[Services]:
         # threads
         stack.push_async_callback(asyncio.to_thread, services.encoders.shutdown)
         stack.push_async_callback(services.fleet.stop)
+        stack.push_async_callback(services.admin_calls.stop)
         await services.history.open()
         stack.push_async_callback(services.history.aclose)
+        stack.push_async_callback(services.fleet.weights.stop)  # it reads the store
         services.history.tasks.run_forever(measure_lag(services.history.metrics))
         services.fleet.start()
         yield services
@@ -74,8 +77,10 @@ def create_app(
             aclosing(observer),
             key_file.watched() if key_file else nullcontext(),
         ):
-            make_replica = _replica_maker(settings, template, metrics)
-            async with _serving(settings, make_replica, metrics, requests) as services, aclosing(credentials):
+            fleet = _make_fleet(settings)
+            make_replica = _replica_maker(settings, template, metrics, fleet.weights.hold)
+            serving = _serving(settings, fleet, make_replica, metrics, requests)
+            async with serving as services, aclosing(credentials):
                 app.state.services = services
                 yield
 
@@ -108,11 +113,19 @@ def _make_fleet(settings: Settings) -> Fleet:
         Capacity(settings.replica_requests, settings.replica_ids),
         settings.queue_requests,
         settings.queue_timeout_s,
+        settings.watch_interval_s,
+        settings.weight_update_timeout_s,
     )
 
 
-def _replica_maker(settings: Settings, template: str | None, metrics: Metrics) -> Callable[[str], Replica]:
-    """A function that creates the replica of a base URL. All replicas share the tokenizers."""
+def _replica_maker(
+    settings: Settings, template: str | None, metrics: Metrics, hold: Hold
+) -> Callable[[str], Replica]:
+    """A function that creates the replica of a base URL. All replicas share the tokenizers.
+
+    Args:
+        hold: time in which streams may pause for longer.
+    """
     tokenizers = Tokenizers(
         settings.tokenizer,
         template,
@@ -127,6 +140,7 @@ def _replica_maker(settings: Settings, template: str | None, metrics: Metrics) -
             key,
             connect_timeout_s=settings.connect_timeout_s,
             idle_timeout_s=settings.idle_timeout_s or None,
+            held_seconds=hold.seconds,
         )
         return Replica(
             MonitoredEngine(engine, metrics),
@@ -142,13 +156,14 @@ def _replica_maker(settings: Settings, template: str | None, metrics: Metrics) -
 @asynccontextmanager
 async def _serving(
     settings: Settings,
+    fleet: Fleet,
     make_replica: Callable[[str], Replica],
     metrics: Metrics,
     requests: RunningRequests | None,
 ) -> AsyncIterator[Services]:
     """Run the services of a fleet, and keep its replicas equal to the list of engines."""
     encoders = EncoderPool(settings.encoder_threads, settings.encoder_bytes)
-    made = make_services(settings, _make_fleet(settings), encoders, metrics, requests)
+    made = make_services(settings, fleet, encoders, metrics, requests)
     async with running(made) as services:
         services.membership = membership = make_membership(settings, services, make_replica)
         await membership.start()

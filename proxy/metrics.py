@@ -33,6 +33,8 @@ class ReplicaState(StrEnum):
     """It gets requests."""
     DRAINING = "draining"
     """It completes its running requests and gets no new ones."""
+    STALE = "stale"
+    """It responds, and gets no requests, because its weights are not those of the fleet."""
     EJECTED = "ejected"
     """It gets no requests for a while, because of its errors."""
     DOWN = "down"
@@ -168,6 +170,10 @@ class Metrics:
         self._load = self._gauge(
             "replica_requests_in_flight", "Requests that were sent to a replica and are not over.", "replica"
         )
+        self.admin_calls = self._counter(
+            "admin_calls", "Calls that were sent to all replicas, by how many of them succeeded.",
+            "route", "result",
+        )  # fmt: skip
         self._ejections = self._counter(
             "replica_ejections", "Times a replica was taken out of use, by reason.", "replica", "reason"
         )

@@ -6,6 +6,7 @@ from proxy.fleet.changes import Changes, fleet_id
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.membership import Membership
 from proxy.fleet.replica import Replica
+from proxy.fleet.weight_calls import WeightCalls
 from proxy.history.audit import Auditor
 from proxy.history.encoders import EncoderPool
 from proxy.history.history import History
@@ -16,6 +17,7 @@ from proxy.images import ImageLimits
 from proxy.metrics import Metrics
 from proxy.monitoring.store import timed_store
 from proxy.settings import Settings
+from proxy.stores.fleet_state import StoredState
 from proxy.stores.guarded import GuardedStore
 from proxy.stores.replica_changes import StoredChanges
 from proxy.stores.urls import make_store
@@ -38,6 +40,8 @@ def make_services(
     fetcher = ImageFetcher(settings.image_hosts, settings.image_bytes, settings.image_timeout_s)
     limits_of_images = ImageLimits(settings.image_bytes, settings.image_pixels)
     images = ImageLoader(encoders, limits_of_images, fetcher.fetch if settings.image_hosts else None)
+    shared = settings.store != "memory:"
+    fleet.weights.store = StoredState(guarded, _fleet_name(settings), shared=shared)
     return Services(
         fleet,
         guarded,
@@ -51,11 +55,13 @@ def make_services(
             settings.finish_after_s,
             images,
         ),
+        WeightCalls(fleet, metrics),
         encoders,
         settings.body_limit_bytes,
         store_timeout_s=settings.store_timeout_s,
         record_logprobs=settings.record_logprobs,
         record_token_route=settings.record_token_route,
+        cache_salt_by_version=settings.cache_salt_by_version,
         body_timeout_s=settings.body_timeout_s,
         running=running or RunningRequests(),
     )
@@ -65,12 +71,16 @@ def make_membership(
     settings: Settings, services: Services, make_replica: Callable[[str], Replica]
 ) -> Membership:
     """The membership of the services' fleet. It is to be started once the store is open."""
-    name = settings.fleet_name or fleet_id(settings.upstreams, settings.upstreams_file)
     return Membership(
         services.fleet,
         make_replica,
-        Changes(StoredChanges(services.store, name)),
+        Changes(StoredChanges(services.store, _fleet_name(settings))),
         settings.upstreams,
         settings.upstreams_file,
         settings.watch_interval_s,
     )
+
+
+def _fleet_name(settings: Settings) -> str:
+    """The name under which processes of one fleet share what changes while they run."""
+    return settings.fleet_name or fleet_id(settings.upstreams, settings.upstreams_file)

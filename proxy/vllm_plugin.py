@@ -109,7 +109,11 @@ class TokenProxyPlugin:
         replica = Replica(
             self._engine, tokenizers, settings.token_in, settings.watch_interval_s, mode, metrics
         )
-        fleet = Fleet([replica])
+        fleet = Fleet(
+            [replica],
+            watch_interval_s=settings.watch_interval_s,
+            weight_update_timeout_s=settings.weight_update_timeout_s,
+        )
         if settings.store == "memory:" and (getattr(args, "api_server_count", 1) or 1) > 1:
             log.warning(
                 "`store` is memory: and there are %d API server processes: a conversation is recognised only "

@@ -5,6 +5,7 @@ import pytest
 
 from proxy import __version__
 from proxy.app import create_app
+from proxy.fleet.admin_calls import ADMIN_CALLS
 from proxy.settings import Settings
 from tests.fake_vllm import FakeVllm
 from tests.utils import run_server
@@ -25,6 +26,7 @@ def test_the_page_shows_the_routes_of_the_proxy(page: Any) -> None:
         *("/v1/samples", "/v1/samples/ack", "/v1/samples/consumers", "/v1/samples/consumers/{consumer}"),
         *("/admin/replicas", "/admin/replicas/drain"),
         *("/ready", "/health", "/metrics"),
+        *(call.path for call in ADMIN_CALLS),
     }
 
 

@@ -12,6 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 import tokenization
 from proxy import errors
 from proxy.dialects.prompt_fields import ALIASES
+from proxy.fleet.admin_calls import ADMIN_CALLS
 from proxy.history.vocabulary import Problem, Reason, Source
 from proxy.metrics import Ids, Metrics, ReplicaState
 from proxy.routes.routes import all_routes
@@ -181,3 +182,14 @@ def test_commands_of_make_exist(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_table_of_admin_calls() -> None:
+    """The same rows as in the code, in the same order."""
+    page = (_ROOT / "docs" / "weights.md").read_text()
+    row = r"^\| `(\w+) (/\S+)` \| (\w+)[^|]*?(?:`(\w+)`)? \| (stays|leaves) \|"
+    rows = re.findall(row, page, re.MULTILINE)
+    assert rows == [
+        (call.method, call.path, str(call.join), call.field, "leaves" if call.leaves else "stays")
+        for call in ADMIN_CALLS
+    ]

@@ -9,7 +9,7 @@ callback verifies that the engine still serves the same model: see `HttpEngine.v
 
 import time
 from base64 import b64encode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from yarl import URL
 
@@ -55,6 +55,7 @@ class HttpEngine:
         *,
         connect_timeout_s: float | None = None,
         idle_timeout_s: float | None = None,
+        held_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """A user and password in `base_url` are sent as Basic credentials, in place of `api_key`.
 
@@ -63,7 +64,9 @@ class HttpEngine:
         Args:
             connect_timeout_s: None for no limit.
             idle_timeout_s: how long a stream may pause; None for no limit.
+            held_seconds: returns how long engines were paused until now. A pause starts the time anew.
         """
+        self._held_seconds = held_seconds
         self.name = without_credentials(normalise_base_url(base_url))
         url = URL(self.name)
         self._pool = ConnectionPool(url, self.name, connect_timeout_s)
@@ -80,7 +83,7 @@ class HttpEngine:
             BadRequest: a header or the path holds a line break.
         """
         head = self._head(request)
-        connection = await self._pool.get(request.method)
+        connection = await self._pool.get(request.method, fresh=request.fresh)
         began = time.monotonic()
         try:
             return await self._send(connection, request, head)
@@ -107,7 +110,7 @@ class HttpEngine:
         except BaseException:  # cancellation too: the response of this request must not reach the next one
             connection.abort()
             raise
-        return HttpResponse(connection, self._pool, self.name, self._idle_timeout_s)
+        return HttpResponse(connection, self._pool, self.name, self._idle_timeout_s, self._held_seconds)
 
     def _head(self, request: Request) -> bytes:
         """The request line and the headers."""
@@ -142,8 +145,15 @@ class HttpResponse:
     """A response that is read from the socket as the caller consumes it."""
 
     def __init__(
-        self, connection: Connection, pool: ConnectionPool, name: str, idle_timeout_s: float | None = None
+        self,
+        connection: Connection,
+        pool: ConnectionPool,
+        name: str,
+        idle_timeout_s: float | None = None,
+        held_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self._held_seconds = held_seconds
+        self._held_s = held_seconds()
         self.status = connection.status
         self.headers: Headers = [pair for pair in connection.headers if pair[0] not in _NOT_RETURNED]
         self._connection: Connection | None = connection
@@ -171,7 +181,13 @@ class HttpResponse:
                 if chunk is None:
                     began = time.monotonic()
                     left_s = limit.seconds()
-                    await connection.wait(None if left_s is None else max(0.0, left_s - waited_s))
+                    try:
+                        await connection.wait(None if left_s is None else max(0.0, left_s - waited_s))
+                    except TimeoutError:
+                        if not self._was_paused():
+                            raise
+                        waited_s = 0.0
+                        continue
                     waited_s += time.monotonic() - began
                     continue
                 if not chunk:
@@ -183,6 +199,11 @@ class HttpResponse:
             raise EngineTimeout(f"{self._name} sends its response too slowly", received=True) from error
         except BrokenOff as error:
             raise EngineBroken(f"{self._name} broke off in the middle of its response") from error
+
+    def _was_paused(self) -> bool:
+        """Whether the engine is paused, or was since the last call: then its silence proves nothing."""
+        held_s, self._held_s = self._held_s, self._held_seconds()
+        return self._held_s > held_s
 
     async def read(self) -> bytes:
         """The whole body. Raises as `chunks`."""

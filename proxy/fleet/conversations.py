@@ -28,6 +28,8 @@ class _Active:
     ids: int
     used: float
     running: int = 0
+    cached: bool = True
+    """Whether the replica may have its ids in its prefix cache."""
 
 
 @dataclass(slots=True)
@@ -66,9 +68,15 @@ class Conversations:
         return len(self._active)
 
     def holder(self, key: str) -> str:
-        """The replica that served a conversation last; empty if it is not active."""
+        """The replica that may have the ids of a conversation in its cache; empty if it is not active."""
         active = self._active.get(key) or self._quiet.get(key)
-        return active.replica if active is not None else ""
+        return active.replica if active is not None and active.cached else ""
+
+    def forget_caches(self, replica: str) -> None:
+        """Take note that a replica holds the ids of no conversation but of those that run on it."""
+        for active in (*self._active.values(), *self._quiet.values()):
+            if active.replica == replica and not active.running:
+                active.cached = False
 
     def begin(self, key: str, replica: str, ids: int) -> None:
         """Count a request of a conversation that is sent to a replica, with a prompt of about `ids` ids."""

@@ -2,24 +2,33 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from proxy.engine.discovery import NO_TOKEN_IN
-from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Unsupported
+from proxy.errors import (
+    ApiError,
+    EngineBroken,
+    EngineTimeout,
+    EngineUnavailable,
+    NotFound,
+    Unsupported,
+)
 from proxy.fleet.choosing import Candidate, Choose, Policy, Preference, make_choice
 from proxy.fleet.conversations import Conversations
 from proxy.fleet.dispatch import Dispatch, Work
 from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Capacity, Lease
 from proxy.fleet.pace import Crowding, ExpectedLength
+from proxy.fleet.place import Place, end_lease, give_back
 from proxy.fleet.prefixes import Prefixes
 from proxy.fleet.queue import FairQueue, FlowKey
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import Routing
 from proxy.fleet.silence import SilenceWatch
 from proxy.fleet.suspects import Suspects
+from proxy.fleet.weights import TIMEOUT_S, Weights
 from proxy.http import Request, Response
 from proxy.monitoring.exchange import queued
 
@@ -40,6 +49,8 @@ class Fleet:
         capacity: Capacity | None = None,
         queue_requests: int = 0,
         queue_timeout_s: float = 600.0,
+        watch_interval_s: float = 5.0,
+        weight_update_timeout_s: float = TIMEOUT_S,
     ) -> None:
         """A fleet that is not watched yet.
 
@@ -47,12 +58,18 @@ class Fleet:
             capacity: how much may run on each replica; requests wait for more in a fair queue.
             queue_requests: how many may wait.
             queue_timeout_s: how long each may wait.
+            watch_interval_s: seconds between two looks at the weights of the replicas.
+            weight_update_timeout_s: how long an admin call may take on a replica.
         """
-        self.replicas = list(replicas)
+        self.replicas: list[Replica] = []
+        self.watch_interval_s = watch_interval_s
+        self.weights = Weights(self, weight_update_timeout_s)
         self.leaving: list[Replica] = []
         """Removed replicas on which requests still run."""
         self._capacity = capacity or Capacity()
-        self.queue: FairQueue[Place] = FairQueue(queue_requests, queue_timeout_s, _give_back)
+        self.queue: FairQueue[Place] = FairQueue(
+            queue_requests, queue_timeout_s, give_back, self.weights.hold
+        )
         self.conversations = Conversations()
         self.prefixes = Prefixes()
         self.suspects = Suspects()
@@ -64,10 +81,15 @@ class Fleet:
         self._next = 0
         self._started = False
         self._closing: set[asyncio.Task[None]] = set()
+        self._cleared_at: dict[str, float] = {}
+        """When the prefix cache of a replica was last cleared, in seconds since the epoch."""
+        for replica in replicas:
+            self.add(replica)
 
     def add(self, replica: Replica) -> None:
-        """Add a replica; it gets requests once it was discovered."""
+        """Add a replica; it gets requests once it was discovered and its weights are those of the fleet."""
         self.replicas.append(replica)
+        replica.weights = self.weights
         if self._started:
             replica.start(self._lateness)
 
@@ -97,11 +119,13 @@ class Fleet:
         self._started = True
         self._lateness.start()
         self._silence.start()
+        self.weights.start()
         for replica in self.replicas:
             replica.start(self._lateness)
 
     async def stop(self) -> None:
         """Stop watching and close all connections."""
+        await self.weights.stop()
         await self._silence.stop()
         await self._lateness.stop()
         for task in self._closing:
@@ -144,15 +168,35 @@ class Fleet:
         """
         return await Dispatch(self, routing, work).run()
 
-    async def send_to_any(self, request: Request, routing: Routing) -> Response:
+    async def send_to_any(
+        self, request: Request, routing: Routing, adapt: Callable[[Request, Replica], Request] | None = None
+    ) -> Response:
         """Send a request to a ready replica; if none is, to one that refuses discovery without a credential.
+
+        Args:
+            adapt: the request for a replica; None sends it as it is.
 
         Raises: as `send`.
         """
         need_credential = [replica for replica in self.replicas if replica.wants_credential]
         if need_credential and not any(replica.ready for replica in self.replicas):
             return await need_credential[0].engine.send(request)
-        return await self.send(lambda replica: replica.engine.send(request), routing)
+
+        def work(replica: Replica) -> Awaitable[Response]:
+            return replica.engine.send(adapt(request, replica) if adapt is not None else request)
+
+        return await self.send(work, routing)
+
+    def named(self, name: str) -> Replica:
+        """The replica of that name.
+
+        Raises:
+            NotFound: there is none.
+        """
+        for replica in self.replicas:
+            if replica.name == name:
+                return replica
+        raise NotFound(f"no replica at {name}: GET /admin/replicas lists them", param="x-replica")
 
     async def lend_credential(self, credential: tuple[bytes, bytes]) -> None:
         """Repeat discovery with a client's accepted credential on the replicas that refuse it without one."""
@@ -166,7 +210,7 @@ class Fleet:
 
         Raises: as `send`.
         """
-        ready = await self._usable(token_in)
+        ready = await self._usable(token_in, samples=False)
         self._next += 1
         start = self._next  # other requests count on while this one waits
         last: EngineTimeout | EngineBroken | None = None
@@ -188,7 +232,7 @@ class Fleet:
                 last = error
         raise last if last is not None else self.nothing_responds()
 
-    async def place(self, routing: Routing) -> "Place":
+    async def place(self, routing: Routing) -> Place:
         """A place for a request on the replica that the policy chooses, waited for in the fair queue.
 
         Raises:
@@ -196,23 +240,31 @@ class Fleet:
             EngineUnavailable: no replica responds.
             Overloaded: too many requests wait, or this one waited for too long.
         """
-        await self._usable(routing.token_in)  # the first discovery may still run
+        held = self.weights.hold
+        if not (held.active and routing.samples):
+            await self._usable(routing.token_in, samples=routing.samples)  # the first discovery may still run
 
         def take() -> Place | None:
-            usable = self._usable_now(routing.token_in)
+            if held.active and routing.samples:
+                return None
+            usable = self._usable_now(routing.token_in, samples=routing.samples)
             if not usable:
                 raise self.nothing_responds()
             free = [replica for replica in usable if replica.load.has_capacity(routing.ids, self._capacity)]
+            if not free and held.active:
+                free = usable  # the requests that run are paused, so that no place becomes free
             if not free:
                 return None
             first = self._chosen(free, routing)
-            others = [replica for replica in self._capable(routing.token_in) if replica is not first]
+            capable = self._capable(routing.token_in, samples=routing.samples)
+            others = [replica for replica in capable if replica is not first]
             others.sort(key=lambda replica: (not replica.breaker.allows, replica.load.requests))
             lease = first.load.begin(routing.ids)
             first.breaker.started(lease)  # at once: the next in the queue must not be a second trial
             return Place(first, lease, others)
 
-        if not self.queue.waiting and (place := take()) is not None:
+        overtakes = not self.queue.waiting or (held.active and not routing.samples)
+        if overtakes and (place := take()) is not None:
             return place
         with queued():
             key = FlowKey(routing.tenant, routing.conversation)
@@ -244,17 +296,20 @@ class Fleet:
 
     def in_use(self, replica: Replica) -> bool:
         """Whether a replica may still get a request whose order was fixed earlier."""
-        return replica in self.replicas and replica.ready and not replica.draining
+        return replica in self.replicas and self._takes(replica)
 
     def ended(self, replica: Replica, lease: Lease) -> None:
         """A request no longer runs on a replica: one that waits may have its place."""
-        _end(replica, lease)
+        end_lease(replica, lease)
         if self.queue.waiting:
             self.queue.wake()
 
     def holder(self, routing: Routing) -> str:
         """The replica that holds the prefix of a request in its cache; empty if there is none."""
-        return self.conversations.holder(routing.conversation) or routing.holder
+        active = self.conversations.holder(routing.conversation)
+        if active or routing.held_since >= self._cleared_at.get(routing.holder, 0.0):
+            return active or routing.holder
+        return ""
 
     def prefix_holder(self, prompt: bytes) -> tuple[str, float]:
         """The least loaded replica with the longest beginning of a prompt, and its share of the prompt."""
@@ -270,6 +325,12 @@ class Fleet:
         """Take note that a replica holds a prompt in its cache."""
         if len(self.replicas) > 1:
             self.prefixes.put(prompt, replica.name)
+
+    def forget_prefixes(self, replica: Replica) -> None:
+        """Take note that the prefix cache of a replica was cleared."""
+        self._cleared_at[replica.name] = time.time()
+        self.prefixes.forget(replica.name)
+        self.conversations.forget_caches(replica.name)
 
     def failed(self, replica: Replica, problem: ApiError) -> None:
         """A request failed on a replica, for a reason that may lie in the replica."""
@@ -315,49 +376,39 @@ class Fleet:
             for replica in self.replicas
         ]
 
-    def _ready(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.ready and not replica.draining]
+    def _takes(self, replica: Replica, *, samples: bool = True) -> bool:
+        """Whether a replica takes requests; other weights do not matter for requests that do not sample."""
+        responds = replica.ready and not replica.draining
+        return responds and (not samples or self.weights.serves(replica))
 
-    async def _usable(self, token_in: bool) -> list[Replica]:
+    def _ready(self, *, samples: bool = True) -> list[Replica]:
+        ready = [replica for replica in self.replicas if self._takes(replica)]
+        if samples or ready:
+            return ready
+        return [replica for replica in self.replicas if self._takes(replica, samples=False)]
+
+    async def _usable(self, token_in: bool, *, samples: bool = True) -> list[Replica]:
         """The replicas that may get a request; waits until the first discovery of all of them ended."""
-        if not self._ready():
+        if not self._ready(samples=samples):
             with queued():
                 await self.wait_discovered()
-        return self._usable_now(token_in)
+        return self._usable_now(token_in, samples=samples)
 
-    def _usable_now(self, token_in: bool) -> list[Replica]:
+    def _usable_now(self, token_in: bool, *, samples: bool = True) -> list[Replica]:
         """The replicas that may get a request; those with an open breaker only if there are no others.
 
         Raises:
             Unsupported: exact prompts are needed, and no replica that is ready takes them.
         """
-        capable = self._capable(token_in)
+        capable = self._capable(token_in, samples=samples)
         return [replica for replica in capable if replica.breaker.allows] or capable
 
-    def _capable(self, token_in: bool) -> list[Replica]:
+    def _capable(self, token_in: bool, *, samples: bool = True) -> list[Replica]:
         """The replicas that are ready and can serve a request. Raises as `_usable_now`."""
-        ready = self._ready()
+        ready = self._ready(samples=samples)
         if not token_in:
             return ready
         capable = [r for r in ready if r.capabilities is not None and r.capabilities.token_in is not None]
         if ready and not capable:
             raise Unsupported(NO_TOKEN_IN, param="prompt_ids", code="no_token_in")
         return capable
-
-
-@dataclass(slots=True)
-class Place:
-    """A place on a replica, and the replicas that may get the request if that one fails."""
-
-    replica: Replica
-    lease: Lease
-    others: list[Replica]
-
-
-def _give_back(place: Place) -> None:
-    _end(place.replica, place.lease)
-
-
-def _end(replica: Replica, lease: Lease) -> None:
-    replica.load.end(lease)
-    replica.breaker.ended(lease)

@@ -107,6 +107,21 @@ class Load:
                 lease.deadline.reschedule(now)
                 lease.deadline = None
 
+    def restart(self) -> None:
+        """Forget the silence until now: the replica was paused."""
+        self._progressed = self.clock()
+
+    def shift(self, seconds: float) -> None:
+        """Leave a pause that ended now out of all measurements.
+
+        Args:
+            seconds: how long it was.
+        """
+        now = self.clock()
+        for lease in self.running:
+            lease.started += min(seconds, max(0.0, now - lease.started))
+        self.restart()
+
     def answered(self, lease: Lease) -> None:
         """Measure how fast the replica reads prompts, when the first byte of a response arrives."""
         now = self.clock()

@@ -5,6 +5,7 @@ first 2^k bytes is kept for each k, with the replicas that served them. The long
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,27 +17,39 @@ _REMEMBERED = 65_536
 _HOLDERS = 8
 """Replicas that are remembered for one beginning: many conversations may share a system prompt."""
 
+_Holder = tuple[str, int]
+"""A replica, and how often its cache had been cleared."""
+
 
 @dataclass(slots=True)
 class Prefixes:
     """The replicas that served each beginning of a prompt."""
 
-    _holders: BoundedCache[bytes, tuple[str, ...]] = field(default_factory=lambda: BoundedCache(_REMEMBERED))
+    _holders: BoundedCache[bytes, tuple[_Holder, ...]] = field(
+        default_factory=lambda: BoundedCache(_REMEMBERED)
+    )
+    _clearings: Counter[str] = field(default_factory=Counter)
+    """How often the cache of each replica was cleared."""
 
     def find(self, prompt: bytes) -> tuple[tuple[str, ...], float]:
         """The replicas that hold the longest beginning of a prompt, the latest first, and its share."""
         holders: tuple[str, ...] = ()
         share = 0.0
         for size, digest in _beginnings(prompt):
-            if (found := self._holders.get(digest)) is not None:
+            found = tuple(name for name, of in self._holders.get(digest) or () if of == self._clearings[name])
+            if found:
                 holders, share = found, size / len(prompt)
         return holders, share
+
+    def forget(self, replica: str) -> None:
+        """Take note that a replica holds no prompt any more: its cache was cleared."""
+        self._clearings[replica] += 1
 
     def put(self, prompt: bytes, replica: str) -> None:
         """Take note that a replica served a prompt."""
         for _, digest in _beginnings(prompt):
-            others = [other for other in self._holders.get(digest) or () if other != replica]
-            self._holders.put(digest, (replica, *others[: _HOLDERS - 1]))
+            others = [other for other in self._holders.get(digest) or () if other[0] != replica]
+            self._holders.put(digest, ((replica, self._clearings[replica]), *others[: _HOLDERS - 1]))
 
 
 def _beginnings(prompt: bytes) -> Iterator[tuple[int, bytes]]:

@@ -25,6 +25,7 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from proxy.errors import Overloaded
+from proxy.fleet.hold import Hold
 
 T = TypeVar("T")
 
@@ -36,6 +37,8 @@ MAX_PASSED_OVER = 32
 """Number of requests that may be served before one that is first in line. Otherwise a large request could
 wait for ever while small ones fill the gaps."""
 _MAX_RETRY_AFTER_S = 60
+_HELD_STEP_S = 1.0
+"""Seconds between two looks at the time that is left while requests are held."""
 _STALE = 64
 """Number of stale entries and idle flows that are kept before they are dropped."""
 
@@ -158,14 +161,22 @@ class FairQueue(Generic[T]):
     `T` is the type of a place: a replica or a reservation, anything but None.
     """
 
-    def __init__(self, max_waiting: int, timeout_s: float, give_back: Callable[[T], None]) -> None:
+    def __init__(
+        self,
+        max_waiting: int,
+        timeout_s: float,
+        give_back: Callable[[T], None],
+        hold: Hold | None = None,
+    ) -> None:
         """Create an empty queue.
 
         Args:
             max_waiting: requests that may wait; 0 lets none wait.
             timeout_s: how long each may wait.
             give_back: frees a place that was taken for a request that left before it was resumed.
+            hold: while it is active, any number may wait, and the time does not count.
         """
+        self._hold = hold or Hold()
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
         self._give_back = give_back
@@ -202,7 +213,7 @@ class FairQueue(Generic[T]):
         self._add(waiter)
         since = time.monotonic()
         try:
-            await asyncio.wait([future], timeout=self._timeout_s)
+            await self._wait(future)
         except BaseException:  # cancellation too: nobody would use the place that the waiter gets
             self._abandon(waiter)
             raise
@@ -217,6 +228,19 @@ class FairQueue(Generic[T]):
             )
         self._waited(since)
         return future.result()
+
+    async def _wait(self, future: "asyncio.Future[T]") -> None:
+        """Wait for a place, for as long as a request may. Time in which requests are held does not count."""
+        began, held_s = time.monotonic(), self._hold.seconds()
+        left_s = self._timeout_s
+        while True:
+            await asyncio.wait([future], timeout=left_s)
+            waited_s = time.monotonic() - began - (self._hold.seconds() - held_s)
+            left_s = self._timeout_s - waited_s
+            if self._hold.active:
+                left_s = max(left_s, _HELD_STEP_S)
+            if future.done() or left_s <= 0:
+                return
 
     def wake(self) -> None:
         """Serve as many waiting requests as find a place. Call it each time a place became free.
@@ -286,7 +310,7 @@ class FairQueue(Generic[T]):
         Raises:
             Overloaded: that would be the caller's own request.
         """
-        if self._waiting < self._max_waiting:
+        if self._waiting < self._max_waiting or self._hold.active:
             return
         tenants = self._level.flows
         own = tenants.get(tenant)

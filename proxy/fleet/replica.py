@@ -20,6 +20,7 @@ from proxy.fleet.breaks import Breaks
 from proxy.fleet.health import Breaker
 from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Load
+from proxy.fleet.replica_report import ReplicaWeights, report
 from proxy.fleet.replica_tokenizer import ReplicaTokenizer
 from proxy.fleet.tokenizers import Tokenizers
 from proxy.http import Request
@@ -72,7 +73,8 @@ class Replica:
         self.chat_tokenizer = ReplicaTokenizer(engine.name, tokenizers)
         self._token_in = token_in
         self._interval_s = watch_interval_s
-        self._problem = "not checked yet"
+        self.problem = "not checked yet"
+        """Why it is not ready."""
         self._credential: tuple[bytes, bytes] | None = None
         self.wants_credential = False
         """Whether the engine refuses discovery without a credential that it accepts."""
@@ -80,6 +82,10 @@ class Replica:
         self._check_due = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._lateness = Lateness()
+        self.weights: ReplicaWeights | None = None
+        """What decides by its weights whether it gets requests; None if all weights do."""
+        self.weight_version: str | None = None
+        """The version of its weights; None if its engine reports none."""
         self._confirmation: asyncio.Task[bool] | None = None
         self._misses = 0
 
@@ -100,7 +106,7 @@ class Replica:
             EngineUnavailable: there are none: discovery failed, or the engine stopped responding.
         """
         if self.capabilities is None:
-            raise EngineUnavailable(self._problem)
+            raise EngineUnavailable(self.problem)
         return self.capabilities
 
     @property
@@ -150,7 +156,7 @@ class Replica:
         self.capabilities = None
         self.engine.verify(None)
         self.report_state()
-        self._problem = problem.message
+        self.problem = problem.message
         self._check_due.set()
 
     def check_now(self) -> None:
@@ -239,30 +245,12 @@ class Replica:
 
     def report(self) -> dict[str, Any]:
         """This replica's part of `GET /ready`."""
-        capabilities = self.capabilities
-        if capabilities is None:
-            return {
-                "engine": self.engine.name,
-                "ready": False,
-                "problem": self._problem,
-                "draining": self.draining,
-                "requests": self.load.requests,
-            }
-        report: dict[str, Any] = {
-            "engine": self.engine.name,
-            "ready": True,
-            "version": capabilities.version,
-            "model": capabilities.model.name if capabilities.model else None,
-            "token_in": capabilities.token_in.name if capabilities.token_in else None,
-            "breaker": self.breaker.state,
-            "draining": self.draining,
-            "requests": self.load.requests,
-        }
-        if self.breaker.ejected:
-            report["problem"] = f"no requests for {self.breaker.opens_for_s():.0f} s: {self.breaker.reason}"
-        elif capabilities.token_in is None:
-            report["problem"] = NO_TOKEN_IN
-        return report | self.chat_tokenizer.report()
+        return report(self)
+
+    @property
+    def weight_problem(self) -> str:
+        """Why its weights keep it from getting requests; empty if they do not."""
+        return self.weights.problem(self) if self.weights is not None else ""
 
     async def _watch(self) -> None:
         while True:
@@ -326,7 +314,7 @@ class Replica:
         return status == 200
 
     async def _discover(self) -> None:
-        """Run discovery. On success the replica is ready and loads its tokenizer; else `_problem` is set."""
+        """Run discovery. On success the replica is ready and loads its tokenizer; else `problem` is set."""
         try:
             async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
                 if not await self._is_healthy():
@@ -334,20 +322,22 @@ class Replica:
                     raise EngineUnavailable(f"{self.engine.name} does not respond to /health")
                 capabilities = await discover(self.questions, self._token_in)
         except CredentialRequired as error:
-            self._problem, self.wants_credential = error.message, True
+            self.problem, self.wants_credential = error.message, True
         except ApiError as error:
-            self._problem = error.message
+            self.problem = error.message
         except TimeoutError:
-            self._problem = f"{self.engine.name} did not respond within {DISCOVERY_TIMEOUT_S:.0f} s"
+            self.problem = f"{self.engine.name} did not respond within {DISCOVERY_TIMEOUT_S:.0f} s"
         except Exception as error:
             # the boundary of the task: an engine's response must not end the watch
             log.exception("discovering what %s supports failed", self.engine.name)
-            self._problem = f"{self.engine.name}: {type(error).__name__}: {error}"
+            self.problem = f"{self.engine.name}: {type(error).__name__}: {error}"
         else:
             capabilities = replace(
                 capabilities, logprobs_mode=capabilities.logprobs_mode or self._logprobs_mode
             )
             self._log_capabilities(capabilities)
+            if self.weights is not None:
+                await self.weights.greet(self)  # it may have been restarted with other weights
             self.capabilities = capabilities
             self.engine.verify(self._verify)
             self.breaker.reset()
@@ -357,7 +347,7 @@ class Replica:
         if self.capabilities is None:
             self.report_state()
         if self.capabilities is None and not self._discovered.is_set():
-            log.warning("%s is not ready: %s", self.engine.name, self._problem)
+            log.warning("%s is not ready: %s", self.engine.name, self.problem)
         self._discovered.set()
 
     @property
@@ -367,6 +357,8 @@ class Replica:
             return ReplicaState.DOWN if self._discovered.is_set() else ReplicaState.STARTING
         if self.draining:
             return ReplicaState.DRAINING
+        if self.weight_problem:
+            return ReplicaState.STALE
         return ReplicaState.EJECTED if self.breaker.ejected else ReplicaState.READY
 
     def report_state(self) -> None:

@@ -13,6 +13,8 @@ class Routing:
     """A key that is equal for all turns of the conversation; empty if the conversation cannot be told."""
     holder: str = ""
     """Name of the replica that holds the ids of its history; empty if none does."""
+    held_since: float = 0.0
+    """When that replica served them, in seconds since the epoch; 0 if unknown."""
     ids: int = 0
     """Approximate number of ids in its prompt."""
     reused: int = 0
@@ -22,6 +24,8 @@ class Routing:
     """Whether only a replica that takes prompt ids can serve it."""
     repeatable: bool = True
     """Whether it may run again if no byte of a response was sent to the client."""
+    samples: bool = True
+    """Whether the engine's weights matter for it. Others are served while the fleet is paused, too."""
     completion: bool = False
     """Whether a successful response must be a chat completion."""
     digest: Callable[[], bytes] | None = None

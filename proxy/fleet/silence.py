@@ -68,6 +68,8 @@ class SilenceWatch:
     def _may_probe(self, replica: Replica) -> bool:
         if replica.load.silent_s() < SILENT_S or not replica.ready or replica.breaker.ejected:
             return False
+        if self._fleet.weights.hold.active:
+            return False  # a paused engine sends nothing
         return self._fleet.has_alternative(replica) and not self._fleet.was_late
 
     def _is_suspicious(self, replica: Replica) -> bool:
@@ -110,6 +112,8 @@ class SilenceWatch:
         progressed = replica.load.silent_s() < silent_since
         after = await _token_count(replica)
         if not suspicious or progressed or before != after or self._fleet.was_late:
+            return
+        if await self._fleet.weights.explains_silence(replica):
             return
         if self._fleet.has_alternative(replica):
             self._fleet.eject(replica, "it responds to /health, but to no requests")

@@ -33,6 +33,8 @@ class SampledChoice:
     counted: int | None = None
     """Number of ids as counted by the engine."""
     weight_versions: tuple[WeightSpan, ...] = ()
+    weights_uncertain: bool = False
+    """As `Turn.weights_uncertain`."""
     routed_experts: str | None = None
     raw_ids: bytes = b""
     """`ids` as a compact JSON array; empty if they were not kept in this form."""

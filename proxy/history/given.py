@@ -21,7 +21,7 @@ from proxy.history.placing import UNREADABLE, Placer
 from proxy.history.plan import Placement, ServedModel
 from proxy.history.prompt_image import PromptImage
 from proxy.history.store import StoreError, session_id
-from proxy.history.turn import unpack_ids
+from proxy.history.turn import request_time, unpack_ids
 from proxy.turn.request import ChatRequest, GivenIds
 from tokenization import ChatTokenizer, InvalidIds, TemplateUnsupported, TokenizationError, ids
 from tokenization.limit import Limit, TooManyIds
@@ -283,6 +283,7 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
             first_new=first_new if parent else 0,
             findable=proved,
             holder=placement.holder or (parent.replica if parent else ""),
+            held_since=placement.held_since or (request_time(parent.id) if parent else 0.0),
         )
 
 

@@ -19,7 +19,7 @@ from proxy.history.pins import Pins
 from proxy.history.plan import Placement, ServedModel
 from proxy.history.scope import Scope, raw_key, scope_parts
 from proxy.history.store import Session, Store, StoreError, session_id
-from proxy.history.turn import new_id
+from proxy.history.turn import new_id, request_time
 from proxy.history.vocabulary import Reason
 from proxy.metrics import Metrics
 from proxy.turn.request import ChatRequest
@@ -107,6 +107,7 @@ class Placer:
             findable=request.findable,
             candidates=match.candidates,
             holder=match.turn.replica if match.turn is not None else "",
+            held_since=request_time(match.turn.id) if match.turn is not None else 0.0,
             claimed=match.turn.id if match.turn is not None and match.claimed else None,
             logprobs_mode=model.logprobs_mode,
             temperature=request.temperature,

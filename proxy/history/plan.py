@@ -68,6 +68,8 @@ class Placement:
     """Number of recorded turns with the request's text."""
     holder: str = ""
     """Name of the replica that served the turn whose ids the prompt begins with; empty if there is none."""
+    held_since: float = 0.0
+    """When that turn was requested, in seconds since the epoch; 0 if unknown."""
     claimed: str | None = None
     """A turn that was claimed for this request."""
     logprobs_mode: str = ""

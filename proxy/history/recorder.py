@@ -6,6 +6,7 @@ A failure here never affects the client's response: it is logged and counted, an
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,7 @@ from tokenization.placeholders import PlaceholdersDiffer
 log = logging.getLogger("tokenproxy")
 
 _UNREADABLE = CanonicalMessage(b"", b"", b"")
+BeforeRecording = Callable[[Completion], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,15 @@ class Recorder:
         self.tasks = tasks
         self._recordings: WeakSet[Recording] = WeakSet()
 
-    def start(self, plan: PromptPlan, replica: str = "") -> "Recording":
-        """The recording of one request's turns, which the named replica serves."""
-        recording = Recording(self, plan, replica)
+    def start(
+        self, plan: PromptPlan, replica: str = "", before_recording: BeforeRecording | None = None
+    ) -> "Recording":
+        """The recording of one request's turns, which the named replica serves.
+
+        Args:
+            before_recording: adds evidence to a completion that does not come from its engine's answer.
+        """
+        recording = Recording(self, plan, replica, before_recording)
         self._recordings.add(recording)
         return recording
 
@@ -77,7 +85,14 @@ class Recorder:
 class Recording:
     """Records the turns of one request, as its choices end."""
 
-    def __init__(self, recorder: Recorder, plan: PromptPlan, replica: str) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        plan: PromptPlan,
+        replica: str,
+        before_recording: BeforeRecording | None = None,
+    ) -> None:
+        self._before_recording = before_recording
         self.plan = plan
         self._replica = replica
         self.recorded = False
@@ -124,6 +139,8 @@ class Recording:
                 )
                 return
             try:
+                if self._before_recording is not None:
+                    await self._before_recording(completion)
                 with span("record", {}):
                     await self._record(completion)
             except StoreError as error:
@@ -244,6 +261,7 @@ def _new_turn(
         logprobs_mode=placement.logprobs_mode,
         problem=problem or "",
         weight_versions=choice.weight_versions,
+        weights_uncertain=choice.weights_uncertain,
         routed_experts=choice.routed_experts,
         scope=placement.scope.parts,
         spelling_before=conversation.strict_before(len(conversation.messages)),

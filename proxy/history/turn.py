@@ -86,6 +86,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     problem: str = ""
     """A `Problem` that makes the turn untrainable; empty if it can be trained on."""
     weight_versions: tuple[WeightSpan, ...] = ()
+    weights_uncertain: bool = False
+    """Whether each id was sampled with one of `weight_versions`, and it is not known with which."""
     routed_experts: str | None = None
     """As the engine returned it (base64 of an .npy array)."""
     scope: tuple[bytes, ...] = ()
@@ -121,6 +123,14 @@ def new_id() -> str:
 def turn_id(request: str, choice: int) -> str:
     """The id of a turn, which is fixed before sampling. The first choice has the request's own id."""
     return f"{request[:-4]}{choice:04x}"
+
+
+def request_time(turn: str) -> float:
+    """When the request of a turn arrived, by the turn's id: in seconds since the epoch; 0 if unknown."""
+    try:
+        return int(turn[:16], 16) / 1e9 if len(turn) == 32 else 0.0
+    except ValueError:
+        return 0.0
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -18,6 +18,8 @@ class Route(ABC):
     methods: ClassVar[tuple[str, ...]] = ("POST",)
     inside_vllm: ClassVar[bool] = True
     """Whether it is mounted inside vLLM too; False if vLLM has its own route for it."""
+    replaces_engine_route: ClassVar[bool] = False
+    """Whether it is mounted inside vLLM only if vLLM serves its path, and observes vLLM's own route then."""
     needs_tenant: ClassVar[bool] = True
     """Whether the client's credential is verified first and `Request.tenant` is set."""
     key_scope: ClassVar[KeyScope | None] = KeyScope.INFERENCE

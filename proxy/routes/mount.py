@@ -35,7 +35,12 @@ def mount(
         inside_vllm: whether `app` is vLLM's own, which serves the other routes itself.
     """
     existing = list(app.router.routes)
-    mounted = [route for route in all_routes() if route.inside_vllm or not inside_vllm]
+    mounted = [
+        route
+        for route in all_routes()
+        if not inside_vllm
+        or (route.inside_vllm and (not route.replaces_engine_route or _serves(existing, route, route.path)))
+    ]
     # vLLM's middleware sets no scopes; its own flags enable or disable its routes
     endpoints = [
         Endpoint(route, services, tenant_of, observer, checks_scopes=not inside_vllm) for route in mounted

@@ -1,13 +1,18 @@
 """Passes all other routes through to the engine."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from proxy.dialects.base import header
+from proxy.errors import BadRequest
+from proxy.fields import join, parse, raw
+from proxy.fleet.replica import Replica
 from proxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
 from proxy.history.store import session_id
 from proxy.http import Request, Response
 from proxy.routes.base import Route
 from proxy.routes.credentials import unverified_tenant
+from proxy.routes.engine_admin import named_replica
 from proxy.routes.paths import engine_path
 from proxy.routes.scopes import KeyScope, scope_of_engine_route
 from proxy.routes.session_names import HEADER as SESSION_HEADER
@@ -23,6 +28,17 @@ _REPEATABLE = (
     "/detokenize",
 )
 """POST routes that change nothing in the engine."""
+_PREPARES = (
+    "/tokenize",
+    "/detokenize",
+    "/v1/chat/completions/render",
+    "/v1/chat/completions/derender",
+    "/v1/completions/render",
+    "/v1/messages/count_tokens",
+)
+"""POST routes that do not use the engine's weights."""
+_SALTED = ("/v1/completions", "/v1/responses", "/inference/v1/generate")
+"""POST routes that take a `cache_salt`, besides those of turns."""
 
 
 class PassThrough(Route):
@@ -45,16 +61,33 @@ class PassThrough(Route):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """The engine's response."""
         path = request.path.partition("?")[0]
+        scope = self.needed_scope(request.method, path)
+        if scope is KeyScope.ADMIN and (name := named_replica(request)):
+            return await services.fleet.named(name).engine.send(request)
         repeatable = request.method in _SAFE or path in _REPEATABLE
         call = Request(request.method, request.path, request.headers, request.body, repeatable)
         routing = Routing(
             conversation=_session(request),
             ids=len(request.body) // BYTES_PER_ID,
             tenant=request.tenant or unverified_tenant(request.headers),
+            samples=request.method == "POST" and scope is KeyScope.INFERENCE and path not in _PREPARES,
             repeatable=repeatable,
             digest=(lambda: body_digest(path, request.body)) if request.method not in _SAFE else None,
         )
-        return await services.fleet.send_to_any(call, routing)
+        salted = services.cache_salt_by_version and request.method == "POST" and path in _SALTED
+        return await services.fleet.send_to_any(call, routing, _with_cache_salt if salted else None)
+
+
+def _with_cache_salt(request: Request, replica: Replica) -> Request:
+    """A request whose cached prefixes belong to the version of a replica's weights."""
+    if replica.weight_version is None:
+        return request
+    try:
+        fields = parse(request.body)
+    except BadRequest:
+        return request  # the engine explains what is wrong
+    fields.setdefault("cache_salt", raw(replica.weight_version))
+    return dataclasses.replace(request, body=join(fields))
 
 
 def _session(request: Request) -> str:

@@ -4,6 +4,7 @@ from proxy.dialects.chat import ChatDialect
 from proxy.dialects.tokens import TokensDialect
 from proxy.routes.admin import Drain, Replicas
 from proxy.routes.base import Route
+from proxy.routes.engine_admin import engine_admin_routes
 from proxy.routes.feed import FeedAcknowledge, FeedConsumers, FeedSamples, OneFeedConsumer
 from proxy.routes.passthrough import PassThrough
 from proxy.routes.session_end import FinishSession, SessionEnd
@@ -34,5 +35,6 @@ def all_routes() -> list[Route]:
         Health(),
         Ready(),
         MetricsPage(),
+        *engine_admin_routes(),
         PassThrough(),
     ]

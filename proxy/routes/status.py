@@ -40,12 +40,18 @@ class Ready(Route):
 
         The state of the store does not change the status: without the store, prompts are rendered and served.
         If keys are set, only keys with the scope `read` get `engines` and `store`. A proxy that got a signal
-        to stop returns `"stopping": true`.
+        to stop returns `"stopping": true`. While new requests wait for a weight update, `paused` or
+        `updating` tells why.
         """
         engines, stopping = services.fleet.report(), services.running.stopping
         ready = any(engine["ready"] for engine in engines) and not stopping
         details = {"engines": engines, "store": services.store.health()} if request.may_read else {}
-        told = {"stopping": True} if stopping else {}
+        weights = services.fleet.weights.state
+        told: dict[str, object] = {"stopping": True} if stopping else {}
+        if request.may_read:
+            names = ("paused", "updating")
+            told |= {name: value for name in names if (value := getattr(weights, name))}
+            told |= {"weight_version": weights.version} if weights.version is not None else {}
         body = msgspec.json.encode({"ready": ready, **told, **details})
         return BytesResponse(200 if ready else 503, list(JSON_HEADERS), body)
 

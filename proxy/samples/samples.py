@@ -56,6 +56,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """The server's `--logprobs-mode`; empty if unknown."""
     weight_versions: list[WeightSpan]
     """[version, start, end] in coordinates of `completion_ids`."""
+    weights_uncertain: bool = False
+    """As `Turn.weights_uncertain`."""
     routed_experts: str | None = None
     """As the engine returned it for this turn (base64 of an .npy array)."""
 
@@ -360,6 +362,7 @@ def _span(turn: Turn, start: int, trained: bool, reward: float | None) -> TurnSp
         weight_versions=[
             WeightSpan(span.version, start + span.start, start + span.end) for span in turn.weight_versions
         ],
+        weights_uncertain=turn.weights_uncertain,
         routed_experts=_if_typed(turn.routed_experts, str),
     )
 

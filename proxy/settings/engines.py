@@ -49,6 +49,16 @@ class EngineSettings(BaseModel):
     idle_timeout_s: float = Field(
         default=600.0, ge=0, description="seconds that a stream of an engine may pause; 0 for no limit"
     )
+    weight_update_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="seconds that a weight, cache, sleep or adapter call may take on a replica",
+    )
+    cache_salt_by_version: bool = Field(
+        default=False,
+        description="send the version of the weights as cache_salt with each request that has none, so that "
+        "no prefix of older weights is reused",
+    )
     watch_interval_s: float = Field(
         default=5.0,
         gt=0,

@@ -9,7 +9,14 @@ from rich.text import Text
 
 from proxy.top.snapshot import Snapshot, quantile
 
-_STATES = {"ready": "green", "starting": "yellow", "draining": "yellow", "ejected": "red", "down": "red"}
+_STATES = {
+    "ready": "green",
+    "starting": "yellow",
+    "draining": "yellow",
+    "stale": "red",
+    "ejected": "red",
+    "down": "red",
+}
 _MOST_REASONS = 8
 
 

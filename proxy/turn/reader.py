@@ -162,6 +162,12 @@ class StreamReader:
                 self._new.append(streamed)
                 self._ended += 1
 
+    def progress(self) -> dict[int, int] | None:
+        """Number of sampled ids that arrived, by the index of the choice; None if some came without ids."""
+        if any(choice.without_ids for choice in self._choices.values()):
+            return None
+        return {index: len(choice.sampled.ids or ()) for index, choice in self._choices.items()}
+
     @property
     def complete(self) -> bool:
         """Whether all choices have ended."""
@@ -198,6 +204,11 @@ class _StreamedChoice:
     _without_ids: bool = False
     _texts: dict[str, list[str]] = field(default_factory=dict)
     _calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def without_ids(self) -> bool:
+        """Whether some of its text arrived without ids."""
+        return self._without_ids or "token_ids" in self._unreadable
 
     def add(self, choice: Choice) -> None:
         """Append a piece, as the OpenAI SDKs do."""
@@ -238,7 +249,7 @@ class _StreamedChoice:
             sampled.counted = counted
         sampled.finish_reason = sampled.finish_reason or ABORTED
         sampled.unreadable = _first(echo.unreadable, self._unreadable)
-        if self._without_ids or "token_ids" in self._unreadable:
+        if self.without_ids:
             sampled.ids = None
         if "logprobs" in self._unreadable:
             sampled.logprobs = None

@@ -8,15 +8,19 @@ differs (another tokenizer, another way to send ids), the prompt is planned anew
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from time import time
 
 from proxy.engine.images import EngineImages
 from proxy.engine.token_in import CHAT_PATH, TokenIn, TokenRequest
 from proxy.errors import Unsupported
-from proxy.fields import join, raw_value
+from proxy.fields import join, raw, raw_value
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
+from proxy.fleet.weight_tags import WeightTag
+from proxy.history.completion import Completion
 from proxy.history.images import single_placeholders
 from proxy.history.plan import Extended, Given, PromptPlan, Rendered, ServedModel, images_of, prompt_of
+from proxy.history.turn import WeightSpan
 from proxy.history.vocabulary import Reason
 from proxy.http import Request, Response
 from proxy.monitoring.exchange import span
@@ -44,6 +48,8 @@ class PlannedTurn:
     plan: PromptPlan
     model: ServedModel
     replica: Replica
+    tag: WeightTag
+    """The versions of the weights that sample it."""
     _request_end: AsyncExitStack | None = None
 
     def hold_until(self, request_end: AsyncExitStack) -> None:
@@ -58,7 +64,16 @@ class PlannedTurn:
         """
         if replica is not self.replica:
             await self._plan_for(replica)
+        self.tag = self.services.fleet.weights.begin(replica, stream=self.request.stream)
         return await _send(self.request, self.plan, replica, self.services)
+
+    async def add_weights(self, completion: Completion) -> None:
+        """Add the versions of the weights to choices that ended, unless the engine reported them."""
+        await self.services.fleet.weights.confirm(self.tag)
+        for choice in completion.choices:
+            if not choice.weight_versions:
+                spans, choice.weights_uncertain = self.tag.spans(choice.index, len(choice.ids or ()))
+                choice.weight_versions = tuple(WeightSpan(*span) for span in spans)
 
     async def _plan_for(self, replica: Replica) -> None:
         model = await served_model(replica, self.request)
@@ -86,6 +101,7 @@ class PlannedTurn:
         return Routing(
             conversation=_conversation(plan),
             holder=holder,
+            held_since=placement.held_since if placement.holder else time(),
             ids=ids,
             reused=reused,
             tenant=request.tenant,
@@ -110,7 +126,8 @@ async def plan_turn(request: ChatRequest, services: Services) -> PlannedTurn:
             plan = await _plan(request, replica, model, services)
             describe_plan(planning, plan)
         describe_request(request, plan)
-        return PlannedTurn(request, services, plan, model, replica)
+        tag = WeightTag(replica.weight_version, replica.name, stream=request.stream)
+        return PlannedTurn(request, services, plan, model, replica, tag)
 
     return await services.fleet.ask(plan, token_in=request.needs_token_in)
 
@@ -163,6 +180,8 @@ async def _plan(request: ChatRequest, replica: Replica, model: ServedModel, serv
 async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:
     recorded = plan.placement.conversation is not None
     fields = request_for_engine(request, evidence=recorded, logprobs=services.record_logprobs)
+    if services.cache_salt_by_version and replica.weight_version is not None:
+        fields.setdefault("cache_salt", raw(replica.weight_version))
     headers = _headers(request, plan)
     prompt = prompt_of(plan)
     if not prompt:

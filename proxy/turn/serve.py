@@ -9,6 +9,7 @@
 from contextlib import AsyncExitStack
 from functools import partial
 
+from proxy.fleet.weight_tags import unknown
 from proxy.history.completion import Completion
 from proxy.history.plan import prompt_of
 from proxy.history.recorder import Recording
@@ -76,7 +77,8 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
             await attempt.fail(refused.response.status)
             return refused.response
         plan = turn.plan
-        recording = history.recorder.start(plan, turn.replica.name)
+        turn.tag.progress = unknown  # until the stream is read
+        recording = history.recorder.start(plan, turn.replica.name, turn.add_weights)
         stack.push_async_callback(_release_unless_recorded, recording, services)
         count_plan(plan, history.metrics)
         add_prompt_headers(response, plan)
@@ -87,7 +89,9 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
             return response
         if is_event_stream(response.headers):
             await recording.announce()
-            return RecordedStream(response, request, recording, attempt.hand_over(), stack.pop_all())
+            return RecordedStream(
+                response, request, recording, attempt.hand_over(), stack.pop_all(), turn.tag
+            )
         return await _record_whole(response, request, recording, attempt, services)
 
 

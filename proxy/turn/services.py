@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.membership import Membership
+from proxy.fleet.weight_calls import WeightCalls
 from proxy.history.encoders import EncoderPool
 from proxy.history.history import History
 from proxy.history.store_time import REQUEST_S
@@ -23,6 +24,8 @@ class Services:
     store: GuardedStore
     """The store of `history`."""
     history: History
+    admin_calls: WeightCalls
+    """Sends the engine's admin routes to all replicas."""
     encoders: EncoderPool
     """Threads for tokenising, which would block the event loop."""
     body_limit_bytes: int
@@ -32,6 +35,8 @@ class Services:
     """How long a request waits for the store, all its calls together."""
     record_logprobs: bool = True
     """Whether log-probabilities are requested and recorded even if the client does not request them."""
+    cache_salt_by_version: bool = False
+    """Whether engines get the version of their weights as `cache_salt`."""
     record_token_route: bool = True
     """Whether turns of the token route are recorded that have a session, or whose messages are the whole
     conversation."""

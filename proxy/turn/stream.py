@@ -2,9 +2,11 @@
 
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AsyncExitStack
+from time import monotonic
 
 from proxy.engine.sse import data_event, event_data, split_events
 from proxy.errors import EngineBroken
+from proxy.fleet.weight_tags import WeightTag
 from proxy.history.plan import prompt_of
 from proxy.history.recorder import Recording
 from proxy.history.retries import KEPT_BYTES, Attempt
@@ -13,6 +15,9 @@ from proxy.turn.reader import DONE, StreamReader
 from proxy.turn.redactor import StreamRedactor
 from proxy.turn.request import ChatRequest
 from proxy.turn.usual_chunk import UsualChunk
+
+_QUIET_S = 0.05
+"""A stream to which nothing was added for so long has no event on its way from an engine that is paused."""
 
 
 class RecordedStream:
@@ -29,10 +34,12 @@ class RecordedStream:
         recording: Recording,
         attempt: Attempt,
         cleanup: AsyncExitStack,
+        tag: WeightTag,
     ) -> None:
         """A stream that is about to be sent.
 
         Args:
+            tag: learns where in the stream the weights changed.
             response: its chunks end where events end, as those of `Fleet.send` do.
             cleanup: closed with the response.
         """
@@ -48,6 +55,9 @@ class RecordedStream:
         """The bytes kept for a retry; None if they are too long, or if no retry is possible."""
         self._sent_bytes = 0
         self._done = False
+        self._waiting_since: float | None = None
+        """Since when nothing has arrived; None while something that arrived is handled."""
+        tag.progress = self._progress
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events, with the fields that the client requested.
@@ -57,11 +67,13 @@ class RecordedStream:
         """
         try:
             async for block in self._response.chunks():
+                self._waiting_since = None
                 for step in self._steps(block):
                     if not isinstance(step, bytes):
                         await step
                     elif step:
                         yield step
+                self._waiting_since = monotonic()
             if not (self._done or self._reader.complete or self._reader.failed):
                 raise EngineBroken("the engine ended its stream before the turn ended")
         finally:
@@ -82,6 +94,11 @@ class RecordedStream:
                 await self._response.aclose()
             finally:
                 await self._cleanup.aclose()
+
+    def _progress(self) -> dict[int, int] | None:
+        """Number of sampled ids by choice; None if more may have arrived, or may be about to arrive."""
+        since = self._waiting_since
+        return self._reader.progress() if since is not None and monotonic() - since >= _QUIET_S else None
 
     def _steps(self, block: bytes) -> Iterator[bytes | Awaitable[None]]:
         """Handle a block of whole events: yield bytes for the client, and what to await before the next ones.

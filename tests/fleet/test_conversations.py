@@ -112,3 +112,16 @@ def test_conversation_that_pauses_for_far_longer_than_others_does_not_count(cloc
     conversations.finish("over")
     clock.now = 100
     assert (conversations.count("a"), conversations.holder("over"), len(conversations._quiet)) == (0, "", 0)
+
+
+def test_a_cleared_cache_holds_only_the_conversations_that_run() -> None:
+    conversations = Conversations()
+    for key in ("idle", "running"):
+        conversations.begin(key, "a", 10)
+    conversations.finish("idle")
+    conversations.begin("elsewhere", "b", 10)
+    conversations.forget_caches("a")
+    assert [conversations.holder(key) for key in ("idle", "running", "elsewhere")] == ["", "a", "b"]
+    assert conversations.count("a") == 2  # it still counts as load
+    conversations.begin("idle", "a", 10)
+    assert conversations.holder("idle") == "a"

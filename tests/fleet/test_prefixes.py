@@ -20,3 +20,15 @@ def test_short_and_unknown_prompts_have_no_holder() -> None:
     prefixes.put(b"[1,2,3]", "a")
     assert prefixes.find(b"[1,2,3,4]") == ((), 0.0)
     assert prefixes.find(ids.dump(list(range(1000)))) == ((), 0.0)
+
+
+def test_a_replica_whose_cache_was_cleared_holds_nothing() -> None:
+    prefixes, prompt = Prefixes(), b"1," * 4096
+    prefixes.put(prompt, "a")
+    prefixes.put(prompt, "b")
+    prefixes.forget("b")
+    assert prefixes.find(prompt)[0] == ("a",)
+    prefixes.forget("a")
+    assert prefixes.find(prompt) == ((), 0.0)
+    prefixes.put(prompt, "b")
+    assert prefixes.find(prompt)[0] == ("b",)

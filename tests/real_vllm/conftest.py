@@ -227,7 +227,7 @@ def wait_ready(url: str, timeout_s: float = 120.0, key: str | None = None) -> di
 
 def _can_append(engine: dict[str, object]) -> bool:
     """Whether messages can be appended, also without a history: the chat template was examined."""
-    return engine["append"] == "ready" and bool(engine["template"])
+    return engine.get("append") == "ready" and bool(engine.get("template"))
 
 
 def _send_key(url: str, key: str, timeout_s: float = 60.0) -> None:

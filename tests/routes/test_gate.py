@@ -42,7 +42,8 @@ def cors(tiny_model: TinyModel) -> Iterator[httpx.Client]:
         ("/sessions/a", "GET, DELETE, OPTIONS"),
         ("/health", "GET, HEAD, OPTIONS"),
         ("/v1/models", "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"),
-        ("/pause", "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"),
+        ("/pause", "POST, OPTIONS"),
+        ("/some/where", "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"),
     ],
 )
 def test_options_is_answered_here(client: httpx.Client, fake: FakeVllm, path: str, allowed: str) -> None:

@@ -95,12 +95,16 @@ def keyed(
         yield engine, client, keys
 
 
+def _body(path: str) -> object:
+    return _ADMIN_BODIES.get(path) or _PLAIN_BODIES.get(path.removeprefix("/v1"), _BODY)
+
+
 def _status(keyed: tuple[FakeVllm, httpx.Client, dict[str, str]], key: str, method: str, path: str) -> int:
     _, client, keys = keyed
     sent = client.build_request(
         method,
         "/",
-        json=_PLAIN_BODIES.get(path.removeprefix("/v1"), _BODY) if method == "POST" else None,
+        json=_body(path) if method == "POST" else None,
         headers={"x-api-key": keys[key]},
     )
     sent.extensions["target"] = path.encode()
@@ -161,6 +165,11 @@ def test_unlisted_routes_need_admin(path: str) -> None:
 _FORWARDED = [
     path for method, path in ADMIN if method == "POST" and "%" not in path and not path.startswith("/admin/")
 ]
+_ADMIN_BODIES = {
+    "/init_weight_transfer_engine": {"init_info": {}},
+    "/update_weights": {"update_info": {}},
+    "/update_weight_version": {"new_version": "default"},
+}
 
 
 @pytest.mark.parametrize("path", _FORWARDED)
@@ -169,7 +178,8 @@ def test_an_admin_route_reaches_the_engine_with_the_scope(
 ) -> None:
     engine = keyed[0]
     forwarded = path.removeprefix("/sessions/s")
-    engine.canned[forwarded] = Canned(b'{"done": true}')
+    forwarded = "/pause" if path == "/pause/" else forwarded
+    engine.canned[forwarded] = Canned(b'{"status": "awake"}')
     assert _status(keyed, "admin", "POST", path) == 200
     assert engine.last(forwarded).header("x-api-key") is None
 
@@ -232,9 +242,9 @@ def test_without_keys_admin_routes_are_closed_beyond_loopback(mortal: FakeVllm, 
 
 
 def test_without_keys_this_machine_may_administrate(fake: FakeVllm, client: httpx.Client) -> None:
-    fake.canned["/pause"] = Canned(b"{}")
-    assert client.post("/pause").status_code == 200
-    assert client.post("/pause", headers={"host": "localhost:1"}).status_code == 200
+    fake.canned["/reset_mm_cache"] = Canned(b"{}")
+    assert client.post("/reset_mm_cache").status_code == 200
+    assert client.post("/reset_mm_cache", headers={"host": "localhost:1"}).status_code == 200
 
 
 @pytest.mark.parametrize(

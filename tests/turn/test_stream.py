@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from proxy.errors import EngineBroken
+from proxy.fleet.weight_tags import WeightTag
 from proxy.history.completion import Completion
 from proxy.turn.stream import RecordedStream
 from tests.turn.bodies import NOTHING, chunk, encoded, end, piece
@@ -68,6 +69,7 @@ async def _log(monkeypatch: pytest.MonkeyPatch, *blocks: bytes) -> list[Any]:
         cast(Any, _Recording(log)),
         cast(Any, SimpleNamespace(wants_body=False)),
         AsyncExitStack(),
+        WeightTag(None, stream=True),
     )
     try:
         async for sent in stream.chunks():

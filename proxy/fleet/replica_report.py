@@ -1,0 +1,53 @@
+"""What the proxy reports of a replica, and which weights it must have."""
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from proxy.engine.discovery import NO_TOKEN_IN
+
+if TYPE_CHECKING:
+    from proxy.fleet.replica import Replica
+
+
+class ReplicaWeights(Protocol):
+    """Which weights a replica must have: see `weights.py`."""
+
+    async def greet(self, replica: "Replica") -> None:
+        """Find out the version of a replica that was discovered, before it gets requests."""
+        ...
+
+    def problem(self, replica: "Replica") -> str:
+        """Why a replica gets no requests; empty if its weights are those of the fleet."""
+        ...
+
+
+def report(replica: "Replica") -> dict[str, Any]:
+    """A replica's part of `GET /ready`."""
+    capabilities = replica.capabilities
+    if capabilities is None:
+        return {
+            "engine": replica.engine.name,
+            "ready": False,
+            "problem": replica.problem,
+            "draining": replica.draining,
+            "requests": replica.load.requests,
+        }
+    problem = replica.weight_problem
+    report: dict[str, Any] = {
+        "engine": replica.engine.name,
+        "ready": not problem,
+        "version": capabilities.version,
+        "model": capabilities.model.name if capabilities.model else None,
+        "token_in": capabilities.token_in.name if capabilities.token_in else None,
+        "breaker": replica.breaker.state,
+        "draining": replica.draining,
+        "requests": replica.load.requests,
+    }
+    if replica.weight_version is not None:
+        report["weight_version"] = replica.weight_version
+    if problem:
+        report["problem"] = problem
+    elif replica.breaker.ejected:
+        report["problem"] = f"no requests for {replica.breaker.opens_for_s():.0f} s: {replica.breaker.reason}"
+    elif capabilities.token_in is None:
+        report["problem"] = NO_TOKEN_IN
+    return report | replica.chat_tokenizer.report()

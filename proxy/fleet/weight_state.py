@@ -1,0 +1,121 @@
+"""What all processes of a fleet have to know of its weights.
+
+Law: a replica serves requests only if its weights are those of the fleet.
+
+    serves(replica)  <=>  no failure of it is recorded, and
+                          no version was set, or its engine reports the version that was set
+
+One value in the store holds the state. The process that gets an admin call writes it; all others read it.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+from msgspec.structs import replace
+
+
+class StateError(Exception):
+    """The state cannot be read or written; the message says why."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a replica left service."""
+
+    path: str
+    """The call that failed."""
+    reason: str
+    revision: int
+    """That of the fleet's version when it failed."""
+    loading: bool = True
+    """Whether its weights may differ from what their version says; False if it may still be paused."""
+    repairing: bool = False
+    """Whether another update has begun on it."""
+
+
+class FleetState(msgspec.Struct, frozen=True):
+    """The state of a fleet's weights."""
+
+    revision: int = 0
+    """Counts how often the version was set. Two versions may have one name."""
+    version: str | None = None
+    """The version that every replica must have; None if none was set."""
+    paused: str = ""
+    """The mode in which the fleet was paused, or `sleep`; empty if it is not."""
+    updating: str = ""
+    """Path of the call that began an update which has not ended; empty if there is none."""
+    group: tuple[str, ...] = ()
+    """Names of the replicas in the trainer's process group; empty if it was not initialised."""
+    failures: dict[str, Failure] = {}
+    """Why replicas left service, by name."""
+    touched: float = 0.0
+    """When an update was last going on, in seconds since the epoch. Only whether it differs counts."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether new requests wait."""
+        return bool(self.paused or self.updating)
+
+    def with_version(self, version: str) -> "FleetState":
+        """The state after a version was set."""
+        return replace(self, version=version, revision=self.revision + 1)
+
+    def with_failures(self, failures: dict[str, Failure]) -> "FleetState":
+        """The state after replicas failed."""
+        return replace(self, failures={**self.failures, **failures})
+
+    def without_failures(self, replicas: Iterable[str]) -> "FleetState":
+        """The state after replicas recovered."""
+        gone = set(replicas)
+        kept = {name: failure for name, failure in self.failures.items() if name not in gone}
+        return replace(self, failures=kept)
+
+    def allows(self, replica: str, version: str | None) -> bool:
+        """Whether a replica may serve requests; `version` as in `problem`."""
+        return replica not in self.failures and (self.version is None or version == self.version)
+
+    def problem(self, replica: str, version: str | None) -> str:
+        """Why a replica must not serve requests; empty if it may.
+
+        Args:
+            version: the version that its engine reports; None if it reports none.
+        """
+        failure = self.failures.get(replica)
+        problems = [failure.reason] if failure is not None else []
+        if self.version is not None and version is None:
+            problems.append(
+                f"it reports no weight version, and that of the fleet is {self.version}: run it with "
+                "VLLM_SERVER_DEV_MODE=1, and update its weights"
+            )
+        elif self.version is not None and version != self.version:
+            problems.append(
+                f"its weights are version {version}, those of the fleet are {self.version}: "
+                "update its weights"
+            )
+        return "; ".join(problems)
+
+    def recovered(self, replica: str, version: str | None) -> bool:
+        """Whether a failed replica is seen to have the fleet's weights, by the version that it reports.
+
+        One that failed while weights were loaded reports its old version until an update succeeds: only a
+        version that was set after the failure proves that it has the weights.
+        """
+        failure = self.failures.get(replica)
+        if failure is None or not failure.loading or self.version is None:
+            return False
+        return version == self.version and self.revision > failure.revision
+
+
+class StateStore(Protocol):
+    """Where the processes of a fleet keep the state. Both methods may raise StateError."""
+
+    shared: bool
+    """Whether other processes may use it."""
+
+    async def read(self) -> FleetState:
+        """The state; the default one if none was written."""
+        ...
+
+    async def write(self, state: FleetState) -> None:
+        """Keep a state in place of the one before."""
+        ...

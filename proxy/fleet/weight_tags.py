@@ -1,0 +1,93 @@
+"""The versions of the weights under which one turn is sampled.
+
+    [("7", 0, 12), ("8", 12, 40)]     its first 12 ids were sampled with version 7, the others with 8
+    [("7", 0, 40), ("8", 0, 40)]      uncertain: each id was sampled with one of them
+
+The position of a change is known if the fleet was paused while the version changed and the stream was quiet:
+an engine that is paused has sent all that it sampled before. It is never estimated.
+"""
+
+from collections.abc import Callable, Mapping
+
+Positions = Mapping[int, int]
+"""Number of the sampled ids that arrived, by the index of the choice; a missing choice has none."""
+
+
+def nothing_arrived() -> Positions:
+    """The progress of a stream whose first event has not arrived."""
+    return {}
+
+
+def unknown() -> None:
+    """The progress of a response that arrives as a whole."""
+
+
+class WeightTag:
+    """Of one turn on one replica."""
+
+    __slots__ = ("__weakref__", "_cuts", "_pending", "_uncertain", "before", "progress", "replica", "version")
+
+    def __init__(
+        self, version: str | None, replica: str = "", *, stream: bool, uncertain: bool = False
+    ) -> None:
+        """A turn that is about to be sent.
+
+        Args:
+            version: the version that the replica has now; None if it reports none.
+            replica: its name.
+            uncertain: whether the weights change at this moment.
+        """
+        self.version = version
+        self.replica = replica
+        self.progress: Callable[[], Positions | None] = nothing_arrived if stream else unknown
+        """Returns what arrived until now; None if that is not known."""
+        self.before: Positions | None = None
+        """What had arrived when the fleet was last seen to be paused, by a process that learns it late."""
+        self._uncertain = uncertain
+        self._cuts: list[tuple[str, Positions | None]] = []
+        self._pending: tuple[str, Positions | None] | None = None
+        """The version that the replica goes on with after the pause, and what had arrived before."""
+
+    def changing(self) -> None:
+        """The weights change from now on while the turn may be sampled."""
+        self._uncertain = True
+
+    def named(self, version: str, *, paused: bool) -> None:
+        """The replica has another version from now on. While it is paused, it samples nothing."""
+        if paused:
+            self._pending = (version, self.progress())
+        elif version != self._latest:
+            self._pending = None
+            self._cuts.append((version, None))
+
+    def resumed(self, positions: Positions | None) -> None:
+        """The replica goes on after a pause; `positions` is what had arrived then, None if unknown."""
+        pending, self._pending = self._pending, None
+        if pending is not None and pending[0] != self._latest:
+            self._cuts.append((pending[0], positions))
+
+    def spans(self, choice: int, ids: int) -> tuple[list[tuple[str, int, int]], bool]:
+        """The versions of a choice that ended after `ids` sampled ids, and whether they are uncertain."""
+        cuts = list(self._cuts)
+        if self._pending is not None:
+            version, arrived = self._pending
+            if arrived is None or arrived.get(choice, 0) != ids:
+                cuts.append((version, None))
+        starts = [(self.version, 0)]
+        exact = not self._uncertain and not (cuts and self.version is None)
+        for version, positions in cuts:
+            exact = exact and positions is not None
+            starts.append((version, positions.get(choice, 0) if positions is not None else 0))
+        if not exact:
+            versions = dict.fromkeys(version for version, _ in starts if version is not None)
+            return [(version, 0, ids) for version in versions], True
+        ends = [*(start for _, start in starts[1:]), ids]
+        return [
+            (version, start, min(end, ids))
+            for (version, start), end in zip(starts, ends, strict=True)
+            if version is not None and start < min(end, ids)
+        ], False
+
+    @property
+    def _latest(self) -> str | None:
+        return self._cuts[-1][0] if self._cuts else self.version

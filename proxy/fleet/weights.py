@@ -1,0 +1,377 @@
+"""The weights of a fleet as this process knows them: which replicas may serve, and what sampled each turn.
+
+The state is shared by all processes of the fleet, see `weight_state.py`. A process learns within a quarter of
+a second what another one changed. Before it records a turn it reads the state once more, so that no turn gets
+a version that another process had replaced.
+"""
+
+import asyncio
+import logging
+import time
+from contextvars import Context
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from msgspec.structs import replace
+
+from proxy.engine.discovery import fetch
+from proxy.errors import ApiError
+from proxy.fleet.fan_out import Outcome
+from proxy.fleet.hold import Hold
+from proxy.fleet.joined_answers import has_field, text_field
+from proxy.fleet.replica import Replica
+from proxy.fleet.weight_state import Failure, FleetState, StateError, StateStore
+from proxy.fleet.weight_tags import WeightTag
+from proxy.http import Request
+
+if TYPE_CHECKING:
+    from proxy.fleet.fleet import Fleet
+
+log = logging.getLogger("tokenproxy")
+
+TIMEOUT_S = 600.0
+_ASK_S = 2.0
+_TICK_S = 0.25
+_PAUSED_TICK_S = 0.05
+"""While the fleet is paused: the positions of the streams must be known before it goes on."""
+_MARGIN_S = 30.0
+"""How much longer than a call may take an update may stand still."""
+
+
+class Weights:
+    """The weights of one fleet."""
+
+    def __init__(self, fleet: "Fleet", timeout_s: float = TIMEOUT_S) -> None:
+        """The state of a fleet that is not watched yet.
+
+        Args:
+            timeout_s: how long a call may take on a replica, and about how long an update may stand still.
+        """
+        self.state = FleetState()
+        self.timeout_s = timeout_s
+        self.store: StateStore | None = None
+        """Where other processes learn of the state; None keeps it in this process."""
+        self.calls = 0
+        """Admin calls of this process that run."""
+        self.announced = False
+        """Whether other processes know a newer state than this one."""
+        self.hold = Hold()
+        self._fleet = fleet
+        self._tags: WeakSet[WeightTag] = WeakSet()
+        self._without_version: WeakSet[Replica] = WeakSet()
+        """Replicas without development routes: they are asked again after they were restarted."""
+        self._reading: asyncio.Task[bool] | None = None
+        self._next_read: asyncio.Task[bool] | None = None
+        self._changes = 0
+        """Counts the changes of this process: what was read before one of them is too old to adopt."""
+        self._writing = asyncio.Lock()
+        self._unshared = False
+        self._problem = ""
+        self._learning: set[asyncio.Task[None]] = set()
+        self._moved_at = 0.0
+        self._asked_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    # --- what requests need
+
+    def serves(self, replica: Replica) -> bool:
+        """Whether requests may be sent to a replica, as far as its weights go."""
+        return self.state.allows(replica.name, replica.weight_version)
+
+    def problem(self, replica: Replica) -> str:
+        """Why a replica gets no requests; empty if its weights are those of the fleet."""
+        return self.state.problem(replica.name, replica.weight_version)
+
+    def begin(self, replica: Replica, *, stream: bool) -> WeightTag:
+        """The tag of a turn that is about to be sent to a replica."""
+        changing = bool(self.state.updating and not self.state.paused)
+        tag = WeightTag(replica.weight_version, replica.name, stream=stream, uncertain=changing)
+        self._tags.add(tag)
+        return tag
+
+    async def confirm(self, tag: WeightTag) -> None:
+        """Make sure that a tag has what other processes changed until now."""
+        if tag.version is None and self.state.version is None:
+            return
+        if not await self.refresh():
+            tag.changing()
+
+    # --- what admin calls need
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes may have the same fleet."""
+        return self.store is not None and self.store.shared
+
+    async def change(self, state: FleetState) -> None:
+        """Adopt a state, and let other processes learn of it."""
+        self.announced = False
+        self._adopt(state)
+        await self._write(state)
+
+    async def announce(self, state: FleetState) -> None:
+        """Let other processes learn of a state that is about to be; `change` comes next."""
+        self.announced = True
+        await self._write(state)
+
+    def named(self, replica: Replica, version: str) -> None:
+        """A replica has a version from now on."""
+        replica.weight_version = version
+        for tag in self._tags_of(replica):
+            tag.named(version, paused=bool(self.state.paused))
+
+    def stop_position(self) -> None:
+        """Take note of what arrived of each stream, right before the replicas go on."""
+        for tag in self._tags:
+            tag.before = None if self._fleet.was_late else tag.progress()
+
+    def resumed(self, replica: Replica) -> None:
+        """A replica goes on after a pause."""
+        for tag in self._tags_of(replica):
+            tag.resumed(tag.before)
+            if self.state.updating:
+                tag.changing()
+
+    def changing(self, replica: Replica) -> None:
+        """The weights of a replica are not known from now on."""
+        for tag in self._tags_of(replica):
+            tag.changing()
+
+    # --- watching
+
+    def start(self) -> None:
+        """Start watching. Call it inside a running event loop."""
+        self._moved_at = time.monotonic()
+        self._task = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Stop watching."""
+        reads = [task for task in (self._reading, self._next_read) if task is not None]
+        tasks = [task for task in (self._task, *reads, *self._learning) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def greet(self, replica: Replica) -> None:
+        """Ask a replica for its version, before it gets requests: it may have been restarted."""
+        await self.refresh()
+        replica.weight_version = None
+        self._without_version.discard(replica)
+        await self._ask(replica)
+        if problem := self.problem(replica):
+            log.warning("%s gets no requests: %s", replica.name, problem)
+
+    async def refresh(self) -> bool:
+        """Read what other processes changed, in a read that begins after this call; False if that fails."""
+        if not self.shared:
+            return True
+        if self._next_read is None:
+            # a context of its own: the read belongs to all requests that wait for it
+            self._next_read = asyncio.create_task(self._read_after(self._reading), context=Context())
+        return await asyncio.shield(self._next_read)
+
+    async def explains_silence(self, replica: Replica) -> bool:
+        """Whether a replica that sends nothing is paused, by a proxy of the fleet or by somebody else."""
+        await self.refresh()
+        if self.hold.active or await self._is_paused(replica):
+            replica.load.restart()
+            return True
+        return False
+
+    async def _read_after(self, earlier: "asyncio.Task[bool] | None") -> bool:
+        if earlier is not None and not earlier.done():
+            await asyncio.wait([earlier])
+        self._reading, self._next_read = self._next_read, None
+        assert self.store is not None
+        changes = self._changes
+        if self.state.paused and not self.calls:  # else this process ends the pause itself
+            self.stop_position()
+        try:
+            state = await self.store.read()
+        except StateError as error:
+            self._report(str(error))
+            return False
+        self._report("")
+        own = self._unshared or self.announced or self._writing.locked() or changes != self._changes
+        if not own:
+            self._learn(state)
+        return True
+
+    def _learn(self, new: FleetState) -> None:
+        """Adopt what another process changed."""
+        old = self.state
+        if new == old:
+            return
+        if new.revision != old.revision and new.version is not None:
+            log.info("the weights of the fleet are version %s", new.version)
+            for tag in self._tags:
+                tag.named(new.version, paused=bool(old.paused or new.paused))
+            self._ask_again()
+        if old.paused and not new.paused:
+            for tag in self._tags:
+                positions = None if self._fleet.was_late else tag.progress()
+                tag.resumed(positions if positions == tag.before else None)
+        self._adopt(new)
+
+    def _adopt(self, new: FleetState) -> None:
+        """Make a state the current one: requests wait, or go on."""
+        old, self.state = self.state, new
+        self._changes += 1
+        self._moved_at = time.monotonic()
+        if new.updating and not new.paused and not (old.updating and not old.paused):
+            for tag in self._tags:
+                tag.changing()
+        self._apply_hold()
+
+    def _apply_hold(self) -> None:
+        fleet = self._fleet
+        if self.state.holds or self._learning:
+            self.hold.begin()
+            return
+        if self.hold.active:
+            seconds = self.hold.end()
+            for replica in [*fleet.replicas, *fleet.leaving]:
+                replica.load.shift(seconds)
+            fleet.queue.wake()
+        for replica in fleet.replicas:
+            replica.report_state()
+
+    def _ask_again(self) -> None:
+        """Ask all replicas for their versions; requests wait until they answered."""
+
+        async def ask() -> None:
+            await asyncio.gather(*(self._ask(replica) for replica in self._fleet.replicas if replica.ready))
+
+        def done(task: "asyncio.Task[None]") -> None:
+            self._learning.discard(task)
+            self._apply_hold()
+
+        task = asyncio.create_task(ask(), context=Context())
+        self._learning.add(task)
+        task.add_done_callback(done)
+
+    async def _write(self, state: FleetState) -> None:
+        """Write a state to the store. Where that fails, it is written again with the next change or tick."""
+        if self.store is None:
+            return
+        async with self._writing:
+            try:
+                await self.store.write(state)
+            except StateError as error:
+                self._unshared = True
+                log.error("other processes do not learn of the fleet's weights yet: %s", error)
+            else:
+                self._unshared = False
+            self._changes += 1
+
+    async def _watch(self) -> None:
+        while True:
+            often = self.state.paused and self.shared
+            await asyncio.sleep(_PAUSED_TICK_S if often else _TICK_S)
+            try:
+                await self._tick()
+            except Exception:  # the boundary of the task: an engine's answer must not end the watch
+                log.exception("the weights of the fleet could not be looked at")
+
+    async def _tick(self) -> None:
+        if self._unshared:
+            await self._write(self.state)
+        await self.refresh()
+        state, now = self.state, time.monotonic()
+        if self.calls or self._learning:
+            return
+        if state.updating:
+            if now - self._moved_at > self.timeout_s + _MARGIN_S:
+                await self._give_up_update()
+            return
+        if now - max(self._asked_at, self._moved_at) >= self._fleet.watch_interval_s:
+            self._asked_at = now
+            ready = [
+                replica
+                for replica in self._fleet.replicas
+                if replica.ready and replica not in self._without_version
+            ]
+            await asyncio.gather(*(self._look_at(replica) for replica in ready))
+            if self.state is state and state.paused:
+                await self._check_pause(ready)
+
+    async def _give_up_update(self) -> None:
+        """An update did not end: nobody knows which weights the replicas have."""
+        path, revision = self.state.updating, self.state.revision
+        reason = f"a weight update began with {path} and did not end: update its weights again"
+        log.error("%s", reason)
+        failures = {
+            replica.name: Failure(path, reason, revision)
+            for replica in self._fleet.replicas
+            if not self.state.group or replica.name in self.state.group
+        }
+        await self.change(replace(self.state.with_failures(failures), updating=""))
+
+    async def _check_pause(self, replicas: list[Replica]) -> None:
+        """End a pause that somebody else ended on the engines."""
+        paused = await asyncio.gather(*(self._is_paused(replica) for replica in replicas))
+        if replicas and not any(paused) and None not in paused and not self.calls:
+            log.warning("the fleet was resumed by another client of the engines")
+            for tag in self._tags:
+                tag.resumed(None)
+            await self.change(replace(self.state, paused=""))
+
+    async def _look_at(self, replica: Replica) -> None:
+        """Ask a replica for its version, and whether it recovered."""
+        failure = self.state.failures.get(replica.name)
+        if failure is not None and not failure.loading and await self._is_paused(replica) is False:
+            await self._recovered(replica)
+        await self._ask(replica)
+
+    async def _ask(self, replica: Replica) -> None:
+        """Ask a replica for its version. Without an answer it stays as it was."""
+        status, outcome = await self._get(replica, "/weight_info")
+        if not status or status >= 500:
+            return
+        if status != 200:
+            self._without_version.add(replica)
+        version = text_field(outcome, "weight_version") if status == 200 else None
+        if version == replica.weight_version and replica.name not in self.state.failures:
+            return
+        if not self.state.allows(replica.name, version):
+            await self.refresh()  # another process may have set it
+            if self.state.updating or self.calls:
+                return
+        if version != replica.weight_version and replica.weight_version is not None:
+            log.info("the weights of %s are version %s", replica.name, version)
+            for tag in self._tags_of(replica):
+                paused = bool(self.state.paused)
+                tag.changing() if version is None else tag.named(version, paused=paused)
+        replica.weight_version = version
+        if self.state.recovered(replica.name, version):
+            await self._recovered(replica)
+        replica.report_state()
+
+    async def _recovered(self, replica: Replica) -> None:
+        log.info("%s gets requests again: its weights are those of the fleet", replica.name)
+        await self.change(self.state.without_failures([replica.name]))
+
+    async def _is_paused(self, replica: Replica) -> bool | None:
+        """Whether an engine is paused; None if it does not say."""
+        status, outcome = await self._get(replica, "/is_paused")
+        return has_field(outcome, "is_paused", True) if status == 200 else None
+
+    async def _get(self, replica: Replica, path: str) -> tuple[int, Outcome]:
+        """The status and the answer of an engine's route; status 0 without an answer."""
+        try:
+            async with asyncio.timeout(_ASK_S):
+                status, body = await fetch(replica.questions, Request("GET", path))
+        except (ApiError, TimeoutError):
+            return 0, Outcome(replica)
+        return status, Outcome(replica, status, [], body)
+
+    def _tags_of(self, replica: Replica) -> list[WeightTag]:
+        return [tag for tag in self._tags if tag.replica == replica.name]
+
+    def _report(self, problem: str) -> None:
+        if problem and not self._problem:
+            log.error("what other processes changed of the fleet's weights is not known: %s", problem)
+        elif self._problem and not problem:
+            log.info("what other processes changed of the fleet's weights is known again")
+        self._problem = problem
