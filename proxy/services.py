@@ -50,6 +50,7 @@ def make_services(
             settings.overflow,
             settings.finish_after_s,
             images,
+            settings.request_class_header,
         ),
         encoders,
         settings.body_limit_bytes,

@@ -16,7 +16,6 @@ from proxy.turn.services import Services
 _SAFE = ("GET", "HEAD")
 _REPEATABLE = (
     "/v1/chat/completions",
-    "/v1/completions",
     "/v1/embeddings",
     "/v1/messages",
     "/tokenize",
@@ -26,7 +25,7 @@ _REPEATABLE = (
 
 
 class PassThrough(Route):
-    """Completions, responses, messages, embeddings, models, metrics, and all other routes of the engine."""
+    """Responses, messages, embeddings, models, metrics, and all other routes of the engine."""
 
     path = "/{path:path}"
     methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
