@@ -430,5 +430,5 @@ def test_generate_refuses_bad_ids(generating: Served) -> None:
 
 def test_generate_without_the_flag_keeps_the_engines_answer(engines: dict[str, EngineProcess]) -> None:
     answer = httpx.post(engines["plugin"].url + GENERATE, json={"token_ids": [1], "sampling_params": {}})
-    assert answer.status_code == 403
+    assert answer.status_code == 403, (answer.headers, answer.text)
     assert "--enable-scale-out" in answer.json()["error"]["message"]
