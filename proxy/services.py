@@ -54,6 +54,7 @@ def make_services(
             settings.overflow,
             settings.finish_after_s,
             images,
+            settings.request_class_header,
         ),
         WeightCalls(fleet, metrics),
         encoders,

@@ -34,6 +34,7 @@ from proxy.routes.credentials import EngineCredentials
 from proxy.routes.mount import mount
 from proxy.services import make_services
 from proxy.settings import load_settings
+from proxy.turn.request import EngineRoute
 from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
 from proxy.types import Scope
@@ -71,7 +72,15 @@ class TokenProxyPlugin:
         # /v1 only, so credentials are verified by a request for vLLM's /v1/models to the whole application
         credentials = EngineCredentials(InProcessEngine(app, "vLLM").send)
         self._opened.push_async_callback(credentials.aclose)
-        mount(app, self._services_or_unavailable, credentials.tenant_of, self._observer, inside_vllm=True)
+        mount(
+            app,
+            self._services_or_unavailable,
+            credentials.tenant_of,
+            self._observer,
+            inside_vllm=True,
+            # vLLM's own route then answers that it is disabled
+            disabled=() if _serves_generate(app) else (EngineRoute.GENERATE,),
+        )
         _close_at_shutdown(app, self.aclose)
 
     async def aclose(self) -> None:
@@ -129,6 +138,14 @@ class TokenProxyPlugin:
         if self._services is None:
             raise EngineUnavailable("vLLM is starting or stopping")
         return self._services
+
+
+def _serves_generate(app: FastAPI) -> bool:
+    """Whether clients may use vLLM's generate route; the engine of `inner_app` has it in any case."""
+    args = getattr(app.state, "args", None)
+    # a version of vLLM without the flag has the route always
+    enabled = getattr(args, "enable_scale_out", args is not None)
+    return bool(enabled or getattr(args, "tokens_only", False))
 
 
 def _close_at_shutdown(app: FastAPI, close: Callable[[], Awaitable[None]]) -> None:

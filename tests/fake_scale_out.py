@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tests.fake_wire import Reply, choice_of, completion_of, steps_of, usage_of
+from tests.fake_wire import Reply, choice_of, completion_of, echoed, steps_of, usage_of
 from tests.tiny_model import TinyModel
 
 _NOTHING = {"stop_reason": None, "routed_experts": None, "sampling_mask": None, "weight_versions": None}
@@ -33,6 +33,7 @@ def generated_of(model: TinyModel, reply: Reply, name: str, prompt: int, body: d
             "finish_reason": one.finish_reason,
             "stop_reason": one.stop,
             "weight_versions": [{"version": "7", "start": 0, "end": len(one.ids)}],
+            "routed_experts": one.routed_experts,
         }
         for index, one in enumerate(reply.choices(n))
     ]
@@ -43,6 +44,7 @@ def generated_of(model: TinyModel, reply: Reply, name: str, prompt: int, body: d
         "created": 5,
         "output_mode": mode,
         **_ABSENT,
+        "prompt_token_ids": echoed(reply, body["token_ids"]) if body.get("return_token_ids") else None,
         "choices": choices,
         "usage": usage,
     }
@@ -54,6 +56,7 @@ def generated_chunks_of(
     """The events of generate: one for each sampled token and choice."""
     n, options = body["sampling_params"].get("n") or 1, body.get("stream_options") or {}
     mode = body.get("output_mode", "tokens")
+    echo = {"prompt_token_ids": echoed(reply, body["token_ids"])} if body.get("return_token_ids") else {}
     for step in steps_of(reply, n):
         for index, one, at in step:
             choice = {**_generated(model, one, index, [at], body), "finish_reason": None}
@@ -61,12 +64,13 @@ def generated_chunks_of(
             if at == len(one.ids) - 1:
                 spans = [{"version": "7", "start": 0, "end": len(one.ids)}]
                 choice |= {"finish_reason": one.finish_reason, "weight_versions": spans}
-                choice["stop_reason"] = one.stop
+                choice |= {"stop_reason": one.stop, "routed_experts": one.routed_experts}
             sampled = at + 1 + one.miscounted
             running = options.get("include_usage") and options.get("continuous_usage_stats")
             counts = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
             usage = {**counts, "prompt_tokens_details": None} if running else None
-            yield {"request_id": name, "usage": usage, "output_mode": mode, "choices": [choice]}
+            yield {"request_id": name, "usage": usage, "output_mode": mode, "choices": [choice], **echo}
+            echo = {}
     if options.get("include_usage"):
         total = {**usage_of(prompt, reply, n), "prompt_tokens_details": {"cached_tokens": 1}}
         yield {"request_id": name, "output_mode": mode, "choices": [], "usage": total}
@@ -78,6 +82,8 @@ def _generated(
     """What choices of generate have alike, whole or not."""
     choice: dict[str, Any] = {"index": index, **_NOTHING, "logprobs": None}
     tokens = [reply.ids[at] for at in positions]
+    if reply.mask is not None:
+        choice["sampling_mask"] = [reply.mask[at] for at in positions]
     text = body.get("output_mode") == "text"
     if text:
         choice["text"] = model.decode(tokens)

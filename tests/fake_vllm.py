@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from tests.fake_completions import completed_chunks_of, completed_of, prompts_of
 from tests.fake_scale_out import (
     derendered_chunk_of,
     derendered_of,
@@ -375,6 +376,21 @@ class FakeVllm:
         chunks = generated_chunks_of(self.model, reply, name, len(prompt), body)
         return await self._finish(request, reply, [*map(event_of, chunks), b"data: [DONE]\n\n"])
 
+    async def _complete(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.json
+        prompts = prompts_of(self.model, body["prompt"])
+        for prompt in prompts:
+            if (refusal := self._refusal(body, prompt, "prompt")) is not None:
+                return refusal
+        replies = [self._next_reply(body.get("max_tokens")) for _ in prompts]
+        if (error := replies[0].error) is not None:
+            return _respond(error)
+        if not body.get("stream"):
+            whole = completed_of(self.model, prompts, replies, body)
+            return await self._finish(request, replies[0], [json.dumps(whole).encode()], "application/json")
+        chunks = completed_chunks_of(self.model, prompts, replies, body)
+        return await self._finish(request, replies[0], [*map(event_of, chunks), b"data: [DONE]\n\n"])
+
     async def _derender(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         body = seen.json
         if refusal := refused_by_derender(body):
@@ -448,6 +464,7 @@ _ROUTES = {  # by name, so that a subclass may replace one
     ("POST", "/v1/chat/completions"): "_chat",
     ("POST", "/v1/chat/completions/render"): "_render_chat",
     ("POST", "/inference/v1/generate"): "_generate",
+    ("POST", "/v1/completions"): "_complete",
     ("POST", "/v1/chat/completions/derender"): "_derender",
 }
 

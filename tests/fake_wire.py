@@ -44,6 +44,10 @@ class Reply:
     """By how much the number of sampled ids in `usage` is wrong."""
     lost_ids: tuple[int, ...] = ()
     """Positions whose ids are missing from the answer."""
+    mask: tuple[tuple[int, ...], ...] | None = None
+    """For each position the ids that could be sampled there; generate alone returns it."""
+    routed_experts: str | None = None
+    """Returned with a choice's last event."""
     logprobs_short: int = 0
     """How many log-probabilities are missing."""
     pause_s: float = 0.0
@@ -91,6 +95,7 @@ def choice_of(
         "finish_reason": reply.finish_reason,
         "stop_reason": reply.stop,
         "token_ids": reply.told if with_ids and "ids" not in reply.silent else None,
+        **({"routed_experts": reply.routed_experts} if reply.routed_experts is not None else {}),
     }
 
 

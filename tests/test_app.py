@@ -20,6 +20,7 @@ def test_the_page_shows_the_routes_of_the_proxy(page: Any) -> None:
     assert page["info"] == {"title": "tokenproxy", "version": __version__}
     assert set(page["paths"]) == {
         *("/v1/chat/completions", "/v1/chat/completions/tokens", "/tokenize"),
+        *("/v1/completions", "/inference/v1/generate"),
         *("/v1/sessions", "/v1/sessions/{session}"),
         *("/v1/sessions/{session}/samples", "/v1/sessions/{session}/reward"),
         *("/v1/sessions/{session}/end", "/finish_session"),

@@ -148,6 +148,7 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
         "--body-timeout-s": "9.5",
         "--connections-per-address": "10",
         "--log-format": "json",
+        "--request-class-header": "x-class",
     }
     repeated = [
         "--upstream",

@@ -94,6 +94,7 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
         ({"log_format": "xml"}, "log_format"),
         ({"cache_bytes": -1}, "cache_bytes"),
         ({"record_token_route": "perhaps"}, "record_token_route"),
+        ({"request_class_header": "a b"}, "request_class_header"),
         ({"api_key": 5}, "api_key"),
         ({"admin_key": [""]}, "admin_key"),
         ({"api_key_file": "missing.yaml"}, "api_key_file"),

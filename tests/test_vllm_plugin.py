@@ -433,3 +433,26 @@ async def test_a_store_that_cannot_be_closed_does_not_stop_vllm(
         monkeypatch.setattr(services.history.store, "aclose", fail)
     assert "tokenproxy could not be closed in order" in caplog.text
     assert _encoder_threads() == threads
+
+
+@pytest.mark.parametrize(
+    "args, served",
+    [
+        (Namespace(enable_scale_out=False, tokens_only=False), False),
+        (Namespace(enable_scale_out=True, tokens_only=False), True),
+        (Namespace(enable_scale_out=False, tokens_only=True), True),
+        (Namespace(), True),
+        (None, False),
+    ],
+    ids=["off", "on", "tokens only", "a version without the flag", "unknown"],
+)
+def test_generate_is_served_only_where_vllm_serves_it(args: Namespace | None, served: bool) -> None:
+    """The proxy itself reaches the route in any case, which must not open it to clients."""
+    app = FastAPI()
+    if args is not None:
+        app.state.args = args
+    TokenProxyPlugin(CollectorRegistry()).attach_router(app)
+    paths = {route.path for route in app.router.routes if isinstance(route, APIRoute)}
+    assert ("/inference/v1/generate" in paths) is served
+    assert ("/inference/v1/generate/" in paths) is served
+    assert "/v1/completions" in paths

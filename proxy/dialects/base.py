@@ -61,6 +61,18 @@ def visible_of(fields: Fields) -> Visible:
     return Visible(ids and reasoning, logprobs and reasoning, usage, running, reasoning)
 
 
+def visible_of_prompts(fields: Fields, *, logprobs: bool) -> Visible:
+    """The recorded fields that the client of a route without messages requested.
+
+    Args:
+        logprobs: whether it requested log-probabilities; where a request does that depends on the route.
+    """
+    options = stream_options(fields)
+    usage = flag(options, "include_usage")
+    running = usage and flag(options, "continuous_usage_stats")
+    return Visible(flag(fields, "return_token_ids"), logprobs, usage, running)
+
+
 def apply_session(fields: Fields, session: SessionFields | None) -> None:
     """Add the session's defaults where the request sets nothing, and always its overrides."""
     if session is None:
@@ -90,23 +102,48 @@ def chat_request(
     except BadRequest:
         special = special or Reason.SPECIAL_REQUEST  # the engine refuses it with its own message
     parsed: dict[str, Any] = {
-        "fields": fields,
-        "headers": request.headers,
+        **_shared(request, fields, session),
         "messages": raw_value(fields, "messages") or b"",
         "rendering": rendering,
         "model": model,
-        "tenant": request.tenant,
-        "session": session.ref if session else None,
         "visible": visible,
-        "retry": _retry_signs(request),
-        "stream": flag(fields, "stream"),
-        "choices": max(1, int(_number(fields, "n") or 1)),
-        "temperature": _number(fields, "temperature"),
+        "choices": max(1, int(number(fields, "n") or 1)),
+        "temperature": number(fields, "temperature"),
+        "routed_experts_start": routed_experts_start(fields),
         "special": special or "",
         # without a generation prompt, the template does not render the sampled text as a turn
         "findable": special is None and rendering.add_generation_prompt,
     }
     return ChatRequest(**{**parsed, **more})
+
+
+def prompt_request(
+    request: Request, fields: Fields, session: SessionFields | None, **more: Any
+) -> ChatRequest:
+    """The `ChatRequest` of a request with prompts in place of messages.
+
+    Args:
+        fields: the request, with the session's fields applied.
+        more: fields of `ChatRequest` that the dialect sets itself.
+
+    Raises:
+        BadRequest: `model` is not a string.
+    """
+    shared = _shared(request, fields, session)
+    model = read(fields, "model", str)
+    return ChatRequest(**shared, messages=b"", rendering=Rendering(), model=model, findable=False, **more)
+
+
+def _shared(request: Request, fields: Fields, session: SessionFields | None) -> dict[str, Any]:
+    """The fields of a `ChatRequest` that do not depend on the wire format."""
+    return {
+        "fields": fields,
+        "headers": request.headers,
+        "tenant": request.tenant,
+        "session": session.ref if session else None,
+        "retry": _retry_signs(request),
+        "stream": flag(fields, "stream"),
+    }
 
 
 def _rendering(fields: Fields) -> Rendering:
@@ -136,12 +173,18 @@ def _special(fields: Fields) -> Reason | None:
     return Reason.SPECIAL_REQUEST if special else None
 
 
-def _number(fields: Fields, name: str) -> float | None:
+def number(fields: Fields, name: str) -> float | None:
     """A number in a request; None if the value is not a number, which the engine refuses."""
     try:
         return read(fields, name, float)
     except BadRequest:
         return None
+
+
+def routed_experts_start(fields: Fields) -> int:
+    """The number of prompt ids without routed experts; 0 if the value is none that the engine accepts."""
+    start = number(fields, "routed_experts_prompt_start") or 0
+    return int(start) if 0 <= start < 2**31 else 0
 
 
 def _retry_signs(request: Request) -> RetrySigns:

@@ -245,11 +245,11 @@ class Derender:
         self._copy_token_fields(choice, source)
 
     def _copy_token_fields(self, choice: Fields, source: Fields) -> None:
-        """Copy ids, log-probabilities, weight versions and routed experts from the generate response."""
+        """Copy ids, log-probabilities and what else belongs to each id from the generate response."""
         choice["token_ids"] = source.get("token_ids", _NULL) if self._with_ids else _NULL
         logprobs = read_response_field(source, "logprobs", _Logprobs, GENERATE_PATH)
         choice["logprobs"] = _NULL if logprobs is None else raw(_chat_logprobs(logprobs, self._top_logprobs))
-        for name in ("weight_versions", "routed_experts"):
+        for name in ("weight_versions", "routed_experts", "sampling_mask"):
             if raw_value(source, name) is not None:
                 choice[name] = source[name]
 

@@ -9,7 +9,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -38,8 +38,26 @@ class SampledChoice:
     routed_experts: str | None = None
     raw_ids: bytes = b""
     """`ids` as a compact JSON array; empty if they were not kept in this form."""
+    sampling_mask: list[list[int]] | None = None
+    """For each sampled id the ids that could be sampled there; None if the engine returned none."""
     unreadable: str = ""
     """Names of the evidence fields that could not be read; empty if all could."""
+    prompt_ids: bytes | None = None
+    """The prompt of this choice as the engine echoed it, where a request has several prompts: see
+    `Completion.by_prompt`."""
+
+
+class Batch(NamedTuple):
+    """The prompts of a request of the completions route, whose choices come prompt by prompt."""
+
+    prompts: tuple[bytes, ...]
+    """Each as it was sent, a JSON array of ids; empty if the engine converts a text."""
+    choices: int
+    """The number of choices of each prompt."""
+
+    def prompt_of(self, choice: int) -> int:
+        """The position of the prompt of a choice, given the choice's index in the response."""
+        return min(choice // self.choices, len(self.prompts) - 1)
 
 
 @dataclass(slots=True)
@@ -54,10 +72,32 @@ class Completion:
     packed_prompt: bytes | None = None
     """The ids of `prompt_ids`, packed; None if they were not converted yet."""
 
+    def by_prompt(self, batch: Batch) -> "dict[int, Completion]":
+        """The completion of each prompt that has choices here, by the position of the prompt.
+
+        Example: with two choices of each prompt, those with the indexes 2 and 3 belong to prompt 1.
+        """
+        parts: dict[int, Completion] = {}
+        for choice in self.choices:
+            part = parts.setdefault(batch.prompt_of(choice.index), Completion())
+            part.prompt_ids = part.prompt_ids or choice.prompt_ids
+            part.choices.append(choice)
+        if self.completion_tokens is not None:
+            # the engine counts all choices together: a difference shows in each part
+            surplus = self.completion_tokens - _sampled(self.choices)
+            for part in parts.values():
+                part.completion_tokens = _sampled(part.choices) + surplus
+        return parts
+
 
 def same_ids(left: bytes, right: bytes) -> bool:
     """Whether two JSON arrays hold the same ids; equal bytes, the usual case, are not parsed."""
     return left == right or msgspec.json.decode(left) == msgspec.json.decode(right)
+
+
+def _sampled(choices: Sequence[SampledChoice]) -> int:
+    """The number of sampled ids in all choices."""
+    return sum(len(choice.ids or ()) for choice in choices)
 
 
 def untrainable_reason(
@@ -80,7 +120,7 @@ def untrainable_reason(
     count = len(choice.ids)
     if len(choice.logprobs or ()) > count:
         return Problem.IDS_MISSING
-    together = sum(len(other.ids or ()) for other in completion.choices)
+    together = _sampled(completion.choices)
     if choice.counted not in (None, count) or completion.completion_tokens not in (None, together):
         return Problem.USAGE_MISMATCH
     if media:

@@ -38,8 +38,9 @@ class History:
         overflow: str = "error",
         finish_after_s: float = 0.0,
         images: ImageLoader | None = None,
+        request_class_header: str = "",
     ) -> None:
-        """`overflow` and `finish_after_s` are the settings of these names."""
+        """`overflow`, `finish_after_s` and `request_class_header` are the settings of these names."""
         self.auditor = auditor
         self.store = store
         self.metrics = metrics
@@ -47,8 +48,9 @@ class History:
         self.tasks = Tasks()
         self.pins = Pins(store, metrics)
         matcher = Matcher(store, self.cache, encoders)
+        loader, class_header = images or ImageLoader(encoders), request_class_header.lower().encode()
         self.placer = Placer(
-            store, self.cache, matcher, self.pins, encoders, metrics, auditor, images or ImageLoader(encoders)
+            store, self.cache, matcher, self.pins, encoders, metrics, auditor, loader, class_header
         )
         self.planner = Planner(self.placer, renders_overflow=overflow == "render")
         self.recorder = Recorder(store, self.cache, encoders, metrics, self.tasks)

@@ -101,7 +101,7 @@ class Matcher:
     """Finds the turns that requests continue."""
 
     def __init__(self, store: Store, cache: TurnCache, executor: Executor | None = None) -> None:
-        self._store = store
+        self.store = store
         self._cache = cache
         self._executor = executor
         self._claiming: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
@@ -139,7 +139,7 @@ class Matcher:
             StoreError: the store does not respond.
         """
         turn = self._cache.turn(turn_id)
-        if turn is None and (path := await self._store.path(turn_id)):
+        if turn is None and (path := await self.store.path(turn_id)):
             run = asyncio.get_running_loop().run_in_executor
             turn = await run(self._executor, read_turn, path, self._cache.turn)
             self._cache.put(turn, path[-1].parent)
@@ -153,15 +153,16 @@ class Matcher:
         Raises:
             StoreError: the store does not respond.
         """
-        newest = await self._store.newest(rollout, FOUND_AT_MOST)
-        best = await self._longest(newest, prompt)
+        newest = await self.store.newest(rollout, FOUND_AT_MOST)
+        best = await self.longest_of(newest, prompt)
         if best is None and len(newest) == FOUND_AT_MOST:
-            turns = await self._store.turns(rollout)
-            packed = _packed(prompt)
-            best = await self._longest([turn.id for turn in turns if _may_begin(turn, packed)], prompt)
+            turns = await self.store.turns(rollout)
+            packed = pack_prompt(prompt)
+            best = await self.longest_of([turn.id for turn in turns if _may_begin(turn, packed)], prompt)
         return best
 
-    async def _longest(self, turn_ids: Sequence[str], prompt: bytes) -> CachedTurn | None:
+    async def longest_of(self, turn_ids: Sequence[str], prompt: bytes) -> CachedTurn | None:
+        """The one of some turns with the most ids that a prompt begins with. Raises StoreError."""
         best: CachedTurn | None = None
         for turn_id in turn_ids:
             turn = await self.load(turn_id)
@@ -169,6 +170,22 @@ class Matcher:
             if turn is not None and longer and turn.begins(prompt):
                 best = turn
         return best
+
+    async def take_equal(self, turn: CachedTurn, key: bytes, ids: bytes) -> Match:
+        """The match of a turn that was found by its ids; if several rollouts hold them, with an open turn.
+
+        Args:
+            key: of the index; finds all turns with these ids.
+            ids: its `ids_digest`.
+
+        Raises:
+            StoreError: the store does not respond.
+        """
+        found = (await self.store.find([key])).get(key)
+        for group in found.groups if found is not None else ():
+            if group.ids == ids:
+                return await self._take(_Fit(key, group, turn, False), Match(turn, candidates=group.total))
+        return Match(turn)
 
     async def _between(
         self, ends: Sequence[int], conversation: Conversation, scope: Scope, rollout: str | None
@@ -191,7 +208,7 @@ class Matcher:
     ) -> tuple[Match, int] | None:
         """The match at the first of these ends that has one."""
         keys = {end: _keys(scope, conversation, end) for end in ends}
-        found = await self._store.find([key for of_end in keys.values() for key in of_end])
+        found = await self.store.find([key for of_end in keys.values() for key in of_end])
         for end in ends if found else ():
             hits = [(key, found.get(key)) for key in keys[end]]
             match = await self._choose(hits, conversation, end, rollout)
@@ -246,17 +263,17 @@ class Matcher:
 
     async def _claim(self, turn_id: str) -> CachedTurn | None:
         """Claim one of the turns; None if others were faster. A failed or cancelled call claims none."""
-        claiming = asyncio.ensure_future(self._store.claim(turn_id))
+        claiming = asyncio.ensure_future(self.store.claim(turn_id))
         try:
             return await self.load(turn_id) if await asyncio.shield(claiming) else None
         except BaseException:  # cancellation too: no other request could use a turn that stays claimed
             if await claiming:
-                await self._store.release(turn_id)
+                await self.store.release(turn_id)
             raise
 
     async def _open_candidates(self, fit: "_Fit") -> list[Candidate]:
         """The turns of a group that are still open."""
-        found = (await self._store.find([fit.key])).get(fit.key)
+        found = (await self.store.find([fit.key])).get(fit.key)
         groups = [group for group in found.groups if group.ids == fit.group.ids] if found else []
         return [candidate for group in groups for candidate in group.candidates if candidate.open]
 
@@ -265,7 +282,7 @@ class Matcher:
         strict = conversation.messages[end].strict
         turns = [
             turn
-            for turn in await self._store.turns(rollout)
+            for turn in await self.store.turns(rollout)
             if turn.spelling and extend(turn.spelling_before, turn.spelling) == strict
         ]
         if len({turn.ids_digest for turn in turns}) != 1:
@@ -283,14 +300,14 @@ class Matcher:
         # after an eviction, the store no longer tells that the proxy chose the rollout's name
         scopes = [scope, replace(scope, session=None)]
         keys = [key for each in scopes for e in ends[:_LOOKUP] for key in _keys(each, conversation, e)]
-        if await self._store.evicted(keys):
+        if await self.store.evicted(keys):
             return Reason.EVICTED
         own = conversation.messages[last]
         key = _content_key(scope, conversation, last, own.message, own.distinctive)
-        hits = (await self._store.find([key])).get(key)
+        hits = (await self.store.find([key])).get(key)
         candidates = [each for group in hits.groups for each in group.candidates] if hits else []
         candidates = [each for each in candidates if rollout in (None, each.rollout)][:_EXPLAINED]
-        paths = [path for each in candidates if (path := await self._store.path(each.turn))]
+        paths = [path for each in candidates if (path := await self.store.path(each.turn))]
         if not paths:
             return Reason.NO_MATCH
         same_text = [
@@ -384,7 +401,7 @@ def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str
     return repaired if fits else None
 
 
-def _packed(prompt: bytes) -> bytes:
+def pack_prompt(prompt: bytes) -> bytes:
     """The ids of a prompt, a checked JSON array, up to the first that no turn can hold."""
     try:
         return pack_ids(msgspec.json.decode(prompt, type=list[int]))

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -13,12 +13,13 @@ from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
 from proxy.history.conversation import Conversation
 from proxy.history.encoders import WORTH_A_THREAD_BYTES, EncoderPool
+from proxy.history.ids_index import match_ids
 from proxy.history.images import ImageLoader
 from proxy.history.matcher import Match, Matcher
 from proxy.history.pins import Pins
 from proxy.history.plan import Placement, ServedModel
 from proxy.history.scope import Scope, raw_key, scope_parts
-from proxy.history.store import Session, Store, StoreError, session_id
+from proxy.history.store import FOUND_AT_MOST, Session, Store, StoreError, session_id
 from proxy.history.turn import new_id, request_time
 from proxy.history.vocabulary import Reason
 from proxy.metrics import Metrics
@@ -28,6 +29,8 @@ from tokenization.cache import BoundedCache
 
 log = logging.getLogger("tokenproxy")
 
+_CLASS_LENGTH = 100
+"""Most characters of a request's class."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError)
 """Raised for messages, tools or template arguments that are not those of a chat completion."""
 
@@ -44,6 +47,8 @@ class Placer:
     metrics: Metrics
     auditor: Auditor
     images: ImageLoader
+    class_header: bytes = b""
+    """Lower-case name of the request header with the class of a request; empty for none."""
     _parts: BoundedCache[bytes, tuple[bytes, ...]] = field(default_factory=lambda: BoundedCache(1024))
 
     async def parse(self, messages: bytes, flow: FlowKey) -> Conversation:
@@ -75,13 +80,37 @@ class Placer:
             self.report("the prompt of a request is rendered", error)
             return Match(reason=Reason.STORE_UNAVAILABLE)
         rollout = match.turn.rollout if match.turn is not None and match.same_rollout else named
-        if rollout is not None:
+        await self.pin(() if rollout is None else (rollout,))
+        return match
+
+    async def match_ids(self, request: ChatRequest, prompt: bytes, scope: Scope) -> Match:
+        """Find the recorded turn that a prompt, a compact JSON array of ids, continues.
+
+        In a session, turns that the index does not hold (of the chat routes) are found among the newest;
+        ids alone do not continue a prompt with images.
+
+        Raises:
+            StoreError: the store does not respond.
+        """
+        named = session_id(request.tenant, request.session.name) if request.session else None
+        told = named if request.session is not None and not request.session.explicit else None
+        match = await match_ids(self.matcher, prompt, scope, told)
+        if named is not None:
+            newest = await self.matcher.longest_of(await self.store.newest(named, FOUND_AT_MOST), prompt)
+            longer = newest is not None and (match.turn is None or newest.count > match.turn.count)
+            if newest is not None and longer and not newest.images:
+                match = Match(newest)
+        return match
+
+    async def pin(self, rollouts: Iterable[str]) -> None:
+        """Keep rollouts from eviction for a while; see `Pins.pin`."""
+        for rollout in rollouts:
             try:
                 await self.pins.pin(rollout)
             except StoreError as error:
                 # the ids are exact without the pin; an eviction would leave the new turn without its parent
                 self.report("a rollout in use is not kept from eviction", error)
-        return match
+                return
 
     def place(
         self,
@@ -112,7 +141,15 @@ class Placer:
             logprobs_mode=model.logprobs_mode,
             temperature=request.temperature,
             choices=request.choices,
+            media=request.prompt_media,
+            request_class=self._class_of(request),
+            routed_experts_start=request.routed_experts_start,
         )
+
+    def _class_of(self, request: ChatRequest) -> str:
+        """The client's name for the kind of its request; empty if it gives none."""
+        found = (value for name, value in request.headers if name == self.class_header)
+        return next(found, b"").decode("latin-1").strip()[:_CLASS_LENGTH]
 
     def nowhere(self, request: ChatRequest, model: ServedModel) -> Placement:
         """The placement of a turn that is not recorded."""

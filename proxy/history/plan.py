@@ -75,6 +75,14 @@ class Placement:
     logprobs_mode: str = ""
     temperature: float | None = None
     choices: int = 1
+    media: bool = False
+    """Whether the prompt holds media that are not in the messages."""
+    found_by_ids: bool = False
+    """Whether prompts that begin with the turn's ids find it, in any rollout of the scope."""
+    request_class: str = ""
+    """See `Turn.request_class`."""
+    routed_experts_start: int = 0
+    """See `Turn.routed_experts_start`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +92,25 @@ class PromptPlan:
     source: ClassVar[Source]
     placement: Placement
     reason: Reason | None = None
+    others: tuple["PromptPlan", ...] = ()
+    """The plans of the request's other prompts; only a completions request has several."""
+
+    @property
+    def prompts(self) -> tuple["PromptPlan", ...]:
+        """The plan of each prompt of the request, in the order of the prompts."""
+        return (self, *self.others)
+
+    @property
+    def rollout(self) -> str | None:
+        """The rollout of all prompts; None if they belong to several, or are not recorded."""
+        placement = self.placement
+        same = all(other.placement.session.id == placement.session.id for other in self.others)
+        return placement.session.id if same and placement.conversation is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered(PromptPlan):
-    """The engine renders the messages."""
+    """The engine renders the messages, or tokenises the text."""
 
     source: ClassVar[Source] = Source.RENDERED
     placeholder: int = 0

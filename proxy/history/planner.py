@@ -20,6 +20,7 @@ from proxy.history.images import ImageModel, LoadedImage, NotLoadable, place, re
 from proxy.history.matcher import Match
 from proxy.history.placing import UNREADABLE, Placer
 from proxy.history.plan import Extended, Given, Placement, PromptPlan, Rendered, ServedModel
+from proxy.history.prompts import plan_prompts
 from proxy.history.vocabulary import Reason
 from proxy.turn.request import ChatRequest, GivenIds, Rendering
 from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported, ids
@@ -52,6 +53,8 @@ class Planner:
             Overloaded: the limit of concurrent tokenising is reached.
             Unsupported: messages cannot be appended exactly.
         """
+        if request.prompts:
+            return await plan_prompts(self.placer, request, model)
         if request.given is not None:
             return await self._plan_given(request, request.given, model)
         try:
@@ -140,8 +143,9 @@ class Planner:
         return self.placer.released_on_error(plan.placement)
 
     async def release(self, plan: PromptPlan) -> None:
-        """Let others continue the turn that a plan claimed: no turn of the plan was recorded."""
-        await self.placer.release(plan.placement)
+        """Let others continue the turns that a plan claimed: no turn of the plan was recorded."""
+        for prompt in plan.prompts:
+            await self.placer.release(prompt.placement)
 
     async def _plan_given(self, request: ChatRequest, given: GivenIds, model: ServedModel) -> PromptPlan:
         given, images = await place_images(self.placer, request, given, model)

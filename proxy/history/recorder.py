@@ -16,9 +16,10 @@ import msgspec
 
 from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn, cached_turn, hash_ids
-from proxy.history.completion import Completion, SampledChoice, untrainable_reason
+from proxy.history.completion import Batch, Completion, SampledChoice, untrainable_reason
 from proxy.history.conversation import Conversation, is_distinctive
 from proxy.history.encoders import WORTH_A_THREAD_BYTES
+from proxy.history.ids_index import ids_entries
 from proxy.history.images import name_by_digest, placed_by_engine
 from proxy.history.matcher import index_entries
 from proxy.history.plan import Extended, Placement, PromptPlan, Rendered, images_of, prompt_of
@@ -78,8 +79,22 @@ class Recorder:
         """Remove a deleted rollout: drop its turns from the cache, and do not record its running requests."""
         self.cache.drop(rollout)
         for recording in self._recordings:
-            if recording.plan.placement.session.id == rollout:
-                recording.drop()
+            recording.drop(rollout)
+
+
+@dataclass(slots=True)
+class _PromptRecord:
+    """What was recorded for one prompt of a request."""
+
+    plan: PromptPlan
+    holder: Turn | None = None
+    """The first turn that was recorded. It holds the prompt, which the other choices share."""
+    dropped: bool = False
+    """Whether its session was deleted meanwhile."""
+
+    @property
+    def rollout(self) -> str:
+        return self.plan.placement.session.id
 
 
 class Recording:
@@ -95,18 +110,21 @@ class Recording:
         self._before_recording = before_recording
         self.plan = plan
         self._replica = replica
-        self.recorded = False
-        """Whether a turn was recorded."""
         self._recorder = recorder
-        self._holder: Turn | None = None
-        """The turn that holds the prompt, which the other choices share."""
+        self._prompts = [_PromptRecord(prompt) for prompt in plan.prompts]
         self._lock = asyncio.Lock()
-        self._dropped = False
+
+    @property
+    def unrecorded(self) -> list[Placement]:
+        """The placements of the prompts of which no turn was recorded."""
+        return [prompt.plan.placement for prompt in self._prompts if prompt.holder is None]
 
     async def announce(self) -> None:
-        """Create a new rollout before its first turn is complete, because its client now gets its name."""
-        placement = self.plan.placement
-        if placement.new_rollout and placement.conversation is not None:
+        """Create new rollouts before their first turns are complete, because the client now gets the name."""
+        for prompt in self._prompts:
+            placement = prompt.plan.placement
+            if not placement.new_rollout or placement.conversation is None:
+                continue
             try:
                 await self._recorder.store.save_session(placement.session)
             except StoreError as error:
@@ -114,9 +132,10 @@ class Recording:
                 message = "rollout %s was not created before its first turn: %s"
                 log.log(error.level, message, placement.session.id, error)
 
-    def drop(self) -> None:
-        """Stop recording, because the session was deleted."""
-        self._dropped = True
+    def drop(self, rollout: str) -> None:
+        """Record no more turns of a rollout, because it was deleted."""
+        for prompt in self._prompts:
+            prompt.dropped = prompt.dropped or prompt.rollout == rollout
 
     async def add(self, completion: Completion) -> None:
         """Record the choices of a completion. Other requests find them after this returns.
@@ -133,41 +152,65 @@ class Recording:
 
     async def _add(self, completion: Completion) -> None:
         async with self._lock:
-            if self._dropped:
-                log.info(
-                    "a turn of %s is not recorded: its session was deleted", self.plan.placement.session.id
-                )
-                return
             try:
                 if self._before_recording is not None:
                     await self._before_recording(completion)
-                with span("record", {}):
-                    await self._record(completion)
-            except StoreError as error:
-                self._recorder.metrics.store_errors.inc()
-                log.error("a turn of %s was not recorded: %s", self.plan.placement.session.id, error)
             except Exception:  # the boundary: a failure to record must not fail the response
                 self._recorder.metrics.store_errors.inc()
-                log.exception("a turn of %s could not be recorded", self.plan.placement.session.id)
+                log.exception("the turns of a request could not be recorded")
+                return
+            with span("record", {}):
+                for part in self._by_rollout(completion):
+                    await self._add_to_rollout(part)
 
-    async def _record(self, completion: Completion) -> None:
-        recorder, placement = self._recorder, self.plan.placement
-        size = len(completion.prompt_ids or b"") + 8 * sum(len(c.ids or ()) for c in completion.choices)
-        if size < WORTH_A_THREAD_BYTES:
-            turns = new_turns(self.plan, completion, self._holder, self._replica)
+    def _by_rollout(self, completion: Completion) -> list[list[tuple[_PromptRecord, Completion]]]:
+        """The prompts with new choices, each with its part of the completion, rollout by rollout."""
+        if len(self._prompts) == 1 and completion.choices[0].prompt_ids is None:
+            parts = {0: completion}  # of another route than completions
         else:
-            run = asyncio.get_running_loop().run_in_executor
-            arguments = (self.plan, completion, self._holder, self._replica)
-            turns = await run(recorder.executor, new_turns, *arguments)
+            batch = Batch(tuple(b"" for _ in self._prompts), self.plan.placement.choices)
+            parts = completion.by_prompt(batch)
+        by_rollout: dict[str, list[tuple[_PromptRecord, Completion]]] = {}
+        for position, part in parts.items():
+            prompt = self._prompts[position]
+            by_rollout.setdefault(prompt.rollout, []).append((prompt, part))
+        return list(by_rollout.values())
+
+    async def _add_to_rollout(self, parts: list[tuple[_PromptRecord, Completion]]) -> None:
+        rollout = parts[0][0].rollout
+        if parts[0][0].dropped:
+            log.info("a turn of %s is not recorded: its session was deleted", rollout)
+            return
+        try:
+            await self._record(parts)
+        except StoreError as error:
+            self._recorder.metrics.store_errors.inc()
+            log.error("a turn of %s was not recorded: %s", rollout, error)
+        except Exception:  # the boundary: a failure to record must not fail the response
+            self._recorder.metrics.store_errors.inc()
+            log.exception("a turn of %s could not be recorded", rollout)
+
+    async def _record(self, parts: list[tuple[_PromptRecord, Completion]]) -> None:
+        recorder = self._recorder
+
+        def make() -> list[list[NewTurn]]:
+            return [new_turns(prompt.plan, part, prompt.holder, self._replica) for prompt, part in parts]
+
+        if sum(_size(part) for _, part in parts) < WORTH_A_THREAD_BYTES:
+            by_prompt = make()
+        else:
+            by_prompt = await asyncio.get_running_loop().run_in_executor(recorder.executor, make)
+        turns = [new for of_prompt in by_prompt for new in of_prompt]
         if not turns:
             return
         evicted = await recorder.store.add(
-            placement.session, [new.turn for new in turns], [new.entries for new in turns]
+            parts[0][0].plan.placement.session, [new.turn for new in turns], [new.entries for new in turns]
         )
-        self.recorded = True
-        _count_ids(self.plan, turns, recorder.metrics, first=self._holder is None)
+        for (prompt, _), of_prompt in zip(parts, by_prompt, strict=True):
+            if of_prompt:
+                _count_ids(prompt.plan, of_prompt, recorder.metrics, first=prompt.holder is None)
+                prompt.holder = prompt.holder or of_prompt[0].turn
         _tell_trace(turns)
-        self._holder = self._holder or turns[0].turn
         if evicted.rollouts:
             recorder.metrics.count_evicted(evicted.rollouts, evicted.undelivered)
             log.info("the store is full: evicted %d rollouts (%d turns)", evicted.rollouts, evicted.turns)
@@ -176,6 +219,12 @@ class Recording:
             recorder.metrics.turns.labels(*labels).inc()
             if new.cached is not None:
                 recorder.cache.put(new.cached, new.turn.parent)
+
+
+def _size(completion: Completion) -> int:
+    """Bytes of the ids of a completion, about."""
+    sampled = sum(len(choice.ids or ()) for choice in completion.choices)
+    return len(completion.prompt_ids or b"") + 8 * sampled
 
 
 def _count_ids(plan: PromptPlan, turns: list[NewTurn], metrics: Metrics, *, first: bool) -> None:
@@ -223,6 +272,8 @@ def _new_turn(
     assert conversation is not None  # the caller looked
     sent = prompt_of(plan)
     images = _images(plan, completion) if conversation.media or images_of(plan) else ()
+    if placement.media:
+        images = None
     problem = untrainable_reason(completion, choice, sent, media=images is None)
     # the prompt that the engine used counts, not the one that was sent
     as_sent = bool(sent) and problem not in (Problem.PROMPT_MISMATCH, Problem.NO_PROMPT_IDS)
@@ -263,6 +314,9 @@ def _new_turn(
         weight_versions=choice.weight_versions,
         weights_uncertain=choice.weights_uncertain,
         routed_experts=choice.routed_experts,
+        routed_experts_start=placement.routed_experts_start if choice.routed_experts else 0,
+        sampling_mask=_pack_mask(choice),
+        request_class=placement.request_class,
         scope=placement.scope.parts,
         spelling_before=conversation.strict_before(len(conversation.messages)),
         spelling=own.strict if placement.findable else b"",
@@ -276,6 +330,8 @@ def _new_turn(
     cached = cached_turn(turn, parent, prompt, hasher, choice.raw_ids) if prompt else None
     if cached is not None and images:
         cached = replace(cached, images=images)
+    if placement.found_by_ids and cached is not None and cached.usable:
+        entries += ids_entries(placement.scope, ids.pack(cached.ids), turn.ids_digest)
     return NewTurn(turn, entries, cached)
 
 
@@ -345,6 +401,14 @@ def _pack_evidence(choice: SampledChoice, problem: Problem | None) -> tuple[byte
         return pack_ids(choice.ids or ()), pack_logprobs(choice.logprobs or ()), problem
     except (OverflowError, TypeError):
         return b"", b"", problem or Problem.UNREADABLE_EVIDENCE
+
+
+def _pack_mask(choice: SampledChoice) -> tuple[bytes, bytes] | None:
+    """Pack a sampling mask; None if there is none, or not one set of ids for each sampled id."""
+    mask = choice.sampling_mask
+    if mask is None or len(mask) != len(choice.ids or ()):
+        return None
+    return pack_ids([len(kept) for kept in mask]), pack_ids([each for kept in mask for each in kept])
 
 
 def _canonical(message: dict[str, Any]) -> CanonicalMessage:

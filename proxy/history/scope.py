@@ -6,6 +6,7 @@ Law: two requests with equal scopes and equal messages have equal prompts, as fa
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from proxy.history.vocabulary import Reason
 from proxy.turn.request import Rendering
@@ -41,11 +42,17 @@ class Scope:
             kind: what `digest` is a digest of.
             explains: leave out model and rendering: such keys only serve to explain a miss.
         """
-        key = hashlib.blake2b(digest_size=16, person=kind.encode())
+        key = self.hasher(kind, explains=explains)
+        key.update(digest)
+        return bytes(key.digest())
+
+    def hasher(self, kind: str, *, explains: bool = False) -> Any:
+        """blake2b over the scope, for keys of many digests; see `key`."""
+        hasher = hashlib.blake2b(digest_size=16, person=kind.encode())
         for part in (self.tenant.encode(), (self.session or "").encode()):
-            key.update(len(part).to_bytes(8, "little") + part)
-        key.update(b"".join([*(() if explains else self.parts), digest]))
-        return key.digest()
+            hasher.update(len(part).to_bytes(8, "little") + part)
+        hasher.update(b"".join(() if explains else self.parts))
+        return hasher
 
 
 def scope_parts(

@@ -48,6 +48,13 @@ def store_time(seconds: float) -> Iterator[None]:
         _of_request.reset(token)
 
 
+def add_store_time(seconds: float) -> None:
+    """Give the request of the current block more time, because it needs more calls than others."""
+    store_time = _of_request.get()
+    if store_time is not None:
+        store_time.left += seconds
+
+
 @contextmanager
 def spending() -> Iterator[float]:
     """Yield the seconds that a call may take, 0 if none are left; subtract the time that the block takes."""

@@ -90,6 +90,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether each id was sampled with one of `weight_versions`, and it is not known with which."""
     routed_experts: str | None = None
     """As the engine returned it (base64 of an .npy array)."""
+    routed_experts_start: int = 0
+    """The position in the prompt of the id that the first row of `routed_experts` belongs to."""
+    sampling_mask: tuple[bytes, bytes] | None = None
+    """Packed: for each completion id the number of ids that could be sampled there, and these ids one after
+    the other; None if the engine returned none."""
+    request_class: str = ""
+    """The client's name for the kind of its request, from a header (`request_class_header`)."""
     scope: tuple[bytes, ...] = ()
     """Digests of the parts of the scope, as `Scope.parts`: they explain why a request does not match."""
     spelling_before: bytes = b""

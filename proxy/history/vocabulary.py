@@ -73,6 +73,7 @@ class Reason(_Explained):
     UNREADABLE = "unreadable", "the messages are not those of a chat completion: see the engine's error"
     NO_IDS = "no_ids", "the token route got messages and no ids"
     IDS_GIVEN = "ids_given", "the client gave the ids"
+    TEXT_PROMPT = "text_prompt", "the prompt of a completion is a text: the engine tokenises it"
     PREFIX_GIVEN = (
         "prefix_given",
         "`required_prefix_token_ids` holds the ids of the first part; the template rendered the rest",

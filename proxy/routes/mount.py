@@ -1,6 +1,6 @@
 """Put the routes on an application."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from fastapi import FastAPI
 from starlette.routing import BaseRoute, Match
@@ -23,6 +23,7 @@ def mount(
     observer: Observer,
     *,
     inside_vllm: bool,
+    disabled: Collection[str] = (),
 ) -> dict[tuple[str, str], Endpoint]:
     """Add the routes to `app`, then their aliases. Where two match a request, the one added first serves it.
 
@@ -33,13 +34,20 @@ def mount(
         tenant_of: returns the tenant of a request; called for each request to a route that needs it.
         observer: gets a report of each request.
         inside_vllm: whether `app` is vLLM's own, which serves the other routes itself.
+        disabled: canonical paths of routes that are not added.
     """
     existing = list(app.router.routes)
     mounted = [
         route
         for route in all_routes()
-        if not inside_vllm
-        or (route.inside_vllm and (not route.replaces_engine_route or _serves(existing, route, route.path)))
+        if route.path not in disabled
+        and (
+            not inside_vllm
+            or (
+                route.inside_vllm
+                and (not route.replaces_engine_route or _serves(existing, route, route.path))
+            )
+        )
     ]
     # vLLM's middleware sets no scopes; its own flags enable or disable its routes
     endpoints = [

@@ -21,7 +21,6 @@ from proxy.turn.services import Services
 _SAFE = ("GET", "HEAD")
 _REPEATABLE = (
     "/v1/chat/completions",
-    "/v1/completions",
     "/v1/embeddings",
     "/v1/messages",
     "/tokenize",
@@ -42,7 +41,7 @@ _SALTED = ("/v1/completions", "/v1/responses", "/inference/v1/generate")
 
 
 class PassThrough(Route):
-    """Completions, responses, messages, embeddings, models, metrics, and all other routes of the engine."""
+    """Responses, messages, embeddings, models, metrics, and all other routes of the engine."""
 
     path = "/{path:path}"
     methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")

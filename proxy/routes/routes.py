@@ -1,6 +1,8 @@
 """The list of all routes. A new route is a class in a file of its own and a line here."""
 
 from proxy.dialects.chat import ChatDialect
+from proxy.dialects.completions import CompletionsDialect
+from proxy.dialects.generate import GenerateDialect
 from proxy.dialects.tokens import TokensDialect
 from proxy.routes.admin import Drain, Replicas
 from proxy.routes.base import Route
@@ -19,6 +21,8 @@ def all_routes() -> list[Route]:
     return [
         TurnRoute(ChatDialect()),
         TurnRoute(TokensDialect()),
+        TurnRoute(CompletionsDialect()),
+        TurnRoute(GenerateDialect()),
         Tokenize(),
         Sessions(),
         OneSession(),

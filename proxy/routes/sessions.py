@@ -25,8 +25,9 @@ _AMBIGUOUS = (
     "with X-Session-ID or the base URL /sessions/ID/v1"
 )
 """The warning in the response to a reward for a session that was ever ambiguous."""
-_NOT_FOR_SESSIONS = ("messages", "stream", "stream_options")
-"""Fields that a session cannot set for its requests: their clients would not understand the responses."""
+_NOT_FOR_SESSIONS = ("messages", "prompt", "token_ids", "stream", "stream_options")
+"""Fields that a session cannot set for its requests: the conversation itself, and those with which a client
+would not understand the response."""
 
 
 class Sessions(StoreRoute):
@@ -236,6 +237,7 @@ def _shown(turn: Turn, reward: float | None, with_ids: bool) -> dict[str, Any]:
         "finish_reason": turn.finish_reason,
         "stop_reason": turn.stop_reason,
         "temperature": turn.temperature,
+        "request_class": turn.request_class or None,
         "problem": turn.problem or None,
         "reward": reward,
         "messages": msgspec.Raw(turn.messages),

@@ -1,4 +1,4 @@
-"""The routes of a chat turn: one for each wire format."""
+"""The routes of a turn: one for each wire format."""
 
 from proxy.dialects.base import Dialect
 from proxy.http import Request, Response

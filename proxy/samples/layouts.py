@@ -143,9 +143,11 @@ def _origin(sample: Sample) -> Row:
     """The fields that identify a sample. Every row has the same keys, as batches require."""
     return {
         "rollout": sample.rollout,
+        "tenant": sample.tenant,
         "leaf": sample.leaf,
         "whole": sample.whole,
         "model": sample.model,
+        "request_classes": [turn.request_class for turn in sample.turns],
         "finish_reason": sample.finish_reason,
         "weight_versions": [
             msgspec.to_builtins(span) for turn in sample.turns for span in turn.weight_versions

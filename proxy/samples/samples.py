@@ -15,6 +15,7 @@ padded, and no leaf is left out silently.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -60,6 +61,12 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """As `Turn.weights_uncertain`."""
     routed_experts: str | None = None
     """As the engine returned it for this turn (base64 of an .npy array)."""
+    routed_experts_start: int = 0
+    """The position in the turn's prompt of the id that the first row of `routed_experts` belongs to."""
+    sampling_mask: list[list[int]] | None = None
+    """For each sampled id the ids that could be sampled there; None if the engine returned none."""
+    request_class: str = ""
+    """The client's name for the kind of its request; empty if it gave none."""
 
 
 class SampleImage(msgspec.Struct, frozen=True):
@@ -364,7 +371,21 @@ def _span(turn: Turn, start: int, trained: bool, reward: float | None) -> TurnSp
         ],
         weights_uncertain=turn.weights_uncertain,
         routed_experts=_if_typed(turn.routed_experts, str),
+        routed_experts_start=turn.routed_experts_start,
+        sampling_mask=_mask(turn),
+        request_class=turn.request_class,
     )
+
+
+def _mask(turn: Turn) -> list[list[int]] | None:
+    """The sampling mask of a turn; None if there is none, or if its lengths do not agree."""
+    if turn.sampling_mask is None or any(len(packed) % 4 for packed in turn.sampling_mask):
+        return None
+    counts, kept = map(unpack_ids, turn.sampling_mask)
+    ends = list(accumulate(counts, initial=0))
+    if len(counts) != turn.completion_tokens or min(counts, default=0) < 0 or ends[-1] != len(kept):
+        return None
+    return [kept[start:end] for start, end in pairwise(ends)]
 
 
 def _if_typed(value: T, *types: type) -> T | None:

@@ -43,7 +43,13 @@ class RecordingSettings(BaseModel):
     )
     record_token_route: bool = Field(
         default=True,
-        description="record turns of the token route that have a session or the conversation's messages",
+        description="record turns of the token route that have a session or the conversation's messages, and "
+        "those of the completions and generate routes",
+    )
+    request_class_header: str = Field(
+        default="x-claude-code-request-class",
+        pattern=r"^[A-Za-z0-9_-]*$",
+        description="request header whose value is recorded with each turn as its class; empty for none",
     )
     finish_after_s: Annotated[float, Flag(default="1 hour")] = Field(
         default=3600.0,

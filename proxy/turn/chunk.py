@@ -1,4 +1,8 @@
-"""The chat completions of an engine, and their chunks, as typed structs.
+"""The completions of an engine, and their chunks, as typed structs.
+
+The fields are those of three routes: in a chat completion a choice holds a `message` or `delta`, in a
+completion and in a response of generate a `text`. A completion's choices hold their prompts and list
+`token_logprobs`; the other two have `logprobs.content`.
 
 A body is decoded into the structs. One that does not fit them, or that msgspec refuses, is read a second
 time, field by field: evidence of an unknown shape is named in `Choice.unreadable`, and other fields of an
@@ -32,6 +36,13 @@ class Logprob(msgspec.Struct, gc=False):
 
 class _Logprobs(msgspec.Struct, gc=False):
     content: list[Logprob] | None = None
+    token_logprobs: list[float] | None = None
+
+    def values(self) -> list[float] | None:
+        """One log-probability for each sampled id; None if there are none."""
+        if self.content is not None:
+            return [entry.logprob for entry in self.content]
+        return self.token_logprobs
 
 
 class _Span(msgspec.Struct, gc=False):
@@ -54,6 +65,7 @@ class ChoiceFields(msgspec.Struct):
     stop_reason: _StopReason | None = None
     routed_experts: str | None = None
     weight_versions: list[_Span] | None = None
+    sampling_mask: list[list[_Id]] | None = None
 
 
 class Choice(ChoiceFields):
@@ -61,8 +73,23 @@ class Choice(ChoiceFields):
 
     message: dict[str, Any] | None = None
     delta: dict[str, Any] | None = None
+    text: str | None = None
     token_ids: list[_Id] | None = None
     logprobs: _Logprobs | None = None
+    prompt_token_ids: msgspec.Raw = ABSENT
+
+    def whole_message(self) -> dict[str, Any]:
+        """The message of a whole completion. A text, or ids without one, become an assistant's message."""
+        if self.message is not None:
+            return self.message
+        nothing = self.text is None and self.token_ids is None
+        return {} if nothing else {"role": "assistant", "content": self.text}
+
+    def new_text(self) -> dict[str, Any]:
+        """The part of the message that a chunk adds."""
+        if self.delta is not None:
+            return self.delta
+        return {} if self.text is None else {"content": self.text}
 
     @property
     def unreadable(self) -> tuple[str, ...]:
@@ -138,18 +165,23 @@ def _read_chunk(fields: dict[str, Any]) -> Chunk:
 
 def _read_choice(fields: dict[str, Any]) -> _OddChoice:
     message, delta, reason = fields.get("message"), fields.get("delta"), fields.get("finish_reason")
+    text = fields.get("text")
     evidence = {
         name: _as(kind, fields.get(name))
         for name, kind in (("index", _Index), ("token_ids", list[_Id]), ("logprobs", _Logprobs))
     }
     return _OddChoice(
         **evidence,
-        message=message if isinstance(message, dict) else None,
-        delta=delta if isinstance(delta, dict) else {"": delta},  # an empty one: nothing was sampled
+        message=message if isinstance(message, dict) else None if message is None else {},
+        # an empty one: nothing was sampled
+        delta=delta if isinstance(delta, dict) else None if isinstance(text, str) else {"": delta},
+        text=text if isinstance(text, str) else None,
         finish_reason=reason if isinstance(reason, str) else NO_REASON if reason else None,
         stop_reason=_as(_StopReason, fields.get("stop_reason")),
         routed_experts=_as(str, fields.get("routed_experts")),
         weight_versions=_as(list[_Span], fields.get("weight_versions")),
+        sampling_mask=_as(list[list[_Id]], fields.get("sampling_mask")),
+        prompt_token_ids=dump(fields.get("prompt_token_ids")),
         odd=tuple(name for name, got in evidence.items() if got is None and fields.get(name) is not None),
     )
 

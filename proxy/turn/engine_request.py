@@ -1,17 +1,19 @@
-"""The chat completion for the engine: the client's fields, and those that request the evidence to record."""
+"""The request for the engine: the client's fields, and those that request the evidence to record."""
 
 import msgspec
 
 from proxy.errors import BadRequest
 from proxy.fields import join, raw_value, read
-from proxy.turn.request import ChatRequest
+from proxy.turn.request import ChatRequest, EngineRoute
 from proxy.types import Fields
 
 _TRUE = msgspec.Raw(b"true")
+_NO_ALTERNATIVES = msgspec.Raw(b"0")
+"""The number of alternatives with which the log-probabilities of sampled ids are requested."""
 
 
 def request_for_engine(request: ChatRequest, *, evidence: bool, logprobs: bool) -> Fields:
-    """The fields of the chat completion.
+    """The fields of the request.
 
     Args:
         evidence: whether to request ids and usage, and with `logprobs` log-probabilities, to record them.
@@ -21,10 +23,21 @@ def request_for_engine(request: ChatRequest, *, evidence: bool, logprobs: bool) 
     if not evidence:
         return fields
     fields["return_token_ids"] = _TRUE
-    if logprobs and raw_value(fields, "top_logprobs") in (None, b"0"):
-        fields["logprobs"] = _TRUE
-    if not request.visible.reasoning and not _constrained(fields):
-        fields["include_reasoning"] = _TRUE  # else vLLM hides ids too; the redactor removes the reasoning
+    match request.engine_route:
+        case EngineRoute.CHAT:
+            if logprobs and raw_value(fields, "top_logprobs") in (None, b"0"):
+                fields["logprobs"] = _TRUE
+            if not request.visible.reasoning and not _constrained(fields):
+                # else vLLM hides ids too; the redactor removes the reasoning
+                fields["include_reasoning"] = _TRUE
+        case EngineRoute.COMPLETIONS:
+            if logprobs and raw_value(fields, "logprobs") is None:
+                fields["logprobs"] = _NO_ALTERNATIVES
+        case EngineRoute.GENERATE:
+            sampling = read(fields, "sampling_params", Fields)
+            if logprobs and sampling is not None and raw_value(sampling, "logprobs") is None:
+                sampling["logprobs"] = _NO_ALTERNATIVES
+                fields["sampling_params"] = msgspec.Raw(join(sampling))
     if request.stream:
         usage = {"include_usage": _TRUE, "continuous_usage_stats": _TRUE}
         fields["stream_options"] = msgspec.Raw(join({**stream_options(fields), **usage}))

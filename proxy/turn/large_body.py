@@ -142,6 +142,7 @@ def _completion(cut: _Cut, sent: bytes) -> Completion | None:
         weight_versions=tuple(
             WeightSpan(str(span.version), span.start, span.end) for span in choice.weight_versions or ()
         ),
+        sampling_mask=choice.sampling_mask,
         raw_ids=cut.ids,
     )
     if cut.logprobs is not None:

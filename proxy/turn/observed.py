@@ -6,11 +6,19 @@ from proxy.history.vocabulary import Reason
 from proxy.metrics import Metrics
 from proxy.monitoring.exchange import running_exchange
 from proxy.monitoring.spans import Span, Value
-from proxy.turn.request import ChatRequest
+from proxy.turn.request import ChatRequest, EngineRoute
 
 
 def count_plan(plan: PromptPlan, metrics: Metrics) -> None:
-    """Count a prompt, once for each request, and note it for the access log."""
+    """Count the prompts of a request, once for each request, and note them for the access log."""
+    for prompt in plan.prompts:
+        _count_prompt(prompt, metrics)
+    exchange = running_exchange()
+    if exchange is not None and exchange.noting:
+        exchange.note(_described(plan))
+
+
+def _count_prompt(plan: PromptPlan, metrics: Metrics) -> None:
     metrics.prompts.labels(plan.source, plan.reason or "none").inc()
     if plan.reason == Reason.AMBIGUOUS:
         metrics.ambiguous.inc()
@@ -20,9 +28,6 @@ def count_plan(plan: PromptPlan, metrics: Metrics) -> None:
     elif isinstance(plan, Given):
         metrics.given_ids.inc(plan.reused)
         metrics.appended_ids.inc(plan.appended)
-    exchange = running_exchange()
-    if exchange is not None and exchange.noting:
-        exchange.note(_described(plan))
 
 
 def describe_plan(span: Span, plan: PromptPlan) -> None:
@@ -37,17 +42,16 @@ def describe_request(request: ChatRequest, plan: PromptPlan) -> None:
     exchange = running_exchange()
     if exchange is None or not exchange.span.recording:
         return
-    recorded = plan.placement.conversation is not None
     max_tokens = raw_value(request.fields, "max_completion_tokens") or raw_value(request.fields, "max_tokens")
     exchange.engine_attributes = {
-        "gen_ai.operation.name": "chat",
+        "gen_ai.operation.name": ("chat" if request.engine_route is EngineRoute.CHAT else "text_completion"),
         "gen_ai.provider.name": "vllm",
         "gen_ai.request.model": request.model or plan.placement.scope.model,
         "gen_ai.request.temperature": request.temperature,
         "gen_ai.request.max_tokens": int(max_tokens) if max_tokens and max_tokens.isdigit() else None,
         "gen_ai.request.choice.count": request.choices if request.choices > 1 else None,
         "gen_ai.request.stream": request.stream,
-        "gen_ai.conversation.id": plan.placement.session.name if recorded else None,
+        "gen_ai.conversation.id": plan.placement.session.name if plan.rollout is not None else None,
     }
     exchange.span.set(exchange.engine_attributes)
 
@@ -57,11 +61,12 @@ def _described(plan: PromptPlan) -> dict[str, Value | None]:
     told: dict[str, Value | None] = {
         "source": str(plan.source),
         "reason": str(plan.reason) if plan.reason else None,
-        "session": plan.placement.session.name if recorded else None,
+        "session": plan.placement.session.name if plan.rollout is not None else None,
         "turn": plan.placement.turn_id if recorded else None,
     }
     if isinstance(plan, Extended):
         told.update(reused=plan.reused, appended=len(plan.appended))
     elif isinstance(plan, Given):
-        told.update(reused=plan.reused, appended=plan.appended)
+        reused = sum(prompt.reused for prompt in plan.prompts if isinstance(prompt, Given))
+        told.update(reused=reused, appended=plan.appended)
     return told

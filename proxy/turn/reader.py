@@ -1,4 +1,4 @@
-"""Reads the sampled choices from an engine's chat completion, whole or streamed.
+"""Reads the sampled choices from an engine's completion, whole or streamed.
 
 Law: evidence can never fail the response. Ids and log-probabilities of an unknown shape are named in
     `SampledChoice.unreadable`, so that the turn is recorded and never trained on; other fields of an unknown
@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any, cast
 
 from proxy.fields import NULL, is_null
-from proxy.history.completion import Completion, SampledChoice
+from proxy.history.completion import Batch, Completion, SampledChoice
 from proxy.history.turn import WeightSpan
 from proxy.history.vocabulary import ABORTED
 from proxy.turn.chunk import ABSENT, Choice, Chunk, completion_tokens, decode_ids, parse_chunk
@@ -26,31 +26,37 @@ _TEXTS = frozenset({"content", "reasoning", "reasoning_content", "refusal"})
 """Fields of a message whose text a stream sends in pieces."""
 
 
-def read_completion(body: bytes, sent: bytes = b"") -> Completion:
+def read_completion(body: bytes, sent: bytes = b"", batch: Batch | None = None) -> Completion:
     """Read the sampled choices of a whole completion.
 
     Args:
         sent: the prompt that was sent to the engine, as a JSON array; an equal echo is not parsed.
+        batch: the prompts of a request of the completions route, where each choice echoes its prompt.
 
     Raises:
         EngineBroken: the body is not a JSON object.
     """
-    whole, prompt = _parse(body)
-    echo = _Echo(sent)
-    echo.read(prompt)
-    completion = Completion(echo.ids, completion_tokens=whole.counted)
+    whole, prompt = _parse(body, batch)
+    echoes = _Echoes(sent, batch)
+    echoes.read(prompt)
+    completion = Completion(echoes.ids, completion_tokens=whole.counted)
     for choice, index, sure in _numbered(whole.choices or []):
-        sampled = SampledChoice(index, choice.message or {})
+        sampled = SampledChoice(index, choice.whole_message())
         _add(choice, sampled)
         if not sampled.ids and _holds_text(sampled.message):
             sampled.ids = None  # text without ids: what was sampled is unknown
+        echo = echoes.of_choice(index, choice)
         sampled.unreadable = _first(echo.unreadable, choice.unreadable, () if sure else ("index",))
+        if batch is not None:
+            sampled.prompt_ids = echo.ids
         completion.choices.append(sampled)
     return completion
 
 
-def _parse(data: bytes) -> tuple[Chunk, bytes]:
+def _parse(data: bytes, batch: Batch | None) -> tuple[Chunk, bytes]:
     """A completion or chunk, and the prompt that it echoes, as JSON. Raises EngineBroken."""
+    if batch is not None:
+        return parse_chunk(data), NULL
     prompt, rest = cut_prompt(data)
     chunk = parse_chunk(rest)
     if prompt is not None and bytes(chunk.prompt_token_ids) != CUT:
@@ -99,6 +105,33 @@ class _Echo:
             self.unreadable = ("prompt_token_ids",)
 
 
+class _Echoes:
+    """The prompts of a request as an engine echoed them."""
+
+    def __init__(self, sent: bytes, batch: Batch | None) -> None:
+        """`batch` is None where one echo belongs to all choices."""
+        self._batch = batch
+        self._prompts = [_Echo(prompt) for prompt in (batch.prompts if batch is not None else (sent,))]
+
+    @property
+    def ids(self) -> bytes | None:
+        """The echo that belongs to all choices."""
+        return self._prompts[0].ids if self._batch is None else None
+
+    def read(self, ids: bytes) -> None:
+        """Add an echo that belongs to all choices; null counts as no echo."""
+        self._prompts[0].read(ids)
+
+    def of_choice(self, index: int, choice: Choice | None = None) -> _Echo:
+        """The echo of a choice's prompt, after `choice` was added: the first of its choices holds it."""
+        if self._batch is None:
+            return self._prompts[0]
+        echo = self._prompts[self._batch.prompt_of(index)]
+        if choice is not None and echo.ids is None and not is_null(choice.prompt_token_ids):
+            echo.read(bytes(choice.prompt_token_ids))
+        return echo
+
+
 @dataclass
 class StreamReader:
     """Collects what was sampled from the chunks of a stream, one after the other.
@@ -110,16 +143,18 @@ class StreamReader:
     """How many choices there will be."""
     sent: bytes = b""
     """The prompt that was sent to the engine, as a JSON array; an equal echo is not parsed."""
+    batch: Batch | None = None
+    """See `read_completion`."""
     failed: bool = field(init=False, default=False)
     """Whether the engine sent an error in place of a chunk."""
-    _echo: _Echo = field(init=False)
+    _echoes: _Echoes = field(init=False)
     _choices: dict[int, "_StreamedChoice"] = field(init=False, default_factory=dict)
     _ended: int = field(init=False, default=0)
     _new: list["_StreamedChoice"] = field(init=False, default_factory=list)
     """Choices that ended and were not returned yet."""
 
     def __post_init__(self) -> None:
-        self._echo = _Echo(self.sent)
+        self._echoes = _Echoes(self.sent, self.batch)
 
     def add(self, chunk: UsualChunk) -> bool:
         """Add a chunk of the usual shape. Returns False if it must be read."""
@@ -138,11 +173,11 @@ class StreamReader:
         Raises:
             EngineBroken: the data is not a JSON object.
         """
-        chunk, prompt = _parse(data)
+        chunk, prompt = _parse(data, self.batch)
         if chunk.error is not ABSENT and not is_null(chunk.error):
             self.failed = True
             return
-        self._echo.read(prompt)
+        self._echoes.read(prompt)
         choices = chunk.choices or []
         alone = len(choices) == 1
         sure = alone or len({choice.index or 0 for choice in choices}) == len(choices)
@@ -154,6 +189,7 @@ class StreamReader:
             if streamed.returned:
                 continue
             streamed.add(choice)
+            self._echoes.of_choice(index, choice)
             if not sure or (choice.index is None and self.expected > 1):
                 streamed.mark(("index",))
             if alone and (counted := chunk.counted) is not None:
@@ -189,7 +225,13 @@ class StreamReader:
         return self._completion(choice for choice in self._choices.values() if not choice.returned)
 
     def _completion(self, choices: Iterable["_StreamedChoice"]) -> Completion:
-        return Completion(self._echo.ids, [choice.result(self._echo) for choice in choices])
+        results = []
+        for choice in choices:
+            echo = self._echoes.of_choice(choice.sampled.index)
+            results.append(choice.result(echo))
+            if self.batch is not None:
+                results[-1].prompt_ids = echo.ids
+        return Completion(self._echoes.ids, results)
 
 
 @dataclass(eq=False, slots=True)
@@ -212,7 +254,7 @@ class _StreamedChoice:
 
     def add(self, choice: Choice) -> None:
         """Append a piece, as the OpenAI SDKs do."""
-        delta = choice.delta or {}
+        delta = choice.new_text()
         for name, value in delta.items():
             if name in _TEXTS and isinstance(value, str):
                 self._texts.setdefault(name, []).append(value)
@@ -286,13 +328,16 @@ def _add(choice: Choice, sampled: SampledChoice) -> None:
     if choice.token_ids is not None:
         sampled.ids = cast("list[int]", sampled.ids or [])
         sampled.ids += choice.token_ids
-    if choice.logprobs is not None and choice.logprobs.content is not None:
+    if choice.logprobs is not None and (logprobs := choice.logprobs.values()) is not None:
         sampled.logprobs = cast("list[float]", sampled.logprobs or [])
-        sampled.logprobs += [entry.logprob for entry in choice.logprobs.content]
+        sampled.logprobs += logprobs
     sampled.finish_reason = choice.finish_reason or sampled.finish_reason
     if choice.stop_reason is not None:
         sampled.stop_reason = choice.stop_reason
     sampled.routed_experts = choice.routed_experts or sampled.routed_experts
+    if choice.sampling_mask is not None:
+        sampled.sampling_mask = sampled.sampling_mask or []
+        sampled.sampling_mask += choice.sampling_mask
     for span in choice.weight_versions or ():
         sampled.weight_versions += (WeightSpan(str(span.version), span.start, span.end),)
 

@@ -1,4 +1,4 @@
-"""Removes from an engine's chat completion the fields that the client did not request.
+"""Removes from an engine's completion the fields that the client did not request.
 
 The proxy always requests ids, log-probabilities and usage from the engine. A client that requested them too
 gets the engine's own bytes; for other clients these fields are null, and chunks that hold nothing else are
@@ -21,28 +21,39 @@ from proxy.turn.engine_json import (
     no_completion,
     parse_leniently,
 )
+from proxy.turn.request import EngineRoute
 from proxy.turn.usual_chunk import UsualChunk
 from proxy.turn.visible import Visible
 from proxy.types import Fields
 
 _NULL = msgspec.Raw(NULL)
 _PROMPT = "prompt_token_ids"
+_IDS_IN_CHOICE = {
+    EngineRoute.CHAT: ("token_ids",),
+    EngineRoute.COMPLETIONS: ("token_ids", _PROMPT),
+    EngineRoute.GENERATE: (),
+}
+"""The fields of a choice that hold ids which clients may request; generate always returns the sampled ids."""
+_OF_PROMPT = (_PROMPT, "mm_placeholders")
+"""Fields of a response of generate that `return_token_ids` requests."""
 _REASONING = frozenset({"reasoning", "reasoning_content"})
 
 _decode_object = msgspec.json.Decoder(Fields).decode
 _decode_objects = msgspec.json.Decoder(list[Fields]).decode
 
 
-def redact_completion(body: bytes, visible: Visible) -> bytes:
-    """A whole completion with the fields that the client requested.
+def redact_completion(body: bytes, visible: Visible, route: EngineRoute = EngineRoute.CHAT) -> bytes:
+    """A whole completion of a route with the fields that the client requested.
 
     Raises:
         EngineBroken: the body is not a JSON object.
     """
     if visible.everything:
         return body
-    fields = _fields_of(body)
-    return redact_fields(fields, _choices(fields), visible)
+    fields = _object(body) if route is EngineRoute.COMPLETIONS else _fields_of(body)
+    if route is EngineRoute.GENERATE and not visible.ids:
+        fields |= {name: _NULL for name in _OF_PROMPT if name in fields}
+    return redact_fields(fields, _choices(fields), visible, route)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,7 @@ class StreamRedactor:
     """Redacts a stream, chunk by chunk."""
 
     visible: Visible
+    route: EngineRoute = EngineRoute.CHAT
 
     def redact(self, event: bytes, usual: UsualChunk | None) -> bytes | None:
         """The event with the fields that the client requested; None if it holds none of them.
@@ -76,12 +88,23 @@ class StreamRedactor:
             return None
         if choices and not self.visible.running_usage:
             fields.pop("usage", None)
-        return redact_fields(fields, choices, self.visible)
+        if self.route is EngineRoute.GENERATE and choices:
+            self._restore_generated(fields)
+        return redact_fields(fields, choices, self.visible, self.route)
+
+    def _restore_generated(self, fields: Fields) -> None:
+        """Give a chunk of generate the fields that it has if they are not requested."""
+        fields.setdefault("usage", _NULL)
+        if not self.visible.ids:
+            for name in _OF_PROMPT:
+                fields.pop(name, None)
 
     def _shows(self, choices: list[Any]) -> bool:
         """Whether a chunk holds anything that the client requested."""
         if not choices:
             return self.visible.usage
+        if self.route is not EngineRoute.CHAT:
+            return True  # these routes send no chunk only for evidence
         evidence = self.visible.ids or self.visible.logprobs
         return evidence or any(_says(choice, self.visible.reasoning) for choice in choices)
 
@@ -97,7 +120,9 @@ def _says(choice: Fields | msgspec.Raw, reasoning: bool) -> bool:
     return bool(fields.keys() - _REASONING) if isinstance(fields, dict) else True
 
 
-def redact_fields(fields: Fields, choices: list[Any] | None, visible: Visible) -> bytes:
+def redact_fields(
+    fields: Fields, choices: list[Any] | None, visible: Visible, route: EngineRoute = EngineRoute.CHAT
+) -> bytes:
     """A completion or chunk as JSON with the fields that the client requested.
 
     Args:
@@ -110,8 +135,8 @@ def redact_fields(fields: Fields, choices: list[Any] | None, visible: Visible) -
     for choice in choices:
         if not isinstance(choice, dict):
             continue
-        if not visible.ids and "token_ids" in choice:
-            choice["token_ids"] = _NULL
+        if not visible.ids:
+            choice |= {name: _NULL for name in _IDS_IN_CHOICE[route] if name in choice}
         if not visible.logprobs and "logprobs" in choice:
             choice["logprobs"] = _NULL
         if not visible.reasoning:

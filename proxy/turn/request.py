@@ -2,12 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from proxy.turn.visible import Visible
 from proxy.types import Headers
+
+
+class EngineRoute(StrEnum):
+    """The engine's route that serves a request; its fields and its response have the format of this route."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    GENERATE = "/inference/v1/generate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,8 @@ class ChatRequest:
     """One request for the next turn of a conversation."""
 
     fields: Mapping[str, msgspec.Raw]
-    """The chat completion for the engine: all fields but those that carry exact ids or appended messages."""
+    """The request for the engine: all fields but, of a chat completion, those that carry exact ids or
+    appended messages."""
     headers: Headers
     """For the engine."""
     messages: bytes
@@ -80,7 +90,7 @@ class ChatRequest:
     retry: RetrySigns
     stream: bool = False
     choices: int = 1
-    """The number of requested completions."""
+    """The number of requested completions of each prompt."""
     temperature: float | None = None
     """None for the engine's default."""
     given: GivenIds | None = None
@@ -101,6 +111,14 @@ class ChatRequest:
     """Whether other requests may find its turn by its text: its scope was read, and its prompt renders that
     text."""
     record: bool = True
+    engine_route: EngineRoute = EngineRoute.CHAT
+    prompts: tuple[GivenIds | None, ...] = ()
+    """The prompts of a request without messages (completions, generate); None for one that the engine
+    converts to ids."""
+    prompt_media: bool = False
+    """Whether `prompts` hold media."""
+    routed_experts_start: int = 0
+    """The number of prompt ids for which no routed experts are returned."""
 
     @property
     def needs_token_in(self) -> bool:

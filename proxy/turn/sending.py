@@ -6,18 +6,21 @@ differs (another tokenizer, another way to send ids), the prompt is planned anew
 """
 
 import asyncio
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from time import time
+from typing import NamedTuple
 
 from proxy.engine.images import EngineImages
-from proxy.engine.token_in import CHAT_PATH, TokenIn, TokenRequest
+from proxy.engine.token_in import CHAT_PATH, TokenIn, TokenRequest, rename_errors
 from proxy.errors import Unsupported
 from proxy.fields import join, raw, raw_value
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
 from proxy.fleet.weight_tags import WeightTag
-from proxy.history.completion import Completion
+from proxy.history.completion import Batch, Completion
 from proxy.history.images import single_placeholders
 from proxy.history.plan import Extended, Given, PromptPlan, Rendered, ServedModel, images_of, prompt_of
 from proxy.history.turn import WeightSpan
@@ -26,7 +29,7 @@ from proxy.http import Request, Response
 from proxy.monitoring.exchange import span
 from proxy.turn.engine_request import request_for_engine
 from proxy.turn.observed import describe_plan, describe_request
-from proxy.turn.request import ChatRequest
+from proxy.turn.request import ChatRequest, EngineRoute
 from proxy.turn.required_prefix import FIELD as PREFIX_FIELD
 from proxy.turn.required_prefix import render_with_prefix
 from proxy.turn.services import Services
@@ -36,6 +39,8 @@ TOKENIZER_TIMEOUT_S = 30.0
 """Longer than it takes to load a tokenizer; a hub that does not respond must not block every request."""
 _IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that change what a model's processor makes of an image."""
+_BAD_REQUEST = 400
+_PROMPT_FIELDS: Mapping[str, str] = {EngineRoute.COMPLETIONS: "prompt", EngineRoute.GENERATE: "token_ids"}
 _SESSION_HEADER = b"x-session-id"
 
 
@@ -55,7 +60,8 @@ class PlannedTurn:
     def hold_until(self, request_end: AsyncExitStack) -> None:
         """Keep the turn's rollout from eviction until the request ends, also that of a new plan."""
         self._request_end = request_end
-        request_end.enter_context(self.services.history.pins.hold(self.plan.placement.session.id))
+        for prompt in self.plan.prompts:
+            request_end.enter_context(self.services.history.pins.hold(prompt.placement.session.id))
 
     async def send(self, replica: Replica) -> Response:
         """Send the turn to a replica; plan it anew if the replica differs from the previous one.
@@ -80,7 +86,11 @@ class PlannedTurn:
         if model != self.model:
             await self.services.history.planner.release(self.plan)
             # released once: if planning fails now, there is nothing more to release
-            self.plan = replace(self.plan, placement=replace(self.plan.placement, claimed=None))
+            first, *others = [
+                replace(prompt, placement=replace(prompt.placement, claimed=None), others=())
+                for prompt in self.plan.prompts
+            ]
+            self.plan = replace(first, others=tuple(others))
             self.plan = await _plan(self.request, replica, model, self.services)
             if self._request_end is not None:
                 self.hold_until(self._request_end)
@@ -89,8 +99,29 @@ class PlannedTurn:
     def routing(self) -> Routing:
         """The facts by which the fleet chooses a replica."""
         request, plan = self.request, self.plan
-        placement, prompt = plan.placement, prompt_of(plan)
-        holder, reused, ids = placement.holder, 0, len(request.messages) // BYTES_PER_ID
+        held = [self._held(prompt) for prompt in plan.prompts]
+        ids_of: Counter[str] = Counter()
+        for prefix in held:
+            ids_of[prefix.holder] += prefix.reused
+        # the replica that holds the most ids of all prompts
+        [(holder, reused)] = ids_of.most_common(1)
+        return Routing(
+            conversation=_conversation(plan) if not plan.others else plan.rollout or "",
+            holder=holder,
+            held_since=min(prefix.since for prefix in held if prefix.holder == holder),
+            ids=sum(prefix.ids for prefix in held),
+            reused=reused,
+            tenant=request.tenant,
+            token_in=request.needs_token_in,
+            completion=True,
+            digest=lambda: body_digest(request.retry.path, request.retry.body),
+        )
+
+    def _held(self, plan: PromptPlan) -> "_HeldPrefix":
+        """The ids of one prompt, and the replica that holds a part of them."""
+        text = self.request.messages or self.request.retry.body
+        prompt, holder = prompt_of(plan), plan.placement.holder
+        reused, ids = 0, len(text) // BYTES_PER_ID // len(self.plan.prompts)
         if isinstance(plan, Extended):
             reused, ids = plan.reused, plan.reused + len(plan.appended)
         elif isinstance(plan, Given):
@@ -98,17 +129,28 @@ class PlannedTurn:
         if prompt and not holder:
             holder, share = self.services.fleet.prefix_holder(prompt)
             reused = int(ids * share)
-        return Routing(
-            conversation=_conversation(plan),
-            holder=holder,
-            held_since=placement.held_since if placement.holder else time(),
-            ids=ids,
-            reused=reused,
-            tenant=request.tenant,
-            token_in=request.needs_token_in,
-            completion=True,
-            digest=lambda: body_digest(request.retry.path, request.retry.body),
-        )
+        since = plan.placement.held_since if plan.placement.holder else time()
+        return _HeldPrefix(holder, since, ids, reused)
+
+
+class _HeldPrefix(NamedTuple):
+    """The replica that holds the beginning of a prompt in its cache."""
+
+    holder: str
+    """Its name; empty if there is none."""
+    since: float
+    """When it got them, in seconds since the epoch."""
+    ids: int
+    """The number of ids of the prompt, approximately."""
+    reused: int
+    """How many of them the replica holds."""
+
+
+def batch_of(request: ChatRequest, plan: PromptPlan) -> Batch | None:
+    """The prompts of a completions request as they are sent; None for the other routes."""
+    if request.engine_route is not EngineRoute.COMPLETIONS:
+        return None
+    return Batch(tuple(map(prompt_of, plan.prompts)), request.choices)
 
 
 async def plan_turn(request: ChatRequest, services: Services) -> PlannedTurn:
@@ -184,6 +226,9 @@ async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, servic
         fields.setdefault("cache_salt", raw(replica.weight_version))
     headers = _headers(request, plan)
     prompt = prompt_of(plan)
+    if request.engine_route is not EngineRoute.CHAT:
+        call = Request("POST", request.engine_route, headers, join(fields), repeatable=True)
+        return await _send_prompts(call, plan, replica, services)
     if not prompt:
         return await replica.engine.send(Request("POST", CHAT_PATH, headers, join(fields), repeatable=True))
     name = request.given.field if request.given else "messages"
@@ -196,18 +241,35 @@ async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, servic
         by_images = capabilities.require_images()
         token_in, placeholder = by_images.token_in, by_images.placeholder
         single = await services.in_thread(lambda: single_placeholders(prompt, placeholder, images))
-    call = TokenRequest(prompt, fields, headers, name, single, [each.image for each in images])
-    response = await (token_in or capabilities.require_token_in()).complete(replica.engine, call)
-    if not plan.placement.holder and response.status < 400:
-        services.fleet.note_prefix(prompt, replica)
+    completion = TokenRequest(prompt, fields, headers, name, single, [each.image for each in images])
+    response = await (token_in or capabilities.require_token_in()).complete(replica.engine, completion)
+    _note_prefixes(plan, replica, response, services)
     return response
+
+
+async def _send_prompts(call: Request, plan: PromptPlan, replica: Replica, services: Services) -> Response:
+    """Send a request that holds its prompts; an error about their ids names the client's field."""
+    response = await replica.engine.send(call)
+    if response.status == _BAD_REQUEST:
+        response = await rename_errors(response, _PROMPT_FIELDS[call.path])
+    _note_prefixes(plan, replica, response, services)
+    return response
+
+
+def _note_prefixes(plan: PromptPlan, replica: Replica, response: Response, services: Services) -> None:
+    """Take note that a replica holds prompts that are in no recorded turn of it."""
+    if response.status >= 400:
+        return
+    for each in plan.prompts:
+        if (prompt := prompt_of(each)) and not each.placement.holder:
+            services.fleet.note_prefix(prompt, replica)
 
 
 def _headers(request: ChatRequest, plan: PromptPlan) -> Headers:
     """The client's headers, and the session: a router between proxy and engine can be sticky by it."""
     placement = plan.placement
     left_out = [b"accept-encoding"]  # the response is read here, so it must not be compressed
-    if placement.conversation is None:
+    if plan.rollout is None:
         return [pair for pair in request.headers if pair[0] not in left_out]
     left_out.append(_SESSION_HEADER)
     headers = [pair for pair in request.headers if pair[0] not in left_out]

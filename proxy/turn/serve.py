@@ -1,4 +1,4 @@
-"""Serves one chat turn of any wire format.
+"""Serves one chat turn of any wire format; a completions request with several prompts is a turn for each.
 
 1. A retry gets the response of the request it repeats.
 2. The prompt is planned, then a replica is chosen that completes it. After a failure another replica gets it,
@@ -11,7 +11,7 @@ from functools import partial
 
 from proxy.fleet.weight_tags import unknown
 from proxy.history.completion import Completion
-from proxy.history.plan import prompt_of
+from proxy.history.plan import PromptPlan, prompt_of
 from proxy.history.recorder import Recording
 from proxy.history.retries import Attempt, EarlierResponse
 from proxy.http import BytesResponse, Response, is_event_stream
@@ -20,12 +20,11 @@ from proxy.turn.observed import count_plan
 from proxy.turn.prompt_headers import add_prompt_headers
 from proxy.turn.reader import read_completion
 from proxy.turn.redactor import redact_completion
-from proxy.turn.request import ChatRequest
+from proxy.turn.request import ChatRequest, EngineRoute
 from proxy.turn.required_prefix import PrefixRefused
-from proxy.turn.sending import plan_turn
+from proxy.turn.sending import batch_of, plan_turn
 from proxy.turn.services import Services
 from proxy.turn.stream import RecordedStream
-from proxy.turn.visible import Visible
 
 _READ_ON_THREAD_BYTES = 65_536
 """Bytes of a completion from which it is read on a thread. Reading takes 0.3 ms for so many bytes, as long
@@ -51,7 +50,7 @@ class _ClosedOnError:
 
 
 async def serve_turn(request: ChatRequest, services: Services) -> Response:
-    """The response to a chat request: a chat completion, its stream of chunks, or an engine's error.
+    """The response to a request: a completion, its stream of chunks, or an engine's error.
 
     Raises:
         ApiError: the turn cannot be served; see `proxy.errors`.
@@ -104,16 +103,20 @@ async def _record_whole(
     finally:
         await response.aclose()
 
-    read = partial(_read_body, body, prompt_of(recording.plan), request.visible)
+    read = partial(_read_body, body, request, recording.plan)
     completion, visible = read() if len(body) < _READ_ON_THREAD_BYTES else await services.in_thread(read)
     await recording.add(completion)
     await attempt.keep(response.status, response.headers, visible)
     return BytesResponse(response.status, response.headers, visible)
 
 
-def _read_body(body: bytes, sent: bytes, visible: Visible) -> tuple[Completion, bytes]:
+def _read_body(body: bytes, request: ChatRequest, plan: PromptPlan) -> tuple[Completion, bytes]:
     """What is recorded of a completion, and its JSON with the fields that the client requested."""
-    return read_large(body, sent, visible) or (read_completion(body, sent), redact_completion(body, visible))
+    sent, visible, route = prompt_of(plan), request.visible, request.engine_route
+    if route is EngineRoute.CHAT and (large := read_large(body, sent, visible)) is not None:
+        return large
+    completion = read_completion(body, sent, batch_of(request, plan))
+    return completion, redact_completion(body, visible, route)
 
 
 def _replayed(earlier: EarlierResponse) -> Response:
@@ -122,5 +125,5 @@ def _replayed(earlier: EarlierResponse) -> Response:
 
 
 async def _release_unless_recorded(recording: Recording, services: Services) -> None:
-    if not recording.recorded:
-        await services.history.planner.release(recording.plan)
+    for placement in recording.unrecorded:
+        await services.history.placer.release(placement)

@@ -14,6 +14,7 @@ from proxy.http import Response
 from proxy.turn.reader import DONE, StreamReader
 from proxy.turn.redactor import StreamRedactor
 from proxy.turn.request import ChatRequest
+from proxy.turn.sending import batch_of
 from proxy.turn.usual_chunk import UsualChunk
 
 _QUIET_S = 0.05
@@ -46,8 +47,10 @@ class RecordedStream:
         self.status = response.status
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
         self._response = response
-        self._reader = StreamReader(request.choices, prompt_of(recording.plan))
-        self._redactor = StreamRedactor(request.visible)
+        plan = recording.plan
+        expected = request.choices * len(plan.prompts)
+        self._reader = StreamReader(expected, prompt_of(plan), batch_of(request, plan))
+        self._redactor = StreamRedactor(request.visible, request.engine_route)
         self._recording = recording
         self._attempt = attempt
         self._cleanup = cleanup

@@ -25,3 +25,7 @@ class Visible:
     def every_chunk(self) -> bool:
         """Whether the client gets the chunks of a stream as the engine sent them."""
         return self.everything and self.usage and self.running_usage
+
+
+EVERYTHING = Visible(ids=True, logprobs=True, usage=True, running_usage=True)
+"""For a response that is passed on as it is."""

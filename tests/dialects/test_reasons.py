@@ -236,6 +236,11 @@ def test_store_unavailable(other: Callable[..., Talk], monkeypatch: pytest.Monke
     assert _second(other()).reason == "store_unavailable"
 
 
+def test_text_prompt(talk: Callable[..., Talk]) -> None:
+    answer = talk().pair.client.post("/v1/completions", json={"prompt": "hello"})
+    assert answer.headers["x-prompt-reason"] == "text_prompt"
+
+
 def test_none_is_left_out() -> None:
     named = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert set(Reason) <= named | _OF_ONE_PROXY.keys() | _NOT_HERE

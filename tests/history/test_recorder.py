@@ -195,7 +195,7 @@ async def test_store_that_fails_is_counted_and_fails_no_response(
     monkeypatch.setattr(history.store, "add", fail)
     recording = history.recorder.start(_plan())
     await recording.add(_completion())
-    assert not recording.recorded
+    assert recording.unrecorded
     assert history.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 1
     assert history.metrics.registry.get_sample_value("tokenproxy_turns_total") is None
 
@@ -218,7 +218,7 @@ async def test_recorded_turn_is_counted_and_cached(history: History) -> None:
     labels = {"finish_reason": "stop", "problem": "none"}
     assert history.metrics.registry.get_sample_value("tokenproxy_turns_total", labels) == 1
     (turn,) = await history.store.turns("s")
-    assert recording.recorded and history.cache.turn(turn.id) is not None
+    assert not recording.unrecorded and history.cache.turn(turn.id) is not None
 
 
 async def test_recording_twice_changes_nothing(history: History) -> None:

@@ -38,6 +38,16 @@ _TOKENS: list[dict[str, Any]] = [
     {"prompt_token_ids": [1, 74, 75, 2], "messages": _AGENT, "append_messages": _AGENT[3:], "n": 2},
     {**_CHAT, "return_token_ids": False},
 ]
+_COMPLETIONS: list[dict[str, Any]] = [
+    {"prompt": [[1, 74, 75], [1, 76]], "n": 2, "max_tokens": 4, "logprobs": 0, "return_token_ids": True},
+    {"prompt": [1, 74, 75], "stream": True, "stream_options": {"include_usage": True}},
+    {"prompt": ["Hi", "there"], "stream": True, "temperature": 0.5},
+    {"prompt": "Hi", "echo": True, "suffix": None, "truncate_prompt_tokens": None},
+]
+_GENERATE: list[dict[str, Any]] = [
+    {"token_ids": [1, 74, 75], "sampling_params": {"max_tokens": 4, "n": 2, "logprobs": 1}},
+    {"token_ids": [1, 74, 75], "sampling_params": {}, "stream": True, "return_token_ids": True},
+]
 _TOKENIZE: list[dict[str, Any]] = [
     {"prompt": "Hi", "add_special_tokens": True},
     {"messages": _AGENT, "tools": [_TOOL], "add_generation_prompt": True},
@@ -56,6 +66,8 @@ _TURNS: list[_Route] = [
     ("POST", ["/v1/chat/completions", "/chat/completions/"], [*_CHATS]),
     ("POST", ["/sessions/{}/v1/chat/completions", "/sessions/{}/chat/completions"], [*_CHATS]),
     ("POST", ["/v1/chat/completions/tokens", "/sessions/{}/v1/chat/completions/tokens"], [*_TOKENS]),
+    ("POST", ["/v1/completions", "/sessions/{}/v1/completions"], [*_COMPLETIONS]),
+    ("POST", ["/inference/v1/generate"], [*_GENERATE]),
     ("POST", ["/tokenize", "/v1/tokenize", "/sessions/{}/v1/tokenize"], [*_TOKENIZE]),
 ]
 _ROUTES: list[_Route] = [
@@ -67,7 +79,7 @@ _ROUTES: list[_Route] = [
     ("POST", ["/v1/sessions/{}/reward", "/sessions/{}/reward"], [*_REWARDS]),
     ("DELETE", ["/v1/sessions/{}"], [None]),
     ("GET", ["/health", "/ready", "/metrics", "/openapi.json", "/docs", "/v1/models"], [None]),
-    ("POST", ["/v1/completions", "/v1/messages", "/v1/responses", "/detokenize", "/v1/nothing"], [_CHAT]),
+    ("POST", ["/v1/embeddings", "/v1/messages", "/v1/responses", "/detokenize", "/v1/nothing"], [_CHAT]),
 ]
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "get", "X-Y"]
 _DEEP = "[" * 2000
@@ -91,6 +103,7 @@ _FIELDS = [
     *("truncate_prompt_tokens", "add_generation_prompt", "continue_final_message", "return_token_ids"),
     *("required_prefix_token_ids", "logprobs", "stream_options", "include_reasoning", "id", "reward", "turn"),
     *("defaults", "overrides", "metadata", "temperature", "max_tokens", "\x00", "ä", ""),
+    *("prompt", "token_ids", "sampling_params", "prompt_embeds", "suffix", "use_beam_search", "features"),
 ]
 _BYTES = [
     b"",

@@ -10,10 +10,13 @@ from proxy.routes.paths import engine_path, fill, other_paths
 from proxy.routes.routes import all_routes
 from proxy.routes.session_prefix import WITHOUT_V1
 from tests.fake_vllm import Canned, FakeVllm, Reply
+from tests.talk import GENERATE
 
 _BODIES: dict[str, Any] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/chat/completions/tokens": {"prompt_ids": [1, 74]},
+    "/v1/completions": {"prompt": [1, 74]},
+    "/inference/v1/generate": {"token_ids": [1, 74], "sampling_params": {}},
     "/tokenize": {"prompt": "hello"},
     "/v1/sessions/{session}/reward": {"reward": 1},
     "/v1/samples/ack": {"consumer": "aliased", "cursor": "0"},
@@ -58,7 +61,10 @@ def test_a_template_is_filled_percent_encoded() -> None:
 
 
 @pytest.mark.parametrize("method, path, alias", _ALIASES)
-def test_an_alias_answers_as_the_route_does(client: httpx.Client, method: str, path: str, alias: str) -> None:
+def test_an_alias_answers_as_the_route_does(
+    client: httpx.Client, fake: FakeVllm, method: str, path: str, alias: str
+) -> None:
+    fake.canned[GENERATE] = Canned(b'{"choices":[]}', headers={"content-type": "application/json"})
     client.post("/v1/sessions", json={"id": "aliased"})
     body = _BODIES.get(path)
     answers = [

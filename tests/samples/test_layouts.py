@@ -184,15 +184,25 @@ def test_ids_masks_and_log_probabilities(
 
 def test_fields_that_only_some_layouts_have() -> None:
     a = root("a", [1], [2])
-    b = child("b", a, [3], [4], finish_reason="tool_calls", weight_versions=(WeightSpan("v", 0, 1),))
-    session = Session(id="r", created=1.0, used=1.0, metadata=b'{"env_name": "wordle"}')
+    b = child(
+        "b",
+        a,
+        [3],
+        [4],
+        finish_reason="tool_calls",
+        weight_versions=(WeightSpan("v", 0, 1),),
+        request_class="main",
+    )
+    session = Session(id="t/r", tenant="t", created=1.0, used=1.0, metadata=b'{"env_name": "wordle"}')
     [sample] = samples_of([a, b], {"": 1.0, "a": 0.0}, session=session).samples
     verl, prime, skyrl = (_row(name, sample) for name in ("verl", "prime-rl", "skyrl"))
     origin = {
         "rollout": "r",
+        "tenant": "t",
         "leaf": "b",
         "whole": True,
         "model": "m",
+        "request_classes": ["", "main"],
         "finish_reason": "tool_calls",
         "weight_versions": [["v", 2, 3]],
     }

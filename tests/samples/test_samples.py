@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from proxy.history.store import Session
-from proxy.history.turn import WeightSpan
+from proxy.history.turn import WeightSpan, pack_ids
 from proxy.samples.samples import Sample, TurnSpan, samples_of
 from tests.samples.trees import child, root
 
@@ -49,6 +49,9 @@ def test_spans_hold_the_fields_of_their_turns() -> None:
         stop_reason=7,
         temperature=1.5,
         routed_experts="bnB5",
+        routed_experts_start=3,
+        sampling_mask=(pack_ids([2, 1]), pack_ids([6, 8, 7])),
+        request_class="main",
     )
     [sample] = samples_of([a, b], {"b": 2.0}).samples
     first, second = sample.turns
@@ -57,7 +60,26 @@ def test_spans_hold_the_fields_of_their_turns() -> None:
     assert (second.source, second.reason, second.stop_reason) == ("rendered", "tools_changed", 7)
     assert second.temperature == 1.5
     assert (first.routed_experts, second.routed_experts) == (None, "bnB5")
+    assert (first.routed_experts_start, second.routed_experts_start) == (0, 3)
+    assert (first.sampling_mask, second.sampling_mask) == (None, [[6, 8], [7]])
+    assert (first.request_class, second.request_class) == ("", "main")
     assert (first.reward, second.reward) == (None, 2.0)
+
+
+@pytest.mark.parametrize(
+    "counts, kept",
+    [([2], [6, 8]), ([2, 1], [6]), ([2, 1], [6, 8, 7, 9]), ([-1, 1], []), ([], [])],
+)
+def test_a_mask_whose_lengths_do_not_agree_is_left_out(counts: list[int], kept: list[int]) -> None:
+    a = root("a", [1], [2, 3], sampling_mask=(pack_ids(counts), pack_ids(kept)))
+    [sample] = samples_of([a], {}).samples
+    assert sample.turns[0].sampling_mask is None
+
+
+def test_a_mask_that_cannot_be_unpacked_is_left_out() -> None:
+    a = root("a", [1], [2], sampling_mask=(b"\x01\x00\x00", b""))
+    [sample] = samples_of([a], {}).samples
+    assert sample.turns[0].sampling_mask is None
 
 
 @pytest.mark.parametrize(

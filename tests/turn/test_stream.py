@@ -5,12 +5,11 @@ from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from proxy.errors import EngineBroken
 from proxy.fleet.weight_tags import WeightTag
 from proxy.history.completion import Completion
 from proxy.turn.stream import RecordedStream
+from tests.history.recording import chat_request, rendered_plan, user
 from tests.turn.bodies import NOTHING, chunk, encoded, end, piece
 
 _DONE = b"data: [DONE]\n\n"
@@ -37,7 +36,7 @@ class _Recording:
     """Notes the number of choices whenever something is recorded."""
 
     def __init__(self, log: list[Any]) -> None:
-        self.plan = SimpleNamespace(prompt=None)
+        self.plan = rendered_plan([user("Hi")])
         self._log = log
 
     async def add(self, completion: Completion) -> None:
@@ -59,13 +58,12 @@ _END = _event(end())
 _SENT_END = _event(end(ids=None))
 
 
-async def _log(monkeypatch: pytest.MonkeyPatch, *blocks: bytes) -> list[Any]:
+async def _log(*blocks: bytes) -> list[Any]:
     """What happens, in order: the bytes that are sent, and the number of choices that are recorded."""
     log: list[Any] = []
-    monkeypatch.setattr("proxy.turn.stream.prompt_of", lambda plan: b"")
     stream = RecordedStream(
         cast(Any, _Response(*blocks)),
-        cast(Any, SimpleNamespace(choices=1, visible=NOTHING)),
+        chat_request(visible=NOTHING),
         cast(Any, _Recording(log)),
         cast(Any, SimpleNamespace(wants_body=False)),
         AsyncExitStack(),
@@ -79,29 +77,25 @@ async def _log(monkeypatch: pytest.MonkeyPatch, *blocks: bytes) -> list[Any]:
     return log
 
 
-async def test_events_that_arrive_together_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = await _log(monkeypatch, _A, _B + _COMMENT + _C, _END + _DONE)
+async def test_events_that_arrive_together_are_sent_together() -> None:
+    log = await _log(_A, _B + _COMMENT + _C, _END + _DONE)
     assert log == [_sent("a"), _sent("b") + _COMMENT + _sent("c"), 1, _SENT_END, _DONE]
 
 
-async def test_events_before_the_end_of_a_turn_do_not_wait_for_the_record(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log = await _log(monkeypatch, _A + _B + _END + _DONE)
+async def test_events_before_the_end_of_a_turn_do_not_wait_for_the_record() -> None:
+    log = await _log(_A + _B + _END + _DONE)
     assert log == [_sent("a", "b"), 1, _SENT_END, _DONE]
 
 
-async def test_events_before_one_that_is_not_a_chunk_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = await _log(monkeypatch, _A + _B + b"data: {\n\n" + _C)
+async def test_events_before_one_that_is_not_a_chunk_are_sent() -> None:
+    log = await _log(_A + _B + b"data: {\n\n" + _C)
     assert log == [_sent("a", "b"), 1, EngineBroken]
 
 
-async def test_a_stream_that_ends_before_its_turn_is_sent_and_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert await _log(monkeypatch, _A + _B) == [_sent("a", "b"), 1, EngineBroken]
+async def test_a_stream_that_ends_before_its_turn_is_sent_and_recorded() -> None:
+    assert await _log(_A + _B) == [_sent("a", "b"), 1, EngineBroken]
 
 
-async def test_a_block_that_shows_nothing_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_block_that_shows_nothing_sends_nothing() -> None:
     silent = _event(piece(text=None))
-    assert await _log(monkeypatch, _A, silent, silent + silent, _END) == [_sent("a"), 1, _SENT_END]
+    assert await _log(_A, silent, silent + silent, _END) == [_sent("a"), 1, _SENT_END]
