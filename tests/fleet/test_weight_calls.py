@@ -296,7 +296,7 @@ def test_requests_wait_while_the_fleet_is_paused_whatever_the_limits_of_the_queu
         assert client.post("/tokenize", json={"prompt": "hi"}).status_code == 200
         client.post("/resume")
         assert [each.result().status_code for each in waiting] == [200] * 24
-        assert [each.result().status_code for each in others] == [404] * 2  # the fake has no such route
+        assert [each.result().status_code for each in others] == [200] * 2
 
 
 def test_a_paused_replica_is_not_taken_for_a_silent_one(
@@ -417,7 +417,7 @@ def test_the_version_as_cache_salt(start: Start) -> None:
         client.post(_CHAT, json={**_HI, "cache_salt": "own"})
         assert engine.last(_CHAT).json["cache_salt"] == "own"
         client.post("/v1/completions", json={"prompt": [1, 74], "n": 2})
-        assert engine.last("/v1/completions").json == {"prompt": [1, 74], "n": 2, "cache_salt": "7"}
+        assert engine.last("/v1/completions").json.items() >= {"n": 2, "cache_salt": "7"}.items()
         client.post("/v1/completions", content=b"[")  # the engine explains what is wrong
         assert engine.last("/v1/completions").body == b"["
 
