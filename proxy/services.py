@@ -55,7 +55,7 @@ def make_services(
             settings.finish_after_s,
             images,
         ),
-        WeightCalls(fleet, metrics),
+        WeightCalls(fleet, metrics, salted=settings.cache_salt_by_version),
         encoders,
         settings.body_limit_bytes,
         store_timeout_s=settings.store_timeout_s,

@@ -31,6 +31,7 @@ _EVERYTHING = make_turn(
     replica="http://10.0.0.1:8000",
     problem="media",
     weight_versions=(WeightSpan("7", 0, 1), WeightSpan("8", 1, 2)),
+    weights_uncertain=True,
     routed_experts="AAAA",
     scope=(b"t" * 16, b"k" * 16, b"m" * 16),
     spelling_before=b"\x00" * 16,
