@@ -56,7 +56,7 @@ def make_services(
             images,
             settings.request_class_header,
         ),
-        WeightCalls(fleet, metrics),
+        WeightCalls(fleet, metrics, salted=settings.cache_salt_by_version),
         encoders,
         settings.body_limit_bytes,
         store_timeout_s=settings.store_timeout_s,

@@ -126,6 +126,7 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
         "--upstreams-file": str(upstreams),
         "--fleet-name": "trainers",
         "--watch-interval-s": "4.5",
+        "--weight-update-timeout-s": "5.5",
         "--encoder-threads": "5",
         "--stop-delay-s": "1.5",
         "--drain-s": "2.5",
@@ -171,6 +172,7 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
         "--no-record-token-route",
         "--allow-anonymous",
         "--metrics-need-key",
+        "--cache-salt-by-version",
     ]
     switches.append("--access-log")
     pairs = [word for pair in flags.items() for word in pair]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from proxy.errors import EngineUnavailable
+from proxy.errors import BadRequest, EngineUnavailable
 from proxy.fleet.admin_calls import AdminCall, Effect
 from proxy.fleet.admin_requests import (
     AdminRequests,
@@ -50,7 +50,9 @@ _ENDS_PAUSE = frozenset({Effect.RESUME, Effect.WAKE})
 class WeightCalls:
     """Runs the admin calls of a fleet."""
 
-    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, metrics: Metrics, *, salted: bool = False) -> None:
+        """`salted`: whether cached prefixes belong to one version, so that another one cannot use them."""
+        self._salted = salted
         self._fleet = fleet
         self._metrics = metrics
         self._running: set[asyncio.Task[Response]] = set()
@@ -64,7 +66,7 @@ class WeightCalls:
         Raises:
             BadRequest: the body is not what the call needs; nothing was sent.
             NotFound: no replica has the name `only`.
-            EngineUnavailable: no replica responds.
+            EngineUnavailable: no replica can be reached.
             EngineBroken, EngineTimeout: the world sizes of the replicas could not be found out.
         """
         task = asyncio.create_task(self._run(call, request, only))
@@ -118,18 +120,26 @@ class WeightCalls:
         if call.effect in (Effect.START, Effect.LOAD, Effect.FINISH, Effect.LEAVE) and group:
             replicas = [replica for replica in replicas if replica.name in group]
         ready = [replica for replica in replicas if replica.ready]
-        if call.effect is Effect.NAME and len(named := self._may_be_named(ready)) > 0:
-            ready = named
         if not ready:
             raise EngineUnavailable(f"no replica can be reached for {call.path}")
+        if call.effect is Effect.NAME:
+            ready = self._may_be_named(ready)
         left_out = [replica.name for replica in self._fleet.replicas if replica not in ready]
         if left_out and call.method != "GET":
             log.warning("%s is not sent to %s", call.path, ", ".join(left_out))
         return ready
 
     def _may_be_named(self, replicas: Sequence[Replica]) -> list[Replica]:
+        """The replicas that may get a new version. Raises BadRequest if there is none."""
         unnamed = self._not_to_be_named(replicas)
-        return [replica for replica in replicas if replica not in unnamed]
+        named = [replica for replica in replicas if replica not in unnamed]
+        if not named:
+            raise BadRequest(
+                "an update failed on every replica: update their weights, or send this call to one of them "
+                "(header X-Replica) if you know that its weights are right",
+                param="new_version",
+            )
+        return named
 
     def _not_to_be_named(self, replicas: Sequence[Replica]) -> set[Replica]:
         """The replicas on which an update failed: a new version must not be theirs."""
@@ -194,6 +204,8 @@ class WeightCalls:
         done = [each.replica for each in outcomes if each.ok and each.replica not in run.unnamed]
         for replica in done:
             weights.named(replica, run.version)
+            if self._salted:
+                self._fleet.forget_prefixes(replica)
         for outcome in outcomes:
             if not outcome.ok and not outcome.refused:
                 outcome.replica.weight_version = None
@@ -295,7 +307,9 @@ def unnamed_version() -> str:
 def _moved(state: FleetState, run: "_Run", done: Sequence[Replica]) -> FleetState:
     """The state after a call on the whole fleet, as far as pauses, updates and the trainer's group go."""
     match run.call.effect:
-        case Effect.FINISH | Effect.NAME:
+        case Effect.FINISH:
+            return replace(state, updating="")
+        case Effect.NAME if not run.had_begun:
             return replace(state, updating="")
         case Effect.START | Effect.LOAD if not done and not run.had_begun:
             return replace(state, updating="")

@@ -240,6 +240,37 @@ def test_an_update_that_fails_everywhere_before_it_began_changes_nothing(start: 
         assert client.post(_CHAT, json=_HI).status_code == 200
 
 
+def test_no_replica_gets_a_name_if_the_update_failed_on_all(start: Start) -> None:
+    engines = start(1, 1)
+    with run_proxy(engines) as client:
+        client.post("/start_weight_update")
+        for engine in engines:
+            engine.refuses["/update_weights"] = 500
+        assert client.post("/update_weights", json={"update_info": {"weights": "7"}}).status_code == 500
+        assert client.post("/finish_weight_update", json={"weight_version": "7"}).status_code == 200
+        named = client.post("/update_weight_version", json={"new_version": "7"})
+        assert (named.status_code, named.json()["error"]["param"]) == (400, "new_version")
+        assert [engine.version for engine in engines] == ["default"] * 2
+        assert client.get("/ready").status_code == 503
+        for engine in engines:
+            engine.refuses.clear()
+            engine.rendezvous = Rendezvous(1)
+        assert _update(client, "8") == [200] * 5
+        assert client.get("/ready").status_code == 200
+
+
+def test_a_version_that_is_set_during_an_update_does_not_end_it(start: Start) -> None:
+    [engine] = start(1)
+    with run_proxy([engine]) as client, ThreadPoolExecutor(1) as pool:
+        client.post("/start_weight_update")
+        client.post("/update_weight_version", json={"new_version": "7"})
+        waiting = pool.submit(client.post, _CHAT, json=_HI)
+        time.sleep(0.3)
+        assert not waiting.done()
+        client.post("/finish_weight_update", json={"weight_version": "7"})
+        assert waiting.result().status_code == 200
+
+
 def test_an_update_that_does_not_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer died: requests wait no longer, and weights that nobody knows are not served."""
     monkeypatch.setattr("proxy.fleet.weights._MARGIN_S", 0.2)

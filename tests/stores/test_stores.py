@@ -31,6 +31,7 @@ _EVERYTHING = make_turn(
     replica="http://10.0.0.1:8000",
     problem="media",
     weight_versions=(WeightSpan("7", 0, 1), WeightSpan("8", 1, 2)),
+    weights_uncertain=True,
     routed_experts="AAAA",
     routed_experts_start=3,
     sampling_mask=(pack_ids([2, 1]), pack_ids([7, 9, 8])),
