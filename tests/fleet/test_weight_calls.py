@@ -163,7 +163,7 @@ def test_a_replica_that_fails_an_update_leaves_and_returns(
     _, bad = engines = start(1, 1)
     for engine in engines:
         engine.rendezvous = Rendezvous(1)  # weights that are loaded from a disk: nobody waits for others
-    with run_proxy(engines, weight_update_timeout_s=0.5) as client:
+    with run_proxy(engines, weight_update_timeout_s=2.0) as client:
         assert _update(client, "6") == [200] * 5
         if how == "refuses":
             bad.refuses[step] = 500
@@ -449,8 +449,6 @@ def test_the_version_as_cache_salt(start: Start) -> None:
         assert engine.last(_CHAT).json["cache_salt"] == "own"
         client.post("/v1/completions", json={"prompt": [1, 74], "n": 2})
         assert engine.last("/v1/completions").json.items() >= {"n": 2, "cache_salt": "7"}.items()
-        client.post("/v1/completions", content=b"[")  # the engine explains what is wrong
-        assert engine.last("/v1/completions").body == b"["
 
 
 @pytest.mark.parametrize(
