@@ -19,7 +19,7 @@ _BLOCKS = [
 
 
 def test_there_are_examples() -> None:
-    assert len(_BLOCKS) == 4
+    assert len(_BLOCKS) == 5
 
 
 @pytest.mark.parametrize("block", _BLOCKS)
