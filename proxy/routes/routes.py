@@ -13,6 +13,7 @@ from proxy.routes.session_end import FinishSession, SessionEnd
 from proxy.routes.sessions import OneSession, SessionReward, Sessions, SessionSamples
 from proxy.routes.status import Health, MetricsPage, Ready
 from proxy.routes.tokenize import Tokenize
+from proxy.routes.trl import trl_routes
 from proxy.routes.turns import TurnRoute
 
 
@@ -40,5 +41,6 @@ def all_routes() -> list[Route]:
         Ready(),
         MetricsPage(),
         *engine_admin_routes(),
+        *trl_routes(),
         PassThrough(),
     ]
