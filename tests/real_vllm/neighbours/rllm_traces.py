@@ -13,7 +13,6 @@ from rllm_model_gateway.client import GatewayClient  # type: ignore[import-not-f
 def main(url: str, session: str, action: str) -> object:
     """What the client returns."""
     with GatewayClient(url) as client:
-        client.health()
         if action == "create":
             assert client.create_session(session, metadata={"task": 7}) == session
             assert client.get_session_info(session)["metadata"] == {"task": 7}
