@@ -122,7 +122,7 @@ def _logprobs(reply: Reply, ids: list[int]) -> dict[str, Any]:
     """Of each id, as vLLM writes them; `Reply.logprobs_short` leaves some out."""
     return {
         "content": [
-            {"token": str(token), "logprob": -token / 8, "bytes": [], "top_logprobs": []}
+            {"token": f"token_id:{token}", "logprob": -token / 8, "bytes": [], "top_logprobs": []}
             for token in ids[: len(ids) - reply.logprobs_short]
         ]
     }

@@ -23,9 +23,12 @@ def test_the_page_shows_the_routes_of_the_proxy(page: Any) -> None:
         *("/v1/completions", "/inference/v1/generate"),
         *("/v1/sessions", "/v1/sessions/{session}"),
         *("/v1/sessions/{session}/samples", "/v1/sessions/{session}/reward"),
+        "/v1/sessions/{session}/traces",
         *("/v1/sessions/{session}/end", "/finish_session"),
         *("/v1/samples", "/v1/samples/ack", "/v1/samples/consumers", "/v1/samples/consumers/{consumer}"),
         *("/admin/replicas", "/admin/replicas/drain"),
+        *("/generate", "/chat", "/init_communicator", "/update_named_param"),
+        *("/batch_update_named_params", "/close_communicator"),
         *("/ready", "/health", "/metrics"),
         *(call.path for call in ADMIN_CALLS),
     }

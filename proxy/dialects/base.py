@@ -9,6 +9,7 @@ from proxy.fields import raw, raw_value, read
 from proxy.history.vocabulary import Reason
 from proxy.http import Request
 from proxy.turn.engine_request import flag, stream_options
+from proxy.turn.message_ids import asks_on_messages
 from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef
 from proxy.turn.visible import Visible
 from proxy.types import Fields, Headers
@@ -58,7 +59,8 @@ def visible_of(fields: Fields) -> Visible:
     running = usage and flag(options, "continuous_usage_stats")
     reasoning = raw_value(fields, "include_reasoning") not in (b"false", b"0")
     ids, logprobs = flag(fields, "return_token_ids"), flag(fields, "logprobs")
-    return Visible(ids and reasoning, logprobs and reasoning, usage, running, reasoning)
+    on_messages = logprobs and reasoning and asks_on_messages(fields)
+    return Visible(ids and reasoning, logprobs and reasoning, usage, running, reasoning, on_messages)
 
 
 def visible_of_prompts(fields: Fields, *, logprobs: bool) -> Visible:

@@ -10,9 +10,10 @@ from proxy.routes.engine_admin import engine_admin_routes
 from proxy.routes.feed import FeedAcknowledge, FeedConsumers, FeedSamples, OneFeedConsumer
 from proxy.routes.passthrough import PassThrough
 from proxy.routes.session_end import FinishSession, SessionEnd
-from proxy.routes.sessions import OneSession, SessionReward, Sessions, SessionSamples
+from proxy.routes.sessions import OneSession, SessionReward, Sessions, SessionSamples, SessionTraces
 from proxy.routes.status import Health, MetricsPage, Ready
 from proxy.routes.tokenize import Tokenize
+from proxy.routes.trl import trl_routes
 from proxy.routes.turns import TurnRoute
 
 
@@ -27,6 +28,7 @@ def all_routes() -> list[Route]:
         Sessions(),
         OneSession(),
         SessionSamples(),
+        SessionTraces(),
         SessionReward(),
         SessionEnd(),
         FinishSession(),
@@ -40,5 +42,6 @@ def all_routes() -> list[Route]:
         Ready(),
         MetricsPage(),
         *engine_admin_routes(),
+        *trl_routes(),
         PassThrough(),
     ]

@@ -4,7 +4,7 @@ For clients that cannot set headers. The part after the session's name selects t
 
     /sessions/ID/v1/ANYTHING          the route /v1/ANYTHING, in the session
     /sessions/ID/chat/completions     the same without /v1, for the first segments in WITHOUT_V1
-    /sessions/ID[/samples|/reward|/end]   the session itself: an alias of /v1/sessions/ID...
+    /sessions/ID[/samples|/traces|/reward|/end]   the session itself: an alias of /v1/sessions/ID...
 
 WITHOUT_V1 holds no segment that can follow a session in an alias, so no path is ambiguous.
 """

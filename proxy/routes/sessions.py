@@ -15,6 +15,7 @@ from proxy.routes.sample_fields import requested_layout, requested_shared
 from proxy.routes.session_names import check_name, session_in_path
 from proxy.routes.store_route import StoreRoute, number, query_value
 from proxy.samples.samples import samples_of
+from proxy.samples.traces import traces_of
 from proxy.turn.services import Services
 from proxy.types import Fields
 
@@ -104,6 +105,30 @@ class SessionSamples(StoreRoute):
         return 200, await services.in_thread(export)
 
 
+class SessionTraces(StoreRoute):
+    """Returns the turns of a session as rLLM's trainers read them."""
+
+    path = "/v1/sessions/{session}/traces"
+    methods = ("GET",)
+    summary = "A session's turns, each with its whole prompt, for rLLM"
+
+    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+        """`?since=&limit=`: a list of rLLM's `TraceRecord`, in the order of the requests."""
+        store, name = services.history.store, session_in_path(request)
+        since = number("since", query_value(request, "since", "0"))
+        limit = number("limit", query_value(request, "limit", "inf"))
+        if limit < 1:
+            raise BadRequest("`limit` must be at least 1", param="limit")
+        await _session(request, name, services)
+        turns = await store.turns(_rollout(request, name))
+
+        def export() -> list[dict[str, Any]]:
+            found = [trace for trace in traces_of(turns, name) if trace["timestamp"] >= since]
+            return found if math.isinf(limit) else found[: int(limit)]
+
+        return 200, await services.in_thread(export)
+
+
 class SessionReward(StoreRoute):
     """Sets the reward of a session or of its turns."""
 
@@ -145,7 +170,8 @@ def _rewards(fields: Fields) -> dict[str, float]:
 async def _save(request: Request, services: Services) -> tuple[int, object]:
     """Create a session, or change its description; fields that the request does not hold stay."""
     store, fields = services.history.store, parse(request.body or b"{}")
-    name = check_name(read(fields, "id", str) or f"session-{new_id()}", "id")
+    field = "id" if raw_value(fields, "id") is not None else "session_id"  # rLLM's name for it
+    name = check_name(read(fields, field, str) or f"session-{new_id()}", field)
     before, now = await store.session(_rollout(request, name)), time.time()
     described = _description(fields)
     if before is None:
@@ -206,6 +232,7 @@ def _unknown(name: str) -> NotFound:
 def _described(session: Session) -> dict[str, Any]:
     return {
         "id": session.name,
+        "session_id": session.name,
         "object": "session",
         "explicit": session.explicit,
         "ambiguous": session.ambiguous,

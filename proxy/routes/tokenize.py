@@ -19,8 +19,9 @@ from proxy.history.given import append_messages, place_images
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
 from proxy.routes.large_bodies import parsed
-from proxy.turn.request import ChatRequest
-from proxy.turn.required_prefix import FIELD, PrefixRefused, splice_prefix
+from proxy.turn.message_ids import take_prefix
+from proxy.turn.request import ChatRequest, RequiredPrefix
+from proxy.turn.required_prefix import PrefixRefused, render_with_prefix
 from proxy.turn.sending import served_model
 from proxy.turn.services import Services
 from proxy.types import Fields, Headers
@@ -39,9 +40,10 @@ class Tokenize(Route):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"tokens", "count", "max_model_len"}`, and `appended` where messages were appended."""
         fields = await parsed(request, services, lambda: parse(request.body))
-        if raw_value(fields, FIELD) is not None:
+        prefix = await parsed(request, services, lambda: take_prefix(fields))
+        if prefix is not None:
             return await services.fleet.ask(
-                lambda replica: _keep_prefix(fields, request.headers, replica, services)
+                lambda replica: _keep_prefix(prefix, fields, request.headers, replica, services)
             )
         chat = await parsed(request, services, lambda: _chat_request(request, fields))
         if chat is None:
@@ -111,10 +113,12 @@ async def _append(request: ChatRequest, replica: Replica, services: Services) ->
     )
 
 
-async def _keep_prefix(fields: Fields, headers: Headers, replica: Replica, services: Services) -> Response:
+async def _keep_prefix(
+    prefix: RequiredPrefix, fields: Fields, headers: Headers, replica: Replica, services: Services
+) -> Response:
     """The template's rendering of a history, with the model's own tokens up to the last assistant turn."""
     try:
-        spliced = await splice_prefix(bytes(fields[FIELD]), fields, headers, replica, services)
+        spliced = await render_with_prefix(prefix, fields, headers, replica, services)
     except PrefixRefused as refused:
         return refused.response
     tokens = msgspec.json.decode(spliced.prompt, type=list[int])

@@ -61,6 +61,18 @@ class GivenIds:
 
 
 @dataclass(frozen=True, slots=True)
+class RequiredPrefix:
+    """Ids with which a rendered prompt must begin: prompt and completion of an assistant turn."""
+
+    field: str
+    """The client's name for the field, for error messages."""
+    raw: bytes
+    """The JSON array, as the client sent it."""
+    end: int | None = None
+    """Index of the message that the ids end with; None for the last assistant message."""
+
+
+@dataclass(frozen=True, slots=True)
 class RetrySigns:
     """The headers that show whether a request was sent before, and whether it may be sent again."""
 
@@ -101,8 +113,8 @@ class ChatRequest:
     """The images of the given ids, in their order, as URLs or base64; None if the client named none."""
     media: tuple[str, ...] = ()
     """Next to given ids: those of `messages` and `append_messages` that hold images."""
-    required_prefix: bytes | None = None
-    """Ids with which the rendered prompt must begin (`required_prefix_token_ids`)."""
+    required_prefix: RequiredPrefix | None = None
+    """Ids with which the rendered prompt must begin (NeMo-RL's contract)."""
     token_route: bool = False
     """Whether it arrived on the token route, where a history is never rendered."""
     special: str = ""

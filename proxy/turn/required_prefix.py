@@ -1,4 +1,7 @@
-"""`required_prefix_token_ids`, NeMo-RL's contract: a rendered history around the model's own ids."""
+"""Required prefixes, NeMo-RL's contract: a rendered history around the model's own ids.
+
+The client sends the ids in `required_prefix_token_ids` or on an assistant message (`proxy.turn.message_ids`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +13,7 @@ from proxy.errors import BadRequest, EngineBroken, Unsupported
 from proxy.fields import join, raw, read_messages
 from proxy.fleet.replica import Replica
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
-from proxy.turn.request import ChatRequest
+from proxy.turn.request import RequiredPrefix
 from proxy.turn.services import Services
 from proxy.types import Fields, Headers
 from tokenization import InvalidIds, PrefixMismatch, TemplateUnsupported, ids, replace_prefix_tokens
@@ -44,58 +47,64 @@ class RenderedPrefix:
     """The engine's own response to `/tokenize`."""
 
 
-async def render_with_prefix(request: ChatRequest, replica: Replica, services: Services) -> RenderedPrefix:
-    """The template's rendering of a history, with the model's own ids up to the last assistant turn.
+async def render_with_prefix(
+    prefix: RequiredPrefix,
+    fields: Mapping[str, msgspec.Raw],
+    headers: Headers,
+    replica: Replica,
+    services: Services,
+) -> RenderedPrefix:
+    """The template's rendering of a history, with the model's own ids up to the end of the prefix.
+
+    Args:
+        fields: of a request with messages.
 
     Raises:
         BadRequest: the ids or messages are wrong, or do not belong together.
         Unsupported: the rendering has no position at which to join the ids.
         PrefixRefused: the engine refuses the messages.
     """
-    prefix = request.required_prefix or b"[]"
-    return await splice_prefix(prefix, request.fields, request.headers, replica, services)
-
-
-async def splice_prefix(
-    prefix: bytes, fields: Mapping[str, msgspec.Raw], headers: Headers, replica: Replica, services: Services
-) -> RenderedPrefix:
-    """Like `render_with_prefix`, for the fields of any request with messages."""
     rendering = {name: fields[name] for name in _RENDERING if name in fields}
     try:
-        ids.check(prefix)
+        ids.check(prefix.raw)
     except InvalidIds as error:
-        raise BadRequest(f"`{FIELD}` {error}", param=FIELD) from error
+        raise BadRequest(f"`{prefix.field}` {error}", param=prefix.field) from error
     messages = read_messages(rendering, "messages")
     if messages is None:
-        raise BadRequest(f"`messages` is required together with `{FIELD}`", param="messages")
+        raise BadRequest(f"`messages` is required together with `{prefix.field}`", param="messages")
     turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns:
-        raise BadRequest(f"`{FIELD}` ends with an assistant turn, and `messages` has none", param="messages")
+        raise BadRequest(
+            f"`{prefix.field}` ends with an assistant turn, and `messages` has none", param="messages"
+        )
+    end = turns[-1] if prefix.end is None else prefix.end
     whole = await _render(rendering, headers, replica)
     earlier = {
         **rendering,
-        "messages": raw(messages[: turns[-1] + 1]),
+        "messages": raw(messages[: end + 1]),
         "add_generation_prompt": msgspec.Raw(b"false"),
     }
     before = await _render(earlier, headers, replica)
     tokenizer = await replica.tokenizer()
 
     def splice() -> tuple[bytes, int]:
-        required = msgspec.json.decode(prefix, type=list[int])
+        required = msgspec.json.decode(prefix.raw, type=list[int])
         if (largest := max(required)) >= tokenizer.vocab_size:
-            raise BadRequest(f"Token id {largest} is out of vocabulary", param=FIELD)
+            raise BadRequest(f"Token id {largest} is out of vocabulary", param=prefix.field)
         tokens = replace_prefix_tokens(tokenizer, required, before["tokens"], whole["tokens"])
         return ids.dump(tokens), len(required)
 
     try:
         prompt, count = await services.in_thread(splice)
     except msgspec.DecodeError as error:
-        raise BadRequest(f"`{FIELD}` holds an id that is out of vocabulary", param=FIELD) from error
+        raise BadRequest(
+            f"`{prefix.field}` holds an id that is out of vocabulary", param=prefix.field
+        ) from error
     except PrefixMismatch as error:
-        raise BadRequest(f"`{FIELD}`: {error}", param=FIELD, code="prefix_mismatch") from error
+        raise BadRequest(f"`{prefix.field}`: {error}", param=prefix.field, code="prefix_mismatch") from error
     except TemplateUnsupported as error:
         raise Unsupported(
-            f"cannot keep the prefix: {error}", param=FIELD, code="template_unsupported"
+            f"cannot keep the prefix: {error}", param=prefix.field, code="template_unsupported"
         ) from error
     return RenderedPrefix(prompt, count, whole)
 

@@ -30,7 +30,6 @@ from proxy.monitoring.exchange import span
 from proxy.turn.engine_request import request_for_engine
 from proxy.turn.observed import describe_plan, describe_request
 from proxy.turn.request import ChatRequest, EngineRoute
-from proxy.turn.required_prefix import FIELD as PREFIX_FIELD
 from proxy.turn.required_prefix import render_with_prefix
 from proxy.turn.services import Services
 from proxy.types import Headers
@@ -215,13 +214,16 @@ async def _plan(request: ChatRequest, replica: Replica, model: ServedModel, serv
     planner = services.history.planner
     if request.required_prefix is None:
         return await planner.plan(request, model)
-    rendered = await render_with_prefix(request, replica, services)
+    rendered = await render_with_prefix(
+        request.required_prefix, request.fields, request.headers, replica, services
+    )
     return await planner.plan_prefix(request, rendered.prompt, rendered.prefix, model)
 
 
 async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:
     recorded = plan.placement.conversation is not None
-    fields = request_for_engine(request, evidence=recorded, logprobs=services.record_logprobs)
+    evidence = recorded or request.visible.on_messages
+    fields = request_for_engine(request, evidence=evidence, logprobs=services.record_logprobs)
     if services.cache_salt_by_version and replica.weight_version is not None:
         fields.setdefault("cache_salt", raw(replica.weight_version))
     headers = _headers(request, plan)
@@ -233,7 +235,7 @@ async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, servic
         return await replica.engine.send(Request("POST", CHAT_PATH, headers, join(fields), repeatable=True))
     name = request.given.field if request.given else "messages"
     if request.required_prefix is not None:
-        name = PREFIX_FIELD
+        name = request.required_prefix.field
     capabilities, images = replica.require_capabilities(), images_of(plan)
     token_in: TokenIn | None = capabilities.token_in
     single = b""

@@ -16,6 +16,7 @@ from proxy.history.recorder import Recording
 from proxy.history.retries import Attempt, EarlierResponse
 from proxy.http import BytesResponse, Response, is_event_stream
 from proxy.turn.large_body import read_large
+from proxy.turn.message_ids import add_message_ids
 from proxy.turn.observed import count_plan
 from proxy.turn.prompt_headers import add_prompt_headers
 from proxy.turn.reader import read_completion
@@ -84,7 +85,7 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
         if response.status >= 400:
             await attempt.fail(response.status)
             return response
-        if plan.placement.conversation is None and not attempt.wants_body:
+        if plan.placement.conversation is None and not (attempt.wants_body or request.visible.on_messages):
             return response
         if is_event_stream(response.headers):
             await recording.announce()
@@ -113,10 +114,15 @@ async def _record_whole(
 def _read_body(body: bytes, request: ChatRequest, plan: PromptPlan) -> tuple[Completion, bytes]:
     """What is recorded of a completion, and its JSON with the fields that the client requested."""
     sent, visible, route = prompt_of(plan), request.visible, request.engine_route
-    if route is EngineRoute.CHAT and (large := read_large(body, sent, visible)) is not None:
-        return large
-    completion = read_completion(body, sent, batch_of(request, plan))
-    return completion, redact_completion(body, visible, route)
+    large = read_large(body, sent, visible) if route is EngineRoute.CHAT else None
+    if large is not None:
+        completion, shown = large
+    else:
+        completion = read_completion(body, sent, batch_of(request, plan))
+        shown = redact_completion(body, visible, route)
+    if visible.on_messages and route is EngineRoute.CHAT:
+        shown = add_message_ids(shown, completion)
+    return completion, shown
 
 
 def _replayed(earlier: EarlierResponse) -> Response:

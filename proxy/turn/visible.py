@@ -16,6 +16,9 @@ class Visible:
     reasoning: bool = True
     """If false, `ids` and `logprobs` must be false too: they would reveal the reasoning."""
 
+    on_messages: bool = False
+    """Whether each message of a whole completion holds its ids and log-probabilities (NeMo-RL's contract)."""
+
     @property
     def everything(self) -> bool:
         """Whether the client gets whole completions as the engine sent them."""

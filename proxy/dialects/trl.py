@@ -1,0 +1,294 @@
+"""`POST /generate/` and `POST /chat/`: the routes of TRL's own server, `trl vllm-serve`, up to TRL 1.10.
+
+A request holds a batch. Each of its prompts is parsed to one `ChatRequest`, and the completions of all are
+put into one response:
+
+    {"prompt_ids": one list for each prompt,
+     "completion_ids": one list for each completion, `n` for each prompt,
+     "logprobs": for each completion and token a list, the most probable first; null without `logprobs`,
+     "logprob_token_ids": the ids of these}
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+
+from proxy.dialects.base import SessionFields, apply_session, chat_request
+from proxy.errors import BadRequest, EngineBroken
+from proxy.fields import is_null, raw, raw_value, read
+from proxy.http import Request
+from proxy.turn.engine_json import REFUSALS, parse_leniently
+from proxy.turn.request import ChatRequest, GivenIds, RetrySigns
+from proxy.turn.visible import Visible
+from proxy.types import Fields
+from tokenization import InvalidIds, ids
+
+_DEFAULTS: Mapping[str, Any] = {
+    **{"n": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0},
+    **{"max_tokens": 16, "logprobs": 0},
+}
+"""The sampling parameters of a request with TRL's defaults."""
+_KINDS: Mapping[str, type[int] | type[float]] = {
+    **{"n": int, "top_k": int, "max_tokens": int, "logprobs": int},
+    **{"repetition_penalty": float, "temperature": float, "top_p": float, "min_p": float},
+}
+_MORE = frozenset(
+    {
+        *("allowed_token_ids", "bad_words", "frequency_penalty", "ignore_eos", "include_stop_str_in_output"),
+        *("logit_bias", "min_tokens", "presence_penalty", "seed", "skip_special_tokens"),
+        *("spaces_between_special_tokens", "stop", "stop_token_ids", "structured_outputs"),
+    }
+)
+"""Sampling parameters of `generation_kwargs` that vLLM's chat route has too, under the same names."""
+_REGEX = ("structured_outputs_regex", "guided_decoding_regex")
+"""The field's name, and that of TRL before 0.25."""
+_TOKEN_ID = "token_id:"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The prompts of a request, and what they have in common."""
+
+    prompts: tuple["Prompt", ...]
+    fields: Fields
+    """Of the chat completion of each prompt."""
+    visible: Visible
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a batch: text, ids or messages."""
+
+    field: str
+    """Its name in error messages: `prompts[3]`."""
+    raw: bytes
+    """A JSON string, an array of ids, or an array of messages."""
+    images: tuple[str, ...] | None = None
+    """The images of a prompt of ids, as base64."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it must be tokenised first."""
+        return self.raw[:1] == b'"'
+
+    @property
+    def is_messages(self) -> bool:
+        """Whether the chat template renders it."""
+        return self.raw[1:].lstrip()[:1] == b"{"
+
+
+def parse_batch(fields: Fields, name: str) -> Batch:
+    """Parse a request.
+
+    Args:
+        name: the field with the prompts: `prompts` or `messages`.
+
+    Raises:
+        BadRequest: a field is missing or has a wrong type; `param` names it.
+    """
+    prompts = read(fields, name, list[msgspec.Raw])
+    if not prompts:
+        raise BadRequest(f"`{name}` is required: a list of at least one prompt", param=name)
+    images = read(fields, "images", list[list[str] | None]) or [None] * len(prompts)
+    if len(images) != len(prompts):
+        raise BadRequest("`images` must have one entry for each prompt", param="images")
+    sampling, logprobs = _sampling(fields)
+    for other in ("tools", "chat_template_kwargs"):
+        if (value := raw_value(fields, other)) not in (None, b"[]", b"{}"):
+            sampling[other] = msgspec.Raw(value)
+    if "tools" in sampling:
+        sampling["tool_choice"] = raw("none")  # the template prints them, and TRL parses the calls itself
+    batch = tuple(
+        _prompt(f"{name}[{index}]", bytes(each).strip(), of)
+        for index, (each, of) in enumerate(zip(prompts, images, strict=True))
+    )
+    return Batch(batch, sampling, Visible(ids=True, logprobs=logprobs))
+
+
+def _prompt(field: str, value: bytes, images: list[str] | None) -> Prompt:
+    prompt = Prompt(field, value, tuple(images) if images else None)
+    if prompt.is_text or prompt.is_messages:
+        if images:
+            raise BadRequest("`images` need prompts of ids: send the ids of the prompt", param="images")
+    else:
+        _count(field, value)
+    return prompt
+
+
+def _sampling(fields: Fields) -> tuple[Fields, bool]:
+    """The sampling parameters as a chat completion has them, and whether it returns log-probabilities."""
+    more = read(fields, "generation_kwargs", Fields) or {}
+    for name in more:
+        if name not in _MORE and name not in _DEFAULTS:
+            param = f"generation_kwargs.{name}"
+            raise BadRequest(f"`{param}` is not a sampling parameter of this route", param=param)
+    taken: Fields = {name: value for name, value in more.items() if name in _MORE}
+    for name, default in _DEFAULTS.items():
+        inner = name in more
+        value = _number(more if inner else fields, name, "generation_kwargs." if inner else "")
+        nothing = is_null(fields[name]) if name in fields else False
+        taken[name] = raw(default if value is None and not nothing and not inner else value)
+    for name in _REGEX:
+        if (pattern := read(fields, name, str)) is not None:
+            taken["structured_outputs"] = raw({"regex": pattern})
+    top = taken.pop("logprobs")
+    taken["return_token_ids"] = taken["return_tokens_as_token_ids"] = msgspec.Raw(b"true")
+    if is_null(top):
+        return taken, False
+    return taken | {"logprobs": msgspec.Raw(b"true"), "top_logprobs": top}, True
+
+
+def _number(fields: Fields, name: str, before: str) -> int | float | None:
+    try:
+        return read(fields, name, _KINDS[name])
+    except BadRequest as error:
+        raise BadRequest(f"`{before}{name}` must be a number", param=f"{before}{name}") from error
+
+
+def _count(field: str, value: bytes) -> int:
+    """The number of ids of a prompt. Raises BadRequest."""
+    try:
+        return ids.check(value)
+    except InvalidIds as error:
+        raise BadRequest(
+            f"`{field}` is neither text, nor messages, nor ids: it {error}", param=field
+        ) from error
+
+
+def turn_of(
+    prompt: Prompt, batch: Batch, request: Request, session: SessionFields | None, *, record: bool
+) -> ChatRequest:
+    """The turn of one prompt, which is not text.
+
+    Raises:
+        BadRequest: its messages cannot be read.
+    """
+    fields = dict(batch.fields)
+    apply_session(fields, session)
+    given: dict[str, Any] = {"retry": RetrySigns()}  # a retry repeats the batch, not one of its turns
+    if prompt.is_messages:
+        fields["messages"] = _with_image_urls(prompt)
+    else:
+        count = _count(prompt.field, prompt.raw)
+        given["given"] = GivenIds(prompt.field, ids.compact(prompt.raw), count)
+        given |= {"images": prompt.images, "token_route": True, "record": record}
+    return chat_request(request, fields, session, batch.visible, **given)
+
+
+def _with_image_urls(prompt: Prompt) -> msgspec.Raw:
+    """Messages with images in OpenAI's format: TRL's client sends base64 in parts of type `image_pil`."""
+    if b'"image_pil"' not in prompt.raw:
+        return msgspec.Raw(prompt.raw)
+    messages = read({prompt.field: msgspec.Raw(prompt.raw)}, prompt.field, list[dict[str, Any]]) or []
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and isinstance(image := part.pop("image_pil", None), str):
+                part |= {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+    return raw(messages)
+
+
+# --- the response
+
+
+class _Token(msgspec.Struct):
+    token: str
+    logprob: float | None = None
+
+
+class _Position(_Token):
+    top_logprobs: list[_Token] = []
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Position] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Completion(msgspec.Struct):
+    prompt_token_ids: msgspec.Raw | None = None
+    choices: list[_Choice] = []
+
+
+class TrlAnswer:
+    """The response to a batch, put together from the completions of its prompts."""
+
+    names: ClassVar[tuple[str, ...]] = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
+
+    def __init__(self, *, logprobs: bool) -> None:
+        """`logprobs`: whether the client requested log-probabilities."""
+        self._logprobs = logprobs
+        self._values: dict[str, list[Any]] = {name: [] for name in self.names}
+
+    def add(self, body: bytes) -> None:
+        """Add the completion of the next prompt.
+
+        Raises:
+            EngineBroken: it holds no ids, or no log-probabilities although they were requested.
+        """
+        completion = _read(body)
+        if completion.prompt_token_ids is None:
+            raise EngineBroken("the engine returned no prompt ids")
+        self._values["prompt_ids"].append(completion.prompt_token_ids)
+        for choice in sorted(completion.choices, key=lambda choice: choice.index):
+            if choice.token_ids is None:
+                raise EngineBroken("the engine returned no completion ids")
+            self._values["completion_ids"].append(choice.token_ids)
+            if self._logprobs:
+                self._add_logprobs(choice)
+
+    def body(self) -> bytes:
+        """The JSON of the response."""
+        values: dict[str, Any] = dict(self._values)
+        if not self._logprobs:
+            values |= {"logprobs": None, "logprob_token_ids": None}
+        return msgspec.json.encode(values)
+
+    def _add_logprobs(self, choice: _Choice) -> None:
+        content = choice.logprobs.content if choice.logprobs else None
+        if len(content or ()) != len(choice.token_ids or ()):
+            raise EngineBroken("the engine returned other numbers of ids and of log-probabilities")
+        ranked = [_ranked([position, *position.top_logprobs]) for position in content or ()]
+        self._values["logprobs"].append([[logprob for _, logprob in each] for each in ranked])
+        self._values["logprob_token_ids"].append([[token for token, _ in each] for each in ranked])
+
+
+def _ranked(tokens: Iterable[_Token]) -> list[tuple[int, float | None]]:
+    """The ids at one position with their log-probabilities, the most probable first; NaN is None."""
+    found: dict[int, float | None] = {}
+    for each in tokens:
+        logprob = each.logprob
+        finite = logprob is not None and not math.isnan(logprob)
+        found.setdefault(_token_id(each.token), logprob if finite else None)
+    # NaN is last, as where it is ranked
+    return sorted(found.items(), key=lambda item: -math.inf if item[1] is None else item[1], reverse=True)
+
+
+def _token_id(token: str) -> int:
+    digits = token.removeprefix(_TOKEN_ID)
+    if digits == token or not digits.isdecimal():
+        raise EngineBroken("the engine returned tokens where ids were requested")
+    return int(digits)
+
+
+def _read(body: bytes) -> _Completion:
+    """A chat completion. Raises EngineBroken if it is none."""
+    try:
+        return msgspec.json.decode(body, type=_Completion)
+    except REFUSALS:
+        value = parse_leniently(body)  # NaN is a number there
+    prompt = value.pop("prompt_token_ids", None) if isinstance(value, dict) else None
+    try:
+        completion = msgspec.convert(value, _Completion)
+    except msgspec.ValidationError as error:
+        raise EngineBroken("the engine's response is not a chat completion") from error
+    completion.prompt_token_ids = None if prompt is None else raw(prompt)
+    return completion

@@ -1,0 +1,54 @@
+"""The turns of a session as rLLM's trainers read them: each with its whole prompt, as messages and as ids."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from proxy.history.turn import Turn, unpack_ids, unpack_logprobs
+
+_split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def traces_of(turns: Sequence[Turn], session: str) -> list[dict[str, Any]]:
+    """The fields of rLLM's `TraceRecord` for each turn.
+
+    Source: rllm-model-gateway 0.1.0, rllm_model_gateway/models.py.
+
+    Args:
+        turns: all turns of the session.
+        session: the session's name.
+    """
+    by_id = {turn.id: turn for turn in turns}
+    return [_trace(_path(turn, by_id), session) for turn in turns]
+
+
+def _path(turn: Turn, by_id: Mapping[str, Turn]) -> list[Turn]:
+    """The turn and all that it continues, the first one first."""
+    path = [turn]
+    while (parent := by_id.get(path[-1].parent or "")) is not None:
+        path.append(parent)
+    return path[::-1]
+
+
+def _trace(path: Sequence[Turn], session: str) -> dict[str, Any]:
+    turn = path[-1]
+    prompt: list[int] = []
+    messages: list[msgspec.Raw] = []
+    for before in path[:-1]:
+        prompt += [*unpack_ids(before.appended), *unpack_ids(before.completion)]
+        messages += [*_split(before.messages), msgspec.Raw(before.message)]
+    return {
+        "trace_id": turn.id,
+        "session_id": session,
+        "model": turn.model,
+        "messages": [*messages, *_split(turn.messages)],
+        "prompt_token_ids": [*prompt, *unpack_ids(turn.appended)],
+        "response_message": msgspec.Raw(turn.message),
+        "completion_token_ids": unpack_ids(turn.completion),
+        "logprobs": unpack_logprobs(turn.logprobs) if turn.logprobs else None,
+        "finish_reason": turn.finish_reason,
+        "token_counts": {"prompt": turn.prompt_tokens, "completion": turn.completion_tokens},
+        "timestamp": turn.created,
+        "metadata": {"parent": turn.parent, "problem": turn.problem or None},
+    }

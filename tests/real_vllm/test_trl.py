@@ -1,0 +1,73 @@
+"""TRL 1.10, the last whose client calls the routes of `trl vllm-serve`, unmodified before real engines."""
+
+import asyncio
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.real_vllm.conftest import Served, every_spelling
+from tests.real_vllm.neighbours.trl_1_10 import PROMPTS
+
+FOLDER = Path(__file__).parents[2] / ".cache" / "trl-1.10"
+SCRIPT = Path(__file__).parent / "neighbours" / "trl_1_10.py"
+
+pytestmark = pytest.mark.skipif(
+    not (FOLDER / "trl").exists(), reason="scripts/install-neighbours trl-1.10 was not run"
+)
+
+
+async def _run(*arguments: object) -> dict[str, Any]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *map(str, arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    results: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return results
+
+
+def _check_logprobs(result: dict[str, Any], most: int) -> None:
+    """For each sampled id a list with that id in it, the most probable first."""
+    rows = zip(result["completion_ids"], result["logprobs"], result["logprob_token_ids"], strict=True)
+    for sampled, logprobs, ranked in rows:
+        assert len(sampled) == len(logprobs) == len(ranked) > 0
+        for token, values, tokens in zip(sampled, logprobs, ranked, strict=True):
+            assert token in tokens
+            assert len(values) == len(tokens) <= most
+            assert values == sorted(values, reverse=True)
+            assert sum(map(math.exp, values)) <= 1.001
+
+
+@every_spelling
+async def test_the_client_of_trl_1_10(server: Served, model: Path) -> None:
+    results = await _run(SCRIPT, FOLDER, server.url, model)
+    ids = results["ids"]
+    assert ids["prompt_ids"] == PROMPTS
+    assert len(ids["completion_ids"]) == 2 * len(PROMPTS)
+    _check_logprobs(ids, 4)
+
+    text = results["text"]
+    with server.http() as http:
+        rendered = [
+            http.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
+            for prompt in ("The sky is", "Rome is")
+        ]
+        [digits] = results["regex"]["completion_ids"]
+        said = http.post("/detokenize", json={"tokens": [t for t in digits if t > 2]}).json()["prompt"]
+    assert text["prompt_ids"] == rendered
+    _check_logprobs(text, 1)
+    assert said.isdigit()
+    assert len(said) == 3
+
+    first, second = results["first"], results["second"]
+    _check_logprobs(second, 1)
+    befores = zip(first["prompt_ids"], first["completion_ids"], strict=True)
+    for (prompt, sampled), after in zip(befores, second["prompt_ids"], strict=True):
+        assert after[: len(prompt) + len(sampled)] == prompt + sampled
