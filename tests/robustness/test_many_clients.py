@@ -22,7 +22,7 @@ from tests.utils import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
-_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_CHAT, _PASSED_THROUGH = "/v1/chat/completions", "/v1/audio/transcriptions"
 _HI = [{"role": "user", "content": "Hi"}]
 _REQUESTS = 10_001
 _PATIENCE_S = 200.0
@@ -151,8 +151,8 @@ async def test_clients_that_read_nothing(tiny_model: TinyModel, tmp_path: Path) 
     ):
         proxy.wait_ready()
         address, before = _address(proxy), proxy.memory
-        engine.endless[_COMPLETIONS], engine.endless_pause_s = _EVENT, 0.5
-        data = _post(_COMPLETIONS, {"messages": _HI, "stream": True})
+        engine.endless[_PASSED_THROUGH], engine.endless_pause_s = _EVENT, 0.5
+        data = _post(_PASSED_THROUGH, {"stream": True})
         connections = [await _read_nothing(address, data) for _ in range(500)]
         async with asyncio.timeout(_PATIENCE_S):
             while engine.running < 500:  # noqa: ASYNC110 - in another thread
