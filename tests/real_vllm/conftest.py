@@ -172,10 +172,14 @@ class ProxyProcess:
         Args:
             client_key: a key that the engine or the proxy wants. It reaches the proxy with a request.
         """
-        self._process = subprocess.Popen(self._command)
+        self.spawn()
         if client_key is not None:
             _send_key(self.url, client_key)
         wait_ready(self.url, key=client_key)
+
+    def spawn(self) -> None:
+        """Start it, and return at once."""
+        self._process = subprocess.Popen(self._command)
 
     def kill(self) -> None:
         """End it with no chance to tidy up."""
