@@ -95,6 +95,15 @@ class StreamResponse:
         await self._source.aclose()
 
 
+class KeptAlive:
+    """A stream of events into which an event is put whenever it was silent for a while."""
+
+    keep_alive: bytes
+    """The event."""
+    silence_s: float
+    """After how many seconds; clients give up after some minutes."""
+
+
 def is_event_stream(headers: Headers) -> bool:
     """Whether a body is a stream of server-sent events."""
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)

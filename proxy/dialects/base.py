@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from proxy.dialects.prompt_fields import template_kwargs
+from proxy.dialects.translated import Translation
 from proxy.errors import BadRequest
 from proxy.fields import raw, raw_value, read
 from proxy.history.vocabulary import Reason
@@ -50,6 +51,10 @@ class Dialect(Protocol):
             BadRequest: a field cannot be read; `param` names it.
         """
         ...
+
+    def translation(self, request: ChatRequest) -> Translation | None:
+        """What writes the response to a request; None if clients get the engine's own format."""
+        return None
 
 
 def visible_of(fields: Fields) -> Visible:

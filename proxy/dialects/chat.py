@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from proxy.dialects.base import SessionFields, apply_session, chat_request, visible_of
+from proxy.dialects.base import Dialect, SessionFields, apply_session, chat_request, visible_of
 from proxy.dialects.prompt_fields import media_fields
 from proxy.engine.token_in import CHAT_PATH
 from proxy.errors import BadRequest
@@ -13,7 +13,7 @@ from proxy.turn.request import ChatRequest, RequiredPrefix
 from proxy.types import Fields
 
 
-class ChatDialect:
+class ChatDialect(Dialect):
     """A chat completion or its stream of chunks, with ids and logprobs if the client requests them."""
 
     path: ClassVar[str] = CHAT_PATH

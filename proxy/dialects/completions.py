@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from proxy.dialects.base import (
+    Dialect,
     SessionFields,
     apply_session,
     number,
@@ -24,7 +25,7 @@ _PROMPT = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "st
                      {"type": "array", "items": _IDS}]}  # fmt: skip
 
 
-class CompletionsDialect:
+class CompletionsDialect(Dialect):
     """Completions of one prompt or many, with ids and log-probabilities if the client requests them."""
 
     path: ClassVar[str] = EngineRoute.COMPLETIONS.value

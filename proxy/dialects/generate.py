@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from proxy.dialects.base import (
+    Dialect,
     SessionFields,
     apply_session,
     number,
@@ -29,7 +30,7 @@ _SAMPLING = (
 """Fields that sessions set and that this route has in `sampling_params`."""
 
 
-class GenerateDialect:
+class GenerateDialect(Dialect):
     """Ids sampled after given ids, with weight versions and sampling masks where the engine returns them.
 
     vLLM serves this route if it runs with `--enable-scale-out`.

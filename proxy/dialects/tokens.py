@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from proxy.dialects.base import SessionFields, apply_session, chat_request, visible_of
+from proxy.dialects.base import Dialect, SessionFields, apply_session, chat_request, visible_of
 from proxy.dialects.prompt_fields import (
     join_messages,
     media_fields,
@@ -24,7 +24,7 @@ _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems":
 _MESSAGES = {"type": "array", "items": {"type": "object"}}
 
 
-class TokensDialect:
+class TokensDialect(Dialect):
     """Accepts ids, or messages for a first turn; the response holds ids unless the request disables them."""
 
     path: ClassVar[str] = "/v1/chat/completions/tokens"

@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 
 from proxy.errors import Unauthorized
 from proxy.routes.credentials import SCOPE_KEY, tenant_of_key
-from proxy.routes.endpoint import send_error
 from proxy.routes.key_file import ApiKey, KeyFile
 from proxy.routes.scopes import EVERY_SCOPE, SCOPES_KEY, WITHOUT_ADMIN, KeyScope
+from proxy.routes.sending import send_error
 from proxy.types import ASGIApp, Headers, Receive, Scope, Send
 
 OPEN_PATHS = frozenset(
@@ -82,7 +82,7 @@ class ApiKeys:
                 "send an API key of this proxy as `Authorization: Bearer KEY` or `X-API-Key: KEY`",
                 code="invalid_api_key",
             )
-            await send_error(send, error)
+            await send_error(send, error, path)
 
     def _verify(self, headers: Headers) -> tuple[ApiKey | None, Headers]:
         """The tenant and scopes of the first header with one of the keys, and the headers without any key."""

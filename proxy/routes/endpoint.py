@@ -5,7 +5,6 @@ which closes the engine's response, so that vLLM aborts.
 """
 
 import asyncio
-import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,22 +15,17 @@ import fastapi
 from fastapi.routing import APIRoute
 from starlette.routing import Match
 
-from proxy.engine.sse import whole_events
-from proxy.errors import ApiError, BadRequest, BodyTimeout, BodyTooLarge, EngineBroken, Forbidden, Stopping
+from proxy.errors import ApiError, BadRequest, BodyTimeout, BodyTooLarge, Forbidden
 from proxy.history.store_time import store_time
-from proxy.http import BytesResponse, Request, Response, is_event_stream
+from proxy.http import Request, is_event_stream
 from proxy.monitoring.exchange import Exchange
 from proxy.monitoring.middleware import EXCHANGE_KEY, Monitor, Observer
 from proxy.routes.base import Route
 from proxy.routes.credentials import SCOPE_KEY, SINGLE_TENANT, TenantOf
 from proxy.routes.scopes import SCOPES_KEY, KeyScope
-from proxy.routes.stream_errors import error_event
-from proxy.turn.running import RunningRequests
+from proxy.routes.sending import send_body, send_error, send_events
 from proxy.turn.services import Services
-from proxy.types import Message, Receive, Scope, Send
-
-log = logging.getLogger("tokenproxy")
-
+from proxy.types import Receive, Scope, Send
 
 BODY_BYTES_PER_S = 65_536
 """A body that arrives at least as fast as this never times out."""
@@ -95,7 +89,7 @@ class Endpoint(fastapi.Response):
             exchange.leave()
             return
         except ApiError as error:
-            await send_error(send, error)
+            await send_error(send, error, scope["path"])
             return
         with (
             _ClientWatch(receive, exchange),
@@ -109,13 +103,13 @@ class Endpoint(fastapi.Response):
             with running.cuttable():
                 response = await self.route.answer(request, services)
         except ApiError as error:
-            await send_error(send, error)
+            await send_error(send, error, request.path)
             return
         try:
             if is_event_stream(response.headers):
-                await _send_events(response, request.path, send, running)
+                await send_events(response, request.path, send, running)
             else:
-                await _send_body(response, send, running)
+                await send_body(response, request.path, send, running)
         finally:
             await response.aclose()
 
@@ -293,65 +287,6 @@ def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(
         f"the request body is over the limit of {limit} bytes (`body_limit_bytes`)", param="body"
     )
-
-
-async def send_error(send: Send, error: ApiError) -> None:
-    """Send an error object."""
-    body = error.body()
-    headers = [*error.headers(), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _send_events(response: Response, path: str, send: Send, running: RunningRequests) -> None:
-    """Send a stream of events; a stream that breaks or is cut off ends with an error event."""
-    started = False
-    try:
-        with running.cuttable():
-            await send(_head(response))
-            started = True
-            async for chunk in whole_events(response.chunks()):
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    except ApiError as error:
-        if not started:
-            await send_error(send, error)
-            return
-        log.warning("a stream of %s ends with an error: %s", path, error.message)
-        await send({"type": "http.response.body", "body": error_event(path, error), "more_body": True})
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def _send_body(response: Response, send: Send, running: RunningRequests) -> None:
-    """Send a body that is not an event stream.
-
-    The head is sent with the first bytes: if the engine breaks before them, the client gets an error object.
-    """
-    if isinstance(response, BytesResponse):
-        await send(_head(response))
-        await send({"type": "http.response.body", "body": response.body})
-        return
-    started = False
-    try:
-        with running.cuttable():
-            async for chunk in response.chunks():
-                if not started:
-                    await send(_head(response))
-                    started = True
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    except (EngineBroken, Stopping) as error:
-        # after the head the server cuts the connection: a short body must not look complete
-        if not started:
-            await send_error(send, error)
-        elif not isinstance(error, Stopping):
-            raise
-        return
-    if not started:
-        await send(_head(response))
-    await send({"type": "http.response.body", "body": b""})
-
-
-def _head(response: Response) -> Message:
-    return {"type": "http.response.start", "status": response.status, "headers": response.headers}
 
 
 class _ClientWatch:

@@ -12,7 +12,8 @@ from starlette.routing import compile_path
 from proxy.errors import ApiError, BadRequest, HeadTooLarge
 from proxy.routes.auth import OPEN_PATHS, host_name, path_of
 from proxy.routes.base import Route
-from proxy.routes.endpoint import check_path, send_error
+from proxy.routes.endpoint import check_path
+from proxy.routes.sending import send_error
 from proxy.types import ASGIApp, Receive, Scope, Send
 
 _IN_SESSION = re.compile(r"/sessions/[^/]+(?=/v1/)")
@@ -49,7 +50,7 @@ class Gate:
             if scope["method"] == "OPTIONS":
                 check_path(scope)
         except ApiError as error:
-            await send_error(send, error)
+            await send_error(send, error, path_of(scope))
             return
         if scope["method"] == "OPTIONS":
             headers = [(b"allow", ", ".join(self.allowed(path_of(scope))).encode())]

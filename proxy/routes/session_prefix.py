@@ -15,8 +15,9 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from proxy.errors import ApiError, NotFound
-from proxy.routes.endpoint import EndpointRoute, check_path, raw_path, send_error
+from proxy.routes.endpoint import EndpointRoute, check_path, raw_path
 from proxy.routes.paths import AT_ROOT, UNDER_V1
+from proxy.routes.sending import send_error
 from proxy.routes.session_names import HEADER, check_name
 from proxy.types import ASGIApp, Receive, Scope, Send
 
@@ -45,7 +46,7 @@ class _Rerouted(Response):
             session = check_name(parameters["session"], "session")
             path, raw = _inner_path(session, parameters["path"], raw_path(scope))
         except ApiError as error:
-            await send_error(send, error)
+            await send_error(send, error, scope["path"])
             return
         root = scope.get("root_path", "")
         inner = {key: value for key, value in scope.items() if key not in _SET_BY_ROUTING}

@@ -1,12 +1,16 @@
 """The routes of a turn: one for each wire format."""
 
 from proxy.dialects.base import Dialect
+from proxy.dialects.translated import serve_early, translate
 from proxy.http import Request, Response
 from proxy.routes.base import Route
 from proxy.routes.large_bodies import parsed
 from proxy.routes.session_names import session_fields
 from proxy.turn.serve import serve_turn
 from proxy.turn.services import Services
+
+_SILENCE_S = 15.0
+"""Seconds of silence after which a stream is kept alive: Claude Code and Codex give up after 300 s."""
 
 
 class TurnRoute(Route):
@@ -31,4 +35,9 @@ class TurnRoute(Route):
             services,
             lambda: self._dialect.parse(request, session, record=services.record_token_route),
         )
-        return await serve_turn(chat, services)
+        translation = self._dialect.translation(chat)
+        if translation is None:
+            return await serve_turn(chat, services)
+        if chat.stream:
+            return await serve_early(lambda: serve_turn(chat, services), translation, _SILENCE_S)
+        return await translate(await serve_turn(chat, services), translation, _SILENCE_S)

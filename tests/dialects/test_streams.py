@@ -6,8 +6,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
+from proxy.dialects.error_formats import error_event
 from proxy.errors import EngineBroken
-from proxy.routes.stream_errors import error_event
 from tests.fake_vllm import Canned, FakeVllm, Reply, Variant, data_of
 from tests.tiny_model import TinyModel
 from tests.utils import run_proxy, wait_until
