@@ -10,6 +10,7 @@ import msgspec
 from proxy.dialects.chat_parts import Chat, decode_chat
 from proxy.engine.sse import event_data, split_events
 from proxy.errors import EngineBroken
+from proxy.history.echo import Signer, TurnTokens
 from proxy.http import JSON_HEADERS, BytesResponse, KeptAlive, Response, is_event_stream
 from proxy.types import Headers
 
@@ -25,6 +26,15 @@ class Translation(ABC):
 
     turn_id = ""
     """The id of the turn, set before anything is read; empty for a turn that is not recorded."""
+    signer: Signer | None = None
+    """Makes the tokens that clients send back; None while the store does not respond."""
+    tenant = ""
+    """The tenant whose request is answered."""
+
+    @property
+    def tokens(self) -> TurnTokens | None:
+        """Makes the tokens of the turn; None for a turn that is not recorded."""
+        return TurnTokens(self.signer, self.tenant, self.turn_id) if self.signer and self.turn_id else None
 
     @abstractmethod
     def whole(self, completion: Chat) -> bytes:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from proxy.history.prompt_image import PromptImage
 from proxy.history.turn import Turn, unpack_ids
 from proxy.history.vocabulary import Problem
@@ -79,6 +81,8 @@ class CachedTurn:
     """As `Turn.replica`."""
     images: tuple[PromptImage, ...] = ()
     """All images of its prompt."""
+    call_ids: tuple[str, ...] = ()
+    """The engine's ids of its tool calls."""
 
     @property
     def ids(self) -> bytes:
@@ -136,6 +140,7 @@ def cached_turn(
         hasher,
         turn.replica,
         (*(parent.images if parent else ()), *turn.images),
+        call_ids(turn.message),
     )
 
 
@@ -177,4 +182,26 @@ def read_turn(
         hash_ids(base, *parts),
         last.replica,
         tuple(images),
+        call_ids(last.message),
     )
+
+
+class _Call(msgspec.Struct):
+    id: str | None = None
+
+
+class _Message(msgspec.Struct):
+    tool_calls: list[_Call] | None = None
+
+
+_decode_message = msgspec.json.Decoder(_Message).decode
+
+
+def call_ids(message: bytes) -> tuple[str, ...]:
+    """The ids of the tool calls of an assistant message, as JSON; none if they cannot be read."""
+    if b'"tool_calls"' not in message:
+        return ()
+    try:
+        return tuple(call.id or "" for call in _decode_message(message).tool_calls or ())
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ()

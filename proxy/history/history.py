@@ -5,6 +5,7 @@ import logging
 
 from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
+from proxy.history.echo import Echoes
 from proxy.history.encoders import EncoderPool
 from proxy.history.feed_tasks import finish_idle_forever, report_consumers_forever
 from proxy.history.feed_watch import FeedWatch
@@ -53,6 +54,7 @@ class History:
             store, self.cache, matcher, self.pins, encoders, metrics, auditor, loader, class_header
         )
         self.planner = Planner(self.placer, renders_overflow=overflow == "render")
+        self.echoes = Echoes(store, matcher.load, metrics)
         self.recorder = Recorder(store, self.cache, encoders, metrics, self.tasks)
         self.retries = Retries(store, metrics, self.tasks)
         self.feed_watch = FeedWatch(store)

@@ -28,6 +28,9 @@ FOUND_AT_MOST = 16
 MAX_DESCRIPTION_BYTES = 65_536
 """Of a session's defaults, overrides and metadata together."""
 
+SECRET_BYTES = 32
+"""Of `Store.secret`."""
+
 
 class StoreError(Exception):
     """The store cannot be reached, or returned something unreadable; the message says what to check."""
@@ -328,6 +331,10 @@ class Store(Protocol):
             fleet: name of the fleet; each has its own changes.
             change: a word, which the store does not read.
         """
+        ...
+
+    async def secret(self) -> bytes:
+        """32 random bytes, the same for all processes that share the store; made at the first call."""
         ...
 
     async def evict(self) -> Evicted:

@@ -38,6 +38,7 @@ class TurnRoute(Route):
         translation = self._dialect.translation(chat)
         if translation is None:
             return await serve_turn(chat, services)
+        translation.signer, translation.tenant = await services.history.echoes.signer(), chat.tenant
         if chat.stream:
             return await serve_early(lambda: serve_turn(chat, services), translation, _SILENCE_S)
         return await translate(await serve_turn(chat, services), translation, _SILENCE_S)

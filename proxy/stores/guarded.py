@@ -187,6 +187,10 @@ class GuardedStore:
         """See `Store.change_replica`."""
         await self._calls.write(self._store.change_replica, fleet, url, change)
 
+    async def secret(self) -> bytes:
+        """See `Store.secret`."""
+        return await self._calls.write(self._store.secret)
+
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
         return await self._calls.write(self._store.evict)

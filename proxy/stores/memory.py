@@ -1,5 +1,6 @@
 """A store in this process: for one proxy, for tests, and for those who want nothing on disk."""
 
+import secrets
 import time
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from proxy.history.store import (
+    SECRET_BYTES,
     Cursor,
     Evicted,
     Found,
@@ -79,6 +81,7 @@ class MemoryStore:
         self._response_bytes = 0
         self._replica_changes: defaultdict[str, dict[str, str]] = defaultdict(dict)
         """By fleet, then by URL."""
+        self._secret = secrets.token_bytes(SECRET_BYTES)
 
     async def open(self) -> None:
         """See `Store.open`."""
@@ -263,6 +266,10 @@ class MemoryStore:
             self._replica_changes[fleet].pop(url, None)
         else:
             self._replica_changes[fleet][url] = change
+
+    async def secret(self) -> bytes:
+        """See `Store.secret`."""
+        return self._secret
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""

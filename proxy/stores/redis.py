@@ -6,6 +6,7 @@ Whether the data survive a restart of the server depends on the server's own set
 
 import asyncio
 import hashlib
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from proxy.history.store import (
+    SECRET_BYTES,
     Candidate,
     CandidateGroup,
     Cursor,
@@ -245,6 +247,14 @@ class RedisStore:
                 await abandon_if_cancelled(self._redis.hdel(name, url))
             else:
                 await abandon_if_cancelled(self._redis.hset(name, url, change))
+
+    async def secret(self) -> bytes:
+        """See `Store.secret`."""
+        name, new = PREFIX + b"secret", secrets.token_bytes(SECRET_BYTES)
+        with self._explained():
+            await abandon_if_cancelled(self._redis.set(name, new, nx=True))
+            secret: bytes = await abandon_if_cancelled(self._redis.get(name))
+        return secret
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from proxy.history.store import (
+    SECRET_BYTES,
     Cursor,
     Evicted,
     Found,
@@ -267,6 +269,17 @@ class SqliteStore:
         if change is None:
             query, values = "DELETE FROM replica_changes WHERE fleet = ? AND url = ?", [fleet, url]
         await self._database.write(lambda connection: connection.execute(query, values).rowcount)
+
+    async def secret(self) -> bytes:
+        """See `Store.secret`."""
+
+        def work(connection: sqlite3.Connection) -> bytes:
+            new = secrets.token_bytes(SECRET_BYTES)
+            connection.execute("INSERT OR IGNORE INTO secret VALUES (0, ?)", (new,))
+            secret: bytes = connection.execute("SELECT value FROM secret").fetchone()[0]
+            return secret
+
+        return await self._database.write(work)
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""

@@ -63,6 +63,7 @@ _LATER_TABLES = (
     """CREATE TABLE IF NOT EXISTS replica_changes (
         fleet TEXT NOT NULL, url TEXT NOT NULL, change TEXT NOT NULL, PRIMARY KEY (fleet, url)
     ) WITHOUT ROWID""",
+    "CREATE TABLE IF NOT EXISTS secret (only INTEGER PRIMARY KEY CHECK (only = 0), value BLOB NOT NULL)",
     *FEED_TABLES,
 )
 USED_NOW = """

@@ -119,6 +119,11 @@ class ChatRequest:
     """Whether it arrived on the token route, where a history is never rendered."""
     special: str = ""
     """The `Reason` why the engine must render it even if its history was recorded; empty if none."""
+    tokens: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """What the client sent back unread with an assistant message, by the index of the message; see
+    `proxy.history.echo`."""
+    echoed: Mapping[int, str] = field(default_factory=dict)
+    """The ids of the turns that these tokens name, after they were verified."""
     findable: bool = True
     """Whether other requests may find its turn by its text: its scope was read, and its prompt renders that
     text."""

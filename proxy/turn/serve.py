@@ -64,6 +64,7 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
             return _replayed(attempt.earlier)
 
         try:
+            request = await history.echoes.resolve(request)
             turn = await plan_turn(request, services)
             turn.hold_until(stack)
             try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.history.store import Cursor, StoreError
+from proxy.history.store import SECRET_BYTES, Cursor, StoreError
 from proxy.stores import sqlite_file
 from proxy.stores.sqlite import sessions_query
 from tests.stores.store_utils import add, digest_of, entry, make_session, make_turn, opened
@@ -56,12 +56,13 @@ async def test_a_file_that_lacks_later_tables(tmp_path: Path) -> None:
     async with opened(f"sqlite://{file}") as store:
         await add(store, turn)
     with closing(sqlite3.connect(file)) as connection:
-        for table in ("replica_changes", "clock", "feed", "feed_state", "consumers"):
+        for table in ("replica_changes", "clock", "secret", "feed", "feed_state", "consumers"):
             connection.execute(f"DROP TABLE {table}")
     async with opened(f"sqlite://{file}") as store:
         assert await store.path(turn.id) == [turn]
         await store.change_replica("fleet", "http://a:1", "removed")
         assert await store.replica_changes("fleet") == {"http://a:1": "removed"}
+        assert len(await store.secret()) == SECRET_BYTES
         assert await store.feed.finish_idle(time.time() + 60, 9) == 1
         assert [found.session.turns for found in await store.feed.read(0, limit=9)] == [1]
         assert await store.feed.acknowledge("", "c", 0) == 0

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from proxy.history.store import Found, Store, Usage
+from proxy.history.store import SECRET_BYTES, Found, Store, Usage
 from tests.stores.store_utils import (
     add,
     digest_of,
@@ -147,6 +147,15 @@ async def test_changes_are_visible_to_all_at_once(shared_url: str) -> None:
         assert await second.delete("r") and await second.delete("other")
         assert await first.find([digest_of("k")]) == {}
         assert await first.usage() == Usage(0, 0, 0)
+
+
+async def test_all_have_one_secret(shared_url: str) -> None:
+    async with opened(shared_url) as first, opened(shared_url) as second:
+        found = await asyncio.gather(first.secret(), second.secret(), first.secret())
+        assert len(found[0]) == SECRET_BYTES
+        assert len(set(found)) == 1
+    async with opened(shared_url) as store:
+        assert await store.secret() == found[0]
 
 
 async def test_one_of_two_stores_takes_a_response(shared_url: str) -> None:
