@@ -1,0 +1,44 @@
+"""The policy `template` of the setting `thinking`: a prompt shows no reasoning that its rendering would not."""
+
+from proxy.history.cached_turn import CachedTurn, Lineage
+from proxy.history.conversation import Conversation
+from proxy.turn.request import Rendering
+from tokenization import ChatTokenizer
+from tokenization.thinking import ends_thinking, hidden_reasoning
+
+
+def shows_dropped_thinking(
+    tokenizer: ChatTokenizer, turn: CachedTurn, conversation: Conversation, end: int, rendering: Rendering
+) -> bool:
+    """Whether the ids of a turn hold reasoning that the template would leave out of the next prompt.
+
+    Args:
+        conversation: the request's.
+        end: index of the turn's message in it.
+
+    Raises:
+        InvalidMessages: the template refuses the messages.
+    """
+    messages = conversation.parse(0, len(conversation.raws))
+    turns = [index for index in range(end + 1) if conversation.messages[index].assistant]
+    recorded = turn.lineage.all_reasonings()
+    thinking = {index for index, reasoning in zip(turns, recorded, strict=False) if reasoning}
+    thinking |= {index for index in turns if ends_thinking(messages[index])}
+    if not thinking:
+        return False
+    tools, kwargs = rendering.parse_tools(), rendering.parse_template_kwargs()
+    hidden = hidden_reasoning(tokenizer, messages, thinking, tools=tools, template_kwargs=kwargs)
+    root = turns[_turns_before(turn.lineage)]
+    if not hidden or max(hidden) >= root:
+        return bool(hidden)
+    # the engine rendered these messages for the first turn, perhaps with reasoning that would now be left out
+    rendered = {index for index in thinking if index < root}
+    before = hidden_reasoning(tokenizer, messages[:root], rendered, tools=tools, template_kwargs=kwargs)
+    return not hidden <= before
+
+
+def _turns_before(lineage: Lineage) -> int:
+    """The number of assistant messages in the prompt of the turn with which the ids begin."""
+    while lineage.parent is not None:
+        lineage = lineage.parent
+    return len(lineage.reasonings) - 1
