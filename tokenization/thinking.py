@@ -1,7 +1,7 @@
 """Finds the reasoning of earlier turns that a chat template leaves out.
 
-Many templates print the reasoning of an assistant message only after the last user message. A prompt that keeps
-all sampled ids then shows the model more than a rendering of the same messages does.
+Many templates print the reasoning of an assistant message only after the last user message. A prompt that
+keeps all sampled ids then shows the model more than a rendering of the same messages does.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenization.chat import ChatTokenizer
 from tokenization.messages import Message
-from tokenization.tools import Tools
+from tokenization.template import Tools
 
 _MARK = "thought-%d-of-7f3c"
 """A text that no template prints itself, and that stays as it is in every rendering."""

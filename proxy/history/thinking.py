@@ -1,4 +1,4 @@
-"""The policy `template` of the setting `thinking`: a prompt shows no reasoning that its rendering would not."""
+"""The thinking policy `template`: a prompt shows no reasoning that its rendering would leave out."""
 
 from proxy.history.cached_turn import CachedTurn, Lineage
 from proxy.history.conversation import Conversation

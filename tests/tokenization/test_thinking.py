@@ -14,7 +14,8 @@ _AFTER_LAST_USER = (
     "{% set ns = namespace(last=0) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     + _OPEN
-    + "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    + "{% if m.reasoning_content and loop.index0 > ns.last %}"
+    + "<think>{{ m.reasoning_content }}</think>{% endif %}"
     + _CLOSE
 )
 _FROM_CONTENT = _OPEN + "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
