@@ -190,7 +190,7 @@ class WeightCalls:
             await weights.change(state)
         if cleared_by(run.call, run.request):
             for replica in done:
-                fleet.forget_prefixes(replica)
+                fleet.prefix_caches.forget(replica)
         for replica in fleet.replicas:
             replica.report_state()
         if effect is Effect.ADD_ADAPTER:
@@ -205,7 +205,7 @@ class WeightCalls:
         for replica in done:
             weights.named(replica, run.version)
             if self._salted:
-                self._fleet.forget_prefixes(replica)
+                self._fleet.prefix_caches.forget(replica)
         for outcome in outcomes:
             if not outcome.ok and not outcome.refused:
                 outcome.replica.weight_version = None
