@@ -23,14 +23,13 @@ from proxy.fleet.admin_requests import (
     adapter_to_unload,
     cleared_by,
     named_version,
-    parameter,
 )
 from proxy.fleet.fan_out import Outcome, fan_out
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.joined_answers import has_field, join_answers, judged, problem_of
 from proxy.fleet.replica import Replica
 from proxy.fleet.weight_state import Failure, FleetState
-from proxy.http import JSON_HEADERS, Request, Response
+from proxy.http import JSON_HEADERS, Request, Response, query_value
 from proxy.metrics import Metrics
 
 log = logging.getLogger("tokenproxy")
@@ -161,7 +160,7 @@ class WeightCalls:
                 for replica in run.targets:
                     weights.changing(replica)
         elif effect in _PAUSES:
-            mode = "sleep" if effect is Effect.SLEEP else parameter(run.request, "mode", "abort")
+            mode = "sleep" if effect is Effect.SLEEP else query_value(run.request, "mode", "abort")
             await weights.change(replace(state, paused=mode))
         elif effect in _UPDATES:
             updating = state.updating or run.call.path

@@ -18,12 +18,12 @@ import msgspec
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, read
 from proxy.history.feed import Acknowledged, Consumer, FeedStore
-from proxy.http import Request
+from proxy.http import Request, query_value, query_values
 from proxy.monitoring.exchange import waiting
 from proxy.routes.sample_fields import requested_layout, requested_shared
 from proxy.routes.scopes import KeyScope
 from proxy.routes.session_names import check_name
-from proxy.routes.store_route import StoreRoute, number, query_value, query_values
+from proxy.routes.store_route import StoreRoute, number
 from proxy.samples.feed import FeedFilter, FeedStep, ReadRollout, read_step
 from proxy.samples.layouts import Layout
 from proxy.samples.samples import Shared
