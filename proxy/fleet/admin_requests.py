@@ -18,7 +18,7 @@ from proxy.errors import BadRequest, EngineBroken
 from proxy.fields import join, parse, raw, read
 from proxy.fleet.admin_calls import AdminCall, Effect
 from proxy.fleet.fan_out import fan_out
-from proxy.fleet.joined_answers import integer_field, problem_of
+from proxy.fleet.joined_answers import problem_of
 from proxy.fleet.replica import Replica
 from proxy.fleet.weights import Weights
 from proxy.http import Request, query_value
@@ -124,8 +124,8 @@ class AdminRequests:
         timeout_s = min(30.0, self._weights.timeout_s)
         sizes = []
         for outcome in await fan_out(dict.fromkeys(replicas, request), timeout_s):
-            size = integer_field(outcome, "world_size") if outcome.ok else None
-            if size is None:
+            size = outcome.value("world_size")
+            if not outcome.ok or type(size) is not int:
                 raise EngineBroken(
                     f"{outcome.replica.name} does not report its world size: {problem_of(outcome)}"
                 )

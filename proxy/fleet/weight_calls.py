@@ -26,7 +26,7 @@ from proxy.fleet.admin_requests import (
 )
 from proxy.fleet.fan_out import Outcome, fan_out
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.joined_answers import has_field, join_answers, judged, problem_of
+from proxy.fleet.joined_answers import join_answers, judged, problem_of
 from proxy.fleet.replica import Replica
 from proxy.fleet.weight_state import Failure, FleetState
 from proxy.http import JSON_HEADERS, Request, Response, query_value
@@ -273,7 +273,7 @@ class WeightCalls:
         awake = [
             outcome.replica
             for outcome in outcomes
-            if outcome.ok and (run.call.effect is Effect.RESUME or has_field(outcome, "status", "awake"))
+            if outcome.ok and (run.call.effect is Effect.RESUME or outcome.value("status") == "awake")
         ]
         for replica in awake:
             self._fleet.weights.resumed(replica)

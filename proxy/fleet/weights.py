@@ -18,7 +18,6 @@ from proxy.engine.discovery import fetch
 from proxy.errors import ApiError
 from proxy.fleet.fan_out import Outcome
 from proxy.fleet.hold import Hold
-from proxy.fleet.joined_answers import has_field, text_field
 from proxy.fleet.replica import Replica
 from proxy.fleet.weight_state import Failure, FleetState, StateError, StateStore
 from proxy.fleet.weight_tags import WeightTag
@@ -326,12 +325,13 @@ class Weights:
 
     async def _ask(self, replica: Replica) -> None:
         """Ask a replica for its version. Without an answer it stays as it was."""
-        status, outcome = await self._get(replica, "/weight_info")
-        if not status or status >= 500:
+        answer = await self._get(replica, "/weight_info")
+        if not answer.status or answer.status >= 500:
             return
-        if status != 200:
+        if not answer.ok:
             self._without_version.add(replica)
-        version = text_field(outcome, "weight_version") if status == 200 else None
+        value = answer.value("weight_version") if answer.ok else None
+        version = value if isinstance(value, str) else None
         if version == replica.weight_version and replica.name not in self.state.failures:
             return
         if not self.state.allows(replica.name, version):
@@ -354,17 +354,17 @@ class Weights:
 
     async def _is_paused(self, replica: Replica) -> bool | None:
         """Whether an engine is paused; None if it does not say."""
-        status, outcome = await self._get(replica, "/is_paused")
-        return has_field(outcome, "is_paused", True) if status == 200 else None
+        answer = await self._get(replica, "/is_paused")
+        return answer.value("is_paused") is True if answer.ok else None
 
-    async def _get(self, replica: Replica, path: str) -> tuple[int, Outcome]:
-        """The status and the answer of an engine's route; status 0 without an answer."""
+    async def _get(self, replica: Replica, path: str) -> Outcome:
+        """What a route of an engine answers; status 0 without an answer."""
         try:
             async with asyncio.timeout(_ASK_S):
                 status, body = await fetch(replica.questions, Request("GET", path))
         except (ApiError, TimeoutError):
-            return 0, Outcome(replica)
-        return status, Outcome(replica, status, [], body)
+            return Outcome(replica)
+        return Outcome(replica, status, [], body)
 
     def _tags_of(self, replica: Replica) -> list[WeightTag]:
         return [tag for tag in self._tags if tag.replica == replica.name]
