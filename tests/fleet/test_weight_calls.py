@@ -449,6 +449,8 @@ def test_the_version_as_cache_salt(start: Start) -> None:
         assert engine.last(_CHAT).json["cache_salt"] == "own"
         client.post("/v1/completions", json={"prompt": [1, 74], "n": 2})
         assert engine.last("/v1/completions").json.items() >= {"n": 2, "cache_salt": "7"}.items()
+        client.post("/v1/responses", json={"input": "Hi"})
+        assert engine.last("/v1/responses").json == {"input": "Hi", "cache_salt": "7"}
 
 
 @pytest.mark.parametrize(
