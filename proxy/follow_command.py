@@ -39,7 +39,7 @@ def run_follow(options: argparse.Namespace) -> int:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, follower.stop)
-            await follower.run(file, lambda error: _say(f"{error}; it is tried again"))
+            await follower.run(file, lambda error: _say(f"{error}; trying again"))
         finally:
             await store.aclose()
 
@@ -56,7 +56,7 @@ def run_follow(options: argparse.Namespace) -> int:
         _say(str(error))
         code = 1
     print(table(follower.report, "stdout" if options.out == STDOUT else options.out), file=sys.stderr)
-    _say(f"go on with --after {follower.position}")
+    _say(f"continue with --after {follower.position}")
     return code
 
 

@@ -1,4 +1,4 @@
-"""What all processes of a fleet have to know of its weights.
+"""The state of a fleet's weights, which all its processes share.
 
 Law: a replica serves requests only if its weights are those of the fleet.
 
@@ -49,7 +49,8 @@ class FleetState(msgspec.Struct, frozen=True):
     failures: dict[str, Failure] = {}
     """Why replicas left service, by name."""
     touched: float = 0.0
-    """When an update was last going on, in seconds since the epoch. Only whether it differs counts."""
+    """When the last step of an update was called, in seconds since the epoch. So each step changes the state:
+    an update fails if that does not change for too long."""
 
     @property
     def holds(self) -> bool:

@@ -350,7 +350,7 @@ def test_a_paused_replica_is_not_taken_for_a_silent_one(
         assert [each.result().status_code for each in waiting] == [200] * 8
 
 
-def test_streams_that_are_paused_for_longer_than_their_timeout_go_on(start: Start) -> None:
+def test_streams_that_are_paused_for_longer_than_their_timeout_continue(start: Start) -> None:
     [engine] = start(1)
     engine.usual.pause_s = 0.05
     with run_proxy([engine], idle_timeout_s=0.4) as client:

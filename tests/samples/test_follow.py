@@ -86,7 +86,7 @@ def _rows(out: Path) -> list[dict[str, Any]]:
 
 
 def _cursor(err: str) -> str:
-    [cursor] = re.findall(r"(?m)^tokenproxy: go on with --after (\d+)$", err)
+    [cursor] = re.findall(r"(?m)^tokenproxy: continue with --after (\d+)$", err)
     return str(cursor)
 
 
