@@ -9,10 +9,13 @@ One value in the store holds the state. The process that gets an admin call writ
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from msgspec.structs import replace
+
+if TYPE_CHECKING:
+    from proxy.fleet.replica import Replica
 
 
 class StateError(Exception):
@@ -119,4 +122,16 @@ class StateStore(Protocol):
 
     async def write(self, state: FleetState) -> None:
         """Keep a state in place of the one before."""
+        ...
+
+
+class ReplicaWeights(Protocol):
+    """Which weights a replica must have: see `weights.py`."""
+
+    async def greet(self, replica: "Replica") -> None:
+        """Find out the version of a replica that was discovered, before it gets requests."""
+        ...
+
+    def problem(self, replica: "Replica") -> str:
+        """Why a replica gets no requests; empty if its weights are those of the fleet."""
         ...
