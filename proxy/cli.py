@@ -244,9 +244,12 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
 
 
 def _cursor(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise argparse.ArgumentTypeError("must be a cursor that --follow printed, or 0")
-    return int(text)
+    from proxy.samples.feed import cursor_position
+
+    try:
+        return cursor_position(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError("must be a cursor that --follow printed, or 0") from error
 
 
 def _positive(text: str) -> float:

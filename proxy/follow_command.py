@@ -11,7 +11,7 @@ from typing import BinaryIO
 from proxy.export_options import STDOUT, UsageError, chosen_store, forget_stdout, regular_file
 from proxy.history.store import StoreError
 from proxy.samples.export import table
-from proxy.samples.feed import FeedFilter
+from proxy.samples.feed import FeedFilter, metadata_condition
 from proxy.samples.follow import Follower, end_last_line
 from proxy.samples.layouts import LAYOUTS
 
@@ -61,10 +61,10 @@ def run_follow(options: argparse.Namespace) -> int:
 
 
 def _condition(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise UsageError(f"--metadata must be KEY=VALUE, not {text!r}")
-    return key, value
+    try:
+        return metadata_condition(text)
+    except ValueError as error:
+        raise UsageError(f"--metadata must be KEY=VALUE, not {text!r}") from error
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ Samples are made in threads of asyncio's own, not in those of the encoders, for 
 """
 
 import asyncio
-import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,14 @@ from proxy.routes.sample_fields import requested_layout, requested_shared
 from proxy.routes.scopes import KeyScope
 from proxy.routes.session_names import check_name
 from proxy.routes.store_route import StoreRoute, number
-from proxy.samples.feed import FeedFilter, FeedStep, ReadRollout, read_step
+from proxy.samples.feed import (
+    FeedFilter,
+    FeedStep,
+    ReadRollout,
+    cursor_position,
+    metadata_condition,
+    read_step,
+)
 from proxy.samples.layouts import Layout
 from proxy.samples.samples import Shared
 from proxy.turn.services import Services
@@ -38,7 +44,6 @@ _STOP_CHECK_S = 0.5
 """Seconds after which a request that waits looks whether the proxy stops."""
 _NOTED_S = 60.0
 """Seconds after which the store notes again that a consumer reads. Silent consumers are forgotten."""
-_CURSOR = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +167,19 @@ def _read_parameters(request: Request) -> _FeedRequest:
 
 def _metadata(condition: str) -> tuple[str, str]:
     """The key and the value of `KEY=VALUE`. Raises BadRequest."""
-    key, equals, value = condition.partition("=")
-    if not equals or not key:
-        raise BadRequest("`metadata` must be KEY=VALUE, as metadata=env%3Dmath", param="metadata")
-    return key, value
+    try:
+        return metadata_condition(condition)
+    except ValueError as error:
+        raise BadRequest("`metadata` must be KEY=VALUE, as metadata=env%3Dmath", param="metadata") from error
 
 
 def _position(cursor: str, param: str) -> int:
-    if not _CURSOR.fullmatch(cursor):
-        raise BadRequest(f"`{param}` must be a cursor that /v1/samples returned, or 0", param=param)
-    return int(cursor)
+    try:
+        return cursor_position(cursor)
+    except ValueError as error:
+        raise BadRequest(
+            f"`{param}` must be a cursor that /v1/samples returned, or 0", param=param
+        ) from error
 
 
 async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services) -> FeedStep:

@@ -4,6 +4,7 @@ What is read is at least as new as the entry of the feed: a rollout that changes
 with its next revision.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -23,6 +24,7 @@ MOST_SCANNED = 1000
 """Entries that one step looks at: a filter that selects nothing must not keep a reader waiting."""
 MOST_IDS = 2**19
 """Ids of samples after which a step returns. The last rollout may exceed it: a rollout is never divided."""
+_CURSOR = re.compile(r"[0-9]{1,18}")
 
 
 class InThread(Protocol):
@@ -60,6 +62,21 @@ class FeedFilter:
         return not self.weight_versions or all(
             bool(versions := weights_of(turn)) and versions <= self.weight_versions for turn in sample.turns
         )
+
+
+def metadata_condition(text: str) -> tuple[str, str]:
+    """The key and the value of `KEY=VALUE`, for `FeedFilter.metadata`. Raises ValueError if it is none."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ValueError(f"not KEY=VALUE: {text!r}")
+    return key, value
+
+
+def cursor_position(text: str) -> int:
+    """The position in the feed that a cursor stands for. Raises ValueError if it is no cursor."""
+    if not _CURSOR.fullmatch(text):
+        raise ValueError(f"not a cursor: {text!r}")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)
