@@ -13,8 +13,7 @@ import msgspec
 
 from proxy.history.feed import FinishedRollout
 from proxy.history.store import Session, Store
-from proxy.history.turn import Turn
-from proxy.samples.samples import Refused, Sample, Samples, Shared, TurnSpan, samples_of
+from proxy.samples.samples import Refused, Sample, Shared, TurnSpan, samples_of
 
 T = TypeVar("T")
 
@@ -94,9 +93,9 @@ class FeedStep:
 
     rollouts: Sequence[ReadRollout]
     position: int
-    """How far the step looked: the next one begins after it."""
+    """The last position that the step looked at; the next step starts after it."""
     more: bool
-    """Whether the feed goes on after that position."""
+    """Whether the feed may hold rollouts after that position."""
 
 
 async def read_step(
@@ -123,7 +122,9 @@ async def read_step(
                 rollout = await _read(store, entry, selected, shared, in_thread)
                 if rollout is not None:
                     rollouts.append(rollout)
-                    ids += sum(len(sample.prompt_ids + sample.completion_ids) for sample in rollout.samples)
+                    ids += sum(
+                        len(sample.prompt_ids) + len(sample.completion_ids) for sample in rollout.samples
+                    )
             after = entry.position
         scanned += len(entries)
         if len(entries) < ENTRIES_AT_ONCE:
@@ -134,22 +135,19 @@ async def read_step(
 async def _read(
     store: Store, entry: FinishedRollout, selected: FeedFilter, shared: Shared, in_thread: InThread
 ) -> ReadRollout | None:
-    """The samples of a rollout; None if it was removed meanwhile, or none of its samples is selected."""
+    """The samples of a rollout; None if it was removed since `entry` was read, or if none is selected."""
     turns = await store.turns(entry.session.id)
     if not turns:
         return None
     rewards = await store.rewards(entry.session.id)
-    found = await in_thread(lambda: _samples(turns, rewards, entry, shared))
+    session, revision = entry.session, entry.revision
+    found = await in_thread(
+        lambda: samples_of(turns, rewards, session=session, shared=shared, revision=revision)
+    )
     samples = [sample for sample in found.samples if selected.selects_sample(sample)]
     if selected.weight_versions and not samples:
         return None
     return ReadRollout(entry, samples, found.refused)
-
-
-def _samples(
-    turns: Sequence[Turn], rewards: Mapping[str, float], entry: FinishedRollout, shared: Shared
-) -> Samples:
-    return samples_of(turns, rewards, session=entry.session, shared=shared, revision=entry.revision)
 
 
 def weights_of(turn: TurnSpan) -> set[str]:
