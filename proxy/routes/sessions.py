@@ -122,11 +122,8 @@ class SessionTraces(StoreRoute):
         await _session(request, name, services)
         turns = await store.turns(_rollout(request, name))
 
-        def export() -> list[dict[str, Any]]:
-            found = [trace for trace in traces_of(turns, name) if trace["timestamp"] >= since]
-            return found if math.isinf(limit) else found[: int(limit)]
-
-        return 200, await services.in_thread(export)
+        most = None if math.isinf(limit) else int(limit)
+        return 200, await services.in_thread(lambda: traces_of(turns, name, since=since, limit=most))
 
 
 class SessionReward(StoreRoute):
