@@ -74,7 +74,7 @@ class TurnTree:
 def path_of(turn: Turn, turns: Mapping[str, Turn]) -> list[Turn]:
     """A turn and all turns that it continues, the first one first.
 
-    It ends before a turn that it holds already: in a corrupt store, turns may continue each other in a circle.
+    It ends before a turn that it holds already: in a corrupt store, turns may form a circle.
 
     Args:
         turns: those of the rollout, by id.
