@@ -48,7 +48,7 @@ def run_follow(options: argparse.Namespace) -> int:
         with _appended(options.out) as file:
             asyncio.run(run(file))
     except KeyboardInterrupt:
-        pass  # before the signal handlers were there
+        pass  # the signal came before its handler was set
     except BrokenPipeError:
         forget_stdout()
         code = 1
