@@ -131,7 +131,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     image_data: dict[str, str]
     """Data URLs by digest: of those images that no earlier sample of the rollout holds."""
     revision: int = 0
-    """How often the feed had the rollout finished; 0 for samples that were not read from the feed."""
+    """`FinishedRollout.revision`; 0 for samples that were not read from the feed."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
