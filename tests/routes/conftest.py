@@ -1,3 +1,4 @@
+import secrets
 from collections.abc import Iterator
 
 import pytest
@@ -19,3 +20,9 @@ def served(engine: FakeVllm) -> Iterator[Feed]:
     """An empty feed."""
     with run_proxy([engine], store="memory:") as client:
         yield Feed(client)
+
+
+@pytest.fixture
+def name() -> str:
+    """The name of a session that no other test uses."""
+    return f"s-{secrets.token_hex(6)}"
