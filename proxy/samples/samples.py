@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from proxy.history.prompt_image import PromptImage
 from proxy.history.store import Session
 from proxy.history.turn import Turn, WeightSpan, unpack_ids, unpack_logprobs
 from proxy.samples.tree import TurnTree
@@ -245,8 +246,6 @@ def _sample(
         mask += [int(turn.id in trained)] * turn.completion_tokens
         logprobs += unpack_logprobs(turn.logprobs)
     images = [image for turn in path for image in turn.images]
-    new = {image.digest: image.image.url for image in images if image.digest not in delivered}
-    delivered.update(new)
     last = path[-1]
     modes = {turn.logprobs_mode for turn in path}
     return Sample(
@@ -271,9 +270,16 @@ def _sample(
         template_kwargs=_parsed(_last_stated(turn.template_kwargs for turn in path) or b"{}", dict),
         metadata=_parsed(session.metadata, dict) if session else {},
         images=[SampleImage(image.digest, image.offset, image.length) for image in images],
-        image_data=new,
+        image_data=_new_image_data(images, delivered),
         revision=revision,
     )
+
+
+def _new_image_data(images: Iterable[PromptImage], delivered: set[str]) -> dict[str, str]:
+    """`Sample.image_data`; the digests are added to `delivered`."""
+    new = {image.digest: image.image.url for image in images if image.digest not in delivered}
+    delivered.update(new)
+    return new
 
 
 def _name(session: Session | None, turn: Turn) -> str:
