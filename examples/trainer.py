@@ -2,7 +2,7 @@
 
 Each environment holds a conversation of a few turns over the token route, and sets a reward: that finishes
 its rollout. The trainer reads the feed of finished rollouts, in the order of finishing, and acknowledges what
-it "trained" on. If it is killed, the same --consumer goes on with the rollouts that it had not acknowledged.
+it "trained" on. If it is killed, the next run with the same --consumer continues after those.
 
 If the server requires an API key, set OPENAI_API_KEY.
 """

@@ -46,10 +46,10 @@ async def running(services: Services) -> AsyncIterator[Services]:
         # threads
         stack.push_async_callback(asyncio.to_thread, services.encoders.shutdown)
         stack.push_async_callback(services.fleet.stop)
-        stack.push_async_callback(services.admin_calls.stop)
         await services.history.open()
         stack.push_async_callback(services.history.aclose)
-        stack.push_async_callback(services.fleet.weights.stop)  # it reads the store
+        stack.push_async_callback(services.fleet.weights.stop)  # it uses the store, and so do admin calls
+        stack.push_async_callback(services.admin_calls.stop)
         services.history.tasks.run_forever(measure_lag(services.history.metrics))
         services.fleet.start()
         yield services

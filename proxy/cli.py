@@ -91,7 +91,7 @@ out, never padded; the table at the end counts them by reason.
   tokenproxy export --follow --out samples.jsonl              finished rollouts as they come, until Ctrl-C
 
 The file appears when it is complete, and replaces one of the same name. docs/samples.md explains the fields.
-With --follow, lines are added to the file; at the end the command prints the cursor with which to go on
+With --follow, lines are added to the file; at the end the command prints the cursor with which to continue
 (--after CURSOR). docs/feed.md explains when a rollout is finished.
 Exit code 0 if the export ran, even if there was nothing; 1 if the store or the file failed; 2 for wrong use.
 """
@@ -210,7 +210,12 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         help="train turns that several samples share once, or in each of them (default: %(default)s)",
     )
     add("--follow", action="store_true", help="add finished rollouts to FILE as they come, until Ctrl-C")
-    add("--after", type=_cursor, metavar="CURSOR", help="with --follow: go on after this place of the feed")
+    add(
+        "--after",
+        type=_cursor,
+        metavar="CURSOR",
+        help="with --follow: continue after this position of the feed",
+    )
     add(
         "--metadata",
         action="append",
@@ -239,9 +244,12 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
 
 
 def _cursor(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise argparse.ArgumentTypeError("must be a cursor that --follow printed, or 0")
-    return int(text)
+    from proxy.samples.feed import cursor_position
+
+    try:
+        return cursor_position(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError("must be a cursor that --follow printed, or 0") from error
 
 
 def _positive(text: str) -> float:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 from proxy.export_options import STDOUT, UsageError, chosen_store, forget_stdout, regular_file
 from proxy.history.store import StoreError
 from proxy.samples.export import table
-from proxy.samples.feed import FeedFilter
+from proxy.samples.feed import FeedFilter, metadata_condition
 from proxy.samples.follow import Follower, end_last_line
 from proxy.samples.layouts import LAYOUTS
 
@@ -39,7 +39,7 @@ def run_follow(options: argparse.Namespace) -> int:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, follower.stop)
-            await follower.run(file, lambda error: _say(f"{error}; it is tried again"))
+            await follower.run(file, lambda error: _say(f"{error}; trying again"))
         finally:
             await store.aclose()
 
@@ -48,7 +48,7 @@ def run_follow(options: argparse.Namespace) -> int:
         with _appended(options.out) as file:
             asyncio.run(run(file))
     except KeyboardInterrupt:
-        pass  # before the signal handlers were there
+        pass  # the signal came before its handler was set
     except BrokenPipeError:
         forget_stdout()
         code = 1
@@ -56,15 +56,15 @@ def run_follow(options: argparse.Namespace) -> int:
         _say(str(error))
         code = 1
     print(table(follower.report, "stdout" if options.out == STDOUT else options.out), file=sys.stderr)
-    _say(f"go on with --after {follower.position}")
+    _say(f"continue with --after {follower.position}")
     return code
 
 
 def _condition(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise UsageError(f"--metadata must be KEY=VALUE, not {text!r}")
-    return key, value
+    try:
+        return metadata_condition(text)
+    except ValueError as error:
+        raise UsageError(f"--metadata must be KEY=VALUE, not {text!r}") from error
 
 
 @contextlib.contextmanager

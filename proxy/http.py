@@ -6,6 +6,7 @@ The same types serve both sides: what a client sent to the proxy, and what the p
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
+from urllib.parse import parse_qs
 
 from proxy.types import Headers
 
@@ -31,6 +32,16 @@ class Request:
     that is neither repeated nor allowed to fail for that reason."""
     may_read: bool = True
     """Whether its client has the scope `read` (`routes/scopes.py`); every client has if no keys are set."""
+
+
+def query_values(request: Request, name: str) -> list[str]:
+    """All values of a parameter in the query."""
+    return parse_qs(request.path.partition("?")[2]).get(name, [])
+
+
+def query_value(request: Request, name: str, default: str) -> str:
+    """The last value of a parameter in the query."""
+    return [default, *query_values(request, name)][-1]
 
 
 class Response(Protocol):

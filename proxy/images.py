@@ -7,7 +7,6 @@ import base64
 import binascii
 import hashlib
 import io
-import warnings
 from dataclasses import dataclass
 
 from PIL import Image as Pillow
@@ -77,18 +76,16 @@ def check_image(data: bytes, limits: ImageLimits) -> Image:
     if len(data) > limits.max_bytes:
         raise _too_large(limits)
     try:
-        # a picture of very many pixels is refused before it is decoded: Pillow's own check only warns
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
-            with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
-                width, height = picture.size
-                if width * height > limits.max_pixels:
-                    raise InvalidImage(
-                        f"it has {width} x {height} pixels; at most {limits.max_pixels} are accepted "
-                        "(`image_pixels`)"
-                    )
-                picture.load()
-                kind = Pillow.MIME.get(picture.format or "", "image/png")
+        with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
+            width, height = picture.size
+            # before it is decoded: Pillow's own check only warns
+            if width * height > limits.max_pixels:
+                raise InvalidImage(
+                    f"it has {width} x {height} pixels; at most {limits.max_pixels} are accepted "
+                    "(`image_pixels`)"
+                )
+            picture.load()
+            kind = Pillow.MIME.get(picture.format or "", "image/png")
     except InvalidImage:
         raise
     except Exception as error:  # the boundary to Pillow: damaged files raise errors of nearly every type

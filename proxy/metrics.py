@@ -220,10 +220,8 @@ class Metrics:
         """Drop what was reported of a replica: a fleet whose addresses change must not fill the page."""
         for state in ReplicaState:
             self._state.labels(replica, state).set(0)
-        if self._shared:
-            return  # files keep their series: the merged page leaves out a replica that is in no state
-        for metric in (self._state, self._load, self._ejections):
-            metric.remove_by_labels({"replica": replica})
+        # where files keep their series, the merged page leaves out a replica that is in no state
+        _remove({"replica": replica}, self._state, self._load, self._ejections)
 
     def replica_ejected(self, replica: str, reason: str) -> None:
         """Count that a replica was taken out of use; `reason` is one of few snake_case words."""
@@ -238,17 +236,15 @@ class Metrics:
         self.evicted.inc(rollouts)
         self._undelivered.inc(undelivered)
 
-    def consumer_behind(self, consumer: str, waiting: int, oldest_s: float) -> None:
+    def consumer_lag(self, consumer: str, waiting: int, oldest_s: float) -> None:
         """Report how many finished rollouts a consumer has not acknowledged, and the age of the oldest."""
         self._waiting.labels(consumer).set(waiting)
         self._oldest.labels(consumer).set(oldest_s)
 
     def consumer_removed(self, consumer: str) -> None:
         """Drop what was reported of a consumer."""
-        self.consumer_behind(consumer, 0, 0.0)
-        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:  # files keep their series
-            for metric in (self._waiting, self._oldest):
-                metric.remove_by_labels({"consumer": consumer})
+        self.consumer_lag(consumer, 0, 0.0)
+        _remove({"consumer": consumer}, self._waiting, self._oldest)
 
     def in_progress(self) -> AbstractContextManager[None]:
         """Count a request as being served."""
@@ -274,3 +270,11 @@ class Metrics:
 
     def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"tokenproxy_{name}", meaning, labels, registry=self.registry, buckets=buckets)
+
+
+def _remove(labels: dict[str, str], *metrics: Gauge | Counter) -> None:
+    """Remove the series with these labels. The files that several processes share keep theirs."""
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        return
+    for metric in metrics:
+        metric.remove_by_labels(labels)

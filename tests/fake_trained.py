@@ -21,7 +21,7 @@ _STEP_S = 0.002
 
 
 class Rendezvous:
-    """Where the engines of a fleet and the trainer meet: nobody goes on before all have come."""
+    """Where the engines of a fleet and the trainer meet: nobody continues before all have come."""
 
     def __init__(self, engines: int) -> None:
         self.engines = engines
@@ -68,24 +68,17 @@ class FakeTrained(FakeVllm):
         self.sampled: defaultdict[str, list[str]] = defaultdict(list)
         """By session: the weights that sampled each id."""
 
-    def __enter__(self) -> "FakeTrained":
-        super().__enter__()
-        return self
-
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        path = request.path
-        call = _CALLS.get((request.method, path))
+    async def _answer(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        call = _CALLS.get((seen.method, seen.path))
         if call is None:
-            return await super()._serve(request)
-        seen = Seen(request.method, request.raw_path, list(request.raw_headers), await request.read(), False)
-        self.requests.append(seen)
-        if path == self.dies_at:
+            return await super()._answer(request, seen)
+        if seen.path == self.dies_at:
             threading.Thread(target=self.kill).start()
             await asyncio.sleep(30)
-        if path in self.hangs:
+        if seen.path in self.hangs:
             await asyncio.sleep(3600)
-        if path in self.refuses:
-            return web.json_response({"error": "refused"}, status=self.refuses[path])
+        if seen.path in self.refuses:
+            return web.json_response({"error": "refused"}, status=self.refuses[seen.path])
         handler: Callable[[web.Request, Seen], Awaitable[web.Response]] = getattr(self, call)
         return await handler(request, seen)
 

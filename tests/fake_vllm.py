@@ -1,20 +1,15 @@
-"""A fake vLLM on a real socket: the wire formats of the real one, and every way in which it can fail.
+"""A fake vLLM on a real socket, with the wire formats of the real one; `fake_server` has its faults.
 
-It samples the ids it is told to, records all requests, and knows which of them were aborted. It renders with
-plain transformers, so that nothing under test checks itself.
+It samples the ids it is told to, and renders with plain transformers, so that nothing under test checks
+itself.
 """
 
-import asyncio
 import json
-import socket
-import struct
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
@@ -27,6 +22,7 @@ from tests.fake_scale_out import (
     refused_by_derender,
     sampling_of,
 )
+from tests.fake_server import FakeServer, Seen, respond
 from tests.fake_wire import (
     Canned,
     Reply,
@@ -55,10 +51,7 @@ __all__ = [
     "tools_as_rendered",
 ]
 
-
-T = TypeVar("T")
 MAX_MODEL_LEN = 4096
-_PATIENCE_S = 10.0
 _TOO_LONG = (
     f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, your prompt contains {{0}} "
     "input tokens, which exceeds this limit even without any output tokens. Please reduce the length of the "
@@ -82,35 +75,8 @@ class Variant(StrEnum):
     """Not at all: scale-out routes answer 403, as vLLM does without --enable-scale-out."""
 
 
-@dataclass
-class Seen:
-    """A request as it arrived."""
-
-    method: str
-    target: str
-    """Path and query, as on the wire."""
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-    reused: bool
-    """Whether its connection had carried a request before."""
-
-    @property
-    def path(self) -> str:
-        """The target without its query."""
-        return self.target.partition("?")[0]
-
-    @property
-    def json(self) -> Any:
-        """The parsed body."""
-        return json.loads(self.body)
-
-    def header(self, name: str) -> bytes | None:
-        """The value of a header, or None."""
-        return next((value for key, value in self.headers if key.lower() == name.encode()), None)
-
-
-class FakeVllm:
-    """An engine in a thread of its own. It can be killed, and another started on its port."""
+class FakeVllm(FakeServer):
+    """An engine that serves one small model and one adapter."""
 
     def __init__(
         self,
@@ -122,19 +88,15 @@ class FakeVllm:
     ) -> None:
         self.model = model
         self.variant = variant
-        self.port = port
         self.api_keys = tuple(api_keys)
         """Empty where it asks for none."""
-        self.running = 0
-        self.reset()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._generations: dict[str, Reply] = {}
-        self._connections: set[object] = set()
         self._rendering = threading.Lock()
+        super().__init__(port)
 
     def reset(self) -> None:
-        """Forget what was seen, and go well again."""
+        """Forget what was seen, and serve as a healthy engine again."""
+        super().reset()
         self.root = str(self.model.folder)
         """What /v1/models says was loaded."""
         self.chat_template: str | None = None
@@ -143,122 +105,9 @@ class FakeVllm:
         self.rendered_fields: tuple[str, ...] = ()
         """Request fields that its rendering prints, as some of vLLM's renderers do."""
         self.healthy = True
-        self.slow_s: dict[str, float] = {}
-        """How long answers of a path take."""
-        self.requests: list[Seen] = []
-        self.aborted = 0
         self.replies: deque[Reply] = deque()
         """Scripts for the next generations, which then go as `usual`."""
         self.usual = Reply()
-        self.canned: dict[str, Canned] = {}
-        self.endless: dict[str, bytes] = {}
-        """Paths that stream this event again and again after `release`."""
-        self.endless_pause_s = 0.01
-        self.hang_up: Callable[[Seen], bool] = lambda seen: False
-        """Requests whose connection is closed without an answer."""
-        self._released = asyncio.Event()
-
-    def __enter__(self) -> "FakeVllm":
-        self._thread.start()
-        self._call(self._start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    @property
-    def url(self) -> str:
-        """Its root."""
-        return f"http://127.0.0.1:{self.port}"
-
-    def kill(self) -> None:
-        """End it at once, like SIGKILL: all connections break, nothing listens any more."""
-        if self._thread.is_alive():
-            self._call(self._stop())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_PATIENCE_S)
-            self._loop.close()
-
-    def join(self) -> None:
-        """Wait until it ends."""
-        self._thread.join()
-
-    def release(self) -> None:
-        """Let everything that is held go on."""
-        self._loop.call_soon_threadsafe(self._released.set)
-
-    def close_idle(self) -> None:
-        """Close all connections, as vLLM closes those that were idle for 5 s."""
-        self._call(self._close_connections())
-
-    def seen(self, path: str) -> list[Seen]:
-        """The requests for a path, oldest first."""
-        return [request for request in self.requests if request.path == path]
-
-    def last(self, path: str = "/v1/chat/completions") -> Seen:
-        """The newest request for a path."""
-        return self.seen(path)[-1]
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_PATIENCE_S)
-
-    async def _start(self) -> None:
-        app = web.Application(client_max_size=2**30)
-        app.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=0.0,
-            auto_decompress=False,
-            max_line_size=2**20,  # like vLLM, which takes long lines and headers
-            max_field_size=2**20,
-        )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
-
-    async def _stop(self) -> None:
-        await self._close_connections()
-        await self._runner.cleanup()
-
-    async def _close_connections(self) -> None:
-        assert self._runner.server is not None
-        for connection in self._runner.server.connections:
-            if connection.transport is not None:
-                connection.transport.abort()
-
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        peer = (request.transport or asyncio.Transport()).get_extra_info("peername")
-        seen = Seen(
-            request.method,
-            request.raw_path,
-            list(request.raw_headers),
-            await request.read(),
-            peer in self._connections,
-        )
-        self._connections.add(peer)
-        self.requests.append(seen)
-        await asyncio.sleep(self.slow_s.get(seen.path, 0))
-        if self.hang_up(seen):
-            raise _break(request, "reset")
-        if not self._allowed(seen):
-            return _respond(Canned(b'{"error":"Unauthorized"}', 401, {"content-type": "application/json"}))
-        if seen.path in self.canned:
-            return _respond(self.canned[seen.path])
-        if seen.path in self.endless:
-            return await self._stream_endlessly(request, self.endless[seen.path])
-        if seen.path in _SCALE_OUT_PATHS and self.variant is not Variant.SCALE_OUT:
-            message = (
-                "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
-            )
-            return _error(403, message, "PermissionDeniedError")
-        route = _ROUTES.get((seen.method, seen.path))
-        if route is None:
-            return _respond(Canned(b'{"detail":"Not Found"}', 404, {"content-type": "application/json"}))
-        respond: Callable[[web.Request, Seen], Awaitable[web.StreamResponse]] = getattr(self, route)
-        return await respond(request, seen)
 
     def _allowed(self, seen: Seen) -> bool:
         """vLLM guards these prefixes only."""
@@ -266,6 +115,18 @@ class FakeVllm:
         return not guarded or seen.header("authorization") in [
             f"Bearer {key}".encode() for key in self.api_keys
         ]
+
+    async def _answer(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        if seen.path in _SCALE_OUT_PATHS and self.variant is not Variant.SCALE_OUT:
+            message = (
+                "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+            )
+            return _error(403, message, "PermissionDeniedError")
+        route = _ROUTES.get((seen.method, seen.path))
+        if route is None:
+            return respond(Canned(b'{"detail":"Not Found"}', 404, {"content-type": "application/json"}))
+        handler: Callable[[web.Request, Seen], Awaitable[web.StreamResponse]] = getattr(self, route)
+        return await handler(request, seen)
 
     async def _health(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         return web.Response(status=200 if self.healthy else 503)
@@ -310,7 +171,7 @@ class FakeVllm:
             return refusal
         reply = self._next_reply(body.get("max_tokens"))
         if reply.error is not None:
-            return _respond(reply.error)
+            return respond(reply.error)
         with_ids = bool(body.get("return_token_ids"))
         logprobs = bool(body.get("logprobs"))
         n = body.get("n") or 1
@@ -367,7 +228,7 @@ class FakeVllm:
             return refusal
         reply = self._next_reply(sampling.get("max_tokens"))
         if reply.error is not None:
-            return _respond(reply.error)
+            return respond(reply.error)
         name = f"generate-tokens-{body.get('request_id', 'none')}"
         self._generations[name] = reply
         if not body.get("stream"):
@@ -384,7 +245,7 @@ class FakeVllm:
                 return refusal
         replies = [self._next_reply(body.get("max_tokens")) for _ in prompts]
         if (error := replies[0].error) is not None:
-            return _respond(error)
+            return respond(error)
         if not body.get("stream"):
             whole = completed_of(self.model, prompts, replies, body)
             return await self._finish(request, replies[0], [json.dumps(whole).encode()], "application/json")
@@ -398,62 +259,6 @@ class FakeVllm:
         made = derendered_chunk_of if body.get("stream") else derendered_of
         name = (body.get("generate_response") or body.get("generate_chunk"))["request_id"]
         return _json(made(self.model, self._generations[name], body.get("model") or self.names[0], body))
-
-    async def _finish(
-        self, request: web.Request, reply: Reply, events: list[bytes], kind: str = "text/event-stream"
-    ) -> web.StreamResponse:
-        """Send an answer as its script says, and notice when the client leaves."""
-        response = web.StreamResponse(headers={"content-type": kind})
-        stream = kind == "text/event-stream"
-        async with self._counted() as settle:
-            if stream:
-                await response.prepare(request)
-            for position, event in enumerate(events):
-                if stream and reply.pause_s:
-                    await asyncio.sleep(reply.pause_s)
-                if position == reply.hold_at:
-                    await self._released.wait()
-                breaks = position == reply.break_at
-                if not stream and (not breaks or reply.how in ("head", "inside", "chunked")):
-                    if reply.how != "chunked":
-                        response.content_length = len(event)
-                    await response.prepare(request)
-                if breaks:
-                    settle()
-                    if reply.how in ("inside", "chunked"):
-                        await response.write(event[: len(event) // 2])
-                    raise _break(request, reply.how)
-                for piece in _pieces(event, reply):
-                    await asyncio.sleep(reply.drip_s)
-                    await response.write(piece)
-            await response.write_eof()
-            settle()
-        return response
-
-    async def _stream_endlessly(self, request: web.Request, event: bytes) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        async with self._counted():
-            await response.prepare(request)
-            await self._released.wait()
-            while True:  # until the client leaves, which cancels it
-                await response.write(event)
-                await asyncio.sleep(self.endless_pause_s)
-
-    @asynccontextmanager
-    async def _counted(self) -> AsyncIterator[Callable[[], None]]:
-        """Counts a running generation, and an aborted one unless it was settled before."""
-        settled = False
-
-        def settle() -> None:
-            nonlocal settled
-            settled = True
-
-        self.running += 1
-        try:
-            yield settle
-        finally:
-            self.running -= 1
-            self.aborted += not settled
 
 
 _ROUTES = {  # by name, so that a subclass may replace one
@@ -469,34 +274,10 @@ _ROUTES = {  # by name, so that a subclass may replace one
 }
 
 
-def _pieces(event: bytes, reply: Reply) -> list[bytes]:
-    """What is written at once: the event, or each of its bytes."""
-    return [event[at : at + 1] for at in range(len(event))] if reply.drip_s else [event]
-
-
-def _break(request: web.Request, how: str) -> BaseException:
-    """Break a connection; the result ends its handler without another word."""
-    transport = request.transport
-    assert transport is not None
-    if how == "reset":
-        # SO_LINGER of zero seconds makes the close a reset
-        linger = struct.pack("ii", 1, 0)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.abort()
-    else:
-        transport.close()
-    return asyncio.CancelledError()
-
-
 def _json(value: object) -> web.Response:
     return web.json_response(value)
 
 
 def _error(status: int, message: str, kind: str, param: str | None = None) -> web.Response:
     headers = {"content-type": "application/json"}
-    return _respond(Canned(error_body(message, kind, param, status), status, headers))
-
-
-def _respond(canned: Canned) -> web.Response:
-    return web.Response(body=canned.body, status=canned.status, headers=canned.headers)
+    return respond(Canned(error_body(message, kind, param, status), status, headers))

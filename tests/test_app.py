@@ -1,12 +1,14 @@
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from proxy import __version__
-from proxy.app import create_app
+from proxy.app import create_app, running
 from proxy.fleet.admin_calls import ADMIN_CALLS
 from proxy.settings import Settings
+from proxy.turn.services import Services
 from tests.fake_vllm import FakeVllm
 from tests.utils import run_server
 
@@ -68,3 +70,27 @@ def test_an_unexpected_error_is_an_error_object(
     assert answer.status_code == 500
     assert list(answer.json()["error"]) == ["message", "type", "param", "code"]
     assert "secret detail" not in answer.text
+
+
+async def test_admin_calls_end_before_the_store_that_they_write_to_is_closed() -> None:
+    closed: list[str] = []
+
+    def part(name: str, **attributes: Any) -> Any:
+        async def end() -> None:
+            closed.append(name)
+
+        return SimpleNamespace(stop=end, aclose=end, shutdown=lambda: closed.append(name), **attributes)
+
+    async def done() -> None:
+        pass
+
+    tasks = SimpleNamespace(run_forever=lambda work: work.close())
+    services = SimpleNamespace(
+        encoders=part("encoders"),
+        fleet=part("fleet", start=lambda: None, weights=part("weights")),
+        admin_calls=part("admin calls"),
+        history=part("store", open=done, tasks=tasks, metrics=None),
+    )
+    async with running(cast(Services, services)):
+        assert closed == []
+    assert closed == ["admin calls", "weights", "store", "fleet", "encoders"]

@@ -96,6 +96,75 @@ def test_unknown_commands_and_flags(arguments: list[str], capsys: Capture) -> No
     assert "usage: tokenproxy" in capsys.readouterr().err
 
 
+_VALUES = {
+    "--host": "0.0.0.0",
+    "--port": "1",
+    "--workers": "2",
+    "--upstream-api-key": "b",
+    "--tokenizer": "c",
+    "--token-in": "chat",
+    "--body-limit-bytes": "2",
+    "--store": "sqlite:rollouts.db",
+    "--store-max-bytes": "6",
+    "--store-max-age-s": "7.5",
+    "--finish-after-s": "8.5",
+    "--cache-bytes": "8",
+    "--connect-timeout-s": "3.5",
+    "--policy": "round_robin",
+    "--store-timeout-s": "2.5",
+    "--replica-requests": "11",
+    "--replica-ids": "12",
+    "--overload-ratio": "2.5",
+    "--idle-timeout-s": "2.5",
+    "--fleet-name": "trainers",
+    "--watch-interval-s": "4.5",
+    "--weight-update-timeout-s": "5.5",
+    "--encoder-threads": "5",
+    "--stop-delay-s": "1.5",
+    "--drain-s": "2.5",
+    "--audit-share": "0.5",
+    "--queue-requests": "9",
+    "--queue-timeout-s": "9.5",
+    "--encoder-bytes": "10",
+    "--overflow": "render",
+    "--image-bytes": "12",
+    "--image-pixels": "13",
+    "--image-timeout-s": "14.5",
+    "--log-level": "debug",
+    "--http-parser": "h11",
+    "--head-limit-bytes": "2048",
+    "--head-timeout-s": "8.5",
+    "--body-timeout-s": "9.5",
+    "--connections-per-address": "10",
+    "--log-format": "json",
+    "--request-class-header": "x-class",
+}
+_LISTS = [
+    "--upstream",
+    "http://a:1",
+    "--upstream",
+    "http://b:2/v1",
+    "--api-key",
+    "k1",
+    "--api-key",
+    "k,2",
+    *("--admin-key", "a1", "--admin-key", "a2"),
+    *("--allowed-hosts", "a.example", "--allowed-hosts", "*.b.example"),
+    *("--cors-origins", "https://a.example"),
+    *("--image-hosts", "images.example"),
+]
+_SWITCHES = [
+    "--store-required",
+    "--trust-remote-code",
+    "--no-record-logprobs",
+    "--no-record-token-route",
+    "--allow-anonymous",
+    "--metrics-need-key",
+    "--cache-salt-by-version",
+    "--access-log",
+]
+
+
 def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
     template, keys = tmp_path / "template.jinja", tmp_path / "keys.yaml"
     template.touch()
@@ -103,80 +172,16 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
     upstreams.write_text("http://c:1")
     keys.write_text("[]")
     flags = {
-        "--host": "0.0.0.0",
-        "--port": "1",
-        "--workers": "2",
-        "--upstream-api-key": "b",
-        "--tokenizer": "c",
+        **_VALUES,
         "--chat-template": str(template),
-        "--token-in": "chat",
-        "--body-limit-bytes": "2",
-        "--store": "sqlite:rollouts.db",
-        "--store-max-bytes": "6",
-        "--store-max-age-s": "7.5",
-        "--finish-after-s": "8.5",
-        "--cache-bytes": "8",
-        "--connect-timeout-s": "3.5",
-        "--policy": "round_robin",
-        "--store-timeout-s": "2.5",
-        "--replica-requests": "11",
-        "--replica-ids": "12",
-        "--overload-ratio": "2.5",
-        "--idle-timeout-s": "2.5",
         "--upstreams-file": str(upstreams),
-        "--fleet-name": "trainers",
-        "--watch-interval-s": "4.5",
-        "--weight-update-timeout-s": "5.5",
-        "--encoder-threads": "5",
-        "--stop-delay-s": "1.5",
-        "--drain-s": "2.5",
         "--proof-folder": str(tmp_path),
-        "--audit-share": "0.5",
-        "--queue-requests": "9",
-        "--queue-timeout-s": "9.5",
-        "--encoder-bytes": "10",
-        "--overflow": "render",
-        "--image-bytes": "12",
-        "--image-pixels": "13",
-        "--image-timeout-s": "14.5",
-        "--log-level": "debug",
         "--api-key-file": str(keys),
         "--tls-cert": str(template),
         "--tls-key": str(template),
-        "--http-parser": "h11",
-        "--head-limit-bytes": "2048",
-        "--head-timeout-s": "8.5",
-        "--body-timeout-s": "9.5",
-        "--connections-per-address": "10",
-        "--log-format": "json",
-        "--request-class-header": "x-class",
     }
-    repeated = [
-        "--upstream",
-        "http://a:1",
-        "--upstream",
-        "http://b:2/v1",
-        "--api-key",
-        "k1",
-        "--api-key",
-        "k,2",
-        *("--admin-key", "a1", "--admin-key", "a2"),
-        *("--allowed-hosts", "a.example", "--allowed-hosts", "*.b.example"),
-        *("--cors-origins", "https://a.example"),
-        *("--image-hosts", "images.example"),
-    ]
-    switches = [
-        "--store-required",
-        "--trust-remote-code",
-        "--no-record-logprobs",
-        "--no-record-token-route",
-        "--allow-anonymous",
-        "--metrics-need-key",
-        "--cache-salt-by-version",
-    ]
-    switches.append("--access-log")
     pairs = [word for pair in flags.items() for word in pair]
-    assert main(["serve", *repeated, *pairs, *switches]) == 0
+    assert main(["serve", *_LISTS, *pairs, *_SWITCHES]) == 0
     [settings] = served
     assert settings.upstreams == ["http://a:1", "http://b:2"]
     assert [key.get_secret_value() for key in settings.api_key] == ["k1", "k,2"]

@@ -1,13 +1,9 @@
-"""The proxy's sockets: slow and large heads, slow bodies, many connections, TLS. With both parsers."""
+"""The proxy's sockets: slow and large heads, slow bodies, connections per address, TLS. With both parsers."""
 
 import contextlib
 import re
-import resource
-import socket
 import ssl
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,31 +19,8 @@ from proxy.connections import connection_options
 from proxy.server import run
 from proxy.settings import Settings
 from tests.fake_vllm import Canned, FakeVllm, Reply
+from tests.sockets import BODY, CHAT, HALF_HEAD, PATIENCE_S, both_parsers, connect, head, until_closed
 from tests.utils import run_proxy, run_server, wait_until
-
-_CHAT = "/v1/chat/completions"
-_BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'
-_HALF_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\nx-slow: "
-_PATIENCE_S = 20.0
-
-both_parsers = pytest.mark.parametrize("parser", ["httptools", "h11"])
-
-
-def connect(url: httpx.URL) -> socket.socket:
-    return socket.create_connection((url.host, url.port or 80), timeout=_PATIENCE_S)
-
-
-def head(path: str, *lines: str) -> bytes:
-    return "\r\n".join((f"POST {path} HTTP/1.1", "host: proxy", *lines, "", "")).encode()
-
-
-def until_closed(connection: socket.socket) -> bytes:
-    """What comes until the server closes. A timeout is a failure: it never closed."""
-    parts: list[bytes] = []
-    with contextlib.suppress(ConnectionResetError):
-        while part := connection.recv(65_536):
-            parts.append(part)
-    return b"".join(parts)
 
 
 @pytest.fixture(params=["httptools", "h11"])
@@ -60,7 +33,7 @@ def slow(request: pytest.FixtureRequest, mortal: FakeVllm) -> Iterator[httpx.Cli
 
 def test_a_head_that_does_not_end(slow: httpx.Client) -> None:
     with connect(slow.base_url) as connection:
-        connection.sendall(_HALF_HEAD)
+        connection.sendall(HALF_HEAD)
         assert until_closed(connection).startswith(b"HTTP/1.1 408 ")
 
 
@@ -68,13 +41,13 @@ def test_a_head_that_comes_a_byte_at_a_time(slow: httpx.Client) -> None:
     """Bytes that come do not extend the time."""
     start = time.monotonic()
     with connect(slow.base_url) as connection, contextlib.suppress(ConnectionError):
-        while time.monotonic() - start < _PATIENCE_S:
+        while time.monotonic() - start < PATIENCE_S:
             connection.sendall(b"G" if time.monotonic() == start else b"E")
             connection.settimeout(0.02)
             with contextlib.suppress(TimeoutError):
                 if connection.recv(100):
                     break
-    assert time.monotonic() - start < _PATIENCE_S
+    assert time.monotonic() - start < PATIENCE_S
 
 
 def test_a_connection_that_sends_nothing(slow: httpx.Client) -> None:
@@ -86,7 +59,7 @@ def test_the_second_head_of_a_connection(slow: httpx.Client) -> None:
     with connect(slow.base_url) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: proxy\r\n\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
-        connection.sendall(_HALF_HEAD)
+        connection.sendall(HALF_HEAD)
         assert until_closed(connection).startswith(b"HTTP/1.1 408 ")
 
 
@@ -100,7 +73,7 @@ def test_an_idle_connection_stays_open(slow: httpx.Client) -> None:
 
 
 def test_a_body_that_does_not_end(slow: httpx.Client, mortal: FakeVllm) -> None:
-    for path in (_CHAT, "/v1/completions", "/tokenize"):
+    for path in (CHAT, "/v1/completions", "/tokenize"):
         with connect(slow.base_url) as connection:
             connection.sendall(head(path, "content-length: 100") + b"{")
             answer = until_closed(connection)
@@ -111,19 +84,19 @@ def test_a_body_that_does_not_end(slow: httpx.Client, mortal: FakeVllm) -> None:
 
 def test_a_long_answer_is_not_cut(slow: httpx.Client, mortal: FakeVllm) -> None:
     """The times are those of the request: what the engine needs is not counted."""
-    mortal.slow_s[_CHAT] = 1.0
-    assert slow.post(_CHAT, content=_BODY).status_code == 200
+    mortal.slow_s[CHAT] = 1.0
+    assert slow.post(CHAT, content=BODY).status_code == 200
     mortal.replies.append(Reply(hold_at=2))
-    with slow.stream("POST", _CHAT, content=_BODY[:-1] + b', "stream": true}') as answer:
+    with slow.stream("POST", CHAT, content=BODY[:-1] + b', "stream": true}') as answer:
         time.sleep(1.0)
         mortal.release()
         assert answer.read().endswith(b"data: [DONE]\n\n")
 
 
 def test_a_client_that_pipelines_half_a_head_gets_its_answer(slow: httpx.Client, mortal: FakeVllm) -> None:
-    mortal.slow_s[_CHAT] = 1.0
+    mortal.slow_s[CHAT] = 1.0
     with connect(slow.base_url) as connection:
-        connection.sendall(head(_CHAT, f"content-length: {len(_BODY)}") + _BODY + _HALF_HEAD)
+        connection.sendall(head(CHAT, f"content-length: {len(BODY)}") + BODY + HALF_HEAD)
         assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
@@ -133,14 +106,14 @@ def test_a_slow_body_that_is_fast_enough(
 ) -> None:
     monkeypatch.setattr("proxy.routes.endpoint.BODY_BYTES_PER_S", 100)
     with run_proxy([mortal], body_timeout_s=0.5, http_parser=parser) as client:
-        body = _BODY.ljust(400)
+        body = BODY.ljust(400)
 
         def pieces() -> Iterator[bytes]:
             for start in range(0, 400, 40):
                 time.sleep(0.1)  # 1 s in all, and never 0.5 s late at 100 bytes a second
                 yield body[start : start + 40]
 
-        assert client.post(_CHAT, content=pieces()).status_code == 200
+        assert client.post(CHAT, content=pieces()).status_code == 200
 
 
 @both_parsers
@@ -151,7 +124,7 @@ def test_a_head_over_the_limit_that_never_ends(mortal: FakeVllm, parser: str) ->
     ):
         with contextlib.suppress(ConnectionError):
             for _ in range(1000):
-                connection.sendall(_HALF_HEAD if _ == 0 else b"a" * 1000)
+                connection.sendall(HALF_HEAD if _ == 0 else b"a" * 1000)
         answer = until_closed(connection)
         # h11 refuses such a head itself
         assert answer.startswith(
@@ -168,7 +141,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(
     with run_proxy([mortal], body_limit_bytes=1000, http_parser=parser) as client:
         length = "transfer-encoding: chunked" if chunked else "content-length: 1000000000"
         with connect(client.base_url) as connection:
-            connection.sendall(head(_CHAT, length) + (b"800\r\n" + b" " * 2048 if chunked else b" "))
+            connection.sendall(head(CHAT, length) + (b"800\r\n" + b" " * 2048 if chunked else b" "))
             assert until_closed(connection).startswith(b"HTTP/1.1 413 ")  # and closed soon
 
 
@@ -182,9 +155,9 @@ def test_a_body_of_a_refused_request_does_not_keep_its_connection(
         run_proxy([mortal], api_key="secret", http_parser=parser) as client,
         connect(client.base_url) as connection,
     ):
-        connection.sendall(head(_CHAT, "content-length: 1000000") + b"{")
+        connection.sendall(head(CHAT, "content-length: 1000000") + b"{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 401 ")
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         with contextlib.suppress(ConnectionError):
             while time.monotonic() < deadline:
                 connection.sendall(b" ")
@@ -199,9 +172,9 @@ def test_a_connection_is_kept_after_a_refused_request(mortal: FakeVllm, parser: 
         connect(client.base_url) as kept,
     ):
         for _ in range(3):
-            kept.sendall(head(_CHAT, f"content-length: {len(_BODY)}"))
+            kept.sendall(head(CHAT, f"content-length: {len(BODY)}"))
             assert kept.recv(1000).startswith(b"HTTP/1.1 401 ")
-            kept.sendall(_BODY)
+            kept.sendall(BODY)
 
 
 @both_parsers
@@ -280,101 +253,6 @@ def test_no_second_request_hides_in_a_body(mortal: FakeVllm, parser: str, lines:
     for seen in mortal.seen("/v1/embeddings"):
         assert seen.header("transfer-encoding") is None
         assert seen.header("content-length") == str(len(seen.body)).encode()
-
-
-# --- many at once
-
-
-class _Loris(threading.Thread):
-    """Many connections that send half a request, and then a byte a second each."""
-
-    def __init__(self, url: httpx.URL, count: int) -> None:
-        super().__init__(daemon=True)
-        self._url = url
-        self._count = count
-        self.closed: list[float] = []
-        """How long each that the server closed was open, in seconds."""
-        self.opened = threading.Event()
-
-    def run(self) -> None:
-        starts = (_HALF_HEAD, head(_CHAT, "content-length: 100000") + b"{")
-        open_now: dict[socket.socket, float] = {}
-        for index in range(self._count):
-            connection = connect(self._url)
-            connection.sendall(starts[index % 2])
-            connection.setblocking(False)
-            open_now[connection] = time.monotonic()
-        self.opened.set()
-        deadline = time.monotonic() + 60
-        while open_now and time.monotonic() < deadline:
-            for connection, start in list(open_now.items()):
-                if _is_closed(connection):
-                    self.closed.append(time.monotonic() - start)
-                    connection.close()
-                    del open_now[connection]
-            time.sleep(1)
-        for connection in open_now:
-            connection.close()
-
-
-def _is_closed(connection: socket.socket) -> bool:
-    """Read what came, and send one more byte."""
-    try:
-        while part := connection.recv(4096):
-            pass
-        return not part
-    except BlockingIOError:
-        pass
-    except OSError:
-        return True
-    try:
-        connection.send(b" ")
-    except OSError:
-        return True
-    return False
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-@both_parsers
-def test_1500_slow_connections_are_closed_while_others_are_served(mortal: FakeVllm, parser: str) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
-    mortal.canned["/v1/embeddings"] = Canned(b"[1]")
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", mortal.url, "--port", "0"]
-    command += [
-        "--store",
-        "memory:",
-        "--http-parser",
-        parser,
-        "--head-timeout-s",
-        "4",
-        "--body-timeout-s",
-        "4",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            found = next(
-                match for line in process.stderr if (match := re.search(r"running on (http\S+)", line))
-            )
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            url = httpx.URL(found[1])
-            with httpx.Client(base_url=url, trust_env=False, timeout=_PATIENCE_S) as client:
-                assert client.post("/v1/embeddings").text == "[1]"
-                loris = _Loris(url, 1500)
-                loris.start()
-                slowest = served = 0.0
-                while loris.is_alive():
-                    start = time.monotonic()
-                    assert client.post("/v1/embeddings").text == "[1]"
-                    slowest, served = max(slowest, time.monotonic() - start), served + 1
-                    time.sleep(0.05)
-            assert len(loris.closed) == 1500
-            assert max(loris.closed) < 15, "seconds until the last one was closed"
-            assert served > 20 and slowest < 5
-        finally:
-            process.kill()
 
 
 # --- TLS

@@ -1,8 +1,12 @@
 """Images from the web: only from hosts that are allowed, never from private addresses, within limits."""
 
 import asyncio
+import ssl
+import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
+import httpx
 import pytest
 from aiohttp import web
 
@@ -32,7 +36,7 @@ async def _picture(request: web.Request) -> web.StreamResponse:
 async def port() -> AsyncIterator[int]:
     app = web.Application()
     app.router.add_get("/{name}", _picture)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -52,6 +56,24 @@ async def test_an_image_of_an_allowed_host_is_loaded(port: int) -> None:
     for name in ("picture", "moved"):
         assert await _fetcher(port).fetch(f"http://images.example:{port}/{name}") == _BODY
     assert await _fetcher(port, ".example").fetch(f"http://IMAGES.example:{port}/picture") == _BODY
+
+
+async def test_certificates_are_read_once_and_not_on_the_event_loop(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    create = httpx.create_ssl_context
+
+    def create_on(**options: Any) -> ssl.SSLContext:
+        threads.append(threading.current_thread())
+        return create(**options)
+
+    monkeypatch.setattr(httpx, "create_ssl_context", create_on)
+    fetcher = _fetcher(port)
+    for _ in range(2):
+        await fetcher.fetch(f"http://images.example:{port}/picture")
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 @pytest.mark.parametrize(

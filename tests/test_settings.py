@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from proxy.cli import main
 from proxy.settings import Settings, SettingsError, load_settings
@@ -95,6 +96,7 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
         ({"cache_bytes": -1}, "cache_bytes"),
         ({"record_token_route": "perhaps"}, "record_token_route"),
         ({"request_class_header": "a b"}, "request_class_header"),
+        ({"image_pixels": 2 * (Image.MAX_IMAGE_PIXELS or 0) + 1}, "image_pixels"),
         ({"api_key": 5}, "api_key"),
         ({"admin_key": [""]}, "admin_key"),
         ({"api_key_file": "missing.yaml"}, "api_key_file"),

@@ -2,19 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
 from proxy.client import calls
-from proxy.client.calls import Call, Patience
-from proxy.client.errors import NoResponse, ProxyError
+from proxy.client.calls import Address, Call, FeedPosition, Patience
+from proxy.client.errors import ProxyError
 from proxy.client.values import (
     FeedConsumer,
     FeedPage,
     FeedRollout,
+    FeedSelection,
+    SessionFields,
     SessionInfo,
     SessionSampleList,
     TokenTurn,
@@ -32,17 +34,10 @@ class AsyncClient:
     def __init__(
         self, url: str, *, api_key: str | None = None, http: httpx.AsyncClient | None = None
     ) -> None:
-        """Connects with the first request.
-
-        Args:
-            url: of the proxy, with or without `/v1`.
-            api_key: sent with each request.
-            http: the HTTP client to use, which stays open; None makes one.
-        """
+        """See `Client`."""
         self._http = http if http is not None else httpx.AsyncClient()
         self._owned = http is None
-        self._url = calls.base_url(url)
-        self._headers = calls.headers(api_key)
+        self._address = Address(url, api_key)
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,46 +53,35 @@ class AsyncClient:
             await self._http.aclose()
 
     async def create_session(
-        self,
-        session: str | None = None,
-        *,
-        defaults: Mapping[str, Any] | None = None,
-        overrides: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        self, session: str | None = None, **fields: Unpack[SessionFields]
     ) -> SessionInfo:
-        """Create a session, or change its description: what is None stays.
-
-        Args:
-            session: its name; None lets the proxy choose one.
-            defaults: fields of a chat request that apply where a request does not set them.
-            overrides: fields of a chat request that replace those of a request.
-        """
-        return await self._run(calls.save_session(session, defaults, overrides, metadata))
+        """See `Client.create_session`."""
+        return await self._run(calls.save_session(session, **fields))
 
     async def session(self, session: str, *, ids: bool = False) -> SessionInfo:
-        """A session with its turns; `ids` adds their ids and log-probabilities."""
+        """See `Client.session`."""
         return await self._run(calls.read_session(session, ids))
 
     async def delete_session(self, session: str) -> None:
-        """Remove a session with all its turns."""
+        """See `Client.delete_session`."""
         await self._run(calls.delete_session(session))
 
     async def end_session(self, session: str) -> bool:
-        """End a session: no request follows. False if the feed has it already, or it has no turns."""
+        """See `Client.end_session`."""
         return await self._run(calls.end_session(session))
 
     async def set_reward(self, session: str, reward: float, *, turn: str | None = None) -> dict[str, float]:
-        """Set the reward of a session, which finishes it, or of one turn. Returns all its rewards."""
+        """See `Client.set_reward`."""
         return await self._run(calls.set_rewards(session, {turn or "": reward}))
 
     async def set_rewards(self, session: str, rewards: Mapping[str, float]) -> dict[str, float]:
-        """Set the rewards of turns by their ids, and of the session by "". Returns all its rewards."""
+        """See `Client.set_rewards`."""
         return await self._run(calls.set_rewards(session, rewards))
 
     async def samples(
         self, session: str, *, layout: str = "plain", shared: str = "once"
     ) -> SessionSampleList:
-        """The training samples of one session."""
+        """See `Client.samples`."""
         return await self._run(calls.session_samples(session, layout, shared))
 
     async def read_feed(
@@ -106,23 +90,10 @@ class AsyncClient:
         *,
         after: str | None = None,
         wait_s: float = 0.0,
-        limit: int = 16,
-        metadata: Mapping[str, str] | None = None,
-        weight_versions: Iterable[str] = (),
-        layout: str = "plain",
-        shared: str = "once",
+        **selection: Unpack[FeedSelection],
     ) -> FeedPage:
-        """Finished rollouts after a cursor, else after what the consumer acknowledged, else all.
-
-        Args:
-            wait_s: seconds to wait until there is one.
-            limit: of rollouts.
-            metadata: values that the session's metadata must have.
-            weight_versions: samples whose turns were all sampled by these weights; empty for all samples.
-        """
-        return await self._run(
-            calls.read_feed(consumer, after, wait_s, limit, metadata, weight_versions, layout, shared)
-        )
+        """See `Client.read_feed`."""
+        return await self._run(calls.read_feed(consumer, after, wait_s, **selection))
 
     async def feed(
         self,
@@ -130,46 +101,29 @@ class AsyncClient:
         *,
         after: str | None = None,
         wait_s: float = 30.0,
-        limit: int = 16,
-        metadata: Mapping[str, str] | None = None,
-        weight_versions: Iterable[str] = (),
-        layout: str = "plain",
-        shared: str = "once",
         acknowledge: bool = True,
         patience_s: float = 300.0,
+        **selection: Unpack[FeedSelection],
     ) -> AsyncIterator[FeedRollout]:
-        """Finished rollouts for ever, in the order of finishing, each at least once.
-
-        The rollouts of one response (`limit`) are acknowledged when the first one after them is requested. If
-        the loop ends or its process is killed before, they are delivered again to the next loop.
-
-        Args:
-            consumer: name under which the position is kept. One loop at a time should use it.
-            acknowledge: False leaves that to the caller: `acknowledge(consumer, rollout.cursor)`.
-            patience_s: how long a proxy that does not respond is tried again.
-        """
-        weights = tuple(weight_versions)
+        """See `Client.feed`."""
+        position = FeedPosition(consumer, after, wait_s, acknowledge, selection)
         while True:
-            page = await self._retry(
-                calls.read_feed(consumer, after, wait_s, limit, metadata, weights, layout, shared),
-                patience_s,
-            )
+            page = await self._retry(position.next_page(), patience_s)
             for rollout in page.data:
                 yield rollout
-            if acknowledge and page.cursor != after:
-                await self._retry(calls.acknowledge(consumer, page.cursor), patience_s)
-            after = page.cursor
+            if (acknowledgement := position.move_after(page)) is not None:
+                await self._retry(acknowledgement, patience_s)
 
     async def acknowledge(self, consumer: str, cursor: str) -> str:
-        """Note that a consumer has processed everything up to a cursor; returns the acknowledged cursor."""
+        """See `Client.acknowledge`."""
         return await self._run(calls.acknowledge(consumer, cursor))
 
     async def consumers(self) -> list[FeedConsumer]:
-        """The consumers of the feed, and how far each has read."""
+        """See `Client.consumers`."""
         return await self._run(calls.list_consumers())
 
     async def forget_consumer(self, consumer: str) -> None:
-        """Remove a consumer; if it reads again, it begins at the beginning."""
+        """See `Client.forget_consumer`."""
         await self._run(calls.forget_consumer(consumer))
 
     async def token_turn(
@@ -182,30 +136,13 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Any,
     ) -> TokenTurn:
-        """Sample one turn on exact ids, with log-probabilities.
-
-        Args:
-            prompt_ids: the exact prompt: `TokenTurn.ids` of the turn before. None for a first turn.
-            append_messages: messages to append to it: tool results, user text.
-            messages: those of a first turn; or, with `prompt_ids`, the history that led to them.
-            session: the rollout that records the turn.
-            timeout_s: for the response; None for no limit.
-            options: other fields of a chat completion: `model`, `temperature`, `tools`, ...
-
-        Raises:
-            ValueError: `stream` or `n` is among the options.
-        """
+        """See `Client.token_turn`."""
         call = calls.token_turn(prompt_ids, append_messages, messages, session, timeout_s, options)
         return await self._run(call)
 
     async def _run(self, call: Call[T]) -> T:
-        arguments = call.arguments()
-        arguments["url"] = self._url + arguments["url"]
-        arguments["headers"] |= self._headers
-        try:
-            response = await self._http.request(**arguments)
-        except httpx.TransportError as error:
-            raise NoResponse(f"no response of {self._url}: {error or type(error).__name__}") from error
+        with self._address.explained():
+            response = await self._http.request(**self._address.arguments(call))
         return call.result(response)
 
     async def _retry(self, call: Call[T], patience_s: float) -> T:

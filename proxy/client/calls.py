@@ -1,6 +1,7 @@
 """The requests of a client as values: what is sent, and how its response is read. Does no input or output."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
@@ -19,6 +20,7 @@ from proxy.client.errors import (
 from proxy.client.values import (
     FeedConsumer,
     FeedPage,
+    FeedSelection,
     SessionInfo,
     SessionSampleList,
     TokenTurn,
@@ -27,7 +29,7 @@ from proxy.client.values import (
 T = TypeVar("T")
 
 TIMEOUT_S = 60.0
-"""Seconds for a response, beyond the time for which it is asked to wait."""
+"""Seconds for a response, in addition to the time that the proxy waits for a rollout."""
 LONGEST_PAUSE_S = 10.0
 """Seconds between two attempts."""
 
@@ -40,37 +42,82 @@ class Call(Generic[T]):
     path: str
     """Percent-encoded."""
     read: Callable[[httpx.Response], T]
-    """Raises msgspec.DecodeError."""
+    """Raises msgspec.DecodeError, UnicodeDecodeError or IndexError."""
     query: Sequence[tuple[str, str]] = ()
     body: Mapping[str, Any] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = TIMEOUT_S
     """For the response; None for no limit."""
 
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `httpx.Client.request`."""
-        headers = dict(self.headers)
-        content = None
-        if self.body is not None:
-            content = msgspec.json.encode(self.body)
-            headers["content-type"] = "application/json"
-        return {
-            "method": self.method,
-            "url": self.path,
-            "params": list(self.query) or None,
-            "content": content,
-            "headers": headers,
-            "timeout": httpx.Timeout(self.timeout_s, connect=10.0),
-        }
-
     def result(self, response: httpx.Response) -> T:
-        """What a response means, its body read. Raises ProxyError."""
+        """What a response means, its body read. Raises ErrorResponse or UnreadableResponse."""
         if response.status_code >= 400:
             raise error_of(response)
         try:
             return self.read(response)
-        except (msgspec.DecodeError, IndexError) as error:
-            raise UnreadableResponse(f"{self.method} {self.path}: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+            raise UnreadableResponse(f"{self.method} {response.url}: {error}") from error
+
+
+class Address:
+    """Where the requests of a client go, and with which key."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        """`url` is that of the proxy, with or without `/v1`."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        """The root of the proxy."""
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def arguments(self, call: Call[Any]) -> dict[str, Any]:
+        """The keyword arguments of `httpx.Client.request`."""
+        headers = {**call.headers, **self._headers}
+        content = None
+        if call.body is not None:
+            content = msgspec.json.encode(call.body)
+            headers["content-type"] = "application/json"
+        return {
+            "method": call.method,
+            "url": self.url + call.path,
+            "params": list(call.query) or None,
+            "content": content,
+            "headers": headers,
+            "timeout": httpx.Timeout(call.timeout_s, connect=10.0),
+        }
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raises NoResponse or UnreadableResponse for the errors of a request with httpx."""
+        try:
+            yield
+        except httpx.TransportError as error:
+            raise NoResponse(f"no response of {self.url}: {error or type(error).__name__}") from error
+        except httpx.DecodingError as error:
+            raise UnreadableResponse(f"{self.url}: {error}") from error
+
+
+class FeedPosition:
+    """Where a loop over the feed reads next."""
+
+    def __init__(
+        self, consumer: str, after: str | None, wait_s: float, acknowledge: bool, selection: FeedSelection
+    ) -> None:
+        """The arguments of `Client.feed`."""
+        self._consumer = consumer
+        self._after = after
+        self._wait_s = wait_s
+        self._acknowledge = acknowledge
+        self._selection = selection
+        if "weight_versions" in selection:  # an iterator gives them only once
+            self._selection = {**selection, "weight_versions": tuple(selection["weight_versions"])}
+
+    def next_page(self) -> Call[FeedPage]:
+        """Read the rollouts after this position."""
+        return read_feed(self._consumer, self._after, self._wait_s, **self._selection)
+
+    def move_after(self, page: FeedPage) -> Call[str] | None:
+        """Move to the end of a page that was processed; the call that acknowledges it, if one is needed."""
+        moved, self._after = page.cursor != self._after, page.cursor
+        return acknowledge(self._consumer, page.cursor) if moved and self._acknowledge else None
 
 
 class Patience:
@@ -92,27 +139,18 @@ class Patience:
         if now - self._since >= self._seconds:
             raise error
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        asked = None if isinstance(error, NoResponse) else error.retry_after_s
-        return max(self._pause_s, min(asked or 0.0, LONGEST_PAUSE_S))
-
-
-def base_url(url: str) -> str:
-    """The root of a proxy, from its URL with or without `/v1`."""
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def headers(api_key: str | None) -> dict[str, str]:
-    """The headers of every request."""
-    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+        retry_after_s = None if isinstance(error, NoResponse) else error.retry_after_s
+        return max(self._pause_s, min(retry_after_s or 0.0, LONGEST_PAUSE_S))
 
 
 def save_session(
     session: str | None,
-    defaults: Mapping[str, Any] | None,
-    overrides: Mapping[str, Any] | None,
-    metadata: Mapping[str, Any] | None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Call[SessionInfo]:
-    """Create a session, or change those parts of its description that are not None."""
+    """Create a session, or change those of its fields that are not None."""
     fields = {"id": session, "defaults": defaults, "overrides": overrides, "metadata": metadata}
     body = {name: value for name, value in fields.items() if value is not None}
     return Call("POST", "/v1/sessions", _reader(SessionInfo), body=body)
@@ -154,13 +192,14 @@ def read_feed(
     consumer: str | None,
     after: str | None,
     wait_s: float,
-    limit: int,
-    metadata: Mapping[str, str] | None,
-    weight_versions: Iterable[str],
-    layout: str,
-    shared: str,
+    *,
+    limit: int = 16,
+    metadata: Mapping[str, str] | None = None,
+    weight_versions: Iterable[str] = (),
+    layout: str = "plain",
+    shared: str = "once",
 ) -> Call[FeedPage]:
-    """Read finished rollouts."""
+    """Read finished rollouts, selected as `FeedSelection` describes."""
     query = [("wait", f"{wait_s:g}"), ("limit", str(limit)), ("layout", layout), ("shared", shared)]
     query += [("metadata", f"{key}={value}") for key, value in (metadata or {}).items()]
     query += [("weight_version", version) for version in weight_versions]

@@ -1,19 +1,21 @@
 """A client of the proxy that blocks. `AsyncClient` is the same for asyncio."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
 from proxy.client import calls
-from proxy.client.calls import Call, Patience
-from proxy.client.errors import NoResponse, ProxyError
+from proxy.client.calls import Address, Call, FeedPosition, Patience
+from proxy.client.errors import ProxyError
 from proxy.client.values import (
     FeedConsumer,
     FeedPage,
     FeedRollout,
+    FeedSelection,
+    SessionFields,
     SessionInfo,
     SessionSampleList,
     TokenTurn,
@@ -38,8 +40,7 @@ class Client:
         """
         self._http = http if http is not None else httpx.Client()
         self._owned = http is None
-        self._url = calls.base_url(url)
-        self._headers = calls.headers(api_key)
+        self._address = Address(url, api_key)
 
     def __enter__(self) -> Self:
         return self
@@ -54,22 +55,13 @@ class Client:
         if self._owned:
             self._http.close()
 
-    def create_session(
-        self,
-        session: str | None = None,
-        *,
-        defaults: Mapping[str, Any] | None = None,
-        overrides: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> SessionInfo:
-        """Create a session, or change its description: what is None stays.
+    def create_session(self, session: str | None = None, **fields: Unpack[SessionFields]) -> SessionInfo:
+        """Create a session, or change its description.
 
         Args:
             session: its name; None lets the proxy choose one.
-            defaults: fields of a chat request that apply where a request does not set them.
-            overrides: fields of a chat request that replace those of a request.
         """
-        return self._run(calls.save_session(session, defaults, overrides, metadata))
+        return self._run(calls.save_session(session, **fields))
 
     def session(self, session: str, *, ids: bool = False) -> SessionInfo:
         """A session with its turns; `ids` adds their ids and log-probabilities."""
@@ -101,23 +93,14 @@ class Client:
         *,
         after: str | None = None,
         wait_s: float = 0.0,
-        limit: int = 16,
-        metadata: Mapping[str, str] | None = None,
-        weight_versions: Iterable[str] = (),
-        layout: str = "plain",
-        shared: str = "once",
+        **selection: Unpack[FeedSelection],
     ) -> FeedPage:
         """Finished rollouts after a cursor, else after what the consumer acknowledged, else all.
 
         Args:
             wait_s: seconds to wait until there is one.
-            limit: of rollouts.
-            metadata: values that the session's metadata must have.
-            weight_versions: samples whose turns were all sampled by these weights; empty for all samples.
         """
-        return self._run(
-            calls.read_feed(consumer, after, wait_s, limit, metadata, weight_versions, layout, shared)
-        )
+        return self._run(calls.read_feed(consumer, after, wait_s, **selection))
 
     def feed(
         self,
@@ -125,15 +108,11 @@ class Client:
         *,
         after: str | None = None,
         wait_s: float = 30.0,
-        limit: int = 16,
-        metadata: Mapping[str, str] | None = None,
-        weight_versions: Iterable[str] = (),
-        layout: str = "plain",
-        shared: str = "once",
         acknowledge: bool = True,
         patience_s: float = 300.0,
+        **selection: Unpack[FeedSelection],
     ) -> Iterator[FeedRollout]:
-        """Finished rollouts for ever, in the order of finishing, each at least once.
+        """Finished rollouts without end, in the order of finishing, each at least once.
 
         The rollouts of one response (`limit`) are acknowledged when the first one after them is requested. If
         the loop ends or its process is killed before, they are delivered again to the next loop.
@@ -141,18 +120,14 @@ class Client:
         Args:
             consumer: name under which the position is kept. One loop at a time should use it.
             acknowledge: False leaves that to the caller: `acknowledge(consumer, rollout.cursor)`.
-            patience_s: how long a proxy that does not respond is tried again.
+            patience_s: how long requests are repeated while the proxy does not respond.
         """
-        weights = tuple(weight_versions)
+        position = FeedPosition(consumer, after, wait_s, acknowledge, selection)
         while True:
-            page = self._retry(
-                calls.read_feed(consumer, after, wait_s, limit, metadata, weights, layout, shared),
-                patience_s,
-            )
+            page = self._retry(position.next_page(), patience_s)
             yield from page.data
-            if acknowledge and page.cursor != after:
-                self._retry(calls.acknowledge(consumer, page.cursor), patience_s)
-            after = page.cursor
+            if (acknowledgement := position.move_after(page)) is not None:
+                self._retry(acknowledgement, patience_s)
 
     def acknowledge(self, consumer: str, cursor: str) -> str:
         """Note that a consumer has processed everything up to a cursor; returns the acknowledged cursor."""
@@ -163,7 +138,7 @@ class Client:
         return self._run(calls.list_consumers())
 
     def forget_consumer(self, consumer: str) -> None:
-        """Remove a consumer; if it reads again, it begins at the beginning."""
+        """Remove a consumer; if it reads again, it starts with the first rollout."""
         self._run(calls.forget_consumer(consumer))
 
     def token_turn(
@@ -193,13 +168,8 @@ class Client:
         return self._run(call)
 
     def _run(self, call: Call[T]) -> T:
-        arguments = call.arguments()
-        arguments["url"] = self._url + arguments["url"]
-        arguments["headers"] |= self._headers
-        try:
-            response = self._http.request(**arguments)
-        except httpx.TransportError as error:
-            raise NoResponse(f"no response of {self._url}: {error or type(error).__name__}") from error
+        with self._address.explained():
+            response = self._http.request(**self._address.arguments(call))
         return call.result(response)
 
     def _retry(self, call: Call[T], patience_s: float) -> T:

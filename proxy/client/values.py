@@ -1,8 +1,34 @@
-"""What a client returns."""
+"""What a client takes and returns."""
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict
 
 import msgspec
+
+
+class SessionFields(TypedDict, total=False):
+    """What `create_session` sets. Fields that are left out, or None, stay as they are."""
+
+    defaults: Mapping[str, Any] | None
+    """Fields of a chat request that apply where a request does not set them."""
+    overrides: Mapping[str, Any] | None
+    """Fields of a chat request that replace those of a request."""
+    metadata: Mapping[str, Any] | None
+
+
+class FeedSelection(TypedDict, total=False):
+    """Which rollouts and samples are read from the feed, and in which form."""
+
+    limit: int
+    """Of rollouts in one response; 16 if left out."""
+    metadata: Mapping[str, str] | None
+    """Values that the session's metadata must have."""
+    weight_versions: Iterable[str]
+    """Samples whose turns were all sampled by these weights; all samples if left out or empty."""
+    layout: str
+    """Of the samples; `plain` if left out."""
+    shared: str
+    """Whether turns that samples share are trained `once` or in `each`; `once` if left out."""
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """The request that each replica gets for one admin call.
 
-Most calls are passed on as they are. Three differ:
+Most calls are passed on as they are. These differ:
 
     /pause?mode=keep               clear_cache=false is added: a cache that requests still use is not cleared
     /init_weight_transfer_engine   rank_offset of replica i = the given one + workers of the replicas before i
@@ -11,7 +11,6 @@ Most calls are passed on as they are. Three differ:
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
 
@@ -19,10 +18,10 @@ from proxy.errors import BadRequest, EngineBroken
 from proxy.fields import join, parse, raw, read
 from proxy.fleet.admin_calls import AdminCall, Effect
 from proxy.fleet.fan_out import fan_out
-from proxy.fleet.joined_answers import integer_field, problem_of
+from proxy.fleet.joined_answers import problem_of
 from proxy.fleet.replica import Replica
 from proxy.fleet.weights import Weights
-from proxy.http import Request
+from proxy.http import Request, query_value
 from proxy.types import Fields, Headers
 
 WORLD_SIZE = "/get_world_size"
@@ -69,8 +68,8 @@ class AdminRequests:
         }
 
     def _path(self) -> str:
-        keeps = self._call.effect is Effect.PAUSE and parameter(self._request, "mode", "") == "keep"
-        if keeps and not parameter(self._request, "clear_cache", ""):
+        keeps = self._call.effect is Effect.PAUSE and query_value(self._request, "mode", "") == "keep"
+        if keeps and not query_value(self._request, "clear_cache", ""):
             return f"{self._request.path}&clear_cache=false"
         return self._request.path
 
@@ -125,8 +124,8 @@ class AdminRequests:
         timeout_s = min(30.0, self._weights.timeout_s)
         sizes = []
         for outcome in await fan_out(dict.fromkeys(replicas, request), timeout_s):
-            size = integer_field(outcome, "world_size") if outcome.ok else None
-            if size is None:
+            size = outcome.value("world_size")
+            if not outcome.ok or type(size) is not int:
                 raise EngineBroken(
                     f"{outcome.replica.name} does not report its world size: {problem_of(outcome)}"
                 )
@@ -153,16 +152,11 @@ def named_version(call: AdminCall, request: Request) -> str | None:
 def cleared_by(call: AdminCall, request: Request) -> bool:
     """Whether a call that succeeded cleared the prefix caches."""
     if call.effect is Effect.PAUSE:
-        keeps = parameter(request, "mode", "abort") == "keep"
-        return parameter(request, "clear_cache", "false" if keeps else "true").lower() in _TRUE
+        keeps = query_value(request, "mode", "abort") == "keep"
+        return query_value(request, "clear_cache", "false" if keeps else "true").lower() in _TRUE
     if call.effect is Effect.SLEEP:
-        return parameter(request, "level", "1") != "0"
+        return query_value(request, "level", "1") != "0"
     return call.effect is Effect.CLEAR
-
-
-def parameter(request: Request, name: str, default: str) -> str:
-    """A parameter of a request's query."""
-    return parse_qs(request.path.partition("?")[2]).get(name, [default])[-1]
 
 
 def adapter_to_unload(request: Request) -> bytes | None:

@@ -37,7 +37,7 @@ class Dispatch:
         self._fleet = fleet
         self._routing = routing
         self._work = work
-        self._holder = fleet.holder(routing)
+        self._holder = fleet.prefix_caches.holder(routing)
         self._may_rerun = routing.repeatable
 
     async def run(self) -> Response:

@@ -7,6 +7,9 @@ before it sends to the next one would wait for ever.
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from proxy.errors import ApiError
 from proxy.fleet.replica import Replica
@@ -35,6 +38,14 @@ class Outcome:
     def refused(self) -> bool:
         """Whether the replica refused the request before it did anything."""
         return 400 <= self.status < 500
+
+    def value(self, name: str) -> Any:
+        """A field of the answer; None if the answer is no JSON object, or has no such field."""
+        try:
+            answer = msgspec.json.decode(self.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        return answer.get(name) if isinstance(answer, dict) else None
 
 
 async def fan_out(requests: Mapping[Replica, Request], timeout_s: float) -> list[Outcome]:

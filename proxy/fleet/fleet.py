@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Capacity, Lease
 from proxy.fleet.pace import Crowding, ExpectedLength
 from proxy.fleet.place import Place, end_lease, give_back
-from proxy.fleet.prefixes import Prefixes
+from proxy.fleet.prefix_caches import PrefixCaches
 from proxy.fleet.queue import FairQueue, FlowKey
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import Routing
@@ -71,7 +70,7 @@ class Fleet:
             queue_requests, queue_timeout_s, give_back, self.weights.hold
         )
         self.conversations = Conversations()
-        self.prefixes = Prefixes()
+        self.prefix_caches = PrefixCaches(self)
         self.suspects = Suspects()
         self.expected_length = ExpectedLength()
         self.crowding = Crowding()
@@ -81,8 +80,6 @@ class Fleet:
         self._next = 0
         self._started = False
         self._closing: set[asyncio.Task[None]] = set()
-        self._cleared_at: dict[str, float] = {}
-        """When the prefix cache of a replica was last cleared, in seconds since the epoch."""
         for replica in replicas:
             self.add(replica)
 
@@ -275,7 +272,7 @@ class Fleet:
         if len(replicas) == 1:
             return replicas[0]
         preference = Preference(
-            self.holder(routing),
+            self.prefix_caches.holder(routing),
             routing.ids,
             routing.reused,
             self.expected_length.ids,
@@ -303,34 +300,6 @@ class Fleet:
         end_lease(replica, lease)
         if self.queue.waiting:
             self.queue.wake()
-
-    def holder(self, routing: Routing) -> str:
-        """The replica that holds the prefix of a request in its cache; empty if there is none."""
-        active = self.conversations.holder(routing.conversation)
-        if active or routing.held_since >= self._cleared_at.get(routing.holder, 0.0):
-            return active or routing.holder
-        return ""
-
-    def prefix_holder(self, prompt: bytes) -> tuple[str, float]:
-        """The least loaded replica with the longest beginning of a prompt, and its share of the prompt."""
-        if len(self.replicas) < 2:
-            return "", 0.0
-        holders, share = self.prefixes.find(prompt)
-        usable = [
-            replica.name for replica in self.replicas if replica.name in holders and self.in_use(replica)
-        ]
-        return min(usable, key=self.conversations.load, default=""), share
-
-    def note_prefix(self, prompt: bytes, replica: Replica) -> None:
-        """Take note that a replica holds a prompt in its cache."""
-        if len(self.replicas) > 1:
-            self.prefixes.put(prompt, replica.name)
-
-    def forget_prefixes(self, replica: Replica) -> None:
-        """Take note that the prefix cache of a replica was cleared."""
-        self._cleared_at[replica.name] = time.time()
-        self.prefixes.forget(replica.name)
-        self.conversations.forget_caches(replica.name)
 
     def failed(self, replica: Replica, problem: ApiError) -> None:
         """A request failed on a replica, for a reason that may lie in the replica."""

@@ -19,7 +19,7 @@ class Hold:
         return self._since is not None
 
     def seconds(self) -> float:
-        """Seconds of all holds until now. It stands still while requests are not held back.
+        """Seconds of all holds until now. It does not grow while requests are not held back.
 
         The difference of two values is the part of the time between them that must not count as a timeout.
         """
@@ -32,7 +32,7 @@ class Hold:
             self._since = self._clock()
 
     def end(self) -> float:
-        """Let requests go on; returns for how many seconds they were held back."""
+        """Release requests; returns for how many seconds they were held back."""
         if self._since is None:
             return 0.0
         seconds = self._clock() - self._since

@@ -22,7 +22,7 @@ _SHOWN_BYTES = 2000
 
 def judged(call: AdminCall, outcome: Outcome) -> Outcome:
     """The outcome, as a failure where the answer reports one although its status is 200."""
-    if call.join is Join.SUCCESS and outcome.ok and _field(outcome, "success") is False:
+    if call.join is Join.SUCCESS and outcome.ok and outcome.value("success") is False:
         problem = "it answered success: false"
         return Outcome(outcome.replica, outcome.status, outcome.headers, outcome.body, problem)
     return outcome
@@ -40,8 +40,8 @@ def join_answers(call: AdminCall, outcomes: Sequence[Outcome], note: str = "") -
         for outcome in outcomes
     )
     succeeded = sum(outcome.ok for outcome in outcomes)
-    if succeeded == len(outcomes) and call.join in (Join.SUM, Join.CONCATENATE):
-        return _combined(call, outcomes) or _each(outcomes)
+    if succeeded == len(outcomes) and (combined := _combined(call, outcomes)) is not None:
+        return combined
     if equal and not note:
         return BytesResponse(first.status, first.headers, first.body)
     if succeeded == len(outcomes):
@@ -50,15 +50,15 @@ def join_answers(call: AdminCall, outcomes: Sequence[Outcome], note: str = "") -
 
 
 def _combined(call: AdminCall, outcomes: Sequence[Outcome]) -> Response | None:
-    """The sum or the list of one field; None if an answer has no such field."""
+    """The sum or the list of one field; None for other calls, or if an answer has no such field."""
+    if call.join not in (Join.SUM, Join.CONCATENATE):
+        return None
     kind = int if call.join is Join.SUM else list
-    values: list[Any] = [_field(outcome, call.field) for outcome in outcomes]
+    values: list[Any] = [outcome.value(call.field) for outcome in outcomes]
     if any(type(value) is not kind for value in values):
-        first = outcomes[0]
-        equal = all((outcome.status, outcome.body) == (first.status, first.body) for outcome in outcomes)
-        return BytesResponse(first.status, first.headers, first.body) if equal else None
+        return None
     total = sum(values) if call.join is Join.SUM else [item for value in values for item in value]
-    body = {**_json(outcomes[0]), call.field: total}
+    body = {**_answer(outcomes[0]), call.field: total}
     return BytesResponse(200, list(JSON_HEADERS), msgspec.json.encode(body))
 
 
@@ -110,29 +110,3 @@ def _answer(outcome: Outcome) -> Any:
         return msgspec.json.decode(outcome.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return outcome.body.decode("utf-8", "replace")[:_SHOWN_BYTES]
-
-
-def _json(outcome: Outcome) -> dict[str, Any]:
-    answer = _answer(outcome)
-    return answer if isinstance(answer, dict) else {}
-
-
-def _field(outcome: Outcome, name: str) -> Any:
-    return _json(outcome).get(name)
-
-
-def has_field(outcome: Outcome, name: str, value: object) -> bool:
-    """Whether the answer of a replica is a JSON object with this value in a field."""
-    return bool(_field(outcome, name) == value)
-
-
-def integer_field(outcome: Outcome, name: str) -> int | None:
-    """A field of the answer of a replica; None if it is not an integer."""
-    value = _field(outcome, name)
-    return value if type(value) is int else None
-
-
-def text_field(outcome: Outcome, name: str) -> str | None:
-    """A field of the answer of a replica; None if it is not a text."""
-    value = _field(outcome, name)
-    return value if isinstance(value, str) else None

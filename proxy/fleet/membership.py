@@ -2,7 +2,7 @@
 
 The fleet has what any of them names, except what the admin API removed; `changes` shares what that changed
 with the other processes of the fleet. A change touches only the replicas that come or go: requests that run
-on a removed one end normally, and its conversations move when they go on.
+on a removed one end normally, and its conversations move when they continue.
 """
 
 import asyncio

@@ -20,9 +20,10 @@ from proxy.fleet.breaks import Breaks
 from proxy.fleet.health import Breaker
 from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Load
-from proxy.fleet.replica_report import ReplicaWeights, report
+from proxy.fleet.replica_report import report
 from proxy.fleet.replica_tokenizer import ReplicaTokenizer
 from proxy.fleet.tokenizers import Tokenizers
+from proxy.fleet.weight_state import ReplicaWeights
 from proxy.http import Request
 from proxy.metrics import Metrics, ReplicaState
 from tokenization import ChatTokenizer

@@ -1,23 +1,11 @@
-"""What the proxy reports of a replica, and which weights it must have."""
+"""What the proxy reports of a replica."""
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from proxy.engine.discovery import NO_TOKEN_IN
 
 if TYPE_CHECKING:
     from proxy.fleet.replica import Replica
-
-
-class ReplicaWeights(Protocol):
-    """Which weights a replica must have: see `weights.py`."""
-
-    async def greet(self, replica: "Replica") -> None:
-        """Find out the version of a replica that was discovered, before it gets requests."""
-        ...
-
-    def problem(self, replica: "Replica") -> str:
-        """Why a replica gets no requests; empty if its weights are those of the fleet."""
-        ...
 
 
 def report(replica: "Replica") -> dict[str, Any]:

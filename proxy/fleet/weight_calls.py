@@ -2,7 +2,7 @@
 
 1. The state that other processes have is read.
 2. The request of each replica is made: see `admin_requests.py`.
-3. New requests wait if the call begins a pause or an update. Other processes learn that before the engines.
+3. New requests wait if the call starts a pause or an update. Other processes learn of it before the engines.
 4. All replicas get their request at the same moment.
 5. The state follows from the answers: the version, the end of a pause, replicas that leave service.
 """
@@ -23,20 +23,23 @@ from proxy.fleet.admin_requests import (
     adapter_to_unload,
     cleared_by,
     named_version,
-    parameter,
 )
 from proxy.fleet.fan_out import Outcome, fan_out
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.joined_answers import has_field, join_answers, judged, problem_of
+from proxy.fleet.joined_answers import join_answers, judged, problem_of
 from proxy.fleet.replica import Replica
 from proxy.fleet.weight_state import Failure, FleetState
-from proxy.http import JSON_HEADERS, Request, Response
+from proxy.http import JSON_HEADERS, Request, Response, query_value
 from proxy.metrics import Metrics
 
 log = logging.getLogger("tokenproxy")
 
 _OTHERS_LEARN_S = 0.15
-"""Time for other processes to see that a pause ends, before the engines go on."""
+"""Seconds from the announcement that a pause ends until the engines are resumed.
+
+Other processes read the state three times in it, and note the positions of their streams. It is a time and no
+event, because they share nothing but the store, and how many there are is unknown. One that reads too late
+records its running turns as uncertain."""
 _UPDATES = frozenset({Effect.START, Effect.LOAD, Effect.FINISH, Effect.NAME})
 _LOADS = frozenset({Effect.START, Effect.LOAD, Effect.FINISH, Effect.CALL})
 """Effects after which a replica on which the call failed may have other weights than its version says."""
@@ -45,6 +48,22 @@ _MISSED = frozenset({Effect.START, Effect.LOAD, Effect.FINISH})
 _BEGINS_REPAIR = "/start_weight_update"
 _PAUSES = frozenset({Effect.PAUSE, Effect.SLEEP})
 _ENDS_PAUSE = frozenset({Effect.RESUME, Effect.WAKE})
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One call."""
+
+    call: AdminCall
+    request: Request
+    only: str
+    targets: list[Replica]
+    version: str | None
+    """The version that it sets."""
+    unnamed: set[Replica]
+    """Replicas that must not get the version."""
+    in_update: bool
+    """Whether the call is a step of an update that an earlier call started."""
 
 
 class WeightCalls:
@@ -58,7 +77,7 @@ class WeightCalls:
         self._running: set[asyncio.Task[Response]] = set()
 
     async def run(self, call: AdminCall, request: Request, only: str = "") -> Response:
-        """The answer of all replicas, joined. The call goes on if the client leaves.
+        """The answer of all replicas, joined. The call continues if the client leaves.
 
         Args:
             only: name of the one replica to send it to; empty for all.
@@ -102,7 +121,7 @@ class WeightCalls:
         self._count(call, outcomes)
         return join_answers(call, outcomes, note)
 
-    def _planned(self, call: AdminCall, request: Request, only: str) -> "_Run":
+    def _planned(self, call: AdminCall, request: Request, only: str) -> _Run:
         """The replicas of a call, and the version that it sets."""
         targets = self._targets(call, only)
         version = named_version(call, request)
@@ -152,8 +171,8 @@ class WeightCalls:
             and not failure.repairing
         }
 
-    async def _before(self, run: "_Run") -> None:
-        """Hold new requests back, or prepare that they go on."""
+    async def _before(self, run: _Run) -> None:
+        """Hold new requests back, or prepare their release."""
         weights, effect = self._fleet.weights, run.call.effect
         state = weights.state
         if run.only:
@@ -161,19 +180,19 @@ class WeightCalls:
                 for replica in run.targets:
                     weights.changing(replica)
         elif effect in _PAUSES:
-            mode = "sleep" if effect is Effect.SLEEP else parameter(run.request, "mode", "abort")
+            mode = "sleep" if effect is Effect.SLEEP else query_value(run.request, "mode", "abort")
             await weights.change(replace(state, paused=mode))
         elif effect in _UPDATES:
             updating = state.updating or run.call.path
             await weights.change(replace(state, updating=updating, touched=time.time()))
         elif effect in _ENDS_PAUSE and state.paused and weights.shared:
-            # the others take note of what has arrived of their streams; requests still wait here
+            # other processes note the positions of their streams; new requests still wait here
             await weights.announce(replace(state, paused=""))
             await asyncio.sleep(_OTHERS_LEARN_S)
         if effect in _ENDS_PAUSE:
-            weights.stop_position()
+            weights.note_positions()
 
-    async def _after(self, run: "_Run", outcomes: Sequence[Outcome]) -> str:
+    async def _after(self, run: _Run, outcomes: Sequence[Outcome]) -> str:
         """Draw the consequences; returns a note for the client on what the proxy did."""
         weights, fleet, effect = self._fleet.weights, self._fleet, run.call.effect
         done = [outcome.replica for outcome in outcomes if outcome.ok]
@@ -183,21 +202,21 @@ class WeightCalls:
         state = self._failed(state, run, outcomes)
         state = self._repaired(state, run, done)
         if effect in _ENDS_PAUSE:
-            state = self._went_on(state, run, outcomes)
+            state = self._resumed(state, run, outcomes)
         elif not run.only:
-            state = _moved(state, run, done)
+            state = _progressed(state, run, done)
         if state != weights.state or weights.announced:
             await weights.change(state)
         if cleared_by(run.call, run.request):
             for replica in done:
-                fleet.forget_prefixes(replica)
+                fleet.prefix_caches.forget(replica)
         for replica in fleet.replicas:
             replica.report_state()
         if effect is Effect.ADD_ADAPTER:
             return await self._undo_adapter(run.request, outcomes)
         return ""
 
-    def _name(self, state: FleetState, run: "_Run", outcomes: Sequence[Outcome]) -> FleetState:
+    def _name(self, state: FleetState, run: _Run, outcomes: Sequence[Outcome]) -> FleetState:
         """The state after replicas got a version. One that did not answer is asked for its own."""
         assert run.version is not None
         weights = self._fleet.weights
@@ -205,7 +224,7 @@ class WeightCalls:
         for replica in done:
             weights.named(replica, run.version)
             if self._salted:
-                self._fleet.forget_prefixes(replica)
+                self._fleet.prefix_caches.forget(replica)
         for outcome in outcomes:
             if not outcome.ok and not outcome.refused:
                 outcome.replica.weight_version = None
@@ -215,7 +234,7 @@ class WeightCalls:
         log.info("the weights of the fleet are version %s", run.version)
         return state.with_version(run.version)
 
-    def _failed(self, state: FleetState, run: "_Run", outcomes: Sequence[Outcome]) -> FleetState:
+    def _failed(self, state: FleetState, run: _Run, outcomes: Sequence[Outcome]) -> FleetState:
         """The state after some replicas failed: they leave service."""
         call = run.call
         failed = [outcome for outcome in outcomes if not outcome.ok]
@@ -224,7 +243,7 @@ class WeightCalls:
             return state
         loading = call.effect in _LOADS
         everywhere = len(failed) == len(outcomes)
-        if everywhere and (all(each.refused for each in failed) or (loading and not run.had_begun)):
+        if everywhere and (all(each.refused for each in failed) or (loading and not run.in_update)):
             return state  # nothing was loaded anywhere
         # a failure counts from before the version that this call may have set
         revision = self._fleet.weights.state.revision
@@ -240,7 +259,7 @@ class WeightCalls:
                 self._fleet.weights.changing(outcome.replica)
         return state.with_failures(failures)
 
-    def _repaired(self, state: FleetState, run: "_Run", done: Sequence[Replica]) -> FleetState:
+    def _repaired(self, state: FleetState, run: _Run, done: Sequence[Replica]) -> FleetState:
         """The state after a call succeeded on replicas: on those that had failed, and without the others."""
         call = run.call
         failed = {each.name: state.failures[each.name] for each in done if each.name in state.failures}
@@ -259,7 +278,7 @@ class WeightCalls:
                 log.info("%s gets requests again: %s succeeded on it", name, call.path)
         return state.without_failures(healed) if healed else state
 
-    def _missed(self, state: FleetState, run: "_Run") -> dict[str, Failure]:
+    def _missed(self, state: FleetState, run: _Run) -> dict[str, Failure]:
         """The failures of replicas that a step of an update was not sent to."""
         path, revision = run.call.path, self._fleet.weights.state.revision
         reason = f"it did not take part in {path}: update its weights"
@@ -269,12 +288,12 @@ class WeightCalls:
             if replica not in run.targets and replica.name not in state.failures
         }
 
-    def _went_on(self, state: FleetState, run: "_Run", outcomes: Sequence[Outcome]) -> FleetState:
+    def _resumed(self, state: FleetState, run: _Run, outcomes: Sequence[Outcome]) -> FleetState:
         """The state after replicas were resumed or woken up."""
         awake = [
             outcome.replica
             for outcome in outcomes
-            if outcome.ok and (run.call.effect is Effect.RESUME or has_field(outcome, "status", "awake"))
+            if outcome.ok and (run.call.effect is Effect.RESUME or outcome.value("status") == "awake")
         ]
         for replica in awake:
             self._fleet.weights.resumed(replica)
@@ -304,14 +323,14 @@ def unnamed_version() -> str:
     return f"update-{datetime.datetime.now(datetime.UTC).isoformat(timespec='milliseconds')}"
 
 
-def _moved(state: FleetState, run: "_Run", done: Sequence[Replica]) -> FleetState:
+def _progressed(state: FleetState, run: _Run, done: Sequence[Replica]) -> FleetState:
     """The state after a call on the whole fleet, as far as pauses, updates and the trainer's group go."""
     match run.call.effect:
         case Effect.FINISH:
             return replace(state, updating="")
-        case Effect.NAME if not run.had_begun:
+        case Effect.NAME if not run.in_update:
             return replace(state, updating="")
-        case Effect.START | Effect.LOAD if not done and not run.had_begun:
+        case Effect.START | Effect.LOAD if not done and not run.in_update:
             return replace(state, updating="")
         case Effect.PAUSE | Effect.SLEEP if not done:
             return replace(state, paused="")
@@ -320,19 +339,3 @@ def _moved(state: FleetState, run: "_Run", done: Sequence[Replica]) -> FleetStat
         case Effect.LEAVE if done:
             return replace(state, group=())
     return state
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One call."""
-
-    call: AdminCall
-    request: Request
-    only: str
-    targets: list[Replica]
-    version: str | None
-    """The version that it sets."""
-    unnamed: set[Replica]
-    """Replicas that must not get the version."""
-    had_begun: bool
-    """Whether an update had begun before."""

@@ -1,4 +1,4 @@
-"""What all processes of a fleet have to know of its weights.
+"""The state of a fleet's weights, which all its processes share.
 
 Law: a replica serves requests only if its weights are those of the fleet.
 
@@ -9,10 +9,13 @@ One value in the store holds the state. The process that gets an admin call writ
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from msgspec.structs import replace
+
+if TYPE_CHECKING:
+    from proxy.fleet.replica import Replica
 
 
 class StateError(Exception):
@@ -49,7 +52,8 @@ class FleetState(msgspec.Struct, frozen=True):
     failures: dict[str, Failure] = {}
     """Why replicas left service, by name."""
     touched: float = 0.0
-    """When an update was last going on, in seconds since the epoch. Only whether it differs counts."""
+    """When the last step of an update was called, in seconds since the epoch. So each step changes the state:
+    an update fails if that does not change for too long."""
 
     @property
     def holds(self) -> bool:
@@ -118,4 +122,16 @@ class StateStore(Protocol):
 
     async def write(self, state: FleetState) -> None:
         """Keep a state in place of the one before."""
+        ...
+
+
+class ReplicaWeights(Protocol):
+    """Which weights a replica must have: see `weights.py`."""
+
+    async def greet(self, replica: "Replica") -> None:
+        """Find out the version of a replica that was discovered, before it gets requests."""
+        ...
+
+    def problem(self, replica: "Replica") -> str:
+        """Why a replica gets no requests; empty if its weights are those of the fleet."""
         ...

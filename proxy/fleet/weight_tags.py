@@ -23,7 +23,7 @@ def unknown() -> None:
 
 
 class WeightTag:
-    """Of one turn on one replica."""
+    """The versions under which one turn is sampled on one replica."""
 
     __slots__ = ("__weakref__", "_cuts", "_pending", "_uncertain", "before", "progress", "replica", "version")
 
@@ -42,11 +42,11 @@ class WeightTag:
         self.progress: Callable[[], Positions | None] = nothing_arrived if stream else unknown
         """Returns what arrived until now; None if that is not known."""
         self.before: Positions | None = None
-        """What had arrived when the fleet was last seen to be paused, by a process that learns it late."""
+        """What had arrived when the positions of the streams were last noted during a pause."""
         self._uncertain = uncertain
         self._cuts: list[tuple[str, Positions | None]] = []
         self._pending: tuple[str, Positions | None] | None = None
-        """The version that the replica goes on with after the pause, and what had arrived before."""
+        """The version with which the replica resumes, and what had arrived when it was set."""
 
     def changing(self) -> None:
         """The weights change from now on while the turn may be sampled."""
@@ -61,7 +61,7 @@ class WeightTag:
             self._cuts.append((version, None))
 
     def resumed(self, positions: Positions | None) -> None:
-        """The replica goes on after a pause; `positions` is what had arrived then, None if unknown."""
+        """The replica was resumed after a pause; `positions` is what had arrived then, None if unknown."""
         pending, self._pending = self._pending, None
         if pending is not None and pending[0] != self._latest:
             self._cuts.append((pending[0], positions))

@@ -1,8 +1,7 @@
-"""The weights of a fleet as this process knows them: which replicas may serve, and what sampled each turn.
+"""The state of the fleet's weights in this process: which replicas may serve, and what samples each turn.
 
-The state is shared by all processes of the fleet, see `weight_state.py`. A process learns within a quarter of
-a second what another one changed. Before it records a turn it reads the state once more, so that no turn gets
-a version that another process had replaced.
+All processes of the fleet share the state, see `weight_state.py`. Each reads it every 0.25 s, and once more
+before it records a turn, so that no turn is recorded with a version that another process has replaced.
 """
 
 import asyncio
@@ -18,7 +17,6 @@ from proxy.engine.discovery import fetch
 from proxy.errors import ApiError
 from proxy.fleet.fan_out import Outcome
 from proxy.fleet.hold import Hold
-from proxy.fleet.joined_answers import has_field, text_field
 from proxy.fleet.replica import Replica
 from proxy.fleet.weight_state import Failure, FleetState, StateError, StateStore
 from proxy.fleet.weight_tags import WeightTag
@@ -31,11 +29,13 @@ log = logging.getLogger("tokenproxy")
 
 TIMEOUT_S = 600.0
 _ASK_S = 2.0
+"""Seconds in which a replica must answer a question about its weights."""
 _TICK_S = 0.25
 _PAUSED_TICK_S = 0.05
-"""While the fleet is paused: the positions of the streams must be known before it goes on."""
+"""Seconds between two reads of the state while the fleet is paused. Each read notes the positions of the
+streams, which must be current when the replicas resume."""
 _MARGIN_S = 30.0
-"""How much longer than a call may take an update may stand still."""
+"""An update fails if nothing happens in it for this much longer than a call may take."""
 
 
 class Weights:
@@ -45,16 +45,16 @@ class Weights:
         """The state of a fleet that is not watched yet.
 
         Args:
-            timeout_s: how long a call may take on a replica, and about how long an update may stand still.
+            timeout_s: how long a call may take on a replica, and about how long an update may be idle.
         """
         self.state = FleetState()
         self.timeout_s = timeout_s
         self.store: StateStore | None = None
-        """Where other processes learn of the state; None keeps it in this process."""
+        """Shares the state with other processes; None keeps it in this one."""
         self.calls = 0
         """Admin calls of this process that run."""
         self.announced = False
-        """Whether other processes know a newer state than this one."""
+        """Whether the store holds a newer state than this process: `change` follows."""
         self.hold = Hold()
         self._fleet = fleet
         self._tags: WeakSet[WeightTag] = WeakSet()
@@ -63,9 +63,10 @@ class Weights:
         self._reading: asyncio.Task[bool] | None = None
         self._next_read: asyncio.Task[bool] | None = None
         self._changes = 0
-        """Counts the changes of this process: what was read before one of them is too old to adopt."""
+        """Number of changes by this process. A read that started before the last one is too old to adopt."""
         self._writing = asyncio.Lock()
         self._unshared = False
+        """Whether the state is not in the store, because that does not respond."""
         self._problem = ""
         self._learning: set[asyncio.Task[None]] = set()
         self._moved_at = 0.0
@@ -90,7 +91,7 @@ class Weights:
         return tag
 
     async def confirm(self, tag: WeightTag) -> None:
-        """Make sure that a tag has what other processes changed until now."""
+        """Apply what other processes have changed until now; a tag is uncertain if that cannot be read."""
         if tag.version is None and self.state.version is None:
             return
         if not await self.refresh():
@@ -110,7 +111,7 @@ class Weights:
         await self._write(state)
 
     async def announce(self, state: FleetState) -> None:
-        """Let other processes learn of a state that is about to be; `change` comes next."""
+        """Write a state for other processes before this one adopts it; `change` follows."""
         self.announced = True
         await self._write(state)
 
@@ -120,20 +121,20 @@ class Weights:
         for tag in self._tags_of(replica):
             tag.named(version, paused=bool(self.state.paused))
 
-    def stop_position(self) -> None:
-        """Take note of what arrived of each stream, right before the replicas go on."""
+    def note_positions(self) -> None:
+        """Note how much of each stream has arrived. Call it right before the replicas resume."""
         for tag in self._tags:
             tag.before = None if self._fleet.was_late else tag.progress()
 
     def resumed(self, replica: Replica) -> None:
-        """A replica goes on after a pause."""
+        """A replica was resumed after a pause."""
         for tag in self._tags_of(replica):
             tag.resumed(tag.before)
             if self.state.updating:
                 tag.changing()
 
     def changing(self, replica: Replica) -> None:
-        """The weights of a replica are not known from now on."""
+        """The weights of a replica change: the turns that run on it are uncertain."""
         for tag in self._tags_of(replica):
             tag.changing()
 
@@ -163,7 +164,7 @@ class Weights:
             log.warning("%s gets no requests: %s", replica.name, problem)
 
     async def refresh(self) -> bool:
-        """Read what other processes changed, in a read that begins after this call; False if that fails."""
+        """Read what other processes changed, in a read that starts after this call; False if that fails."""
         if not self.shared:
             return True
         if self._next_read is None:
@@ -186,7 +187,7 @@ class Weights:
         assert self.store is not None
         changes = self._changes
         if self.state.paused and not self.calls:  # else this process ends the pause itself
-            self.stop_position()
+            self.note_positions()
         try:
             state = await self.store.read()
         except StateError as error:
@@ -215,7 +216,7 @@ class Weights:
         self._adopt(new)
 
     def _adopt(self, new: FleetState) -> None:
-        """Make a state the current one: requests wait, or go on."""
+        """Make a state the current one, and hold or release requests by it."""
         old, self.state = self.state, new
         self._changes += 1
         self._moved_at = time.monotonic()
@@ -238,7 +239,7 @@ class Weights:
             replica.report_state()
 
     def _ask_again(self) -> None:
-        """Ask all replicas for their versions; requests wait until they answered."""
+        """Ask all replicas for their versions; requests wait until they have answered."""
 
         async def ask() -> None:
             await asyncio.gather(*(self._ask(replica) for replica in self._fleet.replicas if replica.ready))
@@ -272,7 +273,7 @@ class Weights:
             try:
                 await self._tick()
             except Exception:  # the boundary of the task: an engine's answer must not end the watch
-                log.exception("the weights of the fleet could not be looked at")
+                log.exception("checking the weights of the fleet failed")
 
     async def _tick(self) -> None:
         if self._unshared:
@@ -297,7 +298,7 @@ class Weights:
                 await self._check_pause(ready)
 
     async def _give_up_update(self) -> None:
-        """An update did not end: nobody knows which weights the replicas have."""
+        """End an update that is idle: a part of the weights may be loaded, so its replicas leave service."""
         path, revision = self.state.updating, self.state.revision
         reason = f"a weight update began with {path} and did not end: update its weights again"
         log.error("%s", reason)
@@ -325,13 +326,14 @@ class Weights:
         await self._ask(replica)
 
     async def _ask(self, replica: Replica) -> None:
-        """Ask a replica for its version. Without an answer it stays as it was."""
-        status, outcome = await self._get(replica, "/weight_info")
-        if not status or status >= 500:
+        """Ask a replica for its version. Without an answer nothing changes."""
+        answer = await self._get(replica, "/weight_info")
+        if not answer.status or answer.status >= 500:
             return
-        if status != 200:
+        if not answer.ok:
             self._without_version.add(replica)
-        version = text_field(outcome, "weight_version") if status == 200 else None
+        value = answer.value("weight_version") if answer.ok else None
+        version = value if isinstance(value, str) else None
         if version == replica.weight_version and replica.name not in self.state.failures:
             return
         if not self.state.allows(replica.name, version):
@@ -354,24 +356,24 @@ class Weights:
 
     async def _is_paused(self, replica: Replica) -> bool | None:
         """Whether an engine is paused; None if it does not say."""
-        status, outcome = await self._get(replica, "/is_paused")
-        return has_field(outcome, "is_paused", True) if status == 200 else None
+        answer = await self._get(replica, "/is_paused")
+        return answer.value("is_paused") is True if answer.ok else None
 
-    async def _get(self, replica: Replica, path: str) -> tuple[int, Outcome]:
-        """The status and the answer of an engine's route; status 0 without an answer."""
+    async def _get(self, replica: Replica, path: str) -> Outcome:
+        """What a route of an engine answers; status 0 without an answer."""
         try:
             async with asyncio.timeout(_ASK_S):
                 status, body = await fetch(replica.questions, Request("GET", path))
         except (ApiError, TimeoutError):
-            return 0, Outcome(replica)
-        return status, Outcome(replica, status, [], body)
+            return Outcome(replica)
+        return Outcome(replica, status, [], body)
 
     def _tags_of(self, replica: Replica) -> list[WeightTag]:
         return [tag for tag in self._tags if tag.replica == replica.name]
 
     def _report(self, problem: str) -> None:
         if problem and not self._problem:
-            log.error("what other processes changed of the fleet's weights is not known: %s", problem)
+            log.error("the weights that other processes set cannot be read: %s", problem)
         elif self._problem and not problem:
-            log.info("what other processes changed of the fleet's weights is known again")
+            log.info("the weights that other processes set can be read again")
         self._problem = problem

@@ -66,7 +66,7 @@ async def _report_consumers(store: Store, metrics: Metrics, before: set[str]) ->
         age = max(0.0, now - consumer.oldest / 1e6) if consumer.waiting else 0.0
         oldest_s[consumer.name] = max(oldest_s.get(consumer.name, 0.0), age)
     for name, count in waiting.items():
-        metrics.consumer_behind(name, count, oldest_s[name])
+        metrics.consumer_lag(name, count, oldest_s[name])
     for name in before - waiting.keys():
         metrics.consumer_removed(name)
     return set(waiting)

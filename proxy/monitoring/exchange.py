@@ -5,7 +5,7 @@ that a request starts share it.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from time import perf_counter
 
@@ -96,12 +96,5 @@ def waiting() -> Iterator[None]:
 def queued() -> Iterator[None]:
     """Count the running request as waiting for a replica. The wait is not time that the proxy adds."""
     exchange = _running.get()
-    if exchange is None:
+    with waiting(), exchange.metrics.queue() if exchange is not None else nullcontext():
         yield
-        return
-    began = perf_counter()
-    try:
-        with exchange.metrics.queue():
-            yield
-    finally:
-        exchange.waited_s += perf_counter() - began

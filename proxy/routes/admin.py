@@ -5,10 +5,9 @@ import msgspec
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, read
 from proxy.fleet.membership import Membership
-from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
+from proxy.http import JSON_HEADERS, BytesResponse, Request, Response, query_value
 from proxy.routes.base import Route
 from proxy.routes.scopes import KeyScope
-from proxy.routes.store_route import query_value
 from proxy.turn.services import Services
 
 

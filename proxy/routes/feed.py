@@ -7,7 +7,6 @@ Samples are made in threads of asyncio's own, not in those of the encoders, for 
 """
 
 import asyncio
-import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +17,20 @@ import msgspec
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, read
 from proxy.history.feed import Acknowledged, Consumer, FeedStore
-from proxy.http import Request
+from proxy.http import Request, query_value, query_values
 from proxy.monitoring.exchange import waiting
 from proxy.routes.sample_fields import requested_layout, requested_shared
 from proxy.routes.scopes import KeyScope
 from proxy.routes.session_names import check_name
-from proxy.routes.store_route import StoreRoute, number, query_value, query_values
-from proxy.samples.feed import FeedFilter, FeedStep, ReadRollout, read_step
+from proxy.routes.store_route import StoreRoute, number
+from proxy.samples.feed import (
+    FeedFilter,
+    FeedStep,
+    ReadRollout,
+    cursor_position,
+    metadata_condition,
+    read_step,
+)
 from proxy.samples.layouts import Layout
 from proxy.samples.samples import Shared
 from proxy.turn.services import Services
@@ -36,9 +42,8 @@ LONGEST_WAIT_S = 300.0
 
 _STOP_CHECK_S = 0.5
 """Seconds after which a request that waits looks whether the proxy stops."""
-_KNOWN_S = 60.0
-"""Seconds after which a consumer that reads is noted as present again."""
-_CURSOR = re.compile(r"[0-9]{1,18}")
+_NOTED_S = 60.0
+"""Seconds after which the store notes again that a consumer reads. Silent consumers are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ class FeedAcknowledge(StoreRoute):
         if cursor is None:
             raise BadRequest("`cursor` is required: that of the last rollout you processed", param="cursor")
         name, position = check_name(consumer, "consumer"), _position(cursor, "cursor")
-        await _known(feed, request.tenant, name)
+        await _acknowledged(feed, request.tenant, name)
         acknowledged = await feed.acknowledge(request.tenant, name, position)
         return 200, {"consumer": name, "cursor": str(acknowledged)}
 
@@ -162,16 +167,19 @@ def _read_parameters(request: Request) -> _FeedRequest:
 
 def _metadata(condition: str) -> tuple[str, str]:
     """The key and the value of `KEY=VALUE`. Raises BadRequest."""
-    key, equals, value = condition.partition("=")
-    if not equals or not key:
-        raise BadRequest("`metadata` must be KEY=VALUE, as metadata=env%3Dmath", param="metadata")
-    return key, value
+    try:
+        return metadata_condition(condition)
+    except ValueError as error:
+        raise BadRequest("`metadata` must be KEY=VALUE, as metadata=env%3Dmath", param="metadata") from error
 
 
 def _position(cursor: str, param: str) -> int:
-    if not _CURSOR.fullmatch(cursor):
-        raise BadRequest(f"`{param}` must be a cursor that /v1/samples returned, or 0", param=param)
-    return int(cursor)
+    try:
+        return cursor_position(cursor)
+    except ValueError as error:
+        raise BadRequest(
+            f"`{param}` must be a cursor that /v1/samples returned, or 0", param=param
+        ) from error
 
 
 async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services) -> FeedStep:
@@ -202,26 +210,26 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
 
 
 async def _start(requested: _FeedRequest, tenant: str, feed: FeedStore) -> int:
-    """The position after which to read. A consumer becomes known by reading."""
-    acknowledged = 0
+    """The position after which to read. A consumer is registered when it reads for the first time."""
+    position = 0
     if requested.consumer:
-        known = await _known(feed, tenant, requested.consumer)
-        if known is None or abs(time.time() - known.at) > _KNOWN_S:
+        acknowledged = await _acknowledged(feed, tenant, requested.consumer)
+        if acknowledged is None or abs(time.time() - acknowledged.at) > _NOTED_S:
             await feed.acknowledge(tenant, requested.consumer, 0)
-        acknowledged = known.position if known else 0
-    return acknowledged if requested.after is None else requested.after
+        position = acknowledged.position if acknowledged else 0
+    return position if requested.after is None else requested.after
 
 
-async def _known(feed: FeedStore, tenant: str, name: str) -> Acknowledged | None:
+async def _acknowledged(feed: FeedStore, tenant: str, name: str) -> Acknowledged | None:
     """How far a consumer has read; None for a new one. Raises BadRequest if the tenant has too many."""
-    known = await feed.acknowledged(tenant, name)
-    if known is None and len(await feed.consumers(tenant)) >= MOST_CONSUMERS:
+    acknowledged = await feed.acknowledged(tenant, name)
+    if acknowledged is None and len(await feed.consumers(tenant)) >= MOST_CONSUMERS:
         raise BadRequest(
             f"there are {MOST_CONSUMERS} consumers: remove one with DELETE /v1/samples/consumers/NAME",
             param="consumer",
             code="too_many_consumers",
         )
-    return known
+    return acknowledged
 
 
 def _shown(rollout: ReadRollout, layout: Layout) -> msgspec.Raw:

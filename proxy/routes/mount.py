@@ -37,18 +37,9 @@ def mount(
         disabled: canonical paths of routes that are not added.
     """
     existing = list(app.router.routes)
-    mounted = [
-        route
-        for route in all_routes()
-        if route.path not in disabled
-        and (
-            not inside_vllm
-            or (
-                route.inside_vllm
-                and (not route.replaces_engine_route or _serves(existing, route, route.path))
-            )
-        )
-    ]
+    mounted = [route for route in all_routes() if route.path not in disabled]
+    if inside_vllm:
+        mounted = [route for route in mounted if _belongs_inside_vllm(route, existing)]
     # vLLM's middleware sets no scopes; its own flags enable or disable its routes
     endpoints = [
         Endpoint(route, services, tenant_of, observer, checks_scopes=not inside_vllm) for route in mounted
@@ -70,6 +61,13 @@ def mount(
         for method in endpoint.route.methods
         if "{" not in path
     }
+
+
+def _belongs_inside_vllm(route: Route, existing: Sequence[BaseRoute]) -> bool:
+    """Whether vLLM's own application gets a route, next to those that it has."""
+    if route.replaces_engine_route and not _serves(existing, route, route.path):
+        return False
+    return route.inside_vllm
 
 
 def _serves(existing: Sequence[BaseRoute], route: Route, template: str) -> bool:

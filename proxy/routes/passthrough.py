@@ -36,8 +36,8 @@ _PREPARES = (
     "/v1/messages/count_tokens",
 )
 """POST routes that do not use the engine's weights."""
-_SALTED = ("/v1/completions", "/v1/responses", "/inference/v1/generate")
-"""POST routes that take a `cache_salt`, besides those of turns."""
+_SALTED = ("/v1/responses",)
+"""POST routes that take a `cache_salt`. Those of turns, which take one too, do not come here."""
 
 
 class PassThrough(Route):

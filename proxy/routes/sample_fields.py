@@ -1,8 +1,7 @@
 """The parameters of the routes that return samples."""
 
 from proxy.errors import BadRequest
-from proxy.http import Request
-from proxy.routes.store_route import query_value
+from proxy.http import Request, query_value
 from proxy.samples.layouts import LAYOUTS, Layout
 from proxy.samples.samples import Shared
 

@@ -6,9 +6,9 @@ It no longer counts as load of the replica that holds it, and its samples are in
 from proxy.errors import BadRequest
 from proxy.history.feed import Cause
 from proxy.history.store import session_id
-from proxy.http import Request
+from proxy.http import Request, query_value
 from proxy.routes.session_names import check_name, session_in_path
-from proxy.routes.store_route import StoreRoute, query_value
+from proxy.routes.store_route import StoreRoute
 from proxy.turn.services import Services
 
 

@@ -10,10 +10,10 @@ from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, raw_value, read
 from proxy.history.store import MAX_DESCRIPTION_BYTES, Cursor, Session, session_id
 from proxy.history.turn import Turn, new_id, unpack_ids, unpack_logprobs
-from proxy.http import Request
+from proxy.http import Request, query_value
 from proxy.routes.sample_fields import requested_layout, requested_shared
 from proxy.routes.session_names import check_name, session_in_path
-from proxy.routes.store_route import StoreRoute, number, query_value
+from proxy.routes.store_route import StoreRoute, number
 from proxy.samples.samples import samples_of
 from proxy.samples.traces import traces_of
 from proxy.turn.services import Services
@@ -122,11 +122,8 @@ class SessionTraces(StoreRoute):
         await _session(request, name, services)
         turns = await store.turns(_rollout(request, name))
 
-        def export() -> list[dict[str, Any]]:
-            found = [trace for trace in traces_of(turns, name) if trace["timestamp"] >= since]
-            return found if math.isinf(limit) else found[: int(limit)]
-
-        return 200, await services.in_thread(export)
+        most = None if math.isinf(limit) else int(limit)
+        return 200, await services.in_thread(lambda: traces_of(turns, name, since=since, limit=most))
 
 
 class SessionReward(StoreRoute):

@@ -1,8 +1,7 @@
-"""The base of the routes that need the store, and what they read from a URL's query."""
+"""The base of the routes that need the store, and the numbers in their queries."""
 
 import math
 from abc import abstractmethod
-from urllib.parse import parse_qs
 
 import msgspec
 
@@ -40,16 +39,6 @@ class StoreRoute(Route):
     @abstractmethod
     async def reply(self, request: Request, services: Services) -> tuple[int, object]:
         """Status and body. Raises StoreError, ApiError."""
-
-
-def query_value(request: Request, name: str, default: str) -> str:
-    """The last value of a parameter in the query."""
-    return [default, *query_values(request, name)][-1]
-
-
-def query_values(request: Request, name: str) -> list[str]:
-    """All values of a parameter in the query."""
-    return parse_qs(request.path.partition("?")[2]).get(name, [])
 
 
 def number(name: str, text: str) -> float:

@@ -1,12 +1,12 @@
 """The routes of `trl vllm-serve`, for TRL up to 1.10, whose client calls them; later ones call vLLM's own."""
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
 
 from proxy.dialects.trl import Batch, Prompt, TrlAnswer, parse_batch, turn_of
+from proxy.engine.discovery import fetch
 from proxy.errors import ApiError, EngineBroken, Unsupported
 from proxy.fields import join, parse
 from proxy.history.store_time import store_time
@@ -68,7 +68,7 @@ class TrlBatch(Route):
 class _Responses:
     """The responses to a batch. The first failure ends it: the turns that still run are cancelled."""
 
-    def __init__(self, batch: Batch, serve: Any) -> None:
+    def __init__(self, batch: Batch, serve: Callable[[Prompt], Awaitable[Response]]) -> None:
         self.bodies = [b""] * len(batch.prompts)
         """The completions, in the order of the prompts."""
         self._waiting: Iterator[tuple[int, Prompt]] = iter(enumerate(batch.prompts))
@@ -118,15 +118,11 @@ async def _tokenise(prompt: Prompt, request: Request, services: Services) -> Pro
     headers = [pair for pair in request.headers if pair[0] != b"accept-encoding"]
     body = join({"prompt": msgspec.Raw(prompt.raw)})
     call = Request("POST", "/tokenize", headers, body, repeatable=True)
-    response = await services.fleet.ask(lambda replica: replica.engine.send(call))
-    try:
-        tokenised = await response.read()
-    finally:
-        await response.aclose()
+    status, tokenised = await services.fleet.ask(lambda replica: fetch(replica.engine, call))
     try:
         tokens = msgspec.json.decode(tokenised, type=dict[str, msgspec.Raw])["tokens"]
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
-        raise EngineBroken(f"/tokenize returned status {response.status} and no tokens") from error
+        raise EngineBroken(f"/tokenize returned status {status} and no tokens") from error
     return Prompt(prompt.field, bytes(tokens))
 
 

@@ -4,6 +4,7 @@ What is read is at least as new as the entry of the feed: a rollout that changes
 with its next revision.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -12,8 +13,7 @@ import msgspec
 
 from proxy.history.feed import FinishedRollout
 from proxy.history.store import Session, Store
-from proxy.history.turn import Turn
-from proxy.samples.samples import Refused, Sample, Samples, Shared, TurnSpan, samples_of
+from proxy.samples.samples import Refused, Sample, Shared, TurnSpan, samples_of
 
 T = TypeVar("T")
 
@@ -23,6 +23,7 @@ MOST_SCANNED = 1000
 """Entries that one step looks at: a filter that selects nothing must not keep a reader waiting."""
 MOST_IDS = 2**19
 """Ids of samples after which a step returns. The last rollout may exceed it: a rollout is never divided."""
+_CURSOR = re.compile(r"[0-9]{1,18}")
 
 
 class InThread(Protocol):
@@ -62,6 +63,21 @@ class FeedFilter:
         )
 
 
+def metadata_condition(text: str) -> tuple[str, str]:
+    """The key and the value of `KEY=VALUE`, for `FeedFilter.metadata`. Raises ValueError if it is none."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ValueError(f"not KEY=VALUE: {text!r}")
+    return key, value
+
+
+def cursor_position(text: str) -> int:
+    """The position in the feed that a cursor stands for. Raises ValueError if it is no cursor."""
+    if not _CURSOR.fullmatch(text):
+        raise ValueError(f"not a cursor: {text!r}")
+    return int(text)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadRollout:
     """A finished rollout, with those of its samples that were selected."""
@@ -77,9 +93,9 @@ class FeedStep:
 
     rollouts: Sequence[ReadRollout]
     position: int
-    """How far the step looked: the next one begins after it."""
+    """The last position that the step looked at; the next step starts after it."""
     more: bool
-    """Whether the feed goes on after that position."""
+    """Whether the feed may hold rollouts after that position."""
 
 
 async def read_step(
@@ -106,7 +122,9 @@ async def read_step(
                 rollout = await _read(store, entry, selected, shared, in_thread)
                 if rollout is not None:
                     rollouts.append(rollout)
-                    ids += sum(len(sample.prompt_ids + sample.completion_ids) for sample in rollout.samples)
+                    ids += sum(
+                        len(sample.prompt_ids) + len(sample.completion_ids) for sample in rollout.samples
+                    )
             after = entry.position
         scanned += len(entries)
         if len(entries) < ENTRIES_AT_ONCE:
@@ -117,22 +135,19 @@ async def read_step(
 async def _read(
     store: Store, entry: FinishedRollout, selected: FeedFilter, shared: Shared, in_thread: InThread
 ) -> ReadRollout | None:
-    """The samples of a rollout; None if it was removed meanwhile, or none of its samples is selected."""
+    """The samples of a rollout; None if it was removed since `entry` was read, or if none is selected."""
     turns = await store.turns(entry.session.id)
     if not turns:
         return None
     rewards = await store.rewards(entry.session.id)
-    found = await in_thread(lambda: _samples(turns, rewards, entry, shared))
+    session, revision = entry.session, entry.revision
+    found = await in_thread(
+        lambda: samples_of(turns, rewards, session=session, shared=shared, revision=revision)
+    )
     samples = [sample for sample in found.samples if selected.selects_sample(sample)]
     if selected.weight_versions and not samples:
         return None
     return ReadRollout(entry, samples, found.refused)
-
-
-def _samples(
-    turns: Sequence[Turn], rewards: Mapping[str, float], entry: FinishedRollout, shared: Shared
-) -> Samples:
-    return samples_of(turns, rewards, session=entry.session, shared=shared, revision=entry.revision)
 
 
 def weights_of(turn: TurnSpan) -> set[str]:

@@ -1,4 +1,4 @@
-"""Writes the samples of finished rollouts to a file, as they are finished, until it is told to stop."""
+"""Writes the samples of rollouts to a file when they are finished, until it is stopped."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ class Follower:
     def __init__(
         self, store: Store, layout: Layout, selected: FeedFilter, shared: Shared, after: int
     ) -> None:
-        """Nothing is read yet. `after`: the position after which to begin."""
+        """Nothing is read yet. `after` is the position after which the first step reads."""
         self.position = after
         """Everything up to here was written and flushed."""
         self.report = Report()
@@ -46,7 +46,7 @@ class Follower:
         """Write what is finished until `stop`.
 
         Args:
-            on_error: called if the store does not respond, once until it does again.
+            on_error: called once each time that the store stops responding.
 
         Raises:
             StoreUnusable: the store can never be read.
@@ -70,8 +70,11 @@ class Follower:
 
     async def _step(self, file: BinaryIO) -> bool:
         """Write the next rollouts; False if there are no more for now."""
-        after = min(self.position, await self._store.feed.end())
-        step = await read_step(self._store, after, _ROLLOUTS_AT_ONCE, self._selected, self._shared, _at_once)
+        # a position beyond the end, as after the loss of a store, counts as the end
+        self.position = min(self.position, await self._store.feed.end())
+        step = await read_step(
+            self._store, self.position, _ROLLOUTS_AT_ONCE, self._selected, self._shared, _at_once
+        )
         for rollout in step.rollouts:
             if self._stopped.is_set():
                 return True
@@ -80,7 +83,7 @@ class Follower:
             file.flush()
             self.position = rollout.entry.position
             self.report.add(rollout.samples, rollout.refused)
-        self.position = max(self.position, step.position)
+        self.position = step.position
         return step.more
 
 
@@ -89,18 +92,18 @@ async def _at_once(work: Callable[[], T]) -> T:
 
 
 def end_last_line(file: BinaryIO) -> None:
-    """Remove the beginning of a line that a killed process left at the end of a file.
+    """Remove a line that a killed process wrote only in part at the end of a file.
 
     Args:
         file: open for reading and writing; the position moves to its end.
     """
-    size = file.seek(0, os.SEEK_END)
-    start, tail = size, b""
-    while start > 0 and b"\n" not in tail:
+    start = size = file.seek(0, os.SEEK_END)
+    blocks: list[bytes] = []
+    while start > 0 and (not blocks or b"\n" not in blocks[-1]):
         length = min(_TAIL_BYTES, start)
         start = file.seek(start - length)
-        tail = file.read(length) + tail
-    line = tail.rpartition(b"\n")[2]
+        blocks.append(file.read(length))
+    line = b"".join(reversed(blocks)).rpartition(b"\n")[2]
     try:
         msgspec.json.decode(line or b"null")
     except msgspec.DecodeError:

@@ -14,15 +14,16 @@ padded, and no leaf is left out silently.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from proxy.history.prompt_image import PromptImage
 from proxy.history.store import Session
 from proxy.history.turn import Turn, WeightSpan, unpack_ids, unpack_logprobs
-from proxy.history.vocabulary import Problem
+from proxy.samples.tree import TurnTree
 
 T = TypeVar("T")
 
@@ -131,7 +132,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     image_data: dict[str, str]
     """Data URLs by digest: of those images that no earlier sample of the rollout holds."""
     revision: int = 0
-    """How often the feed had the rollout finished; 0 for samples that were not read from the feed."""
+    """`FinishedRollout.revision`; 0 for samples that were not read from the feed."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +176,7 @@ def samples_of(
         shared: whether shared turns are trained once or in each sample.
         revision: that of all samples.
     """
-    tree = _Tree(turns)
+    tree = TurnTree(turns)
     rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
     paths = [tree.path(end) for end in tree.ends()]
     leaf_of = _leaf_that_trains(sorted(paths, key=lambda path: _preference(path[-1], tree, rewards)))
@@ -184,12 +185,16 @@ def samples_of(
     for index, path in enumerate(paths):
         leaf = path[-1]
         trained = {turn.id for turn in path if shared == "each" or leaf_of[turn.id] == leaf.id}
-        sample = _sample(path, trained, rewards, session, index, delivered, whole=tree.is_leaf(leaf))
-        samples.append(msgspec.structs.replace(sample, revision=revision) if revision else sample)
-    return Samples(samples, list(tree.refused(session)))
+        whole = tree.is_leaf(leaf)
+        samples.append(_sample(path, trained, rewards, session, delivered, index, revision, whole=whole))
+    refused = [
+        Refused(rollout=_name(session, leaf), leaf=leaf.id, turn=fault.turn, reason=fault.reason)
+        for leaf, fault in tree.faulty_leaves()
+    ]
+    return Samples(samples, refused)
 
 
-def _preference(leaf: Turn, tree: "_Tree", rewards: Mapping[str, float]) -> tuple[object, ...]:
+def _preference(leaf: Turn, tree: TurnTree, rewards: Mapping[str, float]) -> tuple[object, ...]:
     """Sort key of leaves: of those that share a turn, the first trains it.
 
     Aborted leaves come last: trainers often drop such samples, and the shared turns with them. Otherwise
@@ -209,104 +214,23 @@ def _leaf_that_trains(paths: Iterable[Sequence[Turn]]) -> dict[str, str]:
     return leaf_of
 
 
-class _Fault(msgspec.Struct, frozen=True):
-    """The first turn of a path that cannot be trained on, and its problem."""
-
-    turn: str
-    reason: str
-
-
-class _Tree:
-    """The turns of a rollout, and for each the first fault of its path."""
-
-    def __init__(self, turns: Sequence[Turn]) -> None:
-        self._turns = {turn.id: turn for turn in sorted(turns, key=lambda turn: turn.id)}
-        self._children: dict[str, list[Turn]] = {}
-        for turn in self._turns.values():
-            if turn.parent is not None:
-                self._children.setdefault(turn.parent, []).append(turn)
-        self._faults = self._find_faults()
-
-    def _find_faults(self) -> dict[str, _Fault | None]:
-        faults: dict[str, _Fault | None] = {}
-        first_turns = [turn for turn in self._turns.values() if self._parent(turn) is None]
-        # Turns that continue each other in a circle (the store is corrupt) have no first turn: take one.
-        for first in [*first_turns, *self._turns.values()]:
-            if first.id in faults:
-                continue
-            if (parent := self._parent(first)) is not None:
-                self._children[parent.id].remove(first)
-            reached = [first]
-            for turn in reached:  # grows: parents come before their children, in any order of ids
-                parent = None if turn is first else self._parent(turn)
-                inherited = faults[parent.id] if parent else None
-                reason = "" if inherited else _untrainable_reason(turn, parent)
-                faults[turn.id] = _Fault(turn.id, reason) if reason else inherited
-                reached += self._children.get(turn.id, ())
-        return faults
-
-    def _parent(self, turn: Turn) -> Turn | None:
-        return None if turn.parent is None else self._turns.get(turn.parent)
-
-    def is_leaf(self, turn: Turn) -> bool:
-        """Whether no turn continues this one."""
-        return not self._children.get(turn.id)
-
-    def path(self, turn: Turn) -> list[Turn]:
-        """A turn and all turns that it continues, the first one first."""
-        path = [turn]
-        while (parent := self._parent(path[-1])) is not None:
-            path.append(parent)
-        return path[::-1]
-
-    def ends(self) -> list[Turn]:
-        """Sound turns that no sound turn continues, by id: first the leaves, then ends of refused paths."""
-        sound = [turn for turn in self._turns.values() if self._faults[turn.id] is None]
-        continued = {turn.parent for turn in sound}
-        return sorted(
-            (turn for turn in sound if turn.id not in continued), key=lambda turn: not self.is_leaf(turn)
-        )
-
-    def refused(self, session: Session | None) -> Iterator[Refused]:
-        """The leaves with a fault on their path, in the order of their ids."""
-        for turn in self._turns.values():
-            if (fault := self._faults[turn.id]) and self.is_leaf(turn):
-                rollout = session.name if session else turn.rollout
-                yield Refused(rollout=rollout, leaf=turn.id, turn=fault.turn, reason=fault.reason)
-
-
-def _untrainable_reason(turn: Turn, parent: Turn | None) -> str:
-    """The problem of this turn itself, independent of the turns that it continues; empty if it has none."""
-    if turn.problem:
-        return turn.problem
-    if turn.parent is not None and parent is None:
-        return Problem.MISSING_PARENT
-    if any(len(packed) % 4 for packed in (turn.appended, turn.completion, turn.logprobs)):
-        return Problem.UNREADABLE_EVIDENCE
-    before = parent.prompt_tokens + parent.completion_tokens if parent else 0
-    if before + len(turn.appended) // 4 != turn.prompt_tokens:
-        return Problem.PROMPT_LENGTH_MISMATCH
-    if turn.prompt_tokens == 0:
-        return Problem.NO_PROMPT_IDS
-    if not turn.completion:
-        return Problem.NO_COMPLETION_IDS
-    if not turn.logprobs:
-        return Problem.NO_LOGPROBS
-    if len(turn.logprobs) != len(turn.completion):
-        return Problem.LOGPROBS_MISMATCH
-    return "" if all(map(math.isfinite, unpack_logprobs(turn.logprobs))) else Problem.LOGPROBS_NOT_FINITE
-
-
 def _sample(
     path: Sequence[Turn],
     trained: set[str],
     rewards: Mapping[str, float],
     session: Session | None,
-    index: int,
     delivered: set[str],
+    index: int,
+    revision: int,
     *,
     whole: bool,
 ) -> Sample:
+    """The sample of a path.
+
+    Args:
+        trained: ids of the turns whose mask is 1.
+        delivered: digests of the images that earlier samples hold; those of this sample are added.
+    """
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float | None] = []
@@ -322,12 +246,10 @@ def _sample(
         mask += [int(turn.id in trained)] * turn.completion_tokens
         logprobs += unpack_logprobs(turn.logprobs)
     images = [image for turn in path for image in turn.images]
-    new = {image.digest: image.image.url for image in images if image.digest not in delivered}
-    delivered.update(new)
     last = path[-1]
     modes = {turn.logprobs_mode for turn in path}
     return Sample(
-        rollout=session.name if session else last.rollout,
+        rollout=_name(session, last),
         tenant=session.tenant if session else "",
         leaf=last.id,
         index=index,
@@ -348,8 +270,20 @@ def _sample(
         template_kwargs=_parsed(_last_stated(turn.template_kwargs for turn in path) or b"{}", dict),
         metadata=_parsed(session.metadata, dict) if session else {},
         images=[SampleImage(image.digest, image.offset, image.length) for image in images],
-        image_data=new,
+        image_data=_new_image_data(images, delivered),
+        revision=revision,
     )
+
+
+def _new_image_data(images: Iterable[PromptImage], delivered: set[str]) -> dict[str, str]:
+    """`Sample.image_data`; the digests are added to `delivered`."""
+    new = {image.digest: image.image.url for image in images if image.digest not in delivered}
+    delivered.update(new)
+    return new
+
+
+def _name(session: Session | None, turn: Turn) -> str:
+    return session.name if session else turn.rollout
 
 
 def _span(turn: Turn, start: int, trained: bool, reward: float | None) -> TurnSpan:

@@ -1,16 +1,19 @@
 """The turns of a session as rLLM's trainers read them: each with its whole prompt, as messages and as ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from proxy.history.turn import Turn, unpack_ids, unpack_logprobs
+from proxy.samples.tree import path_of
 
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-def traces_of(turns: Sequence[Turn], session: str) -> list[dict[str, Any]]:
+def traces_of(
+    turns: Sequence[Turn], session: str, *, since: float = 0.0, limit: int | None = None
+) -> list[dict[str, Any]]:
     """The fields of rLLM's `TraceRecord` for each turn.
 
     Source: rllm-model-gateway 0.1.0, rllm_model_gateway/models.py.
@@ -18,17 +21,12 @@ def traces_of(turns: Sequence[Turn], session: str) -> list[dict[str, Any]]:
     Args:
         turns: all turns of the session.
         session: the session's name.
+        since: leaves out turns that were created before, in seconds since the epoch.
+        limit: of traces; None for all.
     """
     by_id = {turn.id: turn for turn in turns}
-    return [_trace(_path(turn, by_id), session) for turn in turns]
-
-
-def _path(turn: Turn, by_id: Mapping[str, Turn]) -> list[Turn]:
-    """The turn and all that it continues, the first one first."""
-    path = [turn]
-    while (parent := by_id.get(path[-1].parent or "")) is not None:
-        path.append(parent)
-    return path[::-1]
+    selected = [turn for turn in turns if turn.created >= since][:limit]
+    return [_trace(path_of(turn, by_id), session) for turn in selected]
 
 
 def _trace(path: Sequence[Turn], session: str) -> dict[str, Any]:

@@ -16,7 +16,10 @@ class ImageSettings(BaseModel):
         default=20 * 2**20, ge=1, description="largest image, in bytes of its file"
     )
     image_pixels: int = Field(
-        default=64_000_000, ge=1, description="largest image, in pixels: width times height"
+        default=64_000_000,
+        ge=1,
+        le=178_956_970,  # Pillow opens none that is larger
+        description="largest image, in pixels: width times height",
     )
     image_hosts: Annotated[list[str], NoDecode, Flag("HOST")] = Field(
         default=[], description="hosts from which images are loaded by their URL; by default from none"

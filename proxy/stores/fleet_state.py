@@ -26,7 +26,7 @@ class StoredState:
     async def read(self) -> FleetState:
         """See `StateStore.read`."""
         try:
-            with store_time(REQUEST_S):  # it is read again soon
+            with store_time(REQUEST_S):  # the caller reads it again soon
                 stored = (await self._store.replica_changes(self._fleet)).get(_NAME)
         except StoreError as error:
             raise StateError(str(error)) from error
@@ -35,7 +35,7 @@ class StoredState:
         try:
             return msgspec.json.decode(stored, type=FleetState)
         except msgspec.DecodeError as error:
-            raise StateError(f"the store holds a state of the weights that is none: {error}") from error
+            raise StateError(f"the store holds a weight state that cannot be read: {error}") from error
 
     async def write(self, state: FleetState) -> None:
         """See `StateStore.write`."""

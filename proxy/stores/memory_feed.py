@@ -17,12 +17,12 @@ class _Entry:
     tenant: str
     revision: int
     turns: int
-    """How many turns it had when it was finished."""
+    """Number of its turns at that time."""
     cause: Cause
 
 
 class MemoryFeed:
-    """Plain lists and dictionaries. Calls never await, so none sees another half-finished."""
+    """Plain lists and dictionaries. Calls never await, so each is one step for all others."""
 
     def __init__(
         self, session_of: Callable[[str], Session | None], by_use: Callable[[], list[Cursor]]
@@ -100,11 +100,11 @@ class MemoryFeed:
         """Finish a rollout whose rewards were set, as `Store.set_rewards` promises.
 
         Args:
-            before: the rewards that it had.
+            before: its rewards until then.
             rewards: those that were set.
         """
-        changed = any(turn not in before or before[turn] != reward for turn, reward in rewards.items())
         if rewards:
+            changed = not rewards.items() <= before.items()
             self._finish(rollout, Cause.REWARD, changed=changed, only_again="" not in rewards)
 
     def undelivered(self, rollout: str) -> bool:

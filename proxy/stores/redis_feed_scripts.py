@@ -24,7 +24,7 @@ for i = 1, #found, 2 do
     finish(found[i], 'idle', now)
 end
 if #found == 2 * limit then
-    -- rollouts used at the same time as the last of them: the next call begins after that time
+    -- also rollouts used at the same time as the last of them: the next call starts after that time
     for _, rollout in ipairs(redis.call('ZRANGEBYSCORE', p .. 'used', last, last)) do
         finish(rollout, 'idle', now)
     end
@@ -65,7 +65,7 @@ ACKNOWLEDGED = """
 local p, consumer = KEYS[1], ARGV[1]
 return {redis.call('HGET', p .. 'consumers', consumer), redis.call('ZSCORE', p .. 'consumers_at', consumer)}
 """
-"""Arguments: consumer. Reply: its position and when it was written, both nil if it is not known."""
+"""Arguments: consumer. Reply: its position and when it was written, both nil if there is no such consumer."""
 
 ACKNOWLEDGE = """
 local p, consumer = KEYS[1], ARGV[1]
@@ -82,7 +82,7 @@ FORGET = """
 redis.call('ZREM', KEYS[1] .. 'consumers_at', ARGV[1])
 return redis.call('HDEL', KEYS[1] .. 'consumers', ARGV[1])
 """
-"""Arguments: consumer. Reply: 1 if it was known."""
+"""Arguments: consumer. Reply: 1 if there was such a consumer."""
 
 FORGET_OLD = """
 local old = redis.call('ZRANGEBYSCORE', KEYS[1] .. 'consumers_at', '-inf', '(' .. ARGV[1])

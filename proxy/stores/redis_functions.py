@@ -4,8 +4,8 @@ All names begin with a prefix, which is KEYS[1] of every script:
 
     used               sorted set: rollouts by the time of their last use
     used:TENANT        sorted set: the same for one tenant
-    rollout:ROLLOUT    hash: the session, without its id and `used`; once it is finished also revision, cause,
-                       and finished_turns: how many turns it had then
+    rollout:ROLLOUT    hash: the session, without its id and `used`; of a finished rollout also revision,
+                       cause, and finished_turns: the number of its turns at that time
     turns:ROLLOUT      sorted set, all scores 0: ids of its turns
     rewards:ROLLOUT    hash: turn to reward
     turn:TURN          hash: packed, parent, prompt_turn, rollout, entries, open (0 or 1), continued

@@ -201,8 +201,8 @@ return {rollouts, turns, size, missed}
 )
 """Arguments: a rollout to evict last or '', bytes to reach, bytes allowed, time before which a last use is
 too old, now, number of evicted keys to remember, rollouts and turns to evict in one step.
-Reply: numbers of rollouts, turns and bytes that were evicted, and of those rollouts that a consumer had not
-acknowledged; all 0 if nothing had to be."""
+Reply: numbers of evicted rollouts, of their turns and bytes, and of those rollouts that were finished and not
+acknowledged by every consumer; all 0 if there was nothing to evict."""
 
 DELETE = (
     REMOVE

@@ -171,11 +171,11 @@ def finish_rewarded(
     """Finish a rollout whose rewards were set, as `Store.set_rewards` promises.
 
     Args:
-        before: the rewards that it had.
+        before: its rewards until then.
         rewards: those that were set.
     """
-    changed = any(turn not in before or before[turn] != reward for turn, reward in rewards.items())
     if rewards:
+        changed = not rewards.items() <= before.items()
         finish(connection, rollout, Cause.REWARD, now, changed=changed, only_again="" not in rewards)
 
 
@@ -190,7 +190,7 @@ def _finish_idle(connection: sqlite3.Connection, before: float, limit: int, now:
 
 
 def undelivered(connection: sqlite3.Connection, rollouts: Sequence[str]) -> int:
-    """How many of some rollouts are finished, and a consumer of their tenant has not acknowledged them."""
+    """Number of these rollouts that are finished, and not acknowledged by every consumer of their tenant."""
     count = 0
     for chunk in in_chunks(rollouts):
         query = f"""

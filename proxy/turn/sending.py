@@ -126,7 +126,7 @@ class PlannedTurn:
         elif isinstance(plan, Given):
             reused, ids = (plan.reused if holder else 0), plan.reused + plan.appended
         if prompt and not holder:
-            holder, share = self.services.fleet.prefix_holder(prompt)
+            holder, share = self.services.fleet.prefix_caches.holder_of_prompt(prompt)
             reused = int(ids * share)
         since = plan.placement.held_since if plan.placement.holder else time()
         return _HeldPrefix(holder, since, ids, reused)
@@ -264,7 +264,7 @@ def _note_prefixes(plan: PromptPlan, replica: Replica, response: Response, servi
         return
     for each in plan.prompts:
         if (prompt := prompt_of(each)) and not each.placement.holder:
-            services.fleet.note_prefix(prompt, replica)
+            services.fleet.prefix_caches.note(prompt, replica)
 
 
 def _headers(request: ChatRequest, plan: PromptPlan) -> Headers:

@@ -22,7 +22,7 @@ from proxy.client import (
     UnknownResource,
     UnreadableResponse,
 )
-from proxy.client.calls import Patience, base_url
+from proxy.client.calls import Address, FeedPosition, Patience
 from proxy.client.errors import error_of
 from proxy.demo.stack import free_port
 from proxy.key_command import add_key
@@ -183,6 +183,7 @@ def test_filters_that_leave_out_much_are_acknowledged_too(client: Any) -> None:
         time.sleep(0.02)
     _finish(client, "d", env="math")
     reader.join(10)
+    assert not reader.is_alive()
 
 
 def test_a_proxy_that_is_down(open_client: Open) -> None:
@@ -224,10 +225,22 @@ def test_errors_of_the_engine(client: Any, engine: FakeVllm) -> None:
 def test_a_response_of_another_server(open_client: Open, engine: FakeVllm) -> None:
     with open_client(engine.url) as client, pytest.raises(ErrorResponse):
         client.consumers()
-    engine.canned["/v1/samples"] = Canned(b"<html>")
-    with open_client(engine.url) as client, pytest.raises(UnreadableResponse, match="GET /v1/samples"):
-        client.read_feed()
+    for canned in (
+        Canned(b"<html>"),
+        Canned(b'{"data": [], "cursor": "\xff", "more": false}'),
+        Canned(b"{}", headers={"content-encoding": "gzip"}),
+    ):
+        engine.canned["/v1/samples"] = canned
+        with open_client(engine.url) as client, pytest.raises(UnreadableResponse, match=str(engine.port)):
+            client.read_feed()
     engine.reset()
+
+
+def test_every_page_of_a_feed_is_selected_by_the_same_weights() -> None:
+    position = FeedPosition("trainer", None, 0.0, True, {"weight_versions": iter(["7", "8"])})
+    for _ in range(2):
+        weights = [value for name, value in position.next_page().query if name == "weight_version"]
+        assert weights == ["7", "8"]
 
 
 def test_own_http_clients_stay_open(url: str) -> None:
@@ -263,7 +276,7 @@ def test_statuses(status: int, kind: type[ErrorResponse]) -> None:
 
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
 def test_base_urls(url: str) -> None:
-    assert base_url(url) == "http://h:1"
+    assert Address(url, None).url == "http://h:1"
 
 
 def test_patience_ends_and_waits_as_long_as_the_proxy_asks() -> None:

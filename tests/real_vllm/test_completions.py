@@ -1,69 +1,28 @@
-"""Completions and generate on a real vLLM: what goes in is consumed, what is sampled is recorded."""
+"""Completions on a real vLLM: what goes in is consumed, what is sampled is recorded."""
 
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from proxy.demo.stack import EngineProcess
-from tests.real_vllm.conftest import START_TIMEOUT_S, Served, run_proxy, wait_ready
+from tests.real_vllm.completing import (
+    ROUTE,
+    Body,
+    choices_of,
+    complete,
+    every_way,
+    fresh_ids,
+    joined,
+    keys_of,
+    logprobs_of,
+    samples_of,
+    without_ids,
+)
+from tests.real_vllm.conftest import Served
 from tests.real_vllm.test_token_route import events
 from tests.real_vllm.trl_client import load_client
-
-ROUTE = "/v1/completions"
-GENERATE = "/inference/v1/generate"
-Body = dict[str, Any]
-
-every_way = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-
-
-def fresh_ids(count: int = 12) -> list[int]:
-    """Ids that no other test sends."""
-    return [1000 + secrets.randbelow(30_000) for _ in range(count)]
-
-
-def complete(
-    http: httpx.Client, route: str = ROUTE, *, session: str | None = None, **body: Any
-) -> httpx.Response:
-    headers = {"x-session-id": session} if session else {}
-    response = http.post(route, json={"model": "smollm2", **body}, headers=headers)
-    assert response.status_code == 200, response.text
-    return response
-
-
-def choices_of(response: httpx.Response, stream: bool) -> list[Body]:
-    """The choices of an answer, with the pieces of a stream put together."""
-    if not stream:
-        choices: list[Body] = response.json()["choices"]
-        return choices
-    made: dict[int, Body] = {}
-    for chunk in events(response):
-        for piece in chunk["choices"]:
-            choice = made.setdefault(piece["index"], {"text": "", "token_ids": [], "logprobs": []})
-            choice["text"] += piece.get("text") or ""
-            choice["token_ids"] += piece.get("token_ids") or []
-            logprobs = piece.get("logprobs") or {}
-            choice["logprobs"] += logprobs.get("token_logprobs") or []
-            choice["logprobs"] += [entry["logprob"] for entry in logprobs.get("content") or []]
-            for name in ("prompt_token_ids", "weight_versions", "finish_reason"):
-                choice[name] = piece.get(name) or choice.get(name)
-    return [choice for _, choice in sorted(made.items())]
-
-
-def logprobs_of(choice: Body) -> list[float]:
-    logprobs = choice["logprobs"]
-    return logprobs if isinstance(logprobs, list) else logprobs["token_logprobs"]
-
-
-def samples_of(http: httpx.Client, session: str) -> list[Body]:
-    answer = http.get(f"/v1/sessions/{session}/samples").json()
-    assert answer["refused"] == []
-    samples: list[Body] = answer["samples"]
-    return samples
 
 
 @every_way
@@ -188,16 +147,6 @@ _PROMPTS: dict[str, Any] = {
 }
 
 
-def _without_ids(value: Any) -> Any:
-    """An answer without what differs between two equal requests: id, time, and the last digits of numbers."""
-    if isinstance(value, dict):
-        left_out = ("id", "created", "request_id", "prompt_tokens_details")
-        return {name: _without_ids(one) for name, one in value.items() if name not in left_out}
-    if isinstance(value, list):
-        return [_without_ids(one) for one in value]
-    return round(value, 1) if isinstance(value, float) else value
-
-
 @pytest.mark.parametrize("prompt", _PROMPTS)
 @pytest.mark.parametrize("name", _REQUESTS)
 def test_whole_answers_are_those_of_a_stock_engine(
@@ -215,9 +164,9 @@ def test_whole_answers_are_those_of_a_stock_engine(
     stock = httpx.post(engines["stock"].url + ROUTE, json=body, timeout=120)
     assert ours.status_code == stock.status_code
     if name == "choices":  # sampled with equal seeds, and yet not always equal
-        assert _keys([ours.json()]) == _keys([stock.json()])
+        assert keys_of([ours.json()]) == keys_of([stock.json()])
     else:
-        assert _without_ids(ours.json()) == _without_ids(stock.json())
+        assert without_ids(ours.json()) == without_ids(stock.json())
     if "echo" in name:
         assert ours.headers["x-prompt-reason"] == "special_request"
         assert "x-turn-id" not in ours.headers
@@ -239,38 +188,9 @@ def test_streams_are_those_of_a_stock_engine(
         for chunk in stock:
             chunk.pop("system_fingerprint", None)  # the engine puts it into the chunk with the usage
     if name == "choices":  # sampled with equal seeds, and yet not always equal
-        assert _keys(ours) == _keys(stock)
+        assert keys_of(ours) == keys_of(stock)
     else:
-        assert _joined(ours) == _joined(stock)
-
-
-def _keys(chunks: list[Body]) -> set[str]:
-    """The names in chunks and their choices, and which of them are always null."""
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    found = {name for chunk in chunks for name in chunk} | {
-        f"choices.{name}" for one in choices for name in one
-    }
-    return found | {
-        f"{name} is null" for one in choices[:1] for name in one if all(c[name] is None for c in choices)
-    }
-
-
-def _joined(chunks: list[Body]) -> Body:
-    """What a stream says of each choice, however it is cut into chunks; without ids and times."""
-    joined: dict[int, Body] = {}
-    for piece in (piece for chunk in chunks for piece in chunk["choices"]):
-        choice = joined.setdefault(piece["index"], dict.fromkeys(piece))
-        for name, value in piece.items():
-            before = choice.get(name)
-            if isinstance(before, dict) and value is not None:
-                choice[name] = {key: before[key] + value[key] for key in before}
-            elif isinstance(before, str | list) and value is not None and name != "finish_reason":
-                choice[name] = before + value
-            elif value is not None:
-                choice[name] = value
-    totals = [chunk for chunk in chunks if not chunk["choices"]]
-    said = {"choices": [choice for _, choice in sorted(joined.items())], "totals": totals}
-    return {**_without_ids(said), "keys": _keys(chunks)}
+        assert joined(ours) == joined(stock)
 
 
 def test_trls_client(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,102 +260,3 @@ def test_a_retry_is_answered_once(server: Served) -> None:
         first, again = (http.post(ROUTE, json=body, headers=headers) for _ in range(2))
     assert again.headers["x-request-replayed"] == "true"
     assert first.json() == again.json()
-
-
-# --- generate
-
-
-@contextmanager
-def _tokens_in_and_out(model: Path, folder: Path) -> Iterator[dict[str, Served]]:
-    """An engine with the plugin, the scale-out routes and the development routes, and a proxy before it."""
-    with EngineProcess(
-        model,
-        extra_flags=["--enable-scale-out"],
-        # a store of its own: with the version of these weights, other engines would not fit the fleet
-        extra_environment={"VLLM_SERVER_DEV_MODE": "1", "TOKENPROXY_STORE": f"sqlite:///{folder}/inside.db"},
-        log_file=folder / "generate.log",
-    ) as engine:
-        engine.wait_ready(START_TIMEOUT_S)
-        wait_ready(engine.url)
-        with run_proxy(engine.url, "--store", f"sqlite:///{folder}/front.db") as front:
-            yield {"inside": Served(engine.url, engine), "front": Served(front, engine)}
-
-
-@pytest.fixture(scope="module")
-def both(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
-    with _tokens_in_and_out(model, tmp_path_factory.mktemp("generate")) as served:
-        yield served
-
-
-@pytest.fixture(params=["inside", "front"])
-def generating(request: pytest.FixtureRequest, both: dict[str, Served]) -> Served:
-    served: Served = both[request.param]
-    return served
-
-
-@every_way
-def test_generate_is_recorded_with_the_weights_that_sampled(generating: Served, stream: bool) -> None:
-    prompt, version = fresh_ids(), f"step-{secrets.token_hex(3)}"
-    with generating.http() as http:
-        assert http.post("/update_weight_version", json={"new_version": version}).status_code == 200
-        body: Body = {
-            "token_ids": prompt,
-            "sampling_params": {"max_tokens": 5, "temperature": 1.1},
-            "stream": stream,
-        }
-        answer = complete(http, GENERATE, **body)
-        [choice] = choices_of(answer, stream)
-        session = answer.headers["x-session-id"]
-        following = [*prompt, *choice["token_ids"], 198]
-        body |= {"token_ids": following}
-        after = complete(http, GENERATE, **body)
-        [sample] = samples_of(http, session)
-    assert after.headers["x-session-id"] == session
-    assert answer.headers["x-prompt-source"] == "given"
-    assert sample["prompt_ids"] == prompt
-    assert sample["completion_ids"][: len(choice["token_ids"])] == choice["token_ids"]
-    assert [turn["temperature"] for turn in sample["turns"]] == [1.1, 1.1]
-    [span] = sample["turns"][0]["weight_versions"]
-    assert span == [version, 0, len(choice["token_ids"])]
-    assert choice["weight_versions"] == [{"version": version, "start": 0, "end": span[2]}]
-
-
-_GENERATED: dict[str, Body] = {
-    "plain": {"sampling_params": {"max_tokens": 4, "temperature": 0}},
-    "logprobs": {"sampling_params": {"max_tokens": 4, "temperature": 0, "logprobs": 2}},
-    "prompt": {"sampling_params": {"max_tokens": 4, "temperature": 0}, "return_token_ids": True},
-    "text": {"sampling_params": {"max_tokens": 4, "temperature": 0}, "output_mode": "text"},
-    "choices": {"sampling_params": {"max_tokens": 4, "temperature": 1.0, "n": 2, "seed": 5}},
-    "unknown": {"sampling_params": {"max_tokens": 4, "temperature": 0}, "something": {"new": 1}},
-}
-
-
-@every_way
-@pytest.mark.parametrize("name", _GENERATED)
-def test_generate_answers_as_a_stock_engine(
-    engines: dict[str, EngineProcess], proxies: dict[str, str], name: str, stream: bool
-) -> None:
-    body: Body = {"token_ids": [1, 4093, 198, 2683], "stream": stream, **_GENERATED[name]}
-    answers = []
-    for url in (proxies["in front of vLLM"], engines["stock"].url):
-        answer = httpx.post(url + GENERATE, json=body, timeout=120)
-        assert answer.status_code == 200, answer.text
-        answers.append(list(events(answer)) if stream else [answer.json()])
-    ours, stock = answers
-    assert _keys(ours) == _keys(stock)
-    if name != "choices":  # sampled with equal seeds, and yet not always equal
-        assert _joined(ours) == _joined(stock)
-
-
-def test_generate_refuses_bad_ids(generating: Served) -> None:
-    with generating.http() as http:
-        for ids in ([], [-1], "a", None, [1, 10**6], [5] * 5000):
-            answer = http.post(GENERATE, json={"token_ids": ids, "sampling_params": {"max_tokens": 1}})
-            assert answer.status_code == 400, answer.text
-            assert answer.json()["error"]["param"] == "token_ids", answer.text
-
-
-def test_generate_without_the_flag_keeps_the_engines_answer(engines: dict[str, EngineProcess]) -> None:
-    answer = httpx.post(engines["plugin"].url + GENERATE, json={"token_ids": [1], "sampling_params": {}})
-    assert answer.status_code == 403, (answer.headers, answer.text)
-    assert "--enable-scale-out" in answer.json()["error"]["message"]

@@ -58,6 +58,15 @@ def _completed(url: str) -> float:
 
 
 @contextmanager
+def _in_turn(first: str, second: str) -> Iterator[httpx.Client]:
+    """A client of a proxy that sends requests to two engines in turn, both ready."""
+    flags = ("--upstream", second, "--policy", "round_robin", "--store", "memory:", "--watch-interval-s", "1")
+    with run_proxy(first, *flags) as url, httpx.Client(base_url=url, timeout=120) as http:
+        wait_until(lambda: all(each["ready"] for each in _replicas(http).values()))
+        yield http
+
+
+@contextmanager
 def _locked(file: Path) -> Iterator[None]:
     with closing(sqlite3.connect(file, isolation_level=None)) as connection:
         connection.execute("BEGIN EXCLUSIVE")
@@ -171,9 +180,8 @@ def test_two_processes_on_one_port_stay_exact(stock: str, tmp_path: Path) -> Non
         conversation = Conversation(httpx.Client(base_url=url, timeout=120), [])
         turns = []
         for text in ("Hi.", "And?", "More.", "Go on.", "On.", "Stop."):
-            with httpx.Client(
-                base_url=url, timeout=120
-            ) as conversation.http:  # a new connection: any process
+            # a new connection: any process
+            with httpx.Client(base_url=url, timeout=120) as conversation.http:
                 turns.append(_ask(conversation, text))
         assert all(continues(turn, before) for before, turn in itertools.pairwise(turns))
         page = httpx.get(f"{url}/metrics", timeout=30).text
@@ -218,28 +226,14 @@ def test_policies_the_file_and_the_end_of_a_session(
 
 
 def test_an_engine_that_hangs_loses_its_requests(stock: str, second: EngineProcess) -> None:
-    flags = (
-        "--upstream",
-        second.url,
-        "--policy",
-        "round_robin",
-        "--store",
-        "memory:",
-        "--watch-interval-s",
-        "1",
-    )
-    with run_proxy(stock, *flags) as url, httpx.Client(base_url=url, timeout=120) as http:
-        wait_until(lambda: all(each["ready"] for each in _replicas(http).values()))
+    with _in_turn(stock, second.url) as http:
         assert second.pid is not None
         os.killpg(second.pid, signal.SIGSTOP)
         began = time.monotonic()
         try:
             with ThreadPoolExecutor(8) as pool:
                 sent: list[Future[httpx.Response]] = [
-                    pool.submit(
-                        httpx.post, url + CHAT, json={"messages": [user(f"{n}")], **_FEW}, timeout=120
-                    )
-                    for n in range(8)
+                    pool.submit(http.post, CHAT, json={"messages": [user(f"{n}")], **_FEW}) for n in range(8)
                 ]
                 wait_until(lambda: not _replicas(http)[second.url]["ready"])
                 gone_s = time.monotonic() - began
@@ -254,26 +248,11 @@ def test_an_engine_that_hangs_loses_its_requests(stock: str, second: EngineProce
 def test_a_request_under_which_an_engine_dies_is_not_sent_to_another(
     stock: str, second: EngineProcess
 ) -> None:
-    flags = (
-        "--upstream",
-        second.url,
-        "--policy",
-        "round_robin",
-        "--store",
-        "memory:",
-        "--watch-interval-s",
-        "1",
-    )
-    with (
-        run_proxy(stock, *flags) as url,
-        httpx.Client(base_url=url, timeout=120) as http,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        wait_until(lambda: all(each["ready"] for each in _replicas(http).values()))
+    with _in_turn(stock, second.url) as http, ThreadPoolExecutor(1) as pool:
         body = {"messages": [user("Count.")], "max_tokens": 1500, "ignore_eos": True}
         before = _completed(stock)
         for _ in range(2):  # in turn: one of two is on the second engine
-            sent = pool.submit(httpx.post, url + CHAT, json=body, timeout=240)
+            sent = pool.submit(http.post, CHAT, json=body, timeout=240)
             wait_until(lambda: sum(each["requests"] for each in _replicas(http).values()) == 1)
             if _replicas(http)[second.url]["requests"]:
                 break

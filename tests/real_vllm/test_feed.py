@@ -38,7 +38,7 @@ def _stop(process: "subprocess.Popen[str]") -> str:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    [cursor] = re.findall(r"go on with --after (\d+)", err)
+    [cursor] = re.findall(r"continue with --after (\d+)", err)
     return str(cursor)
 
 

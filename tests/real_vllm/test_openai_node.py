@@ -1,6 +1,5 @@
 """The OpenAI SDK for Node, unmodified: a conversation with tool calls, whole and streamed."""
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 from proxy.demo.tools import TOOLS
 from tests.real_vllm.conftest import Served
+from tests.real_vllm.neighbours.programs import run_program
 from tests.real_vllm.rollouts import check_samples, open_client, record_of
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "openai-node"
@@ -24,17 +24,17 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_conversation_with_tool_calls(server: Served, stream: bool) -> None:
     session = f"node-{uuid4().hex}"
-    process = await asyncio.create_subprocess_exec(
-        *("node", str(SCRIPT), str(FOLDER), f"{server.url}/v1", session, json.dumps(list(TOOLS))),
+    arguments = (
+        FOLDER,
+        f"{server.url}/v1",
+        session,
+        json.dumps(list(TOOLS)),
         *(["stream"] if stream else []),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
     )
-    output, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()
+    reasons = await run_program("node", SCRIPT, *arguments)
     async with open_client(f"{server.url}/v1") as client:
         kept = await record_of(client, session)
-    assert [turn["finish_reason"] for turn in kept.turns] == json.loads(output)
+    assert [turn["finish_reason"] for turn in kept.turns] == reasons
     assert [turn["source"] for turn in kept.turns] == ["rendered", "extended", "extended", "extended"]
     assert [turn["problem"] for turn in kept.turns] == [None] * 4
     for before, after in zip(kept.turns, kept.turns[1:], strict=False):

@@ -1,15 +1,13 @@
 """rLLM's gateway client, unmodified: a session for an agent, and its turns for the trainer."""
 
-import asyncio
-import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from tests.real_vllm.conftest import Served
+from tests.real_vllm.neighbours.programs import run_program
 from tests.real_vllm.rollouts import TOOL_OPTIONS, Talk, open_client
 
 PYTHON = Path(__file__).parents[2] / ".cache" / "rllm-model-gateway" / "bin" / "python"
@@ -20,20 +18,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-async def _call(*arguments: str) -> Any:
-    process = await asyncio.create_subprocess_exec(
-        *(str(PYTHON), str(SCRIPT), *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    output, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()
-    return json.loads(output)
-
-
 async def test_a_session_of_rllm(server: Served) -> None:
     session = f"rllm-{uuid4().hex}"
-    url = await _call(server.url, session, "create")
+    url = await run_program(PYTHON, SCRIPT, server.url, session, "create")
     assert url == f"{server.url}/sessions/{session}/v1"
     async with open_client(url) as client:
         talk = Talk(client, options={"extra_body": {"return_token_ids": True}})
@@ -41,7 +28,7 @@ async def test_a_session_of_rllm(server: Served) -> None:
         talk.options["tools"] = TOOL_OPTIONS["tools"]
         await talk.say("And so?", tool_choice="none")
         await talk.say("Thank you!", tool_choice="none")
-    traces = await _call(server.url, session, "traces")
+    traces = await run_program(PYTHON, SCRIPT, server.url, session, "traces")
     seen = [(turn.prompt_ids, turn.ids, turn.finish_reason) for turn in talk.turns]
     names = ("prompt_token_ids", "completion_token_ids", "finish_reason")
     assert [tuple(trace[name] for name in names) for trace in traces] == seen

@@ -1,7 +1,5 @@
 """TRL 1.10, the last whose client calls the routes of `trl vllm-serve`, unmodified before real engines."""
 
-import asyncio
-import json
 import math
 import sys
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.real_vllm.conftest import Served, every_spelling
+from tests.real_vllm.neighbours.programs import run_program
 from tests.real_vllm.neighbours.trl_1_10 import PROMPTS
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "trl-1.10"
@@ -18,19 +17,6 @@ SCRIPT = Path(__file__).parent / "neighbours" / "trl_1_10.py"
 pytestmark = pytest.mark.skipif(
     not (FOLDER / "trl").exists(), reason="scripts/install-neighbours trl-1.10 was not run"
 )
-
-
-async def _run(*arguments: object) -> dict[str, Any]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *map(str, arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    output, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()
-    results: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return results
 
 
 def _check_logprobs(result: dict[str, Any], most: int) -> None:
@@ -47,7 +33,7 @@ def _check_logprobs(result: dict[str, Any], most: int) -> None:
 
 @every_spelling
 async def test_the_client_of_trl_1_10(server: Served, model: Path) -> None:
-    results = await _run(SCRIPT, FOLDER, server.url, model)
+    results = await run_program(sys.executable, SCRIPT, FOLDER, server.url, model)
     ids = results["ids"]
     assert ids["prompt_ids"] == PROMPTS
     assert len(ids["completion_ids"]) == 2 * len(PROMPTS)

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,21 +15,7 @@ from tests.fake_vllm import FakeVllm
 from tests.monitoring.scraping import Scrape
 from tests.routes.feed_client import FEED, Feed
 from tests.talk import CHAT, user
-from tests.tiny_model import TinyModel
 from tests.utils import run_proxy, wait_until
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model: TinyModel) -> Iterator[FakeVllm]:
-    with FakeVllm(tiny_model) as engine:
-        yield engine
-
-
-@pytest.fixture
-def served(engine: FakeVllm) -> Iterator[Feed]:
-    """An empty feed."""
-    with run_proxy([engine], store="memory:") as client:
-        yield Feed(client)
 
 
 def test_rollouts_in_the_order_of_finishing(served: Feed) -> None:
@@ -107,7 +92,7 @@ def test_sessions_without_turns_and_deleted_ones(served: Feed) -> None:
     assert served.names() == ["b"]
 
 
-def test_idle_rollouts_are_finished(engine: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_rollouts_are_finished(engine: FakeVllm) -> None:
     with run_proxy([engine], store="memory:", finish_after_s=0.4) as client:
         served = Feed(client)
         answer = client.post(CHAT, json={"messages": [user("Hi")]})
@@ -124,7 +109,7 @@ def test_idle_rollouts_are_finished(engine: FakeVllm, monkeypatch: pytest.Monkey
 # --- consumers
 
 
-def test_a_consumer_goes_on_after_what_it_acknowledged(served: Feed) -> None:
+def test_a_consumer_continues_after_what_it_acknowledged(served: Feed) -> None:
     for number in range(4):
         served.finish(f"r{number}")
     page = served.read(consumer="c", limit=2)
@@ -178,7 +163,9 @@ def test_consumers_are_limited(served: Feed) -> None:
     assert served.read(consumer="c1")["data"] == []
 
 
-def test_metrics_show_how_far_consumers_are_behind(engine: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_show_what_consumers_have_not_acknowledged(
+    engine: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(feed_tasks, "REPORT_S", 0.02)
     with run_proxy([engine], store="memory:") as client:
         served = Feed(client)

@@ -2,12 +2,10 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import pytest
 
 from proxy.app import create_app
 from proxy.settings import Settings
@@ -15,21 +13,7 @@ from proxy.turn.running import RunningRequests
 from tests.fake_vllm import FakeVllm
 from tests.monitoring.scraping import Scrape
 from tests.routes.feed_client import FEED, Feed
-from tests.tiny_model import TinyModel
-from tests.utils import run_proxy, run_server, send_and_keep, wait_until
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model: TinyModel) -> Iterator[FakeVllm]:
-    with FakeVllm(tiny_model) as engine:
-        yield engine
-
-
-@pytest.fixture
-def served(engine: FakeVllm) -> Iterator[Feed]:
-    """An empty feed."""
-    with run_proxy([engine], store="memory:") as client:
-        yield Feed(client)
+from tests.utils import run_server, send_and_keep, wait_until
 
 
 def _later(work: Any) -> "Future[Any]":
@@ -115,5 +99,6 @@ def test_readers_and_writers_at_once(served: Feed) -> None:
         list(threads.map(lambda name: served.reward(name, 1.0), names))
     for reader in readers:
         reader.join(30)
+        assert not reader.is_alive()
     assert read["a"] == read["b"]
     assert sorted(read["a"]) == sorted(names)

@@ -1,7 +1,6 @@
 """Sessions: trees of turns, what they want of their requests, rewards and samples."""
 
 import json
-import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +17,6 @@ from tests.utils import EVERY_SPELLING
 Make = Callable[..., Talk]
 SPLIT = (74, 71, 78, 78, 81, END)
 _SESSIONS = "/v1/sessions"
-
-
-@pytest.fixture
-def name() -> str:
-    """A name nobody else has."""
-    return f"s-{secrets.token_hex(6)}"
 
 
 def _get(client: httpx.Client, name: str, what: str = "", **query: str) -> dict[str, Any]:
@@ -366,42 +359,3 @@ def test_the_temperature_of_a_turn_is_recorded(
     client.post("/v1/chat/completions", json=body, headers={"x-session-id": name})
     [sample] = client.get(f"/v1/sessions/{name}/samples").json()["samples"]
     assert sample["turns"][0]["temperature"] == recorded
-
-
-def test_traces_hold_whole_prompts(talk: Make, name: str) -> None:
-    """As rLLM's trainers read them: one record for each turn, branches included."""
-    made = talk(headers={"x-session-id": name})
-    made.ask(reply=Reply(SPLIT))
-    first = list(made.messages)
-    made.follow(user("more"))
-    whole = list(made.messages)
-    made.messages = first
-    made.ask(user("something else"))
-    answer = made.pair.client.get(f"/sessions/{name}/traces")
-    assert answer.status_code == 200
-    one, two, branch = answer.json()
-    assert {trace["session_id"] for trace in (one, two, branch)} == {name}
-    before = one["prompt_token_ids"] + one["completion_token_ids"]
-    assert one["completion_token_ids"] == list(SPLIT)
-    for trace in (two, branch):
-        assert trace["prompt_token_ids"][: len(before)] == before
-        assert trace["metadata"] == {"parent": one["trace_id"], "problem": None}
-    assert [*two["messages"], two["response_message"]] == whole
-    assert two["token_counts"]["prompt"] == len(two["prompt_token_ids"])
-    assert len(two["logprobs"]) == len(two["completion_token_ids"]) == two["token_counts"]["completion"]
-    assert two["finish_reason"] == "stop"
-
-    def read(**query: Any) -> list[str]:
-        found = made.pair.client.get(f"{_SESSIONS}/{name}/traces", params=query).json()
-        return [trace["trace_id"] for trace in found]
-
-    assert read(limit=1) == [one["trace_id"]]
-    assert read(since=branch["timestamp"]) == [branch["trace_id"]]
-    assert made.pair.client.get(f"{_SESSIONS}/{name}/traces?limit=0").json()["error"]["param"] == "limit"
-    assert made.pair.client.get(f"{_SESSIONS}/nobody/traces").status_code == 404
-
-
-def test_a_session_with_rllms_name_for_its_id(client: httpx.Client, name: str) -> None:
-    made = client.post("/sessions", json={"session_id": name}).json()
-    assert (made["id"], made["session_id"], _get(client, name)["session_id"]) == (name, name, name)
-    assert client.post("/sessions", json={"session_id": 5}).json()["error"]["param"] == "session_id"

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from proxy.cli import main
 from proxy.history.feed import Cause
 from proxy.history.store import Session, Store, StoreError
+from proxy.history.turn import WeightSpan
 from proxy.samples import follow
 from proxy.samples.feed import FeedFilter
 from proxy.samples.follow import Follower, end_last_line
@@ -29,9 +31,11 @@ from tests.utils import wait_until
 Capture = pytest.CaptureFixture[str]
 
 
-async def _finish(store: Store, *names: str, metadata: bytes = b"{}") -> None:
+async def _finish(store: Store, *names: str, metadata: bytes = b"{}", version: str = "") -> None:
     for name in names:
         turns = rollout(name)
+        if version:
+            turns = [replace(turn, weight_versions=(WeightSpan(version, 0, 1),)) for turn in turns]
         tenant = name.rpartition("/")[0]
         session = Session(id=name, tenant=tenant, created=1.0, used=1.0, metadata=metadata)
         await store.add(session, turns, [[] for _ in turns])
@@ -86,14 +90,14 @@ def _rows(out: Path) -> list[dict[str, Any]]:
 
 
 def _cursor(err: str) -> str:
-    [cursor] = re.findall(r"(?m)^tokenproxy: go on with --after (\d+)$", err)
+    [cursor] = re.findall(r"(?m)^tokenproxy: continue with --after (\d+)$", err)
     return str(cursor)
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["int", "term"]
 )
-def test_a_signal_ends_it_and_the_cursor_goes_on(
+def test_a_signal_ends_it_and_the_cursor_continues_it(
     store_url: str, tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -140,12 +144,13 @@ def test_a_reader_that_leaves(store_url: str) -> None:
 
 
 def test_weights_select_samples(store_url: str, tmp_path: Path) -> None:
+    _write(store_url, "t/old", version="6")
+    _write(store_url, "t/new", version="7")
     out = tmp_path / "out.jsonl"
     with _running(store_url, str(out), "--weight-version", "7") as command:
-        wait_until(out.exists)
-        wait_until(lambda: command.process.poll() is None)
-        _, _, err = command.end()
-    assert out.read_bytes() == b"" and "nothing to export" in err
+        wait_until(lambda: len(_rows(out)) >= 2)
+        command.end()
+    assert [row["rollout"] for row in _rows(out)] == ["new"] * 2
 
 
 @pytest.mark.parametrize(
@@ -208,6 +213,20 @@ async def test_a_store_that_fails_for_a_while(store: Store, monkeypatch: pytest.
     assert [str(error) for error in errors] == ["gone", "gone"]
     assert follower.position == await store.feed.end()
     assert [json.loads(line)["rollout"] for line in file.getvalue().splitlines()] == ["a", "a", "b", "b"]
+
+
+async def test_a_position_beyond_the_end_is_the_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after the loss of a store: what is finished after the start is written."""
+    monkeypatch.setattr(follow, "POLL_S", 0.01)
+    await _finish(store, "a")
+    end = await store.feed.end()
+    follower = Follower(store, LAYOUTS["plain"], FeedFilter(), "once", 10**17)
+    running = asyncio.create_task(follower.run(io.BytesIO(), print))
+    await _until(lambda: follower.position == end)
+    await _finish(store, "b")
+    await _until(lambda: follower.report.rollouts == 1)
+    follower.stop()
+    await running
 
 
 async def test_nothing_is_skipped_when_it_is_stopped(store: Store) -> None:

@@ -1,0 +1,107 @@
+"""The turns of a rollout as a tree: which turn continues which, and which of them can be trained on."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from proxy.history.turn import Turn, unpack_logprobs
+from proxy.history.vocabulary import Problem
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """The first turn of a path that cannot be trained on, and its problem."""
+
+    turn: str
+    reason: str
+
+
+class TurnTree:
+    """The turns of a rollout, and for each the first fault of its path."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns = {turn.id: turn for turn in sorted(turns, key=lambda turn: turn.id)}
+        self._children: dict[str, list[Turn]] = {}
+        for turn in self._turns.values():
+            if turn.parent is not None:
+                self._children.setdefault(turn.parent, []).append(turn)
+        self._faults = self._find_faults()
+
+    def _find_faults(self) -> dict[str, Fault | None]:
+        faults: dict[str, Fault | None] = {}
+        first_turns = [turn for turn in self._turns.values() if self._parent(turn) is None]
+        # Turns that continue each other in a circle (the store is corrupt) have no first turn: take one.
+        for first in [*first_turns, *self._turns.values()]:
+            if first.id in faults:
+                continue
+            if (parent := self._parent(first)) is not None:
+                self._children[parent.id].remove(first)
+            reached = [first]
+            for turn in reached:  # grows: parents come before their children, in any order of ids
+                parent = None if turn is first else self._parent(turn)
+                inherited = faults[parent.id] if parent else None
+                reason = "" if inherited else _untrainable_reason(turn, parent)
+                faults[turn.id] = Fault(turn.id, reason) if reason else inherited
+                reached += self._children.get(turn.id, ())
+        return faults
+
+    def _parent(self, turn: Turn) -> Turn | None:
+        return None if turn.parent is None else self._turns.get(turn.parent)
+
+    def is_leaf(self, turn: Turn) -> bool:
+        """Whether no turn continues this one."""
+        return not self._children.get(turn.id)
+
+    def path(self, turn: Turn) -> list[Turn]:
+        """A turn and all turns that it continues, the first one first."""
+        return path_of(turn, self._turns)
+
+    def ends(self) -> list[Turn]:
+        """Sound turns that no sound turn continues, by id: first the leaves, then ends of refused paths."""
+        sound = [turn for turn in self._turns.values() if self._faults[turn.id] is None]
+        continued = {turn.parent for turn in sound}
+        return sorted(
+            (turn for turn in sound if turn.id not in continued), key=lambda turn: not self.is_leaf(turn)
+        )
+
+    def faulty_leaves(self) -> Iterator[tuple[Turn, Fault]]:
+        """The leaves with a fault on their path, in the order of their ids."""
+        for turn in self._turns.values():
+            if (fault := self._faults[turn.id]) and self.is_leaf(turn):
+                yield turn, fault
+
+
+def path_of(turn: Turn, turns: Mapping[str, Turn]) -> list[Turn]:
+    """A turn and all turns that it continues, the first one first.
+
+    It ends before a turn that it holds already: in a corrupt store, turns may form a circle.
+
+    Args:
+        turns: those of the rollout, by id.
+    """
+    path = {turn.id: turn}
+    while (parent := turns.get(turn.parent or "")) is not None and parent.id not in path:
+        path[parent.id] = turn = parent
+    return list(path.values())[::-1]
+
+
+def _untrainable_reason(turn: Turn, parent: Turn | None) -> str:
+    """The problem of this turn itself, independent of the turns that it continues; empty if it has none."""
+    if turn.problem:
+        return turn.problem
+    if turn.parent is not None and parent is None:
+        return Problem.MISSING_PARENT
+    if any(len(packed) % 4 for packed in (turn.appended, turn.completion, turn.logprobs)):
+        return Problem.UNREADABLE_EVIDENCE
+    before = parent.prompt_tokens + parent.completion_tokens if parent else 0
+    if before + len(turn.appended) // 4 != turn.prompt_tokens:
+        return Problem.PROMPT_LENGTH_MISMATCH
+    if turn.prompt_tokens == 0:
+        return Problem.NO_PROMPT_IDS
+    if not turn.completion:
+        return Problem.NO_COMPLETION_IDS
+    if not turn.logprobs:
+        return Problem.NO_LOGPROBS
+    if len(turn.logprobs) != len(turn.completion):
+        return Problem.LOGPROBS_MISMATCH
+    return "" if all(map(math.isfinite, unpack_logprobs(turn.logprobs))) else Problem.LOGPROBS_NOT_FINITE

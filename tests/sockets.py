@@ -1,0 +1,31 @@
+"""Requests written to sockets by hand, for what no HTTP client sends."""
+
+import contextlib
+import socket
+
+import httpx
+import pytest
+
+CHAT = "/v1/chat/completions"
+BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+HALF_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\nx-slow: "
+PATIENCE_S = 20.0
+
+both_parsers = pytest.mark.parametrize("parser", ["httptools", "h11"])
+
+
+def connect(url: httpx.URL) -> socket.socket:
+    return socket.create_connection((url.host, url.port or 80), timeout=PATIENCE_S)
+
+
+def head(path: str, *lines: str) -> bytes:
+    return "\r\n".join((f"POST {path} HTTP/1.1", "host: proxy", *lines, "", "")).encode()
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """What comes until the server closes. A timeout is a failure: it never closed."""
+    parts: list[bytes] = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65_536):
+            parts.append(part)
+    return b"".join(parts)
