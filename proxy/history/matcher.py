@@ -20,21 +20,11 @@ from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn, read_turn
 from proxy.history.conversation import Conversation
 from proxy.history.scope import Scope, changed_part
-from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexEntry, Store
+from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, Store
+from proxy.history.text_index import BARE, EXACT, KINDS, content_key, text_keys
 from proxy.history.turn import Turn, pack_ids
 from proxy.history.vocabulary import Reason
-from tokenization import CanonicalMessage
 from tokenization.canonical import extend
-
-EXACT = "exact"
-"""Kind of key: the conversation as it was spelled."""
-LOOSE = "loose"
-"""Kind of key: the conversation, ignoring reasoning and white space around text of assistant messages."""
-BARE = "bare"
-"""Kind of key: as LOOSE, and without the arguments of the last message's tool calls."""
-_KINDS = (EXACT, LOOSE, BARE)
-CONTENT = "content"
-"""Kind of key: the last message alone, or with the one before it if it is short. Explains a miss."""
 
 _LOOKUP = 64
 """Number of ends of turns in one lookup."""
@@ -69,32 +59,6 @@ class _Fit(NamedTuple):
     """One of them."""
     repaired: bool
     """Whether the client completed the JSON of one of its tool calls."""
-
-
-def index_entries(
-    scope: Scope, conversation: Conversation, message: CanonicalMessage, distinctive: bool, ids: bytes
-) -> list[IndexEntry]:
-    """The three index entries of a turn.
-
-    Args:
-        conversation: the messages of its request.
-        message: the assistant's message.
-        distinctive: see `ParsedMessage.distinctive`.
-        ids: its `ids_digest`.
-    """
-    end = len(conversation.messages)
-    before = conversation.loose_before(end)
-    cut_off = any(argument[:1] == b"t" for argument in message.arguments)
-    loose = (
-        scope.key(BARE, extend(before, message.without_arguments))
-        if cut_off
-        else scope.key(LOOSE, extend(before, message.loose))
-    )
-    return [
-        IndexEntry(scope.key(EXACT, extend(conversation.strict_before(end), message.strict)), ids),
-        IndexEntry(loose, ids),
-        IndexEntry(_content_key(scope, conversation, end, message, distinctive)),
-    ]
 
 
 class Matcher:
@@ -207,7 +171,7 @@ class Matcher:
         self, ends: Sequence[int], conversation: Conversation, scope: Scope, rollout: str | None
     ) -> tuple[Match, int] | None:
         """The match at the first of these ends that has one."""
-        keys = {end: _keys(scope, conversation, end) for end in ends}
+        keys = {end: text_keys(scope, conversation, end) for end in ends}
         found = await self.store.find([key for of_end in keys.values() for key in of_end])
         for end in ends if found else ():
             hits = [(key, found.get(key)) for key in keys[end]]
@@ -228,7 +192,7 @@ class Matcher:
             return await self._choose_in_rollout(conversation, end, rollout)
         groups = [[_of_rollout(group, rollout) for group in hits.groups] if hits else [] for _, hits in found]
         candidates = _count(found[1:], groups[1:], rollout) or _count(found[:1], groups[:1], rollout)
-        for kind, (key, hits), of_kind in zip(_KINDS, found, groups, strict=False):
+        for kind, (key, hits), of_kind in zip(KINDS, found, groups, strict=False):
             fitting: list[_Fit] = []
             for group in of_kind:
                 turn = await self.load(group.candidates[0].turn) if group.candidates else None
@@ -299,11 +263,11 @@ class Matcher:
         last = ends[0]
         # after an eviction, the store no longer tells that the proxy chose the rollout's name
         scopes = [scope, replace(scope, session=None)]
-        keys = [key for each in scopes for e in ends[:_LOOKUP] for key in _keys(each, conversation, e)]
+        keys = [key for each in scopes for e in ends[:_LOOKUP] for key in text_keys(each, conversation, e)]
         if await self.store.evicted(keys):
             return Reason.EVICTED
         own = conversation.messages[last]
-        key = _content_key(scope, conversation, last, own.message, own.distinctive)
+        key = content_key(scope, conversation, last, own.message, own.distinctive)
         hits = (await self.store.find([key])).get(key)
         candidates = [each for group in hits.groups for each in group.candidates] if hits else []
         candidates = [each for each in candidates if rollout in (None, each.rollout)][:_EXPLAINED]
@@ -328,22 +292,6 @@ def _batches(count: int) -> list[list[int]]:
         # counted from the far end, so that the first turn of the conversation is among them
         batches.append(sorted(range(count - 1, near - 1, -step)))
     return [batch for batch in batches if batch]
-
-
-def _keys(scope: Scope, conversation: Conversation, end: int) -> list[bytes]:
-    parsed = conversation.messages[end]
-    keys = [scope.key(EXACT, parsed.strict), scope.key(LOOSE, parsed.loose)]
-    if parsed.message.arguments:
-        before = conversation.loose_before(end)
-        keys.append(scope.key(BARE, extend(before, parsed.message.without_arguments)))
-    return keys
-
-
-def _content_key(
-    scope: Scope, conversation: Conversation, index: int, message: CanonicalMessage, distinctive: bool
-) -> bytes:
-    before = b"" if distinctive or not index else conversation.messages[index - 1].message.loose
-    return scope.key(CONTENT, extend(before, message.loose), explains=True)
 
 
 def _of_rollout(group: CandidateGroup, rollout: str | None) -> CandidateGroup:

@@ -8,8 +8,8 @@ from typing import Any, cast
 from proxy.history.cache import TurnCache
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.matcher import Match, Matcher
+from proxy.history.new_turns import NewTurn, new_turns
 from proxy.history.plan import Extended, Placement, PromptPlan, Rendered
-from proxy.history.recorder import NewTurn, new_turns
 from proxy.history.scope import Scope, scope_parts
 from proxy.history.store import Limits, Session, Store, session_id
 from proxy.history.turn import new_id
