@@ -8,7 +8,6 @@ Planning changes nothing in the request: after a failure it is planned anew for 
 """
 
 import threading
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 from proxy.history.cached_turn import CachedTurn
@@ -64,8 +63,11 @@ class Planner:
             return Rendered(placement=self.placer.nowhere(request, model), reason=Reason.UNREADABLE)
         match = await self.placer.match(request, conversation, scope)
         placement = self.placer.place(request, model, scope, conversation, match)
-        async with self.placer.released_on_error(placement):
+        try:
             return await self._plan_chat(request, conversation, match, placement, model)
+        except BaseException:  # cancellation too: no other request could use a turn that stays claimed
+            await self.placer.release(placement)
+            raise
 
     async def _plan_chat(
         self,
@@ -137,10 +139,6 @@ class Planner:
             reused=prefix,
             appended=ids.check(prompt) - prefix,
         )
-
-    def released_on_error(self, plan: PromptPlan) -> AbstractAsyncContextManager[None]:
-        """Release a plan if the block fails or is cancelled."""
-        return self.placer.released_on_error(plan.placement)
 
     async def release(self, plan: PromptPlan) -> None:
         """Let others continue the turns that a plan claimed: no turn of the plan was recorded."""
