@@ -80,7 +80,8 @@ class Placer:
             self.report("the prompt of a request is rendered", error)
             return Match(reason=Reason.STORE_UNAVAILABLE)
         rollout = match.turn.rollout if match.turn is not None and match.same_rollout else named
-        await self.pin(() if rollout is None else (rollout,))
+        if rollout is not None:
+            await self.pin((rollout,))
         return match
 
     async def match_ids(self, request: ChatRequest, prompt: bytes, scope: Scope) -> Match:
@@ -148,6 +149,8 @@ class Placer:
 
     def _class_of(self, request: ChatRequest) -> str:
         """The client's name for the kind of its request; empty if it gives none."""
+        if not self.class_header:
+            return ""
         found = (value for name, value in request.headers if name == self.class_header)
         return next(found, b"").decode("latin-1").strip()[:_CLASS_LENGTH]
 
