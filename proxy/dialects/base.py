@@ -16,7 +16,9 @@ from proxy.types import Fields, Headers
 
 _OPTIONS = ("tool_choice", "response_format", "structured_outputs", "mm_processor_kwargs", "media_io_kwargs")
 """Fields that an engine's rendering may print or use, besides messages, tools and template arguments."""
-_SPECIAL = ("echo", "continue_final_message", "add_special_tokens", "return_prompt_text", "use_beam_search")
+_SPECIAL = frozenset(
+    {"echo", "continue_final_message", "add_special_tokens", "return_prompt_text", "use_beam_search"}
+)
 """Fields that change the rendering, or that a prompt of ids cannot serve."""
 _IDEMPOTENCY_KEY, _RETRY_COUNT = b"idempotency-key", b"x-stainless-retry-count"
 
@@ -116,7 +118,7 @@ def chat_request(
         # without a generation prompt, the template does not render the sampled text as a turn
         "findable": special is None and rendering.add_generation_prompt,
     }
-    return ChatRequest(**{**parsed, **more})
+    return ChatRequest(**(parsed | more))
 
 
 def prompt_request(
@@ -156,7 +158,11 @@ def _rendering(fields: Fields) -> Rendering:
     return Rendering(
         raw_value(fields, "tools") or b"",
         bytes(raw(kwargs)) if kwargs else b"",
-        {name: value for name in _OPTIONS if (value := raw_value(fields, name)) is not None},
+        {
+            name: value
+            for name in _OPTIONS
+            if name in fields and (value := raw_value(fields, name)) is not None
+        },
         read(fields, "add_generation_prompt", bool) is not False,
     )
 
@@ -170,7 +176,7 @@ def _special(fields: Fields) -> Reason | None:
             return Reason.IDS_GIVEN
     except BadRequest:
         return Reason.SPECIAL_REQUEST
-    special = any(flag(fields, name) for name in _SPECIAL)
+    special = not _SPECIAL.isdisjoint(fields) and any(flag(fields, name) for name in _SPECIAL)
     special = special or raw_value(fields, "truncate_prompt_tokens") is not None
     return Reason.SPECIAL_REQUEST if special else None
 
