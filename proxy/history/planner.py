@@ -186,25 +186,12 @@ class Planner:
         """
         turn, tokenizer = match.turn, model.tokenizer
         assert turn is not None and tokenizer is not None  # checked by the caller
-        rendering = placement.scope.rendering
-        if obstacle := _no_extension(turn, conversation, tokenizer, rendering):
+        if obstacle := _no_extension(turn, conversation, tokenizer, request.rendering):
             return obstacle
         if turn.images and model.images is None:
             return Reason.MEDIA
-        size = sum(memoryview(raw).nbytes for raw in conversation.raws[match.end + 1 :])
-        stop = threading.Event()
-        limit = Limit(self._most_ids(request, turn.count, model), stop.is_set)
-
-        def extend() -> tuple[bytes, list[int]]:
-            if limit.max_ids is not None and size > limit.max_ids:
-                check_fits(conversation.json(match.end + 1), tokenizer, limit.max_ids)
-            auditor = self.placer.auditor
-            return continue_turn(tokenizer, turn, conversation, match.end, rendering, auditor, limit)
-
         try:
-            prompt, appended = await self.placer.encoders.run(
-                extend, size, tokenises=True, flow=self.placer.flow(request), stop=stop
-            )
+            prompt, appended = await self._append(request, conversation, match.end, turn, tokenizer, model)
         except TooManyIds as error:
             if self.renders_overflow:
                 return Reason.CONTEXT_OVERFLOW
@@ -235,6 +222,36 @@ class Planner:
             appended=appended,
             images=images,
         )
+
+    async def _append(
+        self,
+        request: ChatRequest,
+        conversation: Conversation,
+        end: int,
+        turn: CachedTurn,
+        tokenizer: ChatTokenizer,
+        model: ServedModel,
+    ) -> tuple[bytes, list[int]]:
+        """The prompt that extends a turn by the messages after `end`, and the ids that these add.
+
+        Raises:
+            TooManyIds: the prompt is longer than the context.
+            TemplateUnsupported: the suffix is not certain.
+            InvalidMessages: the template refuses the messages.
+            Overloaded: the limit of concurrent tokenising is reached.
+        """
+        size = sum(memoryview(raw).nbytes for raw in conversation.raws[end + 1 :])
+        stop = threading.Event()
+        limit = Limit(self._most_ids(request, turn.count, model), stop.is_set)
+        rendering, auditor = request.rendering, self.placer.auditor
+
+        def extend() -> tuple[bytes, list[int]]:
+            if limit.max_ids is not None and size > limit.max_ids:
+                check_fits(conversation.json(end + 1), tokenizer, limit.max_ids)
+            return continue_turn(tokenizer, turn, conversation, end, rendering, auditor, limit)
+
+        flow = self.placer.flow(request)
+        return await self.placer.encoders.run(extend, size, tokenises=True, flow=flow, stop=stop)
 
     def _most_ids(self, request: ChatRequest, reused: int, model: ServedModel) -> int | None:
         """The most ids to append to those of a turn; None if the engine reports no limit."""
