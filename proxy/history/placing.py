@@ -72,10 +72,9 @@ class Placer:
 
     async def match(self, request: ChatRequest, conversation: Conversation, scope: Scope) -> Match:
         """Find the recorded turn that a request continues, and pin its rollout if the store responds."""
-        named = session_id(request.tenant, request.session.name) if request.session else None
-        told = named if request.session is not None and not request.session.explicit else None
+        named, only = _rollouts_of(request)
         try:
-            match = await self.matcher.match(conversation, scope, told)
+            match = await self.matcher.match(conversation, scope, only)
         except StoreError as error:
             self.report("the prompt of a request is rendered", error)
             return Match(reason=Reason.STORE_UNAVAILABLE)
@@ -93,9 +92,8 @@ class Placer:
         Raises:
             StoreError: the store does not respond.
         """
-        named = session_id(request.tenant, request.session.name) if request.session else None
-        told = named if request.session is not None and not request.session.explicit else None
-        match = await match_ids(self.matcher, prompt, scope, told)
+        named, only = _rollouts_of(request)
+        match = await match_ids(self.matcher, prompt, scope, only)
         if named is not None:
             newest = await self.matcher.longest_of(await self.store.newest(named, FOUND_AT_MOST), prompt)
             longer = newest is not None and (match.turn is None or newest.count > match.turn.count)
@@ -181,3 +179,15 @@ class Placer:
         """Log and count that the store does not respond."""
         self.metrics.store_errors.inc()
         log.log(error.level, "%s: %s", consequence, error)
+
+
+def _rollouts_of(request: ChatRequest) -> tuple[str | None, str | None]:
+    """The rollout of a request's session, and the only one whose turns it continues; None if there is none.
+
+    A session that the client named is part of the scope; a name that the proxy chose is not, and limits the
+    search instead.
+    """
+    if request.session is None:
+        return None, None
+    rollout = session_id(request.tenant, request.session.name)
+    return rollout, None if request.session.explicit else rollout

@@ -159,14 +159,14 @@ class Planner:
                 appended=0,
                 images=images,
             )
-        made = await append_messages(self.placer, request, given, model)
-        placement = await place_given(self.placer, request, made.prompt, model)
+        whole = await append_messages(self.placer, request, given, model)
+        placement = await place_given(self.placer, request, whole.prompt, model)
         return Extended(
             placement=placement,
-            prompt=made.prompt,
+            prompt=whole.prompt,
             reused=given.count,
-            appended=made.appended,
-            images=(*images, *made.images),
+            appended=whole.appended,
+            images=(*images, *whole.images),
         )
 
     async def _extend(
