@@ -55,7 +55,10 @@ def is_null(value: msgspec.Raw) -> bool:
 def raw_value(fields: Mapping[str, msgspec.Raw], name: str) -> bytes | None:
     """The raw bytes of a field, or None if it is missing or null."""
     value = fields.get(name)
-    return None if value is None or is_null(value) else bytes(value)
+    if value is None:
+        return None
+    data = bytes(value)
+    return None if data == NULL else data
 
 
 def read(fields: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | None:

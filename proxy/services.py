@@ -55,6 +55,7 @@ def make_services(
             settings.finish_after_s,
             images,
             settings.request_class_header,
+            settings.thinking_policy,
         ),
         WeightCalls(fleet, metrics, salted=settings.cache_salt_by_version),
         encoders,

@@ -11,13 +11,15 @@ from proxy.history.vocabulary import Reason
 from proxy.http import Request
 from proxy.turn.engine_request import flag, stream_options
 from proxy.turn.message_ids import asks_on_messages
-from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef
+from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef, ThinkingPolicy
 from proxy.turn.visible import Visible
 from proxy.types import Fields, Headers
 
 _OPTIONS = ("tool_choice", "response_format", "structured_outputs", "mm_processor_kwargs", "media_io_kwargs")
 """Fields that an engine's rendering may print or use, besides messages, tools and template arguments."""
-_SPECIAL = ("echo", "continue_final_message", "add_special_tokens", "return_prompt_text", "use_beam_search")
+_SPECIAL = frozenset(
+    {"echo", "continue_final_message", "add_special_tokens", "return_prompt_text", "use_beam_search"}
+)
 """Fields that change the rendering, or that a prompt of ids cannot serve."""
 _IDEMPOTENCY_KEY, _RETRY_COUNT = b"idempotency-key", b"x-stainless-retry-count"
 
@@ -103,6 +105,7 @@ def chat_request(
         fields: the chat completion, with the session's fields applied.
         more: fields of `ChatRequest` that the dialect sets itself.
     """
+    thinking = _take_thinking_policy(fields)
     special, rendering, model = _special(fields), Rendering(), None
     try:
         rendering, model = _rendering(fields), read(fields, "model", str)
@@ -118,10 +121,11 @@ def chat_request(
         "temperature": number(fields, "temperature"),
         "routed_experts_start": routed_experts_start(fields),
         "special": special or "",
+        "thinking": thinking,
         # without a generation prompt, the template does not render the sampled text as a turn
         "findable": special is None and rendering.add_generation_prompt,
     }
-    return ChatRequest(**{**parsed, **more})
+    return ChatRequest(**(parsed | more))
 
 
 def prompt_request(
@@ -153,6 +157,15 @@ def _shared(request: Request, fields: Fields, session: SessionFields | None) -> 
     }
 
 
+def _take_thinking_policy(fields: Fields) -> ThinkingPolicy | None:
+    """Remove the proxy's own field from a request. Raises BadRequest."""
+    policy = read(fields, "thinking_policy", str)
+    fields.pop("thinking_policy", None)
+    if policy is not None and policy not in set(ThinkingPolicy):
+        raise BadRequest("`thinking_policy` must be `keep` or `template`", param="thinking_policy")
+    return ThinkingPolicy(policy) if policy is not None else None
+
+
 def _rendering(fields: Fields) -> Rendering:
     """The fields that change the rendering. Raises BadRequest for a field with a wrong type."""
     kwargs = template_kwargs(fields)
@@ -161,7 +174,11 @@ def _rendering(fields: Fields) -> Rendering:
     return Rendering(
         raw_value(fields, "tools") or b"",
         bytes(raw(kwargs)) if kwargs else b"",
-        {name: value for name in _OPTIONS if (value := raw_value(fields, name)) is not None},
+        {
+            name: value
+            for name in _OPTIONS
+            if name in fields and (value := raw_value(fields, name)) is not None
+        },
         read(fields, "add_generation_prompt", bool) is not False,
     )
 
@@ -175,7 +192,7 @@ def _special(fields: Fields) -> Reason | None:
             return Reason.IDS_GIVEN
     except BadRequest:
         return Reason.SPECIAL_REQUEST
-    special = any(flag(fields, name) for name in _SPECIAL)
+    special = not _SPECIAL.isdisjoint(fields) and any(flag(fields, name) for name in _SPECIAL)
     special = special or raw_value(fields, "truncate_prompt_tokens") is not None
     return Reason.SPECIAL_REQUEST if special else None
 

@@ -11,6 +11,7 @@ from proxy.dialects.base import (
     routed_experts_start,
     visible_of_prompts,
 )
+from proxy.dialects.openapi import IDS, request_body
 from proxy.dialects.prompt_fields import read_prompts
 from proxy.fields import parse, raw_value
 from proxy.history.vocabulary import Reason
@@ -20,9 +21,8 @@ from proxy.turn.request import ChatRequest, EngineRoute
 from proxy.turn.visible import EVERYTHING
 from proxy.types import Fields
 
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PROMPT = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, _IDS,
-                     {"type": "array", "items": _IDS}]}  # fmt: skip
+_PROMPT = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, IDS,
+                     {"type": "array", "items": IDS}]}  # fmt: skip
 
 
 class CompletionsDialect(Dialect):
@@ -30,20 +30,7 @@ class CompletionsDialect(Dialect):
 
     path: ClassVar[str] = EngineRoute.COMPLETIONS.value
     summary: ClassVar[str] = "Completions of ids or texts, recorded"
-    openapi: ClassVar[dict[str, Any]] = {
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {
-                    "schema": {
-                        "type": "object",
-                        "description": "The fields of a vLLM completion.",
-                        "properties": {"prompt": _PROMPT},
-                    }
-                }
-            },
-        }
-    }
+    openapi: ClassVar[dict[str, Any]] = request_body("The fields of a vLLM completion.", {"prompt": _PROMPT})
 
     def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
         """See `Dialect.parse`."""

@@ -14,6 +14,7 @@ from proxy.dialects.base import (
     routed_experts_start,
     visible_of_prompts,
 )
+from proxy.dialects.openapi import IDS, request_body
 from proxy.dialects.prompt_fields import checked_ids
 from proxy.errors import BadRequest
 from proxy.fields import join, parse, raw_value, read
@@ -38,27 +39,9 @@ class GenerateDialect(Dialect):
 
     path: ClassVar[str] = EngineRoute.GENERATE.value
     summary: ClassVar[str] = "Tokens in, tokens out, recorded"
-    openapi: ClassVar[dict[str, Any]] = {
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {
-                    "schema": {
-                        "type": "object",
-                        "description": "The fields of vLLM's generate route.",
-                        "properties": {
-                            _FIELD: {
-                                "type": "array",
-                                "items": {"type": "integer", "minimum": 0},
-                                "minItems": 1,
-                            },
-                            "sampling_params": {"type": "object"},
-                        },
-                    }
-                }
-            },
-        }
-    }
+    openapi: ClassVar[dict[str, Any]] = request_body(
+        "The fields of vLLM's generate route.", {_FIELD: IDS, "sampling_params": {"type": "object"}}
+    )
 
     def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
         """See `Dialect.parse`."""

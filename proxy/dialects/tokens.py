@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from proxy.dialects.base import Dialect, SessionFields, apply_session, chat_request, visible_of
+from proxy.dialects.openapi import IDS, request_body
 from proxy.dialects.prompt_fields import (
     join_messages,
     media_fields,
@@ -20,7 +21,6 @@ from proxy.turn.request import ChatRequest, GivenIds
 from proxy.types import Fields
 
 _TRUE = msgspec.Raw(b"true")
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _MESSAGES = {"type": "array", "items": {"type": "object"}}
 
 
@@ -29,38 +29,25 @@ class TokensDialect(Dialect):
 
     path: ClassVar[str] = "/v1/chat/completions/tokens"
     summary: ClassVar[str] = "Chat completion on exact prompt ids"
-    openapi: ClassVar[dict[str, Any]] = {
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {
-                    "schema": {
-                        "type": "object",
-                        "description": "The fields of a vLLM chat completion, and these.",
-                        "properties": {
-                            "prompt_ids": {**_IDS, "description": "The exact prompt."},
-                            "tokens": {**_IDS, "description": "Another name for `prompt_ids`."},
-                            "prompt_token_ids": {**_IDS, "description": "Another name for `prompt_ids`."},
-                            "append_messages": {
-                                **_MESSAGES,
-                                "description": "Messages to append to `prompt_ids`.",
-                            },
-                            "images": {
-                                "type": "array",
-                                "items": {"type": "string"},
-                                "description": "The images of `prompt_ids`: data URLs or base64, in order.",
-                            },
-                            "messages": {
-                                **_MESSAGES,
-                                "description": "The first turn, or the conversation that `prompt_ids` hold.",
-                            },
-                            "return_token_ids": {"type": "boolean", "default": True},
-                        },
-                    }
-                }
+    openapi: ClassVar[dict[str, Any]] = request_body(
+        "The fields of a vLLM chat completion, and these.",
+        {
+            "prompt_ids": {**IDS, "description": "The exact prompt."},
+            "tokens": {**IDS, "description": "Another name for `prompt_ids`."},
+            "prompt_token_ids": {**IDS, "description": "Another name for `prompt_ids`."},
+            "append_messages": {**_MESSAGES, "description": "Messages to append to `prompt_ids`."},
+            "images": {
+                "type": "array",
+                "items": {"type": "string"},
+                "description": "The images of `prompt_ids`: data URLs or base64, in order.",
             },
-        }
-    }
+            "messages": {
+                **_MESSAGES,
+                "description": "The first turn, or the conversation that `prompt_ids` hold.",
+            },
+            "return_token_ids": {"type": "boolean", "default": True},
+        },
+    )
 
     def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
         """See `Dialect.parse`."""

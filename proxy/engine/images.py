@@ -69,10 +69,10 @@ class EngineImages:
             InvalidImage: the engine's processor refuses the image.
             ApiError: the engine does not respond.
         """
-        known = self._ids.get(image.digest)
-        if known is not None:
+        ids = self._ids.get(image.digest)
+        if ids is not None:
             self._ids.move_to_end(image.digest)
-            return known
+            return ids
         task = self._running.get(image.digest)
         if task is None:
             task = self._running[image.digest] = asyncio.create_task(self._ask(image))

@@ -244,7 +244,8 @@ class Fleet:
         def take() -> Place | None:
             if held.active and routing.samples:
                 return None
-            usable = self._usable_now(routing.token_in, samples=routing.samples)
+            capable = self._capable(routing.token_in, samples=routing.samples)
+            usable = _in_service(capable)
             if not usable:
                 raise self.nothing_responds()
             free = [replica for replica in usable if replica.load.has_capacity(routing.ids, self._capacity)]
@@ -253,7 +254,6 @@ class Fleet:
             if not free:
                 return None
             first = self._chosen(free, routing)
-            capable = self._capable(routing.token_in, samples=routing.samples)
             others = [replica for replica in capable if replica is not first]
             others.sort(key=lambda replica: (not replica.breaker.allows, replica.load.requests))
             lease = first.load.begin(routing.ids)
@@ -358,9 +358,11 @@ class Fleet:
 
     async def _usable(self, token_in: bool, *, samples: bool = True) -> list[Replica]:
         """The replicas that may get a request; waits until the first discovery of all of them ended."""
-        if not self._ready(samples=samples):
-            with queued():
-                await self.wait_discovered()
+        usable = self._usable_now(token_in, samples=samples)
+        if usable:
+            return usable
+        with queued():
+            await self.wait_discovered()
         return self._usable_now(token_in, samples=samples)
 
     def _usable_now(self, token_in: bool, *, samples: bool = True) -> list[Replica]:
@@ -369,8 +371,7 @@ class Fleet:
         Raises:
             Unsupported: exact prompts are needed, and no replica that is ready takes them.
         """
-        capable = self._capable(token_in, samples=samples)
-        return [replica for replica in capable if replica.breaker.allows] or capable
+        return _in_service(self._capable(token_in, samples=samples))
 
     def _capable(self, token_in: bool, *, samples: bool = True) -> list[Replica]:
         """The replicas that are ready and can serve a request. Raises as `_usable_now`."""
@@ -381,3 +382,8 @@ class Fleet:
         if ready and not capable:
             raise Unsupported(NO_TOKEN_IN, param="prompt_ids", code="no_token_in")
         return capable
+
+
+def _in_service(replicas: list[Replica]) -> list[Replica]:
+    """Those of some replicas whose breaker lets requests through; all of them if none does."""
+    return [replica for replica in replicas if replica.breaker.allows] or replicas

@@ -68,6 +68,8 @@ class WeightTag:
 
     def spans(self, choice: int, ids: int) -> tuple[list[tuple[str, int, int]], bool]:
         """The versions of a choice that ended after `ids` sampled ids, and whether they are uncertain."""
+        if self.version is None and not self._cuts and self._pending is None:
+            return [], self._uncertain
         cuts = list(self._cuts)
         if self._pending is not None:
             version, arrived = self._pending

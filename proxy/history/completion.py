@@ -69,7 +69,7 @@ class Completion:
     choices: list[SampledChoice] = field(default_factory=list)
     completion_tokens: int | None = None
     """Number of sampled ids in all choices, as counted by the engine."""
-    packed_prompt: bytes | None = None
+    packed_prompt: bytes | None = field(default=None, compare=False)
     """The ids of `prompt_ids`, packed; None if they were not converted yet."""
 
     def by_prompt(self, batch: Batch) -> "dict[int, Completion]":

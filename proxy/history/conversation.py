@@ -50,15 +50,15 @@ def parse_message(raw: bytes, index: int, before: ParsedMessage | None) -> Parse
         InvalidMessages: it is not a chat message.
     """
     message = _parse(raw)
-    made = canonical(message, index)
+    digests = canonical(message, index)
     loose, strict = (before.loose, before.strict) if before else (NOTHING, NOTHING)
     return ParsedMessage(
-        made,
+        digests,
         message["role"] == "assistant",
         media_kind(message.get("content")) is not None,
         is_distinctive(message),
-        extend(loose, made.loose),
-        extend(strict, made.strict),
+        extend(loose, digests.loose),
+        extend(strict, digests.strict),
     )
 
 

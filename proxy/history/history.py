@@ -19,6 +19,7 @@ from proxy.history.retries import Retries
 from proxy.history.store import Store, StoreError
 from proxy.history.tasks import Tasks
 from proxy.metrics import Metrics
+from proxy.turn.request import ThinkingPolicy
 
 log = logging.getLogger("tokenproxy")
 
@@ -40,8 +41,9 @@ class History:
         finish_after_s: float = 0.0,
         images: ImageLoader | None = None,
         request_class_header: str = "",
+        thinking_policy: ThinkingPolicy = ThinkingPolicy.KEEP,
     ) -> None:
-        """`overflow`, `finish_after_s` and `request_class_header` are the settings of these names."""
+        """`overflow`, `finish_after_s` and those after `images` are the settings of these names."""
         self.auditor = auditor
         self.store = store
         self.metrics = metrics
@@ -53,7 +55,7 @@ class History:
         self.placer = Placer(
             store, self.cache, matcher, self.pins, encoders, metrics, auditor, loader, class_header
         )
-        self.planner = Planner(self.placer, renders_overflow=overflow == "render")
+        self.planner = Planner(self.placer, thinking_policy, renders_overflow=overflow == "render")
         self.echoes = Echoes(store, matcher.load, metrics)
         self.recorder = Recorder(store, self.cache, encoders, metrics, self.tasks)
         self.retries = Retries(store, metrics, self.tasks)

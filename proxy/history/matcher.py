@@ -7,7 +7,7 @@ several candidates with different ids remain, none is used: the prompt is render
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -20,21 +20,11 @@ from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn, read_turn
 from proxy.history.conversation import Conversation
 from proxy.history.scope import Scope, changed_part
-from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexEntry, Store
+from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, Store
+from proxy.history.text_index import BARE, EXACT, KINDS, content_key, text_keys
 from proxy.history.turn import Turn, pack_ids
 from proxy.history.vocabulary import Reason
-from tokenization import CanonicalMessage
 from tokenization.canonical import extend
-
-EXACT = "exact"
-"""Kind of key: the conversation as it was spelled."""
-LOOSE = "loose"
-"""Kind of key: the conversation, ignoring reasoning and white space around text of assistant messages."""
-BARE = "bare"
-"""Kind of key: as LOOSE, and without the arguments of the last message's tool calls."""
-_KINDS = (EXACT, LOOSE, BARE)
-CONTENT = "content"
-"""Kind of key: the last message alone, or with the one before it if it is short. Explains a miss."""
 
 _LOOKUP = 64
 """Number of ends of turns in one lookup."""
@@ -59,6 +49,17 @@ class Match:
     """Whether `turn` was claimed for this request among several."""
 
 
+class _Search(NamedTuple):
+    """What is searched for a request."""
+
+    conversation: Conversation
+    scope: Scope
+    rollout: str | None
+    """Only turns of this rollout; None for all in the scope."""
+    echoed: Mapping[int, str]
+    """The turns that the client names, by the indexes of their messages."""
+
+
 class _Fit(NamedTuple):
     """Turns with equal ids that a request may continue."""
 
@@ -71,32 +72,6 @@ class _Fit(NamedTuple):
     """Whether the client completed the JSON of one of its tool calls."""
 
 
-def index_entries(
-    scope: Scope, conversation: Conversation, message: CanonicalMessage, distinctive: bool, ids: bytes
-) -> list[IndexEntry]:
-    """The three index entries of a turn.
-
-    Args:
-        conversation: the messages of its request.
-        message: the assistant's message.
-        distinctive: see `ParsedMessage.distinctive`.
-        ids: its `ids_digest`.
-    """
-    end = len(conversation.messages)
-    before = conversation.loose_before(end)
-    cut_off = any(argument[:1] == b"t" for argument in message.arguments)
-    loose = (
-        scope.key(BARE, extend(before, message.without_arguments))
-        if cut_off
-        else scope.key(LOOSE, extend(before, message.loose))
-    )
-    return [
-        IndexEntry(scope.key(EXACT, extend(conversation.strict_before(end), message.strict)), ids),
-        IndexEntry(loose, ids),
-        IndexEntry(_content_key(scope, conversation, end, message, distinctive)),
-    ]
-
-
 class Matcher:
     """Finds the turns that requests continue."""
 
@@ -106,7 +81,13 @@ class Matcher:
         self._executor = executor
         self._claiming: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
-    async def match(self, conversation: Conversation, scope: Scope, rollout: str | None = None) -> Match:
+    async def match(
+        self,
+        conversation: Conversation,
+        scope: Scope,
+        rollout: str | None = None,
+        echoed: Mapping[int, str] | None = None,
+    ) -> Match:
         """The longest recorded conversation that a request continues.
 
         At most one key in 64 assistant messages is looked up in histories longer than that, and then those
@@ -114,23 +95,26 @@ class Matcher:
 
         Args:
             rollout: only turns of this rollout; None for all in the scope.
+            echoed: the turns that the client names, by the indexes of their messages: they decide between
+                turns with equal text.
 
         Raises:
             StoreError: the store does not respond.
         """
+        search = _Search(conversation, scope, rollout, echoed or {})
         if not conversation.holds_assistant:
             return Match(reason=Reason.FIRST_TURN)
         ends, looked_up = conversation.ends, 0
         for batch in _batches(len(ends)):
-            found = await self._look_up([ends[i] for i in batch], conversation, scope, rollout)
+            found = await self._look_up([ends[i] for i in batch], search)
             if found is not None:
                 match, end = found
                 position = ends.index(end)
                 miss = max((i for i in batch if i < position), default=looked_up - 1)
                 between = ends[miss + 1 : position]
-                return await self._between(between, conversation, scope, rollout) or match
+                return await self._between(between, search) or match
             looked_up += len(batch)
-        return Match(reason=await self._explain(conversation, scope, rollout))
+        return Match(reason=await self._explain(search))
 
     async def load(self, turn_id: str) -> CachedTurn | None:
         """A turn with its ids, from the cache or the store; None if it is gone.
@@ -187,14 +171,12 @@ class Matcher:
                 return await self._take(_Fit(key, group, turn, False), Match(turn, candidates=group.total))
         return Match(turn)
 
-    async def _between(
-        self, ends: Sequence[int], conversation: Conversation, scope: Scope, rollout: str | None
-    ) -> Match | None:
+    async def _between(self, ends: Sequence[int], search: _Search) -> Match | None:
         """The longest match among the ends between one that matched and one that did not."""
         best: Match | None = None
         while ends:
             step = -(-len(ends) // _LOOKUP)
-            found = await self._look_up(ends[step - 1 :: step], conversation, scope, rollout)
+            found = await self._look_up(ends[step - 1 :: step], search)
             if found is None:
                 ends = ends[len(ends) - len(ends) % step :] if step > 1 else []
                 continue
@@ -203,32 +185,27 @@ class Matcher:
             ends = ends[max(0, position - step + 1) : position]
         return best
 
-    async def _look_up(
-        self, ends: Sequence[int], conversation: Conversation, scope: Scope, rollout: str | None
-    ) -> tuple[Match, int] | None:
+    async def _look_up(self, ends: Sequence[int], search: _Search) -> tuple[Match, int] | None:
         """The match at the first of these ends that has one."""
-        keys = {end: _keys(scope, conversation, end) for end in ends}
+        keys = {end: text_keys(search.scope, search.conversation, end) for end in ends}
         found = await self.store.find([key for of_end in keys.values() for key in of_end])
         for end in ends if found else ():
             hits = [(key, found.get(key)) for key in keys[end]]
-            match = await self._choose(hits, conversation, end, rollout)
+            match = await self._choose(hits, search, end)
             if match is not None:
                 return match, end
         return None
 
     async def _choose(
-        self,
-        found: Sequence[tuple[bytes, Found | None]],
-        conversation: Conversation,
-        end: int,
-        rollout: str | None,
+        self, found: Sequence[tuple[bytes, Found | None]], search: _Search, end: int
     ) -> Match | None:
         """The turn that ends at one message, from the results of each kind of key."""
+        conversation, rollout = search.conversation, search.rollout
         if rollout is not None and not all(_all_listed(hits) and _lists_all(hits) for _, hits in found):
-            return await self._choose_in_rollout(conversation, end, rollout)
+            return await self._choose_in_rollout(search, end, rollout)
         groups = [[_of_rollout(group, rollout) for group in hits.groups] if hits else [] for _, hits in found]
         candidates = _count(found[1:], groups[1:], rollout) or _count(found[:1], groups[:1], rollout)
-        for kind, (key, hits), of_kind in zip(_KINDS, found, groups, strict=False):
+        for kind, (key, hits), of_kind in zip(KINDS, found, groups, strict=False):
             fitting: list[_Fit] = []
             for group in of_kind:
                 turn = await self.load(group.candidates[0].turn) if group.candidates else None
@@ -239,12 +216,42 @@ class Matcher:
                 continue
             before = conversation.strict_before(end)
             best = [fit for fit in fitting if fit.turn.spelling_before == before] or fitting
-            if len(best) > 1 or not _all_listed(hits):
+            named = await self._named(fitting, search, end) if end in search.echoed else None
+            if named is None and (len(best) > 1 or not _all_listed(hits)):
                 return Match(None, end, Reason.AMBIGUOUS, candidates)
+            repaired = (named or best[0]).repaired
             edited = end != conversation.ends[0]
-            reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if best[0].repaired else None
-            return await self._take(best[0], Match(best[0].turn, end, reason, candidates))
+            reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if repaired else None
+            match = Match((named or best[0]).turn, end, reason, candidates)
+            return match if named is not None else await self._take(best[0], match)
         return None
+
+    async def _named(self, fitting: Sequence["_Fit"], search: _Search, end: int) -> "_Fit | None":
+        """The turn that the client names, if its text is that of the request."""
+        name = search.echoed[end]
+        for fit in fitting:
+            if any(candidate.turn == name for candidate in fit.group.candidates):
+                turn = await self.load(name)
+                return fit._replace(turn=turn) if turn is not None else None
+        # of many turns under one key, only some are listed
+        path = await self.store.path(name)
+        if not path or not await self._has_text(path[-1], search, end):
+            return None
+        turn = await self.load(name)
+        return None if turn is None else fitting[0]._replace(turn=turn, repaired=False)
+
+    async def _has_text(self, turn: Turn, search: _Search, end: int) -> bool:
+        """Whether a turn belongs to the scope of a request and ends with its message at `end`."""
+        if turn.scope != search.scope.parts or not turn.spelling:
+            return False
+        if extend(turn.spelling_before, turn.spelling) != search.conversation.messages[end].strict:
+            return False
+        if search.rollout is not None:
+            return turn.rollout == search.rollout
+        session = await self.store.session(turn.rollout)
+        if session is None or session.tenant != search.scope.tenant:
+            return False
+        return search.scope.session == (session.name if session.explicit else None)
 
     async def _take(self, fit: "_Fit", match: Match) -> Match:
         """Choose one of the turns with equal ids; if several rollouts hold one, an open one."""
@@ -277,33 +284,36 @@ class Matcher:
         groups = [group for group in found.groups if group.ids == fit.group.ids] if found else []
         return [candidate for group in groups for candidate in group.candidates if candidate.open]
 
-    async def _choose_in_rollout(self, conversation: Conversation, end: int, rollout: str) -> Match | None:
+    async def _choose_in_rollout(self, search: _Search, end: int, rollout: str) -> Match | None:
         """The turn of a rollout that ends at one message, where `find` lists only some of the turns there."""
+        conversation = search.conversation
         strict = conversation.messages[end].strict
         turns = [
             turn
             for turn in await self.store.turns(rollout)
             if turn.spelling and extend(turn.spelling_before, turn.spelling) == strict
         ]
+        turns = [turn for turn in turns if turn.id == search.echoed.get(end)] or turns
         if len({turn.ids_digest for turn in turns}) != 1:
             return Match(None, end, Reason.AMBIGUOUS, len(turns)) if turns else None
         turn = await self.load(turns[-1].id)
         reason = None if end == conversation.ends[0] else Reason.HISTORY_EDITED
         return Match(turn, end, reason, len(turns)) if turn else None
 
-    async def _explain(self, conversation: Conversation, scope: Scope, rollout: str | None) -> Reason:
+    async def _explain(self, search: _Search) -> Reason:
         """Why a history with assistant messages matches nothing."""
+        conversation, scope, rollout = search.conversation, search.scope, search.rollout
         ends = conversation.ends
         if not ends:
             return Reason.ENDS_WITH_ASSISTANT
         last = ends[0]
         # after an eviction, the store no longer tells that the proxy chose the rollout's name
         scopes = [scope, replace(scope, session=None)]
-        keys = [key for each in scopes for e in ends[:_LOOKUP] for key in _keys(each, conversation, e)]
+        keys = [key for each in scopes for e in ends[:_LOOKUP] for key in text_keys(each, conversation, e)]
         if await self.store.evicted(keys):
             return Reason.EVICTED
         own = conversation.messages[last]
-        key = _content_key(scope, conversation, last, own.message, own.distinctive)
+        key = content_key(scope, conversation, last, own.message, own.distinctive)
         hits = (await self.store.find([key])).get(key)
         candidates = [each for group in hits.groups for each in group.candidates] if hits else []
         candidates = [each for each in candidates if rollout in (None, each.rollout)][:_EXPLAINED]
@@ -328,22 +338,6 @@ def _batches(count: int) -> list[list[int]]:
         # counted from the far end, so that the first turn of the conversation is among them
         batches.append(sorted(range(count - 1, near - 1, -step)))
     return [batch for batch in batches if batch]
-
-
-def _keys(scope: Scope, conversation: Conversation, end: int) -> list[bytes]:
-    parsed = conversation.messages[end]
-    keys = [scope.key(EXACT, parsed.strict), scope.key(LOOSE, parsed.loose)]
-    if parsed.message.arguments:
-        before = conversation.loose_before(end)
-        keys.append(scope.key(BARE, extend(before, parsed.message.without_arguments)))
-    return keys
-
-
-def _content_key(
-    scope: Scope, conversation: Conversation, index: int, message: CanonicalMessage, distinctive: bool
-) -> bytes:
-    before = b"" if distinctive or not index else conversation.messages[index - 1].message.loose
-    return scope.key(CONTENT, extend(before, message.loose), explains=True)
 
 
 def _of_rollout(group: CandidateGroup, rollout: str | None) -> CandidateGroup:

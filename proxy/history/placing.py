@@ -72,15 +72,15 @@ class Placer:
 
     async def match(self, request: ChatRequest, conversation: Conversation, scope: Scope) -> Match:
         """Find the recorded turn that a request continues, and pin its rollout if the store responds."""
-        named = session_id(request.tenant, request.session.name) if request.session else None
-        told = named if request.session is not None and not request.session.explicit else None
+        named, only = _rollouts_of(request)
         try:
-            match = await self.matcher.match(conversation, scope, told)
+            match = await self.matcher.match(conversation, scope, only, request.echoed)
         except StoreError as error:
             self.report("the prompt of a request is rendered", error)
             return Match(reason=Reason.STORE_UNAVAILABLE)
         rollout = match.turn.rollout if match.turn is not None and match.same_rollout else named
-        await self.pin(() if rollout is None else (rollout,))
+        if rollout is not None:
+            await self.pin((rollout,))
         return match
 
     async def match_ids(self, request: ChatRequest, prompt: bytes, scope: Scope) -> Match:
@@ -92,9 +92,8 @@ class Placer:
         Raises:
             StoreError: the store does not respond.
         """
-        named = session_id(request.tenant, request.session.name) if request.session else None
-        told = named if request.session is not None and not request.session.explicit else None
-        match = await match_ids(self.matcher, prompt, scope, told)
+        named, only = _rollouts_of(request)
+        match = await match_ids(self.matcher, prompt, scope, only)
         if named is not None:
             newest = await self.matcher.longest_of(await self.store.newest(named, FOUND_AT_MOST), prompt)
             longer = newest is not None and (match.turn is None or newest.count > match.turn.count)
@@ -148,6 +147,8 @@ class Placer:
 
     def _class_of(self, request: ChatRequest) -> str:
         """The client's name for the kind of its request; empty if it gives none."""
+        if not self.class_header:
+            return ""
         found = (value for name, value in request.headers if name == self.class_header)
         return next(found, b"").decode("latin-1").strip()[:_CLASS_LENGTH]
 
@@ -178,3 +179,15 @@ class Placer:
         """Log and count that the store does not respond."""
         self.metrics.store_errors.inc()
         log.log(error.level, "%s: %s", consequence, error)
+
+
+def _rollouts_of(request: ChatRequest) -> tuple[str | None, str | None]:
+    """The rollout of a request's session, and the only one whose turns it continues; None if there is none.
+
+    A session that the client named is part of the scope; a name that the proxy chose is not, and limits the
+    search instead.
+    """
+    if request.session is None:
+        return None, None
+    rollout = session_id(request.tenant, request.session.name)
+    return rollout, None if request.session.explicit else rollout

@@ -103,9 +103,12 @@ class PromptPlan:
     @property
     def rollout(self) -> str | None:
         """The rollout of all prompts; None if they belong to several, or are not recorded."""
-        placement = self.placement
-        same = all(other.placement.session.id == placement.session.id for other in self.others)
-        return placement.session.id if same and placement.conversation is not None else None
+        rollout = self.placement.session.id
+        if self.placement.conversation is None:
+            return None
+        if self.others and any(other.placement.session.id != rollout for other in self.others):
+            return None
+        return rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ Planning changes nothing in the request: after a failure it is planned anew for 
 """
 
 import threading
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 from proxy.history.cached_turn import CachedTurn
@@ -21,8 +20,9 @@ from proxy.history.matcher import Match
 from proxy.history.placing import UNREADABLE, Placer
 from proxy.history.plan import Extended, Given, Placement, PromptPlan, Rendered, ServedModel
 from proxy.history.prompts import plan_prompts
+from proxy.history.thinking import shows_dropped_thinking
 from proxy.history.vocabulary import Reason
-from proxy.turn.request import ChatRequest, GivenIds, Rendering
+from proxy.turn.request import ChatRequest, GivenIds, Rendering, ThinkingPolicy
 from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported, ids
 from tokenization.limit import Limit, TooManyIds
 from tokenization.placeholders import PlaceholdersDiffer
@@ -39,6 +39,8 @@ class Planner:
     """Plans prompts. One per application."""
 
     placer: Placer
+    thinking: ThinkingPolicy = ThinkingPolicy.KEEP
+    """For requests that set none."""
     renders_overflow: bool = False
     """Whether a conversation whose ids exceed the context is rendered anew; if not, it is an error."""
 
@@ -64,8 +66,11 @@ class Planner:
             return Rendered(placement=self.placer.nowhere(request, model), reason=Reason.UNREADABLE)
         match = await self.placer.match(request, conversation, scope)
         placement = self.placer.place(request, model, scope, conversation, match)
-        async with self.placer.released_on_error(placement):
+        try:
             return await self._plan_chat(request, conversation, match, placement, model)
+        except BaseException:  # cancellation too: no other request could use a turn that stays claimed
+            await self.placer.release(placement)
+            raise
 
     async def _plan_chat(
         self,
@@ -138,10 +143,6 @@ class Planner:
             appended=ids.check(prompt) - prefix,
         )
 
-    def released_on_error(self, plan: PromptPlan) -> AbstractAsyncContextManager[None]:
-        """Release a plan if the block fails or is cancelled."""
-        return self.placer.released_on_error(plan.placement)
-
     async def release(self, plan: PromptPlan) -> None:
         """Let others continue the turns that a plan claimed: no turn of the plan was recorded."""
         for prompt in plan.prompts:
@@ -161,14 +162,14 @@ class Planner:
                 appended=0,
                 images=images,
             )
-        made = await append_messages(self.placer, request, given, model)
-        placement = await place_given(self.placer, request, made.prompt, model)
+        whole = await append_messages(self.placer, request, given, model)
+        placement = await place_given(self.placer, request, whole.prompt, model)
         return Extended(
             placement=placement,
-            prompt=made.prompt,
+            prompt=whole.prompt,
             reused=given.count,
-            appended=made.appended,
-            images=(*images, *made.images),
+            appended=whole.appended,
+            images=(*images, *whole.images),
         )
 
     async def _extend(
@@ -188,25 +189,18 @@ class Planner:
         """
         turn, tokenizer = match.turn, model.tokenizer
         assert turn is not None and tokenizer is not None  # checked by the caller
-        rendering = placement.scope.rendering
-        if obstacle := _no_extension(turn, conversation, tokenizer, rendering):
+        if obstacle := _no_extension(turn, conversation, tokenizer, request.rendering):
             return obstacle
         if turn.images and model.images is None:
             return Reason.MEDIA
-        size = sum(memoryview(raw).nbytes for raw in conversation.raws[match.end + 1 :])
-        stop = threading.Event()
-        limit = Limit(self._most_ids(request, turn.count, model), stop.is_set)
-
-        def extend() -> tuple[bytes, list[int]]:
-            if limit.max_ids is not None and size > limit.max_ids:
-                check_fits(conversation.json(match.end + 1), tokenizer, limit.max_ids)
-            auditor = self.placer.auditor
-            return continue_turn(tokenizer, turn, conversation, match.end, rendering, auditor, limit)
-
+        if (request.thinking or self.thinking) is ThinkingPolicy.TEMPLATE:
+            try:
+                if await self._shows_dropped_thinking(request, conversation, match, tokenizer):
+                    return Reason.THINKING_DROPPED
+            except InvalidMessages:
+                return Reason.TEMPLATE_REFUSED
         try:
-            prompt, appended = await self.placer.encoders.run(
-                extend, size, tokenises=True, flow=self.placer.flow(request), stop=stop
-            )
+            prompt, appended = await self._append(request, conversation, match.end, turn, tokenizer, model)
         except TooManyIds as error:
             if self.renders_overflow:
                 return Reason.CONTEXT_OVERFLOW
@@ -237,6 +231,54 @@ class Planner:
             appended=appended,
             images=images,
         )
+
+    async def _shows_dropped_thinking(
+        self, request: ChatRequest, conversation: Conversation, match: Match, tokenizer: ChatTokenizer
+    ) -> bool:
+        """Whether the ids to extend hold reasoning that the template leaves out by now.
+
+        Raises:
+            InvalidMessages: the template refuses the messages.
+            Overloaded: the limit of concurrent work is reached.
+        """
+        turn = match.turn
+        assert turn is not None  # checked by the caller
+        size = sum(memoryview(raw).nbytes for raw in conversation.raws)
+        return await self.placer.encoders.run(
+            lambda: shows_dropped_thinking(tokenizer, turn, conversation, match.end, request.rendering),
+            size,
+            flow=self.placer.flow(request),
+        )
+
+    async def _append(
+        self,
+        request: ChatRequest,
+        conversation: Conversation,
+        end: int,
+        turn: CachedTurn,
+        tokenizer: ChatTokenizer,
+        model: ServedModel,
+    ) -> tuple[bytes, list[int]]:
+        """The prompt that extends a turn by the messages after `end`, and the ids that these add.
+
+        Raises:
+            TooManyIds: the prompt is longer than the context.
+            TemplateUnsupported: the suffix is not certain.
+            InvalidMessages: the template refuses the messages.
+            Overloaded: the limit of concurrent tokenising is reached.
+        """
+        size = sum(memoryview(raw).nbytes for raw in conversation.raws[end + 1 :])
+        stop = threading.Event()
+        limit = Limit(self._most_ids(request, turn.count, model), stop.is_set)
+        rendering, auditor = request.rendering, self.placer.auditor
+
+        def extend() -> tuple[bytes, list[int]]:
+            if limit.max_ids is not None and size > limit.max_ids:
+                check_fits(conversation.json(end + 1), tokenizer, limit.max_ids)
+            return continue_turn(tokenizer, turn, conversation, end, rendering, auditor, limit)
+
+        flow = self.placer.flow(request)
+        return await self.placer.encoders.run(extend, size, tokenises=True, flow=flow, stop=stop)
 
     def _most_ids(self, request: ChatRequest, reused: int, model: ServedModel) -> int | None:
         """The most ids to append to those of a turn; None if the engine reports no limit."""

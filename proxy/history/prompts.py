@@ -41,7 +41,7 @@ async def plan_prompts(placer: Placer, request: ChatRequest, model: ServedModel)
             plans.append(replace(plan, placement=replace(plan.placement, turn_id=request_id)))
         if request.record:
             await placer.pin(_existing_rollouts(request, plans))
-    except BaseException:
+    except BaseException:  # cancellation too: no other request could use a turn that stays claimed
         for plan in plans:
             await placer.release(plan.placement)
         raise

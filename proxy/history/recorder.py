@@ -5,49 +5,25 @@ A failure here never affects the client's response: it is logged and counted, an
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 from weakref import WeakSet
 
-import msgspec
-
 from proxy.history.cache import TurnCache
-from proxy.history.cached_turn import CachedTurn, cached_turn, hash_ids
-from proxy.history.completion import Batch, Completion, SampledChoice, untrainable_reason
-from proxy.history.conversation import Conversation, is_distinctive
+from proxy.history.completion import Batch, Completion
 from proxy.history.encoders import WORTH_A_THREAD_BYTES
-from proxy.history.ids_index import ids_entries
-from proxy.history.images import name_by_digest, placed_by_engine
-from proxy.history.matcher import index_entries
-from proxy.history.plan import Extended, Placement, PromptPlan, Rendered, images_of, prompt_of
-from proxy.history.prompt_image import PromptImage
-from proxy.history.store import IndexEntry, Store, StoreError
+from proxy.history.new_turns import NewTurn, new_turns
+from proxy.history.plan import Placement, PromptPlan, prompt_of
+from proxy.history.store import Store, StoreError
 from proxy.history.tasks import Tasks
-from proxy.history.turn import Turn, pack_ids, pack_logprobs, turn_id, unpack_ids
-from proxy.history.vocabulary import ABORTED, Problem
+from proxy.history.turn import Turn
 from proxy.metrics import Metrics
 from proxy.monitoring.exchange import running_exchange, span
-from tokenization import CanonicalMessage, InvalidIds, TokenizationError, canonical, ids
-from tokenization.placeholders import PlaceholdersDiffer
 
 log = logging.getLogger("tokenproxy")
 
-_UNREADABLE = CanonicalMessage(b"", b"", b"")
 BeforeRecording = Callable[[Completion], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class NewTurn:
-    """A turn to be recorded."""
-
-    turn: Turn
-    entries: list[IndexEntry]
-    """The index entries of the turn; none if requests must not find it by its text."""
-    cached: CachedTurn | None
-    """None if its prompt is unknown."""
 
 
 class Recorder:
@@ -246,173 +222,3 @@ def _tell_trace(turns: list[NewTurn]) -> None:
             "gen_ai.response.finish_reasons": [new.turn.finish_reason or "unknown" for new in turns],
         }
     )
-
-
-def new_turns(
-    plan: PromptPlan, completion: Completion, holder: Turn | None, replica: str = ""
-) -> list[NewTurn]:
-    """The turns of a completion. A choice without sampled ids gives none.
-
-    Args:
-        holder: the turn of the same request that already holds the prompt; None if there is none yet.
-        replica: name of the replica that served the request.
-    """
-    turns: list[NewTurn] = []
-    for choice in completion.choices:
-        if choice.ids or choice.finish_reason not in (None, ABORTED):
-            turns.append(_new_turn(plan, completion, choice, holder, replica))
-            holder = holder or turns[-1].turn
-    return turns
-
-
-def _new_turn(
-    plan: PromptPlan, completion: Completion, choice: SampledChoice, holder: Turn | None, replica: str
-) -> NewTurn:
-    placement, conversation = plan.placement, plan.placement.conversation
-    assert conversation is not None  # the caller looked
-    sent = prompt_of(plan)
-    images = _images(plan, completion) if conversation.media or images_of(plan) else ()
-    if placement.media:
-        images = None
-    problem = untrainable_reason(completion, choice, sent, media=images is None)
-    # the prompt that the engine used counts, not the one that was sent
-    as_sent = bool(sent) and problem not in (Problem.PROMPT_MISMATCH, Problem.NO_PROMPT_IDS)
-    if sent and not as_sent:
-        images = None
-    parent = placement.parent if as_sent else None
-    prompt = sent if as_sent else ids.compact(completion.prompt_ids or b"")
-    appended = _appended(plan, parent, prompt, completion)
-    sampled, logprobs, problem = _pack_evidence(choice, problem)
-    own = _canonical(choice.message)
-    hasher = hash_ids(parent, appended, sampled)
-    first = placement.first_new if parent else 0
-    before = parent.count if parent else 0
-    own_images = tuple(image for image in images or () if image.offset >= before)
-    shares = holder is not None and holder.parent == (parent.id if parent else None)
-    turn = Turn(
-        id=turn_id(placement.turn_id, choice.index),
-        rollout=placement.session.id,
-        parent=parent.id if parent else None,
-        request=placement.turn_id,
-        choice=choice.index,
-        created=time.time(),
-        model=placement.scope.model,
-        replica=replica,
-        prompt_turn=holder.id if holder is not None and shares else None,
-        **({} if shares else _prompt_fields(placement, conversation, parent, first, appended, own_images)),
-        message=msgspec.json.encode(choice.message),
-        completion=sampled,
-        logprobs=logprobs,
-        prompt_tokens=len(appended) // 4 + before,
-        source=plan.source,
-        reason=plan.reason or "",
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-        temperature=placement.temperature,
-        logprobs_mode=placement.logprobs_mode,
-        problem=problem or "",
-        weight_versions=choice.weight_versions,
-        weights_uncertain=choice.weights_uncertain,
-        routed_experts=choice.routed_experts,
-        routed_experts_start=placement.routed_experts_start if choice.routed_experts else 0,
-        sampling_mask=_pack_mask(choice),
-        request_class=placement.request_class,
-        scope=placement.scope.parts,
-        spelling_before=conversation.strict_before(len(conversation.messages)),
-        spelling=own.strict if placement.findable else b"",
-        reasonings=(*conversation.reasonings(first, len(conversation.raws)), own.reasoning),
-        calls=own.arguments if any(each[:1] == b"t" for each in own.arguments) else (),
-        ids_digest=hasher.digest(),
-    )
-    # a turn without exact ids is found too, to report that, and never equals another turn
-    found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
-    entries = _index_entries(placement, conversation, choice, own, found_ids)
-    cached = cached_turn(turn, parent, prompt, hasher, choice.raw_ids) if prompt else None
-    if cached is not None and images:
-        cached = replace(cached, images=images)
-    if placement.found_by_ids and cached is not None and cached.usable:
-        entries += ids_entries(placement.scope, ids.pack(cached.ids), turn.ids_digest)
-    return NewTurn(turn, entries, cached)
-
-
-def _images(plan: PromptPlan, completion: Completion) -> tuple[PromptImage, ...] | None:
-    """The images of a turn's prompt; None if it is not known where they are in its ids."""
-    if not isinstance(plan, Rendered):
-        return images_of(plan)
-    if plan.images is None or completion.prompt_ids is None:
-        return None
-    try:
-        prompt = unpack_ids(ids.pack(completion.prompt_ids))
-        return tuple(placed_by_engine(prompt, plan.placeholder, plan.images))
-    except (InvalidIds, PlaceholdersDiffer):
-        return None
-
-
-def _index_entries(
-    placement: Placement,
-    conversation: Conversation,
-    choice: SampledChoice,
-    own: CanonicalMessage,
-    found_ids: bytes,
-) -> list[IndexEntry]:
-    """The index entries by which other requests find a turn; none if they cannot find it by its text."""
-    if not placement.findable or own is _UNREADABLE:
-        return []
-    return index_entries(placement.scope, conversation, own, is_distinctive(choice.message), found_ids)
-
-
-def _prompt_fields(
-    placement: Placement,
-    conversation: Conversation,
-    parent: CachedTurn | None,
-    first: int,
-    appended: bytes,
-    images: tuple[PromptImage, ...],
-) -> dict[str, Any]:
-    """The fields of a turn that the choices of one request share."""
-    rendering, parts = placement.scope.rendering, placement.scope.parts
-    messages = conversation.json(first)
-    return {
-        "tools": None if parent and parent.scope[:1] == parts[:1] else rendering.tools,
-        "template_kwargs": (
-            None if parent and parent.scope[1:2] == parts[1:2] else rendering.template_kwargs
-        ),
-        "messages": name_by_digest(messages, images) if images else messages,
-        "appended": appended,
-        "images": images,
-    }
-
-
-def _appended(plan: PromptPlan, parent: CachedTurn | None, prompt: bytes, completion: Completion) -> bytes:
-    """The packed ids of a prompt after those of the parent; all of them if there is no parent."""
-    if parent is None:
-        if completion.packed_prompt is not None and completion.prompt_ids == prompt:
-            return completion.packed_prompt
-        return ids.pack(prompt) if len(prompt) > 2 else b""
-    if isinstance(plan, Extended) and plan.reused == parent.count:
-        return pack_ids(plan.appended)
-    tail = prompt[parent.size - 1 :]  # `,7,8]`, or `]` alone
-    return ids.pack(b"[" + tail.removeprefix(b",")) if len(tail) > 1 else b""
-
-
-def _pack_evidence(choice: SampledChoice, problem: Problem | None) -> tuple[bytes, bytes, Problem | None]:
-    """Pack ids and log-probabilities; if one cannot be packed, the turn is untrainable."""
-    try:
-        return pack_ids(choice.ids or ()), pack_logprobs(choice.logprobs or ()), problem
-    except (OverflowError, TypeError):
-        return b"", b"", problem or Problem.UNREADABLE_EVIDENCE
-
-
-def _pack_mask(choice: SampledChoice) -> tuple[bytes, bytes] | None:
-    """Pack a sampling mask; None if there is none, or not one set of ids for each sampled id."""
-    mask = choice.sampling_mask
-    if mask is None or len(mask) != len(choice.ids or ()):
-        return None
-    return pack_ids([len(kept) for kept in mask]), pack_ids([each for kept in mask for each in kept])
-
-
-def _canonical(message: dict[str, Any]) -> CanonicalMessage:
-    try:
-        return canonical(message)
-    except TokenizationError:
-        return _UNREADABLE

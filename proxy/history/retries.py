@@ -16,10 +16,9 @@ import asyncio
 import hashlib
 import logging
 import zlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from types import TracebackType
 
 from proxy.errors import ApiError, BadRequest
 from proxy.history.encoders import WORTH_A_THREAD_BYTES
@@ -55,7 +54,11 @@ class EarlierResponse:
 
 
 class Attempt:
-    """One sending of a request: running, then settled once by `keep` or `fail`."""
+    """One sending of a request: running, then settled once by `keep` or `fail`.
+
+    As a block, `async with` it: where an equal request got a response, that is `earlier`. If the block fails,
+    or the client leaves, no response is kept.
+    """
 
     def __init__(self, retries: "Retries", request: ChatRequest) -> None:
         signs = request.retry
@@ -77,6 +80,21 @@ class Attempt:
             self.digest = _digest(b"request", *scope, signs.body)
             self.key = _digest(b"named", *scope[:1], signs.idempotency_key) if self.named else self.digest
 
+    async def __aenter__(self) -> "Attempt":
+        """Raises BadRequest: the Idempotency-Key was used for another request."""
+        if self.retriable:
+            await self._retries.look_up(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ApiError):
+            await self.fail(error.status)
+        elif error is not None or self._state is _State.RUNNING:
+            # after a cancellation too: repeats of the request wait for the end of this attempt
+            self.abandon()
+
     def hand_over(self) -> "Attempt":
         """Let a stream settle the attempt after the request's block has ended."""
         if self._state is _State.RUNNING:
@@ -87,11 +105,6 @@ class Attempt:
     def wants_body(self) -> bool:
         """Whether to keep the response when it is complete."""
         return self.retriable and self._state is not _State.SETTLED
-
-    @property
-    def running(self) -> bool:
-        """Whether the block of the request settles the attempt."""
-        return self._state is _State.RUNNING
 
     async def keep(self, status: int, headers: Headers, body: bytes) -> None:
         """Keep a complete response, so that a retry gets the same."""
@@ -135,28 +148,9 @@ class Retries:
     tasks: Tasks
     _running: dict[bytes, asyncio.Event] = field(default_factory=dict)
 
-    @asynccontextmanager
-    async def attempt(self, request: ChatRequest) -> AsyncIterator[Attempt]:
-        """Start an attempt at a request, with the `earlier` response if an equal request got one.
-
-        If the block fails, or the client leaves, no response is kept.
-
-        Raises:
-            BadRequest: the Idempotency-Key was used for another request.
-        """
-        attempt = Attempt(self, request)
-        if attempt.retriable:
-            await self._look_up(attempt)
-        try:
-            yield attempt
-        except ApiError as error:
-            await attempt.fail(error.status)
-            raise
-        except BaseException:  # cancellation too: repeats of the request wait for the end of this attempt
-            attempt.abandon()
-            raise
-        if attempt.running:
-            attempt.abandon()
+    def attempt(self, request: ChatRequest) -> Attempt:
+        """An attempt at a request, to be used as a block."""
+        return Attempt(self, request)
 
     async def keep(self, attempt: Attempt, status: int, headers: Headers, body: bytes) -> None:
         """Store a response. A store that does not respond is logged."""
@@ -185,7 +179,12 @@ class Retries:
         if event is not None:
             event.set()
 
-    async def _look_up(self, attempt: Attempt) -> None:
+    async def look_up(self, attempt: Attempt) -> None:
+        """Find the earlier response to an equal request; wait for one that runs with the same key.
+
+        Raises:
+            BadRequest: the Idempotency-Key was used for another request.
+        """
         if attempt.named:
             while (running := self._running.get(attempt.key)) is not None:
                 await running.wait()

@@ -42,17 +42,15 @@ class Scope:
             kind: what `digest` is a digest of.
             explains: leave out model and rendering: such keys only serve to explain a miss.
         """
-        key = self.hasher(kind, explains=explains)
-        key.update(digest)
-        return bytes(key.digest())
+        return bytes(self.hasher(kind, digest, explains=explains).digest())
 
-    def hasher(self, kind: str, *, explains: bool = False) -> Any:
-        """blake2b over the scope, for keys of many digests; see `key`."""
-        hasher = hashlib.blake2b(digest_size=16, person=kind.encode())
-        for part in (self.tenant.encode(), (self.session or "").encode()):
-            hasher.update(len(part).to_bytes(8, "little") + part)
-        hasher.update(b"".join(() if explains else self.parts))
-        return hasher
+    def hasher(self, kind: str, digest: bytes = b"", *, explains: bool = False) -> Any:
+        """blake2b over the scope and a digest, which may be updated with more; see `key`."""
+        tenant, session = self.tenant.encode(), (self.session or "").encode()
+        lengths = (len(tenant).to_bytes(8, "little"), len(session).to_bytes(8, "little"))
+        parts = () if explains else self.parts
+        data = b"".join((lengths[0], tenant, lengths[1], session, *parts, digest))
+        return hashlib.blake2b(data, digest_size=16, person=kind.encode())
 
 
 def scope_parts(

@@ -62,6 +62,11 @@ class Reason(_Explained):
         "context_overflow",
         "the recorded ids outgrew the model's context: the messages are rendered anew (`overflow: render`)",
     )
+    THINKING_DROPPED = (
+        "thinking_dropped",
+        "the chat template leaves out reasoning of earlier turns: the messages are rendered anew "
+        "(`thinking_policy: template`)",
+    )
     NO_TOKENIZER = "no_tokenizer", "the model's tokenizer could not be loaded by the proxy"
     TOKENIZER_MISMATCH = "tokenizer_mismatch", "the proxy's tokenizer renders other ids than the engine"
     TOKENIZER_UNCHECKED = (

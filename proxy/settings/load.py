@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from proxy.settings.flags import Flag
+from proxy.turn.request import ThinkingPolicy
 
 
 class LoadSettings(BaseModel):
@@ -26,6 +27,11 @@ class LoadSettings(BaseModel):
         default=256 * 2**20,
         ge=1,
         description="bytes of messages that may be tokenised and parsed, or wait for it; beyond them a 429",
+    )
+    thinking_policy: ThinkingPolicy = Field(
+        default=ThinkingPolicy.KEEP,
+        description="`keep` leaves the sampled thinking of earlier turns in prompts, `template` renders a "
+        "prompt anew where the chat template leaves some of it out; requests and sessions may set it too",
     )
     overflow: Literal["error", "render"] = Field(
         default="error",

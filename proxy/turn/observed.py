@@ -58,15 +58,15 @@ def describe_request(request: ChatRequest, plan: PromptPlan) -> None:
 
 def _described(plan: PromptPlan) -> dict[str, Value | None]:
     recorded = plan.placement.conversation is not None
-    told: dict[str, Value | None] = {
+    described: dict[str, Value | None] = {
         "source": str(plan.source),
         "reason": str(plan.reason) if plan.reason else None,
         "session": plan.placement.session.name if plan.rollout is not None else None,
         "turn": plan.placement.turn_id if recorded else None,
     }
     if isinstance(plan, Extended):
-        told.update(reused=plan.reused, appended=len(plan.appended))
+        described.update(reused=plan.reused, appended=len(plan.appended))
     elif isinstance(plan, Given):
         reused = sum(prompt.reused for prompt in plan.prompts if isinstance(prompt, Given))
-        told.update(reused=reused, appended=plan.appended)
-    return told
+        described.update(reused=reused, appended=plan.appended)
+    return described

@@ -13,10 +13,10 @@ from typing import Any, cast
 
 from proxy.fields import NULL, is_null
 from proxy.history.completion import Batch, Completion, SampledChoice
-from proxy.history.turn import WeightSpan
+from proxy.history.turn import WeightSpan, pack_ids
 from proxy.history.vocabulary import ABORTED
 from proxy.turn.chunk import ABSENT, Choice, Chunk, completion_tokens, decode_ids, parse_chunk
-from proxy.turn.engine_json import CUT, REFUSALS, cut_prompt
+from proxy.turn.engine_json import CUT, CUT_FROM_BYTES, REFUSALS, cut_prompt
 from proxy.turn.usual_chunk import Piece, UsualChunk
 
 DONE = b"[DONE]"
@@ -39,7 +39,7 @@ def read_completion(body: bytes, sent: bytes = b"", batch: Batch | None = None) 
     whole, prompt = _parse(body, batch)
     echoes = _Echoes(sent, batch)
     echoes.read(prompt)
-    completion = Completion(echoes.ids, completion_tokens=whole.counted)
+    completion = Completion(echoes.ids, completion_tokens=whole.counted, packed_prompt=echoes.packed)
     for choice, index, sure in _numbered(whole.choices or []):
         sampled = SampledChoice(index, choice.whole_message())
         _add(choice, sampled)
@@ -91,6 +91,8 @@ class _Echo:
     sent: bytes
     ids: bytes | None = None
     """The JSON array of ids as the engine wrote it; None if there is none, or it cannot be parsed."""
+    packed: bytes | None = None
+    """The ids packed, if they had to be parsed and are few."""
     unreadable: tuple[str, ...] = ()
 
     def read(self, ids: bytes) -> None:
@@ -98,8 +100,9 @@ class _Echo:
         if ids == NULL:
             return
         try:
-            if ids != self.sent:
-                decode_ids(ids)
+            parsed = decode_ids(ids) if ids != self.sent else None
+            # numpy packs many ids faster, on a thread
+            self.packed = pack_ids(parsed) if parsed is not None and len(ids) < CUT_FROM_BYTES else None
             self.ids = ids
         except REFUSALS:
             self.unreadable = ("prompt_token_ids",)
@@ -117,6 +120,11 @@ class _Echoes:
     def ids(self) -> bytes | None:
         """The echo that belongs to all choices."""
         return self._prompts[0].ids if self._batch is None else None
+
+    @property
+    def packed(self) -> bytes | None:
+        """The ids of the echo that belongs to all choices, packed; None if they were not."""
+        return self._prompts[0].packed if self._batch is None else None
 
     def read(self, ids: bytes) -> None:
         """Add an echo that belongs to all choices; null counts as no echo."""
@@ -231,7 +239,7 @@ class StreamReader:
             results.append(choice.result(echo))
             if self.batch is not None:
                 results[-1].prompt_ids = echo.ids
-        return Completion(self._echoes.ids, results)
+        return Completion(self._echoes.ids, results, packed_prompt=self._echoes.packed)
 
 
 @dataclass(eq=False, slots=True)

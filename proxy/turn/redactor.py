@@ -106,10 +106,10 @@ class StreamRedactor:
         if self.route is not EngineRoute.CHAT:
             return True  # these routes send no chunk only for evidence
         evidence = self.visible.ids or self.visible.logprobs
-        return evidence or any(_says(choice, self.visible.reasoning) for choice in choices)
+        return evidence or any(_holds_more(choice, self.visible.reasoning) for choice in choices)
 
 
-def _says(choice: Fields | msgspec.Raw, reasoning: bool) -> bool:
+def _holds_more(choice: Fields | msgspec.Raw, reasoning: bool) -> bool:
     """Whether a piece of a choice holds fields other than evidence."""
     if isinstance(choice, msgspec.Raw) or raw_value(choice, "finish_reason") is not None:
         return True

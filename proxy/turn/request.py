@@ -11,6 +11,15 @@ from proxy.turn.visible import Visible
 from proxy.types import Headers
 
 
+class ThinkingPolicy(StrEnum):
+    """What happens to the reasoning of earlier turns: values of the setting `thinking_policy`."""
+
+    KEEP = "keep"
+    """It stays in the prompt: all ids are only appended to."""
+    TEMPLATE = "template"
+    """Where the chat template leaves some of it out, the engine renders the prompt anew."""
+
+
 class EngineRoute(StrEnum):
     """The engine's route that serves a request; its fields and its response have the format of this route."""
 
@@ -124,6 +133,8 @@ class ChatRequest:
     `proxy.history.echo`."""
     echoed: Mapping[int, str] = field(default_factory=dict)
     """The ids of the turns that these tokens name, after they were verified."""
+    thinking: ThinkingPolicy | None = None
+    """None for the server's default."""
     findable: bool = True
     """Whether other requests may find its turn by its text: its scope was read, and its prompt renders that
     text."""

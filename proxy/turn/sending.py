@@ -7,9 +7,9 @@ differs (another tokenizer, another way to send ids), the prompt is planned anew
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import time
 from typing import NamedTuple
 
@@ -52,8 +52,8 @@ class PlannedTurn:
     plan: PromptPlan
     model: ServedModel
     replica: Replica
-    tag: WeightTag
-    """The versions of the weights that sample it."""
+    tag: WeightTag = field(init=False)
+    """The versions of the weights that sample it; only after it was sent."""
     _request_end: AsyncExitStack | None = None
 
     def hold_until(self, request_end: AsyncExitStack) -> None:
@@ -98,18 +98,15 @@ class PlannedTurn:
     def routing(self) -> Routing:
         """The facts by which the fleet chooses a replica."""
         request, plan = self.request, self.plan
-        held = [self._held(prompt) for prompt in plan.prompts]
-        ids_of: Counter[str] = Counter()
-        for prefix in held:
-            ids_of[prefix.holder] += prefix.reused
-        # the replica that holds the most ids of all prompts
-        [(holder, reused)] = ids_of.most_common(1)
+        held = self._held(plan)
+        if plan.others:
+            held = _joined([held, *map(self._held, plan.others)])
         return Routing(
             conversation=_conversation(plan) if not plan.others else plan.rollout or "",
-            holder=holder,
-            held_since=min(prefix.since for prefix in held if prefix.holder == holder),
-            ids=sum(prefix.ids for prefix in held),
-            reused=reused,
+            holder=held.holder,
+            held_since=held.since,
+            ids=held.ids,
+            reused=held.reused,
             tenant=request.tenant,
             token_in=request.needs_token_in,
             completion=True,
@@ -118,17 +115,19 @@ class PlannedTurn:
 
     def _held(self, plan: PromptPlan) -> "_HeldPrefix":
         """The ids of one prompt, and the replica that holds a part of them."""
-        text = self.request.messages or self.request.retry.body
-        prompt, holder = prompt_of(plan), plan.placement.holder
-        reused, ids = 0, len(text) // BYTES_PER_ID // len(self.plan.prompts)
+        holder, since = plan.placement.holder, plan.placement.held_since
         if isinstance(plan, Extended):
             reused, ids = plan.reused, plan.reused + len(plan.appended)
         elif isinstance(plan, Given):
             reused, ids = (plan.reused if holder else 0), plan.reused + plan.appended
-        if prompt and not holder:
-            holder, share = self.services.fleet.prefix_caches.holder_of_prompt(prompt)
-            reused = int(ids * share)
-        since = plan.placement.held_since if plan.placement.holder else time()
+        else:
+            text = self.request.messages or self.request.retry.body
+            reused, ids = 0, len(text) // BYTES_PER_ID // len(self.plan.prompts)
+        if not holder:
+            since = time()
+            if prompt := prompt_of(plan):
+                holder, share = self.services.fleet.prefix_caches.holder_of_prompt(prompt)
+                reused = int(ids * share)
         return _HeldPrefix(holder, since, ids, reused)
 
 
@@ -143,6 +142,16 @@ class _HeldPrefix(NamedTuple):
     """The number of ids of the prompt, approximately."""
     reused: int
     """How many of them the replica holds."""
+
+
+def _joined(held: Sequence[_HeldPrefix]) -> _HeldPrefix:
+    """All prompts of a request, and the replica that holds the most of their ids."""
+    reused: Counter[str] = Counter()
+    for prefix in held:
+        reused[prefix.holder] += prefix.reused
+    [(holder, most)] = reused.most_common(1)
+    since = min(prefix.since for prefix in held if prefix.holder == holder)
+    return _HeldPrefix(holder, since, sum(prefix.ids for prefix in held), most)
 
 
 def batch_of(request: ChatRequest, plan: PromptPlan) -> Batch | None:
@@ -167,8 +176,7 @@ async def plan_turn(request: ChatRequest, services: Services) -> PlannedTurn:
             plan = await _plan(request, replica, model, services)
             describe_plan(planning, plan)
         describe_request(request, plan)
-        tag = WeightTag(replica.weight_version, replica.name, stream=request.stream)
-        return PlannedTurn(request, services, plan, model, replica, tag)
+        return PlannedTurn(request, services, plan, model, replica)
 
     return await services.fleet.ask(plan, token_in=request.needs_token_in)
 

@@ -1,6 +1,7 @@
 """Requests, plans and recorded turns for the tests of history, with nothing of HTTP."""
 
 import json
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
@@ -8,8 +9,8 @@ from typing import Any, cast
 from proxy.history.cache import TurnCache
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.matcher import Match, Matcher
+from proxy.history.new_turns import NewTurn, new_turns
 from proxy.history.plan import Extended, Placement, PromptPlan, Rendered
-from proxy.history.recorder import NewTurn, new_turns
 from proxy.history.scope import Scope, scope_parts
 from proxy.history.store import Limits, Session, Store, session_id
 from proxy.history.turn import new_id
@@ -103,14 +104,18 @@ class Record:
         return new
 
     async def match(
-        self, messages: list[Message], scope: Scope | None = None, rollout: str | None = None
+        self,
+        messages: list[Message],
+        scope: Scope | None = None,
+        rollout: str | None = None,
+        echoed: Mapping[int, str] | None = None,
     ) -> Match:
         """The turn that a request continues."""
         cache = TurnCache(2**24)
         with ThreadPoolExecutor(1) as executor:
             matcher = Matcher(cast(Store, _Counting(self)), cache, executor)
             conversation = cache.parse(json.dumps(messages).encode())
-            return await matcher.match(conversation, scope or scope_of(), rollout)
+            return await matcher.match(conversation, scope or scope_of(), rollout, echoed)
 
 
 class _Counting:

@@ -256,3 +256,41 @@ async def _longest_prefix(record: Record, prompt: list[int] | bytes) -> str | No
     with ThreadPoolExecutor(1) as executor:
         turn = await Matcher(record.store, TurnCache(2**20), executor).longest_prefix(raw, "s")
     return turn.id if turn else None
+
+
+@pytest.mark.parametrize("size", [2, FOUND_AT_MOST + 3])
+async def test_the_turn_that_the_client_names_decides_between_equal_texts(size: int) -> None:
+    record = Record()
+    turns = [await record.add([user("Hi")], assistant("a"), [5], [6, n]) for n in range(size)]
+    for new in (turns[0], turns[-1], turns[size // 2]):
+        match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: new.turn.id})
+        assert match.turn is not None, match.reason
+        assert (match.turn.id, match.reason) == (new.turn.id, None)
+
+
+async def test_the_named_turn_decides_between_rollouts_with_equal_ids() -> None:
+    record = Record()
+    turns = [await record.add([user("Hi")], assistant("a"), [5], [6]) for _ in range(3)]
+    for new in turns:
+        match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: new.turn.id})
+        assert match.turn is not None and match.same_rollout
+        assert match.turn.rollout == new.turn.rollout
+
+
+@pytest.mark.parametrize("size", [1, 2, FOUND_AT_MOST + 3])
+async def test_a_named_turn_with_another_text_is_not_continued(size: int) -> None:
+    record = Record()
+    other = await record.add([user("Hi")], assistant("b"), [5], [7])
+    for n in range(size):
+        await record.add([user("Hi")], assistant("a"), [5], [6, n])
+    match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: other.turn.id})
+    assert match.turn is None if size > 1 else match.turn is not None and match.turn.id != other.turn.id
+
+
+async def test_a_named_turn_of_another_session_is_not_continued() -> None:
+    record = Record()
+    other = await record.add([user("Hi")], assistant("a"), [5], [7], scope_of("theirs"))
+    for n in range(FOUND_AT_MOST + 3):
+        await record.add([user("Hi")], assistant("a"), [5], [6, n])
+    match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: other.turn.id})
+    assert (match.turn, match.reason) == (None, Reason.AMBIGUOUS)

@@ -13,8 +13,8 @@ from proxy.history.cached_turn import cached_turn, hash_ids
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.encoders import EncoderPool
 from proxy.history.history import History
+from proxy.history.new_turns import new_turns
 from proxy.history.plan import Extended, PromptPlan
-from proxy.history.recorder import new_turns
 from proxy.history.store import Limits, StoreError
 from proxy.history.turn import turn_id, unpack_ids, unpack_logprobs
 from proxy.metrics import Metrics

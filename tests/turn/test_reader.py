@@ -47,6 +47,21 @@ def test_a_whole_completion(spaced: bool) -> None:
     assert _problem(completion) is None
 
 
+def test_few_ids_that_were_parsed_are_packed() -> None:
+    body = encoded(whole(whole_choice()))
+    assert read_completion(body).packed_prompt == pack_ids([5, 6])
+    assert read_completion(body, sent=b"[5,6]").packed_prompt is None
+
+
+@pytest.mark.parametrize("last", [[1, 2], list(range(20_000))], ids=["as sent", "many ids"])
+def test_packed_ids_are_those_of_the_last_echo(last: list[int]) -> None:
+    reader = StreamReader(sent=b"[1,2]")
+    reader.read(encoded(chunk(piece(), prompt_token_ids=[5, 6])))
+    reader.read(encoded(chunk(piece(), prompt_token_ids=last)))
+    completion = reader.rest()
+    assert (completion.prompt_ids, completion.packed_prompt) == (encoded(last), None)
+
+
 def test_a_completion_without_evidence() -> None:
     body = whole(whole_choice(token_ids=None, logprobs=None), prompt_token_ids=None, usage=None)
     completion = read_completion(encoded(body))
