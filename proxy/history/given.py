@@ -122,12 +122,20 @@ async def place_images(
         return given, await _recorded_images(placer, request, given, images)
     try:
         loaded = await placer.images.load(refs, images, field, flow)
-        whole, placed = place(unpack_ids(ids.pack(given.raw)), images, loaded, 0)
+        whole, placed = place(_unpack(given), images, loaded, 0)
     except NotLoadable as error:
         raise BadRequest(str(error), param=field, code="image_not_loaded") from error
     except PlaceholdersDiffer as error:
         raise BadRequest(f"`{given.field}` and `{field}`: {error}", param=field) from error
     return replace(given, raw=ids.dump(whole), count=len(whole)), tuple(placed)
+
+
+def _unpack(given: GivenIds) -> list[int]:
+    """The given ids as integers. Raises BadRequest if one has more than 32 bits."""
+    try:
+        return unpack_ids(ids.pack(given.raw))
+    except InvalidIds as error:
+        raise BadRequest(f"`{given.field}` {error}", param=given.field) from error
 
 
 def no_images(field: str) -> BadRequest:
@@ -160,7 +168,7 @@ async def _recorded_images(
         turn = await _by_ids(placer, ids.compact(given.raw), rollout)
     known = turn.images if turn is not None else ()
     inside = sum(each.length for each in known)
-    values = unpack_ids(ids.pack(given.raw))
+    values = _unpack(given)
     outside = list(values)
     for image in reversed(known):
         del outside[image.offset : image.offset + image.length]

@@ -224,6 +224,15 @@ def test_bad_images_are_refused_by_name(http: httpx.Client, fields: dict[str, An
     assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("images", [None, [RED]])
+def test_an_id_of_more_than_32_bits_next_to_images_is_refused_by_name(
+    http: httpx.Client, images: list[str] | None
+) -> None:
+    expanded = _complete(http, messages=_NEW[:1])["prompt_token_ids"]
+    refused = _complete(http, 400, prompt_ids=[*expanded, 2**40], images=images)
+    assert refused["error"]["param"] == "prompt_ids"
+
+
 def test_a_bad_image_in_a_chat_is_refused_by_name(http: httpx.Client) -> None:
     content = [text("What?"), image("data:image/png;base64,AAAA")]
     response = http.post(CHAT, json={"messages": [{"role": "user", "content": content}]})
