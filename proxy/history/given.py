@@ -103,14 +103,17 @@ async def place_images(
         BadRequest: the images are not those of the placeholders, one is invalid, or the engine takes no
             images together with ids.
     """
-    images = model.images
+    images, placeholder = model.images, model.placeholder
+    if images is None and (request.images or request.media):
+        raise no_images(request.media[0] if request.media else "images")
+    holds_placeholder = (
+        placeholder is not None and re.search(rb"[\[,\s]%d[\],\s]" % placeholder, given.raw) is not None
+    )
+    if not request.images and not holds_placeholder:
+        return given, ()
     if images is None:
-        if request.images or request.media:
-            raise no_images(request.media[0] if request.media else "images")
-        return given, ()
-    holds_placeholder = re.search(rb"[\[,\s]%d[\],\s]" % images.placeholder, given.raw) is not None
-    if request.images is None and not holds_placeholder:
-        return given, ()
+        # without its images, the engine would read the placeholders as text
+        raise no_images(given.field)
     flow = placer.flow(request)
     if request.images is not None:
         field = "images"

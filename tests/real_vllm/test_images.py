@@ -224,6 +224,18 @@ def test_bad_images_are_refused_by_name(http: httpx.Client, fields: dict[str, An
     assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"stop": ["zzz"]}, {"logprob_token_ids": [5]}, {"mm_processor_kwargs": {}}, {"media_io_kwargs": {}}],
+)
+def test_recorded_images_are_never_left_out(http: httpx.Client, fields: dict[str, Any]) -> None:
+    """Requests that the engine takes without images only are refused: it would read placeholders as text."""
+    ids = _next(_complete(http, messages=_NEW[:1], session="never-left-out"))
+    for new in ({}, {"append_messages": [user("Go on.")]}):
+        refused = _complete(http, 400, prompt_ids=ids, session="never-left-out", **new, **fields)
+        assert (refused["error"]["param"], refused["error"]["code"]) == ("prompt_ids", "no_images")
+
+
 @pytest.mark.parametrize("images", [None, [RED]])
 def test_an_id_of_more_than_32_bits_next_to_images_is_refused_by_name(
     http: httpx.Client, images: list[str] | None
