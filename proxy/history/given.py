@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from proxy.history.context import check_fits, check_ids_fit, is_truncated, too_l
 from proxy.history.continuation import continue_ids, continue_turn
 from proxy.history.conversation import Conversation
 from proxy.history.images import ImageModel, ImageRef, NotLoadable, place, refs_in
-from proxy.history.matcher import Match
+from proxy.history.matcher import AmbiguousImages, Match, same_images
 from proxy.history.placing import UNREADABLE, Placer
 from proxy.history.plan import Placement, ServedModel
 from proxy.history.prompt_image import PromptImage
@@ -168,7 +168,15 @@ async def _recorded_images(
     turn = None
     if request.session is not None:
         rollout = session_id(request.tenant, request.session.name)
-        turn = await _by_ids(placer, ids.compact(given.raw), rollout)
+        try:
+            turn = await _by_ids(placer, ids.compact(given.raw), rollout)
+        except AmbiguousImages as error:
+            raise BadRequest(
+                f"recorded turns with the ids of `{given.field}` hold different images: send those of the "
+                "prompt in `images`, or send the conversation as `messages`",
+                param="images",
+                code="images_missing",
+            ) from error
     known = turn.images if turn is not None else ()
     inside = sum(each.length for each in known)
     values = _unpack(given)
@@ -253,7 +261,13 @@ def _as_api_errors(given: GivenIds, before: int, model: ServedModel) -> Iterator
         raise BadRequest(f"`append_messages`: {error}", param="append_messages") from error
 
 
-async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model: ServedModel) -> Placement:
+async def place_given(
+    placer: Placer,
+    request: ChatRequest,
+    prompt: bytes,
+    model: ServedModel,
+    images: Sequence[PromptImage] = (),
+) -> Placement:
     """Find where to record the turn of a request with given ids.
 
     It is recorded in its session, else in the rollout that its messages continue, else in a new rollout if it
@@ -262,6 +276,7 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
 
     Args:
         prompt: the whole prompt as a compact JSON array.
+        images: those of the prompt. A turn with the same ids and other images is not continued.
     """
     whole = bool(request.messages)
     try:
@@ -275,7 +290,7 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
     match = await placer.match(request, conversation, scope) if whole else Match()
     claimed = placer.place(request, model, scope, conversation, match)
     async with placer.released_on_error(claimed):
-        if match.turn is not None and not match.turn.begins(prompt):
+        if match.turn is not None and not _continues(match.turn, prompt, images):
             await placer.release(claimed)
             match = Match()
         proved = whole and await _proves(placer, conversation, match, prompt, request, model)
@@ -286,7 +301,8 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
         if parent is not None and parent.rollout != placement.session.id:
             parent = None
         if parent is None and request.session is not None:
-            parent = await _by_ids(placer, prompt, session_id(request.tenant, request.session.name))
+            rollout = session_id(request.tenant, request.session.name)
+            parent = await _by_ids(placer, prompt, rollout, images)
             first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
         return replace(
             placement,
@@ -298,10 +314,17 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
         )
 
 
-async def _by_ids(placer: Placer, prompt: bytes, rollout: str) -> CachedTurn | None:
-    """The turn of a rollout with the most ids that a prompt begins with."""
+def _continues(turn: CachedTurn, prompt: bytes, images: Sequence[PromptImage]) -> bool:
+    """Whether a prompt with these images begins with the ids and the images of a turn."""
+    return turn.begins(prompt) and same_images(turn.images, images[: len(turn.images)])
+
+
+async def _by_ids(
+    placer: Placer, prompt: bytes, rollout: str, images: Sequence[PromptImage] | None = None
+) -> CachedTurn | None:
+    """The turn of a rollout with the most ids that a prompt begins with; see `Matcher.longest_prefix`."""
     try:
-        return await placer.matcher.longest_prefix(prompt, rollout)
+        return await placer.matcher.longest_prefix(prompt, rollout, images)
     except StoreError as error:
         placer.report("a turn is recorded without the one before it", error)
         return None

@@ -19,6 +19,7 @@ import msgspec
 from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn, read_turn
 from proxy.history.conversation import Conversation
+from proxy.history.prompt_image import PromptImage
 from proxy.history.scope import Scope, changed_part
 from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, Store
 from proxy.history.text_index import BARE, EXACT, KINDS, content_key, text_keys
@@ -47,6 +48,10 @@ class Match:
     """Whether the request belongs to the rollout of `turn`. If not, only the ids are reused."""
     claimed: bool = False
     """Whether `turn` was claimed for this request among several."""
+
+
+class AmbiguousImages(Exception):
+    """Turns with equal ids hold different images, and nothing decides between them."""
 
 
 class _Fit(NamedTuple):
@@ -109,30 +114,48 @@ class Matcher:
             self._cache.put(turn, path[-1].parent)
         return turn
 
-    async def longest_prefix(self, prompt: bytes, rollout: str) -> CachedTurn | None:
+    async def longest_prefix(
+        self, prompt: bytes, rollout: str, images: Sequence[PromptImage] | None = None
+    ) -> CachedTurn | None:
         """The turn of a rollout with the most ids that a prompt begins with.
 
         The newest turns are tried first; if none of them matches, all are.
 
+        Args:
+            images: those of the prompt; turns with other images do not count. None counts all turns.
+
         Raises:
+            AmbiguousImages: `images` is None, and turns with these ids hold different images.
             StoreError: the store does not respond.
         """
         newest = await self.store.newest(rollout, FOUND_AT_MOST)
-        best = await self.longest_of(newest, prompt)
-        if best is None and len(newest) == FOUND_AT_MOST:
+        best = await self._longest(newest, prompt, images)
+        if not best and len(newest) == FOUND_AT_MOST:
             turns = await self.store.turns(rollout)
             packed = pack_prompt(prompt)
-            best = await self.longest_of([turn.id for turn in turns if _may_begin(turn, packed)], prompt)
-        return best
+            best = await self._longest(
+                [turn.id for turn in turns if _may_begin(turn, packed)], prompt, images
+            )
+        if images is None and not all(same_images(turn.images, best[0].images) for turn in best):
+            raise AmbiguousImages
+        return best[0] if best else None
 
     async def longest_of(self, turn_ids: Sequence[str], prompt: bytes) -> CachedTurn | None:
         """The one of some turns with the most ids that a prompt begins with. Raises StoreError."""
-        best: CachedTurn | None = None
+        best = await self._longest(turn_ids, prompt)
+        return best[0] if best else None
+
+    async def _longest(
+        self, turn_ids: Sequence[str], prompt: bytes, images: Sequence[PromptImage] | None = None
+    ) -> list[CachedTurn]:
+        """Those of some turns with the most ids that a prompt begins with: all have equal ids."""
+        best: list[CachedTurn] = []
         for turn_id in turn_ids:
             turn = await self.load(turn_id)
-            longer = turn is not None and (best is None or turn.count > best.count)
-            if turn is not None and longer and turn.begins(prompt):
-                best = turn
+            if turn is None or (best and turn.count < best[0].count) or not turn.begins(prompt):
+                continue
+            if images is None or same_images(turn.images, images[: len(turn.images)]):
+                best = [*best, turn] if best and turn.count == best[0].count else [turn]
         return best
 
     async def take_equal(self, turn: CachedTurn, key: bytes, ids: bytes) -> Match:
@@ -281,6 +304,12 @@ class Matcher:
             return Reason.HISTORY_EDITED
         # the scopes are equal: the difference is in the reasoning, which the keys ignore
         return changed_part(same_text[0].scope, scope.parts) or Reason.HISTORY_EDITED
+
+
+def same_images(some: Sequence[PromptImage], others: Sequence[PromptImage]) -> bool:
+    """Whether images are equal and at the same places in the ids of their prompts."""
+    places = [[(image.offset, image.length, image.digest) for image in images] for images in (some, others)]
+    return places[0] == places[1]
 
 
 def _batches(count: int) -> list[list[int]]:

@@ -183,6 +183,27 @@ def test_images_of_given_ids_come_single_or_expanded(http: httpx.Client) -> None
     assert history["prompt_token_ids"] == _next(again)
 
 
+def test_equal_ids_with_other_images_are_not_continued(http: httpx.Client) -> None:
+    """Images of one size take equal ids: only the images tell the turns of two screenshots apart."""
+    other = picture("blue")
+    sampled: dict[str, Any] = {"logit_bias": {"500": 100.0}, "session": "equal-ids"}
+    turns = [
+        _complete(http, messages=[{"role": "user", "content": [text("Look: "), image(url)]}], **sampled)
+        for url in (RED, other)
+    ]
+    assert _next(turns[0]) == _next(turns[1])
+    ids = _next(turns[0])
+    refused = _complete(http, 400, prompt_ids=ids, append_messages=[user("Which?")], session="equal-ids")
+    assert (refused["error"]["param"], refused["error"]["code"]) == ("images", "images_missing")
+    for url in (RED, other):
+        more = [user("Which?")]
+        _complete(http, prompt_ids=ids, append_messages=more, images=[url], session="equal-ids")
+    samples = http.get("/v1/sessions/equal-ids/samples").json()["samples"]
+    urls = {digest: url for sample in samples for digest, url in sample["image_data"].items()}
+    assert [len(sample["turns"]) for sample in samples] == [2, 2]
+    assert {urls[sample["images"][0]["digest"]] for sample in samples} == {RED, other}
+
+
 def test_tokenize_appends_images(http: httpx.Client) -> None:
     ids = _next(_complete(http, messages=_NEW[:1]))
     answer = http.post("/tokenize", json={"prompt_ids": ids, "append_messages": [_NEW[2]]}).json()
