@@ -277,6 +277,9 @@ async def place_given(
     Args:
         prompt: the whole prompt as a compact JSON array.
         images: those of the prompt. A turn with the same ids and other images is not continued.
+
+    Raises:
+        BadRequest: the prompt continues a turn with images, and the engine takes none together with ids.
     """
     whole = bool(request.messages)
     try:
@@ -302,7 +305,10 @@ async def place_given(
             parent = None
         if parent is None and request.session is not None:
             rollout = session_id(request.tenant, request.session.name)
-            parent = await _by_ids(placer, prompt, rollout, images)
+            if model.images is None:
+                parent = await _without_images(placer, prompt, rollout, request)
+            else:
+                parent = await _by_ids(placer, prompt, rollout, images)
             first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
         return replace(
             placement,
@@ -317,6 +323,23 @@ async def place_given(
 def _continues(turn: CachedTurn, prompt: bytes, images: Sequence[PromptImage]) -> bool:
     """Whether a prompt with these images begins with the ids and the images of a turn."""
     return turn.begins(prompt) and same_images(turn.images, images[: len(turn.images)])
+
+
+async def _without_images(
+    placer: Placer, prompt: bytes, rollout: str, request: ChatRequest
+) -> CachedTurn | None:
+    """The turn of a rollout that a prompt continues on an engine that takes no images together with ids.
+
+    Raises:
+        BadRequest: the turn holds images: without them, the engine would read their placeholders as text.
+    """
+    try:
+        turn = await _by_ids(placer, prompt, rollout)
+        if turn is None or not turn.images:
+            return turn
+    except AmbiguousImages:
+        pass  # each of these turns holds images, or another turn with its ids does
+    raise no_images(request.given.field if request.given else "messages")
 
 
 async def _by_ids(
