@@ -13,6 +13,12 @@ from proxy.images import InvalidImage
 
 _REQUESTS = 3
 """For one image: the first, and those after redirects."""
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_LOCAL_NETWORKS = (
+    ipaddress.IPv6Network("64:ff9b:1::/48"),  # NAT64 within an organisation (RFC 8215)
+    ipaddress.IPv6Network("::/96"),  # IPv4-compatible addresses (RFC 4291, deprecated)
+)
+"""Networks that Python counts as global, and that lead to private addresses."""
 
 
 class ImageFetcher:
@@ -109,8 +115,21 @@ async def public_address(host: str, port: int) -> str:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(entry[4][0]) for entry in found]
     for address in addresses:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-        mapped = getattr(ip, "ipv4_mapped", None)
-        if not (mapped or ip).is_global or ip.is_multicast:
+        if not _is_public(address):
             raise InvalidImage(f"{host!r} has the private address {address}")
     return addresses[0]
+
+
+def _is_public(address: str) -> bool:
+    """Whether an address is public, and so is the IPv4 address in it, which a gateway would connect to."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.is_site_local or any(ip in network for network in _LOCAL_NETWORKS):
+            return False
+        ip = ip.ipv4_mapped or ip.sixtofour or _translated(ip) or ip
+    return ip.is_global and not ip.is_multicast
+
+
+def _translated(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address that a NAT64 gateway translates an address to; None if it is another address."""
+    return ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF) if ip in _NAT64 else None

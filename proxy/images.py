@@ -10,9 +10,11 @@ import io
 from dataclasses import dataclass
 
 from PIL import Image as Pillow
+from PIL import UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 """What is accepted, by Pillow's names."""
+_DAMAGED = f"it is damaged, or not one of {', '.join(FORMATS)}"
 _DATA = "data:"
 _DIGEST_BYTES = 16
 
@@ -88,10 +90,10 @@ def check_image(data: bytes, limits: ImageLimits) -> Image:
             kind = Pillow.MIME.get(picture.format or "", "image/png")
     except InvalidImage:
         raise
+    except UnidentifiedImageError as error:  # whose text names a Python object
+        raise InvalidImage(_DAMAGED) from error
     except Exception as error:  # the boundary to Pillow: damaged files raise errors of nearly every type
-        raise InvalidImage(
-            f"it is damaged, or not one of {', '.join(FORMATS)}: {error or type(error).__name__}"
-        ) from error
+        raise InvalidImage(f"{_DAMAGED}: {str(error) or type(error).__name__}") from error
     return Image(kind, data, hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest())
 
 

@@ -122,5 +122,15 @@ async def test_private_addresses_are_refused(host: str) -> None:
         await public_address(host, 80)
 
 
-async def test_a_public_address_is_found() -> None:
-    assert await public_address("93.184.215.14", 80) == "93.184.215.14"
+@pytest.mark.parametrize(
+    "host",
+    ["64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::a00:1", "2002:a00:1::1", "::127.0.0.1", "fec0::1"],
+)
+async def test_private_addresses_inside_others_are_refused(host: str) -> None:
+    with pytest.raises(InvalidImage, match="private address"):
+        await public_address(host, 80)
+
+
+@pytest.mark.parametrize("host", ["93.184.215.14", "2606:2800:21f::1", "64:ff9b::5db8:d70e"])
+async def test_a_public_address_is_found(host: str) -> None:
+    assert await public_address(host, 80) == host

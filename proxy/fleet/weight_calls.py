@@ -225,10 +225,12 @@ class WeightCalls:
             weights.named(replica, run.version)
             if self._salted:
                 self._fleet.prefix_caches.forget(replica)
-        for outcome in outcomes:
-            if not outcome.ok and not outcome.refused:
-                outcome.replica.weight_version = None
-                weights.changing(outcome.replica)
+        unknown = [outcome.replica for outcome in outcomes if not outcome.ok and not outcome.refused]
+        for replica in unknown:
+            replica.weight_version = None
+            weights.changing(replica)
+        if unknown:
+            weights.ask_again(unknown)  # before requests go on: without a version none is sent to them
         if not done or run.only:
             return state
         log.info("the weights of the fleet are version %s", run.version)

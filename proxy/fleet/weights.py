@@ -7,6 +7,7 @@ before it records a turn, so that no turn is recorded with a version that anothe
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from contextvars import Context
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -138,6 +139,21 @@ class Weights:
         for tag in self._tags_of(replica):
             tag.changing()
 
+    def ask_again(self, replicas: Iterable[Replica]) -> None:
+        """Ask replicas for their versions; requests wait until they have answered."""
+        ready = [replica for replica in replicas if replica.ready]
+
+        async def ask() -> None:
+            await asyncio.gather(*(self._ask(replica) for replica in ready))
+
+        def done(task: "asyncio.Task[None]") -> None:
+            self._learning.discard(task)
+            self._apply_hold()
+
+        task = asyncio.create_task(ask(), context=Context())
+        self._learning.add(task)
+        task.add_done_callback(done)
+
     # --- watching
 
     def start(self) -> None:
@@ -208,7 +224,7 @@ class Weights:
             log.info("the weights of the fleet are version %s", new.version)
             for tag in self._tags:
                 tag.named(new.version, paused=bool(old.paused or new.paused))
-            self._ask_again()
+            self.ask_again(self._fleet.replicas)
         if old.paused and not new.paused:
             for tag in self._tags:
                 positions = None if self._fleet.was_late else tag.progress()
@@ -237,20 +253,6 @@ class Weights:
             fleet.queue.wake()
         for replica in fleet.replicas:
             replica.report_state()
-
-    def _ask_again(self) -> None:
-        """Ask all replicas for their versions; requests wait until they have answered."""
-
-        async def ask() -> None:
-            await asyncio.gather(*(self._ask(replica) for replica in self._fleet.replicas if replica.ready))
-
-        def done(task: "asyncio.Task[None]") -> None:
-            self._learning.discard(task)
-            self._apply_hold()
-
-        task = asyncio.create_task(ask(), context=Context())
-        self._learning.add(task)
-        task.add_done_callback(done)
 
     async def _write(self, state: FleetState) -> None:
         """Write a state to the store. Where that fails, it is written again with the next change or tick."""

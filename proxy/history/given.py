@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from proxy.history.context import check_fits, check_ids_fit, is_truncated, too_l
 from proxy.history.continuation import continue_ids, continue_turn
 from proxy.history.conversation import Conversation
 from proxy.history.images import ImageModel, ImageRef, NotLoadable, place, refs_in
-from proxy.history.matcher import Match
+from proxy.history.matcher import AmbiguousImages, Match, same_images
 from proxy.history.placing import UNREADABLE, Placer
 from proxy.history.plan import Placement, ServedModel
 from proxy.history.prompt_image import PromptImage
@@ -103,14 +103,17 @@ async def place_images(
         BadRequest: the images are not those of the placeholders, one is invalid, or the engine takes no
             images together with ids.
     """
-    images = model.images
+    images, placeholder = model.images, model.placeholder
+    if images is None and (request.images or request.media):
+        raise no_images(request.media[0] if request.media else "images")
+    holds_placeholder = (
+        placeholder is not None and re.search(rb"[\[,\s]%d[\],\s]" % placeholder, given.raw) is not None
+    )
+    if not request.images and not holds_placeholder:
+        return given, ()
     if images is None:
-        if request.images or request.media:
-            raise no_images(request.media[0] if request.media else "images")
-        return given, ()
-    holds_placeholder = re.search(rb"[\[,\s]%d[\],\s]" % images.placeholder, given.raw) is not None
-    if request.images is None and not holds_placeholder:
-        return given, ()
+        # without its images, the engine would read the placeholders as text
+        raise no_images(given.field)
     flow = placer.flow(request)
     if request.images is not None:
         field = "images"
@@ -122,12 +125,20 @@ async def place_images(
         return given, await _recorded_images(placer, request, given, images)
     try:
         loaded = await placer.images.load(refs, images, field, flow)
-        whole, placed = place(unpack_ids(ids.pack(given.raw)), images, loaded, 0)
+        whole, placed = place(_unpack(given), images, loaded, 0)
     except NotLoadable as error:
         raise BadRequest(str(error), param=field, code="image_not_loaded") from error
     except PlaceholdersDiffer as error:
         raise BadRequest(f"`{given.field}` and `{field}`: {error}", param=field) from error
     return replace(given, raw=ids.dump(whole), count=len(whole)), tuple(placed)
+
+
+def _unpack(given: GivenIds) -> list[int]:
+    """The given ids as integers. Raises BadRequest if one has more than 32 bits."""
+    try:
+        return unpack_ids(ids.pack(given.raw))
+    except InvalidIds as error:
+        raise BadRequest(f"`{given.field}` {error}", param=given.field) from error
 
 
 def no_images(field: str) -> BadRequest:
@@ -157,10 +168,18 @@ async def _recorded_images(
     turn = None
     if request.session is not None:
         rollout = session_id(request.tenant, request.session.name)
-        turn = await _by_ids(placer, ids.compact(given.raw), rollout)
+        try:
+            turn = await _by_ids(placer, ids.compact(given.raw), rollout)
+        except AmbiguousImages as error:
+            raise BadRequest(
+                f"recorded turns with the ids of `{given.field}` hold different images: send those of the "
+                "prompt in `images`, or send the conversation as `messages`",
+                param="images",
+                code="images_missing",
+            ) from error
     known = turn.images if turn is not None else ()
     inside = sum(each.length for each in known)
-    values = unpack_ids(ids.pack(given.raw))
+    values = _unpack(given)
     outside = list(values)
     for image in reversed(known):
         del outside[image.offset : image.offset + image.length]
@@ -242,7 +261,13 @@ def _as_api_errors(given: GivenIds, before: int, model: ServedModel) -> Iterator
         raise BadRequest(f"`append_messages`: {error}", param="append_messages") from error
 
 
-async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model: ServedModel) -> Placement:
+async def place_given(
+    placer: Placer,
+    request: ChatRequest,
+    prompt: bytes,
+    model: ServedModel,
+    images: Sequence[PromptImage] = (),
+) -> Placement:
     """Find where to record the turn of a request with given ids.
 
     It is recorded in its session, else in the rollout that its messages continue, else in a new rollout if it
@@ -251,6 +276,10 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
 
     Args:
         prompt: the whole prompt as a compact JSON array.
+        images: those of the prompt. A turn with the same ids and other images is not continued.
+
+    Raises:
+        BadRequest: the prompt continues a turn with images, and the engine takes none together with ids.
     """
     whole = bool(request.messages)
     try:
@@ -264,7 +293,7 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
     match = await placer.match(request, conversation, scope) if whole else Match()
     claimed = placer.place(request, model, scope, conversation, match)
     async with placer.released_on_error(claimed):
-        if match.turn is not None and not match.turn.begins(prompt):
+        if match.turn is not None and not _continues(match.turn, prompt, images):
             await placer.release(claimed)
             match = Match()
         proved = whole and await _proves(placer, conversation, match, prompt, request, model)
@@ -275,7 +304,11 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
         if parent is not None and parent.rollout != placement.session.id:
             parent = None
         if parent is None and request.session is not None:
-            parent = await _by_ids(placer, prompt, session_id(request.tenant, request.session.name))
+            rollout = session_id(request.tenant, request.session.name)
+            if model.images is None:
+                parent = await _without_images(placer, prompt, rollout, request)
+            else:
+                parent = await _by_ids(placer, prompt, rollout, images)
             first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
         return replace(
             placement,
@@ -287,10 +320,34 @@ async def place_given(placer: Placer, request: ChatRequest, prompt: bytes, model
         )
 
 
-async def _by_ids(placer: Placer, prompt: bytes, rollout: str) -> CachedTurn | None:
-    """The turn of a rollout with the most ids that a prompt begins with."""
+def _continues(turn: CachedTurn, prompt: bytes, images: Sequence[PromptImage]) -> bool:
+    """Whether a prompt with these images begins with the ids and the images of a turn."""
+    return turn.begins(prompt) and same_images(turn.images, images[: len(turn.images)])
+
+
+async def _without_images(
+    placer: Placer, prompt: bytes, rollout: str, request: ChatRequest
+) -> CachedTurn | None:
+    """The turn of a rollout that a prompt continues on an engine that takes no images together with ids.
+
+    Raises:
+        BadRequest: the turn holds images: without them, the engine would read their placeholders as text.
+    """
     try:
-        return await placer.matcher.longest_prefix(prompt, rollout)
+        turn = await _by_ids(placer, prompt, rollout)
+        if turn is None or not turn.images:
+            return turn
+    except AmbiguousImages:
+        pass  # each of these turns holds images, or another turn with its ids does
+    raise no_images(request.given.field if request.given else "messages")
+
+
+async def _by_ids(
+    placer: Placer, prompt: bytes, rollout: str, images: Sequence[PromptImage] | None = None
+) -> CachedTurn | None:
+    """The turn of a rollout with the most ids that a prompt begins with; see `Matcher.longest_prefix`."""
+    try:
+        return await placer.matcher.longest_prefix(prompt, rollout, images)
     except StoreError as error:
         placer.report("a turn is recorded without the one before it", error)
         return None

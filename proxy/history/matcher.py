@@ -3,7 +3,8 @@
 The longest recorded conversation wins. Turns are searched first by the exact spelling of the conversation,
 then by a digest that ignores dropped reasoning and stripped text, then by one that ignores the arguments of
 tool calls that were cut off; each candidate is then checked. Turns with equal ids are one candidate. If
-several candidates with different ids remain, none is used: the prompt is rendered.
+several candidates with different ids remain, the one is used that the client names by a token (`echo.py`);
+if it names none, the prompt is rendered.
 """
 
 import asyncio
@@ -18,10 +19,12 @@ import msgspec
 
 from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn, read_turn
+from proxy.history.candidates import all_listed, complete, continues, count_turns, lists_all, of_rollout
 from proxy.history.conversation import Conversation
+from proxy.history.prompt_image import PromptImage
 from proxy.history.scope import Scope, changed_part
 from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, Store
-from proxy.history.text_index import BARE, EXACT, KINDS, content_key, text_keys
+from proxy.history.text_index import KINDS, content_key, text_keys
 from proxy.history.turn import Turn, pack_ids
 from proxy.history.vocabulary import Reason
 from tokenization.canonical import extend
@@ -47,6 +50,10 @@ class Match:
     """Whether the request belongs to the rollout of `turn`. If not, only the ids are reused."""
     claimed: bool = False
     """Whether `turn` was claimed for this request among several."""
+
+
+class AmbiguousImages(Exception):
+    """Turns with equal ids hold different images, and nothing decides between them."""
 
 
 class _Search(NamedTuple):
@@ -129,30 +136,48 @@ class Matcher:
             self._cache.put(turn, path[-1].parent)
         return turn
 
-    async def longest_prefix(self, prompt: bytes, rollout: str) -> CachedTurn | None:
+    async def longest_prefix(
+        self, prompt: bytes, rollout: str, images: Sequence[PromptImage] | None = None
+    ) -> CachedTurn | None:
         """The turn of a rollout with the most ids that a prompt begins with.
 
         The newest turns are tried first; if none of them matches, all are.
 
+        Args:
+            images: those of the prompt; turns with other images do not count. None counts all turns.
+
         Raises:
+            AmbiguousImages: `images` is None, and turns with these ids hold different images.
             StoreError: the store does not respond.
         """
         newest = await self.store.newest(rollout, FOUND_AT_MOST)
-        best = await self.longest_of(newest, prompt)
-        if best is None and len(newest) == FOUND_AT_MOST:
+        best = await self._longest(newest, prompt, images)
+        if not best and len(newest) == FOUND_AT_MOST:
             turns = await self.store.turns(rollout)
             packed = pack_prompt(prompt)
-            best = await self.longest_of([turn.id for turn in turns if _may_begin(turn, packed)], prompt)
-        return best
+            best = await self._longest(
+                [turn.id for turn in turns if _may_begin(turn, packed)], prompt, images
+            )
+        if images is None and not all(same_images(turn.images, best[0].images) for turn in best):
+            raise AmbiguousImages
+        return best[0] if best else None
 
     async def longest_of(self, turn_ids: Sequence[str], prompt: bytes) -> CachedTurn | None:
         """The one of some turns with the most ids that a prompt begins with. Raises StoreError."""
-        best: CachedTurn | None = None
+        best = await self._longest(turn_ids, prompt)
+        return best[0] if best else None
+
+    async def _longest(
+        self, turn_ids: Sequence[str], prompt: bytes, images: Sequence[PromptImage] | None = None
+    ) -> list[CachedTurn]:
+        """Those of some turns with the most ids that a prompt begins with: all have equal ids."""
+        best: list[CachedTurn] = []
         for turn_id in turn_ids:
             turn = await self.load(turn_id)
-            longer = turn is not None and (best is None or turn.count > best.count)
-            if turn is not None and longer and turn.begins(prompt):
-                best = turn
+            if turn is None or (best and turn.count < best[0].count) or not turn.begins(prompt):
+                continue
+            if images is None or same_images(turn.images, images[: len(turn.images)]):
+                best = [*best, turn] if best and turn.count == best[0].count else [turn]
         return best
 
     async def take_equal(self, turn: CachedTurn, key: bytes, ids: bytes) -> Match:
@@ -201,15 +226,17 @@ class Matcher:
     ) -> Match | None:
         """The turn that ends at one message, from the results of each kind of key."""
         conversation, rollout = search.conversation, search.rollout
-        if rollout is not None and not all(_all_listed(hits) and _lists_all(hits) for _, hits in found):
+        if rollout is not None and not all(all_listed(hits) and lists_all(hits) for _, hits in found):
             return await self._choose_in_rollout(search, end, rollout)
-        groups = [[_of_rollout(group, rollout) for group in hits.groups] if hits else [] for _, hits in found]
-        candidates = _count(found[1:], groups[1:], rollout) or _count(found[:1], groups[:1], rollout)
+        groups = [[of_rollout(group, rollout) for group in hits.groups] if hits else [] for _, hits in found]
+        candidates = count_turns(found[1:], groups[1:], rollout) or count_turns(
+            found[:1], groups[:1], rollout
+        )
         for kind, (key, hits), of_kind in zip(KINDS, found, groups, strict=False):
             fitting: list[_Fit] = []
             for group in of_kind:
                 turn = await self.load(group.candidates[0].turn) if group.candidates else None
-                repaired = _continues(conversation, end, turn, kind) if turn else None
+                repaired = continues(conversation, end, turn, kind) if turn else None
                 if turn is not None and repaired is not None:
                     fitting.append(_Fit(key, group, turn, repaired))
             if not fitting:
@@ -217,7 +244,7 @@ class Matcher:
             before = conversation.strict_before(end)
             best = [fit for fit in fitting if fit.turn.spelling_before == before] or fitting
             named = await self._named(fitting, search, end) if end in search.echoed else None
-            if named is None and (len(best) > 1 or not _all_listed(hits)):
+            if named is None and (len(best) > 1 or not all_listed(hits)):
                 return Match(None, end, Reason.AMBIGUOUS, candidates)
             repaired = (named or best[0]).repaired
             edited = end != conversation.ends[0]
@@ -256,7 +283,7 @@ class Matcher:
     async def _take(self, fit: "_Fit", match: Match) -> Match:
         """Choose one of the turns with equal ids; if several rollouts hold one, an open one."""
         group = fit.group
-        if _complete(group) and len({candidate.rollout for candidate in group.candidates}) == 1:
+        if complete(group) and len({candidate.rollout for candidate in group.candidates}) == 1:
             return match
         # one request at a time: others of this process would race for the same candidates
         async with self._claiming.setdefault(group.ids, asyncio.Lock()):
@@ -329,6 +356,12 @@ class Matcher:
         return changed_part(same_text[0].scope, scope.parts) or Reason.HISTORY_EDITED
 
 
+def same_images(some: Sequence[PromptImage], others: Sequence[PromptImage]) -> bool:
+    """Whether images are equal and at the same places in the ids of their prompts."""
+    places = [[(image.offset, image.length, image.digest) for image in images] for images in (some, others)]
+    return places[0] == places[1]
+
+
 def _batches(count: int) -> list[list[int]]:
     """Positions in the list of ends to look up, batch by batch: the last, some before it, then a sample."""
     near = min(count, 1 + _LOOKUP)
@@ -338,61 +371,6 @@ def _batches(count: int) -> list[list[int]]:
         # counted from the far end, so that the first turn of the conversation is among them
         batches.append(sorted(range(count - 1, near - 1, -step)))
     return [batch for batch in batches if batch]
-
-
-def _of_rollout(group: CandidateGroup, rollout: str | None) -> CandidateGroup:
-    if rollout is None:
-        return group
-    kept = [candidate for candidate in group.candidates if candidate.rollout == rollout]
-    return CandidateGroup(group.ids, len(kept), kept)
-
-
-def _count(
-    found: Sequence[tuple[bytes, Found | None]],
-    groups: Sequence[Sequence[CandidateGroup]],
-    rollout: str | None,
-) -> int:
-    """Number of turns under these keys; for one rollout, the number of listed ones."""
-    if rollout is None:
-        return sum(hits.total for _, hits in found if hits)
-    return sum(group.total for of_key in groups for group in of_key)
-
-
-def _all_listed(hits: Found | None) -> bool:
-    """Whether all groups under a key were returned."""
-    return hits is None or hits.total == sum(group.total for group in hits.groups)
-
-
-def _lists_all(hits: Found | None) -> bool:
-    """Whether all turns of the groups under a key were returned."""
-    return hits is None or all(map(_complete, hits.groups))
-
-
-def _complete(group: CandidateGroup) -> bool:
-    """Whether all turns of a group were returned."""
-    return group.total <= len(group.candidates)
-
-
-def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str) -> bool | None:
-    """Check whether a turn found by a digest is the one that the client sent back.
-
-    Returns:
-        None if it is another; else whether the client repaired one of its tool calls.
-    """
-    if kind == EXACT:
-        return False
-    own = conversation.messages[end].message
-    repaired = own.repairs(turn.calls) if kind == BARE else False
-    if repaired is None or own.reasoning not in (b"", turn.lineage.reasonings[-1]):
-        return None
-    if turn.spelling_before == conversation.strict_before(end):
-        return repaired  # spelled as in the request of that turn, and checked then
-    sent = conversation.reasonings(0, end + 1)
-    recorded = turn.lineage.all_reasonings()
-    fits = len(sent) == len(recorded) and all(
-        ours in (b"", theirs) for ours, theirs in zip(sent, recorded, strict=True)
-    )
-    return repaired if fits else None
 
 
 def pack_prompt(prompt: bytes) -> bytes:

@@ -33,6 +33,8 @@ class ServedModel:
     """Its `--logprobs-mode`; empty if unknown."""
     images: ImageModel | None = None
     """How it takes images with exact ids; None if it does not, or not for this request."""
+    placeholder: int | None = None
+    """The id that stands for an image; None if the engine takes no images with exact ids."""
     max_model_len: int | None = None
     """The most ids of prompt and completion together; None if the engine does not report it."""
 

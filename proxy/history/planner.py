@@ -153,7 +153,7 @@ class Planner:
         if request.append is None:
             check_ids_fit(request, given, model)
             prompt = ids.compact(given.raw)
-            placement = await place_given(self.placer, request, prompt, model)
+            placement = await place_given(self.placer, request, prompt, model, images)
             return Given(
                 placement=placement,
                 reason=Reason.IDS_GIVEN,
@@ -163,13 +163,14 @@ class Planner:
                 images=images,
             )
         whole = await append_messages(self.placer, request, given, model)
-        placement = await place_given(self.placer, request, whole.prompt, model)
+        images = (*images, *whole.images)
+        placement = await place_given(self.placer, request, whole.prompt, model, images)
         return Extended(
             placement=placement,
             prompt=whole.prompt,
             reused=given.count,
             appended=whole.appended,
-            images=(*images, *whole.images),
+            images=images,
         )
 
     async def _extend(

@@ -203,12 +203,13 @@ async def served_model(replica: Replica, request: ChatRequest) -> ServedModel:
     elif not capabilities.token_in.supports(request.fields):
         refused = Reason.SPECIAL_REQUEST
     images = capabilities.images
+    placeholder = images.placeholder if images is not None else None
     if images is not None and not _images_fit(request, images):
         images = None
     name = capabilities.model.name if capabilities.model else ""
     length = capabilities.model.max_model_len if capabilities.model else None
     rendered, mode = capabilities.rendered_fields, capabilities.logprobs_mode
-    return ServedModel(name, tokenizer, problem, refused, rendered, mode, images, length)
+    return ServedModel(name, tokenizer, problem, refused, rendered, mode, images, placeholder, length)
 
 
 def _images_fit(request: ChatRequest, images: EngineImages) -> bool:

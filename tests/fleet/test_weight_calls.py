@@ -240,6 +240,21 @@ def test_an_update_that_fails_everywhere_before_it_began_changes_nothing(start: 
         assert client.post(_CHAT, json=_HI).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/finish_weight_update", "/update_weight_version"])
+def test_a_version_that_no_replica_takes_changes_nothing(start: Start, path: str) -> None:
+    """For example, a trainer ends an update twice because the first answer was lost."""
+    engines = start(1, 1)
+    with run_proxy(engines, watch_interval_s=30.0) as client:
+        assert client.post("/update_weight_version", json={"new_version": "7"}).status_code == 200
+        for engine in engines:
+            engine.refuses[path] = 500
+        name = {"weight_version": "7", "new_version": "7"}
+        assert client.post(path, json=name).status_code == 500
+        assert client.post(_CHAT, json=_HI).status_code == 200
+        versions = [engine["weight_version"] for engine in client.get("/ready").json()["engines"]]
+        assert versions == ["7", "7"]
+
+
 def test_no_replica_gets_a_name_if_the_update_failed_on_all(start: Start) -> None:
     engines = start(1, 1)
     with run_proxy(engines) as client:

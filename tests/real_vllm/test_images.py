@@ -183,6 +183,27 @@ def test_images_of_given_ids_come_single_or_expanded(http: httpx.Client) -> None
     assert history["prompt_token_ids"] == _next(again)
 
 
+def test_equal_ids_with_other_images_are_not_continued(http: httpx.Client) -> None:
+    """Images of one size take equal ids: only the images tell the turns of two screenshots apart."""
+    other = picture("blue")
+    sampled: dict[str, Any] = {"logit_bias": {"500": 100.0}, "session": "equal-ids"}
+    turns = [
+        _complete(http, messages=[{"role": "user", "content": [text("Look: "), image(url)]}], **sampled)
+        for url in (RED, other)
+    ]
+    assert _next(turns[0]) == _next(turns[1])
+    ids = _next(turns[0])
+    refused = _complete(http, 400, prompt_ids=ids, append_messages=[user("Which?")], session="equal-ids")
+    assert (refused["error"]["param"], refused["error"]["code"]) == ("images", "images_missing")
+    for url in (RED, other):
+        more = [user("Which?")]
+        _complete(http, prompt_ids=ids, append_messages=more, images=[url], session="equal-ids")
+    samples = http.get("/v1/sessions/equal-ids/samples").json()["samples"]
+    urls = {digest: url for sample in samples for digest, url in sample["image_data"].items()}
+    assert [len(sample["turns"]) for sample in samples] == [2, 2]
+    assert {urls[sample["images"][0]["digest"]] for sample in samples} == {RED, other}
+
+
 def test_tokenize_appends_images(http: httpx.Client) -> None:
     ids = _next(_complete(http, messages=_NEW[:1]))
     answer = http.post("/tokenize", json={"prompt_ids": ids, "append_messages": [_NEW[2]]}).json()
@@ -222,6 +243,27 @@ def test_bad_images_are_refused_by_name(http: httpx.Client, fields: dict[str, An
     response = http.post(TOKENS, json={**_FEW, "prompt_ids": expanded, **fields})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"stop": ["zzz"]}, {"logprob_token_ids": [5]}, {"mm_processor_kwargs": {}}, {"media_io_kwargs": {}}],
+)
+def test_recorded_images_are_never_left_out(http: httpx.Client, fields: dict[str, Any]) -> None:
+    """Requests that the engine takes without images only are refused: it would read placeholders as text."""
+    ids = _next(_complete(http, messages=_NEW[:1], session="never-left-out"))
+    for new in ({}, {"append_messages": [user("Go on.")]}):
+        refused = _complete(http, 400, prompt_ids=ids, session="never-left-out", **new, **fields)
+        assert (refused["error"]["param"], refused["error"]["code"]) == ("prompt_ids", "no_images")
+
+
+@pytest.mark.parametrize("images", [None, [RED]])
+def test_an_id_of_more_than_32_bits_next_to_images_is_refused_by_name(
+    http: httpx.Client, images: list[str] | None
+) -> None:
+    expanded = _complete(http, messages=_NEW[:1])["prompt_token_ids"]
+    refused = _complete(http, 400, prompt_ids=[*expanded, 2**40], images=images)
+    assert refused["error"]["param"] == "prompt_ids"
 
 
 def test_a_bad_image_in_a_chat_is_refused_by_name(http: httpx.Client) -> None:
