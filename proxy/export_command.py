@@ -85,6 +85,7 @@ async def _export(store: Store, rows: Rows, options: argparse.Namespace) -> Repo
                 LAYOUTS[options.layout],
                 only=options.session,
                 shared=options.shared,
+                wanted=frozenset(options.classes),
                 on_rollout=bar.update,
             )
     finally:

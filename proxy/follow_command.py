@@ -29,6 +29,7 @@ def run_follow(options: argparse.Namespace) -> int:
     selected = FeedFilter(
         metadata=dict(_condition(text) for text in options.metadata),
         weight_versions=frozenset(options.weight_version),
+        classes=frozenset(options.classes),
     )
     store = chosen_store(options)
     follower = Follower(store, LAYOUTS[options.layout], selected, options.shared, options.after or 0)

@@ -21,6 +21,7 @@ from proxy.stores.fleet_state import StoredState
 from proxy.stores.guarded import GuardedStore
 from proxy.stores.replica_changes import StoredChanges
 from proxy.stores.urls import make_store
+from proxy.turn.model_aliases import ModelAliases, parse_alias
 from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
 
@@ -64,6 +65,8 @@ def make_services(
         record_logprobs=settings.record_logprobs,
         record_token_route=settings.record_token_route,
         cache_salt_by_version=settings.cache_salt_by_version,
+        model_aliases=ModelAliases([parse_alias(alias) for alias in settings.model_aliases]),
+        session_from_key=settings.session_from_key,
         body_timeout_s=settings.body_timeout_s,
         running=running or RunningRequests(),
     )

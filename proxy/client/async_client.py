@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -16,6 +16,7 @@ from proxy.client.values import (
     FeedPage,
     FeedRollout,
     FeedSelection,
+    ModelInfo,
     SessionFields,
     SessionInfo,
     SessionSampleList,
@@ -52,6 +53,10 @@ class AsyncClient:
         if self._owned:
             await self._http.aclose()
 
+    async def models(self) -> list[ModelInfo]:
+        """See `Client.models`."""
+        return await self._run(calls.list_models())
+
     async def create_session(
         self, session: str | None = None, **fields: Unpack[SessionFields]
     ) -> SessionInfo:
@@ -79,10 +84,10 @@ class AsyncClient:
         return await self._run(calls.set_rewards(session, rewards))
 
     async def samples(
-        self, session: str, *, layout: str = "plain", shared: str = "once"
+        self, session: str, *, classes: Iterable[str] = (), layout: str = "plain", shared: str = "once"
     ) -> SessionSampleList:
         """See `Client.samples`."""
-        return await self._run(calls.session_samples(session, layout, shared))
+        return await self._run(calls.session_samples(session, layout, shared, classes))
 
     async def read_feed(
         self,

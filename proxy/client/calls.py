@@ -21,6 +21,7 @@ from proxy.client.values import (
     FeedConsumer,
     FeedPage,
     FeedSelection,
+    ModelInfo,
     SessionInfo,
     SessionSampleList,
     TokenTurn,
@@ -107,8 +108,11 @@ class FeedPosition:
         self._wait_s = wait_s
         self._acknowledge = acknowledge
         self._selection = selection
-        if "weight_versions" in selection:  # an iterator gives them only once
-            self._selection = {**selection, "weight_versions": tuple(selection["weight_versions"])}
+        # an iterator gives its values only once
+        if "weight_versions" in selection:
+            self._selection = {**self._selection, "weight_versions": tuple(selection["weight_versions"])}
+        if "classes" in selection:
+            self._selection = {**self._selection, "classes": tuple(selection["classes"])}
 
     def next_page(self) -> Call[FeedPage]:
         """Read the rollouts after this position."""
@@ -141,6 +145,15 @@ class Patience:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         retry_after_s = None if isinstance(error, NoResponse) else error.retry_after_s
         return max(self._pause_s, min(retry_after_s or 0.0, LONGEST_PAUSE_S))
+
+
+def list_models() -> Call[list[ModelInfo]]:
+    """The models that the engines serve."""
+    return Call(
+        "GET",
+        "/v1/models",
+        lambda response: msgspec.json.decode(response.content, type=_Models).data,
+    )
 
 
 def save_session(
@@ -182,9 +195,11 @@ def set_rewards(session: str, rewards: Mapping[str, float]) -> Call[dict[str, fl
     return Call("POST", _session_path(session, "/reward"), _read_rewards, body={"rewards": dict(rewards)})
 
 
-def session_samples(session: str, layout: str, shared: str) -> Call[SessionSampleList]:
+def session_samples(
+    session: str, layout: str, shared: str, classes: Iterable[str]
+) -> Call[SessionSampleList]:
     """The samples of one session."""
-    query = [("layout", layout), ("shared", shared)]
+    query = [("layout", layout), ("shared", shared), *(("class", name) for name in classes)]
     return Call("GET", _session_path(session, "/samples"), _reader(SessionSampleList), query=query)
 
 
@@ -196,6 +211,7 @@ def read_feed(
     limit: int = 16,
     metadata: Mapping[str, str] | None = None,
     weight_versions: Iterable[str] = (),
+    classes: Iterable[str] = (),
     layout: str = "plain",
     shared: str = "once",
 ) -> Call[FeedPage]:
@@ -203,6 +219,7 @@ def read_feed(
     query = [("wait", f"{wait_s:g}"), ("limit", str(limit)), ("layout", layout), ("shared", shared)]
     query += [("metadata", f"{key}={value}") for key, value in (metadata or {}).items()]
     query += [("weight_version", version) for version in weight_versions]
+    query += [("class", name) for name in classes]
     if consumer is not None:
         query.append(("consumer", consumer))
     if after is not None:
@@ -263,6 +280,10 @@ class _Acknowledged(msgspec.Struct):
 
 class _Consumers(msgspec.Struct):
     data: list[FeedConsumer]
+
+
+class _Models(msgspec.Struct):
+    data: list[ModelInfo]
 
 
 class _Rewards(msgspec.Struct):

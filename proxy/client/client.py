@@ -1,7 +1,7 @@
 """A client of the proxy that blocks. `AsyncClient` is the same for asyncio."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -15,6 +15,7 @@ from proxy.client.values import (
     FeedPage,
     FeedRollout,
     FeedSelection,
+    ModelInfo,
     SessionFields,
     SessionInfo,
     SessionSampleList,
@@ -55,6 +56,10 @@ class Client:
         if self._owned:
             self._http.close()
 
+    def models(self) -> list[ModelInfo]:
+        """The models that the engines serve, base model and adapters."""
+        return self._run(calls.list_models())
+
     def create_session(self, session: str | None = None, **fields: Unpack[SessionFields]) -> SessionInfo:
         """Create a session, or change its description.
 
@@ -83,9 +88,11 @@ class Client:
         """Set the rewards of turns by their ids, and of the session by "". Returns all its rewards."""
         return self._run(calls.set_rewards(session, rewards))
 
-    def samples(self, session: str, *, layout: str = "plain", shared: str = "once") -> SessionSampleList:
-        """The training samples of one session."""
-        return self._run(calls.session_samples(session, layout, shared))
+    def samples(
+        self, session: str, *, classes: Iterable[str] = (), layout: str = "plain", shared: str = "once"
+    ) -> SessionSampleList:
+        """The training samples of one session. `classes`: of the turns to train on; empty for all."""
+        return self._run(calls.session_samples(session, layout, shared, classes))
 
     def read_feed(
         self,

@@ -25,10 +25,23 @@ class FeedSelection(TypedDict, total=False):
     """Values that the session's metadata must have."""
     weight_versions: Iterable[str]
     """Samples whose turns were all sampled by these weights; all samples if left out or empty."""
+    classes: Iterable[str]
+    """Of the turns to train on; all turns if left out or empty."""
     layout: str
     """Of the samples; `plain` if left out."""
     shared: str
     """Whether turns that samples share are trained `once` or in `each`; `once` if left out."""
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that the engines serve."""
+
+    id: str
+    """The name with which requests select it."""
+    parent: str | None = None
+    """The base model of an adapter."""
+    max_model_len: int | None = None
+    """The most ids of prompt and completion together; None if the engine does not report it."""
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +65,8 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any]
     reward: float | None = None
     """Of the whole rollout."""
+    agents: list[dict[str, Any]] = []
+    """As `GET /v1/sessions/{session}` returns them."""
     turns: list[dict[str, Any]] = []
     """As `GET /v1/sessions/{session}` returns them."""
 

@@ -16,6 +16,7 @@ from proxy.history.encoders import WORTH_A_THREAD_BYTES, EncoderPool
 from proxy.history.ids_index import match_ids
 from proxy.history.images import ImageLoader
 from proxy.history.matcher import Match, Matcher
+from proxy.history.origin import origin_of
 from proxy.history.pins import Pins
 from proxy.history.plan import Placement, ServedModel
 from proxy.history.scope import Scope, raw_key, scope_parts
@@ -29,8 +30,6 @@ from tokenization.cache import BoundedCache
 
 log = logging.getLogger("tokenproxy")
 
-_CLASS_LENGTH = 100
-"""Most characters of a request's class."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError)
 """Raised for messages, tools or template arguments that are not those of a chat completion."""
 
@@ -141,16 +140,10 @@ class Placer:
             temperature=request.temperature,
             choices=request.choices,
             media=request.prompt_media,
-            request_class=self._class_of(request),
+            origin=origin_of(request.headers, self.class_header),
+            requested_model=request.requested_model,
             routed_experts_start=request.routed_experts_start,
         )
-
-    def _class_of(self, request: ChatRequest) -> str:
-        """The client's name for the kind of its request; empty if it gives none."""
-        if not self.class_header:
-            return ""
-        found = (value for name, value in request.headers if name == self.class_header)
-        return next(found, b"").decode("latin-1").strip()[:_CLASS_LENGTH]
 
     def nowhere(self, request: ChatRequest, model: ServedModel) -> Placement:
         """The placement of a turn that is not recorded."""

@@ -8,6 +8,7 @@ from proxy.errors import ApiError
 from proxy.history.cached_turn import CachedTurn
 from proxy.history.conversation import Conversation
 from proxy.history.images import ImageModel, LoadedImage
+from proxy.history.origin import Origin
 from proxy.history.prompt_image import PromptImage
 from proxy.history.scope import Scope
 from proxy.history.store import Session
@@ -81,8 +82,9 @@ class Placement:
     """Whether the prompt holds media that are not in the messages."""
     found_by_ids: bool = False
     """Whether prompts that begin with the turn's ids find it, in any rollout of the scope."""
-    request_class: str = ""
-    """See `Turn.request_class`."""
+    origin: Origin = field(default_factory=Origin)
+    requested_model: str = ""
+    """See `Turn.requested_model`."""
     routed_experts_start: int = 0
     """See `Turn.routed_experts_start`."""
 

@@ -47,7 +47,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     created: float
     """Seconds since the epoch when the turn was recorded."""
     model: str
-    """The model or LoRA name that the client requested, or the engine's base model."""
+    """The model or LoRA adapter that sampled it."""
     replica: str = ""
     """Name of the replica that served it and may hold its ids in its prefix cache; empty if unknown."""
     prompt_turn: str | None = None
@@ -96,7 +96,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Packed: for each completion id the number of ids that could be sampled there, and these ids one after
     the other; None if the engine returned none."""
     request_class: str = ""
-    """The client's name for the kind of its request, from a header (`request_class_header`)."""
+    """What the client sent the request for, as its headers say: see `Origin`."""
+    agent: str = ""
+    """The client's id of the agent that sent it; empty for the first agent of a session, or if unknown."""
+    parent_agent: str = ""
+    """The agent that started this one; empty for the first agent of a session, or if unknown."""
+    requested_model: str = ""
+    """The client's name for `model` if that is another one (`model_aliases`)."""
     scope: tuple[bytes, ...] = ()
     """Digests of the parts of the scope, as `Scope.parts`: they explain why a request does not match."""
     spelling_before: bytes = b""

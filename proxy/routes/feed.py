@@ -19,7 +19,7 @@ from proxy.fields import parse, read
 from proxy.history.feed import Acknowledged, Consumer, FeedStore
 from proxy.http import Request, query_value, query_values
 from proxy.monitoring.exchange import waiting
-from proxy.routes.sample_fields import requested_layout, requested_shared
+from proxy.routes.sample_fields import requested_classes, requested_layout, requested_shared
 from proxy.routes.scopes import KeyScope
 from proxy.routes.session_names import check_name
 from proxy.routes.store_route import StoreRoute, number
@@ -68,7 +68,7 @@ class FeedSamples(StoreRoute):
     summary = "The samples of finished rollouts, in the order of finishing"
 
     async def reply(self, request: Request, services: Services) -> tuple[int, object]:
-        """`?consumer=&after=&wait=&limit=&metadata=&weight_version=&layout=&shared=`.
+        """`?consumer=&after=&wait=&limit=&metadata=&weight_version=&class=&layout=&shared=`.
 
         `{"object", "data": [{"rollout", "revision", "cause", "finished", "metadata", "samples", "refused",
         "cursor"}], "cursor", "more"}`. Waits up to `wait` seconds until there is a rollout. Reads after
@@ -159,7 +159,7 @@ def _read_parameters(request: Request) -> _FeedRequest:
         after=_position(after, "after") if after else None,
         limit=int(limit),
         wait_s=wait_s,
-        selected=FeedFilter(request.tenant, metadata, weights),
+        selected=FeedFilter(request.tenant, metadata, weights, requested_classes(request)),
         layout=requested_layout(request),
         shared=requested_shared(request),
     )

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 
-from proxy.dialects.base import header
 from proxy.errors import BadRequest
 from proxy.fields import join, parse, raw
 from proxy.fleet.replica import Replica
@@ -13,9 +12,10 @@ from proxy.http import Request, Response
 from proxy.routes.base import Route
 from proxy.routes.credentials import unverified_tenant
 from proxy.routes.engine_admin import named_replica
+from proxy.routes.large_bodies import parsed
 from proxy.routes.paths import engine_path
 from proxy.routes.scopes import KeyScope, scope_of_engine_route
-from proxy.routes.session_names import HEADER as SESSION_HEADER
+from proxy.routes.session_names import session_name
 from proxy.turn.services import Services
 
 _SAFE = ("GET", "HEAD")
@@ -64,9 +64,12 @@ class PassThrough(Route):
         if scope is KeyScope.ADMIN and (name := named_replica(request)):
             return await services.fleet.named(name).engine.send(request)
         repeatable = request.method in _SAFE or path in _REPEATABLE
-        call = Request(request.method, request.path, request.headers, request.body, repeatable)
+        body = request.body
+        if services.model_aliases and request.method == "POST" and scope is KeyScope.INFERENCE:
+            body = await _with_served_model(request, services)
+        call = Request(request.method, request.path, request.headers, body, repeatable)
         routing = Routing(
-            conversation=_session(request),
+            conversation=_session(request, services),
             ids=len(request.body) // BYTES_PER_ID,
             tenant=request.tenant or unverified_tenant(request.headers),
             samples=request.method == "POST" and scope is KeyScope.INFERENCE and path not in _PREPARES,
@@ -75,6 +78,16 @@ class PassThrough(Route):
         )
         salted = services.cache_salt_by_version and request.method == "POST" and path in _SALTED
         return await services.fleet.send_to_any(call, routing, _with_cache_salt if salted else None)
+
+
+async def _with_served_model(request: Request, services: Services) -> bytes:
+    """The body, with the model that serves the request (`model_aliases`). Raises ApiError."""
+    try:
+        fields = await parsed(request, services, lambda: parse(request.body))
+        mapped = await services.model_aliases.map_fields(fields, services.fleet)
+    except BadRequest:
+        return request.body  # the engine explains what is wrong
+    return join(fields) if mapped else request.body
 
 
 def _with_cache_salt(request: Request, replica: Replica) -> Request:
@@ -89,7 +102,10 @@ def _with_cache_salt(request: Request, replica: Replica) -> Request:
     return dataclasses.replace(request, body=join(fields))
 
 
-def _session(request: Request) -> str:
-    """The key of the session that a request names; empty if it names none."""
-    name = header(request.headers, SESSION_HEADER)
-    return session_id(request.tenant, name.decode("latin-1")) if name else ""
+def _session(request: Request, services: Services) -> str:
+    """The key of the session that a request names; empty if it names none, or none that is valid."""
+    try:
+        name = session_name(request, from_key=services.session_from_key)
+    except BadRequest:
+        return ""  # the engine's routes know no sessions
+    return session_id(request.tenant, name) if name else ""

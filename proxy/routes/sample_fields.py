@@ -1,7 +1,7 @@
 """The parameters of the routes that return samples."""
 
 from proxy.errors import BadRequest
-from proxy.http import Request, query_value
+from proxy.http import Request, query_value, query_values
 from proxy.samples.layouts import LAYOUTS, Layout
 from proxy.samples.samples import Shared
 
@@ -22,3 +22,8 @@ def requested_layout(request: Request) -> Layout:
     if layout not in LAYOUTS:
         raise BadRequest(f"`layout` must be one of {', '.join(LAYOUTS)}", param="layout")
     return LAYOUTS[layout]
+
+
+def requested_classes(request: Request) -> frozenset[str]:
+    """The parameter `class`, which may be repeated; empty for all classes."""
+    return frozenset(query_values(request, "class"))

@@ -11,9 +11,10 @@ from proxy.fields import parse, raw_value, read
 from proxy.history.store import MAX_DESCRIPTION_BYTES, Cursor, Session, session_id
 from proxy.history.turn import Turn, new_id, unpack_ids, unpack_logprobs
 from proxy.http import Request, query_value
-from proxy.routes.sample_fields import requested_layout, requested_shared
+from proxy.routes.sample_fields import requested_classes, requested_layout, requested_shared
 from proxy.routes.session_names import check_name, session_in_path
 from proxy.routes.store_route import StoreRoute, number
+from proxy.samples.classes import agents_of, classes_of
 from proxy.samples.samples import samples_of
 from proxy.samples.traces import traces_of
 from proxy.turn.services import Services
@@ -64,7 +65,7 @@ class OneSession(StoreRoute):
     summary = "A session with the tree of its turns"
 
     async def reply(self, request: Request, services: Services) -> tuple[int, object]:
-        """GET: the description, `reward`, and `turns` in their order; `?ids=true` adds ids and logprobs."""
+        """GET: the description, `reward`, `agents`, and `turns` in order; `?ids=true` adds ids."""
         store, name = services.history.store, session_in_path(request)
         rollout = _rollout(request, name)
         if request.method == "DELETE":
@@ -77,10 +78,14 @@ class OneSession(StoreRoute):
         rewards = await store.rewards(rollout)
         with_ids = query_value(request, "ids", "false") == "true"
         turns = await store.turns(rollout)
-        shown = await services.in_thread(
-            lambda: [_shown(turn, rewards.get(turn.id), with_ids) for turn in turns]
-        )
-        return 200, {**_described(session), "reward": rewards.get(""), "turns": shown}
+
+        def show() -> dict[str, Any]:
+            classes = classes_of(turns)
+            shown = [_shown(turn, classes[turn.id], rewards.get(turn.id), with_ids) for turn in turns]
+            return {"agents": agents_of(turns, classes), "turns": shown}
+
+        tree = await services.in_thread(show)
+        return 200, {**_described(session), "reward": rewards.get(""), **tree}
 
 
 class SessionSamples(StoreRoute):
@@ -91,14 +96,18 @@ class SessionSamples(StoreRoute):
     summary = "A session's training samples, one for each leaf"
 
     async def reply(self, request: Request, services: Services) -> tuple[int, object]:
-        """`?shared=once|each`, `?layout=plain|trl|verl|prime-rl|skyrl`: `{"samples", "refused"}`."""
+        """`?shared=once|each`, `?layout=plain|trl|verl|prime-rl|skyrl`, `?class=`.
+
+        `{"id", "samples", "refused"}`.
+        """
         store, name = services.history.store, session_in_path(request)
         shared, layout = requested_shared(request), requested_layout(request)
+        classes = requested_classes(request)
         session, rollout = await _session(request, name, services), _rollout(request, name)
         turns, rewards = await store.turns(rollout), await store.rewards(rollout)
 
         def export() -> dict[str, object]:
-            result = samples_of(turns, rewards, session=session, shared=shared)
+            result = samples_of(turns, rewards, session=session, shared=shared, wanted=classes)
             rows = [layout.row(sample) for sample in result.samples]
             return {"id": name, "samples": rows, "refused": result.refused}
 
@@ -243,7 +252,7 @@ def _described(session: Session) -> dict[str, Any]:
     }
 
 
-def _shown(turn: Turn, reward: float | None, with_ids: bool) -> dict[str, Any]:
+def _shown(turn: Turn, request_class: str, reward: float | None, with_ids: bool) -> dict[str, Any]:
     appended = len(turn.appended) // 4
     shown: dict[str, Any] = {
         "id": turn.id,
@@ -252,6 +261,7 @@ def _shown(turn: Turn, reward: float | None, with_ids: bool) -> dict[str, Any]:
         "choice": turn.choice,
         "created": turn.created,
         "model": turn.model,
+        "requested_model": turn.requested_model or None,
         "source": turn.source,
         "reason": turn.reason or None,
         "reused": turn.prompt_tokens - appended,
@@ -261,7 +271,9 @@ def _shown(turn: Turn, reward: float | None, with_ids: bool) -> dict[str, Any]:
         "finish_reason": turn.finish_reason,
         "stop_reason": turn.stop_reason,
         "temperature": turn.temperature,
-        "request_class": turn.request_class or None,
+        "request_class": request_class or None,
+        "agent": turn.agent or None,
+        "parent_agent": turn.parent_agent or None,
         "problem": turn.problem or None,
         "reward": reward,
         "messages": msgspec.Raw(turn.messages),

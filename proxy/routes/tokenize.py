@@ -1,5 +1,7 @@
 """`POST /tokenize`: vLLM's contract, and two ways to continue a conversation that is already ids."""
 
+import dataclasses
+
 import msgspec
 
 from proxy.dialects.base import chat_request, visible_of
@@ -13,7 +15,7 @@ from proxy.dialects.prompt_fields import (
     take_prompt,
 )
 from proxy.errors import BadRequest, NotFound
-from proxy.fields import parse, raw_value, read
+from proxy.fields import join, parse, raw_value, read
 from proxy.fleet.replica import Replica
 from proxy.history.given import append_messages, place_images
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
@@ -40,6 +42,8 @@ class Tokenize(Route):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"tokens", "count", "max_model_len"}`, and `appended` where messages were appended."""
         fields = await parsed(request, services, lambda: parse(request.body))
+        if await services.model_aliases.map_fields(fields, services.fleet):
+            request = dataclasses.replace(request, body=join(fields))
         prefix = await parsed(request, services, lambda: take_prefix(fields))
         if prefix is not None:
             return await services.fleet.ask(

@@ -35,6 +35,7 @@ class TurnRoute(Route):
             services,
             lambda: self._dialect.parse(request, session, record=services.record_token_route),
         )
+        chat = await services.model_aliases.map(chat, services.fleet)
         translation = self._dialect.translation(chat)
         if translation is None:
             return await serve_turn(chat, services)

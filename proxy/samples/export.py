@@ -170,6 +170,7 @@ async def export(
     *,
     only: Sequence[str] = (),
     shared: Shared = "once",
+    wanted: frozenset[str] = frozenset(),
     on_rollout: Callable[[], object] = lambda: None,
 ) -> Report:
     """Write the samples of a store's rollouts, the most recently used first.
@@ -179,6 +180,7 @@ async def export(
         only: ids or names of sessions, exported in this order; all sessions if empty. A name finds the
             session of any tenant, unless it is also an id.
         shared: whether turns that samples share are trained once or in each.
+        wanted: the classes of turns to train on; see `samples_of`.
         on_rollout: called after each rollout.
 
     Raises:
@@ -190,7 +192,7 @@ async def export(
         session = await store.session(rollout)
         turns = await store.turns(rollout) if session else []  # deleted since the export began
         rewards = await store.rewards(rollout)
-        found = samples_of(turns, rewards, session=session, shared=shared)
+        found = samples_of(turns, rewards, session=session, shared=shared, wanted=wanted)
         for sample in found.samples:
             rows.write(layout.row(sample))
         if turns:

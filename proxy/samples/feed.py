@@ -46,6 +46,9 @@ class FeedFilter:
     """Samples of which every turn was sampled by one of these weights alone or by several of them. Samples
     with a turn whose weights are unknown are not selected."""
 
+    classes: frozenset[str] = frozenset()
+    """The classes of turns to train on; see `samples_of`. Rollouts without such turns are not selected."""
+
     def selects_session(self, session: Session) -> bool:
         """Whether the metadata of a session are as required."""
         if not self.metadata:
@@ -142,10 +145,12 @@ async def _read(
     rewards = await store.rewards(entry.session.id)
     session, revision = entry.session, entry.revision
     found = await in_thread(
-        lambda: samples_of(turns, rewards, session=session, shared=shared, revision=revision)
+        lambda: samples_of(
+            turns, rewards, session=session, shared=shared, revision=revision, wanted=selected.classes
+        )
     )
     samples = [sample for sample in found.samples if selected.selects_sample(sample)]
-    if selected.weight_versions and not samples:
+    if (selected.weight_versions or selected.classes) and not samples:
         return None
     return ReadRollout(entry, samples, found.refused)
 

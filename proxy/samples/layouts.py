@@ -147,7 +147,10 @@ def _origin(sample: Sample) -> Row:
         "leaf": sample.leaf,
         "whole": sample.whole,
         "model": sample.model,
+        "request_class": sample.request_class,
         "request_classes": [turn.request_class for turn in sample.turns],
+        "agent": sample.agent,
+        "parent_agent": sample.parent_agent,
         "finish_reason": sample.finish_reason,
         "weight_versions": [
             msgspec.to_builtins(span) for turn in sample.turns for span in turn.weight_versions
@@ -181,6 +184,9 @@ LAYOUTS: Mapping[str, Layout] = {
             "images": "json",
             "image_data": "json",
             "revision": "integer",
+            "request_class": "text",
+            "agent": "text",
+            "parent_agent": "text",
         },
         plain,
     ),

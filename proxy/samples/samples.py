@@ -11,6 +11,9 @@ and for all samples of a rollout together: each id that the model sampled in a s
 with `shared="once"` its mask is 1 in exactly one of them. A turn is sound if it and all turns that it
 continues can be trained on. The leaf of a path with an unsound turn is refused with a reason: no sample is
 padded, and no leaf is left out silently.
+
+If classes of turns are selected, this holds for the turns of these classes. The turns that they continue are
+in the samples too, with a mask of 0; turns that no selected one continues are left out.
 """
 
 import math
@@ -23,6 +26,7 @@ import msgspec
 from proxy.history.prompt_image import PromptImage
 from proxy.history.store import Session
 from proxy.history.turn import Turn, WeightSpan, unpack_ids, unpack_logprobs
+from proxy.samples.classes import UNKNOWN, classes_of, selected
 from proxy.samples.tree import TurnTree
 
 T = TypeVar("T")
@@ -67,7 +71,11 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     sampling_mask: list[list[int]] | None = None
     """For each sampled id the ids that could be sampled there; None if the engine returned none."""
     request_class: str = ""
-    """The client's name for the kind of its request; empty if it gave none."""
+    """What the client sent the request for: see `proxy.samples.classes`. Empty if unknown."""
+    agent: str = ""
+    """The client's id of the agent that sent it; empty for the first agent of a session, or if unknown."""
+    requested_model: str = ""
+    """The client's name for the model, if that is another one than the model's own."""
 
 
 class SampleImage(msgspec.Struct, frozen=True):
@@ -133,6 +141,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Data URLs by digest: of those images that no earlier sample of the rollout holds."""
     revision: int = 0
     """`FinishedRollout.revision`; 0 for samples that were not read from the feed."""
+    request_class: str = ""
+    """Of the last turn."""
+    agent: str = ""
+    """Of the last turn."""
+    parent_agent: str = ""
+    """The agent that started that of the last turn; empty for the first agent of a session, or if unknown."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +175,7 @@ def samples_of(
     session: Session | None = None,
     shared: Shared = "once",
     revision: int = 0,
+    wanted: frozenset[str] = frozenset(),
 ) -> Samples:
     """The samples of one rollout, in time linear in the ids they hold.
 
@@ -175,18 +190,28 @@ def samples_of(
             `rollout` is the id in the store.
         shared: whether shared turns are trained once or in each sample.
         revision: that of all samples.
+        wanted: the classes of turns to train on, `UNKNOWN` for those without one; empty for all. Turns of
+            other classes after the last wanted one of a path are left out.
     """
-    tree = TurnTree(turns)
+    classes = classes_of(turns)
+    tree = TurnTree(selected(turns, classes, wanted) if wanted else turns)
     rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
-    paths = [tree.path(end) for end in tree.ends()]
+    trainable = {turn.id for turn in turns if not wanted or (classes[turn.id] or UNKNOWN) in wanted}
+    paths = [path for path in map(tree.path, tree.ends()) if any(turn.id in trainable for turn in path)]
     leaf_of = _leaf_that_trains(sorted(paths, key=lambda path: _preference(path[-1], tree, rewards)))
     samples = []
     delivered: set[str] = set()
     for index, path in enumerate(paths):
         leaf = path[-1]
-        trained = {turn.id for turn in path if shared == "each" or leaf_of[turn.id] == leaf.id}
+        trained = {
+            turn.id
+            for turn in path
+            if turn.id in trainable and (shared == "each" or leaf_of[turn.id] == leaf.id)
+        }
         whole = tree.is_leaf(leaf)
-        samples.append(_sample(path, trained, rewards, session, delivered, index, revision, whole=whole))
+        samples.append(
+            _sample(path, trained, classes, rewards, session, delivered, index, revision, whole=whole)
+        )
     refused = [
         Refused(rollout=_name(session, leaf), leaf=leaf.id, turn=fault.turn, reason=fault.reason)
         for leaf, fault in tree.faulty_leaves()
@@ -217,6 +242,7 @@ def _leaf_that_trains(paths: Iterable[Sequence[Turn]]) -> dict[str, str]:
 def _sample(
     path: Sequence[Turn],
     trained: set[str],
+    classes: Mapping[str, str],
     rewards: Mapping[str, float],
     session: Session | None,
     delivered: set[str],
@@ -229,6 +255,7 @@ def _sample(
 
     Args:
         trained: ids of the turns whose mask is 1.
+        classes: those of `classes_of`.
         delivered: digests of the images that earlier samples hold; those of this sample are added.
     """
     ids: list[int] = []
@@ -241,7 +268,7 @@ def _sample(
             ids += appended
             mask += [0] * len(appended)
             logprobs += [None] * len(appended)
-        spans.append(_span(turn, len(ids), turn.id in trained, rewards.get(turn.id)))
+        spans.append(_span(turn, len(ids), turn.id in trained, classes[turn.id], rewards.get(turn.id)))
         ids += unpack_ids(turn.completion)
         mask += [int(turn.id in trained)] * turn.completion_tokens
         logprobs += unpack_logprobs(turn.logprobs)
@@ -272,6 +299,9 @@ def _sample(
         images=[SampleImage(image.digest, image.offset, image.length) for image in images],
         image_data=_new_image_data(images, delivered),
         revision=revision,
+        request_class=classes[last.id],
+        agent=last.agent,
+        parent_agent=last.parent_agent,
     )
 
 
@@ -286,7 +316,7 @@ def _name(session: Session | None, turn: Turn) -> str:
     return session.name if session else turn.rollout
 
 
-def _span(turn: Turn, start: int, trained: bool, reward: float | None) -> TurnSpan:
+def _span(turn: Turn, start: int, trained: bool, request_class: str, reward: float | None) -> TurnSpan:
     # Other fields that the engine returned are exported but not relied on: None if their shape is unknown.
     return TurnSpan(
         id=turn.id,
@@ -307,7 +337,9 @@ def _span(turn: Turn, start: int, trained: bool, reward: float | None) -> TurnSp
         routed_experts=_if_typed(turn.routed_experts, str),
         routed_experts_start=turn.routed_experts_start,
         sampling_mask=_mask(turn),
-        request_class=turn.request_class,
+        request_class=request_class,
+        agent=turn.agent,
+        requested_model=turn.requested_model,
     )
 
 

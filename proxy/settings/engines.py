@@ -10,6 +10,7 @@ from proxy.fleet.choosing import Policy
 from proxy.fleet.membership import MembershipError, normalise_upstream, read_upstreams
 from proxy.settings.flags import Flag
 from proxy.settings.lists import split
+from proxy.turn.model_aliases import parse_alias
 
 
 class EngineSettings(BaseModel):
@@ -32,6 +33,11 @@ class EngineSettings(BaseModel):
     )
     upstream_api_key: Annotated[SecretStr | None, Flag("KEY")] = Field(
         default=None, description="key for the engines (their --api-key), sent in place of the clients'"
+    )
+    model_aliases: Annotated[list[str], NoDecode, Flag("NAME=MODEL", name="model-alias")] = Field(
+        default=[],
+        description="requests that name a model NAME, which no engine serves, are for MODEL; `*` in NAME "
+        "stands for any characters",
     )
     token_in: Literal["auto", "chat", "generate"] = Field(
         default="auto", description="how exact prompts are sent to engines: auto tests what each one supports"
@@ -72,6 +78,20 @@ class EngineSettings(BaseModel):
     @classmethod
     def _normalise(cls, urls: list[str]) -> list[str]:
         return [normalise_upstream(url) for url in urls]
+
+    @field_validator("model_aliases", mode="before")
+    @classmethod
+    def _list_aliases(cls, value: object) -> object:
+        if isinstance(value, dict):  # as a file may hold them
+            return [f"{name}={model}" for name, model in value.items()]
+        return split(value)
+
+    @field_validator("model_aliases", mode="after")
+    @classmethod
+    def _are_aliases(cls, aliases: list[str]) -> list[str]:
+        for alias in aliases:
+            parse_alias(alias)
+        return aliases
 
     @field_validator("upstreams_file", mode="after")
     @classmethod

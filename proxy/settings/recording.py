@@ -46,6 +46,11 @@ class RecordingSettings(BaseModel):
         description="record turns of the token route that have a session or the conversation's messages, and "
         "those of the completions and generate routes",
     )
+    session_from_key: bool = Field(
+        default=False,
+        description="a client's API key names its session, for clients that can set nothing else; only keys "
+        "that neither proxy nor engine checks",
+    )
     request_class_header: str = Field(
         default="x-claude-code-request-class",
         pattern=r"^[A-Za-z0-9_-]*$",

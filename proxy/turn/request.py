@@ -105,6 +105,7 @@ class ChatRequest:
     """JSON array of messages; empty if there are none."""
     rendering: Rendering
     model: str | None
+    """The model that serves it; None for the engine's base model."""
     tenant: str
     session: SessionRef | None
     visible: Visible
@@ -147,6 +148,14 @@ class ChatRequest:
     """Whether `prompts` hold media."""
     routed_experts_start: int = 0
     """The number of prompt ids for which no routed experts are returned."""
+
+    requested_model: str = ""
+    """The client's name for `model` if that is another one (`model_aliases`); else empty."""
+
+    @property
+    def client_model(self) -> str | None:
+        """The model as the client named it."""
+        return self.requested_model or self.model
 
     @property
     def needs_token_in(self) -> bool:

@@ -11,6 +11,7 @@ from proxy.history.encoders import EncoderPool
 from proxy.history.history import History
 from proxy.history.store_time import REQUEST_S
 from proxy.stores.guarded import GuardedStore
+from proxy.turn.model_aliases import ModelAliases
 from proxy.turn.running import RunningRequests
 
 T = TypeVar("T")
@@ -40,6 +41,10 @@ class Services:
     record_token_route: bool = True
     """Whether turns of the token route are recorded that have a session, or whose messages are the whole
     conversation."""
+    model_aliases: ModelAliases = field(default_factory=ModelAliases)
+    """The models that serve requests for others."""
+    session_from_key: bool = False
+    """Whether a request's API key names its session, if nothing checks the key."""
     body_timeout_s: float | None = None
     """How long a request's body may take; None for no limit."""
     running: RunningRequests = field(default_factory=RunningRequests)

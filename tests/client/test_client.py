@@ -91,6 +91,21 @@ def test_sessions(client: Any) -> None:
     assert missing.value.message == "unknown session 's': never used, deleted, or evicted"
 
 
+def test_models(client: Any) -> None:
+    base, adapter = client.models()
+    assert {base.id: base.parent, adapter.id: adapter.parent} == {"tiny": None, "adapter": "tiny"}
+    assert {base.max_model_len, adapter.max_model_len} >= {None}
+
+
+def test_classes(client: Any) -> None:
+    client.token_turn(messages=[user("Hi")], session="s")
+    assert len(client.samples("s", classes=["unknown"]).samples) == 1
+    assert client.samples("s", classes=["main", "subagent"]).samples == []
+    client.end_session("s")
+    assert client.read_feed(classes=["main"]).data == []
+    assert [each.rollout for each in client.read_feed(classes=["main", "unknown"]).data] == ["s"]
+
+
 def test_token_turns(client: Any, engine: FakeVllm) -> None:
     engine.replies.append(Reply((74, 71, END)))
     first = client.token_turn(messages=[user("Hi")], session="s", model="tiny", temperature=0.7)

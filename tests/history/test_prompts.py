@@ -221,4 +221,4 @@ async def test_tenants_do_not_continue_each_other(history: History) -> None:
 )
 async def test_the_class_of_a_request(history: History, value: bytes, expected: str) -> None:
     plan = await history.planner.plan(_request([5], headers=[(b"x-class", value)]), _MODEL)
-    assert plan.placement.request_class == expected
+    assert plan.placement.origin.request_class == expected

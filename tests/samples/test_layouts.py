@@ -53,6 +53,9 @@ _DOCUMENTED: dict[str, dict[str, Callable[[Any], bool]]] = {
         "images": _list_of(dict),
         "image_data": _is(dict),
         "revision": _is(int),
+        "request_class": _is(str),
+        "agent": _is(str),
+        "parent_agent": _is(str),
     },
     # RolloutFunc; "any extra fields (per-completion) are forwarded to the reward functions"
     "trl": {
@@ -192,6 +195,8 @@ def test_fields_that_only_some_layouts_have() -> None:
         finish_reason="tool_calls",
         weight_versions=(WeightSpan("v", 0, 1),),
         request_class="main",
+        agent="a2",
+        parent_agent="a1",
     )
     session = Session(id="t/r", tenant="t", created=1.0, used=1.0, metadata=b'{"env_name": "wordle"}')
     [sample] = samples_of([a, b], {"": 1.0, "a": 0.0}, session=session).samples
@@ -202,7 +207,10 @@ def test_fields_that_only_some_layouts_have() -> None:
         "leaf": "b",
         "whole": True,
         "model": "m",
+        "request_class": "main",
         "request_classes": ["", "main"],
+        "agent": "a2",
+        "parent_agent": "a1",
         "finish_reason": "tool_calls",
         "weight_versions": [["v", 2, 3]],
     }
