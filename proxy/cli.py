@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from proxy import __version__
+from proxy.agents.flags import add_commands
 
 _DESCRIPTION = """\
 Token-exact multi-turn chat for vLLM: append to the ids the engine saw, never re-tokenise them.
@@ -14,6 +15,8 @@ Token-exact multi-turn chat for vLLM: append to the ids the engine saw, never re
   tokenproxy vllm MODEL            vLLM with the token routes inside its own API server
   tokenproxy serve --upstream URL  the same routes in front of stock vLLM servers
   tokenproxy key NAME --file FILE  make an API key for `tokenproxy serve --api-key-file FILE`
+  tokenproxy run -- COMMAND        a coding agent, or any program, recorded in a session of its own
+  tokenproxy env PROGRAM           the environment that makes a program use the proxy
   tokenproxy check MODEL           what can be appended exactly with a chat template
   tokenproxy export --out FILE     recorded conversations as training samples
   tokenproxy top                   what a running proxy does now, in the terminal
@@ -87,6 +90,7 @@ out, never padded; the table at the end counts them by reason.
   tokenproxy export --store sqlite:rollouts.db --out samples.jsonl
   tokenproxy export --out samples.parquet --layout verl       typed columns, with a trainer's own field names
   tokenproxy export --out - --session run-7 --session run-8   to stdout, two sessions only
+  tokenproxy export --out main.jsonl --class main             without sub-agents, summaries and side calls
   tokenproxy export --out - | head -1 | python -m json.tool   look at one sample
   tokenproxy export --follow --out samples.jsonl              finished rollouts as they come, until Ctrl-C
 
@@ -141,6 +145,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     if command == "serve":  # its flags are the settings, which take long to import
         _add_serve(serve)
     _add_key(commands.add_parser("key", help="make an API key", description=_KEY, formatter_class=kind))
+    add_commands(commands)
     _add_check(
         commands.add_parser("check", help="examine a template", description=_CHECK, formatter_class=kind)
     )
@@ -208,6 +213,14 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         choices=("once", "each"),
         default="once",
         help="train turns that several samples share once, or in each of them (default: %(default)s)",
+    )
+    add(
+        "--class",
+        dest="classes",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="train only turns of this class (main, subagent, compaction, ..., unknown); repeatable",
     )
     add("--follow", action="store_true", help="add finished rollouts to FILE as they come, until Ctrl-C")
     add(

@@ -44,6 +44,11 @@ def test_version(capsys: Capture) -> None:
         (["demo", "--help"], ["--serve", "--port", "--log FILE", "Exit code 1"]),
         (["vllm", "--help"], ["tokenproxy vllm MODEL", "vllm serve", "--api-server-count"]),
         (["vllm", "-h"], ["tokenproxy vllm MODEL"]),
+        (
+            ["run", "--help"],
+            ["tokenproxy run -- claude", "--reward-from-exit-code", "Exit code", "--session"],
+        ),
+        (["env", "--help"], ['eval "$(tokenproxy env claude)"', "--session NAME"]),
     ],
 )
 def test_help(arguments: list[str], expected: list[str], capsys: Capture) -> None:
@@ -152,6 +157,7 @@ _LISTS = [
     *("--allowed-hosts", "a.example", "--allowed-hosts", "*.b.example"),
     *("--cors-origins", "https://a.example"),
     *("--image-hosts", "images.example"),
+    *("--model-alias", "haiku=a", "--model-alias", "*=b"),
 ]
 _SWITCHES = [
     "--store-required",
@@ -162,6 +168,7 @@ _SWITCHES = [
     "--metrics-need-key",
     "--cache-salt-by-version",
     "--access-log",
+    "--session-from-key",
 ]
 
 
@@ -192,7 +199,8 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
     assert settings.metrics_need_key
     assert settings.store_required
     assert (settings.record_logprobs, settings.record_token_route) == (False, False)
-    assert settings.access_log
+    assert settings.access_log and settings.session_from_key
+    assert settings.model_aliases == ["haiku=a", "*=b"]
     for flag, value in flags.items():
         name = flag[2:].replace("-", "_")
         found = getattr(settings, name)

@@ -1,0 +1,1 @@
+"""`tokenproxy run` and `tokenproxy env`: coding agents and other programs, pointed at a running proxy."""
