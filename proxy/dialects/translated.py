@@ -61,7 +61,7 @@ class Translation(ABC):
         """The last event of a stream for an error of the engine that came after the stream began."""
 
     def in_stream(self, status: int, message: str, code: str | None) -> bool:
-        """Whether an error of the engine is sent as a stream, although no stream began."""
+        """Whether an error is sent as a stream, although no stream began."""
         return False
 
     def broken(self, error: ApiError) -> bytes:
@@ -201,6 +201,12 @@ async def serve_early(
         await asyncio.wait([turn], timeout=silence_s)
         if turn.done():
             return await translate(turn.result(), translation, silence_s)
+    except ApiError as error:
+        problem = (error.status, error.message, error.code)
+        if translation.in_stream(*problem):
+            return BytesResponse(200, list(_EVENTS), translation.error_event(*problem))
+        await end(turn)
+        raise
     except BaseException:  # cancellation too: the engine must stop generating
         await end(turn)
         raise

@@ -135,6 +135,10 @@ class ResponsesTranslation(Translation):
         self._finish = choice.finish_reason or self._finish
         self._model = chat.model or self._model
         part = choice.message or choice.delta
+        if choice.message is not None:
+            # calls of a whole message have no index
+            for index, call in enumerate(choice.message.tool_calls or []):
+                call.index = index
         return [] if part is None else self._add(part, _logprobs(choice.logprobs))
 
     def _add(self, part: MessagePart, logprobs: list[Item]) -> list[Event]:
