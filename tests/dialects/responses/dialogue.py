@@ -24,12 +24,12 @@ FUNCTION: Item = {
 }
 
 
-def sdk(client: httpx.Client, **options: Any) -> openai.OpenAI:
-    """OpenAI's SDK for a proxy. It repeats nothing."""
+def sdk(client: httpx.Client, **options: Any) -> Any:
+    """OpenAI's SDK for a proxy, untyped: items are plain objects here. It repeats nothing."""
     return openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0, **options)
 
 
-def async_sdk(client: httpx.Client) -> openai.AsyncOpenAI:
+def async_sdk(client: httpx.Client) -> Any:
     """As `sdk`, for an event loop."""
     return openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
 

@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.dialects.responses.dialogue import FUNCTION, Event, Item, async_sdk, engine_body, events_of, sdk
@@ -14,7 +13,11 @@ from tests.tiny_model import END, TinyModel
 from tests.utils import run_proxy
 
 HELLO = (74, 71, 78, 78, 81, END)
-_TURN = {"reasoning": "so", "content": "well", "tool_calls": [call(identity="c1"), call("g", '{"b": 1}', "c2")]}
+_TURN = {
+    "reasoning": "so",
+    "content": "well",
+    "tool_calls": [call(identity="c1"), call("g", '{"b": 1}', "c2")],
+}
 _TOOLS = [FUNCTION, {**FUNCTION, "name": "g"}]
 
 
@@ -215,7 +218,7 @@ def _checked(response: Any) -> None:
 def test_the_sdk_accumulates_a_stream(client: httpx.Client, fake: FakeVllm) -> None:
     fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
     texts, arguments = [], []
-    with sdk(client).responses.stream(model="tiny", input="Hi", tools=_TOOLS) as stream:  # type: ignore[arg-type]
+    with sdk(client).responses.stream(model="tiny", input="Hi", tools=_TOOLS) as stream:
         for event in stream:
             if event.type == "response.output_text.delta":
                 texts.append(event.snapshot)
@@ -227,19 +230,19 @@ def test_the_sdk_accumulates_a_stream(client: httpx.Client, fake: FakeVllm) -> N
 
 def test_the_sdk_reads_raw_events(client: httpx.Client, fake: FakeVllm) -> None:
     fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
-    events = list(sdk(client).responses.create(model="tiny", input="Hi", tools=_TOOLS, stream=True))  # type: ignore[call-overload]
+    events = list(sdk(client).responses.create(model="tiny", input="Hi", tools=_TOOLS, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     _checked(events[-1].response)
 
 
 def test_the_async_sdk(client: httpx.Client, fake: FakeVllm) -> None:
     async def ask() -> None:
-        asking: openai.AsyncOpenAI = async_sdk(client)
+        asking = async_sdk(client)
         fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
-        async with asking.responses.stream(model="tiny", input="Hi", tools=_TOOLS) as stream:  # type: ignore[arg-type]
+        async with asking.responses.stream(model="tiny", input="Hi", tools=_TOOLS) as stream:
             _checked(await stream.get_final_response())
         fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
-        _checked(await asking.responses.create(model="tiny", input="Hi", tools=_TOOLS))  # type: ignore[call-overload]
+        _checked(await asking.responses.create(model="tiny", input="Hi", tools=_TOOLS))
         await asking.close()
 
     asyncio.run(ask())

@@ -26,14 +26,23 @@ def _calling(*calls: str, **message: Any) -> Reply:
 @EVERY_SPELLING
 @pytest.mark.parametrize("stores", [False, True], ids=["all items", "previous_response_id"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_four_turns_with_reasoning_and_calls(pair: Pair, tiny_model: TinyModel, stores: bool, stream: bool) -> None:
+def test_four_turns_with_reasoning_and_calls(
+    pair: Pair, tiny_model: TinyModel, stores: bool, stream: bool
+) -> None:
     fields = {"tools": [FUNCTION], "instructions": "Be brief.", "include": ["reasoning.encrypted_content"]}
     made = Dialogue(pair, tiny_model, fields, stores)
-    first = made.ask([_user(f"Hi {stores} {stream}")], _calling("c1", "c2", reasoning="so", content="I look"), stream=stream)
+    first = made.ask(
+        [_user(f"Hi {stores} {stream}")],
+        _calling("c1", "c2", reasoning="so", content="I look"),
+        stream=stream,
+    )
     calls = [item for item in first.output if item.type == "function_call"]
     made.ids = [*_rendered(made), *SPLIT]
     new = [result(calls[0], "one"), result(calls[1], "two")]
-    said = [{"role": "tool", "tool_call_id": "c1", "content": "one"}, {"role": "tool", "tool_call_id": "c2", "content": "two"}]
+    said = [
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+    ]
     second = made.follow(new, said, _calling("c3", reasoning="then"), stream=stream)
     [again] = [item for item in second.output if item.type == "function_call"]
     said = [{"role": "tool", "tool_call_id": "c3", "content": "3"}]
@@ -106,7 +115,11 @@ def test_the_chat_route_continues_a_response(pair: Pair, tiny_model: TinyModel) 
 
 def test_session_fields_apply_under_their_chat_names(pair: Pair) -> None:
     client = pair.client
-    session = {"id": "bounded", "defaults": {"temperature": 0.25, "top_p": 0.5}, "overrides": {"max_tokens": 5}}
+    session = {
+        "id": "bounded",
+        "defaults": {"temperature": 0.25, "top_p": 0.5},
+        "overrides": {"max_tokens": 5},
+    }
     client.post("/v1/sessions", json=session)
     asking = sdk(client, default_headers={"x-session-id": "bounded"})
     asking.responses.create(model="tiny", input="Hi", max_output_tokens=100, top_p=0.75)

@@ -14,7 +14,12 @@ ONE, TWO = "1" * 32, "2" * 32
 
 def _text(text: str, turn: str = "", index: int = 0) -> Item:
     name = {"id": item_id("message", turn, index)} if turn else {}
-    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}], **name}
+    return {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": text}],
+        **name,
+    }
 
 
 def _reasoning(text: str, turn: str = "", **fields: Any) -> Item:

@@ -12,7 +12,9 @@ from proxy.errors import EngineBroken
 _BASE = "a" * 32
 
 
-def _call(index: int, call: str | None = None, name: str | None = None, arguments: str | None = None) -> MessagePart:
+def _call(
+    index: int, call: str | None = None, name: str | None = None, arguments: str | None = None
+) -> MessagePart:
     return MessagePart(tool_calls=[CallPart(index, call, FunctionPart(name, arguments))])
 
 
@@ -33,7 +35,9 @@ def _shown(output: Output) -> list[tuple[str, str]]:
 
 
 def test_arguments_in_pieces() -> None:
-    output, events = _output(_call(0, "c1", "f", ""), _call(0, None, None, '{"a"'), _call(0, None, None, ": 1}"))
+    output, events = _output(
+        _call(0, "c1", "f", ""), _call(0, None, None, '{"a"'), _call(0, None, None, ": 1}")
+    )
     assert _shown(output) == [("function_call", '{"a": 1}')]
     assert [event["delta"] for event in events if event["type"].endswith("delta")] == ['{"a"', ": 1}"]
 
@@ -89,6 +93,8 @@ def test_a_refusal() -> None:
 
 
 def test_ids_hold_the_turn_and_the_position() -> None:
-    output, _ = _output(MessagePart(reasoning="r"), MessagePart(content="a"), _call(0, "c", "f"), encrypted=True)
+    output, _ = _output(
+        MessagePart(reasoning="r"), MessagePart(content="a"), _call(0, "c", "f"), encrypted=True
+    )
     assert [item["id"] for item in output.items] == [f"rs_{_BASE}0000", f"msg_{_BASE}0001", f"fc_{_BASE}0002"]
     assert output.items[0]["encrypted_content"] == f"{_BASE}0000"

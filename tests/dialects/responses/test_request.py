@@ -11,7 +11,10 @@ from proxy.dialects.responses.tools import flat_name, unwrapped_input, wrapped_i
 from proxy.errors import BadRequest
 
 _F = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
-_CHAT_F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": False}}
+_CHAT_F: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object"}, "strict": False},
+}
 _NAMESPACE = {"type": "namespace", "name": "mcp", "description": "d", "tools": [_F, {"type": "custom"}]}
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -69,14 +72,16 @@ _FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a namespace": (
         {"tools": [_NAMESPACE], "tool_choice": {"type": "function", "name": "f"}},
         {
-            "tools": [
-                {"type": "function", "function": {**_CHAT_F["function"], "name": "mcp__f"}}  # type: ignore[dict-item]
-            ],
+            "tools": [{"type": "function", "function": {**_CHAT_F["function"], "name": "mcp__f"}}],
             "tool_choice": {"type": "function", "function": {"name": "mcp__f"}},
         },
     ),
     "tools that others run": (
-        {"tools": [{"type": kind} for kind in ("web_search", "web_search_preview_2025_03_11", "tool_search")]},
+        {
+            "tools": [
+                {"type": kind} for kind in ("web_search", "web_search_preview_2025_03_11", "tool_search")
+            ]
+        },
         {},
     ),
     "what is ignored": (
