@@ -7,7 +7,8 @@ from typing import Protocol
 class DocumentStore(Protocol):
     """Keeps JSON objects by their ids, within limits of age and bytes. Every method may raise StoreError.
 
-    Beyond `Limits.document_bytes` the oldest are dropped, and so is what is older than `Limits.max_age_s`.
+    Beyond `Limits.document_bytes` the oldest are dropped, and so is what is older than `Limits.max_age_s`. A
+    document that exceeds this limit alone is not kept.
     """
 
     async def keep(self, document: str, content: bytes) -> None:

@@ -25,7 +25,7 @@ class MemoryDocuments:
     async def keep(self, document: str, content: bytes) -> None:
         """See `DocumentStore.keep`."""
         packed = await pack_document(content)
-        if document in self._records:
+        if document in self._records or len(packed) > self._limits.document_bytes:
             return
         self._records[document] = _Record(packed, time.time())
         self._bytes += len(packed)

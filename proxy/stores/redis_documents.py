@@ -86,6 +86,8 @@ class RedisDocuments:
     async def keep(self, document: str, content: bytes) -> None:
         """See `DocumentStore.keep`."""
         packed = await pack_document(content)
+        if len(packed) > self._limits.document_bytes:
+            return
         await self._run(_KEEP, document, repr(time.time()), packed, self._limits.document_bytes)
 
     async def read(self, documents: Sequence[str]) -> dict[str, bytes]:

@@ -31,6 +31,8 @@ class SqliteDocuments:
     async def keep(self, document: str, content: bytes) -> None:
         """See `DocumentStore.keep`."""
         packed = await pack_document(content)
+        if len(packed) > self._limits.document_bytes:
+            return
         row = (document, time.time(), len(packed), packed)
 
         def work(connection: sqlite3.Connection) -> None:

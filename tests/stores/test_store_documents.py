@@ -58,6 +58,13 @@ async def test_one_document_may_displace_many(url: str) -> None:
         assert await store.documents.read(["large"]) == {"large": large}
 
 
+async def test_a_document_over_the_limit_displaces_none(url: str) -> None:
+    async with opened(url, Limits(document_bytes=2000)) as store:
+        await store.documents.keep("a", _content(1000))
+        await store.documents.keep("b", bytes(range(48, 91)) * 60)
+        assert list(await store.documents.read(["a", "b"])) == ["a"]
+
+
 async def test_a_store_may_hold_no_documents(url: str) -> None:
     async with opened(url, Limits(document_bytes=0)) as store:
         await store.documents.keep("a", _content(1))
