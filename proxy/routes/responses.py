@@ -12,11 +12,11 @@ from proxy.dialects.responses.records import ResponseRecord, output_of, recall
 from proxy.dialects.responses.request import read_request
 from proxy.errors import BadRequest, EngineUnavailable, NotFound
 from proxy.history.store import StoreError, session_id
-from proxy.http import Request, Response
+from proxy.http import Request, Response, query_value
 from proxy.routes.base import Route
 from proxy.routes.large_bodies import parsed
 from proxy.routes.scopes import KeyScope
-from proxy.routes.store_route import StoreRoute, number, query_value
+from proxy.routes.store_route import StoreRoute, number
 from proxy.routes.turns import serve_dialect
 from proxy.turn.services import Services
 
