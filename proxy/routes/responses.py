@@ -100,7 +100,8 @@ class _StoredRoute(StoreRoute):
 class OneResponse(_StoredRoute):
     """Reads or deletes a stored response."""
 
-    path = "/v1/responses/{response}"
+    # vLLM's own template, letter for letter: a plugin's route replaces the one with an equal template
+    path = "/v1/responses/{response_id}"
     methods = ("GET", "DELETE")
     summary = "A stored response"
 
@@ -120,7 +121,7 @@ class OneResponse(_StoredRoute):
 class CancelResponse(_StoredRoute):
     """Refuses to cancel a response: only a response in the background can be cancelled."""
 
-    path = "/v1/responses/{response}/cancel"
+    path = "/v1/responses/{response_id}/cancel"
     summary = "Refused: no response runs in the background"
 
     async def reply(self, request: Request, services: Services) -> tuple[int, object]:
@@ -135,7 +136,7 @@ class CancelResponse(_StoredRoute):
 class InputItems(_StoredRoute):
     """Lists the input of a stored response."""
 
-    path = "/v1/responses/{response}/input_items"
+    path = "/v1/responses/{response_id}/input_items"
     methods = ("GET",)
     summary = "The input items of a stored response"
 

@@ -12,7 +12,12 @@ _LOOK = {
     "type": "function",
     "name": "look",
     "description": "Looks.",
-    "parameters": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"where": {"type": "string", "enum": ["door", "wall"]}},
+        "required": ["where"],
+        "additionalProperties": False,
+    },
     "strict": False,
 }
 _SAMPLING = {"temperature": 1.3, "max_output_tokens": 32}
@@ -70,11 +75,12 @@ def test_four_turns_are_exact(server: Served, stream: bool, stores: bool) -> Non
     talk = _Talk(server, session, stream=stream, stores=stores)
     first = talk.ask(
         {"role": "user", "content": f"Look around, {session}."},
-        tool_choice={"type": "function", "name": "look"},
+        tool_choice="required",
+        temperature=0,
         max_output_tokens=64,
     )
     calls = [item for item in first.output if item.type == "function_call"]
-    assert calls and {call.name for call in calls} == {"look"}
+    assert calls and {call.name for call in calls} == {"look"}, first.output
     results = [
         {"type": "function_call_output", "call_id": call.call_id, "output": "a red door"} for call in calls
     ]

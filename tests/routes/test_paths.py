@@ -26,7 +26,7 @@ _BODIES: dict[str, Any] = {
     "/v1/samples/ack": {"consumer": "aliased", "cursor": "0"},
 }
 _QUERIES = {"/finish_session": {"session_id": "aliased"}}
-_BAD = {"/v1/responses/{response}/cancel"}
+_BAD = {"/v1/responses/{response_id}/cancel"}
 _REFUSED = {"/init_communicator", "/update_named_param", "/batch_update_named_params", "/close_communicator"}
 _OURS = [route for route in all_routes() if not route.catches_all]
 _ALIASES = [
@@ -79,7 +79,7 @@ def test_an_alias_answers_as_the_route_does(
     answers = [
         client.request(
             method,
-            where.replace("{session}", "aliased").replace("{response}", response),
+            where.replace("{session}", "aliased").replace("{response_id}", response),
             json=body,
             params=_QUERIES.get(path),
             follow_redirects=False,
