@@ -34,7 +34,11 @@ def make_services(
     running: RunningRequests | None = None,
 ) -> Services:
     """Create the services of one application. Open their history before the first request."""
-    limits = Limits(max_bytes=settings.store_max_bytes, max_age_s=settings.store_max_age_s)
+    limits = Limits(
+        max_bytes=settings.store_max_bytes,
+        max_age_s=settings.store_max_age_s,
+        document_bytes=settings.stored_response_bytes,
+    )
     auditor = Auditor(metrics, settings.audit_share, settings.proof_folder)
     store = timed_store(make_store(settings.store, limits), metrics)
     guarded = GuardedStore(store, metrics, required=settings.store_required)

@@ -52,7 +52,7 @@ def _is_in(module: str, packages: list[str]) -> bool:
 
 @pytest.mark.parametrize("rank, package", list(enumerate(_PACKAGES)))
 def test_package_imports_only_packages_below_it(rank: int, package: str) -> None:
-    files = sorted((_ROOT / package.replace(".", "/")).glob("*.py"))
+    files = sorted((_ROOT / package.replace(".", "/")).glob("**/*.py"))
     assert files
     allowed = _PACKAGES[rank:] + ([] if package == "tokenization" else _FOR_ALL)
     upward = {(path.name, name) for path in files for name in _imports(path) if not _is_in(name, allowed)}

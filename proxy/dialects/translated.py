@@ -9,7 +9,7 @@ import msgspec
 
 from proxy.dialects.chat_parts import Chat, decode_chat
 from proxy.engine.sse import event_data, split_events
-from proxy.errors import EngineBroken
+from proxy.errors import ApiError, EngineBroken
 from proxy.history.echo import Signer, TurnTokens
 from proxy.http import JSON_HEADERS, BytesResponse, KeptAlive, Response, is_event_stream
 from proxy.types import Headers
@@ -60,6 +60,17 @@ class Translation(ABC):
     def error_event(self, status: int, message: str, code: str | None) -> bytes:
         """The last event of a stream for an error of the engine that came after the stream began."""
 
+    def in_stream(self, status: int, message: str, code: str | None) -> bool:
+        """Whether an error is sent as a stream, although no stream began."""
+        return False
+
+    def broken(self, error: ApiError) -> bytes:
+        """The events of a stream that cannot be completed, before the error event that every route has."""
+        return b""
+
+    async def settle(self) -> None:  # noqa: B027 - most formats have nothing to do
+        """Do what must be done before the client gets the end of the response, such as to store it."""
+
 
 async def translate(response: Response, translation: Translation, silence_s: float) -> Response:
     """The response in the wire format of a translation.
@@ -79,8 +90,13 @@ async def translate(response: Response, translation: Translation, silence_s: flo
         await response.aclose()
     headers = [*_kept(response.headers), *JSON_HEADERS]
     if response.status >= 400:
-        return BytesResponse(response.status, headers, translation.error(response.status, *_problem(body)))
-    return BytesResponse(response.status, headers, translation.whole(_chat(body)))
+        problem = (response.status, *_problem(body))
+        if translation.in_stream(*problem):
+            return BytesResponse(200, list(_EVENTS), translation.error_event(*problem))
+        return BytesResponse(response.status, headers, translation.error(*problem))
+    whole = translation.whole(_chat(body))
+    await translation.settle()
+    return BytesResponse(response.status, headers, whole)
 
 
 class TranslatedStream(KeptAlive):
@@ -100,8 +116,12 @@ class TranslatedStream(KeptAlive):
         Raises:
             EngineBroken: the engine's stream breaks, or an event is no chunk.
         """
-        async for block in translated(self._response, self._translation):
-            yield block
+        try:
+            async for block in translated(self._response, self._translation):
+                yield block
+        except ApiError as error:
+            yield self._translation.broken(error)
+            raise
 
     async def read(self) -> bytes:
         """All events."""
@@ -119,7 +139,10 @@ async def translated(response: Response, translation: Translation) -> AsyncItera
         for event in split_events(block):
             data = event_data(event)
             if data == _DONE:
-                ready.append(translation.end())
+                if sent := b"".join(ready):
+                    yield sent
+                ready = [translation.end()]
+                await translation.settle()
             elif data is not None:
                 ready.append(translation.chunk(_chat(data)))
         if sent := b"".join(ready):
@@ -144,13 +167,17 @@ class EarlyStream(KeptAlive):
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events, in blocks of whole events. Raises ApiError."""
         yield self._translation.begin()
-        response = await asyncio.shield(self._turn)
-        self._translation.turn_id = _turn_id(response.headers)
-        if response.status >= 400:
-            yield self._translation.error_event(response.status, *_problem(await response.read()))
-            return
-        async for block in translated(response, self._translation):
-            yield block
+        try:
+            response = await asyncio.shield(self._turn)
+            self._translation.turn_id = _turn_id(response.headers)
+            if response.status >= 400:
+                yield self._translation.error_event(response.status, *_problem(await response.read()))
+                return
+            async for block in translated(response, self._translation):
+                yield block
+        except ApiError as error:
+            yield self._translation.broken(error)
+            raise
 
     async def read(self) -> bytes:
         """All events."""
@@ -174,6 +201,12 @@ async def serve_early(
         await asyncio.wait([turn], timeout=silence_s)
         if turn.done():
             return await translate(turn.result(), translation, silence_s)
+    except ApiError as error:
+        problem = (error.status, error.message, error.code)
+        if translation.in_stream(*problem):
+            return BytesResponse(200, list(_EVENTS), translation.error_event(*problem))
+        await end(turn)
+        raise
     except BaseException:  # cancellation too: the engine must stop generating
         await end(turn)
         raise

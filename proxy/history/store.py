@@ -20,6 +20,7 @@ import msgspec
 from proxy.history.turn import Turn
 
 if TYPE_CHECKING:
+    from proxy.history.documents import DocumentStore
     from proxy.history.feed import FeedStore
 
 FOUND_AT_MOST = 16
@@ -169,6 +170,8 @@ class Limits:
     """How long responses are kept."""
     response_bytes: int = 128 * 2**20
     """Of responses; the oldest are dropped first."""
+    document_bytes: int = 256 * 2**20
+    """Of documents, as the store keeps them; the oldest are dropped first."""
     evicted_keys: int = 200_000
     """How many keys of evicted turns are remembered; the oldest are forgotten first."""
 
@@ -203,6 +206,11 @@ class Store(Protocol):
     @property
     def feed(self) -> "FeedStore":
         """The rollouts that are finished."""
+        ...
+
+    @property
+    def documents(self) -> "DocumentStore":
+        """What is stored besides turns."""
         ...
 
     async def open(self) -> None:
@@ -338,7 +346,7 @@ class Store(Protocol):
         ...
 
     async def evict(self) -> Evicted:
-        """Evict what is too old, responses and consumers of the feed too. Called from time to time."""
+        """Evict what is too old, of responses, documents and consumers too. Called from time to time."""
         ...
 
     async def usage(self) -> Usage:

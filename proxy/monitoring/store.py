@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any, cast
 
+from proxy.history.documents import DocumentStore
 from proxy.history.feed import FeedStore
 from proxy.history.store import Store
 from proxy.metrics import Metrics
@@ -15,6 +16,7 @@ def timed_store(store: Store, metrics: Metrics) -> Store:
     """A store that behaves as `store` and reports how long its calls take, and how many wait or run."""
     timed = _Timed(store, Store, metrics)
     timed.feed = _Timed(store.feed, FeedStore, metrics, "feed_")
+    timed.documents = _Timed(store.documents, DocumentStore, metrics, "document_")
     return cast(Store, timed)
 
 
@@ -31,6 +33,7 @@ class _Timed:
         self._metrics = metrics
         self._prefix = prefix
         self.feed: _Timed | None = None
+        self.documents: _Timed | None = None
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._target, name)

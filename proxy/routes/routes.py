@@ -9,6 +9,7 @@ from proxy.routes.base import Route
 from proxy.routes.engine_admin import engine_admin_routes
 from proxy.routes.feed import FeedAcknowledge, FeedConsumers, FeedSamples, OneFeedConsumer
 from proxy.routes.passthrough import PassThrough
+from proxy.routes.responses import CancelResponse, CompactResponses, InputItems, OneResponse, Responses
 from proxy.routes.session_end import FinishSession, SessionEnd
 from proxy.routes.sessions import OneSession, SessionReward, Sessions, SessionSamples, SessionTraces
 from proxy.routes.status import Health, MetricsPage, Ready
@@ -24,6 +25,11 @@ def all_routes() -> list[Route]:
         TurnRoute(TokensDialect()),
         TurnRoute(CompletionsDialect()),
         TurnRoute(GenerateDialect()),
+        Responses(),
+        CompactResponses(),
+        OneResponse(),
+        CancelResponse(),
+        InputItems(),
         Tokenize(),
         Sessions(),
         OneSession(),

@@ -29,17 +29,22 @@ class TurnRoute(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """The response to one turn."""
-        session = await session_fields(request, services)
-        chat = await parsed(
-            request,
-            services,
-            lambda: self._dialect.parse(request, session, record=services.record_token_route),
-        )
-        chat = await services.model_aliases.map(chat, services.fleet)
-        translation = self._dialect.translation(chat)
-        if translation is None:
-            return await serve_turn(chat, services)
-        translation.signer, translation.tenant = await services.history.echoes.signer(), chat.tenant
-        if chat.stream:
-            return await serve_early(lambda: serve_turn(chat, services), translation, _SILENCE_S)
-        return await translate(await serve_turn(chat, services), translation, _SILENCE_S)
+        return await serve_dialect(self._dialect, request, services)
+
+
+async def serve_dialect(dialect: Dialect, request: Request, services: Services) -> Response:
+    """Respond to a request in a dialect, which may be one of this request alone. Raises ApiError."""
+    session = await session_fields(request, services)
+    chat = await parsed(
+        request,
+        services,
+        lambda: dialect.parse(request, session, record=services.record_token_route),
+    )
+    chat = await services.model_aliases.map(chat, services.fleet)
+    translation = dialect.translation(chat)
+    if translation is None:
+        return await serve_turn(chat, services)
+    translation.signer, translation.tenant = await services.history.echoes.signer(), chat.tenant
+    if chat.stream:
+        return await serve_early(lambda: serve_turn(chat, services), translation, _SILENCE_S)
+    return await translate(await serve_turn(chat, services), translation, _SILENCE_S)

@@ -37,6 +37,12 @@ class RecordingSettings(BaseModel):
     store_max_age_s: Annotated[float, Flag(default="7 days")] = Field(
         default=7 * 86_400.0, gt=0, description="seconds after its last use until a session is evicted"
     )
+    stored_response_bytes: Annotated[int, Flag(default="256 MiB")] = Field(
+        default=256 * 2**20,
+        ge=0,
+        description="bytes of responses of /v1/responses that are kept for `previous_response_id`; beyond "
+        "them the oldest are dropped",
+    )
     record_logprobs: bool = Field(
         default=True,
         description="request and record log-probabilities even if the client does not request them",

@@ -25,6 +25,7 @@ from proxy.history.store import (
 from proxy.history.turn import Turn
 from proxy.metrics import Metrics
 from proxy.stores.guarded_calls import GuardedCalls
+from proxy.stores.guarded_documents import GuardedDocuments
 from proxy.stores.guarded_feed import GuardedFeed
 from proxy.stores.health import StoreHealth
 from proxy.stores.packed import complete_path, fill_prompts, missing_holders
@@ -43,6 +44,7 @@ class GuardedStore:
         self._calls = GuardedCalls(store, metrics, required=required)
         self._late: set[asyncio.Task[None]] = set()
         self.feed = GuardedFeed(store.feed, self._calls, self._refuse_waiting)
+        self.documents = GuardedDocuments(store.documents, self._calls)
 
     def health(self) -> StoreHealth:
         """How the store does now."""

@@ -23,6 +23,7 @@ from proxy.history.store import (
 from proxy.history.turn import Turn
 from proxy.history.vocabulary import Reason
 from proxy.stores.eviction import STEP, AgeClock, ClockRecord, eviction_target
+from proxy.stores.memory_documents import MemoryDocuments
 from proxy.stores.memory_feed import MemoryFeed
 from proxy.stores.memory_index import MemoryIndex
 from proxy.stores.packed import (
@@ -74,6 +75,7 @@ class MemoryStore:
         self._turns: dict[str, _TurnRecord] = {}
         self._index = MemoryIndex()
         self.feed = MemoryFeed(self._session_of, lambda: self._by_use.get(None, []))
+        self.documents = MemoryDocuments(limits)
         self._size = 0
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._responses: OrderedDict[str, _ResponseRecord] = OrderedDict()
@@ -280,6 +282,7 @@ class MemoryStore:
             if record.kept >= oldest_response:
                 break
             self._drop_response(name)
+        self.documents.drop_old()
         self._clock_record = self._clock.next_record(self._clock_record, now, self._clock.was_set(now))
         oldest = self._clock.oldest(now, self._clock_record.steady_since)
         self.feed.forget_consumers(oldest)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from proxy.history.encoders import WORTH_A_THREAD_BYTES
-from proxy.history.store import IndexEntry, Session, StoredResponse
+from proxy.history.store import IndexEntry, Session, StoredResponse, StoreError
 from proxy.history.turn import Turn
 
 if sys.version_info >= (3, 14):
@@ -45,12 +45,14 @@ async def pack_turns(turns: Sequence[Turn]) -> list[bytes]:
 
 def unpack_turn(packed: bytes) -> Turn:
     """The inverse of `pack_turn`. Raises msgspec.DecodeError."""
-    if packed[:1] == _FRAME:
-        try:
-            packed = zstd.decompress(packed)
-        except zstd.ZstdError as error:
-            raise msgspec.DecodeError(f"a compressed turn is damaged: {error}") from error
-    return _TURN.decode(packed)
+    return _TURN.decode(_decompress(packed) if packed[:1] == _FRAME else packed)
+
+
+def _decompress(packed: bytes) -> bytes:
+    try:
+        return zstd.decompress(packed)
+    except zstd.ZstdError as error:
+        raise msgspec.DecodeError(f"what was compressed is damaged: {error}") from error
 
 
 def turn_size(turn: Turn) -> int:
@@ -65,6 +67,21 @@ def _compress(encoded: bytes) -> bytes:
 def pack_response(response: StoredResponse) -> bytes:
     """A response as MessagePack."""
     return msgspec.msgpack.encode(response)
+
+
+async def pack_document(content: bytes) -> bytes:
+    """A JSON object, compressed if it is long; in a thread if it is very long."""
+    if len(content) < WORTH_A_THREAD_BYTES:
+        return _compress(content)
+    return await asyncio.to_thread(_compress, content)
+
+
+def unpack_document(packed: bytes) -> bytes:
+    """The inverse of `pack_document`. Raises StoreError."""
+    try:
+        return _decompress(packed) if packed[:1] == _FRAME else packed
+    except msgspec.DecodeError as error:
+        raise StoreError(f"a document cannot be read: {error}") from error
 
 
 def unpack_response(packed: bytes) -> StoredResponse:

@@ -41,6 +41,7 @@ from proxy.history.vocabulary import Reason
 from proxy.stores import redis_index_scripts, redis_response_scripts, redis_scripts
 from proxy.stores.eviction import STEP, AgeClock, evict_in_steps, eviction_target
 from proxy.stores.packed import complete_path, fill_prompts, pack_entries, pack_parts, pack_turns, unpack_turn
+from proxy.stores.redis_documents import RedisDocuments
 from proxy.stores.redis_feed import RedisFeed, microseconds
 from proxy.stores.redis_functions import PREFIX
 from proxy.stores.redis_replies import read_reply, read_session, session_from
@@ -85,6 +86,7 @@ class RedisStore:
         self._clock = AgeClock(limits.max_age_s)
         self._redis: Any = Redis.from_pool(pool)
         self.feed = RedisFeed(self._run)
+        self.documents = RedisDocuments(self._run, limits)
 
     async def open(self) -> None:
         """See `Store.open`."""
@@ -261,6 +263,7 @@ class RedisStore:
         oldest_response = repr(time.time() - self._limits.response_age_s)
         while await self._run(redis_response_scripts.DROP_OLD_RESPONSES, oldest_response, STEP) == STEP:
             pass
+        await self.documents.drop_old()
         # the server's clock: the proxies' may differ
         now = await self._server_time()
         clock = self._clock

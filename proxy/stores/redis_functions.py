@@ -13,6 +13,8 @@ All names begin with a prefix, which is KEYS[1] of every script:
     evicted            sorted set: keys by the number of their eviction, which `evictions` counts
     responses          sorted set: id and key of responses, by the time when they were kept
     responses:KEY      hash: id to packed response
+    documents          sorted set: ids of documents, by the time when they were kept
+    document:ID        string: packed document
     feed               sorted set: finished rollouts by their position
     feed:TENANT        sorted set: the same for one tenant
     feed_state         hash: last (position), idle_used (of the last rollout that was looked at)
@@ -20,7 +22,7 @@ All names begin with a prefix, which is KEYS[1] of every script:
     consumers_at       sorted set: consumers by the time when they were last written
     replicas:FLEET     hash: URL of a replica to its change
     clock              hash: seen, steady_since; see `eviction.ClockRecord`
-    totals             hash: turns, size, response_bytes
+    totals             hash: turns, size, response_bytes, document_bytes
     version            of all this
 
 An index member consists of a byte with the length of `ids`, `ids`, `1` if the turn is open or `0`, and the

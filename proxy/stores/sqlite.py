@@ -36,6 +36,7 @@ from proxy.stores.packed import (
     unpack_response,
     unpack_turn,
 )
+from proxy.stores.sqlite_documents import SqliteDocuments
 from proxy.stores.sqlite_feed import SqliteFeed, finish_rewarded, forget_consumers
 from proxy.stores.sqlite_sessions import SESSIONS, session_from
 from proxy.stores.sqlite_tables import (
@@ -66,6 +67,7 @@ class SqliteStore:
         self._limits = limits
         self._database = Database(path)
         self.feed = SqliteFeed(self._database)
+        self.documents = SqliteDocuments(self._database, limits)
         self._files = TurnFiles(path)
         self._clock = AgeClock(limits.max_age_s)
         self._eviction = asyncio.Lock()
@@ -290,6 +292,7 @@ class SqliteStore:
             == STEP
         ):
             pass
+        await self.documents.drop_old()
         was_set = self._clock.was_set(now)
         steady = await self._database.write(
             lambda connection: steady_since(connection, self._clock, now, was_set)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from proxy.history.store import Evicted, IndexEntry, Limits, Session, StoreUnusable
 from proxy.stores.eviction import STEP, AgeClock, ClockRecord, eviction_target
 from proxy.stores.packed import description_size, unpack_entries
+from proxy.stores.sqlite_documents import DOCUMENT_TABLES
 from proxy.stores.sqlite_feed import FEED_TABLES, undelivered
 from proxy.stores.sqlite_index import (
     INDEX_SCHEMA,
@@ -65,6 +66,7 @@ _LATER_TABLES = (
     ) WITHOUT ROWID""",
     "CREATE TABLE IF NOT EXISTS secret (only INTEGER PRIMARY KEY CHECK (only = 0), value BLOB NOT NULL)",
     *FEED_TABLES,
+    *DOCUMENT_TABLES,
 )
 USED_NOW = """
 used = CASE

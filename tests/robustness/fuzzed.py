@@ -44,6 +44,11 @@ _COMPLETIONS: list[dict[str, Any]] = [
     {"prompt": ["Hi", "there"], "stream": True, "temperature": 0.5},
     {"prompt": "Hi", "echo": True, "suffix": None, "truncate_prompt_tokens": None},
 ]
+_RESPONSES: list[dict[str, Any]] = [
+    {"input": "Hi", "instructions": "x", "stream": True, "max_output_tokens": 4, "include": []},
+    {"input": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "hi"}], "tools": []},
+    {"input": "Hi", "previous_response_id": "resp_1", "text": {"format": {"type": "json_object"}}},
+]
 _GENERATE: list[dict[str, Any]] = [
     {"token_ids": [1, 74, 75], "sampling_params": {"max_tokens": 4, "n": 2, "logprobs": 1}},
     {"token_ids": [1, 74, 75], "sampling_params": {}, "stream": True, "return_token_ids": True},
@@ -68,6 +73,7 @@ _TURNS: list[_Route] = [
     ("POST", ["/v1/chat/completions/tokens", "/sessions/{}/v1/chat/completions/tokens"], [*_TOKENS]),
     ("POST", ["/v1/completions", "/sessions/{}/v1/completions"], [*_COMPLETIONS]),
     ("POST", ["/inference/v1/generate"], [*_GENERATE]),
+    ("POST", ["/v1/responses", "/sessions/{}/v1/responses", "/v1/responses/compact"], [*_RESPONSES]),
     ("POST", ["/tokenize", "/v1/tokenize", "/sessions/{}/v1/tokenize"], [*_TOKENIZE]),
 ]
 _ROUTES: list[_Route] = [
@@ -79,7 +85,7 @@ _ROUTES: list[_Route] = [
     ("POST", ["/v1/sessions/{}/reward", "/sessions/{}/reward"], [*_REWARDS]),
     ("DELETE", ["/v1/sessions/{}"], [None]),
     ("GET", ["/health", "/ready", "/metrics", "/openapi.json", "/docs", "/v1/models"], [None]),
-    ("POST", ["/v1/embeddings", "/v1/messages", "/v1/responses", "/detokenize", "/v1/nothing"], [_CHAT]),
+    ("POST", ["/v1/embeddings", "/v1/messages", "/detokenize", "/v1/nothing"], [_CHAT]),
 ]
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "get", "X-Y"]
 _DEEP = "[" * 2000

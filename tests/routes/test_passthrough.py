@@ -80,7 +80,6 @@ def test_stock_routes(fake: FakeVllm, client: httpx.Client) -> None:
         ("POST", "/v1/chat/completions", 2),
         ("POST", "/v1/embeddings?x=1", 2),
         ("POST", "/some/change", 1),
-        ("POST", "/v1/responses", 1),
         ("PATCH", "/anything", 1),
     ],
 )

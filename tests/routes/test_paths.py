@@ -17,6 +17,8 @@ _BODIES: dict[str, Any] = {
     "/v1/chat/completions/tokens": {"prompt_ids": [1, 74]},
     "/v1/completions": {"prompt": [1, 74]},
     "/inference/v1/generate": {"token_ids": [1, 74], "sampling_params": {}},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/responses/compact": {"input": "Hi"},
     "/tokenize": {"prompt": "hello"},
     "/v1/sessions/{session}/reward": {"reward": 1},
     "/generate": {"prompts": [[1, 74]]},
@@ -24,6 +26,7 @@ _BODIES: dict[str, Any] = {
     "/v1/samples/ack": {"consumer": "aliased", "cursor": "0"},
 }
 _QUERIES = {"/finish_session": {"session_id": "aliased"}}
+_BAD = {"/v1/responses/{response_id}/cancel"}
 _REFUSED = {"/init_communicator", "/update_named_param", "/batch_update_named_params", "/close_communicator"}
 _OURS = [route for route in all_routes() if not route.catches_all]
 _ALIASES = [
@@ -71,11 +74,12 @@ def test_an_alias_answers_as_the_route_does(
 ) -> None:
     fake.canned[GENERATE] = Canned(b'{"choices":[]}', headers={"content-type": "application/json"})
     client.post("/v1/sessions", json={"id": "aliased"})
+    response = client.post("/v1/responses", json={"input": "Hi"}).json()["id"]
     body = _BODIES.get(path)
     answers = [
         client.request(
             method,
-            where.replace("{session}", "aliased"),
+            where.replace("{session}", "aliased").replace("{response_id}", response),
             json=body,
             params=_QUERIES.get(path),
             follow_redirects=False,
@@ -83,6 +87,7 @@ def test_an_alias_answers_as_the_route_does(
         for where in (path, alias)
     ]
     expected = 201 if (method, path) == ("POST", "/v1/sessions") else 501 if path in _REFUSED else 200
+    expected = 400 if path in _BAD else expected
     assert [answer.status_code for answer in answers] == [expected] * 2, answers[1].text
     if method != "HEAD" and answers[0].headers["content-type"] == "application/json":
         found, expected = (answer.json() for answer in answers)

@@ -14,7 +14,8 @@ class Patient:
 
     def __init__(self) -> None:
         self.store = MemoryStore(Limits())
-        self.feed = _PatientFeed(self)
+        self.feed = _PatientPart(self, "feed")
+        self.documents = _PatientPart(self, "documents")
         self.held: set[str] = set()
         """Methods whose calls wait until they are let go."""
         self.errors: dict[str, Exception] = {}
@@ -42,14 +43,17 @@ class Patient:
         return call
 
 
-class _PatientFeed:
-    """The feed of a `Patient`, whose methods have the same names with `feed_` before them."""
+class _PatientPart:
+    """The feed or the documents of a `Patient`: methods have their names after `feed_` or `document_`."""
 
-    def __init__(self, patient: Patient) -> None:
+    def __init__(self, patient: Patient, part: str) -> None:
         self._patient = patient
+        self._part = part
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        return self._patient.call(f"feed_{name}", getattr(self._patient.store.feed, name))
+        return self._patient.call(
+            f"{self._part.removesuffix('s')}_{name}", getattr(getattr(self._patient.store, self._part), name)
+        )
 
 
 async def well(store: GuardedStore) -> None:

@@ -56,7 +56,16 @@ async def test_a_file_that_lacks_later_tables(tmp_path: Path) -> None:
     async with opened(f"sqlite://{file}") as store:
         await add(store, turn)
     with closing(sqlite3.connect(file)) as connection:
-        for table in ("replica_changes", "clock", "secret", "feed", "feed_state", "consumers"):
+        for table in (
+            "replica_changes",
+            "clock",
+            "secret",
+            "feed",
+            "feed_state",
+            "consumers",
+            "documents",
+            "document_totals",
+        ):
             connection.execute(f"DROP TABLE {table}")
     async with opened(f"sqlite://{file}") as store:
         assert await store.path(turn.id) == [turn]
@@ -66,6 +75,8 @@ async def test_a_file_that_lacks_later_tables(tmp_path: Path) -> None:
         assert await store.feed.finish_idle(time.time() + 60, 9) == 1
         assert [found.session.turns for found in await store.feed.read(0, limit=9)] == [1]
         assert await store.feed.acknowledge("", "c", 0) == 0
+        await store.documents.keep("d", b"{}")
+        assert await store.documents.read(["d"]) == {"d": b"{}"}
 
 
 async def test_modes_of_existing_files_and_folders_stay(tmp_path: Path) -> None:

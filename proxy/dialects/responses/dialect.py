@@ -1,0 +1,71 @@
+"""`POST /v1/responses` and `POST /v1/responses/compact` as wire formats of a turn."""
+
+from typing import Any, ClassVar
+
+from proxy.dialects.base import Dialect, SessionFields, apply_session, chat_request, visible_of
+from proxy.dialects.responses.answer import (
+    CompactedTranslation,
+    CompactionTranslation,
+    Keep,
+    ResponsesTranslation,
+)
+from proxy.dialects.responses.compaction import PROMPT
+from proxy.dialects.responses.content import Item
+from proxy.dialects.responses.items import encode, messages_of
+from proxy.dialects.responses.records import Recalled, resolved
+from proxy.dialects.responses.request import ResponsesRequest, chat_fields
+from proxy.dialects.translated import Translation
+from proxy.errors import BadRequest
+from proxy.http import Request
+from proxy.turn.request import ChatRequest
+
+PATH = "/v1/responses"
+COMPACT_PATH = "/v1/responses/compact"
+
+
+class ResponsesDialect(Dialect):
+    """One request, with what was stored of its conversation."""
+
+    path: ClassVar[str] = PATH
+    summary: ClassVar[str] = ""
+    openapi: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, asked: ResponsesRequest, recalled: Recalled, keep: Keep) -> None:
+        """`keep` stores the response."""
+        self._asked = asked
+        self._recalled = recalled
+        self._keep = keep
+        self._items: list[Item] = []
+
+    def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
+        """See `Dialect.parse`."""
+        asked, recalled = self._asked, self._recalled
+        self._items = resolved(asked.input, recalled.items)
+        fields = chat_fields(asked)
+        messages = messages_of(recalled.earlier, self._items, recalled.summaries)
+        if not messages:
+            raise BadRequest("`input` must not be empty: send at least one item", param="input")
+        if asked.compact:
+            messages.append({"role": "user", "content": PROMPT})
+        if asked.instructions:
+            messages.insert(0, {"role": "system", "content": asked.instructions})
+        fields["messages"] = encode(messages)
+        visible = visible_of(fields)
+        apply_session(fields, session)
+        fields.pop("n", None)  # a response has one output
+        return chat_request(request, fields, session, visible)
+
+    def translation(self, request: ChatRequest) -> Translation:
+        """See `Dialect.translation`."""
+        kind = CompactionTranslation if self._asked.compact else ResponsesTranslation
+        return kind(self._asked, self._items, self._recalled.chain, self._keep)
+
+
+class CompactDialect(ResponsesDialect):
+    """One request to compact a conversation."""
+
+    path: ClassVar[str] = COMPACT_PATH
+
+    def translation(self, request: ChatRequest) -> Translation:
+        """See `Dialect.translation`."""
+        return CompactedTranslation(self._asked, self._items, self._recalled.earlier, self._keep)

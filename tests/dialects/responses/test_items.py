@@ -1,0 +1,230 @@
+"""Input items as chat messages."""
+
+from typing import Any
+
+import pytest
+
+from proxy.dialects.responses.ids import encrypted_content, item_id
+from proxy.dialects.responses.items import as_input, messages_of
+from proxy.errors import BadRequest
+
+Item = dict[str, Any]
+ONE, TWO = "1" * 32, "2" * 32
+
+
+def _text(text: str, turn: str = "", index: int = 0) -> Item:
+    name = {"id": item_id("message", turn, index)} if turn else {}
+    return {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": text}],
+        **name,
+    }
+
+
+def _reasoning(text: str, turn: str = "", **fields: Any) -> Item:
+    name = {"id": item_id("reasoning", turn, 0)} if turn else {}
+    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}], **name, **fields}
+
+
+def _call(call: str, turn: str = "", **fields: Any) -> Item:
+    name = {"id": item_id("function_call", turn, 1)} if turn else {}
+    return {"type": "function_call", "call_id": call, "name": "f", "arguments": "{}", **name, **fields}
+
+
+def _result(call: str, output: Any = "ok") -> Item:
+    return {"type": "function_call_output", "call_id": call, "output": output}
+
+
+def _chat_call(call: str, name: str = "f", arguments: str = "{}") -> Item:
+    return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _user(text: Any) -> Item:
+    return {"role": "user", "content": text}
+
+
+def _assistant(**fields: Any) -> Item:
+    return {"role": "assistant", **fields}
+
+
+def _tool(call: str, content: Any = "ok") -> Item:
+    return {"role": "tool", "tool_call_id": call, "content": content}
+
+
+_CASES: dict[str, tuple[list[Item], list[Item]]] = {
+    "texts": (
+        [{"role": "user", "content": "a"}, {"type": "message", "role": "system", "content": "b"}],
+        [_user("a"), {"role": "system", "content": "b"}],
+    ),
+    "parts": (
+        [{"role": "developer", "content": [{"type": "input_text", "text": t} for t in "ab"]}],
+        [{"role": "developer", "content": [{"type": "text", "text": t} for t in "ab"]}],
+    ),
+    "an image": (
+        [{"role": "user", "content": [{"type": "input_image", "image_url": "data:x", "detail": "low"}]}],
+        [_user([{"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}}])],
+    ),
+    "an image without detail": (
+        [{"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]}],
+        [_user([{"type": "image_url", "image_url": {"url": "data:x"}}])],
+    ),
+    "a turn of all kinds": (
+        [_reasoning("r"), _text("t"), _call("1"), _call("2"), _result("1"), _result("2")],
+        [
+            _assistant(reasoning="r", content="t", tool_calls=[_chat_call("1"), _chat_call("2")]),
+            _tool("1"),
+            _tool("2"),
+        ],
+    ),
+    "an assistant's plain text": ([{"role": "assistant", "content": "t"}], [_assistant(content="t")]),
+    "several texts of one message": (
+        [{"role": "assistant", "content": [{"type": "output_text", "text": t} for t in "ab"]}],
+        [_assistant(content="ab")],
+    ),
+    "an empty message": ([_text("")], [_assistant(content="")]),
+    "a message without parts": ([{"role": "assistant", "content": []}], [_assistant(content="")]),
+    "a refusal": (
+        [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
+        [_assistant(refusal="no")],
+    ),
+    "a call alone": ([_call("1")], [_assistant(tool_calls=[_chat_call("1")])]),
+    "two texts are two turns": ([_text("a"), _text("b")], [_assistant(content="a"), _assistant(content="b")]),
+    "reasoning after a text is the next turn": (
+        [_text("a"), _reasoning("r"), _text("b")],
+        [_assistant(content="a"), _assistant(reasoning="r", content="b")],
+    ),
+    "a text after a call belongs to it": (
+        [_text("a"), _call("1"), _text("b"), _result("1")],
+        [_assistant(content="ab", tool_calls=[_chat_call("1")]), _tool("1")],
+    ),
+    "turns apart by results": (
+        [_call("1"), _result("1"), _reasoning("r"), _call("2"), _result("2")],
+        [
+            _assistant(tool_calls=[_chat_call("1")]),
+            _tool("1"),
+            _assistant(reasoning="r", tool_calls=[_chat_call("2")]),
+            _tool("2"),
+        ],
+    ),
+    "ids of one turn join texts": ([_text("a", ONE, 0), _text("b", ONE, 2)], [_assistant(content="ab")]),
+    "ids of one turn join reasoning": (
+        [_text("a", ONE, 0), _reasoning("r", ONE)],
+        [_assistant(content="a", reasoning="r")],
+    ),
+    "ids of two turns part items": (
+        [_text("a", ONE), _call("1", TWO)],
+        [_assistant(content="a"), _assistant(tool_calls=[_chat_call("1")])],
+    ),
+    "results between the calls of one turn": (
+        [_call("1", ONE), _result("1"), _call("2", ONE), _result("2")],
+        [_assistant(tool_calls=[_chat_call("1"), _chat_call("2")]), _tool("1"), _tool("2")],
+    ),
+    "results between the calls of two turns": (
+        [_call("1", ONE), _result("1"), _call("2", TWO), _result("2")],
+        [
+            _assistant(tool_calls=[_chat_call("1")]),
+            _tool("1"),
+            _assistant(tool_calls=[_chat_call("2")]),
+            _tool("2"),
+        ],
+    ),
+    "encrypted content names the turn too": (
+        [_text("a", ONE, 0), _reasoning("r", encrypted_content=encrypted_content(ONE, 1))],
+        [_assistant(content="a", reasoning="r")],
+    ),
+    "reasoning as a summary": (
+        [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "content": None}],
+        [_assistant(reasoning="s")],
+    ),
+    "content before a summary": (
+        [_reasoning("r", summary=[{"type": "summary_text", "text": "s"}])],
+        [_assistant(reasoning="r")],
+    ),
+    "reasoning of which nothing is left": (
+        [{"type": "reasoning", "summary": [], "encrypted_content": "another server's"}, _text("a")],
+        [_assistant(content="a")],
+    ),
+    "a result of parts": (
+        [_call("1"), _result("1", [{"type": "input_text", "text": "a"}])],
+        [_assistant(tool_calls=[_chat_call("1")]), _tool("1", [{"type": "text", "text": "a"}])],
+    ),
+    "a result with an image": (
+        [_result("1", [{"type": "input_image", "image_url": "data:x"}])],
+        [_tool("1", [{"type": "image_url", "image_url": {"url": "data:x"}}])],
+    ),
+    "a custom tool": (
+        [
+            {"type": "custom_tool_call", "call_id": "1", "name": "sh", "input": 'é "x"\n'},
+            {"type": "custom_tool_call_output", "call_id": "1", "output": "ok"},
+        ],
+        [_assistant(tool_calls=[_chat_call("1", "sh", '{"input": "é \\"x\\"\\n"}')]), _tool("1")],
+    ),
+    "a function of a namespace": (
+        [_call("1", namespace="mcp")],
+        [_assistant(tool_calls=[_chat_call("1", "mcp__f")])],
+    ),
+    "unknown fields": (
+        [{**_text("a"), "phase": "final_answer", "status": "completed", "x": 1}],
+        [_assistant(content="a")],
+    ),
+}
+
+
+@pytest.mark.parametrize("items, messages", _CASES.values(), ids=_CASES)
+def test_messages(items: list[Item], messages: list[Item]) -> None:
+    assert messages_of([], items, {}) == messages
+
+
+@pytest.mark.parametrize("kind", ["compaction", "compaction_summary", "context_compaction"])
+def test_a_compaction_is_its_summary(kind: str) -> None:
+    item = {"type": kind, "encrypted_content": encrypted_content(ONE, 0)}
+    assert messages_of([], [item], {item_id("compaction", ONE, 0): "so far"}) == [_user("so far")]
+
+
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "no list": (5, "input"),
+    "no object": (["a"], "input[0]"),
+    "no type": ([{}], "input[0].type"),
+    "a type that is no text": ([{"type": 1}], "input[0].type"),
+    "an unknown type": ([{"type": "web_search_call", "id": "x"}], "input[0].type"),
+    "a local shell": ([{"type": "local_shell_call", "id": "x"}], "input[0].type"),
+    "a role": ([{"role": "critic", "content": "a"}], "input[0].role"),
+    "a role that is no text": ([{"role": 1, "content": "a"}], "input[0].role"),
+    "no content": ([{"role": "user"}], "input[0].content"),
+    "content": ([{"role": "user", "content": 1}], "input[0].content"),
+    "a part": ([{"role": "user", "content": ["a"]}], "input[0].content[0]"),
+    "a file": ([{"role": "user", "content": [{"type": "input_file"}]}], "input[0].content[0].type"),
+    "an image's file": (
+        [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}],
+        "input[0].content[0].image_url",
+    ),
+    "an image in an answer": (
+        [{"role": "assistant", "content": [{"type": "input_image", "image_url": "x"}]}],
+        "input[0].content[0].type",
+    ),
+    "a text that is none": (
+        [{"role": "user", "content": [{"type": "input_text", "text": 1}]}],
+        "input[0].content[0].text",
+    ),
+    "a call without a name": ([{**_call("1"), "name": None}], "input[0].name"),
+    "a call without an id": ([{**_call("1"), "call_id": None}], "input[0].call_id"),
+    "arguments that are no text": ([{**_call("1"), "arguments": {}}], "input[0].arguments"),
+    "a result without a call": ([{"type": "function_call_output", "output": ""}], "input[0].call_id"),
+    "a result without output": ([{"type": "function_call_output", "call_id": "1"}], "input[0].output"),
+    "another server's compaction": (
+        [{"type": "compaction", "encrypted_content": "gAAAA"}],
+        "input[0].encrypted_content",
+    ),
+    "a compaction that is gone": (
+        [_text("a"), {"type": "compaction", "encrypted_content": encrypted_content(ONE, 0)}],
+        "input[1].encrypted_content",
+    ),
+}
+
+
+@pytest.mark.parametrize("value, param", _REFUSED.values(), ids=_REFUSED)
+def test_items_that_are_refused(value: Any, param: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        messages_of([], as_input(value), {})
+    assert refused.value.param == param

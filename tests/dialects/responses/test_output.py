@@ -1,0 +1,100 @@
+"""Output items from the pieces of a message, in every order in which engines send them."""
+
+from typing import Any
+
+import pytest
+
+from proxy.dialects.chat_parts import CallPart, FunctionPart, MessagePart
+from proxy.dialects.responses.output import Output, OutputOptions
+from proxy.dialects.responses.tools import Tools
+from proxy.errors import EngineBroken
+
+_BASE = "a" * 32
+
+
+def _call(
+    index: int, call: str | None = None, name: str | None = None, arguments: str | None = None
+) -> MessagePart:
+    return MessagePart(tool_calls=[CallPart(index, call, FunctionPart(name, arguments))])
+
+
+def _output(*parts: MessagePart, **options: Any) -> tuple[Output, list[dict[str, Any]]]:
+    made = Output(OutputOptions(**{"tools": Tools(), "summary": False, "encrypted": False, **options}), _BASE)
+    events = [event for part in parts for event in made.add(part, [])]
+    return made, [*events, *made.end("completed")]
+
+
+def _shown(output: Output) -> list[tuple[str, str]]:
+    """Types and texts of the items."""
+    texts = {
+        "reasoning": lambda item: item["content"][0]["text"],
+        "message": lambda item: item["content"][0].get("text"),
+        "function_call": lambda item: item["arguments"],
+    }
+    return [(item["type"], texts[item["type"]](item)) for item in output.items]
+
+
+def test_arguments_in_pieces() -> None:
+    output, events = _output(
+        _call(0, "c1", "f", ""), _call(0, None, None, '{"a"'), _call(0, None, None, ": 1}")
+    )
+    assert _shown(output) == [("function_call", '{"a": 1}')]
+    assert [event["delta"] for event in events if event["type"].endswith("delta")] == ['{"a"', ": 1}"]
+
+
+def test_a_name_after_the_id() -> None:
+    output, events = _output(_call(0, "c1"), _call(0, None, "f"), _call(0, None, None, "{}"))
+    assert [(item["call_id"], item["name"]) for item in output.items] == [("c1", "f")]
+    assert events[0]["item"]["name"] == "f"
+
+
+def test_a_call_without_an_id_gets_one() -> None:
+    output, _ = _output(_call(0, None, "f", "{}"))
+    assert output.items[0]["call_id"]
+
+
+def test_several_calls_in_one_piece() -> None:
+    calls = [CallPart(index, f"c{index}", FunctionPart("f", str(index))) for index in range(3)]
+    output, events = _output(MessagePart(tool_calls=calls))
+    assert _shown(output) == [("function_call", str(index)) for index in range(3)]
+    kinds = [event["type"].removeprefix("response.") for event in events if "output_item" in event["type"]]
+    assert kinds == ["output_item.added", "output_item.done"] * 3
+
+
+def test_a_call_that_goes_on_after_the_next_one() -> None:
+    with pytest.raises(EngineBroken):
+        _output(_call(0, "c1", "f", "{"), _call(1, "c2", "f", "{}"), _call(0, None, None, "}"))
+
+
+def test_a_text_after_a_call() -> None:
+    output, _ = _output(MessagePart(content="a"), _call(0, "c", "f", "{}"), MessagePart(content="\n"))
+    assert _shown(output) == [("message", "a"), ("function_call", "{}"), ("message", "\n")]
+
+
+def test_reasoning_after_a_text() -> None:
+    output, _ = _output(MessagePart(content="a"), MessagePart(reasoning="r"), MessagePart(content="b"))
+    assert _shown(output) == [("message", "a"), ("reasoning", "r"), ("message", "b")]
+
+
+def test_empty_pieces_open_nothing() -> None:
+    output, events = _output(MessagePart(content="", reasoning=""), MessagePart(), MessagePart(content="a"))
+    assert _shown(output) == [("message", "a")]
+    assert events[0]["type"] == "response.output_item.added"
+
+
+def test_a_refusal() -> None:
+    output, events = _output(MessagePart(refusal="n"), MessagePart(refusal="o"))
+    assert output.items[0]["content"] == [{"type": "refusal", "refusal": "no"}]
+    assert [event["type"] for event in events if "refusal" in event["type"]] == [
+        "response.refusal.delta",
+        "response.refusal.delta",
+        "response.refusal.done",
+    ]
+
+
+def test_ids_hold_the_turn_and_the_position() -> None:
+    output, _ = _output(
+        MessagePart(reasoning="r"), MessagePart(content="a"), _call(0, "c", "f"), encrypted=True
+    )
+    assert [item["id"] for item in output.items] == [f"rs_{_BASE}0000", f"msg_{_BASE}0001", f"fc_{_BASE}0002"]
+    assert output.items[0]["encrypted_content"] == f"{_BASE}0000"
