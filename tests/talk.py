@@ -23,9 +23,10 @@ def user(text: str) -> Message:
 
 
 def call(name: str = "f", arguments: str = "{}", identity: str | None = None) -> Message:
-    """A tool call."""
+    """A tool call, by default with an id as vLLM makes them."""
     function = {"name": name, "arguments": arguments}
-    return {"id": identity or f"call-{secrets.token_hex(4)}", "type": "function", "function": function}
+    call_id = identity or f"chatcmpl-tool-{secrets.token_hex(16)}"
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def result(of: Message, text: str) -> Message:

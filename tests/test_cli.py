@@ -132,6 +132,8 @@ _VALUES = {
     "--queue-timeout-s": "9.5",
     "--encoder-bytes": "10",
     "--overflow": "render",
+    "--thinking-policy": "template",
+    "--stored-response-bytes": "14",
     "--image-bytes": "12",
     "--image-pixels": "13",
     "--image-timeout-s": "14.5",

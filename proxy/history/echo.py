@@ -102,6 +102,13 @@ class TurnTokens:
         return own if is_unique(own) else _CALL_PREFIX + self.token(item)
 
 
+def turn_in(token: str) -> str | None:
+    """The turn in a token that was not verified; None if the text has another form."""
+    if not _TOKEN.fullmatch(token):
+        return None
+    return base64.urlsafe_b64decode(token)[:_TURN_BYTES].hex()
+
+
 def is_unique(call_id: str) -> bool:
     """Whether an id of a tool call was drawn at random, so that no other call has it."""
     return _UNIQUE.fullmatch(call_id) is not None

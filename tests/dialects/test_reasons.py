@@ -223,6 +223,13 @@ def test_context_overflow(other: Callable[..., Talk]) -> None:
     assert (answered.sent, answered.reason) == (None, "context_overflow")
 
 
+def test_thinking_dropped(other: Callable[..., Talk]) -> None:
+    made = other(thinking_policy="template")
+    made.ask(reply=Reply(SPLIT, message={"content": "hello", "reasoning": "so"}))
+    answered = made.ask(_MORE)
+    assert (answered.sent, answered.reason) == (None, "thinking_dropped")
+
+
 def test_evicted(other: Callable[..., Talk]) -> None:
     made = other(store_max_bytes=1)
     assert _second(made).reason == "evicted"

@@ -169,12 +169,12 @@ class ResponsesTranslation(Translation):
             request = self._request
             options = OutputOptions(request.tools, request.summary, request.encrypted)
             # a stream that began early has a name of its own, because the turn had none
-            self._output = Output(options, self.turn_id or self._base)
+            self._output = Output(options, self._names)
         return self._output
 
     @property
-    def _base(self) -> str:
-        return self._named().removeprefix("resp_")
+    def _names(self) -> ids.Names:
+        return ids.Names(self.turn_id or self._named().removeprefix("resp_"), self.tokens)
 
     def _named(self) -> str:
         if not self._name:
@@ -229,9 +229,9 @@ class CompactionTranslation(ResponsesTranslation):
 
     def _close(self) -> list[Event]:
         item: Item = {
-            "id": ids.item_id("compaction", self._base, 0),
+            "id": self._names.item("compaction", 0),
             "type": "compaction",
-            "encrypted_content": ids.encrypted_content(self._base, 0),
+            "encrypted_content": self._names.encrypted(0),
         }
         self._final = self._response("completed", [item])
         self._final["usage"] = _usage(self._usage)
@@ -251,7 +251,7 @@ class CompactionTranslation(ResponsesTranslation):
         """See `Translation.settle`: store the summary, also for a client that stores nothing itself."""
         if self._summary and self._final is not None and self._final["status"] != "failed":
             text = compaction.summary_message(self._summary)
-            await self._keep(ids.item_id("compaction", self._base, 0), msgspec.json.encode(Summary(text)))
+            await self._keep(self._names.item("compaction", 0), msgspec.json.encode(Summary(text)))
         await super().settle()
 
     @property

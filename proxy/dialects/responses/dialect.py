@@ -42,18 +42,21 @@ class ResponsesDialect(Dialect):
         asked, recalled = self._asked, self._recalled
         self._items = resolved(asked.input, recalled.items)
         fields = chat_fields(asked)
-        messages = messages_of(recalled.earlier, self._items, recalled.summaries)
+        messages, tokens = messages_of(recalled.earlier, self._items, recalled.summaries)
         if not messages:
             raise BadRequest("`input` must not be empty: send at least one item", param="input")
         if asked.compact:
             messages.append({"role": "user", "content": PROMPT})
         if asked.instructions:
             messages.insert(0, {"role": "system", "content": asked.instructions})
+            tokens = {index + 1: named for index, named in tokens.items()}
         fields["messages"] = encode(messages)
         visible = visible_of(fields)
         apply_session(fields, session)
         fields.pop("n", None)  # a response has one output
-        return chat_request(request, fields, session, visible)
+        return chat_request(
+            request, fields, session, visible, tokens={at: tuple(named) for at, named in tokens.items()}
+        )
 
     def translation(self, request: ChatRequest) -> Translation:
         """See `Dialect.translation`."""

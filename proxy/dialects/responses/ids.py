@@ -5,6 +5,7 @@ All are made of the turn's id here and nowhere else. None holds text of the mode
 
 import re
 
+from proxy.history.echo import TurnTokens, turn_in
 from proxy.history.turn import new_id
 
 _PREFIXES = {
@@ -14,8 +15,8 @@ _PREFIXES = {
     "custom_tool_call": "ctc",
     "compaction": "cmp",
 }
-_ITEM = re.compile(r"(?:msg|rs|fc|ctc|cmp)_([0-9a-f]{32})[0-9a-f]{4}")
-_ENCRYPTED = re.compile(r"([0-9a-f]{32})[0-9a-f]{4}")
+_ITEM = re.compile(r"(?:msg|rs|fc|ctc|cmp)_([A-Za-z0-9_-]{36,40})")
+_PLAIN = re.compile(r"([0-9a-f]{32})[0-9a-f]{4}")
 _RESPONSE = "resp_"
 
 
@@ -29,14 +30,30 @@ def response_id(base: str) -> str:
     return f"{_RESPONSE}{base}"
 
 
-def item_id(kind: str, base: str, index: int) -> str:
-    """The id of an output item.
+class Names:
+    """Names the items of one response: by tokens that name the turn, where it is recorded."""
 
-    Args:
-        kind: its `type`.
-        index: its position in the output.
-    """
-    return f"{_PREFIXES[kind]}_{base}{index:04x}"
+    def __init__(self, base: str, tokens: TurnTokens | None = None) -> None:
+        """`base`: see `base_of`."""
+        self._base = base
+        self._tokens = tokens
+
+    def item(self, kind: str, index: int) -> str:
+        """The id of an output item.
+
+        Args:
+            kind: its `type`.
+            index: its position in the output.
+        """
+        return f"{_PREFIXES[kind]}_{self.encrypted(index)}"
+
+    def encrypted(self, index: int) -> str:
+        """The encrypted content of an output item."""
+        return self._tokens.token(index) if self._tokens else f"{self._base}{index:04x}"
+
+    def call(self, own: str, index: int) -> str:
+        """The id of a tool call, of which the engine has its own; see `TurnTokens.call_id`."""
+        return self._tokens.call_id(own, index) if self._tokens else own
 
 
 def input_item_id(response: str, index: int) -> str:
@@ -44,20 +61,26 @@ def input_item_id(response: str, index: int) -> str:
     return f"in_{response.removeprefix(_RESPONSE)}_{index}"
 
 
-def encrypted_content(base: str, index: int) -> str:
-    """The encrypted content of an output item."""
-    return f"{base}{index:04x}"
-
-
 def turn_of(name: object, encrypted: object = None) -> str | None:
-    """The turn that an item's id names, or its encrypted content; None if neither was made here."""
-    found = _ITEM.fullmatch(name) if isinstance(name, str) else None
-    if found is None and isinstance(encrypted, str):
-        found = _ENCRYPTED.fullmatch(encrypted)
-    return found[1] if found else None
+    """The turn that an item's id names, or its encrypted content; None if neither was made here.
+
+    It is not verified that it is a turn of this client.
+    """
+    for token in tokens_of(name, encrypted):
+        plain = _PLAIN.fullmatch(token)
+        return plain[1] if plain else turn_in(token)
+    return None
+
+
+def tokens_of(name: object, encrypted: object = None) -> list[str]:
+    """What the id of an item and its encrypted content hold, if they may have been made here."""
+    item = _ITEM.fullmatch(name) if isinstance(name, str) else None
+    found = [item[1]] if item else []
+    if isinstance(encrypted, str):
+        found.append(encrypted)
+    return [token for token in found if _PLAIN.fullmatch(token) or turn_in(token)]
 
 
 def compaction_of(encrypted: object) -> str | None:
     """The id of the compaction item that has this encrypted content; None if it was not made here."""
-    made_here = isinstance(encrypted, str) and _ENCRYPTED.fullmatch(encrypted)
-    return f"{_PREFIXES['compaction']}_{encrypted}" if made_here else None
+    return f"{_PREFIXES['compaction']}_{encrypted}" if tokens_of(None, encrypted) else None

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.responses.content import Item, content_of, joined_text, kind_of, text_field
-from proxy.dialects.responses.ids import compaction_of, turn_of
+from proxy.dialects.responses.ids import compaction_of, tokens_of, turn_of
 from proxy.dialects.responses.tools import flat_name, wrapped_input
 from proxy.errors import BadRequest
 
@@ -39,8 +39,10 @@ def item_kind(item: object, at: str) -> str:
     return kind_of(item, at)
 
 
-def messages_of(earlier: list[Item], items: list[Item], summaries: Mapping[str, str]) -> list[Item]:
-    """The chat messages of items.
+def messages_of(
+    earlier: list[Item], items: list[Item], summaries: Mapping[str, str]
+) -> tuple[list[Item], dict[int, list[str]]]:
+    """The chat messages of items, and by index the tokens with which assistant messages name their turns.
 
     Args:
         earlier: items of previous responses.
@@ -55,7 +57,7 @@ def messages_of(earlier: list[Item], items: list[Item], summaries: Mapping[str, 
         building.add(item, f"previous_response_id.items[{index}]")
     for index, item in enumerate(items):
         building.add(item, f"input[{index}]")
-    return building.messages
+    return building.messages, building.tokens
 
 
 class _Messages:
@@ -65,7 +67,9 @@ class _Messages:
         self.messages: list[Item] = []
         self._summaries = summaries
         self._turns: dict[int, str] = {}
-        """The turns of assistant messages, by index, where they are known."""
+        """The turns that assistant messages name, by index."""
+        self.tokens: dict[int, list[str]] = {}
+        """What these messages name their turns with."""
 
     def add(self, item: Item, at: str) -> None:
         """Add an item. Raises BadRequest."""
@@ -146,6 +150,7 @@ class _Messages:
             self.messages.append({"role": "assistant"})
         if turn is not None:
             self._turns[index] = turn
+            self.tokens.setdefault(index, []).extend(tokens_of(item.get("id"), item.get("encrypted_content")))
         return self.messages[index]
 
     def _of_turn(self, turn: str | None, field: str) -> int | None:

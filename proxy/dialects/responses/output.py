@@ -212,12 +212,12 @@ class _CustomCall(_Open):
 class Output:
     """The output of one turn, from the pieces of its message."""
 
-    def __init__(self, options: OutputOptions, base: str) -> None:
-        """`base`: what the ids of the items are made of."""
+    def __init__(self, options: OutputOptions, names: ids.Names) -> None:
+        """`names`: of the items."""
         self.items: list[Item] = []
         """Those that are complete."""
         self._options = options
-        self._base = base
+        self._names = names
         self._open: _Open | None = None
         self._call_index: int | None = None
         """Of the open call, as the engine counts."""
@@ -270,10 +270,10 @@ class Output:
             return []
         events, index = self._close("completed"), len(self.items)
         if kind is _Reasoning:
-            encrypted = ids.encrypted_content(self._base, index) if self._options.encrypted else None
-            name = ids.item_id("reasoning", self._base, index)
+            encrypted = self._names.encrypted(index) if self._options.encrypted else None
+            name = self._names.item("reasoning", index)
             return events + self._begin(_Reasoning(name, index, encrypted, summary=self._options.summary))
-        name = ids.item_id("message", self._base, index)
+        name = self._names.item("message", index)
         return events + self._begin(_Text(name, index) if kind is _Text else _Refusal(name, index))
 
     def _add_call(self, call: CallPart) -> list[Event]:
@@ -282,7 +282,8 @@ class Output:
         if call.index != self._call_index or not isinstance(self._open, _Call | _CustomCall):
             if call.index in self._closed_calls:
                 raise EngineBroken("the engine continued a tool call after it began another one")
-            name = call.id or self._unnamed.pop(call.index, None) or ids.base_of("")
+            own = self._names.call(call.id, call.index) if call.id else None
+            name = own or self._unnamed.pop(call.index, None) or ids.base_of("")
             if function is None or not function.name:
                 self._unnamed[call.index] = name
                 return []
@@ -296,8 +297,8 @@ class Output:
     def _new_call(self, call: str, function: str) -> _Open:
         index, tools = len(self.items), self._options.tools
         if function in tools.custom:
-            return _CustomCall(ids.item_id("custom_tool_call", self._base, index), index, call, function)
-        return _Call(ids.item_id("function_call", self._base, index), index, call, function, tools)
+            return _CustomCall(self._names.item("custom_tool_call", index), index, call, function)
+        return _Call(self._names.item("function_call", index), index, call, function, tools)
 
     def _begin(self, opened: _Open) -> list[Event]:
         self._open = opened

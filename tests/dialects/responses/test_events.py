@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.history.echo import turn_in
 from tests.dialects.responses.dialogue import FUNCTION, Event, Item, async_sdk, engine_body, events_of, sdk
 from tests.fake_vllm import FakeVllm, Reply
 from tests.talk import call
@@ -13,10 +14,11 @@ from tests.tiny_model import END, TinyModel
 from tests.utils import run_proxy
 
 HELLO = (74, 71, 78, 78, 81, END)
+_CALLS = [f"chatcmpl-tool-{digit * 32}" for digit in "ab"]
 _TURN = {
     "reasoning": "so",
     "content": "well",
-    "tool_calls": [call(identity="c1"), call("g", '{"b": 1}', "c2")],
+    "tool_calls": [call(identity=_CALLS[0]), call("g", '{"b": 1}', _CALLS[1])],
 }
 _TOOLS = [FUNCTION, {**FUNCTION, "name": "g"}]
 
@@ -181,7 +183,7 @@ def test_encrypted_content_holds_no_text(client: httpx.Client, fake: FakeVllm) -
         answer = client.post("/v1/responses", json={"input": "Hi", "include": include})
         encrypted = answer.json()["output"][0]["encrypted_content"]
         assert (encrypted is not None) is expected
-        assert not expected or answer.headers["x-turn-id"] in encrypted
+        assert not expected or turn_in(encrypted) == answer.headers["x-turn-id"]
 
 
 def test_a_stream_that_waits_begins_early_and_is_kept_alive(
@@ -210,8 +212,8 @@ def _checked(response: Any) -> None:
     assert reasoning.content[0].text == "so"
     assert (response.output_text, message.status) == ("well", "completed")
     assert [(item.name, item.call_id, item.arguments) for item in (one, two)] == [
-        ("f", "c1", "{}"),
-        ("g", "c2", '{"b": 1}'),
+        ("f", _CALLS[0], "{}"),
+        ("g", _CALLS[1], '{"b": 1}'),
     ]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.dialects.responses.dialogue import FUNCTION, Dialogue, result, sdk
 from tests.fake_vllm import Reply
-from tests.talk import call
+from tests.talk import call, sent_ids
 from tests.tiny_model import END, TinyModel
 from tests.utils import EVERY_SPELLING, Pair
 
@@ -128,3 +128,29 @@ def test_session_fields_apply_under_their_chat_names(pair: Pair) -> None:
     body = engine_body(pair.fake)
     assert (body["max_tokens"], body["temperature"], body["top_p"]) == (5, 0.25, 0.75)
     assert client.get("/v1/sessions/bounded").json()["turn_count"] == 1
+
+
+def test_the_echoed_item_decides_between_equal_texts(pair: Pair, tiny_model: TinyModel) -> None:
+    """Two conversations got equal texts and other ids: each continues its own."""
+    talks = [Dialogue(pair, tiny_model) for _ in range(2)]
+    for number, made in enumerate(talks):
+        sampled = (*SPLIT[:-1], 90 + number, END)
+        made.ask([_user("Hi, twice the same")], Reply(sampled, message={"content": "same"}))
+        made.ids = [*_rendered(made), *sampled]
+    for made in reversed(talks):
+        made.follow([_user("more")], [_user("more")], Reply(SPLIT))
+    stripped = Dialogue(pair, tiny_model, items=[_user("Hi, twice the same")], strip_ids=True)
+    stripped.items.append({"type": "message", "role": "assistant", "content": "same"})
+    stripped.ask([_user("more")], Reply(SPLIT))
+    assert sent_ids(pair.fake) is None
+
+
+def test_ids_of_calls_that_repeat_are_unique_for_clients(pair: Pair, tiny_model: TinyModel) -> None:
+    """Engines that name calls `functions.f:0` get them back so: the template may print them."""
+    made = Dialogue(pair, tiny_model, {"tools": [FUNCTION]})
+    first = made.ask([_user("Hi, call twice")], _calling("functions.f:0", "functions.f:1"))
+    made.ids = [*_rendered(made), *SPLIT]
+    names = [item.call_id for item in first.output]
+    assert len(set(names)) == 2 and not set(names) & {"functions.f:0", "functions.f:1"}
+    said = [{"role": "tool", "tool_call_id": f"functions.f:{n}", "content": str(n)} for n in range(2)]
+    made.follow([result(item, str(n)) for n, item in enumerate(first.output)], said, Reply(SPLIT))

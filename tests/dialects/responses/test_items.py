@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from proxy.dialects.responses.ids import encrypted_content, item_id
+from proxy.dialects.responses.ids import Names
 from proxy.dialects.responses.items import as_input, messages_of
 from proxy.errors import BadRequest
 
@@ -13,7 +13,7 @@ ONE, TWO = "1" * 32, "2" * 32
 
 
 def _text(text: str, turn: str = "", index: int = 0) -> Item:
-    name = {"id": item_id("message", turn, index)} if turn else {}
+    name = {"id": Names(turn).item("message", index)} if turn else {}
     return {
         "type": "message",
         "role": "assistant",
@@ -23,12 +23,12 @@ def _text(text: str, turn: str = "", index: int = 0) -> Item:
 
 
 def _reasoning(text: str, turn: str = "", **fields: Any) -> Item:
-    name = {"id": item_id("reasoning", turn, 0)} if turn else {}
+    name = {"id": Names(turn).item("reasoning", 0)} if turn else {}
     return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}], **name, **fields}
 
 
 def _call(call: str, turn: str = "", **fields: Any) -> Item:
-    name = {"id": item_id("function_call", turn, 1)} if turn else {}
+    name = {"id": Names(turn).item("function_call", 1)} if turn else {}
     return {"type": "function_call", "call_id": call, "name": "f", "arguments": "{}", **name, **fields}
 
 
@@ -130,7 +130,7 @@ _CASES: dict[str, tuple[list[Item], list[Item]]] = {
         ],
     ),
     "encrypted content names the turn too": (
-        [_text("a", ONE, 0), _reasoning("r", encrypted_content=encrypted_content(ONE, 1))],
+        [_text("a", ONE, 0), _reasoning("r", encrypted_content=Names(ONE).encrypted(1))],
         [_assistant(content="a", reasoning="r")],
     ),
     "reasoning as a summary": (
@@ -173,13 +173,14 @@ _CASES: dict[str, tuple[list[Item], list[Item]]] = {
 
 @pytest.mark.parametrize("items, messages", _CASES.values(), ids=_CASES)
 def test_messages(items: list[Item], messages: list[Item]) -> None:
-    assert messages_of([], items, {}) == messages
+    assert messages_of([], items, {})[0] == messages
 
 
 @pytest.mark.parametrize("kind", ["compaction", "compaction_summary", "context_compaction"])
 def test_a_compaction_is_its_summary(kind: str) -> None:
-    item = {"type": kind, "encrypted_content": encrypted_content(ONE, 0)}
-    assert messages_of([], [item], {item_id("compaction", ONE, 0): "so far"}) == [_user("so far")]
+    item = {"type": kind, "encrypted_content": Names(ONE).encrypted(0)}
+    summaries = {Names(ONE).item("compaction", 0): "so far"}
+    assert messages_of([], [item], summaries)[0] == [_user("so far")]
 
 
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -217,7 +218,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
         "input[0].encrypted_content",
     ),
     "a compaction that is gone": (
-        [_text("a"), {"type": "compaction", "encrypted_content": encrypted_content(ONE, 0)}],
+        [_text("a"), {"type": "compaction", "encrypted_content": Names(ONE).encrypted(0)}],
         "input[1].encrypted_content",
     ),
 }

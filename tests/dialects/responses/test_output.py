@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from proxy.dialects.chat_parts import CallPart, FunctionPart, MessagePart
+from proxy.dialects.responses.ids import Names
 from proxy.dialects.responses.output import Output, OutputOptions
 from proxy.dialects.responses.tools import Tools
 from proxy.errors import EngineBroken
@@ -19,7 +20,8 @@ def _call(
 
 
 def _output(*parts: MessagePart, **options: Any) -> tuple[Output, list[dict[str, Any]]]:
-    made = Output(OutputOptions(**{"tools": Tools(), "summary": False, "encrypted": False, **options}), _BASE)
+    defaults = {"tools": Tools(), "summary": False, "encrypted": False}
+    made = Output(OutputOptions(**{**defaults, **options}), Names(_BASE))
     events = [event for part in parts for event in made.add(part, [])]
     return made, [*events, *made.end("completed")]
 

@@ -131,6 +131,7 @@ def _plain(response: Any) -> dict[str, Any]:
         shown.pop(name)
     for item in shown["output"]:
         item.pop("id")
+        item.pop("call_id", None)
         item.pop("encrypted_content", None)
         for part in item.get("content") or []:
             part.pop("logprobs", None)  # those of a whole turn include those of its reasoning
