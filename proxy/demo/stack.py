@@ -23,7 +23,7 @@ STANDARD_FLAGS = (
     *("--served-model-name", MODEL_NAME),
     *("--dtype", "bfloat16"),
     "--enforce-eager",
-    *("--max-model-len", "4096"),
+    *("--max-model-len", "8192"),
     "--enable-auto-tool-choice",
     *("--tool-call-parser", "hermes"),
     "--enable-prompt-tokens-details",

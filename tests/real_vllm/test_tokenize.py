@@ -23,7 +23,7 @@ def test_append_equals_the_engines_rendering_when_nothing_drifted(server: Served
     assert appended["tokens"] == whole["tokens"]
     assert appended["appended"] == len(whole["tokens"]) - len(sampled)
     assert appended["count"] == len(whole["tokens"])
-    assert appended["max_model_len"] == whole["max_model_len"] == 4096
+    assert appended["max_model_len"] == whole["max_model_len"] == 8192
 
 
 def test_a_turn_that_was_cut_off_is_closed(server: Served) -> None:
