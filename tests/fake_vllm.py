@@ -151,11 +151,14 @@ class FakeVllm(FakeServer):
 
     def _render(self, body: dict[str, Any]) -> list[int]:
         rendered = {name: body[name] for name in self.rendered_fields if body.get(name) not in (None, "none")}
+        kwargs = dict(body.get("chat_template_kwargs") or {})
+        if (effort := body.get("reasoning_effort")) is not None:
+            kwargs = {"enable_thinking": effort != "none", **kwargs, "reasoning_effort": effort}
         with self._rendering:
             return (self.model.encode(json.dumps(rendered)) if rendered else []) + self.model.render(
                 as_rendered(body["messages"]),
                 **{
-                    **(body.get("chat_template_kwargs") or {}),
+                    **kwargs,
                     "add_generation_prompt": body.get("add_generation_prompt", True),
                     "tools": tools_as_rendered(body.get("tools")),
                     "chat_template": self.chat_template,

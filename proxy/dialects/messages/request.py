@@ -68,6 +68,7 @@ class MessagesRequest(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(MessagesRequest).decode
 _AT = " - at `$"
+_MISSING = "Object missing required field `"
 
 
 def read_request(body: bytes) -> MessagesRequest:
@@ -109,9 +110,8 @@ def _invalid(problem: str) -> BadRequest:
     """The error for what msgspec reports: `Expected int, got str - at $.messages[0].role`."""
     text, _, path = problem.partition(_AT)
     path = path.rstrip("`").removeprefix(".")
-    missing = text.removeprefix("Object missing required field ").strip("`")
-    if missing != text:
-        path, text = f"{path}.{missing}".removeprefix("."), "required"
+    if text.startswith(_MISSING):
+        path, text = f"{path}.{text.removeprefix(_MISSING)}".strip(".`"), "required"
     elif not path:
         path, text = "body", "the request body must be a JSON object"
     return BadRequest(f"{path}: {text}", param=path)
