@@ -10,10 +10,11 @@ from proxy.dialects.messages.request import (
     ThinkingEnabled,
 )
 from proxy.dialects.messages.tools import chat_tool_choice, chat_tools, tools_in_effect
-from proxy.fields import is_null
 
-_SAME_NAME = ("temperature", "top_p", "top_k")
-_FROM_VLLM = (
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
     "chat_template_kwargs",
     "cache_salt",
     "kv_transfer_params",
@@ -36,7 +37,6 @@ def chat_options(request: MessagesRequest, effort_without_thinking: str) -> dict
     fields: dict[str, Any] = {"model": request.model, "max_tokens": request.max_tokens}
     fields |= {name: getattr(request, name) for name in _SAME_NAME}
     fields["stop"] = request.stop_sequences
-    fields |= {name: raw for name in _FROM_VLLM if not is_null(raw := getattr(request, name))}
     if request.stream:
         fields |= {"stream": True, "stream_options": _STREAM}
     fields |= _output(request.output_config)

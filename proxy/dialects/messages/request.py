@@ -9,7 +9,7 @@ from proxy.dialects.messages.blocks import Content, Message, Text, ToolAddition,
 from proxy.dialects.messages.definitions import Tool, ToolChoice
 from proxy.errors import BadRequest
 
-_NULL = msgspec.Raw(b"null")
+JsonObject = dict[str, msgspec.Raw]
 
 
 class ThinkingEnabled(msgspec.Struct, tag_field="type", tag="enabled"):
@@ -30,7 +30,7 @@ class OutputFormat(msgspec.Struct):
     """A schema for the text of the answer."""
 
     type: Literal["json_schema"] = "json_schema"
-    schema: dict[str, msgspec.Raw] | None = None
+    schema: JsonObject | None = None
 
 
 class OutputConfig(msgspec.Struct):
@@ -58,12 +58,12 @@ class MessagesRequest(msgspec.Struct):
     top_p: float | None = None
     top_k: int | None = None
     # fields of vLLM
-    chat_template_kwargs: msgspec.Raw = _NULL
-    cache_salt: msgspec.Raw = _NULL
-    kv_transfer_params: msgspec.Raw = _NULL
-    ec_transfer_params: msgspec.Raw = _NULL
-    vllm_xargs: msgspec.Raw = _NULL
-    watermarking: msgspec.Raw = _NULL
+    chat_template_kwargs: JsonObject | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: JsonObject | None = None
+    ec_transfer_params: JsonObject | None = None
+    vllm_xargs: JsonObject | None = None
+    watermarking: bool | None = None
 
 
 _decode = msgspec.json.Decoder(MessagesRequest).decode

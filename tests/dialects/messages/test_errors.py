@@ -99,13 +99,13 @@ def test_a_prompt_that_is_too_long(pair: Pair, turn: int, stream: bool) -> None:
     "message, said",
     [
         (
-            "This model's maximum context length is 80 tokens. However, your prompt contains 900 characters (more "
-            "than 800 characters, which is the upper bound for 80 input tokens).",
+            "This model's maximum context length is 80 tokens. However, your prompt contains 900 characters "
+            "(more than 800 characters, which is the upper bound for 80 input tokens).",
             "prompt is too long: 81 tokens > 80 maximum. ",
         ),
         (
-            "This model's maximum context length is 80 tokens. However, your prompt contains at least 81 input "
-            "tokens, which exceeds this limit",
+            "This model's maximum context length is 80 tokens. However, your prompt contains at least 81 "
+            "input tokens, which exceeds this limit",
             "prompt is too long: 81 tokens > 80 maximum. ",
         ),
         (

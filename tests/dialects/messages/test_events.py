@@ -29,7 +29,8 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
     ),
     "thinking and text of one chunk": (
         [chunk("stop", reasoning="a", content="b")],
-        ["0 thinking", "0 thinking: a", f"0 signature: {_SIGNATURE}", "0 stop", "1 text", "1 text: b", "1 stop"],
+        ["0 thinking", "0 thinking: a", f"0 signature: {_SIGNATURE}", "0 stop",
+         "1 text", "1 text: b", "1 stop"],
     ),
     "a call in pieces": (
         [_ROLE, chunk(tool_calls=[call(0, "c1", "look")]), chunk(tool_calls=[call(0, arguments='{"a"')]),
@@ -50,7 +51,10 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
         [chunk(tool_calls=[call(0, "c1", "look", "{")]), chunk(tool_calls=[call(0, None, "look", "}")])],
         ["0 tool_use", "0 input_json: {", "0 input_json: }", "0 stop"],
     ),
-    "a call without arguments": ([chunk("tool_calls", tool_calls=[call(0, "c1", "look")])], ["0 tool_use", "0 stop"]),
+    "a call without arguments": (
+        [chunk("tool_calls", tool_calls=[call(0, "c1", "look")])],
+        ["0 tool_use", "0 stop"],
+    ),
     "pieces before the name": (
         [chunk(tool_calls=[call(0, "c1")]), chunk(tool_calls=[call(0, "c1", "look", "{}")])],
         ["0 tool_use", "0 input_json: {}", "0 stop"],
@@ -67,7 +71,8 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
     ),
     "thinking again": (
         [chunk(reasoning="a"), chunk(content="b"), chunk(reasoning="c"), _END],
-        ["0 thinking", "0 thinking: a", f"0 signature: {_SIGNATURE}", "0 stop", "1 text", "1 text: b", "1 stop",
+        ["0 thinking", "0 thinking: a", f"0 signature: {_SIGNATURE}", "0 stop",
+         "1 text", "1 text: b", "1 stop",
          "2 thinking", "2 thinking: c", f"2 signature: {_SIGNATURE}", "2 stop"],
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Conversations of Anthropic's clients stay exact: every prompt begins with the ids read and sampled before."""
+"""Conversations of Anthropic's clients stay exact: prompts begin with the ids read and sampled before."""
 
 import json
 import secrets

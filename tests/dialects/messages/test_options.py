@@ -57,7 +57,8 @@ def _named(name: str) -> dict[str, Any]:
             },
         ),
         ({"output_config": {"format": {"type": "json_schema"}}}, {}),
-        ({"chat_template_kwargs": {"a": 1}, "cache_salt": "s"}, {"chat_template_kwargs": {"a": 1}, "cache_salt": "s"}),
+        ({"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 1}}),
+        ({"cache_salt": "s", "vllm_xargs": {"b": 1}}, {"cache_salt": "s", "vllm_xargs": {"b": 1}}),
         (
             {"metadata": {"user_id": "u"}, "service_tier": "auto", "context_management": {"edits": []},
              "container": None, "mcp_servers": [], "betas": ["x"], "speed": "fast"},
@@ -133,6 +134,11 @@ def test_tools_that_are_added_and_removed_on_the_way() -> None:
         names(_change("tool_removal", {"type": "tool_reference", "name": "gone"}))
 
 
+def _saying(role: str, block: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": [block]}]}
+
+
+_REFERENCE = {"type": "tool_reference", "name": "look"}
 _BLOCK = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "document", "source": {}}]}
 _WRONG: list[tuple[str, dict[str, Any]]] = [
     ("max_tokens", {"max_tokens": None}),
@@ -148,11 +154,11 @@ _WRONG: list[tuple[str, dict[str, Any]]] = [
     ("messages[0].content", {"messages": [{"role": "user"}]}),
     ("messages[1].content[1].type", {"messages": [*_HI, _BLOCK]}),
     ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"text": "a"}]}]}),
-    ("messages[0].content[0].text", {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}),
-    ("messages[0].content[0].id", {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}),
-    ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [
-        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "look"}}]}]}),
-    ("messages[0].content[0].tool", {"messages": [{"role": "system", "content": [{"type": "tool_removal"}]}]}),
+    ("messages[0].content[0].text", _saying("user", {"type": "text", "text": 1})),
+    ("messages[0].content[0].id", _saying("assistant", {"type": "tool_use"})),
+    ("messages[0].content[0].type", _saying("user", {"type": "tool_removal", "tool": _REFERENCE})),
+    ("messages[0].content[0].tool", _saying("system", {"type": "tool_removal"})),
+    ("chat_template_kwargs", {"chat_template_kwargs": True}),
     ("system", {"system": 5}),
     ("system[0].type", {"system": [{"type": "image"}]}),
     ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
