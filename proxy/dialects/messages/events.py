@@ -57,6 +57,8 @@ class MessagesTranslation(Translation):
         """Index of the call that the open block writes."""
         self._arguments: list[str] = []
         """Of the last call."""
+        self._is_object = False
+        """Whether they begin as an object does, and are sent."""
         self._late: list[str] = []
         """Text that arrived while a call was written."""
         self._tool_used = False
@@ -141,11 +143,20 @@ class MessagesTranslation(Translation):
             self._close(ready)
             block = {"type": "tool_use", "id": call_id(call), "name": function.name, "input": {}}
             self._open("tool_use", block, ready)
-            self._tool_used, self._call, self._arguments = True, call.index, []
+            self._tool_used, self._call = True, call.index
+            self._arguments, self._is_object = [], False
             continues = True
         if function.arguments and continues:
-            self._arguments.append(function.arguments)
-            ready.append(_DELTA % (self._blocks, _ARGUMENTS % _encode(function.arguments)))
+            self._add_arguments(function.arguments, ready)
+
+    def _add_arguments(self, piece: str, ready: list[bytes]) -> None:
+        """The event for the next arguments; none while they are no object, which the SDK could not parse."""
+        self._arguments.append(piece)
+        if not self._is_object:
+            piece = "".join(self._arguments).lstrip()
+            self._is_object = piece.startswith("{")
+        if self._is_object:
+            ready.append(_DELTA % (self._blocks, _ARGUMENTS % _encode(piece)))
 
     def _continue(self, kind: str, ready: list[bytes]) -> None:
         """Open a block for text or thinking, unless it is open."""

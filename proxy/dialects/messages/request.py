@@ -26,6 +26,10 @@ class ThinkingAdaptive(msgspec.Struct, tag_field="type", tag="adaptive"):
     """Thinking as much as the model chooses."""
 
 
+class ThinkingBetweenTools(msgspec.Struct, tag_field="type", tag="between_tools"):
+    """Thinking after results of tools only."""
+
+
 class OutputFormat(msgspec.Struct):
     """A schema for the text of the answer."""
 
@@ -50,7 +54,7 @@ class MessagesRequest(msgspec.Struct):
     system: str | list[Text] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: ThinkingEnabled | ThinkingDisabled | ThinkingAdaptive | None = None
+    thinking: ThinkingEnabled | ThinkingDisabled | ThinkingAdaptive | ThinkingBetweenTools | None = None
     output_config: OutputConfig | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None

@@ -59,6 +59,14 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
         [chunk(tool_calls=[call(0, "c1")]), chunk(tool_calls=[call(0, "c1", "look", "{}")])],
         ["0 tool_use", "0 input_json: {}", "0 stop"],
     ),
+    "arguments that are no object": (
+        [chunk(tool_calls=[call(0, "c1", "look", '"')]), chunk(tool_calls=[call(0, arguments='a"')])],
+        ["0 tool_use", "0 stop"],
+    ),
+    "white space before the arguments": (
+        [chunk(tool_calls=[call(0, "c1", "look", " ")]), chunk(tool_calls=[call(0, arguments="\n{}")])],
+        ["0 tool_use", "0 input_json: {}", "0 stop"],
+    ),
     "text while a call is written": (
         [chunk(tool_calls=[call(0, "c1", "look", "{")]), chunk(content="x"),
          chunk(tool_calls=[call(0, arguments="}")]), chunk(content="y"), _END],

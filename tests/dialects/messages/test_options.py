@@ -42,6 +42,7 @@ def _named(name: str) -> dict[str, Any]:
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, {"thinking_token_budget": 2000}),
         ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
         ({"thinking": {"type": "adaptive"}}, {}),
+        ({"thinking": {"type": "between_tools"}}, {}),
         ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
         (
             {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
