@@ -6,17 +6,19 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.chat_parts import CallPart, Chat, ChoicePart, UsagePart
-from proxy.dialects.echo import signature
+from proxy.history.echo import TurnTokens
 
+_UNSIGNED = "unsigned"
 _is_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _is_json = msgspec.json.Decoder(msgspec.Raw).decode
 
 
-def message(completion: Chat, model: str, turn_id: str) -> dict[str, Any]:
+def message(completion: Chat, model: str, turn_id: str, tokens: TurnTokens | None) -> dict[str, Any]:
     """The message for a whole completion; of several choices, the first.
 
     Args:
         model: the name that the client used.
+        tokens: makes what the client sends back unread; None for a turn that is not recorded.
     """
     choice = completion.choices[0] if completion.choices else ChoicePart()
     calls = (choice.message.tool_calls if choice.message else None) or []
@@ -25,7 +27,7 @@ def message(completion: Chat, model: str, turn_id: str) -> dict[str, Any]:
     )
     return {
         **empty_message(message_id(turn_id, completion.id), model),
-        "content": _content(choice, turn_id),
+        "content": _content(choice, tokens),
         "stop_reason": reason,
         "stop_sequence": sequence,
         "usage": usage(completion.usage),
@@ -52,25 +54,36 @@ def message_id(turn_id: str, completion_id: str = "") -> str:
     return f"msg_{turn_id or completion_id or secrets.token_hex(16)}"
 
 
-def _content(choice: ChoicePart, turn_id: str) -> list[dict[str, Any]]:
+def _content(choice: ChoicePart, tokens: TurnTokens | None) -> list[dict[str, Any]]:
     answer = choice.message
     if answer is None:
         return [{"type": "text", "text": ""}]
     blocks: list[dict[str, Any]] = []
     if answer.thought:
-        blocks.append({"type": "thinking", "thinking": answer.thought, "signature": signature(turn_id)})
+        blocks.append({"type": "thinking", "thinking": answer.thought, "signature": signature(tokens)})
     if answer.content:
         blocks.append({"type": "text", "text": answer.content})
-    for call in answer.tool_calls or []:
+    for item, call in enumerate(answer.tool_calls or []):
         name, arguments = _function(call)
-        blocks.append({"type": "tool_use", "id": call_id(call), "name": name, "input": _input(arguments)})
+        identity = call_id(call, item, tokens)
+        blocks.append({"type": "tool_use", "id": identity, "name": name, "input": _input(arguments)})
     # as Anthropic's API: clients read the first block without looking
     return blocks or [{"type": "text", "text": ""}]
 
 
-def call_id(call: CallPart) -> str:
-    """The engine's id of a tool call."""
-    return call.id or f"toolu_{secrets.token_hex(12)}"
+def signature(tokens: TurnTokens | None) -> str:
+    """The signature of a turn's thinking. Clients discard thinking without one."""
+    return tokens.token() if tokens is not None else _UNSIGNED
+
+
+def call_id(call: CallPart, item: int, tokens: TurnTokens | None) -> str:
+    """The id under which the client gets a tool call.
+
+    Args:
+        item: index of the call in the answer.
+    """
+    own = call.id or f"toolu_{secrets.token_hex(12)}"
+    return tokens.call_id(own, item) if tokens is not None else own
 
 
 def _function(call: CallPart) -> tuple[str, str]:

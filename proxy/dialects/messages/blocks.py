@@ -42,6 +42,8 @@ class Thinking(msgspec.Struct, tag_field="type", tag="thinking"):
     """The reasoning of an assistant."""
 
     thinking: str | None = None
+    signature: str | None = None
+    """Names the turn; see `proxy.history.echo`."""
 
 
 class RedactedThinking(msgspec.Struct, tag_field="type", tag="redacted_thinking"):

@@ -4,19 +4,22 @@
     [tool_result, text]           tool: result, user: text
     [thinking, text, tool_use]    assistant: reasoning, content, tool_calls
 
-Several texts stay several parts of one content, because engines decide how to join them.
+Several texts stay several parts of one content, because engines decide how to join them. Texts of the
+assistant with a call or thinking between them are one text, unlike in vLLM: a stream splits it there.
 
 A system message inside the conversation stays where it is if the chat template takes one there. For other
 templates it joins the system prompt if no assistant has answered yet, as in vLLM. After that a changed system
 prompt would change the ids of all earlier turns, so its text joins the user's messages at its place.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from proxy.dialects.messages.blocks import (
+    Block,
     Content,
     Image,
     Message,
@@ -35,10 +38,19 @@ _BILLING_HEADER = "x-anthropic-billing-header"
 """Start of a block of Claude Code's system prompt that changes with every request."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChatMessages:
+    """A conversation as chat messages."""
+
+    messages: list[ChatMessage]
+    signatures: Mapping[int, tuple[str, ...]]
+    """Those of the thinking in a message, by the index of the message."""
+
+
 def chat_messages(
     system: str | Sequence[Text] | None, messages: Sequence[Message], *, merges_system: bool
-) -> list[ChatMessage]:
-    """The chat messages of a conversation.
+) -> ChatMessages:
+    """Convert a conversation.
 
     Args:
         merges_system: whether the chat template takes system messages at the start only.
@@ -64,7 +76,8 @@ def chat_messages(
     conversion.flush()
     prompt = "".join(opening)
     first = [{"role": "system", "content": prompt}] if prompt else []
-    return [*first, *conversion.messages]
+    signatures = {index + len(first): found for index, found in conversion.signatures.items()}
+    return ChatMessages([*first, *conversion.messages], signatures)
 
 
 class _Conversion:
@@ -72,6 +85,7 @@ class _Conversion:
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
+        self.signatures: dict[int, tuple[str, ...]] = {}
         self.answered = False
         """Whether there was a message of the assistant."""
         self._held: list[str] = []
@@ -82,6 +96,8 @@ class _Conversion:
         if message.role == "assistant":
             self.flush()
             self.answered = True
+            if signatures := _signatures(message.content):
+                self.signatures[len(self.messages)] = signatures
             self.messages.append(_assistant(message.content))
             return
         content: str | list[ChatMessage] | None = (
@@ -152,8 +168,33 @@ def _assistant(content: Content) -> ChatMessage:
         message["reasoning"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls
-    parts = _content(_parts(content, results=True))
+    parts = _content(_rejoined(content))
     return message if parts is None else {**message, "content": parts}
+
+
+def _rejoined(content: Sequence[Block]) -> list[ChatMessage]:
+    """The parts of an assistant's content. A text after a call or thinking continues the text before it."""
+    parts: list[ChatMessage] = []
+    interrupted = False
+    for block in content:
+        if isinstance(block, ToolUse | Thinking):
+            interrupted = True
+            continue
+        for part in _parts([block], results=True):
+            last = parts[-1] if parts else None
+            if interrupted and last is not None and part["type"] == last["type"] == "text":
+                parts[-1] = {"type": "text", "text": last["text"] + part["text"]}
+            else:
+                parts.append(part)
+            interrupted = False
+    return parts
+
+
+def _signatures(content: Content) -> tuple[str, ...]:
+    if isinstance(content, str):
+        return ()
+    thoughts = (block for block in content if isinstance(block, Thinking))
+    return tuple(block.signature for block in thoughts if block.signature)
 
 
 def _call(block: ToolUse) -> ChatMessage:

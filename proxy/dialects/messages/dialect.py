@@ -48,13 +48,12 @@ class MessagesDialect(Dialect):
         template = self._template
         options = chat_options(parsed, template.effort_without_thinking)
         fields = {name: _as_raw(value) for name, value in options.items()}
-        fields["messages"] = raw(
-            chat_messages(parsed.system, parsed.messages, merges_system=template.merges_system)
-        )
+        conversation = chat_messages(parsed.system, parsed.messages, merges_system=template.merges_system)
+        fields["messages"] = raw(conversation.messages)
         visible = visible_of(fields)
         apply_session(fields, session)
         _limit_answer(fields, template.max_model_len)
-        return chat_request(request, fields, session, visible)
+        return chat_request(request, fields, session, visible, tokens=conversation.signatures)
 
 
 def _as_raw(value: object) -> msgspec.Raw:

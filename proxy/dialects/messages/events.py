@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from proxy.dialects.chat_parts import CallPart, Chat, ChoicePart, UsagePart
-from proxy.dialects.echo import signature
 from proxy.dialects.error_formats import anthropic_error
 from proxy.dialects.messages.answer import (
     call_id,
@@ -22,6 +21,7 @@ from proxy.dialects.messages.answer import (
     is_json,
     message,
     message_id,
+    signature,
     stop_reason,
     usage,
     usage_so_far,
@@ -60,15 +60,16 @@ class MessagesTranslation(Translation):
         self._is_object = False
         """Whether they begin as an object does, and are sent."""
         self._late: list[str] = []
-        """Text that arrived while a call was written."""
-        self._tool_used = False
+        """Text that is not written yet: what arrived while a call was written."""
+        self._calls = 0
+        """Number of calls so far."""
         self._usage: UsagePart | None = None
         self._finish: str | None = None
         self._stop: int | str | None = None
 
     def whole(self, completion: Chat) -> bytes:
         """See `Translation.whole`."""
-        return _encode(message(completion, self._model, self.turn_id))
+        return _encode(message(completion, self._model, self.turn_id, self.tokens))
 
     def begin(self) -> bytes:
         """See `Translation.begin`."""
@@ -94,8 +95,8 @@ class MessagesTranslation(Translation):
         reason, sequence = stop_reason(
             self._finish or "stop",
             self._stop,
-            tool_used=self._tool_used,
-            tool_complete=self._tool_used and is_json("".join(self._arguments)),
+            tool_used=self._calls > 0,
+            tool_complete=self._calls > 0 and is_json("".join(self._arguments)),
         )
         delta = {"container": None, "stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
         ready.append(_event("message_delta", {"delta": delta, "usage": usage_so_far(self._usage)}))
@@ -126,11 +127,12 @@ class MessagesTranslation(Translation):
             self._continue("thinking", ready)
             ready.append(_DELTA % (self._blocks, _THINKING % _encode(thought)))
         if text := delta.content:
-            if self._block == "tool_use":
-                self._late.append(text)
-            else:
+            writes = self._block != "tool_use"
+            if writes:
                 self._continue("text", ready)
-                ready.append(_DELTA % (self._blocks, _TEXT % _encode(text)))
+            self._late.append(text)
+            if writes:
+                self._write_late(ready)
         for call in delta.tool_calls or ():
             self._add_call(call, ready)
 
@@ -141,9 +143,10 @@ class MessagesTranslation(Translation):
         continues = self._block == "tool_use" and self._call == call.index
         if function.name and not (continues and call.id is None):
             self._close(ready)
-            block = {"type": "tool_use", "id": call_id(call), "name": function.name, "input": {}}
+            identity = call_id(call, self._calls, self.tokens)
+            block = {"type": "tool_use", "id": identity, "name": function.name, "input": {}}
             self._open("tool_use", block, ready)
-            self._tool_used, self._call = True, call.index
+            self._calls, self._call = self._calls + 1, call.index
             self._arguments, self._is_object = [], False
             continues = True
         if function.arguments and continues:
@@ -172,17 +175,19 @@ class MessagesTranslation(Translation):
         """End the open block, and write the text that waited for it."""
         if self._block == "thinking":
             # Claude Code discards an answer whose thinking has no signature
-            ready.append(_DELTA % (self._blocks, _SIGNATURE % _encode(signature(self.turn_id))))
+            ready.append(_DELTA % (self._blocks, _SIGNATURE % _encode(signature(self.tokens))))
         if self._block:
             ready.append(_event("content_block_stop", {"index": self._blocks}))
             self._block = ""
             self._blocks += 1
-        late = "".join(self._late)
-        self._late.clear()
-        if late.strip():  # white space between calls is no answer
+        if any(map(str.strip, self._late)):  # white space between calls is no answer; it waits for more
             self._open("text", _EMPTY_BLOCKS["text"], ready)
-            ready.append(_DELTA % (self._blocks, _TEXT % _encode(late)))
+            self._write_late(ready)
             self._close(ready)
+
+    def _write_late(self, ready: list[bytes]) -> None:
+        ready.append(_DELTA % (self._blocks, _TEXT % _encode("".join(self._late))))
+        self._late.clear()
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:

@@ -7,8 +7,10 @@ import msgspec
 
 from proxy.dialects.chat_parts import Chat, decode_chat
 from proxy.dialects.messages.events import MessagesTranslation
+from proxy.history.echo import Signer
 
 TURN = "18ea730ff62f6878c5244cad618f0000"
+SIGNER = Signer(b"secret")
 
 
 def chunk(finish: str | None = None, stop: Any = None, usage: Any = None, **delta: Any) -> Chat:
@@ -25,6 +27,7 @@ def call(index: int, identity: str | None = None, name: str | None = None, argum
 def events(*chunks: Chat, early: bool = False, turn_id: str = TURN) -> list[dict[str, Any]]:
     """The events of a stream; each names its type twice."""
     translation = MessagesTranslation("claude")
+    translation.signer = SIGNER
     written = translation.begin() if early else b""
     translation.turn_id = turn_id
     written += b"".join(map(translation.chunk, chunks)) + translation.end()

@@ -1,6 +1,5 @@
 """A whole answer has the blocks, the stop reason and the usage of the completion."""
 
-import base64
 import json
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from proxy.dialects.chat_parts import decode_chat
 from proxy.dialects.messages.events import MessagesTranslation
-from tests.dialects.messages.chunks import TURN
+from tests.dialects.messages.chunks import SIGNER, TURN
 
 
 def _answer(message: dict[str, Any] | None, finish: str = "stop", stop: Any = None) -> dict[str, Any]:
@@ -17,16 +16,16 @@ def _answer(message: dict[str, Any] | None, finish: str = "stop", stop: Any = No
     usage = {"prompt_tokens": 9, "completion_tokens": 3}
     chat = decode_chat(msgspec.json.encode({"id": "chat-1", "choices": choices, "usage": usage}))
     translation = MessagesTranslation("claude")
-    translation.turn_id = TURN
+    translation.turn_id, translation.signer = TURN, SIGNER
     answer: dict[str, Any] = json.loads(translation.whole(chat))
     return answer
 
 
-def _call(arguments: str | None, identity: str = "c1") -> dict[str, Any]:
+def _call(arguments: str | None, identity: str = "call_c1c1c1c1c1c1c1c1") -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": "look", "arguments": arguments}}
 
 
-def _use(arguments: Any, identity: str = "c1") -> dict[str, Any]:
+def _use(arguments: Any, identity: str = "call_c1c1c1c1c1c1c1c1") -> dict[str, Any]:
     return {"type": "tool_use", "id": identity, "name": "look", "input": arguments}
 
 
@@ -34,7 +33,7 @@ _TEXT = {"type": "text", "text": "a"}
 _THINKING = {
     "type": "thinking",
     "thinking": "so",
-    "signature": base64.urlsafe_b64encode(TURN.encode()).decode(),
+    "signature": SIGNER.sign("", TURN),
 }
 
 
@@ -47,8 +46,8 @@ _THINKING = {
         ({"content": "a", "reasoning": "so"}, [_THINKING, _TEXT]),
         ({"reasoning_content": "so"}, [_THINKING]),
         (
-            {"content": "a", "tool_calls": [_call('{"b": 1, "a": 2}'), _call("{}", "c2")]},
-            [_TEXT, _use({"b": 1, "a": 2}), _use({}, "c2")],
+            {"content": "a", "tool_calls": [_call('{"b": 1, "a": 2}'), _call("{}", "call_c2c2c2c2c2c2c2c2")]},
+            [_TEXT, _use({"b": 1, "a": 2}), _use({}, "call_c2c2c2c2c2c2c2c2")],
         ),
         ({"tool_calls": [_call('{"a": ')]}, [_use({})]),
         ({"tool_calls": [_call("[1]")]}, [_use({})]),

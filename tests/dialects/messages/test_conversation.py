@@ -49,7 +49,7 @@ def _call(arguments: str = "{}", identity: str = "c1") -> Message:
 def _converted(*messages: Message, system: Any = None, merges_system: bool = False) -> list[Message]:
     body = {"model": "m", "messages": list(messages), "system": system}
     request = read_request(json.dumps(body).encode())
-    return chat_messages(request.system, request.messages, merges_system=merges_system)
+    return chat_messages(request.system, request.messages, merges_system=merges_system).messages
 
 
 _CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -76,6 +76,14 @@ _CASES: dict[str, tuple[list[Message], list[Message]]] = {
     "redacted thinking is ignored": (
         [_assistant({"type": "redacted_thinking", "data": "x"}, _text("a"))],
         [_assistant("a")],
+    ),
+    "texts around a call and thinking": (
+        [_assistant(_text("a"), _use(), _text("b"), {"type": "thinking", "thinking": "so"}, _text("c"))],
+        [{**_assistant("abc"), "reasoning": "so", "tool_calls": [_call()]}],
+    ),
+    "texts before a call": (
+        [_assistant(_text("a"), _text("b"), _use())],
+        [{**_assistant(_text("a"), _text("b")), "tool_calls": [_call()]}],
     ),
     "a call without input": (
         [_assistant({"type": "tool_use", "id": "c1", "name": "look"})],
@@ -199,3 +207,13 @@ def test_an_image_of_a_result_that_cannot_be_read_is_named() -> None:
     with pytest.raises(BadRequest) as refused:
         _converted(_user("a"), _user(_text("b"), _result([_text("c"), {"type": "image", "source": 5}])))
     assert refused.value.param == "messages[1].content[1].content[1].source"
+
+
+@pytest.mark.parametrize("system", [None, "p"])
+def test_signatures_belong_to_messages(system: str | None) -> None:
+    signed = [{"type": "thinking", "thinking": "", "signature": name} for name in ("s", "", "t")]
+    messages = [_user("a"), _assistant(*signed), _user(_result("3"), _text("b")), _assistant("c")]
+    body = {"model": "m", "messages": messages, "system": system}
+    request = read_request(json.dumps(body).encode())
+    found = chat_messages(request.system, request.messages, merges_system=False)
+    assert found.signatures == {2 if system else 1: ("s", "t")}

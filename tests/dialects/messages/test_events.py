@@ -1,14 +1,13 @@
 """The events of a stream: their order, and what each block and the end of the message say."""
 
-import base64
 from typing import Any
 
 import pytest
 
 from proxy.dialects.chat_parts import Chat
-from tests.dialects.messages.chunks import TURN, call, chunk, events, outline
+from tests.dialects.messages.chunks import SIGNER, TURN, call, chunk, events, outline
 
-_SIGNATURE = base64.urlsafe_b64encode(TURN.encode()).decode()
+_SIGNATURE = SIGNER.sign("", TURN)
 _ROLE = chunk(role="assistant", content="")
 _END = chunk("stop")
 _CASES: dict[str, tuple[list[Chat], list[str]]] = {
@@ -76,6 +75,13 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
         [chunk(tool_calls=[call(0, "c1", "look", "{}")]), chunk(content="\n"),
          chunk(tool_calls=[call(1, "c2", "look", "{}")]), _END],
         ["0 tool_use", "0 input_json: {}", "0 stop", "1 tool_use", "1 input_json: {}", "1 stop"],
+    ),
+    "white space and text between calls": (
+        [chunk(tool_calls=[call(0, "c1", "look", "{}")]), chunk(content="\n"),
+         chunk(tool_calls=[call(1, "c2", "look", "{}")]), chunk(content="a\n"),
+         chunk(tool_calls=[call(2, "c3", "look", "{}")]), chunk(content="\n"), _END],
+        ["0 tool_use", "0 input_json: {}", "0 stop", "1 tool_use", "1 input_json: {}", "1 stop",
+         "2 text", "2 text: \na\n", "2 stop", "3 tool_use", "3 input_json: {}", "3 stop"],
     ),
     "thinking again": (
         [chunk(reasoning="a"), chunk(content="b"), chunk(reasoning="c"), _END],
@@ -164,10 +170,20 @@ def test_ids_of_messages() -> None:
 
 
 def test_the_call_has_the_ids_of_the_engine() -> None:
-    found = events(chunk(tool_calls=[call(0, "call_9", "look", "{}")]))
-    assert found[1]["content_block"] == {"type": "tool_use", "id": "call_9", "name": "look", "input": {}}
+    own = "chatcmpl-tool-0123456789abcdef"
+    found = events(chunk(tool_calls=[call(0, own, "look", "{}"), call(1, "look:1", "look", "{}")]))
+    blocks = [event["content_block"] for event in found if event["type"] == "content_block_start"]
+    assert blocks[0] == {"type": "tool_use", "id": own, "name": "look", "input": {}}
+    assert blocks[1]["id"] == f"call_{SIGNER.sign('', TURN, 1)}"
+    unrecorded = events(chunk(tool_calls=[call(0, "look:0", "look", "{}")]), turn_id="")
+    assert unrecorded[1]["content_block"]["id"] == "look:0"
     made = events(chunk(tool_calls=[call(0, None, "look", "{}")]))[1]["content_block"]["id"]
     assert made.startswith("toolu_")
+
+
+def test_thinking_of_a_turn_that_is_not_recorded_has_a_signature_too() -> None:
+    found = outline(events(chunk("stop", reasoning="a"), turn_id=""))
+    assert found[2] == "0 signature: unsigned"
 
 
 def test_further_choices_are_left_out() -> None:

@@ -101,18 +101,28 @@ def _result(identity: str, content: Any = "3", **more: Any) -> Fields:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_four_turns_with_thinking_and_tools(talk: Talk, stream: bool) -> None:
     talk.fields = {"system": [{"type": "text", "text": "Be brief.", **_CACHED}], "tools": [_LOOK]}
-    one, two, three = (f"toolu_{secrets.token_hex(4)}" for _ in range(3))
-    content = _first(talk, reply=_calling(one, two), stream=stream)
+    own = [f"functions.look:{index}" for index in range(3)]
+    content = _first(talk, reply=_calling(*own[:2]), stream=stream)
+    one, two = (block["id"] for block in content[2:])
     assert [block["type"] for block in content] == ["thinking", "text", "tool_use", "tool_use"]
     more = {"type": "text", "text": "Go on."}
-    talk.ask(
-        user(_result(two), more, _result(one, is_error=True)), reply=_calling(three, text=None), stream=stream
-    )
+    results = user(_result(two), more, _result(one, is_error=True))
+    content = talk.ask(results, reply=_calling(own[2], text=None), stream=stream)
+    three = content[-1]["id"]
     talk.ask(
         user(_result(three, [{"type": "text", "text": "x"}])),
         reply=Reply(_SPLIT, message={"reasoning": "so"}),
     )
     talk.ask(user("Thanks"), stream=not stream)
+
+
+def test_text_after_a_call_is_a_block_of_its_own(talk: Talk) -> None:
+    called = {"id": "look:0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    talk.fields["tools"] = [_LOOK]
+    content = _first(talk, reply=Reply(_SPLIT, message={"tool_calls": [called]}, finish="tool_calls"))
+    assert [block["type"] for block in content] == ["text", "tool_use", "text"]
+    talk.ask(user(_result(content[1]["id"])))
+    assert talk.fake.last().json["messages"][-1]["tool_call_id"] == "look:0"
 
 
 def test_cached_parts_roll_forward(talk: Talk) -> None:
