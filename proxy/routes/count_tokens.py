@@ -44,6 +44,7 @@ class CountTokens(Route):
         session = await session_fields(request, services)
         dialect = MessagesDialect(await self._template.facts(services))
         chat = await parsed(request, services, lambda: dialect.parse_count(request, session))
+        chat = await services.model_aliases.map(chat, services.fleet)
         chat = await services.history.echoes.resolve(chat)
         count = await _recorded(chat, services)
         if count is not None:

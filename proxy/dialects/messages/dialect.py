@@ -40,7 +40,7 @@ class MessagesDialect(Dialect):
 
     def translation(self, request: ChatRequest) -> Translation | None:
         """See `Dialect.translation`."""
-        return MessagesTranslation(request.model or "")
+        return MessagesTranslation(request.client_model or "")
 
     def _chat_request(
         self, request: Request, parsed: MessagesRequest, session: SessionFields | None

@@ -227,3 +227,11 @@ def test_an_assistant_message_at_the_end_is_rendered(pair: Pair, tiny_model: Tin
     body = {"model": "tiny", "max_tokens": 9, "messages": [user("Hi"), assistant("I")]}
     answer = pair.client.post("/v1/messages", content=json.dumps(body))
     assert answer.status_code == 200 and answer.json()["usage"]["input_tokens"] > 0
+
+
+def test_clients_get_the_name_back_that_they_sent(tiny_model: TinyModel) -> None:
+    body = {"model": "claude-haiku", "max_tokens": 9, "messages": [user("Hi")]}
+    with FakeVllm(tiny_model) as fake, run_proxy([fake], store="memory:", model_aliases=["*=tiny"]) as client:
+        answer = client.post("/v1/messages", json=body)
+        assert (answer.json()["model"], fake.last().json["model"]) == ("claude-haiku", "tiny")
+        assert client.post("/v1/messages/count_tokens", json=body).is_success
