@@ -75,6 +75,10 @@ class Variant(StrEnum):
     """Not at all: scale-out routes answer 403, as vLLM does without --enable-scale-out."""
 
 
+class _TemplateRefused(Exception):
+    """The template refuses the messages, or fails on them."""
+
+
 class FakeVllm(FakeServer):
     """An engine that serves one small model and one adapter."""
 
@@ -126,7 +130,10 @@ class FakeVllm(FakeServer):
         if route is None:
             return respond(Canned(b'{"detail":"Not Found"}', 404, {"content-type": "application/json"}))
         handler: Callable[[web.Request, Seen], Awaitable[web.StreamResponse]] = getattr(self, route)
-        return await handler(request, seen)
+        try:
+            return await handler(request, seen)
+        except _TemplateRefused as refused:
+            return _error(400, str(refused), "BadRequestError")
 
     async def _health(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         return web.Response(status=200 if self.healthy else 503)
@@ -151,16 +158,22 @@ class FakeVllm(FakeServer):
 
     def _render(self, body: dict[str, Any]) -> list[int]:
         rendered = {name: body[name] for name in self.rendered_fields if body.get(name) not in (None, "none")}
+        kwargs = dict(body.get("chat_template_kwargs") or {})
+        if (effort := body.get("reasoning_effort")) is not None:
+            kwargs = {"enable_thinking": effort != "none", **kwargs, "reasoning_effort": effort}
         with self._rendering:
-            return (self.model.encode(json.dumps(rendered)) if rendered else []) + self.model.render(
-                as_rendered(body["messages"]),
-                **{
-                    **(body.get("chat_template_kwargs") or {}),
-                    "add_generation_prompt": body.get("add_generation_prompt", True),
-                    "tools": tools_as_rendered(body.get("tools")),
-                    "chat_template": self.chat_template,
-                },
-            )
+            try:
+                return (self.model.encode(json.dumps(rendered)) if rendered else []) + self.model.render(
+                    as_rendered(body["messages"]),
+                    **{
+                        **kwargs,
+                        "add_generation_prompt": body.get("add_generation_prompt", True),
+                        "tools": tools_as_rendered(body.get("tools")),
+                        "chat_template": self.chat_template,
+                    },
+                )
+            except Exception as error:  # a template is a program; vLLM answers 400 to whatever it raises
+                raise _TemplateRefused(str(error)) from error
 
     async def _chat(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         body = seen.json

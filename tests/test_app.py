@@ -23,6 +23,7 @@ def test_the_page_shows_the_routes_of_the_proxy(page: Any) -> None:
     assert set(page["paths"]) == {
         *("/v1/chat/completions", "/v1/chat/completions/tokens", "/tokenize"),
         *("/v1/completions", "/inference/v1/generate"),
+        *("/", "/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/responses", "/v1/responses/compact", "/v1/responses/{response_id}"),
         *("/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items"),
         *("/v1/sessions", "/v1/sessions/{session}"),

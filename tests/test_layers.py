@@ -19,6 +19,7 @@ _PACKAGES = [
 ]
 """From the top; what wires them together stands above all."""
 _FOR_ALL = [
+    "proxy.dialects.error_formats",
     "proxy.errors",
     "proxy.fields",
     "proxy.folder_lock",

@@ -37,6 +37,8 @@ from tokenization.template import Template, Tools
 from tokenization.turns import RenderOptions
 
 Unfinished = Literal["close", "continue", "reject"]
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+"""Efforts of reasoning with thinking."""
 
 
 @dataclass
@@ -80,6 +82,28 @@ class ChatTokenizer:
             settings = [self.content_format, dict(self.default_template_kwargs)]
             fingerprint.update(b"\0" + json.dumps(settings, sort_keys=True, default=repr).encode())
         return fingerprint.hexdigest()
+
+    @cached_property
+    def merges_system(self) -> bool:
+        """Whether vLLM's route for Anthropic's messages merges all system messages into the first."""
+        return not self._template.takes_later_system()
+
+    @cached_property
+    def effort_without_thinking(self) -> str:
+        """The `reasoning_effort` with which vLLM's route for Anthropic's messages disables thinking.
+
+        It is `none`, unless the template refuses that or renders an effort in the same way.
+        """
+        without = self._text_of_effort("none")
+        efforts = map(self._text_of_effort, _EFFORTS)
+        return "low" if without is None or without in efforts else "none"
+
+    def _text_of_effort(self, effort: str) -> str | None:
+        kwargs = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        try:
+            return self.text([{"role": "user", "content": "Hi"}], template_kwargs=kwargs)
+        except InvalidMessages:
+            return None
 
     @property
     def proof(self) -> Proof | None:

@@ -18,6 +18,7 @@ from tokenization.content_format import ContentFormat, detect_content_format
 from tokenization.errors import InvalidMessages, TemplateUnsupported
 from tokenization.messages import Message, changes_start, for_template
 from tokenization.syntax import Syntax, join_syntaxes, read_syntax
+from tokenization.system_messages import takes_later_system
 from tokenization.tools import tools_for_template
 
 Tools = Sequence[Mapping[str, Any]]
@@ -108,6 +109,14 @@ class Template:
         template = self._tokenizer.chat_template
         sources = list(template.values()) if isinstance(template, dict) else [template]
         return join_syntaxes([read_syntax(source) for source in sources])
+
+    def takes_later_system(self) -> bool:
+        """Whether the templates for requests with and without tools take later system messages."""
+        try:
+            sources = self._source(None, {}), self._source([{}], {})
+        except InvalidMessages:
+            return False
+        return all(map(takes_later_system, sources))
 
     def now(self) -> list[str]:
         """The time in the forms that the template prints: equal times give equal renderings."""

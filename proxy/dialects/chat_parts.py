@@ -72,6 +72,13 @@ class ChoicePart(msgspec.Struct):
     logprobs: dict[str, Any] | None = None
 
 
+class ErrorPart(msgspec.Struct):
+    """An error that ends a stream."""
+
+    message: str = ""
+    code: int | str | None = None
+
+
 class Chat(msgspec.Struct):
     """A chat completion, or one of its chunks."""
 
@@ -80,6 +87,8 @@ class Chat(msgspec.Struct):
     model: str = ""
     choices: list[ChoicePart] = []
     usage: UsagePart | None = None
+    error: ErrorPart | None = None
+    """The engine's, in place of a chunk: nothing follows."""
 
 
 decode_chat = msgspec.json.Decoder(Chat).decode

@@ -4,11 +4,13 @@ OpenAI     {"error": {"message", "type", "param", "code"}}
 Anthropic  {"type": "error", "error": {"type", "message"}}
 """
 
+import re
 from collections.abc import Mapping
 
 import msgspec
 
 from proxy.errors import ApiError
+from proxy.types import Headers
 
 _ANTHROPIC_KINDS: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -22,6 +24,11 @@ _ANTHROPIC_KINDS: Mapping[int, str] = {
     504: "timeout_error",
 }
 """Anthropic's name for an error by its HTTP status; `api_error` for every other status."""
+_RETRIED: Mapping[int, bytes] = {429: b"true", 501: b"false", 503: b"true"}
+"""Whether clients should send a request again, by the status of the error; others are left to them."""
+_CONTEXT = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)")
+_COUNT = re.compile(r"contains (?:at least )?(\d+) input tokens|prompt \(length (\d+)\)")
+_NO_MODEL = "The model `"
 
 
 def is_anthropic(path: str) -> bool:
@@ -30,15 +37,45 @@ def is_anthropic(path: str) -> bool:
     return route.endswith(("/messages", "/messages/count_tokens"))
 
 
-def anthropic_error(status: int, message: str) -> bytes:
-    """An Anthropic error object as JSON."""
+def anthropic_error(status: int, message: str, param: str | None = None) -> bytes:
+    """An Anthropic error object as JSON, in the words that Anthropic's clients act on.
+
+    Args:
+        param: the field that is wrong; it is named in the message.
+    """
     kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
+    message = _for_clients(status, message)
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+
+
+def _for_clients(status: int, message: str) -> str:
+    """The message, after the words by which Claude Code recognises the error."""
+    if status == 404 and message.startswith(_NO_MODEL):
+        return f"model: {message}"
+    context = _CONTEXT.search(message) if status == 400 else None
+    if context is None:
+        return message
+    most, count = context[1], _COUNT.search(message)
+    # an engine that refuses a text by its length has not counted its ids
+    ids = (count[1] or count[2]) if count else str(int(most) + 1)
+    return f"prompt is too long: {ids} tokens > {most} maximum. {message}"
 
 
 def error_body(path: str, error: ApiError) -> bytes:
     """The body of a response that is an error."""
-    return anthropic_error(error.status, error.message) if is_anthropic(path) else error.body()
+    if is_anthropic(path):
+        return anthropic_error(error.status, error.message, error.param)
+    return error.body()
+
+
+def error_headers(path: str, error: ApiError) -> Headers:
+    """The headers of a response that is an error."""
+    headers = error.headers()
+    if is_anthropic(path) and (again := _RETRIED.get(error.status)):
+        headers.append((b"x-should-retry", again))
+    return headers
 
 
 def error_event(path: str, error: ApiError) -> bytes:
@@ -48,7 +85,7 @@ def error_event(path: str, error: ApiError) -> bytes:
     responses and Anthropic formats name their events.
     """
     if is_anthropic(path):
-        return b"event: error\ndata: " + anthropic_error(error.status, error.message) + b"\n\n"
+        return b"event: error\ndata: " + error_body(path, error) + b"\n\n"
     if path.partition("?")[0].rstrip("/").endswith("/responses"):
         event = {"type": "error", "code": error.kind, "message": error.message, "param": error.param}
         return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"

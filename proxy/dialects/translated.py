@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.chat_parts import Chat, decode_chat
+from proxy.dialects.chat_parts import Chat, ErrorPart, decode_chat
 from proxy.engine.sse import event_data, split_events
 from proxy.errors import ApiError, EngineBroken
 from proxy.history.echo import Signer, TurnTokens
@@ -90,7 +90,7 @@ async def translate(response: Response, translation: Translation, silence_s: flo
         await response.aclose()
     headers = [*_kept(response.headers), *JSON_HEADERS]
     if response.status >= 400:
-        problem = (response.status, *_problem(body))
+        problem = (response.status, *problem_of(body))
         if translation.in_stream(*problem):
             return BytesResponse(200, list(_EVENTS), translation.error_event(*problem))
         return BytesResponse(response.status, headers, translation.error(*problem))
@@ -144,9 +144,20 @@ async def translated(response: Response, translation: Translation) -> AsyncItera
                 ready = [translation.end()]
                 await translation.settle()
             elif data is not None:
-                ready.append(translation.chunk(_chat(data)))
+                chunk = _chat(data)
+                if chunk.error is not None:
+                    ready.append(_error_event(chunk.error, translation))
+                    yield b"".join(ready)
+                    return
+                ready.append(translation.chunk(chunk))
         if sent := b"".join(ready):
             yield sent
+
+
+def _error_event(error: ErrorPart, translation: Translation) -> bytes:
+    """The event for an error of the engine in the middle of a stream."""
+    status = error.code if isinstance(error.code, int) and 400 <= error.code < 600 else 500
+    return translation.error_event(status, error.message, error.code if isinstance(error.code, str) else None)
 
 
 class EarlyStream(KeptAlive):
@@ -171,7 +182,7 @@ class EarlyStream(KeptAlive):
             response = await asyncio.shield(self._turn)
             self._translation.turn_id = _turn_id(response.headers)
             if response.status >= 400:
-                yield self._translation.error_event(response.status, *_problem(await response.read()))
+                yield self._translation.error_event(response.status, *problem_of(await response.read()))
                 return
             async for block in translated(response, self._translation):
                 yield block
@@ -237,7 +248,7 @@ class _ErrorBody(msgspec.Struct):
     error: _Error
 
 
-def _problem(body: bytes) -> tuple[str, str | None]:
+def problem_of(body: bytes) -> tuple[str, str | None]:
     """The message and the code of an engine's error."""
     try:
         error = msgspec.json.decode(body, type=_ErrorBody).error

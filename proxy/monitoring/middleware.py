@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass
 from time import perf_counter
 
+from proxy.dialects.error_formats import error_body, error_headers, is_anthropic
 from proxy.errors import ApiError
 from proxy.metrics import Metrics
 from proxy.monitoring.exchange import CLIENT_LEFT, Exchange, run_exchange
@@ -109,7 +110,7 @@ class Monitor:
             await self._app(scope, receive, send)
             return
         exchange = scope[EXCHANGE_KEY] = self._observer.begin(scope)
-        wire = _Wire(exchange, receive, send)
+        wire = _Wire(exchange, receive, send, anthropic=is_anthropic(scope["path"]))
         run_exchange(exchange)
         with exchange.span:
             try:
@@ -119,7 +120,7 @@ class Monitor:
                 if exchange.status:
                     raise  # the server then cuts the connection: a short body must not look complete
                 log.exception("an unexpected error in %s %s", scope["method"], _path(scope))
-                await _send_error(wire.send, ApiError(_UNEXPECTED))
+                await _send_error(wire.send, ApiError(_UNEXPECTED), scope["path"])
             finally:
                 self._observer.end(exchange, scope)
 
@@ -127,9 +128,11 @@ class Monitor:
 class _Wire:
     """Times the messages of one request in both directions, and adds the request's id to the response."""
 
-    __slots__ = ("_body_read", "_exchange", "_receive", "_send")
+    __slots__ = ("_anthropic", "_body_read", "_exchange", "_receive", "_send")
 
-    def __init__(self, exchange: Exchange, receive: Receive, send: Send) -> None:
+    def __init__(self, exchange: Exchange, receive: Receive, send: Send, *, anthropic: bool) -> None:
+        """`anthropic`: whether the client is one of Anthropic's, which reads the id in `request-id`."""
+        self._anthropic = anthropic
         self._exchange = exchange
         self._receive = receive
         self._send = send
@@ -151,7 +154,10 @@ class _Wire:
         began = perf_counter()
         if not exchange.status:
             exchange.status = message["status"]
-            message = {**message, "headers": with_request_id(message.get("headers", []), exchange.id)}
+            headers = with_request_id(message.get("headers", []), exchange.id)
+            if self._anthropic:
+                headers.append((b"request-id", exchange.id.encode("ascii")))
+            message = {**message, "headers": headers}
         else:
             if not exchange.first_byte and message.get("body"):
                 exchange.first_byte = began
@@ -166,8 +172,8 @@ def _path(scope: Scope) -> str:
     return raw.partition(b"?")[0].decode("latin-1")
 
 
-async def _send_error(send: Send, error: ApiError) -> None:
-    body = error.body()
-    headers = [*error.headers(), (b"content-length", str(len(body)).encode())]
+async def _send_error(send: Send, error: ApiError, path: str) -> None:
+    body = error_body(path, error)
+    headers = [*error_headers(path, error), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

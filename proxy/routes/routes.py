@@ -6,13 +6,15 @@ from proxy.dialects.generate import GenerateDialect
 from proxy.dialects.tokens import TokensDialect
 from proxy.routes.admin import Drain, Replicas
 from proxy.routes.base import Route
+from proxy.routes.count_tokens import CountTokens
 from proxy.routes.engine_admin import engine_admin_routes
 from proxy.routes.feed import FeedAcknowledge, FeedConsumers, FeedSamples, OneFeedConsumer
+from proxy.routes.messages import MessagesRoute
 from proxy.routes.passthrough import PassThrough
 from proxy.routes.responses import CancelResponse, CompactResponses, InputItems, OneResponse, Responses
 from proxy.routes.session_end import FinishSession, SessionEnd
 from proxy.routes.sessions import OneSession, SessionReward, Sessions, SessionSamples, SessionTraces
-from proxy.routes.status import Health, MetricsPage, Ready
+from proxy.routes.status import Health, MetricsPage, Ready, Root
 from proxy.routes.tokenize import Tokenize
 from proxy.routes.trl import trl_routes
 from proxy.routes.turns import TurnRoute
@@ -25,6 +27,8 @@ def all_routes() -> list[Route]:
         TurnRoute(TokensDialect()),
         TurnRoute(CompletionsDialect()),
         TurnRoute(GenerateDialect()),
+        MessagesRoute(),
+        CountTokens(),
         Responses(),
         CompactResponses(),
         OneResponse(),
@@ -44,6 +48,7 @@ def all_routes() -> list[Route]:
         OneFeedConsumer(),
         Replicas(),
         Drain(),
+        Root(),
         Health(),
         Ready(),
         MetricsPage(),

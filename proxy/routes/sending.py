@@ -4,7 +4,7 @@ import asyncio
 import logging
 from time import monotonic
 
-from proxy.dialects.error_formats import error_body, error_event
+from proxy.dialects.error_formats import error_body, error_event, error_headers
 from proxy.engine.sse import whole_events
 from proxy.errors import ApiError, EngineBroken, Stopping
 from proxy.http import BytesResponse, KeptAlive, Response
@@ -17,7 +17,7 @@ log = logging.getLogger("tokenproxy")
 async def send_error(send: Send, error: ApiError, path: str) -> None:
     """Send an error in the wire format of a path."""
     body = error_body(path, error)
-    headers = [*error.headers(), (b"content-length", str(len(body)).encode())]
+    headers = [*error_headers(path, error), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

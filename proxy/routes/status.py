@@ -1,4 +1,4 @@
-"""`GET /health`, `/ready` and `/metrics`: is the process alive, does an engine respond, what was counted."""
+"""Status: whether the process is alive, whether an engine responds, and what was counted."""
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -7,6 +7,25 @@ from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
 from proxy.routes.scopes import KeyScope
 from proxy.turn.services import Services
+
+
+class Root(Route):
+    """Claude Code and other clients request it when they start, to find out whether the base URL responds."""
+
+    path = "/"
+    methods = ("GET", "HEAD")
+    needs_tenant = False
+    observed = False
+    summary = "The base URL responds"
+
+    @property
+    def aliases(self) -> list[str]:
+        """See `Route.aliases`; there are none."""
+        return []
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """Always 200."""
+        return BytesResponse(200, list(JSON_HEADERS), b'{"status":"ok"}')
 
 
 class Health(Route):

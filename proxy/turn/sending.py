@@ -33,6 +33,7 @@ from proxy.turn.request import ChatRequest, EngineRoute
 from proxy.turn.required_prefix import render_with_prefix
 from proxy.turn.services import Services
 from proxy.types import Headers
+from tokenization import ChatTokenizer
 
 TOKENIZER_TIMEOUT_S = 30.0
 """Longer than it takes to load a tokenizer; a hub that does not respond must not block every request."""
@@ -188,15 +189,7 @@ async def served_model(replica: Replica, request: ChatRequest) -> ServedModel:
         EngineUnavailable: the replica went away.
     """
     capabilities = replica.require_capabilities()
-    tokenizer, problem = replica.chat_tokenizer.loaded, None
-    if tokenizer is None:
-        try:
-            async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
-                tokenizer = await replica.tokenizer()
-        except TimeoutError:
-            problem = Unsupported("the model's tokenizer is still loading", code=Reason.NO_TOKENIZER)
-        except Unsupported as error:
-            problem = error
+    tokenizer, problem = await loaded_tokenizer(replica)
     refused = None
     if capabilities.token_in is None:
         refused = Reason.NO_TOKEN_IN
@@ -210,6 +203,24 @@ async def served_model(replica: Replica, request: ChatRequest) -> ServedModel:
     length = capabilities.model.max_model_len if capabilities.model else None
     rendered, mode = capabilities.rendered_fields, capabilities.logprobs_mode
     return ServedModel(name, tokenizer, problem, refused, rendered, mode, images, placeholder, length)
+
+
+async def loaded_tokenizer(replica: Replica) -> tuple[ChatTokenizer | None, Unsupported | None]:
+    """The tokenizer of a replica's model; or None, and why there is none or none yet.
+
+    Raises:
+        EngineUnavailable: the replica went away.
+    """
+    tokenizer = replica.chat_tokenizer.loaded
+    if tokenizer is not None:
+        return tokenizer, None
+    try:
+        async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
+            return await replica.tokenizer(), None
+    except TimeoutError:
+        return None, Unsupported("the model's tokenizer is still loading", code=Reason.NO_TOKENIZER)
+    except Unsupported as error:
+        return None, error
 
 
 def _images_fit(request: ChatRequest, images: EngineImages) -> bool:

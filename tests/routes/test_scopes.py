@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from proxy.dialects.error_formats import is_anthropic
 from proxy.key_command import add_key
 from proxy.routes.routes import all_routes
 from proxy.routes.scopes import KeyScope, scope_of_engine_route
@@ -33,6 +34,7 @@ INFERENCE = [
     ("POST", "/v1/responses"),
     ("GET", "/v1/models"),
     ("GET", "/models"),
+    ("GET", "/"),
     ("POST", "/v1/embeddings"),
     ("POST", "/inference/v1/generate"),
     ("POST", "/score"),
@@ -111,7 +113,10 @@ def _status(keyed: tuple[FakeVllm, httpx.Client, dict[str, str]], key: str, meth
     answer = client.send(sent)
     if answer.status_code == 403:
         error = answer.json()["error"]
-        assert (error["code"], error["type"]) == ("insufficient_scope", "PermissionDeniedError")
+        if is_anthropic(path):
+            assert error["type"] == "permission_error"
+        else:
+            assert (error["code"], error["type"]) == ("insufficient_scope", "PermissionDeniedError")
         assert "`admin_key`" in error["message"] and "`api_key_file`" in error["message"]
     return answer.status_code
 

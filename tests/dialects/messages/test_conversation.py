@@ -1,0 +1,219 @@
+"""Conversations become the chat messages that vLLM's own route makes of them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from proxy.dialects.messages.conversation import chat_messages
+from proxy.dialects.messages.request import read_request
+from proxy.errors import BadRequest
+
+Message = dict[str, Any]
+_PIXEL = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+_PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def _user(*blocks: Any) -> Message:
+    return {"role": "user", "content": blocks[0] if isinstance(blocks[0], str) else list(blocks)}
+
+
+def _assistant(*blocks: Any) -> Message:
+    return {**_user(*blocks), "role": "assistant"}
+
+
+def _system(*blocks: Any) -> Message:
+    return {**_user(*blocks), "role": "system"}
+
+
+def _text(text: str, **more: Any) -> Message:
+    return {"type": "text", "text": text, **more}
+
+
+def _result(content: Any, identity: str = "c1", **more: Any) -> Message:
+    return {"type": "tool_result", "tool_use_id": identity, "content": content, **more}
+
+
+def _use(identity: str = "c1", **arguments: Any) -> Message:
+    return {"type": "tool_use", "id": identity, "name": "look", "input": arguments}
+
+
+def _tool(content: Any, identity: str = "c1") -> Message:
+    return {"role": "tool", "tool_call_id": identity, "content": content}
+
+
+def _call(arguments: str = "{}", identity: str = "c1") -> Message:
+    return {"id": identity, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def _converted(*messages: Message, system: Any = None, merges_system: bool = False) -> list[Message]:
+    body = {"model": "m", "messages": list(messages), "system": system}
+    request = read_request(json.dumps(body).encode())
+    return chat_messages(request.system, request.messages, merges_system=merges_system).messages
+
+
+_CACHED = {"cache_control": {"type": "ephemeral"}}
+_CASES: dict[str, tuple[list[Message], list[Message]]] = {
+    "a text": ([_user("Hi")], [_user("Hi")]),
+    "a block is its text": ([_user(_text("Hi"))], [_user("Hi")]),
+    "cache_control is ignored": ([_user(_text("Hi", **_CACHED))], [_user("Hi")]),
+    "several texts stay parts": ([_user(_text("a", **_CACHED), _text("b"))], [_user(_text("a"), _text("b"))]),
+    "empty texts are left out": ([_user(_text(""), _text("b"))], [_user("b")]),
+    "a user who says nothing": ([_user("Hi"), _user(_text(""))], [_user("Hi")]),
+    "an image": ([_user(_text("a"), {"type": "image", "source": _PIXEL})], [_user(_text("a"), _PICTURE)]),
+    "an image by its URL": (
+        [_user({"type": "image", "source": {"type": "url", "url": "https://x.test/a.png"}})],
+        [_user({"type": "image_url", "image_url": {"url": "https://x.test/a.png"}})],
+    ),
+    "thinking, text and a call": (
+        [_assistant({"type": "thinking", "thinking": "so", "signature": "s"}, _text("a"), _use(b=1, a=2))],
+        [{**_assistant("a"), "reasoning": "so", "tool_calls": [_call('{"b": 1, "a": 2}')]}],
+    ),
+    "thinking is joined": (
+        [_assistant(*({"type": "thinking", "thinking": text, "signature": ""} for text in "ab"))],
+        [{"role": "assistant", "reasoning": "ab"}],
+    ),
+    "redacted thinking is ignored": (
+        [_assistant({"type": "redacted_thinking", "data": "x"}, _text("a"))],
+        [_assistant("a")],
+    ),
+    "texts around a call and thinking": (
+        [_assistant(_text("a"), _use(), _text("b"), {"type": "thinking", "thinking": "so"}, _text("c"))],
+        [{**_assistant("abc"), "reasoning": "so", "tool_calls": [_call()]}],
+    ),
+    "texts before a call": (
+        [_assistant(_text("a"), _text("b"), _use())],
+        [{**_assistant(_text("a"), _text("b")), "tool_calls": [_call()]}],
+    ),
+    "a call without input": (
+        [_assistant({"type": "tool_use", "id": "c1", "name": "look"})],
+        [{"role": "assistant", "tool_calls": [_call()]}],
+    ),
+    "an assistant who said nothing": ([_assistant(_text(""))], [{"role": "assistant"}]),
+    "a result": ([_user(_result("3"))], [_tool("3")]),
+    "a result before a text": ([_user(_text("a"), _result("3"))], [_tool("3"), _user("a")]),
+    "results in any order": (
+        [_user(_result("2", "c2"), _text("a"), _result("1", "c1"), _text("b"))],
+        [_tool("2", "c2"), _tool("1", "c1"), _user(_text("a"), _text("b"))],
+    ),
+    "a failed call": ([_user(_result("no", is_error=True))], [_tool("no")]),
+    "a result without content": ([_user(_result(None))], [_tool("")]),
+    "a result in parts": ([_user(_result([_text("a"), _text("b")]))], [_tool("a\nb")]),
+    "a result with an image": (
+        [_user(_result([{"type": "image", "source": _PIXEL}, _text("a")]), _text("b"))],
+        [_tool("a"), _user(_PICTURE), _user("b")],
+    ),
+    "a result that names tools": (
+        [_user(_result([{"type": "tool_reference", "tool_name": "look"}]))],
+        [_tool(""), _tool([{"type": "tool_reference", "name": "look"}])],
+    ),
+    "parts of other types are ignored": (
+        [_user(_result([{"type": "search_result", "source": "x", "text": 5}, _text("a")]))],
+        [_tool("a")],
+    ),
+    "a system message in the middle": (
+        [_user("a"), _system(_text("s"), _text("t")), _assistant("b"), _system("u")],
+        [_user("a"), _system("st"), _assistant("b"), _system("u")],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _CASES.values(), ids=_CASES)
+def test_messages(case: tuple[list[Message], list[Message]]) -> None:
+    messages, expected = case
+    assert _converted(*messages) == expected
+
+
+@pytest.mark.parametrize(
+    "system, expected",
+    [
+        ("Be brief.", "Be brief."),
+        ([_text("a"), _text("b", **_CACHED)], "ab"),
+        ([_text("x-anthropic-billing-header: cc_version=2; cch=1;"), _text("a")], "a"),
+        ("x-anthropic-billing-header: cch=1\na", "a"),
+        ([_text("x-anthropic-billing-header: cch=1")], None),
+        ([], None),
+        (None, None),
+        ("", None),
+    ],
+)
+def test_the_system_prompt(system: Any, expected: str | None) -> None:
+    first = [] if expected is None else [_system(expected)]
+    assert _converted(_user("Hi"), system=system) == [*first, _user("Hi")]
+
+
+@pytest.mark.parametrize("merges_system", [False, True])
+def test_the_attribution_block_of_a_system_message_is_left_out(merges_system: bool) -> None:
+    header = "x-anthropic-billing-header: cch=2"
+    messages = [_system(header), _user("Hi"), _system(_text(header), _text("s"))]
+    expected = [_system("s"), _user("Hi")] if merges_system else [_user("Hi"), _system("s")]
+    assert _converted(*messages, merges_system=merges_system) == expected
+
+
+def _merged(*messages: Message, system: Any = "p") -> list[Message]:
+    return _converted(*messages, system=system, merges_system=True)
+
+
+def test_a_template_that_refuses_later_system_messages_gets_the_first_in_the_prompt() -> None:
+    assert _merged(_user("a"), _system("q"), _user("b")) == [_system("pq"), _user("a"), _user("b")]
+
+
+_LATER: dict[str, tuple[list[Message], list[Message]]] = {
+    "after the user": ([_user("b"), _system("s")], [_user("b\n\ns")]),
+    "before the user": ([_system("s"), _user("b")], [_user("s\n\nb")]),
+    "twice": ([_user("b"), _system("s"), _system("t")], [_user("b\n\ns\n\nt")]),
+    "alone": ([_system("s"), _system("t")], [_user("s\n\nt")]),
+    "before an answer": ([_system("s"), _assistant("b")], [_user("s"), _assistant("b")]),
+    "with parts": (
+        [_user(_text("b"), {"type": "image", "source": _PIXEL}), _system("s")],
+        [_user(_text("b"), _PICTURE, _text("s"))],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _LATER.values(), ids=_LATER)
+def test_later_system_messages_join_the_users(case: tuple[list[Message], list[Message]]) -> None:
+    messages, expected = case
+    before = [_user("a"), _assistant("x")]
+    assert _merged(*before, *messages) == [_system("p"), *before, *expected]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[_system("s"), _user(_result("3"))], [_user(_result("3")), _system("s")]],
+    ids=["before", "after"],
+)
+def test_no_system_text_comes_between_a_call_and_its_result(messages: list[Message]) -> None:
+    before = [_user("a"), _assistant(_use())]
+    assert _merged(*before, *messages)[3:] == [_tool("3"), _user("s")]
+    with_text = [*messages[:-1], {**messages[-1]}]
+    assert _merged(*before, *with_text, _assistant("b"))[3:] == [_tool("3"), _user("s"), _assistant("b")]
+
+
+def test_a_longer_conversation_begins_with_the_messages_of_the_shorter() -> None:
+    """Else a later turn would not continue the ids of an earlier one."""
+    steps = [
+        *(_user("a"), _system("p"), _assistant(_use()), _system("s"), _user(_result("3"), _text("b"))),
+        *(_system("t"), _assistant("x"), _user(_result("4")), _system("u"), _assistant("y"), _user("c")),
+    ]
+    ends = [index for index, step in enumerate(steps) if step["role"] == "assistant"]
+    whole = _merged(*steps)
+    for end in ends:
+        part = _merged(*steps[:end])
+        assert whole[: len(part)] == part
+
+
+def test_an_image_of_a_result_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(BadRequest) as refused:
+        _converted(_user("a"), _user(_text("b"), _result([_text("c"), {"type": "image", "source": 5}])))
+    assert refused.value.param == "messages[1].content[1].content[1].source"
+
+
+@pytest.mark.parametrize("system", [None, "p"])
+def test_signatures_belong_to_messages(system: str | None) -> None:
+    signed = [{"type": "thinking", "thinking": "", "signature": name} for name in ("s", "", "t")]
+    messages = [_user("a"), _assistant(*signed), _user(_result("3"), _text("b")), _assistant("c")]
+    body = {"model": "m", "messages": messages, "system": system}
+    request = read_request(json.dumps(body).encode())
+    found = chat_messages(request.system, request.messages, merges_system=False)
+    assert found.signatures == {2 if system else 1: ("s", "t")}

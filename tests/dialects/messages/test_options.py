@@ -1,0 +1,196 @@
+"""The other fields of a request become the chat fields that vLLM's own route makes of them."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from proxy.dialects.messages.options import chat_options
+from proxy.dialects.messages.request import read_turn
+from proxy.errors import BadRequest
+
+_HI = [{"role": "user", "content": "Hi"}]
+_SCHEMA = {"properties": {"b": {"type": "string"}, "a": {}}, "type": "object"}
+_LOOK = {"name": "look", "input_schema": _SCHEMA}
+_CHAT_LOOK = {"type": "function", "function": {"name": "look", "description": None, "parameters": _SCHEMA}}
+
+
+def _options(effort: str = "none", **fields: Any) -> dict[str, Any]:
+    body = {"model": "m", "max_tokens": 4000, "messages": _HI, **fields}
+    options = chat_options(read_turn(json.dumps(body).encode()), effort)
+    made: dict[str, Any] = json.loads(msgspec.json.encode(options))
+    assert (made.pop("model"), made.pop("max_tokens")) == ("m", 4000)
+    return made
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({}, {}),
+        ({"temperature": 0, "top_p": 0.5, "top_k": 3}, {"temperature": 0.0, "top_p": 0.5, "top_k": 3}),
+        ({"stop_sequences": ["a", "b"]}, {"stop": ["a", "b"]}),
+        ({"stream": False}, {}),
+        (
+            {"stream": True},
+            {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        ),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, {"thinking_token_budget": 2000}),
+        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
+        ({"thinking": {"type": "adaptive"}}, {}),
+        ({"thinking": {"type": "between_tools"}}, {}),
+        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        (
+            {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
+            {"reasoning_effort": "none"},
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "json_schema", "schema": _SCHEMA},
+                }
+            },
+        ),
+        ({"output_config": {"format": {"type": "json_schema"}}}, {}),
+        ({"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 1}}),
+        ({"cache_salt": "s", "vllm_xargs": {"b": 1}}, {"cache_salt": "s", "vllm_xargs": {"b": 1}}),
+        (
+            {"metadata": {"user_id": "u"}, "service_tier": "auto", "context_management": {"edits": []},
+             "container": None, "mcp_servers": [], "betas": ["x"], "speed": "fast"},
+            {},
+        ),
+        ({"tools": []}, {}),
+        ({"tools": [_LOOK]}, {"tools": [_CHAT_LOOK], "tool_choice": "auto"}),
+        ({"tool_choice": {"type": "auto"}}, {}),
+        ({"tool_choice": {"type": "any"}}, {"tool_choice": "required", "parallel_tool_calls": True}),
+    ],
+)  # fmt: skip
+def test_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert _options(**fields) == expected
+
+
+@pytest.mark.parametrize(
+    "choice, expected",
+    [
+        ({"type": "auto"}, "auto"),
+        ({"type": "any"}, "required"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "look"}, _named("look")),
+    ],
+)
+@pytest.mark.parametrize("parallel", [None, False, True])
+def test_the_choice_between_tools(choice: dict[str, Any], expected: Any, parallel: bool | None) -> None:
+    disabled = {} if parallel is None else {"disable_parallel_tool_use": not parallel}
+    made = _options(tools=[_LOOK], tool_choice={**choice, **disabled})
+    assert made["tool_choice"] == expected
+    assert made["parallel_tool_calls"] is (parallel is not False)
+
+
+def test_disabled_thinking_is_an_effort_that_the_template_knows() -> None:
+    assert _options("low", thinking={"type": "disabled"}) == {"reasoning_effort": "low"}
+
+
+def test_the_definition_of_a_tool() -> None:
+    tool = {
+        **{"name": "f", "type": "custom", "description": "d", "strict": True, "defer_loading": False},
+        **{"input_schema": {"properties": {}}, "cache_control": {"type": "ephemeral"}},
+    }
+    [made] = _options(tools=[tool])["tools"]
+    assert made == {
+        "type": "function",
+        "function": {
+            **{"name": "f", "description": "d", "strict": True, "defer_loading": False},
+            "parameters": {"properties": {}, "type": "object"},
+        },
+    }
+    assert list(made["function"]["parameters"]) == ["properties", "type"]
+
+
+def _change(kind: str, tool: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "system", "content": [{"type": kind, "tool": tool}]}
+
+
+def test_tools_that_are_added_and_removed_on_the_way() -> None:
+    reference = {"type": "tool_reference", "name": "look"}
+    new = {"type": "tool_definition", "definition": {"name": "new", "input_schema": _SCHEMA}}
+    deferred = {**_LOOK, "defer_loading": True}
+
+    def names(*changes: dict[str, Any]) -> list[Any]:
+        tools = _options(tools=[deferred], messages=[*_HI, *changes]).get("tools", [])
+        return [(tool["function"]["name"], tool["function"].get("defer_loading")) for tool in tools]
+
+    added, removed = _change("tool_addition", reference), _change("tool_removal", reference)
+    assert names() == [("look", True)]
+    assert names(added) == [("look", None)]
+    assert names(added, removed) == []
+    assert names(removed, added) == [("look", None)]
+    assert names(_change("tool_addition", new)) == [("look", True), ("new", None)]
+    with pytest.raises(BadRequest, match="'gone' is not in `tools`"):
+        names(_change("tool_removal", {"type": "tool_reference", "name": "gone"}))
+
+
+def _saying(role: str, block: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": [block]}]}
+
+
+_REFERENCE = {"type": "tool_reference", "name": "look"}
+_BLOCK = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "document", "source": {}}]}
+_WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("max_tokens", {"max_tokens": None}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": "8"}),
+    ("model", {"model": ""}),
+    ("model", {"model": 5}),
+    ("messages", {"messages": []}),
+    ("messages", {"messages": None}),
+    ("messages[0].role", {"messages": [{"role": "tool", "content": "a"}]}),
+    ("messages[0].role", {"messages": [{"content": "a"}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
+    ("messages[0].content", {"messages": [{"role": "user"}]}),
+    ("messages[1].content[1].type", {"messages": [*_HI, _BLOCK]}),
+    ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"text": "a"}]}]}),
+    ("messages[0].content[0].text", _saying("user", {"type": "text", "text": 1})),
+    ("messages[0].content[0].id", _saying("assistant", {"type": "tool_use"})),
+    ("messages[0].content[0].type", _saying("user", {"type": "tool_removal", "tool": _REFERENCE})),
+    ("messages[0].content[0].tool", _saying("system", {"type": "tool_removal"})),
+    ("chat_template_kwargs", {"chat_template_kwargs": True}),
+    ("system", {"system": 5}),
+    ("system[0].type", {"system": [{"type": "image"}]}),
+    ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+    ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 4000}}),
+    ("thinking.budget_tokens", {"thinking": {"type": "enabled"}}),
+    ("thinking.type", {"thinking": {"type": "on"}}),
+    ("output_config.effort", {"output_config": {"effort": "much"}}),
+    ("output_config.format.type", {"output_config": {"format": {"type": "xml"}}}),
+    ("stop_sequences[1]", {"stop_sequences": ["a", 1]}),
+    ("stream", {"stream": "yes"}),
+    ("temperature", {"temperature": "hot"}),
+    ("top_k", {"top_k": 0.5}),
+    ("tool_choice.type", {"tool_choice": {"type": "all"}}),
+    ("tool_choice.name", {"tool_choice": {"type": "tool"}, "tools": [_LOOK]}),
+    ("tools[0].input_schema", {"tools": [{"name": "f"}]}),
+    ("tools[1].input_schema", {"tools": [_LOOK, {"name": "f", "input_schema": 5}]}),
+    ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
+    ("tools[0].name", {"tools": [{"input_schema": {}}]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("param, fields", _WRONG, ids=[f"{i}-{param}" for i, (param, _) in enumerate(_WRONG)])
+def test_a_wrong_field_is_named(param: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest) as refused:
+        _options(**fields)
+    assert refused.value.param == param
+    assert param in refused.value.message
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'"x"', b"\xff", b"5", b"[" * 3000])
+def test_a_body_that_is_no_json_object(body: bytes) -> None:
+    with pytest.raises(BadRequest) as refused:
+        read_turn(body)
+    assert refused.value.param == "body"
