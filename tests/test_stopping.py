@@ -188,19 +188,21 @@ def test_a_response_that_has_not_begun_is_an_error_object(
 
 
 async def test_a_cut_stream_ends_in_its_own_wire_format(mortal: FakeVllm, tmp_path: Path, store: str) -> None:
-    """A route that passes through: Anthropic's errors are named events."""
+    """Anthropic's errors are named events."""
+    body = {"model": "tiny", "max_tokens": 8, "messages": _HI, "stream": True}
     async with aiohttp.ClientSession() as http:
         with _proxy(mortal, tmp_path, store, "--drain-s", "0.2") as proxy:
             proxy.wait_ready()
             mortal.release()
-            mortal.endless[_MESSAGES] = b'event: ping\ndata: {"type": "ping"}\n\n'
-            async with http.post(proxy.url + _MESSAGES, json={}) as response:
+            mortal.endless[_CHAT] = b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}\n\n'
+            async with http.post(proxy.url + _MESSAGES, json=body) as response:
                 await response.content.readuntil(b"\n\n")
                 proxy.signal()
                 rest = await response.content.read()
             assert await asyncio.to_thread(proxy.wait) == 0
     *_, last = rest.strip().split(b"\n\n")
     assert last.startswith(b'event: error\ndata: {"type":"error"')
+    assert b"overloaded_error" in last
 
 
 def test_clients_that_do_not_read_do_not_hold_the_end(mortal: FakeVllm, tmp_path: Path, store: str) -> None:

@@ -15,7 +15,7 @@ from tests.utils import EVERY_SPELLING, run_proxy
 Make = Callable[..., Talk]
 SPLIT = (74, 71, 78, 78, 81, END)
 _FIELD = "required_prefix_token_ids"
-_HISTORY = [user("Hi"), {"role": "assistant", "content": "hello"}]
+_HISTORY = [user("Keep it"), {"role": "assistant", "content": "hello"}]
 
 
 def _expected(model: TinyModel, prefix: list[int], messages: list[Any], **kwargs: Any) -> list[int]:
