@@ -165,24 +165,15 @@ class Fleet:
         """
         return await Dispatch(self, routing, work).run()
 
-    async def send_to_any(
-        self, request: Request, routing: Routing, adapt: Callable[[Request, Replica], Request] | None = None
-    ) -> Response:
+    async def send_to_any(self, request: Request, routing: Routing) -> Response:
         """Send a request to a ready replica; if none is, to one that refuses discovery without a credential.
-
-        Args:
-            adapt: the request for a replica; None sends it as it is.
 
         Raises: as `send`.
         """
         need_credential = [replica for replica in self.replicas if replica.wants_credential]
         if need_credential and not any(replica.ready for replica in self.replicas):
             return await need_credential[0].engine.send(request)
-
-        def work(replica: Replica) -> Awaitable[Response]:
-            return replica.engine.send(adapt(request, replica) if adapt is not None else request)
-
-        return await self.send(work, routing)
+        return await self.send(lambda replica: replica.engine.send(request), routing)
 
     def named(self, name: str) -> Replica:
         """The replica of that name.

@@ -1,11 +1,9 @@
 """Passes all other routes through to the engine."""
 
-import dataclasses
 from collections.abc import Mapping
 
 from proxy.errors import BadRequest
-from proxy.fields import join, parse, raw
-from proxy.fleet.replica import Replica
+from proxy.fields import join, parse
 from proxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
 from proxy.history.store import session_id
 from proxy.http import Request, Response
@@ -20,9 +18,7 @@ from proxy.turn.services import Services
 
 _SAFE = ("GET", "HEAD")
 _REPEATABLE = (
-    "/v1/chat/completions",
     "/v1/embeddings",
-    "/v1/messages",
     "/tokenize",
     "/detokenize",
 )
@@ -33,15 +29,12 @@ _PREPARES = (
     "/v1/chat/completions/render",
     "/v1/chat/completions/derender",
     "/v1/completions/render",
-    "/v1/messages/count_tokens",
 )
 """POST routes that do not use the engine's weights."""
-_SALTED = ("/v1/responses",)
-"""POST routes that take a `cache_salt`. Those of turns, which take one too, do not come here."""
 
 
 class PassThrough(Route):
-    """Responses, messages, embeddings, models, metrics, and all other routes of the engine."""
+    """Embeddings, models, metrics, and all other routes of the engine."""
 
     path = "/{path:path}"
     methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
@@ -76,8 +69,7 @@ class PassThrough(Route):
             repeatable=repeatable,
             digest=(lambda: body_digest(path, request.body)) if request.method not in _SAFE else None,
         )
-        salted = services.cache_salt_by_version and request.method == "POST" and path in _SALTED
-        return await services.fleet.send_to_any(call, routing, _with_cache_salt if salted else None)
+        return await services.fleet.send_to_any(call, routing)
 
 
 async def _with_served_model(request: Request, services: Services) -> bytes:
@@ -88,18 +80,6 @@ async def _with_served_model(request: Request, services: Services) -> bytes:
     except BadRequest:
         return request.body  # the engine explains what is wrong
     return join(fields) if mapped else request.body
-
-
-def _with_cache_salt(request: Request, replica: Replica) -> Request:
-    """A request whose cached prefixes belong to the version of a replica's weights."""
-    if replica.weight_version is None:
-        return request
-    try:
-        fields = parse(request.body)
-    except BadRequest:
-        return request  # the engine explains what is wrong
-    fields.setdefault("cache_salt", raw(replica.weight_version))
-    return dataclasses.replace(request, body=join(fields))
 
 
 def _session(request: Request, services: Services) -> str:

@@ -464,8 +464,12 @@ def test_the_version_as_cache_salt(start: Start) -> None:
         assert engine.last(_CHAT).json["cache_salt"] == "own"
         client.post("/v1/completions", json={"prompt": [1, 74], "n": 2})
         assert engine.last("/v1/completions").json.items() >= {"n": 2, "cache_salt": "7"}.items()
-        client.post("/v1/responses", json={"input": "Hi"})
-        assert engine.last("/v1/responses").json == {"input": "Hi", "cache_salt": "7"}
+        for path, body in (
+            ("responses", {"input": "Hi"}),
+            ("messages", {**_HI, "model": "m", "max_tokens": 9}),
+        ):
+            assert client.post(f"/v1/{path}", json={"model": "tiny", **body}).status_code == 200
+            assert engine.last(_CHAT).json["cache_salt"] == "7"
 
 
 @pytest.mark.parametrize(
