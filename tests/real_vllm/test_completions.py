@@ -217,7 +217,7 @@ def test_trls_client(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         {"prompt": [1, 10**6]},
         {"prompt": [[1], [1, 10**6]]},
-        {"prompt": [5] * 5000},
+        {"prompt": [5] * 9000},
         {"prompt": []},
         {"prompt": [[]]},
         {"prompt": ""},

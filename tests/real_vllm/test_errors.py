@@ -9,7 +9,7 @@ import pytest
 from tests.real_vllm.conftest import Served, every_spelling
 from tests.real_vllm.test_token_route import PROMPT, ROUTE
 
-BEYOND_CONTEXT = [5] * 5000
+BEYOND_CONTEXT = [5] * 9000
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
 USER = [{"role": "user", "content": "Hi"}]
 

@@ -108,7 +108,7 @@ def test_generate_answers_as_a_stock_engine(
 
 def test_generate_refuses_bad_ids(generating: Served) -> None:
     with generating.http() as http:
-        for ids in ([], [-1], "a", None, [1, 10**6], [5] * 5000):
+        for ids in ([], [-1], "a", None, [1, 10**6], [5] * 9000):
             answer = http.post(GENERATE, json={"token_ids": ids, "sampling_params": {"max_tokens": 1}})
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["param"] == "token_ids", answer.text

@@ -129,7 +129,7 @@ def test_prompts_and_limits_beyond_the_context(sdk: anthropic.Anthropic) -> None
         model=_MODEL, max_tokens=16_000, messages=[{"role": "user", "content": "Hi"}], stop_sequences=["e"]
     )
     assert message.stop_reason in ("stop_sequence", "end_turn")
-    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 4096 maximum"):
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 8192 maximum"):
         sdk.messages.create(model=_MODEL, max_tokens=8, messages=[{"role": "user", "content": "x y " * 5000}])
     with pytest.raises(anthropic.NotFoundError, match="model: "):
         sdk.messages.create(model="nope", max_tokens=8, messages=[{"role": "user", "content": "Hi"}])
