@@ -1,6 +1,5 @@
 """Prompts with ids from the client: appends messages to them, and finds where their turns are recorded."""
 
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,21 +14,19 @@ from proxy.history.cached_turn import CachedTurn
 from proxy.history.context import check_fits, check_ids_fit, is_truncated, too_long
 from proxy.history.continuation import continue_ids, continue_turn
 from proxy.history.conversation import Conversation
-from proxy.history.images import ImageModel, ImageRef, NotLoadable, place, refs_in
+from proxy.history.given_images import no_images, objects
+from proxy.history.images import NotLoadable, place, refs_in
 from proxy.history.matcher import AmbiguousImages, Match, same_images
 from proxy.history.placing import UNREADABLE, Placer
 from proxy.history.plan import Placement, ServedModel
 from proxy.history.prompt_image import PromptImage
-from proxy.history.store import StoreError, session_id
-from proxy.history.turn import request_time, unpack_ids
+from proxy.history.store import session_id
+from proxy.history.turn import request_time
 from proxy.turn.request import ChatRequest, GivenIds
 from tokenization import ChatTokenizer, InvalidIds, TemplateUnsupported, TokenizationError, ids
 from tokenization.limit import Limit, TooManyIds
-from tokenization.placeholders import PlaceholdersDiffer
 
 _APPEND = "append_messages"
-_split = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_parse = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,116 +79,13 @@ async def append_messages(
         if model.images is None or not (_APPEND in request.media or model.images.placeholder in appended):
             return AppendedMessages(prompt, appended, [])
         try:
-            messages = _objects(request.append or b"[]", _APPEND) if _APPEND in request.media else []
+            messages = objects(request.append or b"[]", _APPEND) if _APPEND in request.media else []
             refs = refs_in(messages, _APPEND)
             loaded = await placer.images.load(refs, model.images, _APPEND, placer.flow(request))
             appended, images = place(appended, model.images, loaded, given.count)
         except NotLoadable as error:
             raise BadRequest(str(error), param=_APPEND, code="image_not_loaded") from error
         return AppendedMessages(ids.join(ids.compact(given.raw), appended), appended, images)
-
-
-async def place_images(
-    placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel
-) -> tuple[GivenIds, tuple[PromptImage, ...]]:
-    """The given ids with every image expanded, and where the images are in them.
-
-    Images come from the request's `images`, else from its `messages`, else from the recorded turn of the
-    session whose ids the prompt begins with. Each placeholder is expanded exactly once, however it came.
-
-    Raises:
-        BadRequest: the images are not those of the placeholders, one is invalid, or the engine takes no
-            images together with ids.
-    """
-    images, placeholder = model.images, model.placeholder
-    if images is None and (request.images or request.media):
-        raise no_images(request.media[0] if request.media else "images")
-    holds_placeholder = (
-        placeholder is not None and re.search(rb"[\[,\s]%d[\],\s]" % placeholder, given.raw) is not None
-    )
-    if not request.images and not holds_placeholder:
-        return given, ()
-    if images is None:
-        # without its images, the engine would read the placeholders as text
-        raise no_images(given.field)
-    flow = placer.flow(request)
-    if request.images is not None:
-        field = "images"
-        refs = [ImageRef(f"images[{index}]", url) for index, url in enumerate(request.images)]
-    elif "messages" in request.media:
-        field = "messages"
-        refs = _history_refs(request)
-    else:
-        return given, await _recorded_images(placer, request, given, images)
-    try:
-        loaded = await placer.images.load(refs, images, field, flow)
-        whole, placed = place(_unpack(given), images, loaded, 0)
-    except NotLoadable as error:
-        raise BadRequest(str(error), param=field, code="image_not_loaded") from error
-    except PlaceholdersDiffer as error:
-        raise BadRequest(f"`{given.field}` and `{field}`: {error}", param=field) from error
-    return replace(given, raw=ids.dump(whole), count=len(whole)), tuple(placed)
-
-
-def _unpack(given: GivenIds) -> list[int]:
-    """The given ids as integers. Raises BadRequest if one has more than 32 bits."""
-    try:
-        return unpack_ids(ids.pack(given.raw))
-    except InvalidIds as error:
-        raise BadRequest(f"`{given.field}` {error}", param=given.field) from error
-
-
-def no_images(field: str) -> BadRequest:
-    """The error for images next to ids on an engine that does not take them so."""
-    return BadRequest(
-        f"`{field}` holds images, and this engine takes no images together with prompt ids: serve a model of "
-        "images whose chat template takes parts, start vLLM with --enable-scale-out, and send no `stop` "
-        "strings",
-        param=field,
-        code="no_images",
-    )
-
-
-def _history_refs(request: ChatRequest) -> list[ImageRef]:
-    messages = _objects(request.messages, "messages")
-    new = len(_split(request.append)) if request.append else 0
-    try:
-        return refs_in(messages[: len(messages) - new], "messages")
-    except NotLoadable as error:
-        raise BadRequest(str(error), param="messages", code="image_not_loaded") from error
-
-
-async def _recorded_images(
-    placer: Placer, request: ChatRequest, given: GivenIds, model: ImageModel
-) -> tuple[PromptImage, ...]:
-    """The images of the recorded turn that given ids begin with. Raises BadRequest."""
-    turn = None
-    if request.session is not None:
-        rollout = session_id(request.tenant, request.session.name)
-        try:
-            turn = await _by_ids(placer, ids.compact(given.raw), rollout)
-        except AmbiguousImages as error:
-            raise BadRequest(
-                f"recorded turns with the ids of `{given.field}` hold different images: send those of the "
-                "prompt in `images`, or send the conversation as `messages`",
-                param="images",
-                code="images_missing",
-            ) from error
-    known = turn.images if turn is not None else ()
-    inside = sum(each.length for each in known)
-    values = _unpack(given)
-    outside = list(values)
-    for image in reversed(known):
-        del outside[image.offset : image.offset + image.length]
-    assert len(outside) == len(values) - inside
-    if model.placeholder in outside:
-        raise BadRequest(
-            f"`{given.field}` holds the placeholder of images, {model.placeholder}, and its images are not "
-            "recorded: send them in `images`, or send the conversation as `messages`",
-            param="images",
-            code="images_missing",
-        )
-    return known
 
 
 def _append(
@@ -201,7 +95,7 @@ def _append(
     appended = request.append or b"[]"
     if limit.max_ids is not None:
         check_fits(appended, tokenizer, limit.max_ids)
-    new = _objects(appended, "append_messages")
+    new = objects(appended, "append_messages")
     history = _history(request, len(new))
     if history is None and tokenizer.proof is None:
         raise NotReady(
@@ -222,7 +116,7 @@ def _history(request: ChatRequest, new: int) -> list[dict[str, Any]] | None:
     """
     if not request.messages:
         return None
-    whole = _objects(request.messages, "messages")
+    whole = objects(request.messages, "messages")
     earlier = whole[: len(whole) - new]
     return earlier if earlier and earlier[-1].get("role") == "assistant" else None
 
@@ -308,7 +202,7 @@ async def place_given(
             if model.images is None:
                 parent = await _without_images(placer, prompt, rollout, request)
             else:
-                parent = await _by_ids(placer, prompt, rollout, images)
+                parent = await placer.longest_prefix(prompt, rollout, images)
             first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
         return replace(
             placement,
@@ -334,23 +228,12 @@ async def _without_images(
         BadRequest: the turn holds images: without them, the engine would read their placeholders as text.
     """
     try:
-        turn = await _by_ids(placer, prompt, rollout)
+        turn = await placer.longest_prefix(prompt, rollout)
         if turn is None or not turn.images:
             return turn
     except AmbiguousImages:
-        pass  # each of these turns holds images, or another turn with its ids does
+        pass  # at least one of these turns holds images
     raise no_images(request.given.field if request.given else "messages")
-
-
-async def _by_ids(
-    placer: Placer, prompt: bytes, rollout: str, images: Sequence[PromptImage] | None = None
-) -> CachedTurn | None:
-    """The turn of a rollout with the most ids that a prompt begins with; see `Matcher.longest_prefix`."""
-    try:
-        return await placer.matcher.longest_prefix(prompt, rollout, images)
-    except StoreError as error:
-        placer.report("a turn is recorded without the one before it", error)
-        return None
 
 
 async def _proves(
@@ -394,12 +277,3 @@ async def _proves(
 
     size = sum(memoryview(raw).nbytes for raw in conversation.raws[match.end + 1 :])
     return await placer.encoders.run(prove, size, tokenises=True, flow=placer.flow(request), stop=stop)
-
-
-def _objects(raw: bytes, field: str) -> list[dict[str, Any]]:
-    """A JSON array of objects. Raises BadRequest, naming `field`."""
-    try:
-        # one by one, because parsing holds the GIL
-        return [_parse(each) for each in _split(raw)]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"`{field}`: {error}", param=field) from error

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -11,6 +11,7 @@ import msgspec
 from proxy.fleet.queue import FlowKey
 from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
+from proxy.history.cached_turn import CachedTurn
 from proxy.history.conversation import Conversation
 from proxy.history.encoders import WORTH_A_THREAD_BYTES, EncoderPool
 from proxy.history.ids_index import match_ids
@@ -19,6 +20,7 @@ from proxy.history.matcher import Match, Matcher
 from proxy.history.origin import origin_of
 from proxy.history.pins import Pins
 from proxy.history.plan import Placement, ServedModel
+from proxy.history.prompt_image import PromptImage
 from proxy.history.scope import Scope, raw_key, scope_parts
 from proxy.history.store import FOUND_AT_MOST, Session, Store, StoreError, session_id
 from proxy.history.turn import new_id, request_time
@@ -99,6 +101,16 @@ class Placer:
             if newest is not None and longer and not newest.images:
                 match = Match(newest)
         return match
+
+    async def longest_prefix(
+        self, prompt: bytes, rollout: str, images: Sequence[PromptImage] | None = None
+    ) -> CachedTurn | None:
+        """See `Matcher.longest_prefix`; None too if the store does not respond. Raises AmbiguousImages."""
+        try:
+            return await self.matcher.longest_prefix(prompt, rollout, images)
+        except StoreError as error:
+            self.report("a turn is recorded without the one before it", error)
+            return None
 
     async def pin(self, rollouts: Iterable[str]) -> None:
         """Keep rollouts from eviction for a while; see `Pins.pin`."""

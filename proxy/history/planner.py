@@ -14,7 +14,8 @@ from proxy.history.cached_turn import CachedTurn
 from proxy.history.context import check_fits, check_ids_fit, most_prompt_ids, too_long
 from proxy.history.continuation import continue_turn
 from proxy.history.conversation import Conversation
-from proxy.history.given import append_messages, place_given, place_images
+from proxy.history.given import append_messages, place_given
+from proxy.history.given_images import place_images
 from proxy.history.images import ImageModel, LoadedImage, NotLoadable, place, refs_in
 from proxy.history.matcher import Match
 from proxy.history.placing import UNREADABLE, Placer

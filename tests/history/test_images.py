@@ -3,7 +3,7 @@
 import base64
 import io
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +11,10 @@ import pytest
 from PIL import Image as Pillow
 
 from proxy.errors import BadRequest
-from proxy.history.audit import Auditor
 from proxy.history.completion import Completion, SampledChoice
-from proxy.history.encoders import EncoderPool
 from proxy.history.history import History
 from proxy.history.plan import Given, PromptPlan, ServedModel
-from proxy.history.store import Limits
 from proxy.images import Image
-from proxy.metrics import Metrics
-from proxy.stores.memory import MemoryStore
 from proxy.turn.request import GivenIds
 from tests.history.recording import chat_request, session_ref
 from tokenization import ids
@@ -39,22 +34,6 @@ class _Images:
 _WITH_IMAGES = ServedModel("m", None, images=_Images(), placeholder=_PLACEHOLDER)
 _NOT_FOR_THIS_REQUEST = ServedModel("m", None, placeholder=_PLACEHOLDER)
 _WITHOUT_IMAGES = ServedModel("m", None)
-
-
-@pytest.fixture
-async def history() -> AsyncIterator[History]:
-    with EncoderPool(1, 2**20) as encoders:
-        made = History(
-            MemoryStore(Limits()),
-            encoders,
-            Metrics(),
-            2**20,
-            Auditor(Metrics(), 0, None),
-            request_class_header="X-Class",
-        )
-        await made.open()
-        yield made
-        await made.aclose()
 
 
 def _picture(color: str) -> str:

@@ -1,43 +1,22 @@
 """Requests with prompts of ids or text: one plan for each prompt, whatever happens to the store."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from proxy.errors import BadRequest
-from proxy.history.audit import Auditor
 from proxy.history.completion import Completion, SampledChoice
-from proxy.history.encoders import EncoderPool
 from proxy.history.history import History
 from proxy.history.plan import Given, Placement, PromptPlan, Rendered, ServedModel
 from proxy.history.recorder import Recording
-from proxy.history.store import Limits, StoreError
+from proxy.history.store import StoreError
 from proxy.history.store_time import spending, store_time
-from proxy.metrics import Metrics
-from proxy.stores.memory import MemoryStore
 from proxy.turn.request import ChatRequest, EngineRoute, GivenIds
 from tests.history.recording import chat_request, session_ref
 from tokenization import ids
 
 _MODEL = ServedModel("m", None, max_model_len=100)
-
-
-@pytest.fixture
-async def history() -> AsyncIterator[History]:
-    with EncoderPool(1, 2**20) as encoders:
-        made = History(
-            MemoryStore(Limits()),
-            encoders,
-            Metrics(),
-            2**20,
-            Auditor(Metrics(), 0, None),
-            request_class_header="X-Class",
-        )
-        await made.open()
-        yield made
-        await made.aclose()
 
 
 def _request(*prompts: list[int] | None, **fields: Any) -> ChatRequest:

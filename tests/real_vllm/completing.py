@@ -82,7 +82,7 @@ def keys_of(chunks: list[Body]) -> set[str]:
 
 
 def joined(chunks: list[Body]) -> Body:
-    """What a stream says of each choice, however it is cut into chunks; without ids and times."""
+    """Each choice of a stream, put together from its chunks; without ids and times."""
     joined: dict[int, Body] = {}
     for piece in (piece for chunk in chunks for piece in chunk["choices"]):
         choice = joined.setdefault(piece["index"], dict.fromkeys(piece))
@@ -95,5 +95,5 @@ def joined(chunks: list[Body]) -> Body:
             elif value is not None:
                 choice[name] = value
     totals = [chunk for chunk in chunks if not chunk["choices"]]
-    said = {"choices": [choice for _, choice in sorted(joined.items())], "totals": totals}
-    return {**without_ids(said), "keys": keys_of(chunks)}
+    whole = {"choices": [choice for _, choice in sorted(joined.items())], "totals": totals}
+    return {**without_ids(whole), "keys": keys_of(chunks)}

@@ -66,6 +66,20 @@ def _in_turn(first: str, second: str) -> Iterator[httpx.Client]:
         yield http
 
 
+def _running(http: httpx.Client) -> dict[str, int]:
+    """How many requests each replica has, by its URL."""
+    return {url: each["requests"] for url, each in _replicas(http).items()}
+
+
+def _served_by(http: httpx.Client, *engines: str) -> str:
+    """The engine that served a short request."""
+    before = {url: _completed(url) for url in engines}
+    assert http.post(CHAT, json={"messages": [user("Hi.")], "max_tokens": 1}).status_code == 200
+    wait_until(lambda: sum(map(_completed, before)) > sum(before.values()))
+    [served] = [url for url, count in before.items() if _completed(url) > count]
+    return served
+
+
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
     with closing(sqlite3.connect(file, isolation_level=None)) as connection:
@@ -250,17 +264,15 @@ def test_a_request_under_which_an_engine_dies_is_not_sent_to_another(
 ) -> None:
     with _in_turn(stock, second.url) as http, ThreadPoolExecutor(1) as pool:
         body = {"messages": [user("Count.")], "max_tokens": 1500, "ignore_eos": True}
-        before = _completed(stock)
-        for _ in range(2):  # in turn: one of two is on the second engine
-            sent = pool.submit(http.post, CHAT, json=body, timeout=240)
-            wait_until(lambda: sum(each["requests"] for each in _replicas(http).values()) == 1)
-            if _replicas(http)[second.url]["requests"]:
-                break
-            before += 1
-            assert sent.result().status_code == 200
+        while _served_by(http, stock, second.url) != stock:
+            pass  # in turn: the second engine serves the next
+        completed = _completed(stock)
+        wait_until(lambda: _running(http) == {stock: 0, second.url: 0})
+        sent = pool.submit(http.post, CHAT, json=body, timeout=240)
+        wait_until(lambda: _running(http) == {stock: 0, second.url: 1})
         assert second.pid is not None
         os.killpg(second.pid, signal.SIGKILL)
         assert sent.result().status_code in (502, 503)
-        assert _completed(stock) == before
+        assert _completed(stock) == completed
         again = http.post(CHAT, json=body)
         assert (again.status_code, again.json()["error"]["code"]) == (502, "engine_died")

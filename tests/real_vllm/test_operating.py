@@ -5,6 +5,7 @@ import socket
 import sqlite3
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -60,7 +61,9 @@ def test_keys_hosts_origins_and_tls(stock: str, tmp_path: Path) -> None:
         assert (
             http.options(CHAT, headers=asked).headers["access-control-allow-origin"] == "https://app.example"
         )
-    with run_proxy(stock, "--allowed-hosts", "127.0.0.1", "--store", "memory:") as url:
+    with run_proxy(
+        stock, "--allowed-hosts", "127.0.0.1", "--http-parser", "h11", "--store", "memory:"
+    ) as url:
         assert httpx.post(url + CHAT, json=_BODY, timeout=60).status_code == 200
         refused = httpx.post(url + CHAT, json=_BODY, headers={"host": "evil.example"}, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "host_not_allowed")
@@ -85,17 +88,18 @@ def _check_tls(stock: str, cert: Path, private: Path) -> None:
     try:
         proxy.spawn()
         with httpx.Client(base_url=proxy.url, verify=verified, timeout=60, trust_env=False) as http:
-            wait_until(lambda: _answers(http))
+            wait_until(lambda: _status_of(http, "/ready") == 200)
             assert http.post(CHAT, json=_BODY).status_code == 200
     finally:
         proxy.stop()
 
 
-def _answers(http: httpx.Client) -> bool:
+def _status_of(http: httpx.Client, path: str) -> int:
+    """The status of a page; 0 while nothing listens."""
     try:
-        return http.get("/ready").status_code == 200
+        return http.get(path).status_code
     except httpx.TransportError:
-        return False
+        return 0
 
 
 def test_credentials_in_a_url_are_never_shown(stock: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -198,6 +202,46 @@ def test_an_engine_that_comes_back_with_another_model_gets_no_ids(
             assert answer.headers["x-prompt-source"] == "rendered"
 
 
+def test_a_session_is_known_to_an_engine_that_records(engines: dict[str, EngineProcess]) -> None:
+    """`X-Session-ID` is passed upstream: a proxy inside the engine records the same session."""
+    with run_proxy(engines["plugin"].url, "--store", "memory:") as url:
+        headers = {"x-session-id": "passed-on"}
+        answer = httpx.post(url + CHAT, json=_BODY, headers=headers, timeout=60)
+        assert (answer.status_code, answer.headers["x-session-id"]) == (200, "passed-on")
+        for each in (url, engines["plugin"].url):
+            assert len(httpx.get(f"{each}{SESSIONS}/passed-on", timeout=60).json()["turns"]) == 1
+
+
+def test_a_proxy_starts_before_its_engine(model: Path, tmp_path: Path) -> None:
+    with EngineProcess(model, plugin=False, log_file=tmp_path / "late.log") as engine:
+        proxy = ProxyProcess(engine.url, "--store", "memory:", "--watch-interval-s", "0.5")
+        try:
+            proxy.spawn()
+            with httpx.Client(base_url=proxy.url, timeout=60) as http:
+                wait_until(lambda: _status_of(http, "/health") == 200)
+                ready = http.get("/ready")
+                assert ready.status_code == 503
+                assert ready.json()["engines"][0]["problem"]
+                engine.wait_ready(START_TIMEOUT_S)
+                wait_until(lambda: _status_of(http, "/ready") == 200)
+                assert http.post(CHAT, json=_BODY).status_code == 200
+        finally:
+            proxy.stop()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_generation_outlives_short_timeouts(stock: str, stream: bool) -> None:
+    long = {**_BODY, "max_tokens": 300, "stream": stream}
+    with run_proxy(stock, "--idle-timeout-s", "1", "--connect-timeout-s", "1", "--store", "memory:") as url:
+        began = time.monotonic()
+        answer = httpx.post(url + CHAT, json=long, headers={"x-session-id": "long"}, timeout=300)
+        assert time.monotonic() - began > 2
+        assert answer.status_code == 200
+        assert answer.text.endswith("data: [DONE]\n\n") is stream
+        [turn] = httpx.get(f"{url}{SESSIONS}/long", timeout=60).json()["turns"]
+        assert (turn["completion_tokens"], turn["problem"]) == (300, None)
+
+
 # --- stores
 
 
@@ -218,8 +262,10 @@ def test_a_deleted_file_is_noticed(stock: str, tmp_path: Path) -> None:
         third = talk.ask(user("Go on."), **_FEW)
         assert continues(third, second) or third.source.startswith("rendered")
         assert continues(second, first) or second.source.startswith("rendered")
+        assert continues(talk.ask(user("More."), **_FEW), third)
         with closing(sqlite3.connect(file)) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+            assert connection.execute("SELECT count(*) FROM turns").fetchone()[0] >= 2
 
 
 def test_a_redis_that_was_killed_comes_back(stock: str, tmp_path: Path) -> None:
