@@ -86,7 +86,8 @@ installed, does not start or fails has a row without figures, and a remark with 
                  the percentile through tokenproxy minus the direct median
   recognised     prompts that continue recorded ids, of all prompts
 
-`requests` are tokenproxy's own requests: what recording costs, and the token route (`ids in`).
+`requests` are tokenproxy's own requests: what recording costs, streams in the wire formats of other vendors,
+and the token route (`ids in`).
 `conversations` are recognised turns of 1,000 conversations that take turns, by store and length, whole and
 streamed; `restarted` is the first request of each conversation in a new process. A missed goal does not
 change the exit code: machines differ.

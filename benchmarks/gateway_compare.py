@@ -8,7 +8,18 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.command import progress
-from benchmarks.gateway_loads import FEW_GIVEN_IDS, FIRST_TURN, GIVEN_IDS, SMALL_CHAT, Column, Load, Loads
+from benchmarks.gateway_loads import (
+    FEW_GIVEN_IDS,
+    FIRST_TURN,
+    GIVEN_IDS,
+    MESSAGES_STREAM,
+    RESPONSES_STREAM,
+    SMALL_CHAT,
+    STREAM,
+    Column,
+    Load,
+    Loads,
+)
 from benchmarks.gateway_peers import PEERS, run_peer
 from benchmarks.gateway_run import Added, Bench, Cell, Target
 from benchmarks.gateway_wrk import Pace
@@ -16,6 +27,8 @@ from benchmarks.load import BadResponse
 from benchmarks.processes import Cores, Proxy, StartError, proxy
 
 DIRECT, OURS = "direct, no gateway", "tokenproxy, SQLite"
+_RECORDED = (SMALL_CHAT, FIRST_TURN, STREAM, MESSAGES_STREAM, RESPONSES_STREAM)
+"""Of tokenproxy's own requests, those that have no form that is not recorded."""
 Selected = Callable[[str, str], bool]
 """Whether a column is to be measured for a row."""
 
@@ -61,16 +74,13 @@ def recorded(name: str, is_recorded: bool = True) -> str:
 def request_names() -> list[str]:
     """The names of tokenproxy's own requests."""
     given = [recorded(name, kind) for name in (FEW_GIVEN_IDS, GIVEN_IDS) for kind in (False, True)]
-    return [recorded(SMALL_CHAT), recorded(FIRST_TURN), *given]
+    return [*map(recorded, _RECORDED), *given]
 
 
 def request_kinds(loads: Loads) -> list[RequestKind]:
     """tokenproxy's own requests, each with what the engine is sent for comparison."""
-    columns = {column.name: column for column in (*loads.columns, *loads.tokens)}
-    chats = [
-        RequestKind(recorded(name), columns[name].theirs, columns[name].ours)
-        for name in (SMALL_CHAT, FIRST_TURN)
-    ]
+    columns = {column.name: column for column in (*loads.columns, *loads.translated, *loads.tokens)}
+    chats = [RequestKind(recorded(name), columns[name].theirs, columns[name].ours) for name in _RECORDED]
     given = [
         RequestKind(recorded(name, kind), columns[name].theirs, replace(columns[name].ours, sessions=kind))
         for name in (FEW_GIVEN_IDS, GIVEN_IDS)

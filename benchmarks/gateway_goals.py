@@ -11,7 +11,9 @@ from benchmarks.gateway_loads import (
     GIVEN_IDS,
     LONG_ANSWER,
     LONG_BOTH,
+    MESSAGES_STREAM,
     RECOGNISED,
+    RESPONSES_STREAM,
     SMALL_CHAT,
     STREAM,
 )
@@ -30,6 +32,8 @@ _RATIOS = (
 _GROWTH = ((WHOLE, 1.5), (RESTARTED, 4.0))
 """Most ratio of the added p50 at 128k ids to that at 1k, by state."""
 _ADDED_MS, _WRITTEN_KB = 0.2, 100.0
+_TRANSLATED = 2.0
+"""Most ratio of the added p50 of a translated stream to that of the chat route's."""
 
 
 @dataclass(slots=True)
@@ -108,6 +112,17 @@ def _of_requests(results: Results) -> Iterator[Goal]:
         " ms",
         least=False,
     )
+    for stream in (MESSAGES_STREAM, RESPONSES_STREAM):
+        name = f"{stream}: added p50 / that of {recorded(STREAM)}"
+        yield Goal(name, _added_ratio(results, stream, STREAM), _TRANSLATED, "x", least=False)
     first = results.compared.cells.get((FIRST_TURN, OURS))
     written = first.median("written_kb") if first is not None and first.samples else None
     yield Goal(f"{FIRST_TURN}: written per turn", written, _WRITTEN_KB, " KB", least=False)
+
+
+def _added_ratio(results: Results, column: str, other: str) -> float | None:
+    """Ratio of the added p50 of two of tokenproxy's own requests; None if one of them was not measured."""
+    timed, by = (results.requests.get(recorded(name)) for name in (column, other))
+    if timed is None or by is None or not timed.added.proxy_ms or not by.added.proxy_ms:
+        return None
+    return timed.added.ms() / by.added.ms()

@@ -29,6 +29,7 @@ STREAM, RECOGNISED, GIVEN_IDS = "stream", "recognised turn 32k", "100k ids in"
 COLUMNS = (SMALL_CHAT, FIRST_TURN, LONG_ANSWER, LONG_TEXT, LONG_BOTH, STREAM, RECOGNISED, GIVEN_IDS)
 """Names of the columns."""
 FEW_GIVEN_IDS = "50 ids in"
+MESSAGES_STREAM, RESPONSES_STREAM = "stream of /v1/messages", "stream of /v1/responses"
 LENGTHS = {"1k": 1_000, "32k": 32_000, "128k": 128_000}
 _SMALL_IDS, _STREAMED_IDS, _LONG_IDS, _GIVEN_IDS = 40, 256, 32_000, 100_000
 _QUESTION_OF_1KB = 165
@@ -89,6 +90,8 @@ class Loads:
     columns: list[Column] = field(default_factory=list)
     tokens: list[Column] = field(default_factory=list)
     """Of the token route; the last one is also among the columns."""
+    translated: list[Column] = field(default_factory=list)
+    """The column `stream` in the wire formats of other vendors, which only tokenproxy is sent."""
     conversations: dict[str, dict[bool, Load]] = field(default_factory=dict)
     """Recognised turns, by the length of the history and by whether they are streamed."""
     answers: dict[str, Answer] = field(default_factory=dict)
@@ -163,6 +166,7 @@ class _Writer:
         columns.append(self._chat(LONG_BOTH, self._history(_LONG_IDS), long, **evidence))
         streamed = self._sampled(_STREAMED_IDS)
         columns.append(self._chat(STREAM, question, streamed, chunks=_STREAMED_IDS, stream=True))
+        self._add_translated(columns[-1], question)
         for label, length in lengths.items():
             self._add_conversations(label, length)
         recognised = self._loads.conversations.get("32k") or next(iter(self._loads.conversations.values()))
@@ -190,6 +194,19 @@ class _Writer:
             opening, closing = _chat_body(messages, **({"stream": True} if stream else {}))
             load = Load(name, CHAT, opening, closing, b"," + step, self._conversations)
             self._loads.conversations[label][stream] = load
+
+    def _add_translated(self, chat: Column, question: Messages) -> None:
+        """The same streams for the clients of other vendors."""
+        system, user = (message["content"] for message in question)
+        asked: dict[str, Any] = {"model": MODEL, "stream": True}
+        bodies = {
+            MESSAGES_STREAM: {**asked, "system": system, "messages": question[1:], "max_tokens": 64},
+            RESPONSES_STREAM: {**asked, "instructions": system, "input": user, "max_output_tokens": 64},
+        }
+        for name, body in bodies.items():
+            path = name.rpartition(" ")[2]
+            load = Load(chat.ours.answer, path, _encode(body)[:-1], b"}")
+            self._loads.translated.append(Column(name, load, chat.theirs, chat.chunks))
 
     def _add_token_loads(self) -> None:
         """Ids that the client has; through the others in the field in which vLLM takes them."""

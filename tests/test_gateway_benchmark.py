@@ -9,11 +9,29 @@ import pytest
 
 from benchmarks.fleet_words import Words
 from benchmarks.gateway_answers import Answer, CannedAnswer
-from benchmarks.gateway_compare import DIRECT, OURS, Timed, request_kinds, request_names, row_titles
+from benchmarks.gateway_compare import (
+    DIRECT,
+    OURS,
+    Timed,
+    recorded,
+    request_kinds,
+    request_names,
+    row_titles,
+)
 from benchmarks.gateway_conversations import RESTARTED, STATES, WHOLE, Conversations
 from benchmarks.gateway_engine import Engine
 from benchmarks.gateway_goals import RLLM, ROUTER, Results, goals
-from benchmarks.gateway_loads import COLUMNS, RECOGNISED, SMALL_CHAT, Loads, make_loads
+from benchmarks.gateway_loads import (
+    COLUMNS,
+    FEW_GIVEN_IDS,
+    MESSAGES_STREAM,
+    RECOGNISED,
+    RESPONSES_STREAM,
+    SMALL_CHAT,
+    STREAM,
+    Loads,
+    make_loads,
+)
 from benchmarks.gateway_peers import PEERS, Peer, run_peer
 from benchmarks.gateway_report import as_json, as_text
 from benchmarks.gateway_run import Added, Cell, Sample
@@ -151,8 +169,10 @@ def _results() -> Results:
         for length, added in (("1k", 1.0), ("128k", long_ms)):
             timed["SQLite", state, length] = Timed(Added([1.0], [1.0 + added]), Cell([_sample(10)]))
     results.conversations = Conversations(["1k", "128k"], timed)
-    chat, _, route, *_ = request_names()
-    for name, added in ((chat, 1.1), (route, 1.0)):
+    of_requests = ((SMALL_CHAT, 1.1), (STREAM, 1.0), (MESSAGES_STREAM, 1.9), (RESPONSES_STREAM, 2.1))
+    added_ms = {recorded(name): added for name, added in of_requests} | {recorded(FEW_GIVEN_IDS, False): 1.0}
+    assert added_ms.keys() <= set(request_names())
+    for name, added in added_ms.items():
         results.requests[name] = Timed(Added([1.0], [1.0 + added]), Cell([_sample(10)]))
     return results
 
@@ -167,6 +187,8 @@ def test_goals_are_met_missed_or_not_measured() -> None:
     assert by_words["recognised turn, SQLite, restarted: added p50 at 128k ids / at 1k"] is False
     assert by_words["recognised turn, Redis, whole: added p50 at 128k ids / at 1k"] is None
     assert by_words[f"{SMALL_CHAT}, recorded: added p50 - that of 50 ids in, not recorded"] is True
+    assert by_words[f"{MESSAGES_STREAM}: added p50 / that of {STREAM}, recorded"] is True
+    assert by_words[f"{RESPONSES_STREAM}: added p50 / that of {STREAM}, recorded"] is False
 
 
 def test_report_has_a_row_for_a_gateway_that_is_not_there(loads: Loads) -> None:
