@@ -10,16 +10,15 @@ from proxy.demo.stack import EngineProcess
 from tests.real_vllm.conftest import Served
 
 _ROOT = Path(__file__).parents[2]
-_PAGES = "".join(
-    (_ROOT / page).read_text() for page in ("README.md", "docs/conversations.md", "docs/routes.md")
-)
+_PAGES = ("README", *(f"docs/{name}" for name in ("conversations", "messages", "responses", "routes")))
+_TEXT = "".join((_ROOT / f"{page}.md").read_text() for page in _PAGES)
 _BLOCKS = [
-    block for block in re.findall(r"```python\n(.*?)```", _PAGES, re.DOTALL) if "127.0.0.1:8000" in block
+    block for block in re.findall(r"```python\n(.*?)```", _TEXT, re.DOTALL) if "127.0.0.1:8000" in block
 ]
 
 
 def test_there_are_examples() -> None:
-    assert len(_BLOCKS) == 5
+    assert len(_BLOCKS) == 7
 
 
 @pytest.mark.parametrize("block", _BLOCKS)
