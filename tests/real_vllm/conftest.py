@@ -5,7 +5,6 @@ front of a stock vLLM; some also against the proxy made to use vLLM's generate r
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from proxy.demo.stack import EngineProcess, free_port
 
 INSIDE, FRONT, GENERATE = "inside vLLM", "in front of vLLM", "in front, by the generate route"
 START_TIMEOUT_S = 600.0
+STORE_TIMEOUT_S = "30"
+"""Engines share the cores with each other here: a database may be slow without being stuck."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,15 @@ def engines(
 ) -> Iterator[dict[str, EngineProcess]]:
     """All engines that the selected tests need, started at the same time."""
     logs = tmp_path_factory.mktemp("vllm")
-    # engines share the cores with each other here: a database may be slow without being stuck
-    os.environ.setdefault("TOKENPROXY_STORE_TIMEOUT_S", "30")
+    patient = {"TOKENPROXY_STORE_TIMEOUT_S": STORE_TIMEOUT_S}
     needed = {
-        "plugin": EngineProcess(model, plugin=True, api_server_count=2, log_file=logs / "plugin.log"),
+        "plugin": EngineProcess(
+            model,
+            plugin=True,
+            api_server_count=2,
+            extra_environment=patient,
+            log_file=logs / "plugin.log",
+        ),
         "stock": EngineProcess(
             model,
             plugin=False,
@@ -108,7 +114,10 @@ def engines(
     }
     if any("mortal_engine" in getattr(item, "fixturenames", ()) for item in request.session.items):
         needed["mortal"] = EngineProcess(
-            thinking_model, extra_flags=["--reasoning-parser", "deepseek_r1"], log_file=logs / "mortal.log"
+            thinking_model,
+            extra_flags=["--reasoning-parser", "deepseek_r1"],
+            extra_environment=patient,
+            log_file=logs / "mortal.log",
         )
     with ExitStack() as stack:
         started = {name: stack.enter_context(engine) for name, engine in needed.items()}
@@ -163,7 +172,8 @@ class ProxyProcess:
         port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", upstream, "--port", str(port)]
-        self._command = [*command, *flags]
+        command += ["--store-timeout-s", STORE_TIMEOUT_S]
+        self._command = [*command, *flags]  # of equal flags the last counts
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, client_key: str | None = None) -> None:
