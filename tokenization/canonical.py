@@ -28,7 +28,8 @@ parsers: repeated keys, NaN, Infinity, numbers beyond the range of a float, inte
 Python parses, and nesting deeper than `MAX_DEPTH`.
 
 A matcher compares `strict` first. A client may drop the reasoning of an assistant message and strip its
-content before it sends the message back; `loose` ignores both. `loose` ignores *edited* reasoning as well, so
+content before it sends the message back; `loose` ignores both. It also ignores whether a whole number in
+arguments is a float: clients in JavaScript send 1.0 back as 1. `loose` ignores *edited* reasoning as well, so
 check a match on `loose` alone with `CanonicalMessage.is_copy_of`.
 """
 
@@ -63,19 +64,20 @@ class CanonicalMessage:
     """16 bytes: digest of the whole message."""
     loose: bytes
     """16 bytes: digest of an assistant message without reasoning, its content stripped of white space at both
-    ends. Equals `strict` if that changes nothing, and for all other roles."""
+    ends, 1.0 in arguments as 1. Equals `strict` if that changes nothing, and for all other roles."""
     reasoning: bytes
     """16 bytes: digest of an assistant's reasoning, stripped; empty if there is none."""
     without_arguments: bytes = b""
     """16 bytes: as `loose`, without the arguments of the tool calls; empty if there are no calls."""
     arguments: tuple[bytes, ...] = ()
-    """17 bytes for each tool call: b"j" and the digest of its JSON, or b"t" and the digest of other text."""
+    """17 bytes for each tool call: b"j" and the digest of its JSON object, 1.0 in it as 1, or b"t" and the
+    digest of anything else."""
 
     def repairs(self, recorded: tuple[bytes, ...]) -> bool | None:
-        """Whether this message has JSON where the recorded arguments of tool calls were cut off.
+        """Whether this message has objects where the recorded arguments of tool calls were none.
 
         Some clients, LangChain among them, complete the JSON of a cut-off call: `{"city": "Par` becomes
-        `{"city": "Par"}`.
+        `{"city": "Par"}`. Those whose format has objects only got `{}` for `null` or `[1]`.
 
         Args:
             recorded: `arguments` of the recorded message, which has equal `without_arguments`.
@@ -118,9 +120,9 @@ def canonical(message: Message, index: int = 0) -> CanonicalMessage:
         return CanonicalMessage(strict, strict, b"")
     reasoning, content = _stripped(fields.get("reasoning")), _stripped(fields["content"])
     loose = strict
-    if "reasoning" in fields or content != fields["content"]:
+    if "reasoning" in fields or "tool_calls" in fields or content != fields["content"]:
         without_reasoning = {key: value for key, value in fields.items() if key != "reasoning"}
-        loose = _digest(b"message", _pack({**without_reasoning, "content": content}))
+        loose = _digest(b"message", _pack({**without_reasoning, "content": content}, whole_floats=False))
     reasoning_digest = _digest(b"reasoning", _pack(reasoning)) if reasoning else b""
     if "tool_calls" not in fields:
         return CanonicalMessage(strict, loose, reasoning_digest)
@@ -128,8 +130,8 @@ def canonical(message: Message, index: int = 0) -> CanonicalMessage:
     bare = {key: value for key, value in fields.items() if key != "reasoning"}
     bare |= {"content": content, "tool_calls": [call[:_ARGUMENTS_INDEX] for call in calls]}
     arguments = tuple(
-        (b"t" if call[_ARGUMENTS_INDEX : _ARGUMENTS_INDEX + 1] == ["text"] else b"j")
-        + _digest(b"arguments", _pack(call[_ARGUMENTS_INDEX:]))
+        (b"t" if _lacks_object(call) else b"j")
+        + _digest(b"arguments", _pack(call[_ARGUMENTS_INDEX:], whole_floats=False))
         for call in calls
     )
     return CanonicalMessage(strict, loose, reasoning_digest, _digest(b"bare", _pack(bare)), arguments)
@@ -295,6 +297,12 @@ def _arguments(arguments: object) -> tuple[str, object]:
         return "text", arguments
 
 
+def _lacks_object(call: list[Any]) -> bool:
+    """Whether a function call in the form of `_call` has arguments that are no object."""
+    arguments = call[_ARGUMENTS_INDEX:]
+    return bool(arguments) and not isinstance(arguments[1], Mapping)
+
+
 def _parse(text: str) -> object:
     """The value of a JSON text.
 
@@ -340,7 +348,9 @@ def _stripped(value: object) -> object:
     return value.strip() if isinstance(value, str) else value
 
 
-def _pack(value: object, *, sort_keys: bool = True, keep_nulls: bool = True) -> bytes:
+def _pack(
+    value: object, *, sort_keys: bool = True, keep_nulls: bool = True, whole_floats: bool = True
+) -> bytes:
     """Encode a JSON value as bytes, so that different values have different encodings.
 
     Each item starts with its type and, if that varies, its length or number of members, so no text can
@@ -349,6 +359,7 @@ def _pack(value: object, *, sort_keys: bool = True, keep_nulls: bool = True) -> 
     Args:
         sort_keys: ignore the order of keys in objects.
         keep_nulls: tell a key whose value is null from a missing one.
+        whole_floats: tell 1.0 from 1.
 
     Raises:
         InvalidMessages: the value holds something that is not JSON.
@@ -374,6 +385,8 @@ def _pack(value: object, *, sort_keys: bool = True, keep_nulls: bool = True) -> 
             out.append(b"o%d:" % len(keys))
             for key in reversed(keys):
                 stack += item[key], key
+        elif isinstance(item, float) and not whole_floats and item.is_integer():
+            out.append(_pack_scalar(int(item)))
         else:
             out.append(_pack_scalar(item))
     return b"".join(out)

@@ -119,7 +119,7 @@ _EDITS: dict[str, Message] = {
     "a space inside": {"content": "h i"},
     "reasoning": {"reasoning": "so, no"},
     "arguments": _arguments('{"a": 2, "b": [true, null, "é"]}'),
-    "the kind of a number": _arguments('{"a": 1.0, "b": [true, null, "é"]}'),
+    "the fraction of a number": _arguments('{"a": 1.5, "b": [true, null, "é"]}'),
     "true for 1": _arguments('{"a": true, "b": [true, null, "é"]}'),
     "the order of a list": _arguments('{"a": 1, "b": [null, true, "é"]}'),
     "the call's id": {"tool_calls": [{**_CALL, "id": "call-2"}]},

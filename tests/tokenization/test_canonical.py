@@ -566,6 +566,15 @@ def test_change_of_any_field_changes_the_digests(first: Json, second: Json, data
     assert equal == (_as_json(first) == _as_json(changed))
 
 
+def _in_javascript(value: Any) -> Any:
+    """A JSON value as JavaScript writes it, in which all numbers are floats."""
+    if isinstance(value, dict):
+        return {key: _in_javascript(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_in_javascript(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 @given(_PLAIN, _PLAIN, _SEEDS)
 def test_loose_is_strict_of_stripped_content_without_reasoning(
     plain: Json, other_plain: Json, rng: random.Random
@@ -573,7 +582,10 @@ def test_loose_is_strict_of_stripped_content_without_reasoning(
     def stripped(plain: Json) -> Json:
         if plain["role"] != "assistant":
             return plain
-        return {**plain, "content": plain["content"].strip(), "reasoning": ""}
+        calls = [
+            (call_id, name, _in_javascript(arguments)) for call_id, name, arguments in plain["tool_calls"]
+        ]
+        return {**plain, "content": plain["content"].strip(), "reasoning": "", "tool_calls": calls}
 
     first, second = canonical(_spelled(plain, rng)), canonical(_spelled(other_plain, rng))
     assert first.loose == canonical(_spelled(stripped(plain), rng)).strict
@@ -678,11 +690,16 @@ def _turn_with_calls(*arguments: object) -> dict[str, Any]:
         (['{"a": 1}', _CUT_OFF], ['{"a":1}', "{}"], True),
         (['{"a": 1}', _CUT_OFF], ['{"a":2}', "{}"], None),
         ([_CUT_OFF], ['{"city": "Pa'], None),
+        (["null"], ["{}"], True),
+        (["[1]"], [{}], True),
+        (["[1]"], ["[1]"], False),
+        (["[1]"], ["[2]"], None),
+        (['{"a": 1.0}', _CUT_OFF], ['{"a": 1}', "{}"], True),
         (['{"a": 1}'], ['{"a": 2}'], None),
         (['{"a": 1}'], ['{ "a" : 1 }'], False),
     ],
 )
-def test_completed_json_of_a_cut_call_is_a_repair(
+def test_an_object_in_place_of_other_arguments_is_a_repair(
     recorded: list[object], sent: list[object], repaired: bool | None
 ) -> None:
     before, after = canonical(_turn_with_calls(*recorded)), canonical(_turn_with_calls(*sent))
@@ -698,3 +715,19 @@ def test_without_arguments_ignores_only_arguments_and_reasoning() -> None:
     assert canonical({**_turn_with_calls("{}"), "content": "text"}).without_arguments != plain
     assert canonical({**_turn_with_calls("{}"), "reasoning": "so"}).without_arguments == plain
     assert canonical({"role": "assistant", "content": "text"}).without_arguments == b""
+
+
+@pytest.mark.parametrize(
+    "recorded, sent",
+    [("1.0", "1"), ("1e3", "1000"), ("-0.0", "0"), ("1e20", str(10**20)), ("[[2.50, 3.0]]", "[[2.5, 3]]")],
+)
+def test_numbers_that_javascript_writes(recorded: str, sent: str) -> None:
+    """JSON.stringify(JSON.parse(text)), which clients in JavaScript do with the arguments of calls."""
+    before, after = canonical(_call_with_x(recorded)), canonical(_call_with_x(sent))
+    assert after.is_copy_of(before)
+    assert after.strict != before.strict
+
+
+@pytest.mark.parametrize("edited", ["1.5", "2", "true", '"1"', "null"])
+def test_other_numbers_are_edits(edited: str) -> None:
+    assert not canonical(_call_with_x(edited)).is_copy_of(canonical(_call_with_x("1.0")))

@@ -125,6 +125,22 @@ def test_text_after_a_call_is_a_block_of_its_own(talk: Talk) -> None:
     assert talk.fake.last().json["messages"][-1]["tool_call_id"] == "look:0"
 
 
+@pytest.mark.parametrize(
+    "sampled, sent, why",
+    [('{"a": 1.0, "b": 1e3}', {"a": 1, "b": 1000}, None), ("null", {}, "call_repaired"),
+     ("[1]", {}, "call_repaired"), ('{"a": "b', {}, "call_repaired")],
+)  # fmt: skip
+def test_arguments_that_clients_write_anew(talk: Talk, sampled: str, sent: Fields, why: str | None) -> None:
+    """Clients hold objects: in JavaScript 1.0 is 1, and what is no object arrives as an empty one."""
+    talk.fields["tools"] = [_LOOK]
+    reply = _calling(f"toolu_{secrets.token_hex(8)}", text=None)
+    reply.message["tool_calls"][0]["function"]["arguments"] = sampled
+    content = _first(talk, reply=reply, stream=False)
+    talk.messages[-1]["content"][-1]["input"] = sent
+    talk.ask(user(_result(content[-1]["id"])))
+    assert talk.headers.get("x-prompt-reason") == why
+
+
 def test_cached_parts_roll_forward(talk: Talk) -> None:
     """Clients mark the last block of each request, and write other texts as strings."""
     _first(talk)
