@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.responses.dialect import COMPACT_PATH, PATH, CompactDialect, ResponsesDialect
-from proxy.dialects.responses.ids import input_item_id
+from proxy.dialects.responses.ids import input_item_id, is_response_id
 from proxy.dialects.responses.items import listed
 from proxy.dialects.responses.records import ResponseRecord, output_of, recall
 from proxy.dialects.responses.request import read_request
@@ -92,7 +92,7 @@ class _StoredRoute(StoreRoute):
         name = _name(request)
         document = session_id(request.tenant, name)
         found = await services.history.store.documents.read([document])
-        if document not in found or not name.startswith("resp_"):
+        if document not in found:
             raise _unknown(name)
         return name, msgspec.json.decode(found[document], type=ResponseRecord)
 
@@ -183,8 +183,11 @@ def _listed(name: str, record: ResponseRecord) -> list[dict[str, Any]]:
 
 
 def _name(request: Request) -> str:
-    """The id of the response in a path."""
-    return request.path.partition("?")[0].split("/")[3]
+    """The id of the response in a path. Raises NotFound if there is no response with such an id."""
+    name = request.path.partition("?")[0].split("/")[3]
+    if not is_response_id(name):
+        raise _unknown(name)
+    return name
 
 
 def _unknown(name: str) -> NotFound:

@@ -18,6 +18,7 @@ _PREFIXES = {
 _ITEM = re.compile(r"(?:msg|rs|fc|ctc|cmp)_([A-Za-z0-9_-]{36,40})")
 _PLAIN = re.compile(r"([0-9a-f]{32})[0-9a-f]{4}")
 _RESPONSE = "resp_"
+_RESPONSE_ID = re.compile(rf"{_RESPONSE}[0-9a-f]{{32}}")
 
 
 def base_of(turn: str) -> str:
@@ -28,6 +29,11 @@ def base_of(turn: str) -> str:
 def response_id(base: str) -> str:
     """The id of a response."""
     return f"{_RESPONSE}{base}"
+
+
+def is_response_id(name: str) -> bool:
+    """Whether a name that a client sent may be that of a stored response, not of another document."""
+    return _RESPONSE_ID.fullmatch(name) is not None
 
 
 class Names:

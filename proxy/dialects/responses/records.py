@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.responses.content import Item
-from proxy.dialects.responses.ids import compaction_of, response_id, turn_of
+from proxy.dialects.responses.ids import compaction_of, is_response_id, response_id, turn_of
 from proxy.dialects.responses.items import COMPACTIONS, item_kind
 from proxy.dialects.responses.request import ResponsesRequest
 from proxy.errors import BadRequest
@@ -19,6 +19,8 @@ from proxy.errors import BadRequest
 Read = Callable[[Iterable[str]], Awaitable[dict[str, bytes]]]
 """Reads documents by their names."""
 _REFERENCE = "item_reference"
+_SHOWN = 100
+"""Most characters of a client's id in an error message."""
 
 
 class ResponseRecord(msgspec.Struct):
@@ -66,7 +68,7 @@ async def recall(request: ResponsesRequest, read: Read) -> Recalled:
         BadRequest: it is not stored; `param` names it.
     """
     responses = {response_id(turn) for item in request.input if (turn := _referenced(item))}
-    if request.previous is not None:
+    if request.previous is not None and is_response_id(request.previous):
         responses.add(request.previous)
     documents = await read({*responses, *_compactions(request.input)})
     previous = _record(documents, request.previous) if request.previous is not None else None
@@ -111,9 +113,9 @@ def resolved(items: list[Item], known: Mapping[str, Item]) -> list[Item]:
 
 
 def _record(documents: Mapping[str, bytes], name: str) -> ResponseRecord:
-    if name not in documents:
+    if name not in documents or not is_response_id(name):
         raise BadRequest(
-            f"Previous response with id '{name}' not found: never stored, deleted, or too old",
+            f"Previous response with id '{name[:_SHOWN]}' not found: never stored, deleted, or too old",
             param="previous_response_id",
             code="previous_response_not_found",
         )

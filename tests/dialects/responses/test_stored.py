@@ -190,7 +190,13 @@ def test_names_of_other_documents_are_no_responses(client: httpx.Client, fake: F
     fake.replies.append(Reply(SPLIT))
     made = _answer(client, input=[_user("Hi"), {"type": "compaction_trigger"}])
     [compaction] = made["output"]
-    assert _error(client.get(f"/v1/responses/{compaction['id']}"), 404)
+    path = f"/v1/responses/{compaction['id']}"
+    assert _error(client.get(path), 404)
+    assert _error(client.delete(path), 404)
+    for items in ([], [compaction]):
+        body = {"model": "tiny", "input": items, "previous_response_id": compaction["id"]}
+        error = _error(client.post("/v1/responses", json=body), 400)
+        assert error["code"] == "previous_response_not_found"
 
 
 def test_a_limit_of_bytes(mortal: FakeVllm) -> None:
