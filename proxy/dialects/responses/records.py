@@ -102,8 +102,8 @@ def resolved(items: list[Item], known: Mapping[str, Item]) -> list[Item]:
     for index, item in enumerate(items):
         if item_kind(item, f"input[{index}]") != _REFERENCE:
             found.append(item)
-        elif item.get("id") in known:
-            found.append(known[item["id"]])
+        elif isinstance(name := item.get("id"), str) and name in known:
+            found.append(known[name])
         else:
             raise BadRequest(
                 f"`input[{index}].id` names no stored item: send the item itself",

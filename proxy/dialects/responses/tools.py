@@ -7,6 +7,7 @@ from typing import Any
 
 from proxy.dialects.responses.content import Item, kind_of, text_field
 from proxy.errors import BadRequest
+from proxy.turn.engine_json import encodable
 
 _LEFT_OUT = (
     "web_search",
@@ -62,7 +63,7 @@ def unwrapped_input(arguments: str) -> str:
     except (ValueError, RecursionError):
         return arguments
     text = value.get(_INPUT) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
+    return encodable(text) if isinstance(text, str) else arguments
 
 
 def tools_of(tools: list[Any]) -> Tools:

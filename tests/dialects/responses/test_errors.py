@@ -107,6 +107,7 @@ def test_errors_after_a_stream_began_early(mortal: FakeVllm, monkeypatch: pytest
 def test_bad_requests_name_their_field(client: httpx.Client) -> None:
     for fields, param in (
         ({"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "item_reference", "id": {}}]}, "input[0].id"),
         ({"input": "Hi", "background": True}, "background"),
         ({"input": "Hi", "n": "x", "max_output_tokens": []}, "max_output_tokens"),
     ):

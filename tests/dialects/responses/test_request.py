@@ -194,5 +194,9 @@ def test_arguments_that_hold_no_input_are_shown_as_they_are(arguments: str) -> N
     assert unwrapped_input(arguments) == arguments
 
 
+def test_an_input_with_half_a_character_can_be_sent() -> None:
+    assert unwrapped_input('{"input": "a \\ud83d"}') == "a ?"
+
+
 def test_names_of_namespaces_are_those_of_vllm() -> None:
     assert flat_name("mcp", "f") == "mcp__f"
