@@ -34,6 +34,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]{40}")
 """A token has 30 bytes, which are 40 characters."""
 _UNIQUE = re.compile(r"(?:chatcmpl-tool-|call_|toolu_)[0-9A-Za-z]{16,}|.*[0-9a-f]{16}.*")
 """Matches ids that an engine draws at random; `functions.get_weather:0` and `9f3bAx02k` repeat."""
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CALL_PREFIX, _QUOTED_PREFIX = "call_", b'"call_'
 _TOKEN_IDS = re.compile(rb'"(call_[A-Za-z0-9_-]{40})"')
 
@@ -151,7 +152,10 @@ class Echoes:
         ids = await self._own_ids(request, signer)
         if not ids:
             return replace(request, echoed=echoed)
-        messages, named = _with_ids(request.messages, ids)
+        try:
+            messages, named = _with_ids(request.messages, ids)
+        except _UNREADABLE:
+            return replace(request, echoed=echoed)  # the engine refuses them with its own message
         fields = {**request.fields, "messages": msgspec.Raw(messages)}
         return replace(request, fields=fields, messages=messages, echoed=named | echoed)
 
@@ -184,7 +188,10 @@ class _OwnId(NamedTuple):
 
 
 def _with_ids(messages: bytes, ids: Mapping[str, _OwnId]) -> tuple[bytes, dict[int, str]]:
-    """The messages with the engine's ids of tool calls, and the turns of the calls by index of message."""
+    """The messages with the engine's ids of tool calls, and the turns of the calls by index of message.
+
+    Raises one of `_UNREADABLE` if they are not a list of objects.
+    """
     parsed: list[dict[str, Any]] = msgspec.json.decode(messages, type=list[dict[str, Any]])
     named: dict[int, str] = {}
     for index, message in enumerate(parsed):

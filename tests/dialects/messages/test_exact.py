@@ -141,6 +141,15 @@ def test_arguments_that_clients_write_anew(talk: Talk, sampled: str, sent: Field
     assert talk.headers.get("x-prompt-reason") == why
 
 
+@pytest.mark.parametrize("messages", ['["ID"]', '{"a": "ID"}', '[{"role": "user", "content": "ID"}, 1]'])
+def test_the_id_of_a_call_in_what_are_no_messages(pair: Pair, talk: Talk, messages: str) -> None:
+    """The engine refuses it, on every route."""
+    talk.fields["tools"] = [_LOOK]
+    content = _first(talk, reply=_calling("functions.look:0", text=None))
+    body = f'{{"model": "tiny", "messages": {messages.replace("ID", content[-1]["id"])}}}'
+    assert pair.client.post("/v1/chat/completions", content=body).status_code == 400
+
+
 def test_cached_parts_roll_forward(talk: Talk) -> None:
     """Clients mark the last block of each request, and write other texts as strings."""
     _first(talk)
