@@ -32,6 +32,18 @@ def parse(body: bytes) -> Fields:
         raise BadRequest(f"the request body is not valid JSON: {error}", param="body") from error
 
 
+def check_utf8(body: bytes) -> None:
+    """Check a body of which parts are read later: parsing checks only the texts that it decodes.
+
+    Raises:
+        BadRequest: the body is not UTF-8; `param` is `body`.
+    """
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the request body is not UTF-8: {error}", param="body") from error
+
+
 def join(fields: Fields) -> bytes:
     """Encode fields as one JSON object. Values are copied unchanged, and only once: they may be megabytes."""
     parts: list[bytes | msgspec.Raw] = []

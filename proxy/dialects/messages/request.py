@@ -8,6 +8,7 @@ from msgspec import Meta
 from proxy.dialects.messages.blocks import Content, Message, Text, ToolAddition, ToolRemoval
 from proxy.dialects.messages.definitions import Tool, ToolChoice
 from proxy.errors import BadRequest
+from proxy.fields import check_utf8
 
 JsonObject = dict[str, msgspec.Raw]
 
@@ -81,11 +82,12 @@ def read_request(body: bytes) -> MessagesRequest:
     Raises:
         BadRequest: a field is missing or wrong; `param` is its path, such as `messages[2].content[0].type`.
     """
+    check_utf8(body)
     try:
         request = _decode(body)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest(f"the request body is not valid JSON: {error}", param="body") from error
     for index, message in enumerate(request.messages):
         if message.role != "system":

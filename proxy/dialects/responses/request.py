@@ -10,7 +10,7 @@ from proxy.dialects.responses.content import Item, text_field
 from proxy.dialects.responses.items import TRIGGER, as_input, item_kind
 from proxy.dialects.responses.tools import Tools, choice_of, tools_of
 from proxy.errors import BadRequest
-from proxy.fields import parse, raw, raw_value, read
+from proxy.fields import check_utf8, parse, raw, raw_value, read
 from proxy.types import Fields
 
 _AS_THEY_ARE = (
@@ -85,6 +85,7 @@ def read_request(body: bytes, *, compact: bool = False) -> ResponsesRequest:
         BadRequest: a field cannot be read, or changes the meaning of the request in a way that this server
             does not know; `param` names it.
     """
+    check_utf8(body)
     fields = parse(body)
     for name, reason in _NOT_HERE.items():
         if raw_value(fields, name) not in (None, b"false"):

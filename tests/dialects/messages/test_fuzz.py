@@ -127,6 +127,21 @@ def test_thousands_of_fuzzed_bodies(pair: Pair, body: bytes, path: str) -> None:
     _check(pair, body, path)
 
 
+_NO_UTF8 = [
+    b'"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{"a":"\xff"}}]}]',
+    b'"messages":[{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":[%b]}]}]'
+    % b'{"type":"text","text":"\xff"}',
+    b'"messages":[{"role":"user","content":"a"}],"tools":[{"name":"f","input_schema":{"\xff":1}}]',
+]
+
+
+@pytest.mark.parametrize("fields", _NO_UTF8)
+def test_bodies_that_are_not_utf8(pair: Pair, fields: bytes) -> None:
+    """Also in values that are read late, or not at all."""
+    answer = pair.client.post("/v1/messages", content=b'{"model":"tiny","max_tokens":8,%b}' % fields)
+    assert answer.status_code == 400 and "UTF-8" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"\xff", b"[]", b"null", b"[" * 5000, b'{"messages": ' + b"[" * 5000]
 )

@@ -111,6 +111,14 @@ def test_bodies(client: httpx.Client, strict: FakeVllm, data: st.DataObject) -> 
     _check(client, body, path)
 
 
+@pytest.mark.parametrize("field", [b"metadata", b"tools", b"user", b"x"])
+def test_bodies_that_are_not_utf8(client: httpx.Client, field: bytes) -> None:
+    """Also in values that the response repeats, or that nobody reads."""
+    body = b'{"model":"tiny","input":"Hi","%b":["\xff"]}' % field
+    response = client.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and "UTF-8" in response.json()["error"]["message"]
+
+
 @pytest.mark.slow
 def test_5000_bodies(client: httpx.Client, strict: FakeVllm) -> None:
     chance = random.Random(13)
