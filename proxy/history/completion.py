@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from proxy.history.turn import WeightSpan
-from proxy.history.vocabulary import Problem
+from proxy.history.vocabulary import BROKEN_OFF, Problem
 
 
 @dataclass(slots=True)
@@ -71,6 +71,11 @@ class Completion:
     """Number of sampled ids in all choices, as counted by the engine."""
     packed_prompt: bytes | None = field(default=None, compare=False)
     """The ids of `prompt_ids`, packed; None if they were not converted yet."""
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether the engine did not end one of the choices."""
+        return any(choice.finish_reason in BROKEN_OFF for choice in self.choices)
 
     def by_prompt(self, batch: Batch) -> "dict[int, Completion]":
         """The completion of each prompt that has choices here, by the position of the prompt.

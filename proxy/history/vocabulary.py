@@ -110,3 +110,5 @@ class Problem(_Explained):
 
 ABORTED = "abort"
 """The finish reason of a turn whose client left, or whose engine broke, before its end."""
+BROKEN_OFF = (ABORTED, "error")
+"""The finish reasons of turns that the engine did not end, as for a change of weights."""

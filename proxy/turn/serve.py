@@ -9,6 +9,7 @@
 from contextlib import AsyncExitStack
 from functools import partial
 
+from proxy.errors import EngineBroken
 from proxy.fleet.weight_tags import unknown
 from proxy.history.completion import Completion
 from proxy.history.plan import PromptPlan, prompt_of
@@ -108,7 +109,10 @@ async def _record_whole(
     read = partial(_read_body, body, request, recording.plan)
     completion, visible = read() if len(body) < _READ_ON_THREAD_BYTES else await services.in_thread(read)
     await recording.add(completion)
-    await attempt.keep(response.status, response.headers, visible)
+    if completion.broken_off:
+        await attempt.fail(EngineBroken.status)  # a retry gets the whole answer
+    else:
+        await attempt.keep(response.status, response.headers, visible)
     return BytesResponse(response.status, response.headers, visible)
 
 

@@ -57,7 +57,7 @@ class RecordedStream:
         self._sent: list[bytes] | None = [] if attempt.wants_body else None
         """The bytes kept for a retry; None if they are too long, or if no retry is possible."""
         self._sent_bytes = 0
-        self._done = False
+        self._done = self._broken_off = False
         self._waiting_since: float | None = None
         """Since when nothing has arrived; None while something that arrived is handled."""
         tag.progress = self._progress
@@ -126,7 +126,7 @@ class RecordedStream:
                     self._reader.read(data)
                     if self._reader.has_ended:
                         yield _taken(ready)
-                        yield self._recording.add(self._reader.ended())
+                        yield self._record_ended()
                 if (visible := self._redactor.redact(event, usual)) is not None:
                     ready.append(self._keep(visible))
         except EngineBroken:
@@ -134,12 +134,17 @@ class RecordedStream:
             raise
         yield _taken(ready)
 
+    async def _record_ended(self) -> None:
+        ended = self._reader.ended()
+        self._broken_off |= ended.broken_off
+        await self._recording.add(ended)
+
     async def _end(self) -> None:
         self._done = True
         complete = self._reader.complete
         await self._recording.add(self._reader.rest())
         self._keep(data_event(DONE))
-        if complete and self._sent is not None:
+        if complete and not self._broken_off and self._sent is not None:
             await self._attempt.keep(self.status, self.headers, b"".join(self._sent))
 
     def _keep(self, event: bytes) -> bytes:

@@ -94,6 +94,22 @@ def test_a_request_that_failed_runs_anew(talk: Make, status: int, headers: dict[
     assert again.headers["x-turn-id"] == answer.headers["x-turn-id"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("finish", ["abort", "error"])
+@pytest.mark.parametrize("named", [False, True], ids=["count", "key"])
+def test_a_turn_that_the_engine_did_not_end_runs_anew(
+    talk: Make, stream: bool, finish: str, named: bool
+) -> None:
+    """As for a change of weights."""
+    made = talk()
+    key = {"idempotency-key": f"{made.messages}"} if named else {}
+    body = {"messages": made.messages, "stream": stream}
+    made.pair.fake.replies.extend([Reply((91,), finish=finish), Reply((91, 92, END))])
+    first, second = (_in_session(made, body, **again, **key) for again in ({}, _AGAIN))
+    assert finish in first.text and finish not in second.text
+    assert [turn["finish_reason"] for turn in _turns(made, second)] == [finish, "stop"]
+
+
 def test_a_group_of_equal_requests_of_which_one_failed(talk: Make) -> None:
     made = talk()
     body = {"messages": made.messages}

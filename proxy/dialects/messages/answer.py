@@ -6,7 +6,9 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.chat_parts import CallPart, Chat, ChoicePart, UsagePart
+from proxy.errors import EngineBroken
 from proxy.history.echo import TurnTokens
+from proxy.history.vocabulary import BROKEN_OFF
 
 _UNSIGNED = "unsigned"
 _is_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -19,8 +21,12 @@ def message(completion: Chat, model: str, turn_id: str, tokens: TurnTokens | Non
     Args:
         model: the name that the client used.
         tokens: makes what the client sends back unread; None for a turn that is not recorded.
+
+    Raises:
+        EngineBroken: the engine did not end the turn.
     """
     choice = completion.choices[0] if completion.choices else ChoicePart()
+    check_ended(choice.finish_reason)
     calls = (choice.message.tool_calls if choice.message else None) or []
     reason, sequence = stop_reason(
         choice.finish_reason, choice.stop_reason, tool_used=bool(calls), tool_complete=bool(calls)
@@ -47,6 +53,16 @@ def empty_message(identity: str, model: str) -> dict[str, Any]:
         "stop_sequence": None,
         "stop_details": None,
     }
+
+
+def check_ended(finish_reason: str | None) -> None:
+    """Check that the engine ended a turn itself. The format has no stop reason for one that it did not end.
+
+    Raises:
+        EngineBroken: it did not.
+    """
+    if finish_reason in BROKEN_OFF:
+        raise EngineBroken(f"the engine ended the turn before it was complete ({finish_reason})")
 
 
 def message_id(turn_id: str, completion_id: str = "") -> str:

@@ -17,6 +17,7 @@ from proxy.dialects.chat_parts import CallPart, Chat, ChoicePart, UsagePart
 from proxy.dialects.error_formats import anthropic_error
 from proxy.dialects.messages.answer import (
     call_id,
+    check_ended,
     empty_message,
     is_json,
     message,
@@ -68,7 +69,7 @@ class MessagesTranslation(Translation):
         self._stop: int | str | None = None
 
     def whole(self, completion: Chat) -> bytes:
-        """See `Translation.whole`."""
+        """See `Translation.whole`. Raises EngineBroken."""
         return _encode(message(completion, self._model, self.turn_id, self.tokens))
 
     def begin(self) -> bytes:
@@ -86,7 +87,8 @@ class MessagesTranslation(Translation):
         return b"".join(ready)
 
     def end(self) -> bytes:
-        """See `Translation.end`."""
+        """See `Translation.end`. Raises EngineBroken."""
+        check_ended(self._finish)
         ready = [] if self._begun else [self._start("")]
         self._close(ready)
         if not self._blocks:

@@ -15,6 +15,7 @@ from proxy.dialects.responses.request import ResponsesRequest
 from proxy.dialects.translated import Translation
 from proxy.errors import ApiError, EngineBroken
 from proxy.fields import raw_value
+from proxy.history.vocabulary import BROKEN_OFF
 
 Keep = Callable[[str, bytes], Awaitable[None]]
 """Stores a document under a name; its failure is only reported."""
@@ -27,8 +28,6 @@ _ECHOED: Mapping[str, Any] = {
 """Fields of a request that its response repeats, with the values in place of those that are not set."""
 _INCOMPLETE: Mapping[str, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """Reasons why a response is incomplete, by the engine's finish reasons."""
-_BROKEN = ("abort", "error")
-"""Finish reasons of a turn that the engine did not end."""
 
 
 class ResponsesTranslation(Translation):
@@ -150,7 +149,7 @@ class ResponsesTranslation(Translation):
         status = "incomplete" if reason else "completed"
         events = self._outputs.end(status)
         self._final = self._response(status, self._outputs.items)
-        if self._finish in _BROKEN:
+        if self._finish in BROKEN_OFF:
             self._final["status"] = "failed"
             self._final["error"] = errors.failure(500, _broken(self._finish), None)
         elif reason:
@@ -160,7 +159,7 @@ class ResponsesTranslation(Translation):
 
     def _refuse_broken(self) -> None:
         """Raises EngineBroken if the engine did not end the turn."""
-        if self._finish in _BROKEN:
+        if self._finish in BROKEN_OFF:
             raise EngineBroken(_broken(self._finish))
 
     @property
@@ -235,7 +234,7 @@ class CompactionTranslation(ResponsesTranslation):
         }
         self._final = self._response("completed", [item])
         self._final["usage"] = _usage(self._usage)
-        if self._finish in _BROKEN or not self._summary:
+        if self._finish in BROKEN_OFF or not self._summary:
             self._final["status"] = "failed"
             self._final["output"] = []
             self._final["error"] = errors.failure(500, _broken(self._finish), None)
@@ -244,7 +243,7 @@ class CompactionTranslation(ResponsesTranslation):
         return [{"type": f"response.output_item.{name}", **event} for name in ("added", "done")]
 
     def _refuse_broken(self) -> None:
-        if self._finish in _BROKEN or not self._summary:
+        if self._finish in BROKEN_OFF or not self._summary:
             raise EngineBroken(_broken(self._finish))
 
     async def settle(self) -> None:
@@ -310,7 +309,7 @@ def _value(request: ResponsesRequest, name: str, default: Any) -> Any:
 
 
 def _broken(finish: str | None) -> str:
-    if finish in _BROKEN:
+    if finish in BROKEN_OFF:
         return f"the engine ended the turn before it was complete ({finish})"
     return "the model wrote no summary of the conversation"
 

@@ -178,6 +178,16 @@ def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
         events.until_done()
 
 
+@pytest.mark.parametrize("finish", ["abort", "error"])
+def test_a_turn_that_the_engine_did_not_end(pair: Pair, finish: str) -> None:
+    """As for a change of weights. A client would take what is there for the whole answer."""
+    pair.fake.replies.extend([Reply((74, 71), finish=finish)] * 2)
+    _error(pair.client.post(_PATH, json=_BODY), 502, "api_error")
+    text = pair.client.post(_PATH, json={**_BODY, "stream": True}).text
+    assert text.endswith(f'before it was complete ({finish})"}}}}\n\n') and "event: error" in text
+    assert "message_delta" not in text
+
+
 def test_no_engine(tiny_model: TinyModel) -> None:
     with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:") as client:
         engine.kill()

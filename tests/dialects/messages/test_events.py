@@ -117,7 +117,6 @@ def _stop(*chunks: Chat) -> tuple[str | None, str | None]:
         ("stop", "END", "{}", ("tool_use", None)),
         ("stop", "END", '{"a": ', ("stop_sequence", "END")),
         ("tool_calls", None, '{"a": ', ("tool_use", None)),
-        ("abort", None, "", (None, None)),
         (None, None, "", ("end_turn", None)),
     ],
 )
