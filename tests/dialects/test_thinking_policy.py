@@ -105,6 +105,24 @@ def test_requests_and_sessions_choose(start: Start, where: str) -> None:
     assert not [seen for seen in talk.pair.fake.requests if b"thinking_policy" in seen.body]
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_requests_of_other_formats_choose(start: Start, path: str) -> None:
+    talk = start(_NEVER)
+    client = talk.pair.client
+    fields: dict[str, Any] = {"model": "tiny", "thinking_policy": "template"}
+    if path == "/v1/messages":
+        fields["max_tokens"] = 9
+    conversation: list[Any] = [user("Hi")]
+    name, output = ("messages", "content") if path == "/v1/messages" else ("input", "output")
+    talk.pair.fake.replies.append(_thought(0))
+    made = client.post(path, json={**fields, name: conversation}).json()[output]
+    conversation += [{"role": "assistant", "content": made}] if name == "messages" else made
+    answer = client.post(path, json={**fields, name: [*conversation, user("more")]})
+    assert answer.headers["x-prompt-reason"] == "thinking_dropped"
+    refused = client.post(path, json={**fields, name: conversation, "thinking_policy": "drop"})
+    assert refused.status_code == 400 and "thinking_policy" in refused.text
+
+
 def test_an_unknown_policy_is_refused(start: Start) -> None:
     talk = start(_NEVER)
     body = {"messages": [user("Hi")], "thinking_policy": "drop"}

@@ -21,6 +21,7 @@ _SAME_NAME = (
     "ec_transfer_params",
     "vllm_xargs",
     "watermarking",
+    "thinking_policy",
 )
 _STREAM = {"include_usage": True, "continuous_usage_stats": True}
 

@@ -69,6 +69,8 @@ class MessagesRequest(msgspec.Struct):
     ec_transfer_params: JsonObject | None = None
     vllm_xargs: JsonObject | None = None
     watermarking: bool | None = None
+    # the proxy's own
+    thinking_policy: str | None = None
 
 
 _decode = msgspec.json.Decoder(MessagesRequest).decode

@@ -20,6 +20,8 @@ _AS_THEY_ARE = (
     "skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "chat_template_kwargs",
     "chat_template", "media_io_kwargs", "mm_processor_kwargs", "priority", "cache_salt", "vllm_xargs",
     "kv_transfer_params", "ec_transfer_params", "watermarking", "include_reasoning",
+    # the proxy's own
+    "thinking_policy",
 )  # fmt: skip
 """Fields that have the same name and meaning in a chat completion."""
 _NOT_HERE: Mapping[str, str] = {
