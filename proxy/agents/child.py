@@ -25,7 +25,8 @@ class Ended:
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ended:
-    """Run a command and wait for its end. Signals to this process reach it.
+    """Run a command and wait for its end. Signals to this process reach it, but for those that it ignores:
+    the command then ignores them too, as under `nohup`.
 
     Raises:
         OSError: it cannot be started.
@@ -43,7 +44,10 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ended:
         else:
             child.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in (*_FORWARDED, *_FROM_TERMINAL)}
+    handled = [
+        number for number in (*_FORWARDED, *_FROM_TERMINAL) if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, forward) for number in handled}
     try:
         child = subprocess.Popen(command, env=dict(environment))
         for number in early:

@@ -78,6 +78,18 @@ def test_signals_reach_it(tmp_path: Path, name: str) -> None:
     assert file.read_text() == f"[{int(number)}]"
 
 
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_ignored_signals_stay_ignored(tmp_path: Path, name: str) -> None:
+    """As of `nohup tokenproxy run ...`, and of commands that a script starts in the background."""
+    file = tmp_path / "signals"
+    child = f"import pathlib, time; pathlib.Path({str(file)!r}).write_text('ready'); time.sleep(0.5); exit(7)"
+    ignoring = f"import signal; signal.signal(signal.{name}, signal.SIG_IGN)\n{_PARENT}"
+    with subprocess.Popen([sys.executable, "-c", ignoring, child], start_new_session=True) as parent:
+        _wait(file, "ready")
+        os.killpg(parent.pid, getattr(signal, name))
+        assert parent.wait(20) == 7
+
+
 def test_ctrl_c_reaches_it_once(tmp_path: Path) -> None:
     """The terminal sends it to both, and programs end at a second one."""
     file = tmp_path / "signals"
