@@ -75,13 +75,15 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def _connected(options: argparse.Namespace) -> Client:
-    """A client of the proxy. Environment variables for HTTP proxies do not apply."""
+    """A client of the proxy. Environment variables for HTTP proxies do not apply. Raises UsageError."""
     url = options.url or os.environ.get("TOKENPROXY_URL") or "http://127.0.0.1:8100"
     try:
         options.url = normalise_base_url(url)
     except ValueError as error:
         raise UsageError(str(error)) from error
     options.api_key = options.api_key or os.environ.get("TOKENPROXY_API_KEY", "").partition(",")[0] or None
+    if options.api_key and not (options.api_key.isascii() and options.api_key.isprintable()):
+        raise UsageError("the API key holds characters that no header can hold: see --api-key")
     return Client(options.url, api_key=options.api_key, http=httpx.Client(trust_env=False))
 
 
@@ -125,6 +127,8 @@ def _condition(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UsageError(f"--metadata must be KEY=VALUE, not {text!r}")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UsageError(f"--metadata must be UTF-8, not {text!r}")
     return key, value
 
 
@@ -145,7 +149,7 @@ def _ask(options: argparse.Namespace, call: Callable[[], T]) -> T:
     url = options.url
     try:
         return call()
-    except NoResponse as error:
+    except (NoResponse, UnicodeError) as error:  # a host that no name server can be asked for
         raise UsageError(
             f"no proxy at {url}: start one with `tokenproxy serve --upstream URL` or "
             "`tokenproxy vllm MODEL`, or pass --url URL"

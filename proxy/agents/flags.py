@@ -1,6 +1,7 @@
 """The flags of `tokenproxy run` and `tokenproxy env`. Does not import what only they need."""
 
 import argparse
+import math
 import sys
 
 _RUN = """\
@@ -79,8 +80,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     )
     add("--session", metavar="NAME", help="the session that records the turns")
     add("--model", metavar="NAME", help="a served model or adapter (default: the base model)")
-    add("--max-tokens", type=int, metavar="N", help="most ids of an answer, whatever the program requests")
-    add("--temperature", type=float, metavar="T", help="of all turns, whatever the program requests")
+    add("--max-tokens", type=_count, metavar="N", help="most ids of an answer, whatever the program requests")
+    add("--temperature", type=_temperature, metavar="T", help="of all turns, whatever the program requests")
     add(
         "--metadata",
         action="append",
@@ -88,6 +89,20 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="of the session, by which trainers select samples; repeatable",
     )
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if not 0 < count < 2**31:
+        raise argparse.ArgumentTypeError("must be more than 0, and less than 2147483648")
+    return count
+
+
+def _temperature(text: str) -> float:
+    temperature = float(text)
+    if not 0 <= temperature < math.inf:
+        raise argparse.ArgumentTypeError("must be 0 or more, and finite")
+    return temperature
 
 
 def _run_command(options: argparse.Namespace) -> int:

@@ -182,6 +182,9 @@ _RUN = ["run", "--", "true"]
         ),
         (["run", "--session", "a b", "--", "true"], r"refused: `id` must be"),
         (["run", "--metadata", "task", "--", "true"], r"--metadata must be KEY=VALUE"),
+        (["run", "--metadata", "task=\udcff", "--", "true"], r"--metadata must be UTF-8"),
+        (["run", "--api-key", "é", "--", "true"], r"the API key holds characters"),
+        (["run", "--url", f"http://{'a' * 64}.x", "--", "true"], r"no proxy at http://a"),
         (["run", "--url", "nowhere", "--", "true"], r"not an http\(s\) URL"),
         (["run", "--url", "http://127.0.0.1:9", "--", "true"], r"no proxy at http://127.0.0.1:9: start one"),
         (["env", "claude", "--model", "other"], r"'other' is not served"),
@@ -197,6 +200,16 @@ def test_errors_say_what_to_do(
     assert printed.out == ""
     [line] = printed.err.splitlines()
     assert re.match(f"tokenproxy: .*{words}", line)
+
+
+@pytest.mark.parametrize(
+    "flag, value", [("--max-tokens", "0"), ("--max-tokens", "9" * 20), ("--temperature", "nan")]
+)
+def test_values_that_every_turn_would_be_refused_for(capsys: Capture, flag: str, value: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", flag, value, "--", "true"])
+    assert ended.value.code == 2
+    assert f"argument {flag}: must be " in capsys.readouterr().err
 
 
 def test_a_server_that_is_no_proxy(served: tuple[FakeVllm, httpx.Client], capsys: Capture) -> None:
