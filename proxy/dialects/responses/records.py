@@ -78,7 +78,7 @@ async def recall(request: ResponsesRequest, read: Read) -> Recalled:
         before = await read(previous.chain) if previous.chain else {}
         records = [*(_record(before, name) for name in previous.chain), previous]
         chain = [*previous.chain, request.previous]
-    earlier = [item for record in records for item in (*record.input, *output_of(record))]
+    earlier = _conversation(records)
     if unread := set(_compactions(earlier)) - documents.keys():
         documents |= await read(unread)
     referenced = [_record(documents, name) for name in responses if name in documents]
@@ -90,6 +90,19 @@ async def recall(request: ResponsesRequest, read: Read) -> Recalled:
         {name: item for name, item in items.items() if isinstance(name, str)},
         {name: _text(content) for name, content in documents.items() if not name.startswith("resp_")},
     )
+
+
+def _conversation(records: Iterable[ResponseRecord]) -> list[Item]:
+    """The items of responses that follow each other. A compaction stands for all before it but the user's
+    messages, as in the output of `/v1/responses/compact`."""
+    items: list[Item] = []
+    for record in records:
+        output = output_of(record)
+        items += record.input
+        if any(item_kind(item, "output") in COMPACTIONS for item in output):
+            items = [item for item in items if item.get("role") == "user"]
+        items += output
+    return items
 
 
 def resolved(items: list[Item], known: Mapping[str, Item]) -> list[Item]:
