@@ -72,12 +72,14 @@ class _Stored:
             raise EngineUnavailable(f"the store does not respond, try again later: {error}") from error
         return {asked[name]: content for name, content in found.items()}
 
-    async def keep(self, name: str, content: bytes) -> None:
-        """Store a document; a failure is only logged and counted."""
+    async def keep(self, name: str, content: bytes) -> bool:
+        """Store a document; False after a failure, which is logged and counted."""
         try:
             await self._history.store.documents.keep(session_id(self._tenant, name), content)
         except StoreError as error:
             self._history.placer.report("a response is not stored", error)
+            return False
+        return True
 
 
 class _StoredRoute(StoreRoute):

@@ -13,12 +13,12 @@ from proxy.dialects.responses.output import Event, Output, OutputOptions
 from proxy.dialects.responses.records import ResponseRecord, Summary
 from proxy.dialects.responses.request import ResponsesRequest
 from proxy.dialects.translated import Translation
-from proxy.errors import ApiError, EngineBroken
+from proxy.errors import ApiError, EngineBroken, Unavailable
 from proxy.fields import raw_value
 from proxy.history.vocabulary import BROKEN_OFF
 
-Keep = Callable[[str, bytes], Awaitable[None]]
-"""Stores a document under a name; its failure is only reported."""
+Keep = Callable[[str, bytes], Awaitable[bool]]
+"""Stores a document under a name; False after a failure, which is reported."""
 _ECHOED: Mapping[str, Any] = {
     "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
     "previous_response_id": None, "prompt_cache_key": None, "safety_identifier": None, "temperature": None,
@@ -53,7 +53,7 @@ class ResponsesTranslation(Translation):
         self._model = _model(request)
         self._usage = UsagePart()
         self._finish: str | None = None
-        self._sequence = 0
+        self._sequence = self._before_end = 0
         self._begun = self._ended = False
         self._final: Item | None = None
 
@@ -85,6 +85,7 @@ class ResponsesTranslation(Translation):
     def end(self) -> bytes:
         """See `Translation.end`."""
         beginning = b"" if self._begun else self.begin()
+        self._before_end = self._sequence
         events = self._close()
         self._ended = True
         assert self._final is not None
@@ -247,10 +248,16 @@ class CompactionTranslation(ResponsesTranslation):
             raise EngineBroken(_broken(self._finish))
 
     async def settle(self) -> None:
-        """See `Translation.settle`: store the summary, also for a client that stores nothing itself."""
+        """See `Translation.settle`: store the summary, also for a client that stores nothing itself.
+
+        Raises:
+            Unavailable: it cannot be stored. The client would replace its conversation by a name of nothing.
+        """
         if self._summary and self._final is not None and self._final["status"] != "failed":
             text = compaction.summary_message(self._summary)
-            await self._keep(self._names.item("compaction", 0), msgspec.json.encode(Summary(text)))
+            if not await self._keep(self._names.item("compaction", 0), msgspec.json.encode(Summary(text))):
+                self._ended, self._sequence = False, self._before_end  # its last events are not sent
+                raise Unavailable("the store does not respond, so the summary is not kept: try again later")
         await super().settle()
 
     @property

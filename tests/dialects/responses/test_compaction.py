@@ -6,6 +6,8 @@ import httpx
 import pytest
 
 from proxy.dialects.responses.compaction import PROMPT, summary_message
+from proxy.history.store import StoreError
+from proxy.stores.memory_documents import MemoryDocuments
 from tests.dialects.responses.dialogue import FUNCTION, engine_body, events_of, sdk
 from tests.fake_vllm import FakeVllm, Reply
 from tests.tiny_model import END
@@ -98,6 +100,25 @@ def test_a_summary_that_was_not_written(client: httpx.Client, fake: FakeVllm, re
     fake.replies.append(reply)
     event = events_of(client.post("/v1/responses", json={**asked, "stream": True}).content)[-1]
     assert (event["type"], event["response"]["output"]) == ("response.failed", [])
+
+
+def test_a_summary_that_cannot_be_kept(mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client keeps its conversation, and compacts it later."""
+
+    async def refuse(*args: object) -> None:
+        raise StoreError("no")
+
+    monkeypatch.setattr(MemoryDocuments, "keep", refuse)
+    asked = {"model": "tiny", "input": [_user("Hi"), _TRIGGER]}
+    with run_proxy([mortal], store="memory:") as client:
+        mortal.replies.extend([_SUMMARY] * 2)
+        assert client.post("/v1/responses", json=asked).status_code == 503
+        stream = client.post("/v1/responses", json={**asked, "stream": True}).content
+    events = events_of(stream.partition(b"event: error")[0])
+    assert [event["type"] for event in events] == [
+        f"response.{name}" for name in ("created", "in_progress", "failed")
+    ]
+    assert events[-1]["response"]["error"]["code"] == "server_error"
 
 
 def test_summaries_of_other_tenants_are_not_found(mortal: FakeVllm) -> None:
