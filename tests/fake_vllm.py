@@ -36,7 +36,7 @@ from tests.fake_wire import (
     event_of,
     tools_as_rendered,
 )
-from tests.tiny_model import HI, VOCAB_SIZE, TinyModel
+from tests.tiny_model import HI, TinyModel
 
 __all__ = [
     "MAX_MODEL_LEN",
@@ -53,12 +53,12 @@ __all__ = [
 
 MAX_MODEL_LEN = 4096
 _TOO_LONG = (
-    f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, your prompt contains {{0}} "
+    "This model's maximum context length is {1} tokens. However, your prompt contains {0} "
     "input tokens, which exceeds this limit even without any output tokens. Please reduce the length of the "
     "input prompt. (parameter=input_tokens, value={0})"
 )
 _TOO_LONG_TO_GENERATE = (
-    f"The decoder prompt (length {{0}}) is longer than the maximum model length of {MAX_MODEL_LEN}. Make "
+    "The decoder prompt (length {0}) is longer than the maximum model length of {1}. Make "
     "sure that `max_model_len` is no smaller than the number of text tokens."
 )
 _SCALE_OUT_PATHS = ("/v1/chat/completions/render", "/inference/v1/generate", "/v1/chat/completions/derender")
@@ -81,6 +81,8 @@ class _TemplateRefused(Exception):
 
 class FakeVllm(FakeServer):
     """An engine that serves one small model and one adapter."""
+
+    max_model_len = MAX_MODEL_LEN
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class FakeVllm(FakeServer):
 
     async def _models(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         base, *adapters = self.names
-        first = {"id": base, "root": self.root, "parent": None, "max_model_len": MAX_MODEL_LEN}
+        first = {"id": base, "root": self.root, "parent": None, "max_model_len": self.max_model_len}
         others = [{"id": name, "root": "/lora", "parent": base, "max_model_len": None} for name in adapters]
         # the base model last: whoever wants it must look at `parent`
         return _json({"object": "list", "data": [*others, first]})
@@ -153,7 +155,7 @@ class FakeVllm(FakeServer):
         ids = self._render(body) if "messages" in body else self.model.encode(body["prompt"])
         strings = self.model.reference.convert_ids_to_tokens(ids) if body.get("return_token_strs") else None
         return _json(
-            {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids, "token_strs": strings}
+            {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": strings}
         )
 
     def _render(self, body: dict[str, Any]) -> list[int]:
@@ -182,7 +184,7 @@ class FakeVllm(FakeServer):
         refusal = self._refusal(body, prompt, "kv_transfer_params.prompt_token_ids")
         if refusal is not None:
             return refusal
-        reply = self._next_reply(body.get("max_tokens"))
+        reply = self._next_reply(prompt, body.get("max_tokens"))
         if reply.error is not None:
             return respond(reply.error)
         with_ids = bool(body.get("return_token_ids"))
@@ -201,16 +203,18 @@ class FakeVllm(FakeServer):
         model = body.get("model")
         if model is not None and model not in self.names:
             return _error(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
-        if any(token >= VOCAB_SIZE for token in prompt):
+        if any(token >= self.model.vocab_size for token in prompt):
             message = f"Token id {max(prompt)} is out of vocabulary (parameter={param})"
             return _error(400, message, "BadRequestError", param)
-        if len(prompt) > MAX_MODEL_LEN:
+        if len(prompt) > self.max_model_len:
+            count, most = len(prompt), self.max_model_len
             if param == "token_ids":
-                return _error(400, _TOO_LONG_TO_GENERATE.format(len(prompt)), "BadRequestError")
-            return _error(400, _TOO_LONG.format(len(prompt)), "BadRequestError", "input_tokens")
+                return _error(400, _TOO_LONG_TO_GENERATE.format(count, most), "BadRequestError")
+            return _error(400, _TOO_LONG.format(count, most), "BadRequestError", "input_tokens")
         return None
 
-    def _next_reply(self, max_tokens: int | None) -> Reply:
+    def _next_reply(self, prompt: list[int], max_tokens: int | None) -> Reply:
+        """How a generation after a prompt goes."""
         if max_tokens == 1:  # a probe: scripts are for the requests of tests
             return Reply(ids=HI[:1])
         return self.replies.popleft() if self.replies else self.usual
@@ -226,7 +230,7 @@ class FakeVllm(FakeServer):
             {
                 "request_id": f"chatcmpl-{len(self.requests)}",
                 "token_ids": prompt,
-                "sampling_params": sampling_of(body, MAX_MODEL_LEN - len(prompt)),
+                "sampling_params": sampling_of(body, self.max_model_len - len(prompt)),
                 "reasoning_ended": True,
                 "output_mode": "tokens",
                 **{name: body[name] for name in passed if name in body},
@@ -239,7 +243,7 @@ class FakeVllm(FakeServer):
         refusal = self._refusal(body, prompt, "token_ids")
         if refusal is not None:
             return refusal
-        reply = self._next_reply(sampling.get("max_tokens"))
+        reply = self._next_reply(prompt, sampling.get("max_tokens"))
         if reply.error is not None:
             return respond(reply.error)
         name = f"generate-tokens-{body.get('request_id', 'none')}"
@@ -256,7 +260,7 @@ class FakeVllm(FakeServer):
         for prompt in prompts:
             if (refusal := self._refusal(body, prompt, "prompt")) is not None:
                 return refusal
-        replies = [self._next_reply(body.get("max_tokens")) for _ in prompts]
+        replies = [self._next_reply(prompt, body.get("max_tokens")) for prompt in prompts]
         if (error := replies[0].error) is not None:
             return respond(error)
         if not body.get("stream"):

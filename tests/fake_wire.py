@@ -32,6 +32,8 @@ class Reply:
     """Answered instead of a completion."""
     message: dict[str, Any] = field(default_factory=dict)
     """Put into the message, or into the first delta; its content stands in place of the text of the ids."""
+    deltas: tuple[dict[str, Any], ...] = ()
+    """Of each id of a stream, in place of its text and of `message`."""
     finish: str | None = None
     """The finish reason; None for "stop" after the stop token and "length" elsewhere."""
     stop: str | int | None = None
@@ -172,7 +174,9 @@ def chunks_of(
 def piece_of(model: TinyModel, reply: Reply, at: int) -> dict[str, Any]:
     """The delta that comes with the id at a position, and how the choice ends if that is the last one."""
     delta: dict[str, Any] = {} if "content" in reply.message else {"content": model.decode([reply.ids[at]])}
-    if at == 0:
+    if reply.deltas:
+        delta = reply.deltas[at]
+    elif at == 0:
         calls = reply.message.get("tool_calls")
         numbered = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else {}
         delta |= {**reply.message, **numbered}

@@ -42,11 +42,14 @@ class TinyModel:
 
     folder: Path
     reference: Any = field(repr=False)
+    vocab_size: int = VOCAB_SIZE
+    """What config.json says."""
 
     @classmethod
     def load(cls, folder: Path) -> "TinyModel":
         """One that `make_tiny_model` wrote."""
-        return cls(folder, AutoTokenizer.from_pretrained(folder))
+        size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        return cls(folder, AutoTokenizer.from_pretrained(folder), size)
 
     def render(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
@@ -81,8 +84,13 @@ def make_tiny_model(folder: Path, chat_template: str = CHATML) -> TinyModel:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXTS, trainer)
+    return save_model(folder, tokenizer, chat_template, VOCAB_SIZE)
+
+
+def save_model(folder: Path, tokenizer: Tokenizer, chat_template: str, vocab_size: int) -> TinyModel:
+    """Save a tokenizer with the tokens of `SPECIAL_TOKENS` as a model folder."""
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[END])
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": VOCAB_SIZE}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": vocab_size}))
     return TinyModel.load(folder)

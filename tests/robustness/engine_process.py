@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 
 from aiohttp import web
-from transformers import AutoTokenizer
-
 from tests.fake_vllm import FakeVllm
 from tests.tiny_model import TinyModel
 
@@ -40,7 +38,7 @@ def main() -> None:
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with GatedVllm(TinyModel(folder, AutoTokenizer.from_pretrained(folder)), count) as engine:
+    with GatedVllm(TinyModel.load(folder), count) as engine:
         print(engine.url, flush=True)
         while True:
             time.sleep(60)
