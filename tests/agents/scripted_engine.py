@@ -22,6 +22,7 @@ from tests.fake_vllm import FakeVllm, Reply
 from tests.templates.vocabularies import smollm2_merges
 from tests.tiny_model import END, SPECIAL_TOKENS, TinyModel, save_model
 
+_ASSISTANT = "<|im_start|>assistant\n"
 _OPENED, _CLOSED = "<tool_call>\n", "}\n</tool_call>"
 _CALL = re.compile(r'\{"name": "([^"]*)", "arguments": ')
 _SAMPLED_CHARACTERS = 5
@@ -48,7 +49,7 @@ def call(name: str, **arguments: Any) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """What the model samples after a prompt whose last messages match."""
 
@@ -71,8 +72,8 @@ class Sampled:
     ids: tuple[int, ...]
     new: str
     """The messages after the last one of the model."""
-    broken: bool
-    """Whether its answer was scripted to break."""
+    sent: tuple[int, ...]
+    """Those of `ids` that were sent: fewer if the answer was scripted to break, or to be held."""
 
 
 @dataclass
@@ -84,6 +85,14 @@ class Script:
     counts: Counter[Step] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
     otherwise: str = "Fine."
+
+    def choose(self, new: str, prompt: str) -> tuple[Step | None, str]:
+        """The first step that fits, and what is sampled."""
+        for step in self.steps:
+            found = re.search(step.after, new)
+            if found and re.search(step.within, prompt):
+                return step, step.text.replace("$1", found[1]) if found.re.groups else step.text
+        return None, self.otherwise
 
 
 class ScriptedEngine(FakeVllm):
@@ -99,17 +108,30 @@ class ScriptedEngine(FakeVllm):
         if max_tokens == 1:  # a probe
             return super()._next_reply(prompt, max_tokens)
         text = self.model.reference.decode(prompt, skip_special_tokens=False)
-        new = text.rpartition("<|im_start|>assistant\n")[0].rpartition("<|im_start|>assistant\n")[2]
+        new = _new_messages(text)
         script = self.script
         with script.lock:
-            step = next((s for s in script.steps if re.search(s.after, new) and re.search(s.within, text)), None)
+            step, answer = script.choose(new, text)
             fault: dict[str, Any] = {}
             if step is not None:
                 fault = dict(enumerate(step.faults)).get(script.counts[step], {})
                 script.counts[step] += 1
-            reply = replace(_reply(self.model, step.text if step else script.otherwise), **fault)
-            script.sampled.append(Sampled(step, prompt, reply.ids, new, "break_at" in fault))
+            reply = replace(_reply(self.model, answer), **fault)
+            script.sampled.append(Sampled(step, prompt, reply.ids, new, _sent(reply)))
         return reply
+
+
+def _sent(reply: Reply) -> tuple[int, ...]:
+    """The ids that come before the event at which an answer breaks or is held; event 0 has none."""
+    stops = [at - 1 for at in (reply.break_at, reply.hold_at) if at is not None]
+    return reply.ids[: min(stops)] if stops else reply.ids
+
+
+def _new_messages(prompt: str) -> str:
+    """The messages after the last one of the model, before the generation prompt."""
+    history = prompt.removesuffix(_ASSISTANT)
+    _, answered, last = history.rpartition(_ASSISTANT)
+    return last.partition("<|im_end|>")[2] if answered else history
 
 
 def _reply(model: TinyModel, text: str) -> Reply:

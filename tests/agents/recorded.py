@@ -1,0 +1,49 @@
+"""What a session must hold after a program worked against a scripted engine."""
+
+from collections import Counter
+from typing import Any
+
+from proxy.client import Client
+from tests.agents.scripted_engine import Sampled, Script
+
+Turn = dict[str, Any]
+
+
+def check_recorded(url: str, session: str, script: Script) -> list[Turn]:
+    """Everything that was sampled is recorded, with the prompt that the engine got; every leaf is a sample.
+
+    Every turn that continues another one does so without a reason, and begins with all its ids.
+
+    Returns:
+        The turns, in order.
+    """
+    unexpected = [sampled.new[-2000:] for sampled in script.sampled if sampled.step is None]
+    assert not unexpected, unexpected
+    with Client(url) as client:
+        turns: list[Turn] = client.session(session, ids=True).turns
+        samples = client.samples(session)
+    whole: dict[str | None, list[int]] = {None: []}
+    recorded = []
+    for turn in turns:
+        assert turn["problem"] is None
+        prompt = [*whole[turn["parent"]], *turn["appended_ids"]]
+        assert turn["reused"] == len(whole[turn["parent"]])
+        assert (turn["source"], turn["reason"]) == ("extended", None) or turn["parent"] is None, turn
+        whole[turn["id"]] = [*prompt, *turn["completion_ids"]]
+        recorded.append((tuple(prompt), tuple(turn["completion_ids"])))
+    assert Counter(recorded) == Counter((tuple(each.prompt), each.sent) for each in script.sampled)
+    leaves = whole.keys() - {turn["parent"] for turn in turns}
+    by_leaf = {sample["leaf"]: sample["prompt_ids"] + sample["completion_ids"] for sample in samples.samples}
+    assert by_leaf == {leaf: whole[leaf] for leaf in leaves}
+    assert samples.refused == []
+    return turns
+
+
+def roots(turns: list[Turn]) -> list[tuple[str, str | None]]:
+    """Class and reason of each turn that continues none, in order."""
+    return [(turn["request_class"], turn["reason"]) for turn in turns if turn["parent"] is None]
+
+
+def cut(script: Script) -> list[Sampled]:
+    """The generations that were not sent to their end."""
+    return [sampled for sampled in script.sampled if sampled.sent != sampled.ids]
