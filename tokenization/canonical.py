@@ -27,10 +27,10 @@ Arguments compare as plain text if they are not JSON, or if parsing them loses i
 parsers: repeated keys, NaN, Infinity, numbers beyond the range of a float, integers with more digits than
 Python parses, and nesting deeper than `MAX_DEPTH`.
 
-A matcher compares `strict` first. A client may drop the reasoning of an assistant message and strip its
-content before it sends the message back; `loose` ignores both. It also ignores whether a whole number in
-arguments is a float: clients in JavaScript send 1.0 back as 1. `loose` ignores *edited* reasoning as well, so
-check a match on `loose` alone with `CanonicalMessage.is_copy_of`.
+A matcher compares `strict` first. A client may drop the reasoning of an assistant message, strip its content
+and write the defaults of tools into its calls before it sends the message back; `loose` ignores all three. It
+also ignores whether a whole number in arguments is a float: clients in JavaScript send 1.0 back as 1. `loose`
+ignores *edited* reasoning as well, so check a match on `loose` alone with `CanonicalMessage.is_copy_of`.
 """
 
 import hashlib
@@ -41,6 +41,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenization.argument_defaults import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 from tokenization.errors import InvalidMessages
 from tokenization.messages import TEXT_PARTS, Message
 
@@ -64,7 +65,8 @@ class CanonicalMessage:
     """16 bytes: digest of the whole message."""
     loose: bytes
     """16 bytes: digest of an assistant message without reasoning, its content stripped of white space at both
-    ends, 1.0 in arguments as 1. Equals `strict` if that changes nothing, and for all other roles."""
+    ends, 1.0 in arguments as 1, its calls without arguments that equal the tool's default. Equals `strict` if
+    that changes nothing, and for all other roles."""
     reasoning: bytes
     """16 bytes: digest of an assistant's reasoning, stripped; empty if there is none."""
     without_arguments: bytes = b""
@@ -103,12 +105,13 @@ class CanonicalMessage:
         return self.loose == recorded.loose and self.reasoning in (b"", recorded.reasoning)
 
 
-def canonical(message: Message, index: int = 0) -> CanonicalMessage:
+def canonical(message: Message, index: int = 0, defaults: ArgumentDefaults = NO_DEFAULTS) -> CanonicalMessage:
     """Compute the digests of one message, in time linear in its size, at any nesting.
 
     Args:
         message: an OpenAI chat message, as parsed from JSON. It is not changed.
         index: the message's position in the conversation, for the error message.
+        defaults: those of the conversation's tools.
 
     Raises:
         InvalidMessages: the message is not an object or has no role, its content is neither text nor parts, a
@@ -121,8 +124,10 @@ def canonical(message: Message, index: int = 0) -> CanonicalMessage:
     reasoning, content = _stripped(fields.get("reasoning")), _stripped(fields["content"])
     loose = strict
     if "reasoning" in fields or "tool_calls" in fields or content != fields["content"]:
-        without_reasoning = {key: value for key, value in fields.items() if key != "reasoning"}
-        loose = _digest(b"message", _pack({**without_reasoning, "content": content}, whole_floats=False))
+        loosely = {key: value for key, value in fields.items() if key != "reasoning"} | {"content": content}
+        if "tool_calls" in fields and defaults.texts:
+            loosely["tool_calls"] = [_without_defaults(call, defaults) for call in fields["tool_calls"]]
+        loose = _digest(b"message", _pack(loosely, whole_floats=False))
     reasoning_digest = _digest(b"reasoning", _pack(reasoning)) if reasoning else b""
     if "tool_calls" not in fields:
         return CanonicalMessage(strict, loose, reasoning_digest)
@@ -192,9 +197,10 @@ def chain(
         InvalidMessages: as `canonical` and `start`.
     """
     digest = start(tools=tools, template_kwargs=template_kwargs, model=model, session=session)
+    defaults = argument_defaults(tools or ()) if loose else NO_DEFAULTS
     digests = []
     for index, message in enumerate(messages):
-        digests_of_message = canonical(message, index)
+        digests_of_message = canonical(message, index, defaults)
         digest = extend(digest, digests_of_message.loose if loose else digests_of_message.strict)
         digests.append(digest)
     return digests
@@ -283,6 +289,14 @@ def _call(call: object, index: int) -> list[Any]:
     if not isinstance(function, Mapping):
         raise InvalidMessages(f"tool calls of message {index} must be objects with a function")
     return ["function", call.get("id"), function.get("name"), *_arguments(function.get("arguments"))]
+
+
+def _without_defaults(call: list[Any], defaults: ArgumentDefaults) -> list[Any]:
+    """A call of `_call` without arguments that equal the tool's default."""
+    if call[_ARGUMENTS_INDEX : _ARGUMENTS_INDEX + 1] != ["json"]:
+        return call
+    kind, call_id, name, form, arguments = call
+    return [kind, call_id, name, form, defaults.drop(name, arguments)]
 
 
 def _arguments(arguments: object) -> tuple[str, object]:

@@ -16,6 +16,7 @@ import msgspec
 
 from proxy.history.cached_turn import CachedTurn, IdChain
 from proxy.history.conversation import Conversation, ParsedMessage, parse_message
+from tokenization.argument_defaults import NO_DEFAULTS, ArgumentDefaults
 
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
@@ -75,22 +76,26 @@ class TurnCache:
         """Bytes in use, as estimated."""
         return self._lru.size
 
-    def parse(self, messages: bytes) -> Conversation:
+    def parse(self, messages: bytes, defaults: ArgumentDefaults = NO_DEFAULTS) -> Conversation:
         """The conversation in a JSON array of messages. Parses only the messages that are not cached.
+
+        Args:
+            defaults: those of the conversation's tools.
 
         Raises:
             msgspec.DecodeError, UnicodeDecodeError: the bytes are not a JSON array of objects.
             InvalidMessages: one of them is not a chat message.
         """
         raws = _split(messages) if messages else []
-        hashes = _boundary_hashes(raws)
+        hashes = _boundary_hashes(raws, defaults.digest)
         parsed, segment = self._longest(hashes)
         start = len(parsed)
         for index in range(start, len(raws)):
-            parsed.append(parse_message(bytes(raws[index]), index, parsed[-1] if parsed else None))
+            before = parsed[-1] if parsed else None
+            parsed.append(parse_message(bytes(raws[index]), index, before, defaults))
         if start < len(raws):
             self._keep(_Segment(segment, start, parsed[start:], hashes[start:]))
-        return Conversation(raws, parsed)
+        return Conversation(raws, parsed, defaults)
 
     def turn(self, turn_id: str) -> CachedTurn | None:
         """A recorded turn with its ids, if it is cached."""
@@ -186,9 +191,9 @@ class TurnCache:
                 del self._boundaries[key]
 
 
-def _boundary_hashes(raws: list[msgspec.Raw]) -> list[bytes]:
+def _boundary_hashes(raws: list[msgspec.Raw], start: bytes) -> list[bytes]:
     """The running hash of a conversation after each message: equal for equal bytes of all messages so far."""
-    running = hashlib.blake2b(digest_size=16, person=b"boundary")
+    running = hashlib.blake2b(start, digest_size=16, person=b"boundary")
     hashes = []
     for raw in raws:
         view = memoryview(raw)

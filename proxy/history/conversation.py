@@ -1,7 +1,7 @@
 """A chat request as a conversation: its messages by their digests.
 
-The digests do not depend on model, tools or tenant: these are in the `Scope`, which is part of every key of
-the index.
+The digests do not depend on model or tenant, and on tools only by the defaults that these declare: all
+are in the `Scope`, which is part of every key of the index.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import msgspec
 
 from proxy.media import media_kind
 from tokenization import CanonicalMessage, canonical
+from tokenization.argument_defaults import NO_DEFAULTS, ArgumentDefaults
 from tokenization.canonical import extend, start
 
 _parse = msgspec.json.Decoder(dict[str, Any]).decode
@@ -37,20 +38,23 @@ class ParsedMessage(NamedTuple):
     """Digest of the conversation up to and including this message, exactly as the client spells it."""
 
 
-def parse_message(raw: bytes, index: int, before: ParsedMessage | None) -> ParsedMessage:
+def parse_message(
+    raw: bytes, index: int, before: ParsedMessage | None, defaults: ArgumentDefaults = NO_DEFAULTS
+) -> ParsedMessage:
     """Parse a message of a conversation.
 
     Args:
         raw: the message as JSON.
         index: its position in the conversation, for errors.
         before: the message before it; None for the first.
+        defaults: those of the conversation's tools.
 
     Raises:
         msgspec.DecodeError, UnicodeDecodeError: it is not a JSON object.
         InvalidMessages: it is not a chat message.
     """
     message = _parse(raw)
-    digests = canonical(message, index)
+    digests = canonical(message, index, defaults)
     loose, strict = (before.loose, before.strict) if before else (NOTHING, NOTHING)
     return ParsedMessage(
         digests,
@@ -102,6 +106,8 @@ class Conversation:
     raws: Sequence[msgspec.Raw]
     """Each message as the client spelled it."""
     messages: Sequence[ParsedMessage]
+    defaults: ArgumentDefaults = NO_DEFAULTS
+    """Those of its tools."""
 
     @cached_property
     def ends(self) -> list[int]:

@@ -178,7 +178,7 @@ async def place_given(
     whole = bool(request.messages)
     try:
         messages = request.messages or request.append or b"[]"
-        conversation = await placer.parse(messages, placer.flow(request))
+        conversation = await placer.parse(request, messages)
         scope = placer.scope(request, model)
     except UNREADABLE:
         return placer.nowhere(request, model)  # the engine refuses them

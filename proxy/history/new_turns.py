@@ -18,6 +18,7 @@ from proxy.history.text_index import text_entries
 from proxy.history.turn import Turn, pack_ids, pack_logprobs, turn_id, unpack_ids
 from proxy.history.vocabulary import ABORTED, Problem
 from tokenization import CanonicalMessage, InvalidIds, TokenizationError, canonical, ids
+from tokenization.argument_defaults import NO_DEFAULTS
 from tokenization.placeholders import PlaceholdersDiffer
 
 _UNREADABLE = CanonicalMessage(b"", b"", b"")
@@ -78,7 +79,9 @@ def _new_turn(
     images = _images(plan, completion)
     problem = untrainable_reason(completion, choice, prompt_of(plan), media=images is None)
     prompt = _prompt(plan, completion, problem, images or ())
-    sampled = _Sampled(*_pack_evidence(choice, problem), _canonical(choice.message))
+    sampled = _Sampled(
+        *_pack_evidence(choice, problem), _canonical(choice.message, plan.placement.conversation)
+    )
     hasher = hash_ids(prompt.parent, prompt.appended, sampled.ids)
     turn = _turn(plan, choice, prompt, sampled, holder, replica, hasher.digest())
     # a turn without exact ids is found too, to report that, and never equals another turn
@@ -234,8 +237,8 @@ def _pack_mask(choice: SampledChoice) -> tuple[bytes, bytes] | None:
     return pack_ids([len(kept) for kept in mask]), pack_ids([each for kept in mask for each in kept])
 
 
-def _canonical(message: dict[str, Any]) -> CanonicalMessage:
+def _canonical(message: dict[str, Any], conversation: Conversation | None) -> CanonicalMessage:
     try:
-        return canonical(message)
+        return canonical(message, defaults=conversation.defaults if conversation else NO_DEFAULTS)
     except TokenizationError:
         return _UNREADABLE

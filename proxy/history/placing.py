@@ -1,10 +1,12 @@
 """Finds where the turn of a request is recorded: its conversation, scope, match and rollout."""
 
+import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -26,8 +28,9 @@ from proxy.history.store import FOUND_AT_MOST, Session, Store, StoreError, sessi
 from proxy.history.turn import new_id, request_time
 from proxy.history.vocabulary import Reason
 from proxy.metrics import Metrics
-from proxy.turn.request import ChatRequest
+from proxy.turn.request import ChatRequest, Rendering
 from tokenization import TokenizationError
+from tokenization.argument_defaults import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 from tokenization.cache import BoundedCache
 
 log = logging.getLogger("tokenproxy")
@@ -50,13 +53,26 @@ class Placer:
     images: ImageLoader
     class_header: bytes = b""
     """Lower-case name of the request header with the class of a request; empty for none."""
+    _defaults: BoundedCache[bytes, ArgumentDefaults] = field(default_factory=lambda: BoundedCache(1024))
     _parts: BoundedCache[bytes, tuple[bytes, ...]] = field(default_factory=lambda: BoundedCache(1024))
 
-    async def parse(self, messages: bytes, flow: FlowKey) -> Conversation:
-        """The conversation of a JSON array of messages. Raises one of `UNREADABLE`, or Overloaded."""
+    async def parse(self, request: ChatRequest, messages: bytes) -> Conversation:
+        """The conversation of a request whose messages are a JSON array.
+
+        Raises one of `UNREADABLE`, or Overloaded.
+        """
+        defaults = self._defaults_of(request.rendering)
         if len(messages) < WORTH_A_THREAD_BYTES:
-            return self.cache.parse(messages)
-        return await self.encoders.run(lambda: self.cache.parse(messages), len(messages), flow=flow)
+            return self.cache.parse(messages, defaults)
+        parse = partial(self.cache.parse, messages, defaults)
+        return await self.encoders.run(parse, len(messages), flow=self.flow(request))
+
+    def _defaults_of(self, rendering: Rendering) -> ArgumentDefaults:
+        """What the tools declare as defaults of their arguments. Raises one of `UNREADABLE`."""
+        if b'"default"' not in rendering.tools:
+            return NO_DEFAULTS
+        key = hashlib.blake2b(rendering.tools, digest_size=16).digest()
+        return self._defaults.get_or_make(key, lambda: argument_defaults(rendering.parse_tools() or ()))
 
     def scope(self, request: ChatRequest, model: ServedModel) -> Scope:
         """The scope of a request on an engine. Raises one of `UNREADABLE`."""

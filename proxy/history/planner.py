@@ -61,7 +61,7 @@ class Planner:
         if request.given is not None:
             return await self._plan_given(request, request.given, model)
         try:
-            conversation = await self.placer.parse(request.messages, self.placer.flow(request))
+            conversation = await self.placer.parse(request, request.messages)
             scope = self.placer.scope(request, model)
         except UNREADABLE:
             return Rendered(placement=self.placer.nowhere(request, model), reason=Reason.UNREADABLE)

@@ -13,7 +13,8 @@ from tokenization.canonical import extend
 EXACT = "exact"
 """Kind of key: the conversation as it was spelled."""
 LOOSE = "loose"
-"""Kind of key: the conversation, ignoring reasoning and white space around text of assistant messages."""
+"""Kind of key: the conversation, ignoring in assistant messages reasoning, white space around text, and
+arguments of calls that equal the tool's default."""
 BARE = "bare"
 """Kind of key: as LOOSE, and without the arguments of the last message's tool calls."""
 KINDS = (EXACT, LOOSE, BARE)

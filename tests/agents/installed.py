@@ -49,6 +49,8 @@ def run_program(
         printed, errors = process.communicate(timeout=_PATIENCE_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the program too, which a killed parent would leave behind
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # the program too, which a killed parent would leave behind
     assert process.returncode == 0, printed + errors
     return printed

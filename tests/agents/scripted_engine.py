@@ -1,7 +1,7 @@
 """A fake engine whose model works on a task: what it samples follows from the text of its prompt.
 
-It renders with the chat template of the demo and a part of the demo's vocabulary, samples ids that no tokenizer
-gives for their text, and parses tool calls in Hermes notation as it streams.
+It renders with the chat template of the demo and a part of the demo's vocabulary, samples ids that no
+tokenizer gives for their text, and parses tool calls in Hermes notation as it streams.
 """
 
 import json

@@ -12,7 +12,9 @@ _BARE = ["--bare", "--system-prompt", "You are terse.", "--tools", ""]
 def test_claude_code(tmp_path: Path) -> None:
     with scripted(32768) as server:
         for text in (["Name a colour"], ["--continue", "Another"]):
-            assert ANSWER in run_program(server.url, tmp_path / "home", "run-7", str(CLAUDE), "-p", *text, *_BARE)
+            assert ANSWER in run_program(
+                server.url, tmp_path / "home", "run-7", str(CLAUDE), "-p", *text, *_BARE
+            )
         first, second = server.seen
     assert first.path == "/sessions/run-7/v1/messages?beta=true"
     assert (first.body["model"], first.body["max_tokens"]) == (MODEL, 8192)

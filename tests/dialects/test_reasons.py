@@ -192,6 +192,20 @@ def test_call_repaired(talk: Callable[..., Talk], stream: bool) -> None:
     assert made.follow(user("more")).reason == ""
 
 
+@pytest.mark.parametrize("stated", ["sampled", "sent"])
+def test_a_default_of_the_tool_in_a_call_is_no_edit(talk: Callable[..., Talk], stated: str) -> None:
+    """Claude Code sends calls with the defaults that the schema declares; the sampled ids are kept."""
+    schema = {"properties": {"city": {}, "metric": {"type": "boolean", "default": True}}}
+    made = talk(fields={"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]})
+    texts = ['{"city": "Paris"}', '{"metric": true, "city": "Paris"}']
+    sampled, sent = texts if stated == "sent" else texts[::-1]
+    whole = call(arguments=sampled)
+    made.ask(reply=Reply(SPLIT, message={"content": None, "tool_calls": [whole]}))
+    made.messages[-1]["tool_calls"][0]["function"]["arguments"] = sent
+    assert made.follow(result(whole, "17")).reason == ""
+    assert made.follow(user("more")).reason == ""
+
+
 def test_call_with_other_arguments_is_an_edit(talk: Callable[..., Talk]) -> None:
     made = talk()
     whole = call(arguments='{"city": "Paris"}')

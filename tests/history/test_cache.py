@@ -34,9 +34,9 @@ def _parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     parsed: list[int] = []
     original = conversation.parse_message
 
-    def counting(raw: bytes, index: int, before: Any) -> Any:
+    def counting(raw: bytes, index: int, *rest: Any) -> Any:
         parsed.append(index)
-        return original(raw, index, before)
+        return original(raw, index, *rest)
 
     monkeypatch.setattr(module, "parse_message", counting)
     return parsed

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from aiohttp import web
+
 from tests.fake_vllm import FakeVllm
 from tests.tiny_model import TinyModel
 

@@ -1,0 +1,123 @@
+"""Claude Code and Codex while engines and connections break: the task ends, and nothing sampled is lost."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.agents.installed import CLAUDE, CODEX, needs, run_program
+from tests.agents.recorded import Turn, check_recorded, cut
+from tests.agents.relay import relay
+from tests.agents.scripted_engine import Script, ScriptedEngine, Step, call, make_task_model
+from tests.tiny_model import TinyModel
+from tests.utils import run_proxy, wait_until
+
+pytestmark = pytest.mark.slow
+
+_TASK = "Begin the task."
+_PROGRAMS = pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(CLAUDE, marks=needs(CLAUDE), id="claude"),
+        pytest.param(CODEX, marks=needs(CODEX), id="codex"),
+    ],
+)
+_CUT_AT = 12
+"""The event at which an answer ends, after eleven ids."""
+
+
+@pytest.fixture(scope="module")
+def task_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_task_model(tmp_path_factory.mktemp("task_model"))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """The folder of a program."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("alpha\n")
+    return folder
+
+
+def _script(program: Path, *faults: dict[str, object]) -> Script:
+    """Two calls; the answer with the second one meets the faults, one after another."""
+    return Script(
+        [
+            Step(_TASK, f"I look.\n{_shell(program, 'cat notes.txt')}"),
+            Step(
+                "alpha", f"I write.\n{_shell(program, 'echo beta >> notes.txt; tail -1 notes.txt')}", faults
+            ),
+            Step(r"beta\b", "All is done."),
+        ]
+    )
+
+
+def _shell(program: Path, command: str) -> str:
+    if program == CLAUDE:
+        return call("Bash", command=command, description="Work")
+    return call("exec_command", cmd=command)
+
+
+def _run(program: Path, url: str, home: Path) -> None:
+    """Run the task to its end."""
+    if program == CLAUDE:
+        command = [str(CLAUDE), "-p", _TASK, "--allowedTools", "Bash"]
+    else:
+        flags = ["--skip-git-repo-check", "-s", "danger-full-access"]
+        command = [str(CODEX), "exec", *flags, _TASK]
+    assert "All is done." in run_program(url, home, "task", *command)
+    assert (home / "notes.txt").read_text() == "alpha\nbeta\n"
+
+
+def _check(url: str, script: Script, cuts: int) -> None:
+    """Each answer was sampled once, and once more for each that was cut; each cut one is a branch."""
+    turns = check_recorded(url, "task", script)
+    first, second, last = (turn for turn in turns if turn["finish_reason"] != "abort")
+    assert [turn["parent"] for turn in (first, second, last)] == [None, first["id"], second["id"]]
+    aborted = [turn for turn in turns if turn["finish_reason"] == "abort"]
+    assert len(aborted) == len(cut(script)) == cuts
+    assert all(turn["parent"] == first["id"] for turn in aborted)
+
+
+@_PROGRAMS
+@pytest.mark.parametrize("how", ["close", "reset", "inside"])
+def test_answers_that_are_cut(task_model: TinyModel, home: Path, program: Path, how: str) -> None:
+    script = _script(program, {"break_at": _CUT_AT, "how": how}, {"break_at": 2 * _CUT_AT, "how": how})
+    with ScriptedEngine(task_model, script) as engine, run_proxy([engine], store="memory:") as client:
+        url = str(client.base_url)
+        _run(program, url, home)
+        _check(url, script, 2)
+
+
+@_PROGRAMS
+def test_an_engine_that_is_killed_and_started_again(task_model: TinyModel, home: Path, program: Path) -> None:
+    script = _script(program, {"hold_at": _CUT_AT})
+    with (
+        ScriptedEngine(task_model, script) as engine,
+        run_proxy([engine], store="memory:") as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        url = str(client.base_url)
+        running = threads.submit(_run, program, url, home)
+        wait_until(lambda: cut(script) or running.done(), 60.0)
+        wait_until(lambda: engine.running or running.done())
+        engine.kill()
+        wait_until(lambda: client.get("/ready").status_code == 503)
+        with ScriptedEngine(task_model, script, port=engine.port):
+            running.result()
+        _check(url, script, 1)
+
+
+@_PROGRAMS
+def test_requests_that_the_engine_refuses_for_a_while(
+    task_model: TinyModel, home: Path, program: Path
+) -> None:
+    """The program repeats them; the one that is served is answered once."""
+    refused = {"error": Canned(error_body("busy", "ServiceUnavailableError", None, 503), 503)}
+    script = _script(program, refused, refused)
+    with ScriptedEngine(task_model, script) as engine, run_proxy([engine], store="memory:") as client:
+        url = str(client.base_url)
+        _run(program, url, home)
+        _check(url, script, 0)
