@@ -63,6 +63,8 @@ class FakeServer:
         """How long answers of a path take."""
         self.requests: list[Seen] = []
         self.aborted = 0
+        self.held = 0
+        """How many answers have waited for `release`."""
         self.canned: dict[str, Canned] = {}
         self.endless: dict[str, bytes] = {}
         """Paths that stream this event again and again after `release`."""
@@ -185,6 +187,7 @@ class FakeServer:
                 if stream and reply.pause_s:
                     await asyncio.sleep(reply.pause_s)
                 if position == reply.hold_at:
+                    self.held += 1
                     await self._released.wait()
                 breaks = position == reply.break_at
                 if not stream and (not breaks or reply.how in ("head", "inside", "chunked")):

@@ -1,18 +1,24 @@
 """What a session must hold after a program worked against a scripted engine."""
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from proxy.client import Client
 from tests.agents.scripted_engine import Sampled, Script
 
 Turn = dict[str, Any]
+_Generation = tuple[tuple[int, ...], tuple[int, ...]]
+"""Prompt and completion."""
 
 
-def check_recorded(url: str, session: str, script: Script) -> list[Turn]:
+def check_recorded(url: str, session: str, script: Script, *, killed: bool = False) -> list[Turn]:
     """Everything that was sampled is recorded, with the prompt that the engine got; every leaf is a sample.
 
     Every turn that continues another one does so without a reason, and begins with all its ids.
+
+    Args:
+        killed: an engine was: the last ids that it sent may not have arrived.
 
     Returns:
         The turns, in order.
@@ -31,12 +37,29 @@ def check_recorded(url: str, session: str, script: Script) -> list[Turn]:
         assert (turn["source"], turn["reason"]) == ("extended", None) or turn["parent"] is None, turn
         whole[turn["id"]] = [*prompt, *turn["completion_ids"]]
         recorded.append((tuple(prompt), tuple(turn["completion_ids"])))
-    assert Counter(recorded) == Counter((tuple(each.prompt), each.sent) for each in script.sampled)
+    sampled = Counter((tuple(each.prompt), each.sent) for each in script.sampled if each.sent)
+    if killed:
+        sampled = _as_arrived(sampled, recorded)
+    assert Counter(recorded) == sampled, (_lengths(sampled), _lengths(recorded))
     leaves = whole.keys() - {turn["parent"] for turn in turns}
     by_leaf = {sample["leaf"]: sample["prompt_ids"] + sample["completion_ids"] for sample in samples.samples}
     assert by_leaf == {leaf: whole[leaf] for leaf in leaves}
     assert samples.refused == []
     return turns
+
+
+def _as_arrived(sampled: Counter[_Generation], recorded: Sequence[_Generation]) -> Counter[_Generation]:
+    """The generations that were sampled, each as far as it is recorded."""
+    arrived: Counter[_Generation] = Counter()
+    for prompt, ids in sampled.elements():
+        found = [(p, c) for p, c in recorded if p == prompt and c == ids[: len(c)]]
+        arrived[max(found, key=lambda each: len(each[1]), default=(prompt, ids))] += 1
+    return arrived
+
+
+def _lengths(generations: Iterable[_Generation]) -> list[tuple[int, int]]:
+    """How many ids the prompts and completions have."""
+    return [(len(prompt), len(completion)) for prompt, completion in generations]
 
 
 def roots(turns: list[Turn]) -> list[tuple[str, str | None]]:

@@ -73,7 +73,7 @@ class Sampled:
     new: str
     """The messages after the last one of the model."""
     sent: tuple[int, ...]
-    """Those of `ids` that were sent: fewer if the answer was scripted to break, or to be held."""
+    """Those of `ids` that were sent as a stream: fewer if the answer was scripted to break, or to be held."""
 
 
 @dataclass
@@ -117,13 +117,14 @@ class ScriptedEngine(FakeVllm):
                 fault = dict(enumerate(step.faults)).get(script.counts[step], {})
                 script.counts[step] += 1
             reply = replace(_reply(self.model, answer), **fault)
-            script.sampled.append(Sampled(step, prompt, reply.ids, new, _sent(reply)))
+            if reply.error is None:
+                script.sampled.append(Sampled(step, prompt, reply.ids, new, _sent(reply)))
         return reply
 
 
 def _sent(reply: Reply) -> tuple[int, ...]:
     """The ids that come before the event at which an answer breaks or is held; event 0 has none."""
-    stops = [at - 1 for at in (reply.break_at, reply.hold_at) if at is not None]
+    stops = [max(at - 1, 0) for at in (reply.break_at, reply.hold_at) if at is not None]
     return reply.ids[: min(stops)] if stops else reply.ids
 
 
