@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def home(tmp_path: Path) -> Path:
     return folder
 
 
-def _script(program: Path, *faults: dict[str, object]) -> Script:
+def _script(program: Path, *faults: dict[str, Any]) -> Script:
     """Two calls; the answer with the second one meets the faults, one after another."""
     return Script(
         [
