@@ -25,7 +25,7 @@ reported; a false match would put the tokens of another conversation into a prom
 
 Arguments compare as plain text if they are not JSON, or if parsing them loses information or fails in some
 parsers: repeated keys, NaN, Infinity, numbers beyond the range of a float, integers with more digits than
-Python parses, and nesting deeper than `MAX_DEPTH`.
+Python parses, and nesting deeper than `lossless_json.MAX_DEPTH`.
 
 A matcher compares `strict` first. A client may drop the reasoning of an assistant message, strip its content
 and write the defaults of tools into its calls before it sends the message back; `loose` ignores all three. It
@@ -34,27 +34,20 @@ ignores *edited* reasoning as well, so check a match on `loose` alone with `Cano
 """
 
 import hashlib
-import json
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenization.argument_defaults import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 from tokenization.errors import InvalidMessages
+from tokenization.lossless_json import pack, parse
 from tokenization.messages import TEXT_PARTS, Message
-
-MAX_DEPTH = 100
-"""JSON nested deeper compares as text: a parser's own limit depends on the depth of the call stack."""
 
 _DIGEST_SIZE = 16
 _ARGUMENTS_INDEX = 3
 """Index of the arguments in the list that `_call` returns for a function call."""
 _PARTS_WITH_OWN_KEY = frozenset({"refusal", "thinking"})
 """Types of text parts whose text is under the name of the type, not under `text`."""
-# the closing quote is optional, so that a text full of unclosed strings is matched in linear time
-_STRINGS_AND_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +111,7 @@ def canonical(message: Message, index: int = 0, defaults: ArgumentDefaults = NO_
             tool call is not an object with a function, or a value is not JSON.
     """
     fields = _fields(message, index)
-    strict = _digest(b"message", _pack(fields))
+    strict = _digest(b"message", pack(fields))
     if fields["role"] != "assistant":
         return CanonicalMessage(strict, strict, b"")
     reasoning, content = _stripped(fields.get("reasoning")), _stripped(fields["content"])
@@ -127,8 +120,8 @@ def canonical(message: Message, index: int = 0, defaults: ArgumentDefaults = NO_
         loosely = {key: value for key, value in fields.items() if key != "reasoning"} | {"content": content}
         if "tool_calls" in fields and defaults.texts:
             loosely["tool_calls"] = [_without_defaults(call, defaults) for call in fields["tool_calls"]]
-        loose = _digest(b"message", _pack(loosely, whole_floats=False))
-    reasoning_digest = _digest(b"reasoning", _pack(reasoning)) if reasoning else b""
+        loose = _digest(b"message", pack(loosely, whole_floats=False))
+    reasoning_digest = _digest(b"reasoning", pack(reasoning)) if reasoning else b""
     if "tool_calls" not in fields:
         return CanonicalMessage(strict, loose, reasoning_digest)
     calls = fields["tool_calls"]
@@ -136,10 +129,10 @@ def canonical(message: Message, index: int = 0, defaults: ArgumentDefaults = NO_
     bare |= {"content": content, "tool_calls": [call[:_ARGUMENTS_INDEX] for call in calls]}
     arguments = tuple(
         (b"t" if _lacks_object(call) else b"j")
-        + _digest(b"arguments", _pack(call[_ARGUMENTS_INDEX:], whole_floats=False))
+        + _digest(b"arguments", pack(call[_ARGUMENTS_INDEX:], whole_floats=False))
         for call in calls
     )
-    return CanonicalMessage(strict, loose, reasoning_digest, _digest(b"bare", _pack(bare)), arguments)
+    return CanonicalMessage(strict, loose, reasoning_digest, _digest(b"bare", pack(bare)), arguments)
 
 
 def start(
@@ -160,7 +153,7 @@ def start(
     """
     kwargs = sorted((template_kwargs or {}).items(), key=lambda item: str(item[0]))
     parts = [tools or [], kwargs, model, session]
-    return _digest(b"start", _pack(parts, sort_keys=False))
+    return _digest(b"start", pack(parts, sort_keys=False))
 
 
 def extend(previous: bytes, message: bytes) -> bytes:
@@ -231,7 +224,7 @@ def _fields(message: Message, index: int) -> dict[str, Any]:
         fields["tool_calls"] = [_call(call, index) for call in calls]
     if role == "developer" and message.get("tools"):
         # templates print these tools as JSON, so the order of keys counts
-        fields["tools"] = _digest(b"tools", _pack(message["tools"], sort_keys=False)).hex()
+        fields["tools"] = _digest(b"tools", pack(message["tools"], sort_keys=False)).hex()
     return fields
 
 
@@ -272,7 +265,7 @@ def _part(part: object, index: int) -> str | list[str] | None:
     kind = part.get("type", "text" if part.keys() == {"text"} else None)
     # engines read a part with a uuid by its payload, not by its type
     if not isinstance(kind, str) or kind not in TEXT_PARTS or "uuid" in part:
-        return [_digest(b"part", _pack(part, keep_nulls=False)).hex()]
+        return [_digest(b"part", pack(part, keep_nulls=False)).hex()]
     text = part.get(kind, part.get("text")) if kind in _PARTS_WITH_OWN_KEY else part.get("text")
     if not isinstance(text, str | None):
         raise InvalidMessages(f"a text part in message {index} holds no text")
@@ -285,7 +278,7 @@ def _call(call: object, index: int) -> list[Any]:
         raise InvalidMessages(f"tool calls of message {index} must be objects with a function")
     kind, function = call.get("type"), call.get("function")
     if kind is not None and kind != "function":
-        return ["other", _digest(b"call", _pack(call, keep_nulls=False)).hex()]
+        return ["other", _digest(b"call", pack(call, keep_nulls=False)).hex()]
     if not isinstance(function, Mapping):
         raise InvalidMessages(f"tool calls of message {index} must be objects with a function")
     return ["function", call.get("id"), function.get("name"), *_arguments(function.get("arguments"))]
@@ -306,7 +299,7 @@ def _arguments(arguments: object) -> tuple[str, object]:
     if not isinstance(arguments, str):
         return "json", arguments
     try:
-        return "json", _parse(arguments)
+        return "json", parse(arguments)
     except ValueError:
         return "text", arguments
 
@@ -317,105 +310,8 @@ def _lacks_object(call: list[Any]) -> bool:
     return bool(arguments) and not isinstance(arguments[1], Mapping)
 
 
-def _parse(text: str) -> object:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: the text is not JSON, is nested too deep, or would lose information.
-    """
-    # counting brackets is fast, and exact enough for nearly all texts: brackets in strings count too
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
-        raise ValueError("nested too deep")
-    return _DECODER.decode(text)
-
-
-def _depth(text: str) -> int:
-    """The deepest nesting of brackets outside strings."""
-    depth = deepest = 0
-    for token in _STRINGS_AND_BRACKETS.findall(text):
-        if token in ("[", "{"):
-            depth += 1
-            deepest = max(deepest, depth)
-        elif token in ("]", "}"):
-            depth -= 1
-    return deepest
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key is repeated")
-    return value
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError("not a finite number")
-    return number
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite)
-
-
 def _stripped(value: object) -> object:
     return value.strip() if isinstance(value, str) else value
-
-
-def _pack(
-    value: object, *, sort_keys: bool = True, keep_nulls: bool = True, whole_floats: bool = True
-) -> bytes:
-    """Encode a JSON value as bytes, so that different values have different encodings.
-
-    Each item starts with its type and, if that varies, its length or number of members, so no text can
-    imitate structure. Example: `{"a": [1, "b"]}` is `o1:s1:aa2:i1;s1:b`.
-
-    Args:
-        sort_keys: ignore the order of keys in objects.
-        keep_nulls: tell a key whose value is null from a missing one.
-        whole_floats: tell 1.0 from 1.
-
-    Raises:
-        InvalidMessages: the value holds something that is not JSON.
-    """
-    out: list[bytes] = []
-    # a stack instead of recursion: values from clients may be nested deeper than Python recurses
-    stack: list[object] = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, str):
-            raw = item.encode("utf-8", "surrogatepass")
-            out += b"s%d:" % len(raw), raw
-        elif isinstance(item, list | tuple):
-            out.append(b"a%d:" % len(item))
-            stack += reversed(item)
-        # `dict` comes first because the check against an abstract class is slow
-        elif isinstance(item, dict | Mapping):
-            keys = list(item) if keep_nulls else [key for key in item if item[key] is not None]
-            if not all(isinstance(key, str) for key in keys):
-                raise InvalidMessages("the names in an object must be strings")
-            if sort_keys:
-                keys.sort()
-            out.append(b"o%d:" % len(keys))
-            for key in reversed(keys):
-                stack += item[key], key
-        elif isinstance(item, float) and not whole_floats and item.is_integer():
-            out.append(_pack_scalar(int(item)))
-        else:
-            out.append(_pack_scalar(item))
-    return b"".join(out)
-
-
-def _pack_scalar(item: object) -> bytes:
-    if item is None:
-        return b"n"
-    if isinstance(item, bool):
-        return b"t" if item else b"f"
-    if isinstance(item, int):
-        return b"i%x;" % item  # hexadecimal, because Python refuses to print more than 4300 decimal digits
-    if isinstance(item, float):
-        return b"d%b;" % float.__repr__(item).encode()
-    raise InvalidMessages(f"a value of type {type(item).__name__!r} is not JSON")
 
 
 def _digest(kind: bytes, packed: bytes) -> bytes:

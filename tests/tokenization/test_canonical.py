@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenization import InvalidMessages
-from tokenization.canonical import MAX_DEPTH, CanonicalMessage, canonical, chain, extend, start
+from tokenization.canonical import CanonicalMessage, canonical, chain, extend, start
+from tokenization.lossless_json import MAX_DEPTH
 
 Json = dict[str, Any]
 
