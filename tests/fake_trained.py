@@ -120,7 +120,9 @@ class FakeTrained(FakeVllm):
             )
         self.update_info = seen.json["update_info"]
         await self._meet([])
-        self.weights = str(self.update_info["weights"]) if isinstance(self.update_info, dict) else "list"
+        info = self.update_info
+        # TRL names tensors and no version
+        self.weights = str(info.get("weights", "tensors")) if isinstance(info, dict) else "list"
         return web.json_response({"message": "Weights updated"})
 
     async def _finish_update(self, request: web.Request, seen: Seen) -> web.Response:

@@ -22,7 +22,7 @@ from tests.real_vllm.completing import (
 )
 from tests.real_vllm.conftest import Served
 from tests.real_vllm.test_token_route import events
-from tests.real_vllm.trl_client import load_client
+from tests.trl_client import load_client
 
 
 @every_way
