@@ -67,7 +67,12 @@ class Prompt:
     raw: bytes
     """A JSON string, an array of ids, or an array of messages."""
     images: tuple[str, ...] | None = None
-    """The images of a prompt of ids, as base64."""
+    """The images of a prompt of text or ids, as base64 or data URLs; None if the client named none."""
+
+    @property
+    def images_field(self) -> str:
+        """The name of the field with its images in error messages: `images[3]`."""
+        return f"images{self.field[self.field.index('[') :]}"
 
     @property
     def is_text(self) -> bool:
@@ -109,11 +114,14 @@ def parse_batch(fields: Fields, name: str) -> Batch:
 
 
 def _prompt(field: str, value: bytes, images: list[str] | None) -> Prompt:
-    prompt = Prompt(field, value, tuple(images) if images else None)
-    if prompt.is_text or prompt.is_messages:
-        if images:
-            raise BadRequest("`images` need prompts of ids: send the ids of the prompt", param="images")
-    else:
+    prompt = Prompt(field, value, None if images is None else tuple(images))
+    if prompt.is_messages and images:
+        raise BadRequest(
+            f"`{prompt.images_field}` are those of messages: send them in the messages, as parts of type "
+            "`image_url`",
+            param=prompt.images_field,
+        )
+    if not prompt.is_text and not prompt.is_messages:
         _count(field, value)
     return prompt
 
@@ -174,7 +182,8 @@ def turn_of(
     else:
         count = _count(prompt.field, prompt.raw)
         given["given"] = GivenIds(prompt.field, ids.compact(prompt.raw), count)
-        given |= {"images": prompt.images, "token_route": True, "record": record}
+        given |= {"images": prompt.images, "images_field": prompt.images_field}
+        given |= {"token_route": True, "record": record}
     return chat_request(request, fields, session, batch.visible, **given)
 
 
@@ -187,7 +196,8 @@ def _with_image_urls(prompt: Prompt) -> msgspec.Raw:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             if isinstance(part, dict) and isinstance(image := part.pop("image_pil", None), str):
-                part |= {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+                url = image if image[:5].lower() == "data:" else f"data:image/png;base64,{image}"
+                part |= {"type": "image_url", "image_url": {"url": url}}
     return raw(messages)
 
 

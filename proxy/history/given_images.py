@@ -36,7 +36,7 @@ async def place_images(
     """
     images, placeholder = model.images, model.placeholder
     if images is None and (request.images or request.media):
-        raise no_images(request.media[0] if request.media else "images")
+        raise no_images(request.media[0] if request.media else request.images_field)
     holds_placeholder = (
         placeholder is not None and re.search(rb"[\[,\s]%d[\],\s]" % placeholder, given.raw) is not None
     )
@@ -47,8 +47,8 @@ async def place_images(
         raise no_images(given.field)
     flow = placer.flow(request)
     if request.images is not None:
-        field = "images"
-        refs = [ImageRef(f"images[{index}]", url) for index, url in enumerate(request.images)]
+        field = request.images_field
+        refs = [ImageRef(f"{field}[{index}]", url) for index, url in enumerate(request.images)]
     elif "messages" in request.media:
         field = "messages"
         refs = _history_refs(request)
@@ -104,8 +104,8 @@ async def _recorded_images(
         except AmbiguousImages as error:
             raise BadRequest(
                 f"recorded turns with the ids of `{given.field}` hold different images: send those of the "
-                "prompt in `images`, or send the conversation as `messages`",
-                param="images",
+                f"prompt in `{request.images_field}`, or send the conversation as `messages`",
+                param=request.images_field,
                 code="images_missing",
             ) from error
     recorded = turn.images if turn is not None else ()
@@ -115,8 +115,8 @@ async def _recorded_images(
     if model.placeholder in outside:
         raise BadRequest(
             f"`{given.field}` holds the placeholder of images, {model.placeholder}, and its images are not "
-            "recorded: send them in `images`, or send the conversation as `messages`",
-            param="images",
+            f"recorded: send them in `{request.images_field}`, or send the conversation as `messages`",
+            param=request.images_field,
             code="images_missing",
         )
     return recorded

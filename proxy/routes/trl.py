@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 
 import msgspec
 
@@ -123,7 +124,7 @@ async def _tokenise(prompt: Prompt, request: Request, services: Services) -> Pro
         tokens = msgspec.json.decode(tokenised, type=dict[str, msgspec.Raw])["tokens"]
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
         raise EngineBroken(f"/tokenize returned status {status} and no tokens") from error
-    return Prompt(prompt.field, bytes(tokens))
+    return replace(prompt, raw=bytes(tokens))
 
 
 class TrlWeights(Route):

@@ -121,6 +121,8 @@ class ChatRequest:
     """JSON array of messages to append to the given ids."""
     images: tuple[str, ...] | None = None
     """The images of the given ids, in their order, as URLs or base64; None if the client named none."""
+    images_field: str = "images"
+    """The client's name for the field with `images`, for error messages."""
     media: tuple[str, ...] = ()
     """Next to given ids: those of `messages` and `append_messages` that hold images."""
     required_prefix: RequiredPrefix | None = None

@@ -148,7 +148,13 @@ _WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "wrong inside": (GENERATE, {"prompts": [[1]], "generation_kwargs": {"n": "2"}}, "generation_kwargs.n"),
     "no object": (GENERATE, {"prompts": [[1]], "generation_kwargs": 3}, "generation_kwargs"),
     "too few images": (GENERATE, {"prompts": [[1], [2]], "images": [None]}, "images"),
-    "images of text": (GENERATE, {"prompts": ["Hi"], "images": [["AA=="]]}, "images"),
+    "images of a model without": (
+        GENERATE,
+        {"prompts": [[1], "Hi"], "images": [None, ["AA=="]]},
+        "images[1]",
+    ),
+    "images of messages": (GENERATE, {"prompts": [[user("Hi")]], "images": [["AA=="]]}, "images[0]"),
+    "images that are none": (GENERATE, {"prompts": [[1]], "images": [[1]]}, "images"),
     "a regex that is none": (
         GENERATE,
         {"prompts": [[1]], "structured_outputs_regex": 1},

@@ -204,6 +204,27 @@ def test_equal_ids_with_other_images_are_not_continued(http: httpx.Client) -> No
     assert {urls[sample["images"][0]["digest"]] for sample in samples} == {RED, other}
 
 
+def test_images_on_the_routes_of_trl(http: httpx.Client) -> None:
+    """Those of `trl vllm-serve`: next to ids and text, and in messages."""
+    expanded = _complete(http, messages=_NEW[:1])["prompt_token_ids"]
+    pad, red = _placeholder(http), RED.partition(",")[2]
+    start = expanded.index(pad) - 2
+    single = [*expanded[:start], pad, *expanded[start + 7 :]]
+    few = {"max_tokens": 6, "temperature": 1.0, "n": 2}
+    prompts = [single, [1, 4093, 198], expanded, "<image>What?"]
+    images = [[red], None, [RED], [BLUE]]
+    answer = http.post("/generate/", json={"prompts": prompts, "images": images, **few}).json()
+    plain, words = answer["prompt_ids"][1], answer["prompt_ids"][3]
+    assert [answer["prompt_ids"][index] for index in (0, 2)] == [expanded, expanded]
+    assert (plain, words.count(pad)) == (prompts[1], 4)
+    assert all(answer["completion_ids"])
+    assert [len(each) for each in answer["logprobs"]] == [len(each) for each in answer["completion_ids"]]
+    chat = [[{"role": "user", "content": [text("What is this? "), {"type": "image_pil", "image_pil": red}]}]]
+    assert http.post("/chat/", json={"messages": chat, **few}).json()["prompt_ids"] == [expanded]
+    refused = http.post("/generate/", json={"prompts": [single], "images": [[red, red]]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "images[0]")
+
+
 def test_tokenize_appends_images(http: httpx.Client) -> None:
     ids = _next(_complete(http, messages=_NEW[:1]))
     answer = http.post("/tokenize", json={"prompt_ids": ids, "append_messages": [_NEW[2]]}).json()
