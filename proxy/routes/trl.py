@@ -1,26 +1,34 @@
 """The routes of `trl vllm-serve`, for TRL up to 1.10, whose client calls them; later ones call vLLM's own."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import msgspec
 
-from proxy.dialects.trl import Batch, Prompt, TrlAnswer, parse_batch, turn_of
+from proxy.dialects.trl import Prompt, TrlAnswer, parse_batch, turn_of
+from proxy.dialects.trl_scores import ScoredSequence, ScoresRequest, parse_scores_request, scores_answer
 from proxy.engine.discovery import fetch
 from proxy.errors import ApiError, EngineBroken, Unsupported
 from proxy.fields import join, parse
+from proxy.fleet.routing import Routing, body_digest
 from proxy.history.store_time import store_time
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
 from proxy.routes.large_bodies import parsed
 from proxy.routes.scopes import KeyScope
 from proxy.routes.session_names import session_fields
+from proxy.turn.request import EngineRoute
 from proxy.turn.serve import serve_turn
 from proxy.turn.services import Services
 
+T = TypeVar("T")
+
 _AT_ONCE = 256
 """Prompts of one batch that are served at the same time: vLLM's default for `--max-num-seqs`."""
+_SCORED_AT_ONCE = 8
+"""Sequences of one batch that are scored at the same time: a response may have tens of megabytes."""
 _REFUSED = {
     "/init_communicator": "joins TRL's own group of processes",
     "/update_named_param": "receives weights from TRL's own group of processes",
@@ -52,7 +60,7 @@ class TrlBatch(Route):
             with store_time(self.store_seconds or services.store_timeout_s):
                 return await serve_turn(turn, services)
 
-        responses = _Responses(batch, serve)
+        responses = Responses(batch.prompts, serve, _AT_ONCE)
         refused = await responses.collect()
         if refused is not None:
             return refused
@@ -66,23 +74,25 @@ class TrlBatch(Route):
         return BytesResponse(200, list(JSON_HEADERS), await services.in_thread(answer))
 
 
-class _Responses:
-    """The responses to a batch. The first failure ends it: the turns that still run are cancelled."""
+class Responses(Generic[T]):
+    """The responses to a batch. The first failure ends it: the requests that still run are cancelled."""
 
-    def __init__(self, batch: Batch, serve: Callable[[Prompt], Awaitable[Response]]) -> None:
-        self.bodies = [b""] * len(batch.prompts)
-        """The completions, in the order of the prompts."""
-        self._waiting: Iterator[tuple[int, Prompt]] = iter(enumerate(batch.prompts))
+    def __init__(self, batch: Sequence[T], serve: Callable[[T], Awaitable[Response]], at_once: int) -> None:
+        """`at_once`: the most requests that run at the same time."""
+        self.bodies = [b""] * len(batch)
+        """Those of the responses, in the order of the batch."""
+        self._waiting = iter(enumerate(batch))
+        self._at_once = at_once
         self._serve = serve
         self._failed: ApiError | Response | None = None
 
     async def collect(self) -> Response | None:
-        """Serve all prompts; returns the engine's error if one of them got one.
+        """Serve the whole batch; returns the engine's error if one of the requests got one.
 
         Raises:
             ApiError: one of them cannot be served.
         """
-        workers = [asyncio.create_task(self._work()) for _ in range(min(_AT_ONCE, len(self.bodies)))]
+        workers = [asyncio.create_task(self._work()) for _ in range(min(self._at_once, len(self.bodies)))]
         try:
             while workers and self._failed is None:
                 done, pending = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
@@ -98,16 +108,13 @@ class _Responses:
         return self._failed
 
     async def _work(self) -> None:
-        for index, prompt in self._waiting:
+        for index, item in self._waiting:
             try:
-                response = await self._serve(prompt)
+                response = await self._serve(item)
             except ApiError as error:
                 self._failed = self._failed or error
                 return
-            try:
-                body = await response.read()
-            finally:
-                await response.aclose()
+            body = await _read(response)
             if response.status >= 400:
                 self._failed = self._failed or BytesResponse(response.status, response.headers, body)
                 return
@@ -125,6 +132,54 @@ async def _tokenise(prompt: Prompt, request: Request, services: Services) -> Pro
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
         raise EngineBroken(f"/tokenize returned status {status} and no tokens") from error
     return replace(prompt, raw=bytes(tokens))
+
+
+class TrlScores(Route):
+    """The log-probabilities of given sequences; nothing is recorded."""
+
+    path = "/get_sequence_logprobs"
+    summary = "The log-probabilities of given sequences, for TRL up to 1.10"
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """`{"logprobs", "logprob_token_ids"}`, or arrays in base64 with `"response_format": "binary"`."""
+        scored = await parsed(request, services, lambda: parse_scores_request(parse(request.body)))
+        answer = scores_answer(scored)
+
+        async def serve(index: int) -> Response:
+            response = await _score(scored, scored.sequences[index], request, services)
+            if response.status >= 400:
+                return response
+            body = await _read(response)
+            # at once: what is kept of a completion is much smaller than the completion
+            await services.in_thread(lambda: answer.add(index, body))
+            return BytesResponse(200, [], b"")
+
+        refused = await Responses(range(len(scored.sequences)), serve, _SCORED_AT_ONCE).collect()
+        if refused is not None:
+            return refused
+        return BytesResponse(200, list(JSON_HEADERS), await services.in_thread(answer.body))
+
+
+async def _score(
+    scored: ScoresRequest, sequence: ScoredSequence, request: Request, services: Services
+) -> Response:
+    """The engine's completion of one sequence."""
+    body = scored.body_for_engine(sequence)
+    headers = [pair for pair in request.headers if pair[0] not in (b"accept-encoding", b"content-length")]
+    call = Request("POST", EngineRoute.COMPLETIONS, headers, body, repeatable=True)
+    routing = Routing(
+        ids=sequence.count,
+        tenant=request.tenant,
+        digest=lambda: body_digest(EngineRoute.COMPLETIONS, body),
+    )
+    return await services.fleet.send(lambda replica: replica.engine.send(call), routing)
+
+
+async def _read(response: Response) -> bytes:
+    try:
+        return await response.read()
+    finally:
+        await response.aclose()
 
 
 class TrlWeights(Route):
@@ -148,4 +203,4 @@ class TrlWeights(Route):
 def trl_routes() -> list[Route]:
     """An instance of each of these routes."""
     batches: list[Route] = [TrlBatch("/generate", "prompts"), TrlBatch("/chat", "messages")]
-    return [*batches, *(TrlWeights(path) for path in _REFUSED)]
+    return [*batches, TrlScores(), *(TrlWeights(path) for path in _REFUSED)]
