@@ -100,4 +100,4 @@ def _as_text(content: Any, urls: list[str]) -> Any:
         if part["type"] == "image_url":
             urls.append(part["image_url"]["url"])
         texts.append(_TEXT if part["type"] == "image_url" else part["text"])
-    return "".join(texts)
+    return "\n".join(texts)

@@ -191,10 +191,16 @@ class Fleet:
         for replica in self.replicas:
             await replica.lend_credential(credential)
 
-    async def ask(self, work: Callable[[Replica], Awaitable[T]], *, token_in: bool = False) -> T:
+    async def ask(
+        self, work: Callable[[Replica], Awaitable[T]], *, token_in: bool = False, images_first: bool = False
+    ) -> T:
         """Run `work` on a ready replica, whichever; if that accepts no connection, on the next one.
 
         For what is short and the same everywhere: rendering, questions about the model.
+
+        Args:
+            token_in: whether only replicas that take prompt ids are asked.
+            images_first: whether replicas that take images with exact ids are asked before others.
 
         Raises: as `send`.
         """
@@ -203,8 +209,10 @@ class Fleet:
         start = self._next  # other requests count on while this one waits
         last: EngineTimeout | EngineBroken | None = None
         broken = 0
-        for offset in range(len(ready)):
-            replica = ready[(start + offset) % len(ready)]
+        order = [ready[(start + offset) % len(ready)] for offset in range(len(ready))]
+        if images_first:
+            order.sort(key=lambda replica: not replica.takes_images)
+        for replica in order:
             try:
                 return await work(replica)
             except EngineUnavailable as error:
@@ -236,6 +244,8 @@ class Fleet:
             if held.active and routing.samples:
                 return None
             capable = self._capable(routing.token_in, samples=routing.samples)
+            if routing.images and self._takes_images:
+                capable = [replica for replica in capable if replica.takes_images]
             usable = _in_service(capable)
             if not usable:
                 raise self.nothing_responds()
@@ -256,7 +266,7 @@ class Fleet:
             return place
         with queued():
             key = FlowKey(routing.tenant, routing.conversation)
-            return await self.queue.acquire(key, routing.ids, take, kind=routing.token_in)
+            return await self.queue.acquire(key, routing.ids, take, kind=(routing.token_in, routing.images))
 
     def _chosen(self, replicas: Sequence[Replica], routing: Routing) -> Replica:
         """The replica that the policy chooses."""
@@ -324,10 +334,20 @@ class Fleet:
         """Whether this process was too busy to notice answers in time."""
         return self._lateness.was_late
 
+    @property
+    def _takes_images(self) -> bool:
+        """Whether some replicas take images with exact ids, or did before they went down."""
+        return any(replica.takes_images for replica in self.replicas)
+
+    @property
+    def lost_images(self) -> bool:
+        """Whether replicas take images with exact ids, but none of them gets requests now."""
+        return self._takes_images and not any(replica.takes_images for replica in self._ready())
+
     def nothing_responds(self) -> EngineUnavailable:
-        """The error where no replica responds."""
-        problems = "; ".join(str(report.get("problem", "")) for report in self.report())
-        return EngineUnavailable(f"no engine responds: {problems}")
+        """The error where no replica responds that can serve a request."""
+        problems = [str(problem) for report in self.report() if (problem := report.get("problem"))]
+        return EngineUnavailable(f"no engine responds: {'; '.join(problems)}")
 
     def report(self) -> list[dict[str, Any]]:
         """The state of every replica, as `GET /ready` returns it."""

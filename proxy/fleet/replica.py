@@ -83,6 +83,8 @@ class Replica:
         self._check_due = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._lateness = Lateness()
+        self.takes_images = False
+        """Whether its engine takes images with exact ids, as the last discovery found out."""
         self.weights: ReplicaWeights | None = None
         """What decides by its weights whether it gets requests; None if all weights do."""
         self.weight_version: str | None = None
@@ -340,6 +342,7 @@ class Replica:
             if self.weights is not None:
                 await self.weights.greet(self)  # it may have been restarted with other weights
             self.capabilities = capabilities
+            self.takes_images = capabilities.images is not None
             self.engine.verify(self._verify)
             self.breaker.reset()
             self._misses = 0

@@ -22,6 +22,8 @@ class Routing:
     tenant: str = ""
     token_in: bool = False
     """Whether only a replica that takes prompt ids can serve it."""
+    images: bool = False
+    """Whether only a replica that takes images with exact ids can serve it."""
     repeatable: bool = True
     """Whether it may run again if no byte of a response was sent to the client."""
     samples: bool = True

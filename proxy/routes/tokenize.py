@@ -54,7 +54,7 @@ class Tokenize(Route):
         if chat is None:
             call = Request("POST", _PATH, request.headers, request.body, repeatable=True)
             return await services.fleet.ask(lambda replica: replica.engine.send(call))
-        return await services.fleet.ask(lambda replica: _append(chat, replica, services))
+        return await services.fleet.ask(lambda replica: _append(chat, replica, services), images_first=True)
 
 
 def _chat_request(request: Request, fields: Fields) -> ChatRequest | None:

@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 from proxy.engine.images import EngineImages
 from proxy.engine.token_in import CHAT_PATH, TokenIn, TokenRequest, rename_errors
-from proxy.errors import Unsupported
+from proxy.errors import BadRequest, Unsupported
 from proxy.fields import join, raw, raw_value
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
 from proxy.fleet.weight_tags import WeightTag
 from proxy.history.completion import Batch, Completion
+from proxy.history.given_images import NO_IMAGES
 from proxy.history.images import single_placeholders
 from proxy.history.plan import Extended, Given, PromptPlan, Rendered, ServedModel, images_of, prompt_of
 from proxy.history.turn import WeightSpan
@@ -110,6 +111,7 @@ class PlannedTurn:
             reused=held.reused,
             tenant=request.tenant,
             token_in=request.needs_token_in,
+            images=any(map(_holds_images, plan.prompts)),
             completion=True,
             digest=lambda: body_digest(request.retry.path, request.retry.body),
         )
@@ -179,7 +181,19 @@ async def plan_turn(request: ChatRequest, services: Services) -> PlannedTurn:
         describe_request(request, plan)
         return PlannedTurn(request, services, plan, model, replica)
 
-    return await services.fleet.ask(plan, token_in=request.needs_token_in)
+    fleet = services.fleet
+    try:
+        # images first: what is planned on one of these may run on the others, unless it holds images
+        return await fleet.ask(plan, token_in=request.needs_token_in, images_first=True)
+    except BadRequest as error:
+        if error.code == NO_IMAGES and fleet.lost_images:
+            raise fleet.nothing_responds() from error
+        raise
+
+
+def _holds_images(plan: PromptPlan) -> bool:
+    """Whether a planned prompt holds images whose ids are known."""
+    return bool(plan.images) if isinstance(plan, Extended | Given | Rendered) else False
 
 
 async def served_model(replica: Replica, request: ChatRequest) -> ServedModel:

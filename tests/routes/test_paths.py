@@ -26,6 +26,7 @@ _BODIES: dict[str, Any] = {
     "/v1/sessions/{session}/reward": {"reward": 1},
     "/generate": {"prompts": [[1, 74]]},
     "/chat": {"messages": [[{"role": "user", "content": "Hi"}]]},
+    "/get_sequence_logprobs": {"sequences": [[1, 74]], "prompt_lengths": [1]},
     "/v1/samples/ack": {"consumer": "aliased", "cursor": "0"},
 }
 _QUERIES = {"/finish_session": {"session_id": "aliased"}}
