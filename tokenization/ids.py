@@ -23,6 +23,8 @@ _COMMA, _ZERO, _TEN = np.uint8(ord(",")), np.uint8(ord("0")), np.uint8(10)
 _PART = 32_768
 _NUMPY_FROM_BYTES = 16_384
 """Bytes of an array from which numpy counts commas faster than `bytes.count`."""
+_MAX_EXACT = 2**53
+"""From here on, floats do not hold every integer."""
 _MAX_ID = 2**31 - 1
 """Ids are stored as 32-bit integers."""
 
@@ -45,6 +47,35 @@ def check(raw: bytes) -> int:
             raise InvalidIds("must not be empty")
         return count
     raise InvalidIds(_problem(raw, rest))
+
+
+def check_whole(raw: bytes) -> tuple[bytes, int]:
+    """As `check`, but whole floats count as integers, as in vLLM. Example: `[1.0, 2]` becomes `[1,2]`.
+
+    Returns:
+        the array, the same object if it holds no float, and the number of its ids.
+
+    Raises:
+        InvalidIds: as `check`.
+    """
+    try:
+        return raw, check(raw)
+    except InvalidIds:
+        whole = _whole(raw)
+        if whole is None:
+            raise
+        return whole, check(whole)
+
+
+def _whole(raw: bytes) -> bytes | None:
+    """An array of numbers with its floats as integers; None if it holds anything else, or a fraction."""
+    try:
+        values = msgspec.json.decode(raw, type=list[int | float])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not all(abs(value) < _MAX_EXACT and value == int(value) for value in values):
+        return None
+    return dump([int(value) for value in values])
 
 
 def count_compact(raw: bytes) -> int:

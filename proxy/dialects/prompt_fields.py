@@ -85,7 +85,7 @@ def checked_ids(field: str, raw: bytes, position: int | None = None) -> GivenIds
         BadRequest: it is not a list of non-negative integers, or is empty.
     """
     try:
-        return GivenIds(field, raw, ids.check(raw))
+        return GivenIds(field, *ids.check_whole(raw))
     except InvalidIds as error:
         name = field if position is None else f"{field}[{position}]"
         raise BadRequest(f"`{name}` {error}", param=field) from error

@@ -11,7 +11,7 @@ put into one response:
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -121,9 +121,9 @@ def _prompt(field: str, value: bytes, images: list[str] | None) -> Prompt:
             "`image_url`",
             param=prompt.images_field,
         )
-    if not prompt.is_text and not prompt.is_messages:
-        _count(field, value)
-    return prompt
+    if prompt.is_text or prompt.is_messages:
+        return prompt
+    return replace(prompt, raw=_checked(field, value)[0])
 
 
 def _sampling(fields: Fields) -> tuple[Fields, bool]:
@@ -156,10 +156,10 @@ def _number(fields: Fields, name: str, before: str) -> int | float | None:
         raise BadRequest(f"`{before}{name}` must be a number", param=f"{before}{name}") from error
 
 
-def _count(field: str, value: bytes) -> int:
-    """The number of ids of a prompt. Raises BadRequest."""
+def _checked(field: str, value: bytes) -> tuple[bytes, int]:
+    """The ids of a prompt, and their number. Raises BadRequest."""
     try:
-        return ids.check(value)
+        return ids.check_whole(value)
     except InvalidIds as error:
         raise BadRequest(
             f"`{field}` is neither text, nor messages, nor ids: it {error}", param=field
@@ -180,8 +180,8 @@ def turn_of(
     if prompt.is_messages:
         fields["messages"] = _with_image_urls(prompt)
     else:
-        count = _count(prompt.field, prompt.raw)
-        given["given"] = GivenIds(prompt.field, ids.compact(prompt.raw), count)
+        array, count = _checked(prompt.field, prompt.raw)
+        given["given"] = GivenIds(prompt.field, ids.compact(array), count)
         given |= {"images": prompt.images, "images_field": prompt.images_field}
         given |= {"token_route": True, "record": record}
     return chat_request(request, fields, session, batch.visible, **given)

@@ -104,7 +104,7 @@ def parse_scores_request(fields: Fields) -> ScoresRequest:
 def _sequence(index: int, value: bytes, prompt_length: int) -> ScoredSequence:
     field = f"sequences[{index}]"
     try:
-        count = ids.check(value)
+        value, count = ids.check_whole(value)
     except InvalidIds as error:
         raise BadRequest(f"`{field}` {error}", param=field) from error
     if not 0 <= prompt_length <= count:

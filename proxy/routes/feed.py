@@ -17,7 +17,7 @@ import msgspec
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, read
 from proxy.history.feed import Acknowledged, Consumer, FeedStore
-from proxy.http import Request, query_value, query_values
+from proxy.http import Request, query_pairs, query_value, query_values
 from proxy.monitoring.exchange import waiting
 from proxy.routes.sample_fields import requested_classes, requested_layout, requested_shared
 from proxy.routes.scopes import KeyScope
@@ -40,6 +40,12 @@ MOST_CONSUMERS = 64
 MOST_ROLLOUTS = 1000
 LONGEST_WAIT_S = 300.0
 
+_MAY_BE_EMPTY = ("consumer", "after")
+"""Parameters that count as missing if they are empty."""
+_PARAMETERS = (
+    *_MAY_BE_EMPTY,
+    *("wait", "limit", "metadata", "weight_version", "class", "layout", "shared"),
+)
 _STOP_CHECK_S = 0.5
 """Seconds after which a request that waits looks whether the proxy stops."""
 _NOTED_S = 60.0
@@ -144,11 +150,12 @@ class OneFeedConsumer(StoreRoute):
 
 
 def _read_parameters(request: Request) -> _FeedRequest:
-    """The parameters in the query. Raises BadRequest."""
+    """The parameters in the query. Raises BadRequest: one is unknown, or has a wrong value."""
+    _check_names(request)
     consumer, after = query_value(request, "consumer", ""), query_value(request, "after", "")
     limit = number("limit", query_value(request, "limit", "16"))
-    if not 1 <= limit <= MOST_ROLLOUTS:
-        raise BadRequest(f"`limit` must be between 1 and {MOST_ROLLOUTS}", param="limit")
+    if not 1 <= limit <= MOST_ROLLOUTS or limit % 1:
+        raise BadRequest(f"`limit` must be a whole number between 1 and {MOST_ROLLOUTS}", param="limit")
     wait_s = number("wait", query_value(request, "wait", "0"))
     if not 0 <= wait_s <= LONGEST_WAIT_S:
         raise BadRequest(f"`wait` must be between 0 and {LONGEST_WAIT_S:g} seconds", param="wait")
@@ -163,6 +170,17 @@ def _read_parameters(request: Request) -> _FeedRequest:
         layout=requested_layout(request),
         shared=requested_shared(request),
     )
+
+
+def _check_names(request: Request) -> None:
+    """Raise BadRequest for a parameter that does not exist, or an empty one: a filter must not be ignored."""
+    for name, value in query_pairs(request):
+        if name not in _PARAMETERS:
+            raise BadRequest(
+                f"`{name}` is no parameter of this route: it has {', '.join(_PARAMETERS)}", param=name
+            )
+        if not value and name not in _MAY_BE_EMPTY:
+            raise BadRequest(f"`{name}` must have a value", param=name)
 
 
 def _metadata(condition: str) -> tuple[str, str]:

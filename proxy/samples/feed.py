@@ -7,7 +7,7 @@ with its next revision.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -41,7 +41,8 @@ class FeedFilter:
     tenant: str | None = None
     """Whose rollouts; None for all."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Values of the session's metadata: the text of a string, the JSON of any other value."""
+    """Values of the session's metadata: the text of a string, the JSON of any other value, which is compared
+    as JSON: `1` equals `1.0`."""
     weight_versions: frozenset[str] = frozenset()
     """Samples of which every turn was sampled by one of these weights alone or by several of them. Samples
     with a turn whose weights are unknown are not selected."""
@@ -57,7 +58,7 @@ class FeedFilter:
             values = msgspec.json.decode(session.metadata, type=dict[str, msgspec.Raw])
         except msgspec.DecodeError:
             return False
-        return all(key in values and _text(values[key]) == text for key, text in self.metadata.items())
+        return all(key in values and _is_value(values[key], text) for key, text in self.metadata.items())
 
     def selects_sample(self, sample: Sample) -> bool:
         """Whether the weights of a sample are as required."""
@@ -160,6 +161,23 @@ def weights_of(turn: TurnSpan) -> set[str]:
     return {span.version for span in turn.weight_versions}
 
 
-def _text(value: msgspec.Raw) -> str:
+def _is_value(value: msgspec.Raw, text: str) -> bool:
+    """Whether a text is a JSON value: the text of a string, or JSON that is equal."""
     decoded = msgspec.json.decode(value)
-    return decoded if isinstance(decoded, str) else msgspec.json.encode(decoded).decode()
+    if isinstance(decoded, str):
+        return decoded == text
+    try:
+        return _are_equal(decoded, msgspec.json.decode(text))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two JSON values are equal. In Python `True == 1`, in JSON they differ."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return bool(one == other)

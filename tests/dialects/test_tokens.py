@@ -45,6 +45,13 @@ def test_ids_in_and_ids_out(client: httpx.Client, name: str, stream: bool) -> No
     assert _headers(answer) == {"source": "given", "reused": "3", "appended": "0", "reason": "ids_given"}
 
 
+def test_whole_floats_are_ids(client: httpx.Client) -> None:
+    """As in vLLM."""
+    answer = client.post(_TOKENS, json={"prompt_ids": [1.0, 74, 75.0]})
+    assert _ids(answer, False) == (_PROMPT, [*HI, END])
+    assert _headers(answer)["reused"] == "3"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", [_PROMPT, [*_PROMPT, END]])
 def test_append(client: httpx.Client, tiny_model: TinyModel, prompt: list[int], stream: bool) -> None:
@@ -116,7 +123,7 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an object": ({"prompt_ids": {"0": 1}}, "prompt_ids"),
     "a boolean": ({"prompt_ids": True}, "prompt_ids"),
     "a boolean id": ({"tokens": [1, True]}, "tokens"),
-    "a float id": ({"tokens": [1, 2.0]}, "tokens"),
+    "a float id": ({"tokens": [1, 2.5]}, "tokens"),
     "a text id": ({"tokens": [1, "2"]}, "tokens"),
     "a null id": ({"prompt_token_ids": [1, None]}, "prompt_token_ids"),
     "a negative id": ({"prompt_token_ids": [-1]}, "prompt_token_ids"),

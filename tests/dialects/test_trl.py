@@ -45,6 +45,11 @@ def test_a_batch_of_ids(client: httpx.Client, fake: FakeVllm) -> None:
     assert answer["logprobs"] == [[[-token / 8] for token in REPLY]] * 3
 
 
+def test_whole_floats_are_ids(client: httpx.Client) -> None:
+    answer = _post(client, GENERATE, prompts=[[1.0, 74], [1, 75]])
+    assert json.dumps(answer["prompt_ids"]) == "[[1, 74], [1, 75]]"
+
+
 def test_text_ids_and_messages_in_one_batch(
     client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
 ) -> None:

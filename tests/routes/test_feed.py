@@ -228,6 +228,28 @@ def test_metadata_select_rollouts(served: Feed) -> None:
         assert page["cursor"] == served.read()["cursor"]
 
 
+def test_metadata_are_compared_as_json(served: Feed) -> None:
+    served.finish("whole", n=1, nested={"a": [1, {"b": 2.0}]})
+    served.finish("float", n=1.0, nested={"a": [1.0, {"b": 2}]})
+    served.finish("text", n="1", nested="[]")
+    served.finish("true", n=True, nested=None)
+    for condition, names in [
+        ("n=1", ["whole", "float", "text"]),
+        ("n=1.0", ["whole", "float"]),
+        ("n=10e-1", ["whole", "float"]),
+        ("n=true", ["true"]),
+        ("n=1.5", []),
+        ("n=one", []),
+        ('nested={"a": [1, {"b": 2}]}', ["whole", "float"]),
+        ('nested={"a": [true, {"b": 2}]}', []),
+        ('nested={"a": [1]}', []),
+        ("nested=[]", ["text"]),
+        ("nested=null", ["true"]),
+        ("nested=" + "[" * 5000, []),
+    ]:
+        assert served.names(metadata=condition) == names, condition
+
+
 def test_few_that_fit_among_many(served: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "ENTRIES_AT_ONCE", 2)
     monkeypatch.setattr(feed, "MOST_SCANNED", 4)
@@ -270,6 +292,16 @@ _BAD: dict[str, tuple[str, str, Any, str]] = {
     "a wait too long": ("GET", "?wait=301", None, "wait"),
     "a wait that ended before": ("GET", "?wait=-1", None, "wait"),
     "an endless wait": ("GET", "?wait=inf", None, "wait"),
+    "a wait in words": ("GET", "?wait=abc", None, "wait"),
+    "no number to wait": ("GET", "?wait=nan", None, "wait"),
+    "a wait without a value": ("GET", "?wait=", None, "wait"),
+    "a negative limit": ("GET", "?limit=-1", None, "limit"),
+    "half a rollout": ("GET", "?limit=1.5", None, "limit"),
+    "a limit without a value": ("GET", "?limit", None, "limit"),
+    "an unknown parameter": ("GET", "?limit=1&weights=7", None, "weights"),
+    "an unknown parameter without a value": ("GET", "?Limit=", None, "Limit"),
+    "no class": ("GET", "?class=", None, "class"),
+    "no version": ("GET", "?weight_version=7&weight_version=", None, "weight_version"),
     "a cursor in words": ("GET", "?after=now", None, "after"),
     "a cursor before the first": ("GET", "?after=-1", None, "after"),
     "a cursor too long": ("GET", f"?after={'1' * 19}", None, "after"),

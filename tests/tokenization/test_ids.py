@@ -62,6 +62,42 @@ def test_check_reports_what_is_wrong(raw: bytes, message: str) -> None:
         ids.check(raw)
 
 
+@pytest.mark.parametrize(
+    "raw, whole",
+    [
+        (b"[1.0, 2]", b"[1,2]"),
+        (b"[1e3,2E0, 0.0, -0.0]", b"[1000,2,0,0]"),
+        (b"[2147483648.0]", b"[2147483648]"),
+    ],
+)
+def test_whole_floats_are_ids(raw: bytes, whole: bytes) -> None:
+    assert ids.check_whole(raw) == (whole, whole.count(b",") + 1)
+
+
+@pytest.mark.parametrize(
+    "raw, message",
+    [
+        (b"[1.5]", "not floats"),
+        (b"[1, 1e300]", "not floats"),
+        (b"[1e400]", "not floats"),
+        (b"[9007199254740993.0]", "not floats"),
+        (b"[-1.0]", "no negative ids"),
+        (b"[true, 1.0]", "not booleans"),
+        (b'["1.0"]', "not strings"),
+        (b"[]", "must not be empty"),
+        (b"7.0", "must be a list"),
+    ],
+)
+def test_other_floats_are_none(raw: bytes, message: str) -> None:
+    with pytest.raises(InvalidIds, match=message):
+        ids.check_whole(raw)
+
+
+def test_integers_are_not_copied() -> None:
+    raw = b"[1, 2]"
+    assert ids.check_whole(raw)[0] is raw
+
+
 @given(st.lists(st.integers(0, 2**63), min_size=1), _SPELLINGS)
 def test_last_returns_the_last_id(values: list[int], spelling: dict[str, Any]) -> None:
     assert ids.last(_dumps(values, spelling)) == values[-1]
