@@ -125,6 +125,6 @@ def send_and_keep(
     """Send a request and wait for nothing; leaving the block is the client's disconnect."""
     length = len(body) if announced is None else announced
     with socket.create_connection((url.host, url.port or 80), timeout=_PATIENCE_S) as connection:
-        head = f"{method} {path} HTTP/1.1\r\nhost: proxy\r\ncontent-length: {length}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nhost: {url.host}\r\ncontent-length: {length}\r\n\r\n"
         connection.sendall(head.encode() + body)
         yield connection

@@ -5,6 +5,7 @@ which closes the engine's response, so that vLLM aborts.
 """
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,12 +28,15 @@ from proxy.routes.sending import send_body, send_error, send_events
 from proxy.turn.services import Services
 from proxy.types import Receive, Scope, Send
 
+log = logging.getLogger("tokenproxy")
+
 BODY_BYTES_PER_S = 65_536
 """A body that arrives at least as fast as this never times out."""
 
 WATCH_AFTER_S = 0.1
 """Seconds after which a request is cancelled if its client disconnects, or disconnected before."""
 
+_READING = ("GET", "HEAD")
 _ENCODED_SLASH = re.compile("%(2f|5c)", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -87,6 +91,7 @@ class Endpoint(fastapi.Response):
                 body = await read_body(scope, receive, services.body_limit_bytes, services.body_timeout_s)
         except ClientGone:
             exchange.leave()
+            self._log_unread(scope)
             return
         except ApiError as error:
             await send_error(send, error, scope["path"])
@@ -96,6 +101,18 @@ class Endpoint(fastapi.Response):
             store_time(self.route.store_seconds or services.store_timeout_s),
         ):
             await self._serve(self._request(scope, body, tenant), services, send)
+
+    def _log_unread(self, scope: Scope) -> None:
+        """Log an admin call that is not done, because its client left before the request was read.
+
+        The server drops a body that has arrived once the connection is closed.
+        """
+        if scope["method"] not in _READING and self._needed_scope(scope) is KeyScope.ADMIN:
+            log.warning(
+                "%s %s is not done: its client disconnected before the request was read",
+                scope["method"],
+                self._path(scope),
+            )
 
     async def _serve(self, request: Request, services: Services, send: Send) -> None:
         running = services.running

@@ -1,6 +1,7 @@
 """Admin calls of a fleet: each reaches all replicas at once, and a replica that fails leaves service."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,16 +12,18 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.app import create_app
 from proxy.fleet.admin_calls import ADMIN_CALLS
 from proxy.fleet.admin_requests import cleared_by
 from proxy.fleet.weight_state import Failure, FleetState, StateError
 from proxy.history.store import Limits
 from proxy.http import Request
+from proxy.settings import Settings
 from proxy.stores.fleet_state import StoredState
 from proxy.stores.memory import MemoryStore
 from tests.fake_trained import FakeTrained, Rendezvous
 from tests.tiny_model import TinyModel
-from tests.utils import run_proxy, wait_until
+from tests.utils import run_proxy, send_and_keep, wait_until
 
 _CHAT = "/v1/chat/completions"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -450,6 +453,46 @@ def test_a_client_that_leaves_does_not_stop_a_call(start: Start) -> None:
         wait_until(lambda: engine.weights == "7")
         assert client.post("/finish_weight_update", json={"weight_version": "7"}).status_code == 200
         assert client.get("/ready").json()["weight_version"] == "7"
+
+
+def test_a_call_whose_client_closes_at_once_is_sent_or_logged(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    [engine] = start(1)
+    calls = 40
+    with run_proxy([engine]) as client:
+        for number in range(calls):
+            body = json.dumps({"new_version": str(number)}).encode()
+            with send_and_keep(client.base_url, "/update_weight_version", body):
+                time.sleep(number % 4 / 1000)
+
+        def sent_or_logged() -> int:
+            logged = sum("is not done" in record.message for record in caplog.records)
+            return logged + len(engine.seen("/update_weight_version"))
+
+        wait_until(lambda: sent_or_logged() == calls)
+
+
+@pytest.mark.parametrize(
+    "path, is_logged", [("/pause", True), ("/collective_rpc", True), ("/tokenize", False)]
+)
+async def test_only_admin_calls_that_were_not_read_are_logged(
+    caplog: pytest.LogCaptureFixture, path: str, is_logged: bool
+) -> None:
+    async def left() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: object) -> None:
+        raise AssertionError("nobody is there")
+
+    scope = {
+        **{"type": "http", "method": "POST", "path": path, "raw_path": path.encode()},
+        **{"query_string": b"", "headers": [(b"host", b"127.0.0.1")], "client": ("127.0.0.1", 1)},
+    }
+    app = create_app(Settings(upstreams=["http://127.0.0.1:9"], store="memory:"))
+    async with app.router.lifespan_context(app):
+        await app(scope, left, send)
+    assert any(f"POST {path} is not done" in record.message for record in caplog.records) is is_logged
 
 
 def test_the_version_as_cache_salt(start: Start) -> None:
