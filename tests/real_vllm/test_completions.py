@@ -212,6 +212,33 @@ def test_trls_client(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(sample["turns"]) == 2 for sample in found)
 
 
+def test_trls_client_chats(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unmodified client: each second turn begins with the ids of the first, and with what it sampled."""
+    client = load_client(monkeypatch)(base_url=server.url)
+    conversations: list[list[dict[str, str]]] = [
+        [{"role": "user", "content": f"What is {number} + 3? {secrets.token_hex(4)}"}] for number in range(3)
+    ]
+    first = client.chat(conversations, max_tokens=6, temperature=1.0, logprobs=1)
+    assert [len(values) for values in first["logprobs"]] == [len(ids) for ids in first["completion_ids"]]
+    with server.http() as http:
+        for conversation, ids in zip(conversations, first["completion_ids"], strict=True):
+            tokens = [token for token in ids if token > 2]
+            said = http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+            conversation += [{"role": "assistant", "content": said}, {"role": "user", "content": "And so?"}]
+    second = client.chat(conversations, max_tokens=6, temperature=1.0)
+    befores = zip(first["prompt_ids"], first["completion_ids"], strict=True)
+    for (prompt, sampled), after in zip(befores, second["prompt_ids"], strict=True):
+        assert after[: len(prompt) + len(sampled)] == prompt + sampled
+
+
+@pytest.mark.parametrize("prompt", [[1.0, 4093, 198.0], [[1, 4093.0, 198]]], ids=str)
+def test_whole_floats_are_ids(server: Served, prompt: Any) -> None:
+    with server.http() as http:
+        answer = complete(http, prompt=prompt, max_tokens=2, return_token_ids=True)
+    assert answer.json()["choices"][0]["prompt_token_ids"] == [1, 4093, 198]
+    assert answer.headers["x-prompt-source"] == "given"
+
+
 @pytest.mark.parametrize(
     "fields",
     [
