@@ -32,7 +32,7 @@ def test_the_page_shows_the_routes_of_the_proxy(page: Any) -> None:
         *("/v1/sessions/{session}/end", "/finish_session"),
         *("/v1/samples", "/v1/samples/ack", "/v1/samples/consumers", "/v1/samples/consumers/{consumer}"),
         *("/admin/replicas", "/admin/replicas/drain"),
-        *("/generate", "/chat", "/init_communicator", "/update_named_param"),
+        *("/generate", "/chat", "/get_sequence_logprobs", "/init_communicator", "/update_named_param"),
         *("/batch_update_named_params", "/close_communicator"),
         *("/ready", "/health", "/metrics"),
         *(call.path for call in ADMIN_CALLS),
