@@ -224,7 +224,11 @@ def test_a_file_that_is_taken_away(
         else:
             file.unlink()
         before = len(crowd.answers)
-        assert crowd.ask().reasons == {"no_match"}
+        lost = (
+            crowd.ask().reasons
+        )  # one that is matched in the moment of the change may find half of its turns
+        assert "no_match" in lost
+        assert lost <= {"no_match", "history_edited"}
         assert crowd.ask().reasons == {""}
         check_record(client, crowd.answers[before:])
         assert store_state(client)["state"] == "ok"
