@@ -10,7 +10,7 @@ import pytest
 from tests.agents.installed import CLAUDE, CODEX, needs, run_program
 from tests.agents.recorded import check_recorded, cut
 from tests.agents.relay import relay
-from tests.agents.scripted_engine import Script, ScriptedEngine, Step, call, make_task_model
+from tests.agents.scripted_engine import Script, ScriptedEngine, Step, call
 from tests.fake_vllm import Canned, error_body
 from tests.tiny_model import TinyModel
 from tests.utils import run_proxy, wait_until
@@ -27,11 +27,6 @@ _PROGRAMS = pytest.mark.parametrize(
 )
 _CUT_AT = 12
 """The event at which an answer ends, after eleven ids."""
-
-
-@pytest.fixture(scope="module")
-def task_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return make_task_model(tmp_path_factory.mktemp("task_model"))
 
 
 @pytest.fixture

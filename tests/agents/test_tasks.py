@@ -11,7 +11,7 @@ import pytest
 
 from tests.agents.installed import CLAUDE, CODEX, needs, run_program
 from tests.agents.recorded import Turn, check_recorded, cut, roots
-from tests.agents.scripted_engine import Script, ScriptedEngine, Step, call, make_task_model
+from tests.agents.scripted_engine import Script, ScriptedEngine, Step, call
 from tests.tiny_model import TinyModel
 from tests.utils import run_proxy
 
@@ -22,11 +22,6 @@ _BREAKS = ({"break_at": 9, "how": "reset"},)
 """The first generation of a step breaks after eight ids."""
 _SUMMARY = "SUMMARY-7: notes.txt was edited."
 _PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n alpha\n-beta\n+gamma\n*** End Patch"
-
-
-@pytest.fixture(scope="module")
-def task_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return make_task_model(tmp_path_factory.mktemp("task_model"))
 
 
 @pytest.fixture
