@@ -135,12 +135,24 @@ def mortal_engine(engines: dict[str, EngineProcess]) -> EngineProcess:
     return engines["mortal"]
 
 
-@pytest.fixture
-def second(model: Path, tmp_path: Path) -> Iterator[EngineProcess]:
-    """A stock engine that the test may kill."""
-    with EngineProcess(model, plugin=False, log_file=tmp_path / "second.log") as engine:
-        engine.wait_ready(START_TIMEOUT_S)
+@pytest.fixture(scope="session")
+def spare(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """A stock engine that is not started yet."""
+    engine = EngineProcess(model, plugin=False, log_file=tmp_path_factory.mktemp("spare") / "vllm.log")
+    try:
         yield engine
+    finally:
+        engine.stop()
+
+
+@pytest.fixture
+def second(spare: EngineProcess) -> EngineProcess:
+    """A stock engine that the test may kill; one that the last test left running serves again."""
+    if not _is_healthy(spare):
+        spare.stop()
+        spare.start()
+        spare.wait_ready(START_TIMEOUT_S)
+    return spare
 
 
 @pytest.fixture(scope="session")
@@ -162,6 +174,13 @@ def server(request: pytest.FixtureRequest, engines: dict[str, EngineProcess]) ->
 
 every_spelling = pytest.mark.parametrize("server", [INSIDE, FRONT, GENERATE], indirect=True)
 """For tests that must also hold where ids go in by the generate route."""
+
+
+def _is_healthy(engine: EngineProcess) -> bool:
+    try:
+        return engine.pid is not None and httpx.get(f"{engine.url}/health", timeout=10).is_success
+    except httpx.TransportError:
+        return False
 
 
 class ProxyProcess:
