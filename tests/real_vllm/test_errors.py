@@ -19,7 +19,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "an object": ({"prompt_ids": {}}, 400, "prompt_ids"),
     "a string": ({"tokens": "1 2"}, 400, "tokens"),
     "holds a bool": ({"prompt_ids": [1, True]}, 400, "prompt_ids"),
-    "holds a float": ({"prompt_ids": [1, 2.0]}, 400, "prompt_ids"),
+    "holds a float": ({"prompt_ids": [1, 2.5]}, 400, "prompt_ids"),
     "holds a string": ({"prompt_token_ids": [1, "2"]}, 400, "prompt_token_ids"),
     "holds null": ({"prompt_ids": [1, None]}, 400, "prompt_ids"),
     "holds a list": ({"prompt_ids": [[1]]}, 400, "prompt_ids"),
