@@ -75,7 +75,7 @@ class Fleet:
         self.expected_length = ExpectedLength()
         self.crowding = Crowding()
         self._choose = choose or make_choice(Policy.STICKY_LEAST_LOADED, OVERLOAD_RATIO)
-        self._lateness = Lateness()
+        self.lateness = Lateness()
         self._silence = SilenceWatch(self)
         self._next = 0
         self._started = False
@@ -88,7 +88,7 @@ class Fleet:
         self.replicas.append(replica)
         replica.weights = self.weights
         if self._started:
-            replica.start(self._lateness)
+            replica.start(self.lateness)
 
     def remove(self, replica: Replica) -> None:
         """Remove a replica; requests that run on it end normally, and it is watched until they have."""
@@ -114,17 +114,17 @@ class Fleet:
     def start(self) -> None:
         """Start watching all replicas."""
         self._started = True
-        self._lateness.start()
+        self.lateness.start()
         self._silence.start()
         self.weights.start()
         for replica in self.replicas:
-            replica.start(self._lateness)
+            replica.start(self.lateness)
 
     async def stop(self) -> None:
         """Stop watching and close all connections."""
         await self.weights.stop()
         await self._silence.stop()
-        await self._lateness.stop()
+        await self.lateness.stop()
         for task in self._closing:
             task.cancel()
         if self._closing:
@@ -307,7 +307,7 @@ class Fleet:
         replica.check_now()
         if not replica.ready:
             return
-        if isinstance(problem, EngineTimeout) and self._lateness.was_late:
+        if isinstance(problem, EngineTimeout) and self.lateness.was_late:
             log.warning("%s is not blamed for a timeout: this process was busy", replica.name)
             return
         may_open = self.has_alternative(replica)
@@ -328,11 +328,6 @@ class Fleet:
     def has_alternative(self, replica: Replica) -> bool:
         """Whether another replica could take the requests of one."""
         return any(other is not replica and other.breaker.allows for other in self._ready())
-
-    @property
-    def was_late(self) -> bool:
-        """Whether this process was too busy to notice answers in time."""
-        return self._lateness.was_late
 
     @property
     def _takes_images(self) -> bool:

@@ -70,7 +70,7 @@ class SilenceWatch:
             return False
         if self._fleet.weights.hold.active:
             return False  # a paused engine sends nothing
-        return self._fleet.has_alternative(replica) and not self._fleet.was_late
+        return self._fleet.has_alternative(replica) and not self._fleet.lateness.was_late
 
     def _is_suspicious(self, replica: Replica) -> bool:
         """Whether it is silent for longer than it needs for its requests."""
@@ -111,7 +111,7 @@ class SilenceWatch:
                 return
         progressed = replica.load.silent_s() < silent_since
         after = await _token_count(replica)
-        if not suspicious or progressed or before != after or self._fleet.was_late:
+        if not suspicious or progressed or before != after or self._fleet.lateness.was_late:
             return
         if await self._fleet.weights.explains_silence(replica):
             return

@@ -190,7 +190,8 @@ class WeightCalls:
             await weights.announce(replace(state, paused=""))
             await asyncio.sleep(_OTHERS_LEARN_S)
         if effect in _ENDS_PAUSE:
-            weights.note_positions()
+            late = bool(state.paused) and not await self._fleet.lateness.settled()
+            weights.note_positions(late=late)
 
     async def _after(self, run: _Run, outcomes: Sequence[Outcome]) -> str:
         """Draw the consequences; returns a note for the client on what the proxy did."""

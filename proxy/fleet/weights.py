@@ -122,10 +122,13 @@ class Weights:
         for tag in self._tags_of(replica):
             tag.named(version, paused=bool(self.state.paused))
 
-    def note_positions(self) -> None:
-        """Note how much of each stream has arrived. Call it right before the replicas resume."""
+    def note_positions(self, *, late: bool) -> None:
+        """Note how much of each stream has arrived; `late`: more may have arrived than this process has read.
+
+        Call it right before the replicas resume.
+        """
         for tag in self._tags:
-            tag.before = None if self._fleet.was_late else tag.progress()
+            tag.before = None if late else tag.progress()
 
     def resumed(self, replica: Replica) -> None:
         """A replica was resumed after a pause."""
@@ -203,7 +206,7 @@ class Weights:
         assert self.store is not None
         changes = self._changes
         if self.state.paused and not self.calls:  # else this process ends the pause itself
-            self.note_positions()
+            self.note_positions(late=self._fleet.lateness.was_late)
         try:
             state = await self.store.read()
         except StateError as error:
@@ -227,7 +230,7 @@ class Weights:
             self.ask_again(self._fleet.replicas)
         if old.paused and not new.paused:
             for tag in self._tags:
-                positions = None if self._fleet.was_late else tag.progress()
+                positions = None if self._fleet.lateness.was_late else tag.progress()
                 tag.resumed(positions if positions == tag.before else None)
         self._adopt(new)
 

@@ -14,6 +14,7 @@ import aiohttp
 import httpx
 import pytest
 
+from proxy.fleet.lateness import Lateness
 from proxy.fleet.weight_tags import WeightTag
 from tests.fake_trained import FakeTrained, Rendezvous, spans_of
 from tests.tiny_model import HI, TinyModel
@@ -149,7 +150,13 @@ def test_an_update_under_the_load_of_streams(start: Callable[[int], list[FakeTra
         assert kinds["mixed"] + kinds["uncertain"] > 150
 
 
-def test_the_positions_of_a_few_streams_are_known(start: Callable[[int], list[FakeTrained]]) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["on time", "late"])
+def test_the_positions_of_a_few_streams_are_known(
+    start: Callable[[int], list[FakeTrained]], late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the event loop was late: the call that ends the pause waits until everything was read."""
+    if late:
+        monkeypatch.setattr(Lateness, "was_late", True)
     engines = start(2)
     with run_proxy(engines, watch_interval_s=0.3) as client:
         url = str(client.base_url).rstrip("/")
