@@ -14,6 +14,7 @@ from proxy.fleet.choosing import make_choice
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.hold import Hold
 from proxy.fleet.load import Capacity
+from proxy.fleet.membership import Resolve, resolve_host
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import Routing
 from proxy.fleet.tokenizers import Tokenizers
@@ -56,13 +57,17 @@ async def running(services: Services) -> AsyncIterator[Services]:
 
 
 def create_app(
-    settings: Settings, requests: RunningRequests | None = None, metrics: Metrics | None = None
+    settings: Settings,
+    requests: RunningRequests | None = None,
+    metrics: Metrics | None = None,
+    resolve: Resolve | None = None,
 ) -> FastAPI:
     """Create the FastAPI application in front of the engines of `settings.upstreams`.
 
     Args:
         requests: counts the running requests, for a server that cuts them off when it stops.
         metrics: the metrics of this process; None creates them.
+        resolve: finds the engines that a name among `settings.upstreams` stands for; None asks DNS.
     """
     template = settings.chat_template.read_text() if settings.chat_template else None
     key_file = KeyFile(settings.api_key_file) if settings.api_key_file else None
@@ -79,7 +84,7 @@ def create_app(
         ):
             fleet = _make_fleet(settings)
             make_replica = _replica_maker(settings, template, metrics, fleet.weights.hold)
-            serving = _serving(settings, fleet, make_replica, metrics, requests)
+            serving = _serving(settings, fleet, make_replica, metrics, requests, resolve or resolve_host)
             async with serving as services, aclosing(credentials):
                 app.state.services = services
                 yield
@@ -160,12 +165,13 @@ async def _serving(
     make_replica: Callable[[str], Replica],
     metrics: Metrics,
     requests: RunningRequests | None,
+    resolve: Resolve,
 ) -> AsyncIterator[Services]:
     """Run the services of a fleet, and keep its replicas equal to the list of engines."""
     encoders = EncoderPool(settings.encoder_threads, settings.encoder_bytes)
     made = make_services(settings, fleet, encoders, metrics, requests)
     async with running(made) as services:
-        services.membership = membership = make_membership(settings, services, make_replica)
+        services.membership = membership = make_membership(settings, services, make_replica, resolve)
         await membership.start()
         try:
             yield services

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from proxy.fleet.changes import Changes, fleet_id
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.membership import Membership
+from proxy.fleet.membership import Membership, Resolve
 from proxy.fleet.replica import Replica
 from proxy.fleet.weight_calls import WeightCalls
 from proxy.history.audit import Auditor
@@ -77,9 +77,13 @@ def make_services(
 
 
 def make_membership(
-    settings: Settings, services: Services, make_replica: Callable[[str], Replica]
+    settings: Settings, services: Services, make_replica: Callable[[str], Replica], resolve: Resolve
 ) -> Membership:
-    """The membership of the services' fleet. It is to be started once the store is open."""
+    """The membership of the services' fleet. It is to be started once the store is open.
+
+    Args:
+        resolve: finds the engines that a name among the upstreams stands for.
+    """
     return Membership(
         services.fleet,
         make_replica,
@@ -87,6 +91,7 @@ def make_membership(
         settings.upstreams,
         settings.upstreams_file,
         settings.watch_interval_s,
+        resolve,
     )
 
 

@@ -1,4 +1,4 @@
-"""Which engines belong to the fleet: from settings, from a file, from DNS, and from the admin API.
+"""Which engines belong to the fleet: from settings, from a file, by a name, and from the admin API.
 
 The fleet has what any of them names, except what the admin API removed; `changes` shares what that changed
 with the other processes of the fleet. A change touches only the replicas that come or go: requests that run
@@ -8,6 +8,7 @@ on a removed one end normally, and its conversations move when they continue.
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ log = logging.getLogger("tokenproxy")
 
 DNS_SCHEME = "dns+http"
 """`dns+http://NAME:PORT` stands for one engine at each address of NAME."""
+ACTOR_SCHEME = "ray-actor"
+"""`ray-actor://NAME` stands for one engine at each Ray actor of NAME; only Ray Serve has them."""
+_NAME_SCHEMES = (DNS_SCHEME, ACTOR_SCHEME)
+_ACTORS = re.compile(r"[\w.:#@-]+(/[A-Za-z_]\w*)?")
 
 
 class MembershipError(Exception):
@@ -39,14 +44,14 @@ class Membership:
     changes: Changes
     """By the admin API."""
     upstreams: Sequence[str] = ()
-    """Base URLs; those with the scheme `dns+http` are resolved again and again."""
+    """Base URLs; those with the scheme `dns+http` or `ray-actor` are resolved again and again."""
     file: Path | None = None
     """One URL in each line; what follows `#` is a comment."""
     interval_s: float = 5.0
-    """Seconds between two looks at the file, at DNS and at the changes of other processes."""
+    """Seconds between two looks at the file, at names and at the changes of other processes."""
     resolve: "Resolve" = field(default_factory=lambda: resolve_host)
     _from_file: list[str] = field(default_factory=list)
-    _from_dns: dict[str, list[str]] = field(default_factory=dict)
+    _from_names: dict[str, list[str]] = field(default_factory=dict)
     _urls: dict[str, str] = field(default_factory=dict)
     """Those of the replicas in the fleet, by their names."""
     _problems: dict[str, str] = field(default_factory=dict)
@@ -68,11 +73,11 @@ class Membership:
         if self.file is not None:
             with self._reported(str(self.file)):
                 self._from_file = await asyncio.to_thread(read_upstreams, self.file)
-        names = [url for url in [*self.upstreams, *self._from_file] if _is_dns(url)]
-        self._from_dns = {url: self._from_dns.get(url, []) for url in names}
+        names = [url for url in [*self.upstreams, *self._from_file] if _is_name(url)]
+        self._from_names = {url: self._from_names.get(url, []) for url in names}
         for url in names:
             with self._reported(url):
-                self._from_dns[url] = await self.resolve(url)
+                self._from_names[url] = await self.resolve(url)
         if self._task is not None:
             self._apply()  # a store that stalls must not hold up the sources
         await self.changes.refresh()
@@ -113,9 +118,9 @@ class Membership:
         return True
 
     def _named(self) -> dict[str, str]:
-        """The URLs of the engines that settings, file and DNS name, by the names of their replicas."""
-        named = [url for url in [*self.upstreams, *self._from_file] if not _is_dns(url)]
-        resolved = [url for urls in self._from_dns.values() for url in urls]
+        """The URLs of the engines that settings and file name, by the names of their replicas."""
+        named = [url for url in [*self.upstreams, *self._from_file] if not _is_name(url)]
+        resolved = [url for urls in self._from_names.values() for url in urls]
         return {without_credentials(url): url for url in [*named, *resolved]}
 
     def _members(self) -> dict[str, str]:
@@ -193,7 +198,7 @@ class _Reported(contextlib.AbstractContextManager[None]):
 
 
 Resolve = Callable[[str], Awaitable[list[str]]]
-"""From a `dns+http` URL to the URLs of its addresses. Raises MembershipError."""
+"""From a URL whose scheme stands for a name to the URLs of its engines. Raises MembershipError."""
 
 
 def read_upstreams(file: Path) -> list[str]:
@@ -222,26 +227,44 @@ def _urls(lines: Iterable[str]) -> Iterable[str]:
 
 
 def normalise_upstream(url: str) -> str:
-    """The root URL of an engine, or a `dns+http` URL.
+    """The root URL of an engine, or a URL that stands for a name.
 
     Raises:
         ValueError: it is neither.
     """
-    if not _is_dns(url):
-        return normalise_base_url(url)
-    return f"{DNS_SCHEME}{normalise_base_url('http' + url[len(DNS_SCHEME) :])[len('http') :]}"
+    scheme = _scheme(url)
+    if scheme == ACTOR_SCHEME:
+        return _normalise_actors(url)
+    if scheme == DNS_SCHEME:
+        return f"{DNS_SCHEME}{normalise_base_url('http' + url[len(DNS_SCHEME) :])[len('http') :]}"
+    return normalise_base_url(url)
 
 
-def _is_dns(url: str) -> bool:
-    return url.startswith(f"{DNS_SCHEME}://")
+def _normalise_actors(url: str) -> str:
+    name = url[len(f"{ACTOR_SCHEME}://") :]
+    if not _ACTORS.fullmatch(name):
+        raise ValueError(
+            f"{url!r} names no actors: write {ACTOR_SCHEME}://NAME or {ACTOR_SCHEME}://NAME/METHOD"
+        )
+    return url
+
+
+def _is_name(url: str) -> bool:
+    return _scheme(url) in _NAME_SCHEMES
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0]
 
 
 async def resolve_host(url: str) -> list[str]:
     """One URL for each address of the host of a `dns+http` URL, sorted.
 
     Raises:
-        MembershipError: the name has no address.
+        MembershipError: the name has no address, or is not a host.
     """
+    if _scheme(url) != DNS_SCHEME:
+        raise MembershipError("Ray's actors are known in a proxy that Ray Serve runs: see docs/ray.md")
     parsed = URL("http" + url[len(DNS_SCHEME) :])
     try:
         found = await asyncio.get_running_loop().getaddrinfo(

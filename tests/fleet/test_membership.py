@@ -167,7 +167,7 @@ def test_a_name_is_resolved_again(
             raise MembershipError("the name server is down")
         return list(addresses)
 
-    monkeypatch.setattr("proxy.fleet.membership.resolve_host", resolve)
+    monkeypatch.setattr("proxy.app.resolve_host", resolve)
     with run_app(Settings(upstreams=["dns+http://engines:8000"], watch_interval_s=0.05)) as client:
         wait_until(lambda: _ready(client) == [first.url])
         addresses.append(second.url)
