@@ -42,7 +42,7 @@ CUT_S = 5.0
 _ABORT_S = 1.0
 """How long requests may take to end after their connections were closed."""
 _STEP_S = 0.05
-_GC_THRESHOLDS = (50_000, 20, 50)
+GC_THRESHOLDS = (50_000, 20, 50)
 """With Python's own, (700, 10, 10), the search for garbage in the caches takes a sixth of the
 CPU time of a small request. Requests make few cycles; reference counting frees the rest."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -73,7 +73,7 @@ def server_config(
     Args:
         metrics: the metrics of this process; None creates them.
     """
-    gc.set_threshold(*_GC_THRESHOLDS)
+    gc.set_threshold(*GC_THRESHOLDS)
     return uvicorn.Config(
         create_app(settings, running, metrics),
         host=settings.host,

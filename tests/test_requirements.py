@@ -41,8 +41,9 @@ def test_every_package_is_pinned(requirements: list[Requirement]) -> None:
         (_PROJECT["optional-dependencies"]["otel"], ["base"]),
         (_PROJECT["optional-dependencies"]["dev"], ["base", "dev", "clients"]),
         (_PROJECT["optional-dependencies"]["cpu"], ["cpu"]),
+        (_PROJECT["optional-dependencies"]["ray"], ["ray"]),
     ],
-    ids=["proxy", "parquet", "otel", "dev", "cpu"],
+    ids=["proxy", "parquet", "otel", "dev", "cpu", "ray"],
 )
 def test_dependencies_of_the_project_are_pinned(required: list[str], lists: list[str]) -> None:
     pins = {canonicalize_name(pin.name): pin for name in lists for pin in _LISTS[name]}
