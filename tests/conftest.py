@@ -10,7 +10,17 @@ import pytest
 from proxy.settings import ENV_PREFIX, Settings
 from tests.child_environment import python_path_without_torch
 from tests.fake_vllm import FakeVllm, Variant
-from tests.stores.fixtures import redis_port, redis_url, shared_url, sqlite_url, store, url  # noqa: F401
+from tests.stores.fixtures import (  # noqa: F401
+    cluster_url,
+    partitions_url,
+    redis_cluster,
+    redis_port,
+    redis_url,
+    shared_url,
+    sqlite_url,
+    store,
+    url,
+)
 from tests.talk import Talk
 from tests.tiny_model import TinyModel, make_tiny_model
 from tests.utils import Pair, run_proxy

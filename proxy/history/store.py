@@ -228,7 +228,8 @@ class Store(Protocol):
 
         The parents of the turns are no longer open. Where an entry has `ids` and its key already finds a turn
         of another rollout, both sessions become ambiguous; so does the session of a turn whose reason is
-        `ambiguous`.
+        `ambiguous`. A store that keeps rollouts in several places looks for other rollouts in the others only
+        if the session is not explicit: the keys of an explicit session are its own.
 
         Args:
             session: created if the store does not hold one of this id; if it does, only `used` is updated.
@@ -240,8 +241,13 @@ class Store(Protocol):
         """
         ...
 
-    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
-        """What is under each of the keys; those with nothing under them are missing."""
+    async def find(self, keys: Sequence[bytes], rollout: str | None = None) -> dict[bytes, Found]:
+        """What is under each of the keys; those with nothing under them are missing.
+
+        Args:
+            rollout: the only one whose turns count; None for all. Turns of others may be returned too, but a
+                store that keeps rollouts in several places looks only where this one is.
+        """
         ...
 
     async def evicted(self, keys: Sequence[bytes]) -> set[bytes]:

@@ -73,11 +73,11 @@ class GuardedStore:
         """
         return await self._calls.record(Waiting(session, turns, entries)) if turns else Evicted()
 
-    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
+    async def find(self, keys: Sequence[bytes], rollout: str | None = None) -> dict[bytes, Found]:
         """See `Store.find`."""
         # before the store is read: turns that it takes meanwhile are found in both
         here = self._calls.waiting.look_up(keys)
-        return self._calls.waiting.find_too(await self._calls.read(self._store.find, keys), here)
+        return self._calls.waiting.find_too(await self._calls.read(self._store.find, keys, rollout), here)
 
     async def evicted(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Store.evicted`."""

@@ -132,7 +132,7 @@ class MemoryStore:
         )
         return self._keep_limits(session.id)
 
-    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
+    async def find(self, keys: Sequence[bytes], rollout: str | None = None) -> dict[bytes, Found]:
         """See `Store.find`."""
         results = {key: self._index.find(key, self._rollout_of) for key in keys}
         return {key: found for key, found in results.items() if found is not None}

@@ -5,105 +5,98 @@ Whether the data survive a restart of the server depends on the server's own set
 """
 
 import asyncio
-import hashlib
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from proxy.history.store import (
     SECRET_BYTES,
-    Candidate,
-    CandidateGroup,
     Cursor,
     Evicted,
     Found,
     IndexEntry,
     Limits,
-    RecordRefused,
     Session,
     StoredResponse,
-    StoreError,
-    StoreStalled,
     StoreUnusable,
     Usage,
 )
-from proxy.history.store_time import abandon_if_cancelled
 from proxy.history.turn import Turn
 from proxy.history.vocabulary import Reason
 from proxy.stores import redis_index_scripts, redis_response_scripts, redis_scripts
 from proxy.stores.eviction import STEP, AgeClock, evict_in_steps, eviction_target
 from proxy.stores.packed import complete_path, fill_prompts, pack_entries, pack_parts, pack_turns, unpack_turn
 from proxy.stores.redis_documents import RedisDocuments
-from proxy.stores.redis_feed import RedisFeed, microseconds
+from proxy.stores.redis_feed import WHOLE, Place, RedisFeed
 from proxy.stores.redis_functions import PREFIX
-from proxy.stores.redis_replies import read_reply, read_session, session_from
+from proxy.stores.redis_replies import read_found, read_reply, read_session
+from proxy.stores.redis_servers import RedisServers
+
+log = logging.getLogger("tokenproxy")
 
 SCHEMA_VERSION = b"2"
-_CONNECTIONS = 32
-_TIMEOUT_S = 10.0
-_CREDENTIALS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 _DATED_RESPONSE = msgspec.msgpack.Decoder(tuple[float, StoredResponse])
 
 
 class RedisStore:
-    """One server. `url` is what redis-py takes: `redis://`, `rediss://`, options after `?`.
+    """One server, or one partition of a store whose data are split."""
 
-    redis-py, when cancelled, closes its connection, and for a server that hangs waits until its timeout. So a
-    call that is cancelled is left to that by itself.
-    """
+    def __init__(
+        self,
+        servers: RedisServers,
+        limits: Limits,
+        prefix: bytes = PREFIX,
+        place: Place = WHOLE,
+        *,
+        owner: bool = True,
+    ) -> None:
+        """A store that is not open yet.
 
-    def __init__(self, url: str, limits: Limits) -> None:
+        Args:
+            prefix: of the names of all keys. In a cluster it holds a hash tag, so that all are in one slot.
+            place: which partition it is.
+            owner: whether to close the connections at the end.
+        """
         self._limits = limits
-        try:
-            pool: Any = BlockingConnectionPool.from_url(
-                url,
-                max_connections=_CONNECTIONS,
-                timeout=_TIMEOUT_S,
-                socket_timeout=_TIMEOUT_S,
-                socket_connect_timeout=_TIMEOUT_S,
-                protocol=2,
-                # a server may have closed an idle connection; a timeout is not retried
-                retry=Retry(NoBackoff(), 1, supported_errors=(exceptions.ConnectionError,)),
-            )
-            pool.make_connection()
-        except (ValueError, TypeError):
-            # the cause may quote a password
-            raise ValueError(
-                "not a Redis URL; it looks like redis://user:password@host:6379/0, special characters as %XX"
-            ) from None
-        at = pool.connection_kwargs
-        scheme = url.partition(":")[0]
-        self._name = f"{scheme}://{at.get('host', 'localhost')}:{at.get('port', 6379)}/{at.get('db', 0)}"
+        self._servers = servers
+        self._name = servers.name
+        self._prefix = prefix
+        self._place = place
+        self._owner = owner
         self._eviction = asyncio.Lock()
         self._clock = AgeClock(limits.max_age_s)
-        self._redis: Any = Redis.from_pool(pool)
-        self.feed = RedisFeed(self._run)
+        self.feed = RedisFeed(self._run, prefix, place)
         self.documents = RedisDocuments(self._run, limits)
 
     async def open(self) -> None:
         """See `Store.open`."""
-        with self._explained():
-            await abandon_if_cancelled(self._redis.set(PREFIX + b"version", SCHEMA_VERSION, nx=True))
-            version = await abandon_if_cancelled(self._redis.get(PREFIX + b"version"))
+        version, partitions, memory = await self._run(redis_scripts.OPEN, SCHEMA_VERSION)
+        if partitions:
+            raise StoreUnusable(
+                f"{self._name} holds data in {partitions.decode()} partitions: add "
+                f"?partitions={partitions.decode()} to its URL, or name another database"
+            )
         if version != SCHEMA_VERSION:
             raise StoreUnusable(
                 f"{self._name} has version {version.decode()} of the keys {PREFIX.decode()}*, and this "
                 f"program needs version {SCHEMA_VERSION.decode()}: delete these keys or name another database"
             )
+        if b"maxmemory_policy:allkeys-" in memory:
+            log.warning(
+                "%s drops keys by itself when its memory is full, and conversations with them: "
+                "set its maxmemory-policy to noeviction",
+                self._name,
+            )
         self._clock.was_set(await self._server_time())
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
-        with self._explained():
-            await self._redis.aclose()
+        if self._owner:
+            await self._servers.aclose()
 
     async def add(
         self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]
@@ -119,20 +112,16 @@ class RedisStore:
         size = await self._run(redis_scripts.ADD, *args)
         return await self._keep_limits(size, session.id)
 
-    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
+    async def find(self, keys: Sequence[bytes], rollout: str | None = None) -> dict[bytes, Found]:
         """See `Store.find`."""
-        if not keys:
-            return {}
-        parts = read_reply(await self._run(redis_index_scripts.FIND, *keys))
-        return {keys[int(number)]: _read_found(parts) for number in parts}
+        return read_found(keys, await self._run(redis_index_scripts.FIND, *keys)) if keys else {}
 
     async def evicted(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Store.evicted`."""
         if not keys:
             return set()
-        with self._explained():
-            scores = await abandon_if_cancelled(self._redis.zmscore(PREFIX + b"evicted", list(keys)))
-        return {key for key, score in zip(keys, scores, strict=True) if score is not None}
+        found = await self._run(redis_index_scripts.EVICTED, *keys)
+        return {keys[number] for number in found}
 
     async def claim(self, turn: str) -> bool:
         """See `Store.claim`."""
@@ -153,21 +142,15 @@ class RedisStore:
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
-        with self._explained():
-            ids = await abandon_if_cancelled(self._redis.zrange(_name("turns", rollout), 0, -1))
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for turn in ids:
-                    pipeline.hget(PREFIX + b"turn:" + turn, "packed")
-                packed = await abandon_if_cancelled(pipeline.execute())
+        ids = await self._run(redis_scripts.NEWEST, rollout, 0)
+        names = [self._prefix + b"turn:" + turn for turn in reversed(ids)]
+        packed = await self._servers.get_each(names, "packed")
         turns = self._unpack_turns(each for each in packed if each is not None)
         return fill_prompts(turns.values(), turns)
 
     async def newest(self, rollout: str, limit: int) -> list[str]:
         """See `Store.newest`."""
-        if limit <= 0:
-            return []
-        with self._explained():
-            ids = await abandon_if_cancelled(self._redis.zrevrange(_name("turns", rollout), 0, limit - 1))
+        ids = await self._run(redis_scripts.NEWEST, rollout, limit) if limit > 0 else []
         return [turn.decode() for turn in ids]
 
     async def save_session(self, session: Session) -> Evicted:
@@ -177,12 +160,8 @@ class RedisStore:
 
     async def session(self, rollout: str) -> Session | None:
         """See `Store.session`."""
-        with self._explained():
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.hgetall(_name("rollout", rollout))
-                pipeline.zscore(PREFIX + b"used", rollout)
-                fields, used = await abandon_if_cancelled(pipeline.execute())
-        return session_from(rollout, used, fields) if fields else None
+        parts = read_reply(await self._run(redis_scripts.SESSION, rollout))
+        return next((read_session(each, parts) for each in parts), None)
 
     async def sessions(
         self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
@@ -190,7 +169,7 @@ class RedisStore:
         """See `Store.sessions`."""
         if limit <= 0:
             return []
-        name = PREFIX + b"used" if tenant is None else _name("used", tenant)
+        name = self._prefix + (b"used" if tenant is None else b"used:" + tenant.encode())
         place = (repr(before.used), before.id) if before else ("", "")
         parts = read_reply(await self._run(redis_scripts.LIST_SESSIONS, name, limit, *place))
         return [read_session(rollout, parts) for rollout in parts]
@@ -199,16 +178,16 @@ class RedisStore:
         """See `Store.delete`."""
         return bool(await self._run(redis_scripts.DELETE, rollout))
 
-    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
-        """See `Store.set_rewards`."""
+    async def set_rewards(self, rollout: str, rewards: Mapping[str, float], floor: int = 0) -> bool:
+        """See `Store.set_rewards`. `floor`: as `RedisFeed.finish`."""
         args = [arg for turn, reward in rewards.items() for arg in (turn, repr(float(reward)))]
-        return bool(await self._run(redis_scripts.SET_REWARDS, rollout, microseconds(), *args))
+        now = self._place.position(floor)
+        return bool(await self._run(redis_scripts.SET_REWARDS, rollout, now, self._place.of, *args))
 
     async def rewards(self, rollout: str) -> dict[str, float]:
         """See `Store.rewards`."""
-        with self._explained():
-            rewards = await abandon_if_cancelled(self._redis.hgetall(_name("rewards", rollout)))
-        return {turn.decode(): float(reward) for turn, reward in rewards.items()}
+        rewards = await self._run(redis_scripts.FIELDS, f"rewards:{rollout}")
+        return {turn.decode(): float(reward) for turn, reward in _pairs(rewards)}
 
     async def keep_response(self, response: StoredResponse) -> None:
         """See `Store.keep_response`."""
@@ -225,9 +204,9 @@ class RedisStore:
     async def responses(self, key: bytes) -> list[StoredResponse]:
         """See `Store.responses`."""
         oldest = time.time() - self._limits.response_age_s
-        with self._explained():
-            packed = await abandon_if_cancelled(self._redis.hvals(PREFIX + b"responses:" + key))
-            dated = map(_DATED_RESPONSE.decode, packed)
+        packed = await self._run(redis_scripts.FIELDS, b"responses:" + key)
+        with self._servers.explained():
+            dated = (_DATED_RESPONSE.decode(each) for _, each in _pairs(packed))
             kept = [response for kept_at, response in dated if kept_at >= oldest]
         return sorted(kept, key=lambda response: response.id, reverse=True)
 
@@ -237,25 +216,17 @@ class RedisStore:
 
     async def replica_changes(self, fleet: str) -> dict[str, str]:
         """See `Store.replica_changes`."""
-        with self._explained():
-            changes = await abandon_if_cancelled(self._redis.hgetall(_name("replicas", fleet)))
-        return {url.decode(): change.decode() for url, change in changes.items()}
+        changes = await self._run(redis_scripts.FIELDS, f"replicas:{fleet}")
+        return {url.decode(): change.decode() for url, change in _pairs(changes)}
 
     async def change_replica(self, fleet: str, url: str, change: str | None) -> None:
         """See `Store.change_replica`."""
-        name = _name("replicas", fleet)
-        with self._explained():
-            if change is None:
-                await abandon_if_cancelled(self._redis.hdel(name, url))
-            else:
-                await abandon_if_cancelled(self._redis.hset(name, url, change))
+        args = (fleet, url) if change is None else (fleet, url, change)
+        await self._run(redis_scripts.CHANGE_REPLICA, *args)
 
     async def secret(self) -> bytes:
         """See `Store.secret`."""
-        name, new = PREFIX + b"secret", secrets.token_bytes(SECRET_BYTES)
-        with self._explained():
-            await abandon_if_cancelled(self._redis.set(name, new, nx=True))
-            secret: bytes = await abandon_if_cancelled(self._redis.get(name))
+        secret: bytes = await self._run(redis_scripts.SECRET, secrets.token_bytes(SECRET_BYTES))
         return secret
 
     async def evict(self) -> Evicted:
@@ -275,17 +246,11 @@ class RedisStore:
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""
-        with self._explained():
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.zcard(PREFIX + b"used")
-                pipeline.hmget(PREFIX + b"totals", "turns", "size")
-                rollouts, (turns, size) = await abandon_if_cancelled(pipeline.execute())
-        return Usage(rollouts, int(turns or 0), int(size or 0))
+        return Usage(*map(int, await self._run(redis_scripts.USAGE)))
 
     async def _server_time(self) -> float:
-        with self._explained():
-            seconds, microseconds = await abandon_if_cancelled(self._redis.time())
-        return float(seconds + microseconds / 1e6)
+        seconds, microseconds = await self._run(redis_scripts.TIME)
+        return int(seconds) + int(microseconds) / 1e6
 
     async def _keep_limits(self, size: int, own: str) -> Evicted:
         return await self._evict(own) if size > self._limits.max_bytes else Evicted()
@@ -301,49 +266,16 @@ class RedisStore:
         return await evict_in_steps(self._eviction, step)
 
     def _unpack_turns(self, packed: Iterable[bytes]) -> dict[str, Turn]:
-        with self._explained():
+        with self._servers.explained():
             turns = [unpack_turn(each) for each in packed]
         return {turn.id: turn for turn in turns}
 
     async def _run(self, script: str, *args: Any) -> Any:
-        with self._explained():
-            try:
-                digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-                return await abandon_if_cancelled(self._redis.evalsha(digest, 1, PREFIX, *args))
-            except exceptions.NoScriptError:
-                return await abandon_if_cancelled(self._redis.eval(script, 1, PREFIX, *args))
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Errors as StoreErrors that name the server and what to do."""
-        try:
-            yield
-        except (exceptions.RedisError, OSError) as error:
-            raise _kind(error)(f"{self._name}: {error}: {_advice(error)}") from error
-        except msgspec.DecodeError as error:
-            raise StoreError(f"{self._name} holds what this version cannot read: {error}") from error
-
-
-def _name(kind: str, name: str) -> bytes:
-    return b"%s%s:%s" % (PREFIX, kind.encode(), name.encode())
+        return await self._servers.run(self._prefix, script, *args)
 
 
 def _member(response: StoredResponse) -> bytes:
     return pack_parts((response.id.encode(), response.key))
-
-
-def _read_found(parts: Iterator[bytes]) -> Found:
-    total, groups = int(next(parts)), int(next(parts))
-    return Found(total, [_read_group(parts) for _ in range(groups)])
-
-
-def _read_group(parts: Iterator[bytes]) -> CandidateGroup:
-    ids, total, candidates = next(parts), int(next(parts)), int(next(parts))
-    return CandidateGroup(ids, total, [_read_candidate(parts) for _ in range(candidates)])
-
-
-def _read_candidate(parts: Iterator[bytes]) -> Candidate:
-    return Candidate(next(parts).decode(), next(parts).decode(), next(parts) == b"1")
 
 
 def _session_arguments(session: Session) -> tuple[str | bytes | int, ...]:
@@ -353,21 +285,5 @@ def _session_arguments(session: Session) -> tuple[str | bytes | int, ...]:
     return (session.id, session.tenant, int(session.explicit), *times, *description)
 
 
-def _kind(error: Exception) -> type[StoreError]:
-    if isinstance(error, _CREDENTIALS):
-        return StoreUnusable
-    if isinstance(error, exceptions.TimeoutError | TimeoutError):
-        return StoreStalled
-    if isinstance(error, exceptions.DataError):
-        return RecordRefused
-    return StoreError
-
-
-def _advice(error: Exception) -> str:
-    if isinstance(error, _CREDENTIALS):
-        return "check the user and the password in its URL"
-    if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
-        return "is the server running, and can it be reached from here?"
-    if isinstance(error, exceptions.OutOfMemoryError):
-        return "give the server more memory (maxmemory), or the store a lower limit"
-    return "is it Redis or Valkey, 6.2 or newer, and not a cluster?"
+def _pairs(replies: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    return zip(replies[::2], replies[1::2], strict=True)

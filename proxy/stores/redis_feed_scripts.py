@@ -6,13 +6,13 @@ Each runs in one step of the server, so positions become visible in their order.
 from proxy.stores.redis_functions import FEED, PARTS, REPLY, REPLY_SESSION
 
 FINISH = f"{PARTS}{FEED}return finish(unpack(ARGV))"
-"""Arguments: rollout, cause, now in microseconds. Reply: 1 if it was put at the end."""
+"""Arguments: rollout, cause, now, step (see `finish`). Reply: 1 if it was put at the end."""
 
 FINISH_IDLE = (
     PARTS
     + FEED
     + """
-local before, limit, now = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local before, limit, now, step = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local used = redis.call('HGET', p .. 'feed_state', 'idle_used')
 local low = used and '(' .. used or '-inf'
 local found = redis.call('ZRANGEBYSCORE', p .. 'used', low, '(' .. before, 'WITHSCORES', 'LIMIT', 0, limit)
@@ -21,28 +21,44 @@ if #found == 0 then
 end
 local last = found[#found]
 for i = 1, #found, 2 do
-    finish(found[i], 'idle', now)
+    finish(found[i], 'idle', now, step)
 end
 if #found == 2 * limit then
     -- also rollouts used at the same time as the last of them: the next call starts after that time
     for _, rollout in ipairs(redis.call('ZRANGEBYSCORE', p .. 'used', last, last)) do
-        finish(rollout, 'idle', now)
+        finish(rollout, 'idle', now, step)
     end
 end
 redis.call('HSET', p .. 'feed_state', 'idle_used', last)
 return #found / 2
 """
 )
-"""Arguments: time before which the last use was, limit, now in microseconds.
+"""Arguments: time before which the last use was, limit, now, step (see `finish`).
 Reply: number of rollouts that were looked at."""
+
+_RAISE = """
+local function raise(horizon)
+    local last = redis.call('HGET', KEYS[1] .. 'feed_state', 'last') or '0'
+    if tonumber(horizon) > tonumber(last) then
+        redis.call('HSET', KEYS[1] .. 'feed_state', 'last', horizon)
+        return horizon
+    end
+    return last
+end
+"""
+"""`raise` sees to it that positions given from now on are after one, and returns the last position."""
 
 READ = (
     PARTS
     + REPLY
     + REPLY_SESSION
+    + _RAISE
     + """
-local name, after, limit = ARGV[1], ARGV[2], ARGV[3]
-local found = redis.call('ZRANGEBYSCORE', name, '(' .. after, '+inf', 'WITHSCORES', 'LIMIT', 0, limit)
+local name, after, limit, horizon = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+if horizon ~= '+inf' then
+    raise(horizon)
+end
+local found = redis.call('ZRANGEBYSCORE', name, '(' .. after, horizon, 'WITHSCORES', 'LIMIT', 0, limit)
 local entries = {}
 for i = 1, #found, 2 do
     local used = redis.call('ZSCORE', p .. 'used', found[i])
@@ -55,11 +71,11 @@ end
 return table.concat(entries)
 """
 )
-"""Arguments: name of a sorted set, position, limit.
+"""Arguments: name of a sorted set, position, limit, last position to read or '+inf'.
 Reply: for each finished rollout its position, revision, cause, and what `reply_session` appends."""
 
-END = "return redis.call('HGET', KEYS[1] .. 'feed_state', 'last') or '0'"
-"""Reply: the last position."""
+END = f"{_RAISE}return raise(ARGV[1])"
+"""Arguments: a position that those given from now on are after, or 0. Reply: the last position."""
 
 ACKNOWLEDGED = """
 local p, consumer = KEYS[1], ARGV[1]
@@ -71,12 +87,13 @@ ACKNOWLEDGE = """
 local p, consumer = KEYS[1], ARGV[1]
 local last = tonumber(redis.call('HGET', p .. 'feed_state', 'last') or 0)
 local before = tonumber(redis.call('HGET', p .. 'consumers', consumer) or 0)
+last = math.max(last, tonumber(ARGV[4]))
 local position = string.format('%.0f', math.max(before, math.min(tonumber(ARGV[2]), last)))
 redis.call('HSET', p .. 'consumers', consumer, position)
 redis.call('ZADD', p .. 'consumers_at', ARGV[3], consumer)
 return position
 """
-"""Arguments: consumer, position, now in seconds. Reply: the position that is acknowledged now."""
+"""Arguments: consumer, position, now in seconds, the least that counts as the end. Reply: the position that is acknowledged now."""
 
 FORGET = """
 redis.call('ZREM', KEYS[1] .. 'consumers_at', ARGV[1])

@@ -23,13 +23,18 @@ All names begin with a prefix, which is KEYS[1] of every script:
     replicas:FLEET     hash: URL of a replica to its change
     clock              hash: seen, steady_since; see `eviction.ClockRecord`
     totals             hash: turns, size, response_bytes, document_bytes
+    secret             see `Store.secret`
     version            of all this
 
 An index member consists of a byte with the length of `ids`, `ids`, `1` if the turn is open or `0`, and the
 turn's id. Members are sorted by their bytes: those of a group are neighbours, first its closed turns, then
 its open ones, both from the oldest to the newest.
 
-Scripts compute the names of the keys they use: this needs one server (with replicas), not a cluster.
+Scripts compute the names of the keys they use from the prefix. On one server it is `tokenproxy:`. In a
+cluster, which must have all of a script's keys in one slot, the data are split into partitions, each with all
+of this under a prefix with a hash tag of its own, and next to them:
+
+    tokenproxy:partitions    number of partitions
 """
 
 PREFIX = b"tokenproxy:"
@@ -93,6 +98,36 @@ end
 """
 )
 
+FLAG = """
+local function flag(rollout)
+    if redis.call('EXISTS', p .. 'rollout:' .. rollout) == 1 then
+        redis.call('HSET', p .. 'rollout:' .. rollout, 'ambiguous', 1)
+    end
+end
+local function flag_equal(name, rollout)
+    local found = 0
+    local function flag_with(member)
+        local owner = rollout_of(turn_of(member))
+        if owner ~= rollout then
+            flag(owner)
+            found = 1
+        end
+    end
+    local last = redis.call('ZREVRANGE', name, 0, 0)[1]
+    if last then
+        flag_with(last)
+        for _, member in ipairs(redis.call('ZRANGEBYLEX', name, '[\\0', '(\\1')) do
+            flag_with(member)
+        end
+    end
+    return found
+end
+"""
+"""`flag` makes a rollout ambiguous. It needs INDEX.
+`flag_equal` does so with the rollouts but one that have turns under the key of a name; it returns 1 if there
+are any. It looks at all turns without ids and at one with ids: if turns with ids belong to several rollouts,
+all of those became ambiguous when the second was added."""
+
 SESSIONS = """
 local function set_used(rollout, tenant, used)
     redis.call('ZADD', p .. 'used', used, rollout)
@@ -128,15 +163,19 @@ end
 `save_session` takes what `redis._session_arguments` returns, and returns the bytes held afterwards."""
 
 FEED = """
-local function finish(rollout, cause, now, changed, only_again)
+local function finish(rollout, cause, now, step, changed, only_again)
     local name = p .. 'rollout:' .. rollout
     local tenant, turns, finished_turns, revision =
         unpack(redis.call('HMGET', name, 'tenant', 'turns', 'finished_turns', 'revision'))
     if not turns or (only_again and not revision) or (finished_turns == turns and not changed) then
         return 0
     end
-    local last = redis.call('HGET', p .. 'feed_state', 'last') or 0
-    local position = string.format('%.0f', math.max(last + 1, tonumber(now)))
+    local last = tonumber(redis.call('HGET', p .. 'feed_state', 'last') or 0)
+    local position = tonumber(now)
+    if last >= position then
+        position = position + step * (math.floor((last - position) / step) + 1)
+    end
+    position = string.format('%.0f', position)
     redis.call('HSET', p .. 'feed_state', 'last', position)
     redis.call('ZADD', p .. 'feed', position, rollout)
     redis.call('ZADD', p .. 'feed:' .. tenant, position, rollout)
@@ -155,8 +194,8 @@ local function undelivered(rollout)
     return 0
 end
 """
-"""`finish` takes a rollout, a cause, and the time in microseconds; it returns 1 if it put the rollout at the
-end. `changed`: more than its turns changed since it was finished. `only_again`: only if it is in the feed.
+"""`finish` takes a rollout, a cause, the time in microseconds, and a step; it returns 1 if it put the rollout
+at the end: at this time, or later by a multiple of the step. `changed`: more than its turns changed since it was finished. `only_again`: only if it is in the feed.
 `undelivered` returns 1 if a rollout is finished and a consumer of its tenant has not acknowledged it."""
 
 REMOVE = (

@@ -1,7 +1,7 @@
 """Lua scripts that find turns, and make them open or not. Each runs in one step of the server."""
 
 from proxy.history.store import FOUND_AT_MOST
-from proxy.stores.redis_functions import INDEX, REPLY
+from proxy.stores.redis_functions import FLAG, INDEX, REPLY
 
 FIND = (
     INDEX
@@ -79,7 +79,7 @@ for i, key in ipairs(ARGV) do
         reply(found, i - 1, total, #groups)
         for _, group in ipairs(groups) do
             local candidates = math.min(group.total, most)
-            reply(found, group.prefix:sub(2), group.total, candidates)
+            reply(found, group.prefix:sub(2), group.newest, group.total, candidates)
             for j = group.start, group.start + candidates - 1 do
                 local member = group.members[j]
                 local turn = turn_of(member)
@@ -92,7 +92,7 @@ return table.concat(found)
 """
 )
 """Arguments: keys. Reply: for each key that finds something its index (from 0) and the numbers of turns and
-groups; for each group its ids and the numbers of turns and candidates; for each candidate turn, rollout, and
+groups; for each group its ids, newest turn, and the numbers of turns and candidates; for each candidate turn, rollout, and
 1 if it is open.
 
 Turn ids are compared as the server's locale does, which for hexadecimal digits is the order of bytes."""
@@ -121,3 +121,34 @@ end
 """
 )
 """Arguments: turn."""
+
+EVICTED = """
+local found = {}
+for i, key in ipairs(ARGV) do
+    if redis.call('ZSCORE', KEYS[1] .. 'evicted', key) then
+        found[#found + 1] = i - 1
+    end
+end
+return found
+"""
+"""Arguments: keys. Reply: the indexes (from 0) of those that were evicted."""
+
+HOLDS = "return redis.call('EXISTS', KEYS[1] .. 'turn:' .. ARGV[1])"
+"""Arguments: turn. Reply: 1 if it is here."""
+
+FLAG_EQUAL = (
+    INDEX
+    + FLAG
+    + """
+local rollout, found = ARGV[1], 0
+for i = 2, #ARGV do
+    found = math.max(found, flag_equal(p .. 'key:' .. ARGV[i], rollout))
+end
+return found
+"""
+)
+"""Arguments: a rollout of another partition, keys under which it has turns with ids.
+Reply: 1 if the keys find turns here. Their rollouts are ambiguous then."""
+
+FLAG_OWN = f"{INDEX}{FLAG}flag(ARGV[1])"
+"""Arguments: rollout that becomes ambiguous, if there is one."""

@@ -1,33 +1,26 @@
 """Lua scripts that add, list and remove turns and sessions. Each runs in one step of the server."""
 
-from proxy.stores.redis_functions import FEED, INDEX, PARTS, REMOVE, REPLY, REPLY_SESSION, SESSIONS
+from proxy.stores.redis_functions import FEED, FLAG, INDEX, PARTS, REMOVE, REPLY, REPLY_SESSION, SESSIONS
+
+OPEN = """
+local version = redis.call('GET', KEYS[1] .. 'version')
+local partitions = redis.call('GET', KEYS[1] .. 'partitions')
+if not version and not partitions then
+    redis.call('SET', KEYS[1] .. 'version', ARGV[1])
+    version = ARGV[1]
+end
+local memory = redis.pcall('INFO', 'memory')
+return {version or '', partitions or '', type(memory) == 'string' and memory or ''}
+"""
+"""Arguments: version of the keys. Reply: the version that is there; the number of partitions, '' if the data
+are not split; what the server tells of its memory, '' if it does not."""
 
 ADD = (
     INDEX
     + SESSIONS
+    + FLAG
     + """
 local rollout, now = ARGV[1], ARGV[9]
-local function flag(ambiguous)
-    redis.call('HSET', p .. 'rollout:' .. ambiguous, 'ambiguous', 1)
-end
-local function flag_with(member)
-    local owner = rollout_of(turn_of(member))
-    if owner ~= rollout then
-        flag(owner)
-        flag(rollout)
-    end
-end
--- Looks at all turns without ids and at one with ids: if turns with ids belong to several rollouts, all of
--- those became ambiguous when the second was added.
-local function flag_equal(name)
-    local last = redis.call('ZREVRANGE', name, 0, 0)[1]
-    if last then
-        flag_with(last)
-        for _, member in ipairs(redis.call('ZRANGEBYLEX', name, '[\\0', '(\\1')) do
-            flag_with(member)
-        end
-    end
-end
 local added, parents, size = 0, {}, 0
 for i = 10, #ARGV, 6 do
     local turn, parent, prompt_turn, ambiguous, packed_entries, packed = unpack(ARGV, i, i + 5)
@@ -50,8 +43,8 @@ for i = 10, #ARGV, 6 do
         end
         local entries = parts_of(packed_entries)
         for j = 1, #entries, 2 do
-            if entries[j + 1] ~= '' then
-                flag_equal(p .. 'key:' .. entries[j])
+            if entries[j + 1] ~= '' and flag_equal(p .. 'key:' .. entries[j], rollout) == 1 then
+                flag(rollout)
             end
         end
         for j = 1, #entries, 2 do
@@ -220,23 +213,23 @@ SET_REWARDS = (
     PARTS
     + FEED
     + """
-local rollout, now, whole, changed = ARGV[1], ARGV[2], false, false
+local rollout, now, step, whole, changed = ARGV[1], ARGV[2], ARGV[3], false, false
 if redis.call('EXISTS', p .. 'rollout:' .. rollout) == 0 then
     return 0
 end
-for i = 3, #ARGV, 2 do
+for i = 4, #ARGV, 2 do
     local before = redis.call('HGET', p .. 'rewards:' .. rollout, ARGV[i])
     whole, changed = whole or ARGV[i] == '', changed or before ~= ARGV[i + 1]
     redis.call('HSET', p .. 'rewards:' .. rollout, ARGV[i], ARGV[i + 1])
 end
-if #ARGV > 2 then
-    finish(rollout, 'reward', now, changed, not whole)
+if #ARGV > 3 then
+    finish(rollout, 'reward', now, step, changed, not whole)
 end
 return 1
 """
 )
-"""Arguments: rollout, now in microseconds; for each reward turn and value. Reply: 1 if there is such a
-rollout."""
+"""Arguments: rollout, now and step (see `finish`); for each reward turn and value. Reply: 1 if there is such
+a rollout."""
 
 PATH = """
 local found, seen, turn, holders = {}, {}, ARGV[1], {}
@@ -259,3 +252,50 @@ return found
 """
 """Arguments: turn. Reply: the packed turns of its path and those that hold prompts for them, in any order;
 nothing if a turn of the path is missing."""
+
+NEWEST = "return redis.call('ZREVRANGE', KEYS[1] .. 'turns:' .. ARGV[1], 0, ARGV[2] - 1)"
+"""Arguments: rollout, limit or 0 for none. Reply: turns, the newest first."""
+
+SESSION = (
+    REPLY
+    + REPLY_SESSION
+    + """
+local used, session = redis.call('ZSCORE', KEYS[1] .. 'used', ARGV[1]), {}
+if used then
+    reply_session(session, ARGV[1], used)
+end
+return table.concat(session)
+"""
+)
+"""Arguments: rollout. Reply: what `reply_session` appends, if there is one."""
+
+FIELDS = "return redis.call('HGETALL', KEYS[1] .. ARGV[1])"
+"""Arguments: name of a hash without the prefix. Reply: field, value, field, ..."""
+
+CHANGE_REPLICA = """
+local name = KEYS[1] .. 'replicas:' .. ARGV[1]
+if ARGV[3] then
+    redis.call('HSET', name, ARGV[2], ARGV[3])
+else
+    redis.call('HDEL', name, ARGV[2])
+end
+"""
+"""Arguments: fleet, URL, change or none."""
+
+SECRET = """
+local secret = redis.call('GET', KEYS[1] .. 'secret')
+if not secret then
+    redis.call('SET', KEYS[1] .. 'secret', ARGV[1])
+end
+return secret or ARGV[1]
+"""
+"""Arguments: a secret. Reply: the one that was there first."""
+
+USAGE = """
+local turns, size = unpack(redis.call('HMGET', KEYS[1] .. 'totals', 'turns', 'size'))
+return {redis.call('ZCARD', KEYS[1] .. 'used'), turns or '0', size or '0'}
+"""
+"""Reply: rollouts, turns, bytes."""
+
+TIME = "return redis.call('TIME')"
+"""Reply: seconds and microseconds of the server's clock."""

@@ -112,7 +112,7 @@ class SqliteStore:
         )
         return await self._keep_limits(size, session.id)
 
-    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
+    async def find(self, keys: Sequence[bytes], rollout: str | None = None) -> dict[bytes, Found]:
         """See `Store.find`."""
         return await self._database.read(lambda connection: sqlite_index.find(connection, keys))
 

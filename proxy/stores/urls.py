@@ -10,9 +10,15 @@ STORE_URLS = {
     "memory:": "in this process; gone when it ends",
     "sqlite:///absolute/path.db": "a file for all processes of one machine; sqlite:relative/path.db too",
     "redis://host:6379/0": "Redis or Valkey, for several machines; valkey:// too, with TLS rediss:// and valkeys://",
+    "redis+cluster://host:6379,host2:6379": "a cluster of them",
+    "redis+sentinel://host:26379,host2:26379/service/0": "the master that sentinels name",
 }
 """The forms of URLs, with what each is for."""
-_REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
+_REDIS = {
+    f"{name}{kind}": f"{base}{kind}"
+    for name, base in {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}.items()
+    for kind in ("", "+cluster", "+sentinel")
+}
 
 
 def make_store(url: str, limits: Limits) -> Store:
@@ -28,9 +34,9 @@ def make_store(url: str, limits: Limits) -> Store:
         return SqliteStore(path, limits)
     if colon and scheme in _REDIS:
         # read only by those who use it: it takes longer than all the rest here
-        from proxy.stores.redis import RedisStore
+        from proxy.stores.redis_stores import make_redis_store
 
-        return RedisStore(f"{_REDIS[scheme]}:{rest}", limits)
+        return make_redis_store(f"{_REDIS[scheme]}:{rest}", limits)
     forms = "; ".join(f"{form} ({meaning})" for form, meaning in STORE_URLS.items())
     raise ValueError(f"no store has a URL like '{scheme}{colon}{'...' if rest else ''}'. There are: {forms}")
 

@@ -5,6 +5,7 @@ import pytest
 import redis
 
 from proxy.history.store import Store
+from tests.stores.redis_cluster import RedisCluster, run_cluster
 from tests.stores.redis_server import run_redis
 from tests.stores.store_utils import opened
 
@@ -24,6 +25,26 @@ def redis_url(redis_port: int) -> str:
     return f"redis://127.0.0.1:{redis_port}/0"
 
 
+@pytest.fixture(scope="session")
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    """A cluster of three servers for the whole run."""
+    with run_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster_url(redis_cluster: RedisCluster) -> str:
+    """The cluster, empty."""
+    redis_cluster.clear()
+    return redis_cluster.url
+
+
+@pytest.fixture
+def partitions_url(redis_url: str) -> str:
+    """The server, empty, for data that are split as in a cluster."""
+    return f"{redis_url}?partitions=4"
+
+
 @pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
     return f"sqlite://{tmp_path}/folder/store.db"
@@ -33,13 +54,13 @@ def _url(kind: str, request: pytest.FixtureRequest) -> str:
     return "memory:" if kind == "memory" else str(request.getfixturevalue(f"{kind}_url"))
 
 
-@pytest.fixture(params=["memory", "sqlite", "redis"])
+@pytest.fixture(params=["memory", "sqlite", "redis", "cluster"])
 def url(request: pytest.FixtureRequest) -> str:
     """The URL of an empty store of each kind."""
     return _url(request.param, request)
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["sqlite", "redis", "cluster"])
 def shared_url(request: pytest.FixtureRequest) -> str:
     """The URL of an empty store of each kind that several processes can share."""
     return _url(request.param, request)

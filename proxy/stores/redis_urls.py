@@ -1,0 +1,119 @@
+"""What the URL of a Redis store names: one server, a cluster, or a master that sentinels know.
+
+    redis://USER:PASSWORD@HOST:6379/DB
+    redis+cluster://USER:PASSWORD@HOST:6379,HOST2:6379
+    redis+sentinel://USER:PASSWORD@HOST:26379,HOST2:26379/SERVICE/DB
+
+`rediss` instead of `redis` uses TLS. Options after `?` are those of redis-py, such as `ssl_ca_certs`, and
+`partitions`, `sentinel_username`, `sentinel_password`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from redis.asyncio.connection import parse_url
+
+MOST_PARTITIONS = 1024
+_PORTS = {"server": 6379, "cluster": 6379, "sentinel": 26379}
+_FORMS = {
+    "server": "redis://user:password@host:6379/0",
+    "cluster": "redis+cluster://user:password@host:6379,host2:6379",
+    "sentinel": "redis+sentinel://user:password@host:26379,host2:26379/service/0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RedisUrl:
+    """A URL, read."""
+
+    kind: Literal["server", "cluster", "sentinel"]
+    hosts: tuple[tuple[str, int], ...]
+    """Servers of the cluster, or sentinels; more than one only of these."""
+    service: str
+    """Name of the master that the sentinels know; empty without sentinels."""
+    options: Mapping[str, Any]
+    """Arguments of a connection of redis-py, without its host and port; they hold the password."""
+    sentinel_options: Mapping[str, Any]
+    """The same for connections to the sentinels."""
+    tls: bool
+    partitions: int | None
+    """Into how many partitions the data are split; None if the URL does not tell."""
+    name: str
+    """The URL without user, password and options."""
+
+
+def read_redis_url(url: str) -> RedisUrl:
+    """Read a URL.
+
+    Raises:
+        ValueError: it cannot be read; the message quotes no password.
+    """
+    scheme = url.partition(":")[0]
+    base, _, suffix = scheme.partition("+")
+    kind: Literal["server", "cluster", "sentinel"] = "server"
+    if suffix in ("cluster", "sentinel"):
+        kind = "cluster" if suffix == "cluster" else "sentinel"
+    try:
+        return _read(url, base, kind)
+    except (ValueError, TypeError):
+        # the cause may quote a password
+        raise ValueError(
+            f"not a Redis URL; it looks like {_FORMS[kind]}, special characters as %XX, "
+            f"`partitions` from 1 to {MOST_PARTITIONS}"
+        ) from None
+
+
+def _read(url: str, base: str, kind: Literal["server", "cluster", "sentinel"]) -> RedisUrl:
+    parts = urlsplit(url)
+    credentials, _, places = parts.netloc.rpartition("@")
+    hosts = tuple(_host(place, _PORTS[kind]) for place in places.split(","))
+    service, db = _path(parts.path, kind)
+    if kind == "server" and len(hosts) > 1:
+        raise ValueError("a single server has one host")
+    at = f"{credentials}@" if credentials else ""
+    options: dict[str, Any] = dict(parse_url(f"{base}://{at}host{db}?{parts.query}"))
+    del options["host"]
+    tls = base == "rediss"
+    partitions = options.pop("partitions", None)
+    if partitions is not None and not 1 <= int(partitions) <= MOST_PARTITIONS:
+        raise ValueError("so many partitions are not possible")
+    sentinel = {name.removeprefix("sentinel_"): options.pop(name) for name in _SENTINEL if name in options}
+    sentinel |= {name: value for name, value in options.items() if name.startswith(("ssl_", "socket_"))}
+    suffix = "" if kind == "server" else f"+{kind}"
+    path = f"/{service}" if service else ""
+    at_hosts = ",".join(f"{host}:{port}" for host, port in hosts)
+    db_name = "" if kind == "cluster" else f"/{options.get('db', 0)}"
+    return RedisUrl(
+        kind=kind,
+        hosts=hosts,
+        service=service,
+        options=options,
+        sentinel_options=sentinel,
+        tls=tls,
+        partitions=None if partitions is None else int(partitions),
+        name=f"{base}{suffix}://{at_hosts}{path}{db_name}",
+    )
+
+
+_SENTINEL = ("sentinel_username", "sentinel_password")
+
+
+def _host(place: str, port: int) -> tuple[str, int]:
+    parts = urlsplit(f"//{place}")
+    return unquote(parts.hostname or "localhost"), parts.port or port
+
+
+def _path(path: str, kind: str) -> tuple[str, str]:
+    """The service and the path that names the database."""
+    if kind == "server":
+        return "", path
+    if kind == "cluster":
+        if path.strip("/") not in ("", "0"):
+            raise ValueError("a cluster has only database 0")
+        return "", ""
+    service, _, db = path.strip("/").partition("/")
+    if not service or (db and not db.isdigit()):
+        raise ValueError("sentinels need the name of a service")
+    return unquote(service), f"/{db or 0}"
