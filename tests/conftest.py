@@ -11,15 +11,18 @@ from proxy.settings import ENV_PREFIX, Settings
 from tests.child_environment import python_path_without_torch
 from tests.fake_vllm import FakeVllm, Variant
 from tests.stores.fixtures import (  # noqa: F401
+    cluster1_url,
     cluster_url,
-    partitions_url,
     redis_cluster,
     redis_port,
     redis_url,
     shared_url,
+    shared_whole_url,
     sqlite_url,
     store,
     url,
+    whole_store,
+    whole_url,
 )
 from tests.talk import Talk
 from tests.tiny_model import TinyModel, make_tiny_model

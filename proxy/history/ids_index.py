@@ -50,7 +50,7 @@ async def match_ids(matcher: Matcher, prompt: bytes, scope: Scope, rollout: str 
     keys = prefix_keys(scope, pack_prompt(prompt))
     for start in range(0, len(keys), _LOOKUP):
         part = keys[start : start + _LOOKUP]
-        found = await matcher.store.find(part)
+        found = await matcher.store.find(part, rollout or scope.rollout)
         for key in part:
             turn = await _longest(matcher, found.get(key), prompt, rollout)
             if turn is None:
@@ -58,7 +58,7 @@ async def match_ids(matcher: Matcher, prompt: bytes, scope: Scope, rollout: str 
             if rollout is not None:
                 return Match(turn)
             digest: bytes = turn.hasher.digest()
-            return await matcher.take_equal(turn, _whole_key(scope, digest), digest)
+            return await matcher.take_equal(turn, _whole_key(scope, digest), digest, scope.rollout)
     return Match()
 
 

@@ -66,6 +66,11 @@ class _Search(NamedTuple):
     echoed: Mapping[int, str]
     """The turns that the client names, by the indexes of their messages."""
 
+    @property
+    def place(self) -> str | None:
+        """The only rollout that can hold the turn; None if any can."""
+        return self.rollout or self.scope.rollout
+
 
 class _Fit(NamedTuple):
     """Turns with equal ids that a request may continue."""
@@ -180,17 +185,18 @@ class Matcher:
                 best = [*best, turn] if best and turn.count == best[0].count else [turn]
         return best
 
-    async def take_equal(self, turn: CachedTurn, key: bytes, ids: bytes) -> Match:
+    async def take_equal(self, turn: CachedTurn, key: bytes, ids: bytes, rollout: str | None = None) -> Match:
         """The match of a turn that was found by its ids; if several rollouts hold them, with an open turn.
 
         Args:
             key: of the index; finds all turns with these ids.
             ids: its `ids_digest`.
+            rollout: the only one that can hold them; None if any can.
 
         Raises:
             StoreError: the store does not respond.
         """
-        found = (await self.store.find([key])).get(key)
+        found = (await self.store.find([key], rollout)).get(key)
         for group in found.groups if found is not None else ():
             if group.ids == ids:
                 return await self._take(_Fit(key, group, turn, False), Match(turn, candidates=group.total))
@@ -213,7 +219,7 @@ class Matcher:
     async def _look_up(self, ends: Sequence[int], search: _Search) -> tuple[Match, int] | None:
         """The match at the first of these ends that has one."""
         keys = {end: text_keys(search.scope, search.conversation, end) for end in ends}
-        found = await self.store.find([key for of_end in keys.values() for key in of_end])
+        found = await self.store.find([key for of_end in keys.values() for key in of_end], search.place)
         for end in ends if found else ():
             hits = [(key, found.get(key)) for key in keys[end]]
             match = await self._choose(hits, search, end)
@@ -341,7 +347,7 @@ class Matcher:
             return Reason.EVICTED
         own = conversation.messages[last]
         key = content_key(scope, conversation, last, own.message, own.distinctive)
-        hits = (await self.store.find([key])).get(key)
+        hits = (await self.store.find([key], search.place)).get(key)
         candidates = [each for group in hits.groups for each in group.candidates] if hits else []
         candidates = [each for each in candidates if rollout in (None, each.rollout)][:_EXPLAINED]
         paths = [path for each in candidates if (path := await self.store.path(each.turn))]

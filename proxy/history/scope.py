@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from proxy.history.store import session_id
 from proxy.history.vocabulary import Reason
 from proxy.turn.request import Rendering
 from tokenization.canonical import start
@@ -34,6 +35,11 @@ class Scope:
     rendering: Rendering
     parts: tuple[bytes, ...]
     """See `scope_parts`."""
+
+    @property
+    def rollout(self) -> str | None:
+        """The rollout of the client's session, which holds all turns with keys of this scope."""
+        return None if self.session is None else session_id(self.tenant, self.session)
 
     def key(self, kind: str, digest: bytes, *, explains: bool = False) -> bytes:
         """A key of the store's index: 16 bytes.

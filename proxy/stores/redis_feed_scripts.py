@@ -93,7 +93,8 @@ redis.call('HSET', p .. 'consumers', consumer, position)
 redis.call('ZADD', p .. 'consumers_at', ARGV[3], consumer)
 return position
 """
-"""Arguments: consumer, position, now in seconds, the least that counts as the end. Reply: the position that is acknowledged now."""
+"""Arguments: consumer, position, now in seconds, the least that counts as the end.
+Reply: the position that is acknowledged now."""
 
 FORGET = """
 redis.call('ZREM', KEYS[1] .. 'consumers_at', ARGV[1])

@@ -195,7 +195,8 @@ local function undelivered(rollout)
 end
 """
 """`finish` takes a rollout, a cause, the time in microseconds, and a step; it returns 1 if it put the rollout
-at the end: at this time, or later by a multiple of the step. `changed`: more than its turns changed since it was finished. `only_again`: only if it is in the feed.
+at the end: at this time, or later by a multiple of the step. `changed`: more than its turns changed since it
+was finished. `only_again`: only if it is in the feed.
 `undelivered` returns 1 if a rollout is finished and a consumer of its tenant has not acknowledged it."""
 
 REMOVE = (

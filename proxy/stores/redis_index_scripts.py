@@ -92,8 +92,8 @@ return table.concat(found)
 """
 )
 """Arguments: keys. Reply: for each key that finds something its index (from 0) and the numbers of turns and
-groups; for each group its ids, newest turn, and the numbers of turns and candidates; for each candidate turn, rollout, and
-1 if it is open.
+groups; for each group its ids, newest turn, and the numbers of turns and candidates; for each candidate
+turn, rollout, and 1 if it is open.
 
 Turn ids are compared as the server's locale does, which for hexadecimal digits is the order of bytes."""
 

@@ -36,7 +36,9 @@ def turns_in(part: FoundInPart) -> Iterator[str]:
             yield from (candidate.turn for candidate in group.candidates)
 
 
-def _merge(first: tuple[str, CandidateGroup], second: tuple[str, CandidateGroup]) -> tuple[str, CandidateGroup]:
+def _merge(
+    first: tuple[str, CandidateGroup], second: tuple[str, CandidateGroup]
+) -> tuple[str, CandidateGroup]:
     """Turns with equal ids of two partitions."""
     candidates = [*first[1].candidates, *second[1].candidates]
     candidates.sort(key=lambda candidate: (candidate.open, candidate.turn), reverse=True)

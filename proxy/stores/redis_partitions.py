@@ -127,9 +127,11 @@ class Partitions:
         """The replies of all partitions to a script, in one round trip to each server."""
         return await self.servers.run_each([Call(prefix, script, args) for prefix in self.prefixes])
 
-    async def each(self, call: Callable[[RedisStore], Awaitable[T]]) -> list[T]:
-        """The results of a call of each partition. All are made, also if one of them fails."""
-        done = await asyncio.gather(*map(call, self.all), return_exceptions=True)
+    async def each(
+        self, call: Callable[[RedisStore], Awaitable[T]], parts: Sequence[RedisStore] | None = None
+    ) -> list[T]:
+        """The results of a call of all partitions, or of some. All are made, also if one of them fails."""
+        done = await asyncio.gather(*map(call, parts or self.all), return_exceptions=True)
         for result in done:
             if isinstance(result, BaseException):
                 raise result
@@ -245,9 +247,7 @@ class PartitionedStore:
         self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
     ) -> list[Session]:
         """See `Store.sessions`."""
-        found = await self._parts.each(
-            lambda part: part.sessions(limit=limit, tenant=tenant, before=before)
-        )
+        found = await self._parts.each(lambda part: part.sessions(limit=limit, tenant=tenant, before=before))
         sessions = [session for of_part in found for session in of_part]
         sessions.sort(key=lambda session: (session.used, session.id.encode()), reverse=True)
         return sessions[:limit]

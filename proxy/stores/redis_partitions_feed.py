@@ -13,6 +13,7 @@ while one does not respond, the feed fails, and goes on where it was.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from proxy.history.feed import Acknowledged, Cause, Consumer, FinishedRollout
@@ -21,6 +22,7 @@ from proxy.stores.redis_feed import read_arguments, read_finished
 from proxy.stores.redis_servers import Call
 
 if TYPE_CHECKING:
+    from proxy.stores.redis import RedisStore
     from proxy.stores.redis_partitions import Partitions
 
 
@@ -41,13 +43,14 @@ class PartitionedFeed:
 
     async def finish_idle(self, before: float, limit: int) -> int:
         """See `FeedStore.finish_idle`. The order is that of use within each partition."""
-        if limit <= 0:
-            return 0
-        last = await self.last()
-        share = -(-limit // len(self._parts.all))
-        looked_at = await self._parts.each(lambda part: part.feed.finish_idle(before, share, last))
-        total = sum(looked_at)
-        return total if max(looked_at) < share else max(total, limit)
+        last, total, parts = await self.last(), 0, self._parts.all
+        while parts and total < limit:
+            share = -(-(limit - total) // len(parts))
+            step = partial(_finish_idle, before=before, limit=share, floor=last)
+            looked_at = await self._parts.each(step, parts)
+            total += sum(looked_at)
+            parts = [part for part, count in zip(parts, looked_at, strict=True) if count >= share]
+        return total
 
     async def read(self, after: int, *, limit: int, tenant: str | None = None) -> list[FinishedRollout]:
         """See `FeedStore.read`."""
@@ -77,7 +80,9 @@ class PartitionedFeed:
         """See `FeedStore.acknowledge`. Every partition notes it, for what it evicts."""
         last = await self.last()
         return max(
-            await self._parts.each(lambda part: part.feed.acknowledge(tenant, consumer, min(position, last), last))
+            await self._parts.each(
+                lambda part: part.feed.acknowledge(tenant, consumer, min(position, last), last)
+            )
         )
 
     async def forget(self, tenant: str, consumer: str) -> bool:
@@ -124,3 +129,7 @@ def _add(first: Consumer, second: Consumer) -> Consumer:
     oldest = min((each.oldest for each in (first, second) if each.oldest), default=0)
     position = max(first.position, second.position)
     return Consumer(first.tenant, first.name, position, first.waiting + second.waiting, oldest)
+
+
+async def _finish_idle(part: "RedisStore", *, before: float, limit: int, floor: int) -> int:
+    return await part.feed.finish_idle(before, limit, floor)

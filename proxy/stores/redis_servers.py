@@ -8,13 +8,13 @@ keys that are on neither server is refused (`TRYAGAIN`) until the slot has moved
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, Connection, Redis, RedisCluster
+from redis.asyncio import BlockingConnectionPool, Connection, Redis
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 
 from proxy.history.store import RecordRefused, StoreError, StoreStalled, StoreUnusable
 from proxy.history.store_time import abandon_if_cancelled
+from proxy.stores.redis_cluster_client import ClusterClient
 from proxy.stores.redis_urls import RedisUrl
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ class RedisServers:
         self.url = url
         self.name = url.name
         try:
-            self.client, self._others = _CLIENTS[url.kind](url)
+            self.client, self._sentinels = _CLIENTS[url.kind](url)
         except (ValueError, TypeError, *_FAILURES):
             # the cause may quote a password
             raise ValueError(
@@ -113,15 +114,19 @@ class RedisServers:
             pipeline = self.client.pipeline(transaction=False)
             for name in names:
                 pipeline.hget(name, field)
-            return list(await pipeline.execute())
+            return await _executed(pipeline, raise_on_error=True)
 
         return await self.do(execute()) if names else []
 
     async def aclose(self) -> None:
         """Close all connections."""
         with self.explained():
-            for client in (self.client, *self._others):
-                await client.aclose()
+            if isinstance(self.client, ClusterClient):
+                await self.client.close_all()
+            else:
+                await self.client.aclose()
+            for sentinel in self._sentinels:
+                await sentinel.aclose()
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -142,9 +147,17 @@ class RedisServers:
                     pipeline.execute_command("EVALSHA", _digest(script), 2, *keys, *args)
                 else:
                     pipeline.execute_command("EVAL", script, 2, *keys, *args)
-            return list(await pipeline.execute(raise_on_error=False))
+            return await _executed(pipeline, raise_on_error=False)
 
         return await self.do(execute())
+
+
+async def _executed(pipeline: Any, *, raise_on_error: bool) -> list[Any]:
+    try:
+        return list(await pipeline.execute(raise_on_error=raise_on_error))
+    except AttributeError as error:
+        # see `ClusterClient`
+        raise exceptions.ConnectionError("the connection was closed") from error
 
 
 def _digest(script: str) -> str:
@@ -177,7 +190,9 @@ def _cluster(url: RedisUrl) -> tuple[Any, list[Any]]:
     options = _options(url, max_connections=_SPARE * _CONNECTIONS, retry=Retry(NoBackoff(), _TRIALS))
     options.pop("connection_class", None)
     nodes = [ClusterNode(host, port) for host, port in url.hosts]
-    return RedisCluster(startup_nodes=nodes, ssl=url.tls, **options), []
+    # redis-py would close all connections after some redirections
+    cluster = ClusterClient(startup_nodes=nodes, ssl=url.tls, reinitialize_steps=0, **options)
+    return cluster, []
 
 
 def _sentinel(url: RedisUrl) -> tuple[Any, list[Any]]:
@@ -185,9 +200,8 @@ def _sentinel(url: RedisUrl) -> tuple[Any, list[Any]]:
     options = _options(url, max_connections=_SPARE * _CONNECTIONS, retry=retry)
     options.pop("connection_class", None)
     times = {"socket_timeout": _SENTINEL_S, "socket_connect_timeout": _SENTINEL_S}
-    sentinel: Any = Sentinel(
-        list(url.hosts), sentinel_kwargs={**times, **url.sentinel_options, "ssl": url.tls}
-    )
+    make: Any = Sentinel  # its arguments have no types
+    sentinel = make(list(url.hosts), sentinel_kwargs={**times, **url.sentinel_options, "ssl": url.tls})
     client = sentinel.master_for(url.service, ssl=url.tls, **options)
     client.connection_pool.make_connection()
     return client, sentinel.sentinels

@@ -40,9 +40,9 @@ def cluster_url(redis_cluster: RedisCluster) -> str:
 
 
 @pytest.fixture
-def partitions_url(redis_url: str) -> str:
-    """The server, empty, for data that are split as in a cluster."""
-    return f"{redis_url}?partitions=4"
+def cluster1_url(cluster_url: str) -> str:
+    """The cluster, empty, for data in one partition."""
+    return f"{cluster_url}?partitions=1"
 
 
 @pytest.fixture
@@ -60,9 +60,21 @@ def url(request: pytest.FixtureRequest) -> str:
     return _url(request.param, request)
 
 
+@pytest.fixture(params=["memory", "sqlite", "redis", "cluster1"])
+def whole_url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty store of each kind that keeps all rollouts in one place."""
+    return _url(request.param, request)
+
+
 @pytest.fixture(params=["sqlite", "redis", "cluster"])
 def shared_url(request: pytest.FixtureRequest) -> str:
     """The URL of an empty store of each kind that several processes can share."""
+    return _url(request.param, request)
+
+
+@pytest.fixture(params=["sqlite", "redis", "cluster1"])
+def shared_whole_url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty store of each kind for several processes that keeps all rollouts in one place."""
     return _url(request.param, request)
 
 
@@ -70,4 +82,11 @@ def shared_url(request: pytest.FixtureRequest) -> str:
 async def store(url: str) -> AsyncIterator[Store]:
     """An empty store of each kind."""
     async with opened(url) as store:
+        yield store
+
+
+@pytest.fixture
+async def whole_store(whole_url: str) -> AsyncIterator[Store]:
+    """An empty store of each kind that keeps all rollouts in one place."""
+    async with opened(whole_url) as store:
         yield store

@@ -47,8 +47,8 @@ def entry(key: str, ids: str = "") -> IndexEntry:
 
 
 async def add(store: Store, turn: Turn, *entries: IndexEntry) -> Evicted:
-    """Add one turn, with a session if it has none."""
-    return await store.add(make_session(turn.rollout), [turn], [entries])
+    """Add one turn, with a session if it has none: one that no client named."""
+    return await store.add(make_session(turn.rollout, explicit=False), [turn], [entries])
 
 
 @asynccontextmanager

@@ -135,9 +135,9 @@ async def test_a_pause_shorter_than_half_the_age_is_none(shared_url: str, clock:
     assert evicted.rollouts == 1
 
 
-async def test_the_last_used_is_last_even_if_the_clock_is_set_back(url: str, clock: Clock) -> None:
+async def test_the_last_used_is_last_even_if_the_clock_is_set_back(whole_url: str, clock: Clock) -> None:
     limit = 20_000
-    async with opened(url, Limits(max_bytes=limit)) as store:
+    async with opened(whole_url, Limits(max_bytes=limit)) as store:
         for name in ("idle", "matched", "continued"):
             await add(store, make_turn(name))
         clock.set(-_MONTH)
@@ -154,8 +154,8 @@ async def test_the_last_used_is_last_even_if_the_clock_is_set_back(url: str, clo
         assert f"other{number}" in await _names(store)
 
 
-async def test_a_saved_session_is_used_even_if_the_clock_is_set_back(url: str, clock: Clock) -> None:
-    async with opened(url) as store:
+async def test_a_saved_session_is_used_even_if_the_clock_is_set_back(whole_url: str, clock: Clock) -> None:
+    async with opened(whole_url) as store:
         await add(store, make_turn("r"))
         clock.set(-_MONTH)
         await store.save_session(make_session("saved"))

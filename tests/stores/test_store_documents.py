@@ -37,8 +37,8 @@ async def test_a_document_is_deleted_once(store: Store) -> None:
     assert await store.documents.read(["a", "b"]) == {"b": _content(2)}
 
 
-async def test_the_oldest_documents_are_dropped_first(url: str) -> None:
-    async with opened(url, Limits(document_bytes=5000)) as store:
+async def test_the_oldest_documents_are_dropped_first(whole_url: str) -> None:
+    async with opened(whole_url, Limits(document_bytes=5000)) as store:
         names = [f"d{number}" for number in range(10)]
         for name in names:
             await store.documents.keep(name, _content(1000))
@@ -58,8 +58,8 @@ async def test_one_document_may_displace_many(url: str) -> None:
         assert await store.documents.read(["large"]) == {"large": large}
 
 
-async def test_a_document_over_the_limit_displaces_none(url: str) -> None:
-    async with opened(url, Limits(document_bytes=2000)) as store:
+async def test_a_document_over_the_limit_displaces_none(whole_url: str) -> None:
+    async with opened(whole_url, Limits(document_bytes=2000)) as store:
         await store.documents.keep("a", _content(1000))
         await store.documents.keep("b", bytes(range(48, 91)) * 60)
         assert list(await store.documents.read(["a", "b"])) == ["a"]

@@ -118,14 +118,14 @@ async def test_a_turn_is_open_until_it_is_continued(store: Store) -> None:
     assert await _candidates(store) == [(parent.id, True), (other.id, False)]
 
 
-async def test_a_child_in_another_rollout_continues_a_turn(store: Store) -> None:
+async def test_a_child_in_another_rollout_continues_a_turn(whole_store: Store) -> None:
     parent = make_turn("a")
-    await add(store, parent, entry("k"))
-    await add(store, make_turn("b", parent=parent.id))
-    assert await _candidates(store) == [(parent.id, False)]
-    await store.delete("b")
-    await store.release(parent.id)
-    assert await _candidates(store) == [(parent.id, False)]
+    await add(whole_store, parent, entry("k"))
+    await add(whole_store, make_turn("b", parent=parent.id))
+    assert await _candidates(whole_store) == [(parent.id, False)]
+    await whole_store.delete("b")
+    await whole_store.release(parent.id)
+    assert await _candidates(whole_store) == [(parent.id, False)]
 
 
 @pytest.mark.parametrize("child_first", [False, True])

@@ -32,8 +32,8 @@ async def _names(store: Store) -> list[str]:
     return [session.id for session in reversed(await store.sessions(limit=1000))]
 
 
-async def test_adding_evicts_the_least_recently_used(url: str) -> None:
-    async with opened(url, Limits(max_bytes=_LIMIT)) as store:
+async def test_adding_evicts_the_least_recently_used(whole_url: str) -> None:
+    async with opened(whole_url, Limits(max_bytes=_LIMIT)) as store:
         names = [f"r{number:02}" for number in range(40)]
         evicted, size = Evicted(), 0
         for added, name in enumerate(names, 1):
@@ -57,8 +57,8 @@ async def test_adding_evicts_the_least_recently_used(url: str) -> None:
         assert await store.evicted(keys) == {digest_of(name) for name in evicted_names}
 
 
-async def test_saving_a_session_evicts(url: str) -> None:
-    async with opened(url, Limits(max_bytes=_LIMIT)) as store:
+async def test_saving_a_session_evicts(whole_url: str) -> None:
+    async with opened(whole_url, Limits(max_bytes=_LIMIT)) as store:
         await _add(store, "old", 5)
         await _add(store, "new", 5)
         assert await _save(store, "small", metadata=_HEAVY) == Evicted()
@@ -69,8 +69,8 @@ async def test_saving_a_session_evicts(url: str) -> None:
         assert await _names(store) == ["new", "small", "large"]
 
 
-async def test_sessions_without_turns_are_evicted(url: str) -> None:
-    async with opened(url, Limits(max_bytes=_LIMIT)) as store:
+async def test_sessions_without_turns_are_evicted(whole_url: str) -> None:
+    async with opened(whole_url, Limits(max_bytes=_LIMIT)) as store:
         for number in range(20):
             await _save(store, f"r{number}", metadata=_HEAVY)
             assert (await store.usage()).size <= _LIMIT
@@ -80,8 +80,8 @@ async def test_sessions_without_turns_are_evicted(url: str) -> None:
         assert await _names(store) == ["turns"]
 
 
-async def test_a_longer_description_evicts(url: str) -> None:
-    async with opened(url, Limits(max_bytes=_LIMIT)) as store:
+async def test_a_longer_description_evicts(whole_url: str) -> None:
+    async with opened(whole_url, Limits(max_bytes=_LIMIT)) as store:
         await _add(store, "old", 9)
         await _add(store, "described", 6)
         assert await _save(store, "described", metadata=b"{}") == Evicted()
@@ -89,8 +89,8 @@ async def test_a_longer_description_evicts(url: str) -> None:
         assert await _names(store) == ["described"]
 
 
-async def test_use_protects_from_eviction(url: str) -> None:
-    async with opened(url, Limits(max_bytes=_LIMIT)) as store:
+async def test_use_protects_from_eviction(whole_url: str) -> None:
+    async with opened(whole_url, Limits(max_bytes=_LIMIT)) as store:
         for name in ("described", "added", "pinned", "idle"):
             await _add(store, name, 2)
         await _save(store, "described")
@@ -103,8 +103,8 @@ async def test_use_protects_from_eviction(url: str) -> None:
         assert left[:3] == ["described", "added", "pinned"]
 
 
-async def test_a_pinned_rollout_is_not_evicted(url: str) -> None:
-    async with opened(url, Limits(max_bytes=_LIMIT, max_age_s=1000.0)) as store:
+async def test_a_pinned_rollout_is_not_evicted(whole_url: str) -> None:
+    async with opened(whole_url, Limits(max_bytes=_LIMIT, max_age_s=1000.0)) as store:
         for name in ("pinned", "released", "described"):
             await _add(store, name, 4)
         later = time.time() + 1000
@@ -149,8 +149,8 @@ async def test_many_pinned_rollouts_hide_no_old_one(url: str) -> None:
         assert await _names(store) == names[:-1]
 
 
-async def test_pinned_rollouts_may_exceed_the_limit(url: str) -> None:
-    async with opened(url, Limits(max_bytes=_LIMIT)) as store:
+async def test_pinned_rollouts_may_exceed_the_limit(whole_url: str) -> None:
+    async with opened(whole_url, Limits(max_bytes=_LIMIT)) as store:
         for name in ("a", "b"):
             await _add(store, name, 7)
             await store.pin(name, time.time() + 1000)
@@ -162,8 +162,8 @@ async def test_pinned_rollouts_may_exceed_the_limit(url: str) -> None:
         assert await _names(store) == ["a", "b", "own"]
 
 
-async def test_a_rollout_is_evicted_whole(url: str) -> None:
-    async with opened(url, Limits(max_bytes=_LIMIT)) as store:
+async def test_a_rollout_is_evicted_whole(whole_url: str) -> None:
+    async with opened(whole_url, Limits(max_bytes=_LIMIT)) as store:
         await _add(store, "old", 10)
         await store.set_rewards("old", {"": 1.0})
         evicted = await _add(store, "new", 10)
@@ -173,8 +173,8 @@ async def test_a_rollout_is_evicted_whole(url: str) -> None:
         assert len(await store.turns("new")) == 10
 
 
-async def test_the_added_rollout_is_evicted_last(url: str) -> None:
-    async with opened(url, Limits(max_bytes=_LIMIT)) as store:
+async def test_the_added_rollout_is_evicted_last(whole_url: str) -> None:
+    async with opened(whole_url, Limits(max_bytes=_LIMIT)) as store:
         await _add(store, "other")
         await _save(store, "other", used=time.time() + 1000)
         evicted = await _add(store, "long", 16)
@@ -191,8 +191,8 @@ async def test_a_description_that_exceeds_the_limit_alone(url: str) -> None:
         assert await store.usage() == Usage(0, 0, 0)
 
 
-async def test_more_is_evicted_than_one_step_may(url: str) -> None:
-    async with opened(url, Limits(max_bytes=10**6)) as store:
+async def test_more_is_evicted_than_one_step_may(whole_url: str) -> None:
+    async with opened(whole_url, Limits(max_bytes=10**6)) as store:
         sessions = [make_session(f"r{number:04}") for number in range(600)]
         turns = [make_turn(session.id, completion=b"") for session in sessions]
         await asyncio.gather(*(add(store, turn, entry(turn.rollout)) for turn in turns))
@@ -204,7 +204,7 @@ async def test_more_is_evicted_than_one_step_may(url: str) -> None:
 
 
 async def test_eviction_goes_in_short_steps_one_at_a_time(
-    shared_url: str, monkeypatch: pytest.MonkeyPatch
+    shared_whole_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[Evicted] = []
     running = 0
@@ -220,9 +220,9 @@ async def test_eviction_goes_in_short_steps_one_at_a_time(
 
         return await evict_in_steps(lock, noted)
 
-    module = "sqlite" if shared_url.startswith("sqlite") else "redis"
+    module = "sqlite" if shared_whole_url.startswith("sqlite") else "redis"
     monkeypatch.setattr(f"proxy.stores.{module}.evict_in_steps", evict_and_note)
-    async with opened(shared_url, Limits(max_bytes=10**6)) as store:
+    async with opened(shared_whole_url, Limits(max_bytes=10**6)) as store:
         turns = [make_turn(f"r{number}", completion=b"") for number in range(600)]
         await asyncio.gather(*(add(store, turn) for turn in turns))
         large = [make_turn(f"large{number}", completion=os.urandom(600_000)) for number in range(3)]
@@ -235,8 +235,8 @@ async def test_eviction_goes_in_short_steps_one_at_a_time(
     assert all(step.rollouts + step.turns <= STEP + 1 for step in steps)
 
 
-async def test_concurrent_calls_keep_the_limit(url: str) -> None:
-    async with opened(url, Limits(max_bytes=_LIMIT)) as store:
+async def test_concurrent_calls_keep_the_limit(whole_url: str) -> None:
+    async with opened(whole_url, Limits(max_bytes=_LIMIT)) as store:
         evicted = await asyncio.gather(*(_add(store, f"r{number}", 1 + number % 5) for number in range(100)))
         usage = await store.usage()
         assert 0 < usage.size <= _LIMIT
@@ -277,8 +277,8 @@ async def test_a_lower_limit_holds_after_evict(shared_url: str) -> None:
         assert (await store.usage()).size <= _TARGET
 
 
-async def test_evicted_keys_are_forgotten_after_a_while(url: str) -> None:
-    async with opened(url, Limits(max_age_s=-1.0, evicted_keys=10)) as store:
+async def test_evicted_keys_are_forgotten_after_a_while(whole_url: str) -> None:
+    async with opened(whole_url, Limits(max_age_s=-1.0, evicted_keys=10)) as store:
         for number in range(25):
             await _add(store, f"r{number:02}")
             await store.evict()
@@ -305,8 +305,8 @@ async def test_an_evicted_rollout_may_be_added_again(url: str) -> None:
         assert (await store.usage()).turns == 1
 
 
-async def test_responses_keep_their_limit(url: str) -> None:
-    async with opened(url, Limits(response_bytes=5000)) as store:
+async def test_responses_keep_their_limit(whole_url: str) -> None:
+    async with opened(whole_url, Limits(response_bytes=5000)) as store:
         responses = [make_response(b"k", body=bytes(1000)) for _ in range(10)]
         for response in responses:
             await store.keep_response(response)
@@ -321,8 +321,8 @@ async def test_responses_keep_their_limit(url: str) -> None:
         assert await store.responses(b"k") == []
 
 
-async def test_one_response_may_displace_many(url: str) -> None:
-    async with opened(url, Limits(response_bytes=200_000)) as store:
+async def test_one_response_may_displace_many(whole_url: str) -> None:
+    async with opened(whole_url, Limits(response_bytes=200_000)) as store:
         await asyncio.gather(*(store.keep_response(make_response(b"k")) for _ in range(600)))
         assert len(await store.responses(b"k")) == 600
         large = make_response(b"k", body=bytes(199_000))

@@ -136,14 +136,14 @@ async def test_path_begins_with_the_first_turn(store: Store) -> None:
     assert await store.path(fork.id) == [*turns[:5], fork]
 
 
-async def test_path_may_cross_rollouts(store: Store) -> None:
+async def test_path_may_cross_rollouts(whole_store: Store) -> None:
     first = make_turn("a")
     second = make_turn("b", parent=first.id)
-    await add(store, first)
-    await add(store, second)
-    assert await store.path(second.id) == [first, second]
-    await store.delete("a")
-    assert await store.path(second.id) == []
+    await add(whole_store, first)
+    await add(whole_store, second)
+    assert await whole_store.path(second.id) == [first, second]
+    await whole_store.delete("a")
+    assert await whole_store.path(second.id) == []
 
 
 async def test_no_path_without_all_ancestors(store: Store) -> None:
