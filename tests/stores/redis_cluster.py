@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,17 @@ class RedisCluster:
 
 @contextmanager
 def run_cluster(
-    folder: Path, *options: str, masters: int = 3, replicas: int = 0, node_timeout_ms: int = 2000
+    folder: Path,
+    *options: str,
+    masters: int = 3,
+    replicas: int = 0,
+    node_timeout_ms: int = 2000,
+    each: Sequence[Sequence[str]] = (),
 ) -> Iterator[RedisCluster]:
-    """A cluster that keeps nothing."""
+    """A cluster that keeps nothing. `each`: options of the first server, of the second, ..."""
     nodes = [
-        RedisNode(folder / str(number), *options, node_timeout_ms=node_timeout_ms)
-        for number in range(masters + replicas)
+        RedisNode(folder / str(number), *options, *own, node_timeout_ms=node_timeout_ms)
+        for number, own in zip_longest(range(masters + replicas), each, fillvalue=())
     ]
     with ExitStack() as stack:
         for node in nodes:

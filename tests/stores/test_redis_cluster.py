@@ -214,11 +214,11 @@ def _owner(cluster: RedisCluster, slot: int) -> tuple[RedisNode, RedisNode]:
 
 
 async def test_a_slot_that_moves(own_store: Store, own_cluster: RedisCluster) -> None:
-    """While keys of a partition are on two servers it refuses all calls; before and after nothing is missing."""
+    """While keys of a partition are on two servers it refuses all calls; after that nothing is missing."""
     turns = [make_turn("r")]
     turns.append(make_turn("r", parent=turns[0].id))
     await own_store.add(make_session("r"), turns, [[entry("a", "x")], [entry("b", "y")]])
-    [key] = [key for key in own_cluster.keys() if key.endswith(b":rollout:r")]
+    [key] = [key for key in own_cluster.keys() if key.endswith(b":rollout:r")]  # noqa: SIM118
     slot = key_slot(key)
     source, target = _owner(own_cluster, slot)
     before = await own_store.find([digest_of("a"), digest_of("b")])
@@ -310,7 +310,7 @@ async def test_a_master_that_dies(tmp_path: Path) -> None:
             await add(store, turn, entry(turn.id, "ids"))
             later.append(turn)
         async with asyncio.timeout(_PATIENCE_S):
-            while store.health().queued_turns or store.health().state != "ok":
+            while store.health().queued_turns or store.health().state != "ok":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         await _until_it_works(store)
         assert store.health().lost_turns == 0
