@@ -199,7 +199,9 @@ def _sentinel(url: RedisUrl) -> tuple[Any, list[Any]]:
     retry = Retry(NoBackoff(), _TRIALS, supported_errors=(exceptions.ConnectionError,))
     options = _options(url, max_connections=_SPARE * _CONNECTIONS, retry=retry)
     options.pop("connection_class", None)
-    times = {"socket_timeout": _SENTINEL_S, "socket_connect_timeout": _SENTINEL_S}
+    # the next sentinel is asked instead of one again that does not respond
+    once = Retry(NoBackoff(), 0)
+    times = {"socket_timeout": _SENTINEL_S, "socket_connect_timeout": _SENTINEL_S, "retry": once}
     make: Any = Sentinel  # its arguments have no types
     sentinel = make(list(url.hosts), sentinel_kwargs={**times, **url.sentinel_options, "ssl": url.tls})
     client = sentinel.master_for(url.service, ssl=url.tls, **options)
