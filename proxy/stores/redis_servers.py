@@ -95,6 +95,8 @@ class RedisServers:
 
     async def run_each(self, calls: Sequence[Call]) -> list[Any]:
         """The replies of several scripts, sent in one round trip to each server. Raises StoreError."""
+        if len(calls) == 1:
+            return [await self.run(calls[0].prefix, calls[0].script, *calls[0].args)]
         replies = await self._send(calls, cached=True)
         unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
         if unknown:
@@ -133,7 +135,10 @@ class RedisServers:
         """Errors as StoreErrors that name the servers and what to do."""
         try:
             yield
-        except _FAILURES as error:
+        except _FAILURES as failure:
+            # that no server of a cluster could be asked has a reason
+            cause = failure.__cause__ if isinstance(failure, exceptions.RedisClusterException) else None
+            error = cause if isinstance(cause, _FAILURES) else failure
             raise _kind(error)(f"{self.name}: {error}: {_advice(error, self.url)}") from error
         except msgspec.DecodeError as error:
             raise StoreError(f"{self.name} holds what this version cannot read: {error}") from error

@@ -25,7 +25,6 @@ from tests.real_vllm.rollouts import (
     open_client,
     record,
 )
-from tests.stores.redis_server import run_redis
 
 END_OF_REASONING = 12
 """Id of `</think>` in the reasoning engine's tokenizer."""
@@ -167,12 +166,21 @@ async def test_a_killed_proxy_knows_its_conversations_when_it_is_back(
         proxy.stop()
 
 
-async def test_two_proxies_with_one_redis(engines: dict[str, EngineProcess], tmp_path: Path) -> None:
+async def test_two_proxies_with_one_redis(engines: dict[str, EngineProcess], redis_url: str) -> None:
+    await _alternate(engines["stock"].url, redis_url)
+
+
+async def test_two_proxies_with_one_redis_cluster(
+    engines: dict[str, EngineProcess], cluster_url: str
+) -> None:
+    """The turns of a conversation without a session are found in whichever partition it is."""
+    await _alternate(engines["stock"].url, cluster_url)
+
+
+async def _alternate(engine: str, store: str) -> None:
     """The turns of every conversation go to one proxy and the other by turns."""
     with ExitStack() as stack:
-        port = stack.enter_context(run_redis(tmp_path))
-        flags = ("--store", f"redis://127.0.0.1:{port}/0")
-        urls = [stack.enter_context(run_proxy(engines["stock"].url, *flags)) for _ in range(2)]
+        urls = [stack.enter_context(run_proxy(engine, "--store", store)) for _ in range(2)]
         async with AsyncExitStack() as clients:
             both = [await clients.enter_async_context(open_client(f"{url}/v1")) for url in urls]
             talks = [Talk(both[0], stream) for stream in (False, True)]

@@ -14,6 +14,7 @@ import redis
 from proxy.history.feed import Cause
 from proxy.history.store import Limits, Store, StoreError, StoreUnusable
 from proxy.metrics import Metrics
+from proxy.stores import redis_scripts
 from proxy.stores.guarded import GuardedStore
 from proxy.stores.urls import make_store
 from tests.stores.certificates import Certificates, make_certificates
@@ -149,6 +150,20 @@ async def test_a_user_with_the_documented_rights_in_a_cluster(tmp_path: Path) ->
         url = cluster.url.replace("//", "//tokenproxy:word@")
         async with opened(url, Limits(max_bytes=60_000)) as store:
             await _use(store)
+        store = make_store(url.replace(":word@", ":secret@"), Limits())
+        with pytest.raises(StoreUnusable, match="check the user and the password") as raised:
+            await store.open()
+        assert "secret" not in str(raised.value)
+        await store.aclose()
+
+
+def test_the_documented_rights_are_those_that_scripts_need() -> None:
+    folder = Path(redis_scripts.__file__).parent
+    scripts = "".join(file.read_text() for file in folder.glob("redis*.py"))
+    used = {name.lower() for name in re.findall(r"redis\.p?call\('(\w+)'", scripts)}
+    client = {"eval", "evalsha", "select", "asking", "command", "cluster"}
+    granted = {rule[1:].partition("|")[0] for rule in _rules().split() if rule.startswith("+")}
+    assert granted == used | client
 
 
 async def test_a_user_without_rights(tmp_path: Path) -> None:

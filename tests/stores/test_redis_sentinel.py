@@ -72,7 +72,7 @@ def _ready(port: int) -> bool:
 def group(tmp_path: Path) -> Iterator[_Group]:
     """A master, its replica and three sentinels."""
     with ExitStack() as stack:
-        servers = []
+        servers: list[RedisServer] = []
         for name in ("master", "replica"):
             (tmp_path / name).mkdir()
             of = ("--replicaof", f"127.0.0.1 {servers[0].port}") if servers else ()
@@ -86,7 +86,7 @@ def group(tmp_path: Path) -> Iterator[_Group]:
             stack.enter_context(_sentinel(tmp_path / f"s{number}", servers[0].port)) for number in range(3)
         ]
         wait_for(lambda: all(map(_ready, ports)))
-        yield _Group(*servers, ports)
+        yield _Group(servers[0], servers[1], ports)
 
 
 async def test_a_master_that_dies(group: _Group) -> None:

@@ -12,6 +12,7 @@ import redis
 from proxy.history.store import Limits, RecordRefused, Store, StoreError
 from proxy.stores.memory import MemoryStore
 from proxy.stores.redis import RedisStore
+from proxy.stores.redis_partitions import PartitionedStore
 from proxy.stores.sqlite import SqliteStore
 from proxy.stores.sqlite_threads import Database
 from proxy.stores.urls import STORE_URLS, make_store
@@ -31,6 +32,14 @@ from tests.stores.store_utils import add, digest_of, entry, make_session, make_t
         ("rediss://localhost:6379/1", RedisStore),
         ("valkey://localhost:6379/1", RedisStore),
         ("valkeys://localhost:6379/1", RedisStore),
+        ("redis://localhost:6379/1?partitions=4", PartitionedStore),
+        ("redis+cluster://localhost", PartitionedStore),
+        ("rediss+cluster://user:word@a:1,b:2,[::1]:3/0?socket_timeout=3", PartitionedStore),
+        ("valkey+cluster://:word%40%2f@a:1/?partitions=4", PartitionedStore),
+        ("valkeys+cluster://localhost", PartitionedStore),
+        ("redis+sentinel://a,b:1/name", RedisStore),
+        ("rediss+sentinel://user:word@a:1,b:2/name/3?sentinel_password=x", RedisStore),
+        ("valkey+sentinel://a/name/0?partitions=2", PartitionedStore),
     ],
 )
 def test_urls(url: str, kind: type[Store]) -> None:
@@ -61,7 +70,17 @@ def test_unknown_urls(url: str) -> None:
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize("url", ["redis://:secret/x@host:1/0", "redis://:secret@host/0?nonsense=1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("redis://:secret/x@host:1/0", "redis://:secret@host/0?nonsense=1", "redis://:secret@a:1,b:2/0"),
+        *("redis://:secret@host/0?partitions=0", "redis://:secret@host/0?partitions=1025"),
+        *("redis://:secret@host/0?partitions=x", "redis+cluster://:secret@host/1"),
+        *("redis+cluster://:secret@host?nonsense=1", "redis+cluster://:secret@a:1,b:x"),
+        *("redis+sentinel://:secret@host", "redis+sentinel://:secret@host/name/x"),
+        *("redis+sentinel://:secret@host/name/0?nonsense=1", "redis://:secret@host/0?ssl_ca_certs=x"),
+    ],
+)
 def test_wrong_redis_urls(url: str) -> None:
     with pytest.raises(ValueError, match="not a Redis URL") as raised:
         make_store(url, Limits())
