@@ -130,10 +130,10 @@ async def test_a_pinned_rollout_is_not_evicted(whole_url: str) -> None:
 async def test_a_pin_ends(url: str) -> None:
     async with opened(url, Limits(max_age_s=1000.0)) as store:
         await _add(store, "r")
-        await store.pin("r", time.time() + 0.1)
+        await store.pin("r", time.time() + 0.5)
         await _save(store, "r", used=1.0)
         assert await store.evict() == Evicted()
-        await asyncio.sleep(0.12)
+        await asyncio.sleep(0.55)
         assert (await store.evict()).rollouts == 1
 
 
