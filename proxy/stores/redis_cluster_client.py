@@ -10,17 +10,12 @@ class ClusterClient(RedisCluster):
     """The client of redis-py, but calls that run at the same time do not disturb each other.
 
     redis-py closes all connections before it asks the servers again who has which slot, also those that other
-    calls are using. This one leaves those open until their calls end.
+    calls are using. This one leaves them open: connections to servers that are gone fail when they are used.
     """
 
     async def aclose(self) -> None:
         """What redis-py calls before it asks the servers again."""
-        if self._initialize:
-            return
         self._initialize = True
-        for node in list(self.nodes_manager.nodes_cache.values()):
-            node.update_active_connections_for_reconnect()
-            await node.disconnect_free_connections()
 
     async def close_all(self) -> None:
         """Close all connections."""
