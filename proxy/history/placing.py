@@ -1,5 +1,6 @@
 """Finds where the turn of a request is recorded: its conversation, scope, match and rollout."""
 
+import asyncio
 import hashlib
 import logging
 import time
@@ -90,15 +91,22 @@ class Placer:
     async def match(self, request: ChatRequest, conversation: Conversation, scope: Scope) -> Match:
         """Find the recorded turn that a request continues, and pin its rollout if the store responds."""
         named, only = _rollouts_of(request)
+        if named is not None:
+            # the turn is of this rollout, if there is one: one wait for the store instead of two
+            return (await asyncio.gather(self._match(request, conversation, scope, only), self.pin((named,))))[0]
+        match = await self._match(request, conversation, scope, only)
+        if match.turn is not None and match.same_rollout:
+            await self.pin((match.turn.rollout,))
+        return match
+
+    async def _match(
+        self, request: ChatRequest, conversation: Conversation, scope: Scope, rollout: str | None
+    ) -> Match:
         try:
-            match = await self.matcher.match(conversation, scope, only, request.echoed)
+            return await self.matcher.match(conversation, scope, rollout, request.echoed)
         except StoreError as error:
             self.report("the prompt of a request is rendered", error)
             return Match(reason=Reason.STORE_UNAVAILABLE)
-        rollout = match.turn.rollout if match.turn is not None and match.same_rollout else named
-        if rollout is not None:
-            await self.pin((rollout,))
-        return match
 
     async def match_ids(self, request: ChatRequest, prompt: bytes, scope: Scope) -> Match:
         """Find the recorded turn that a prompt, a compact JSON array of ids, continues.
