@@ -93,7 +93,9 @@ class Placer:
         named, only = _rollouts_of(request)
         if named is not None:
             # the turn is of this rollout, if there is one: one wait for the store instead of two
-            return (await asyncio.gather(self._match(request, conversation, scope, only), self.pin((named,))))[0]
+            return (
+                await asyncio.gather(self._match(request, conversation, scope, only), self.pin((named,)))
+            )[0]
         match = await self._match(request, conversation, scope, only)
         if match.turn is not None and match.same_rollout:
             await self.pin((match.turn.rollout,))
