@@ -155,26 +155,28 @@ def test_a_server_that_is_killed(mortal: FakeVllm, tmp_path: Path) -> None:
 def test_one_of_three_masters_is_killed(mortal: FakeVllm, tmp_path: Path) -> None:
     """Conversations without sessions may be in any partition: without one of them none is found."""
     options = ("--appendonly", "yes", "--appendfsync", "everysec")
-    with run_cluster(tmp_path, *options, node_timeout_ms=600) as cluster:
-        with run_proxy_process(mortal, cluster.url, tmp_path / "log") as client:
-            crowd = Crowd(str(client.base_url), _AT_ONCE)
-            crowd.ask()
-            healthy = crowd.ask()
-            assert healthy.reasons == {""}
-            _recovered(client)
-            cluster.masters[1].kill()
-            first, second = crowd.ask(), crowd.ask()
-            state = store_state(client)
-            cluster.masters[1].start()
-            seconds = _recovered(client)
-            print(f"p99: {healthy.p99:.2f} s, killed {first.p99:.2f} s, then {second.p99:.2f} s; {state}")
-            print(f"recovered after {seconds:.1f} s")
-            assert max(first.p99, second.p99) < healthy.p99 + _STALL_S + _SLACK_S
-            assert first.reasons == second.reasons == {"store_unavailable"}
-            assert state["state"] != "ok" and state["queued_turns"] > _AT_ONCE
-            assert crowd.ask().reasons == {""}
-            assert store_state(client)["lost_turns"] == 0
-            check_record(client, crowd.answers)
+    with (
+        run_cluster(tmp_path, *options, node_timeout_ms=600) as cluster,
+        run_proxy_process(mortal, cluster.url, tmp_path / "log") as client,
+    ):
+        crowd = Crowd(str(client.base_url), _AT_ONCE)
+        crowd.ask()
+        healthy = crowd.ask()
+        assert healthy.reasons == {""}
+        _recovered(client)
+        cluster.masters[1].kill()
+        first, second = crowd.ask(), crowd.ask()
+        state = store_state(client)
+        cluster.masters[1].start()
+        seconds = _recovered(client)
+        print(f"p99: {healthy.p99:.2f} s, killed {first.p99:.2f} s, then {second.p99:.2f} s; {state}")
+        print(f"recovered after {seconds:.1f} s")
+        assert max(first.p99, second.p99) < healthy.p99 + _STALL_S + _SLACK_S
+        assert first.reasons == second.reasons == {"store_unavailable"}
+        assert state["state"] != "ok" and state["queued_turns"] > _AT_ONCE
+        assert crowd.ask().reasons == {""}
+        assert store_state(client)["lost_turns"] == 0
+        check_record(client, crowd.answers)
 
 
 def test_a_full_disk(mortal: FakeVllm, tmp_path: Path) -> None:
