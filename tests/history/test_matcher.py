@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from proxy.history.cache import TurnCache
 from proxy.history.matcher import Matcher
-from proxy.history.store import FOUND_AT_MOST
+from proxy.history.store import FOUND_AT_MOST, Found
 from proxy.history.vocabulary import Reason
 from tests.history.recording import Record, assistant, scope_of, user
 from tokenization import ids
@@ -294,3 +296,23 @@ async def test_a_named_turn_of_another_session_is_not_continued() -> None:
         await record.add([user("Hi")], assistant("a"), [5], [6, n])
     match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: other.turn.id})
     assert (match.turn, match.reason) == (None, Reason.AMBIGUOUS)
+
+
+@pytest.mark.parametrize(
+    "session, rollout, searched", [(None, None, None), ("s", None, "t/s"), (None, "t/chosen", "t/chosen")]
+)
+async def test_only_the_rollout_that_can_hold_the_turn_is_searched(
+    monkeypatch: pytest.MonkeyPatch, session: str | None, rollout: str | None, searched: str | None
+) -> None:
+    record, rollouts = Record(), set()
+    find = record.store.find
+
+    async def noted(keys: Sequence[bytes], rollout: str | None = None) -> dict[bytes, Found]:
+        rollouts.add(rollout)
+        return await find(keys, rollout)
+
+    monkeypatch.setattr(record.store, "find", noted)
+    scope = replace(scope_of(), tenant="t", session=session)
+    messages = [user("Hi"), assistant("a"), user("b")]
+    assert (await record.match(messages, scope, rollout)).reason == Reason.NO_MATCH
+    assert rollouts == {searched}
