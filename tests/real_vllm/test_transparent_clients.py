@@ -183,12 +183,12 @@ async def _alternate(engine: str, store: str) -> None:
         urls = [stack.enter_context(run_proxy(engine, "--store", store)) for _ in range(2)]
         async with AsyncExitStack() as clients:
             both = [await clients.enter_async_context(open_client(f"{url}/v1")) for url in urls]
-            talks = [Talk(both[0], stream) for stream in (False, True, False)]
-            sessions: list[dict[str, Any]] = [{}, {}, {"extra_headers": {"X-Session-ID": uuid4().hex}}]
+            talks = [Talk(both[0], stream) for stream in (False, True)]
+            talks.append(Talk(both[0], session=uuid4().hex))
             for turn in range(4):
-                for talk, session in zip(talks, sessions, strict=True):
+                for talk in talks:
                     talk.client = both[turn % 2]
-                    talk.options = {"extra_body": {"return_token_ids": True}, **session}
+                    talk.options = {"extra_body": {"return_token_ids": True}}
                 await asyncio.gather(
                     *(talk.say("And then?" if turn else f"Talk about {uuid4().hex}.") for talk in talks)
                 )
