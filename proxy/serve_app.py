@@ -8,11 +8,12 @@ continue any conversation. docs/ray.md describes it.
 """
 
 import gc
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, get_args
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -107,11 +108,18 @@ def build(arguments: Arguments) -> Application:
         max_ongoing_requests=arguments.max_ongoing_requests,
         graceful_shutdown_timeout_s=settings.drain_s + _CUT_S,
         ray_actor_options={"num_cpus": arguments.cpus},
-        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
+        **_routing(),
         **options,
     )
     engines = [run_engines(arguments.engines)] if arguments.engines else []
     return deployment.bind(*engines)
+
+
+def _routing() -> dict[str, Any]:
+    """Options of the deployment. Where HAProxy chooses the replicas, Ray Serve refuses a router."""
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        return {}
+    return {"request_router_config": RequestRouterConfig(request_router_class=_ROUTER)}
 
 
 def _app_maker(arguments: Arguments) -> Callable[[], FastAPI]:
@@ -196,4 +204,5 @@ def _check(name: str, value: object) -> None:
 
 def _holds_password(value: object) -> bool:
     urls = value if isinstance(value, list) else str(value).split(",")
-    return any(urlsplit(str(url)).password for url in urls)
+    parts = [urlsplit(str(url)) for url in urls]
+    return any(part.password or "password" in parse_qs(part.query) for part in parts)

@@ -66,7 +66,10 @@ def read_engines(value: object) -> object:
     Raises:
         ValueError: the text is not JSON.
     """
-    return json.loads(value) if isinstance(value, str) else value
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"not an object in JSON: {error}") from error
 
 
 async def find_engines(url: str) -> list[str]:

@@ -84,12 +84,17 @@ class Cluster:
         return found
 
     def replicas_of(self, requests: list[str]) -> list[str]:
-        """Which replica of the proxy handled each request, by Ray Serve's own log."""
+        """Which replica of the proxy handled each request, by Ray Serve's own log, which may lag behind."""
+        wait_until(lambda: set(requests) <= set(self._handled()), 30)
+        handled = self._handled()
+        return [handled[request] for request in requests]
+
+    def _handled(self) -> dict[str, str]:
         handled: dict[str, str] = {}
         for file in self.folder.glob("session_*/logs/serve/replica_default_Proxy_*.log"):
             for found in _HANDLED.finditer(file.read_text()):
                 handled[found["request"]] = found["replica"]
-        return [handled[request] for request in requests]
+        return handled
 
     def metrics(self) -> str:
         """The page that Ray's agent of the node serves."""

@@ -39,6 +39,7 @@ _SHARED = {"store": "redis://127.0.0.1:6379/0"}
         ({"api_key": "k", **_URL}, "api_key: Ray's dashboard shows arguments: set TOKENPROXY_API_KEY in"),
         ({"admin_key": ["k"], **_URL}, "set TOKENPROXY_ADMIN_KEY in"),
         ({"store": "redis://:p@h:6379/0", **_URL}, "set TOKENPROXY_STORE in"),
+        ({"store": "redis+sentinel://h:1,g:2/m/0?password=p", **_URL}, "set TOKENPROXY_STORE in"),
         ({"upstreams": ["http://user:p@h:8000"]}, "set TOKENPROXY_UPSTREAMS in"),
         ({"port": 1, **_URL}, "port: Ray Serve has the server here"),
         ({}, "no engine: name some with upstreams=URL"),
@@ -59,7 +60,7 @@ def test_arguments_that_cannot_be_right(arguments: dict[str, Any], message: str)
     [
         ({"replicas": 0}, "replicas"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas"),
-        ({"engines": "{"}, "engines"),
+        ({"engines": "{"}, "engines\n  Value error, not an object in JSON"),
         ({"engines": {"model": "m", "gpu": 1}}, "gpu"),
     ],
 )
@@ -87,6 +88,13 @@ def test_options_of_the_deployment() -> None:
     scaled = build(Arguments(**_URL, **_SHARED, replicas=2, max_replicas=5, requests_per_replica=7))
     scaling = scaled._bound_deployment._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 5, 7)
+
+
+def test_haproxy_chooses_where_ray_serve_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Serve refuses to deploy an application with a router of its own then."""
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    proxy = build(Arguments(**_URL))._bound_deployment
+    assert "Consistent" not in str(proxy._deployment_config.request_router_config.request_router_class)
 
 
 @pytest.mark.parametrize("path", sorted((_ROOT / "deploy/ray").glob("*.yaml")), ids=lambda path: path.name)
