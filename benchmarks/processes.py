@@ -65,9 +65,7 @@ class Proxy:
 
     def other_programs_s(self) -> float:
         """CPU seconds that other processes have used on its core."""
-        lines = Path("/proc/stat").read_text().splitlines()
-        user, nice, system = next(line for line in lines if line.startswith(f"cpu{self.core} ")).split()[1:4]
-        return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK") - self.cpu_s()
+        return core_busy_s(self.core) - self.cpu_s()
 
 
 def tree_cpu_s(pid: int) -> float:
@@ -80,10 +78,25 @@ def tree_cpu_s(pid: int) -> float:
     return seconds
 
 
+def process_cpu_s(pid: int) -> float:
+    """CPU seconds of all threads of one process, to the nanosecond; `tree_cpu_s` counts in hundredths.
+
+    The number of the clock is Linux': the inverted id, and 2 for the scheduler's time of the whole process.
+    """
+    return time.clock_gettime((~pid << 3) | 2)
+
+
 def children(pid: int) -> list[int]:
     """The ids of the processes that a process has started and that run."""
     threads = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+def core_busy_s(core: int) -> float:
+    """CPU seconds that all processes have used on a core."""
+    lines = Path("/proc/stat").read_text().splitlines()
+    user, nice, system = next(line for line in lines if line.startswith(f"cpu{core} ")).split()[1:4]
+    return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def other_programs_s() -> float:
@@ -212,7 +225,20 @@ def gateway_engine(core: int, answers: Path, tokenizer: Path) -> Iterator[int]:
         answers: file of its answers.
         tokenizer: folder that it names as its model.
     """
-    command = [sys.executable, "-m", "benchmarks.gateway_engine", str(answers), "--model", str(tokenizer)]
+    with _answering("gateway_engine", core, answers, tokenizer) as port:
+        yield port
+
+
+@contextmanager
+def scale_engine(core: int, answers: Path, tokenizer: Path) -> Iterator[int]:
+    """Run the engine of `simulate.py`; yields its port. The arguments are those of `gateway_engine`."""
+    with _answering("scale_engine", core, answers, tokenizer) as port:
+        yield port
+
+
+@contextmanager
+def _answering(program: str, core: int, answers: Path, tokenizer: Path) -> Iterator[int]:
+    command = [sys.executable, "-m", f"benchmarks.{program}", str(answers), "--model", str(tokenizer)]
     process = _start(command, core, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -234,14 +260,18 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def redis_server(core: int, folder: Path) -> Iterator[str | None]:
-    """Run a Redis that writes nothing to disk; yields its URL, or None if Redis is not installed."""
+def redis_server(core: int, folder: Path, flags: Sequence[str] = ()) -> Iterator[str | None]:
+    """Run a Redis that writes nothing to disk; yields its URL, or None if Redis is not installed.
+
+    Args:
+        flags: more flags of its command; an append-only file is written to `folder`.
+    """
     program = next(filter(None, map(shutil.which, ("redis-server", "valkey-server"))), None)
     if program is None:
         yield None
         return
     (port,) = free_ports(1)
-    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *flags]
     process = _start(command, core, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_listening(process, port)

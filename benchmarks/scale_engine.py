@@ -1,0 +1,98 @@
+"""The engine of `simulate.py`: the fixed answers of `gateway_engine`, each after a given time.
+
+`python -m benchmarks.scale_engine FILE --model FOLDER` prints its port. `GET /service/SECONDS` sets the mean
+time of an answer. A streamed answer comes in one chunk per sampled id, spread evenly over its time.
+`GET /totals` returns what it did: answers, bytes read and written, CPU seconds.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from benchmarks.cases import http_response
+from benchmarks.gateway_answers import Answer
+from benchmarks.gateway_engine import Connection, Engine
+from benchmarks.scale_case import Case
+
+
+class PacedEngine(Engine):
+    """An engine that waits before it answers, and counts."""
+
+    def __init__(self, answers: dict[str, Answer], root: str) -> None:
+        super().__init__(answers, root)
+        self.answers = self.read_bytes = self.written_bytes = 0
+        self._services: Iterator[float] = self._pace(0.0)
+
+    def service_s(self) -> float:
+        """Seconds of the next answer."""
+        return next(self._services)
+
+    def page(self, path: str, body: bytes) -> bytes:
+        """The response to a request for anything but an answer."""
+        command, _, value = path.removeprefix("/").partition("/")
+        if command == "service":
+            self._services = self._pace(float(value))
+            return http_response({"service_s": float(value)})
+        if command == "totals":
+            totals = {"answers": self.answers, "read": self.read_bytes, "written": self.written_bytes}
+            return http_response(totals | {"cpu_s": time.process_time()})
+        return super().page(path, body)
+
+    @staticmethod
+    def _pace(service_s: float) -> Iterator[float]:
+        case = Case("pace", 1, 1, 0, 0, 0)
+        return replace(case, service_s=service_s).services()
+
+
+class PacedConnection(Connection):
+    """One connection to it."""
+
+    def __init__(self, engine: PacedEngine) -> None:
+        super().__init__(engine)
+        self._paced = engine
+
+    def _respond(self, head: bytes, body: bytes) -> None:
+        if not head.startswith(b"POST /v1/chat/completions "):
+            super()._respond(head, body)
+            return
+        engine = self._paced
+        parts = engine.answer(body)
+        engine.answers += 1
+        engine.read_bytes += len(head) + len(body)
+        engine.written_bytes += sum(map(len, parts))
+        service_s = engine.service_s()
+        if service_s <= 0:
+            self._write(parts, 0)
+            return
+        begun, last = self._loop.time(), len(parts) - 1
+        for number, part in enumerate(parts):
+            # the first chunk has only the role; a whole answer is its only part
+            after = service_s * (number / last if last else 1.0)
+            self._loop.call_at(begun + after, self._transport.write, part)
+
+
+async def _serve(engine: PacedEngine) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: PacedConnection(engine), "127.0.0.1", 0, backlog=1024)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+def main() -> None:
+    """Run the command until it is ended."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("answers", type=Path, metavar="FILE")
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="folder of the tokenizer")
+    options = parser.parse_args()
+    answers = msgspec.msgpack.decode(options.answers.read_bytes(), type=dict[str, Answer])
+    uvloop.run(_serve(PacedEngine(answers, options.model)))
+
+
+if __name__ == "__main__":
+    main()
