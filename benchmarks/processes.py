@@ -271,8 +271,8 @@ def redis_server(core: int, folder: Path, flags: Sequence[str] = ()) -> Iterator
         yield None
         return
     (port,) = free_ports(1)
-    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *flags]
-    process = _start(command, core, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    process = _start([*command, *flags], core, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_listening(process, port)
         yield f"redis://127.0.0.1:{port}/0"

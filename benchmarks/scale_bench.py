@@ -1,7 +1,8 @@
-"""The processes of `simulate.py`: the proxy on a core of its own; client, engine and Redis on the other core."""
+"""The processes of `simulate.py`: the proxy on its own core; client, engine and Redis on the other one."""
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -92,12 +93,12 @@ class Bench:
 
     def clients(self, case: Case) -> Clients:
         """Clients with rollouts of their own; the engine now gives the case's answers."""
-        for path in (f"/use/{case.name}", f"/service/{case.service_s!r}"):
+        for path in (f"/use/{_slug(case)}", f"/service/{case.service_s!r}"):
             if get_json(self.engine, path) is None:
                 raise BadResponse(f"the engine does not know {path}")
         self._rollouts += case.rollouts
         port = self.proxies[case.store].port
-        return Clients(case, self.scripts[case.name], port, self._rollouts - case.rollouts)
+        return Clients(case, self.scripts[_slug(case)], port, self._rollouts - case.rollouts)
 
     def measure(self, case: Case, clients: Clients, turns: int = 0) -> Measured:
         """Take turns of all rollouts, 0 for all that are left, and find out what each cost.
@@ -114,7 +115,10 @@ class Bench:
         after = self._counters(running)
         used = {name: (after[name] - before[name]) / run.turns for name in after}
         ours = (used["proxy_s"] * run.turns, (used["engine_s"] + used["redis_s"]) * run.turns + run.cpu_s)
-        others = [(end - begin - own) / seconds for begin, end, own in zip(busy, busy_after, ours, strict=True)]
+        others = [
+            max(0.0, end - begin - own) / seconds
+            for begin, end, own in zip(busy, busy_after, ours, strict=True)
+        ]
         return Measured(
             run=run,
             proxy_ms=1000 * used["proxy_s"],
@@ -128,7 +132,7 @@ class Bench:
             aof_bytes=used["aof"],
             client_bytes=(run.sent_bytes + run.received_bytes) / run.turns,
             engine_bytes=used["engine_bytes"],
-            others=(max(0.0, others[0]), max(0.0, others[1])),
+            others=(others[0], others[1]),
         )
 
     def search_ms(self) -> float:
@@ -181,7 +185,7 @@ def open_bench(
     """
     tokenizer = ChatTokenizer.load(checkpoint)
     corpus = Corpus(tokenizer)
-    scripts = {case.name: write_script(case, tokenizer, corpus) for case in cases}
+    scripts = {_slug(case): write_script(case, tokenizer, corpus) for case in cases}
     answers = folder / "answers"
     answers.write_bytes(msgspec.msgpack.encode({name: script.canned for name, script in scripts.items()}))
     cores = Cores.pick()
@@ -200,3 +204,8 @@ def open_bench(
         }
         stack.enter_context(pinned(cores.client))
         yield Bench(cores, engine, url, Redis.from_url(url), proxies, scripts)
+
+
+def _slug(case: Case) -> str:
+    """The name of a case as a part of a path."""
+    return re.sub(r"\W+", "-", case.name)

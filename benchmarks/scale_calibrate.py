@@ -2,25 +2,39 @@
 
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.command import progress, scratch_folder
+from benchmarks.command import progress
 from benchmarks.gateway_run import settle
 from benchmarks.processes import Cores, Proxy, engine_fleet, pinned, process_cpu_s, proxy
 from benchmarks.report import machine
-from benchmarks.scale_bench import Bench, Measured, open_bench
+from benchmarks.scale_bench import Bench, Measured
 from benchmarks.scale_case import Case
-from benchmarks.scale_costs import APPENDED, QUANTITIES, REFERENCE, Costs, Curve, Points, TurnCosts, rising
+from benchmarks.scale_costs import (
+    APPENDED,
+    CPU_QUANTITIES,
+    QUANTITIES,
+    REFERENCE,
+    Costs,
+    Curve,
+    Points,
+    TurnCosts,
+    interpolate,
+    rising,
+)
 
 LENGTHS = (1_000, 8_000, 32_000)
 """Ids of the openings."""
 LONG = 800
 """Sampled ids of the long answers."""
-_ROLLOUTS, _TURNS = 24, 7
-_ALONE_S = {False: 0.02, True: 1.0}
-"""Time of the engine for an answer to the only rollout, by whether it is streamed: 5 ms for a chunk."""
+_ROLLOUTS, _TURNS = 64, 6
+_BUSY_S = {False: 0.03, True: 0.2}
+"""Time of the engine for an answer, so short that all rollouts together keep the proxy's core busy."""
+_APART, _APART_TURNS = 6, {False: 9, True: 3}
+_APART_S = {False: 0.1, True: 1.5}
+"""Rollouts, their turns and the engine's time for an answer: the proxy's core is about a tenth busy."""
 _WAYS = (("Redis", False), ("Redis", True), ("memory", False))
 _WATCHED, _WATCH_S = 64, 0.5
 """Engines, and seconds between two checks of one."""
@@ -32,7 +46,7 @@ class Cell:
 
     case: Case
     kind: str
-    """`length`: with the reference answer. `long`: with a long one. `alone`: one rollout."""
+    """`length`: with the reference answer. `long`: with a long one. `apart`: with pauses between steps."""
 
     @property
     def way(self) -> str:
@@ -54,7 +68,8 @@ class Samples:
 
     def median(self, quantity: str, *, first: bool) -> float:
         """The median round."""
-        return median(getattr(each, quantity) for each in (self.first if first else self.later))
+        values: list[float] = [getattr(each, quantity) for each in (self.first if first else self.later)]
+        return median(values)
 
 
 def cells() -> list[Cell]:
@@ -63,15 +78,14 @@ def cells() -> list[Cell]:
     for store, stream in _WAYS:
         name = f"{store}-{'stream' if stream else 'whole'}"
         for length in LENGTHS:
-            case = Case(f"{name}-{length}", _ROLLOUTS, _TURNS, length, APPENDED, REFERENCE, stream, store=store)
-            made.append(Cell(case, "length"))
-        case = Case(f"{name}-long", _ROLLOUTS, _TURNS, LENGTHS[0], APPENDED, LONG, stream, store=store)
-        made.append(Cell(case, "long"))
-        alone = Case(
-            f"{name}-alone", 1, 4 if stream else 30, LENGTHS[0], APPENDED, REFERENCE, stream, 0.0,
-            _ALONE_S[stream], store,
-        )  # fmt: skip
-        made.append(Cell(alone, "alone"))
+            case = Case(f"{name}-{length}", _ROLLOUTS, _TURNS, length, APPENDED, REFERENCE, stream)
+            case = replace(case, service_s=_BUSY_S[stream])
+            made.append(Cell(replace(case, store=store), "length"))
+        long = replace(made[-len(LENGTHS)].case, name=f"{name}-long", completion_ids=LONG)
+        made.append(Cell(long, "long"))
+        turns, service_s = _APART_TURNS[stream], _APART_S[stream]
+        apart = replace(made[-len(LENGTHS) - 1].case, name=f"{name}-apart", rollouts=_APART, turns=turns)
+        made.append(Cell(replace(apart, service_s=service_s, think_s=service_s / 5), "apart"))
     return made
 
 
@@ -97,8 +111,16 @@ class Calibration:
             samples.later.append(bench.measure(cell.case, clients))
         self._searches.append(bench.search_ms())
 
-    def probe(self, tokenizer: Path, folder: Path, seconds: float) -> None:
-        """Measure what it costs a proxy at rest to check its engines.
+    def measure(self, bench: Bench, tokenizer: Path, folder: Path, rounds: int) -> Costs:
+        """Measure everything, some rounds."""
+        for number in range(rounds):
+            progress(f"calibrate: round {number + 1} of {rounds}, {len(self.cells)} measurements")
+            self.round(bench)
+        self.probe(tokenizer, folder)
+        return self.costs()
+
+    def probe(self, tokenizer: Path, folder: Path, seconds: float = 3.0) -> None:
+        """Measure what it costs a proxy at rest to check its engines, with two proxies of its own.
 
         Raises:
             StartError: a process does not start.
@@ -106,6 +128,7 @@ class Calibration:
         cores = Cores.pick()
         flags = ["--watch-interval-s", str(_WATCH_S)]
         fleet = ["--replicas", str(_WATCHED), "--slow", "0"]
+        progress("calibrate: what it costs a proxy to watch its engines")
         used = []
         with pinned(cores.client), engine_fleet(cores.engine, tokenizer, fleet) as ports:
             for watched in (1, _WATCHED):
@@ -134,11 +157,16 @@ class Calibration:
     def _turn_costs(self, way: str) -> TurnCosts:
         chosen = {cell.kind: cell for cell in self.cells if cell.way == way}
         curves = {quantity: self._curve(way, quantity) for quantity in QUANTITIES}
-        alone = chosen["alone"]
-        busy = curves["proxy_ms"].later
-        reached = self._samples[alone.case.name].median("proxy_ms", first=False)
-        at = next((y for x, y in busy if x >= alone.later_ids), busy[-1][1])
-        return TurnCosts(curves, max(0.0, reached - at))
+        apart = chosen["apart"]
+        samples = self._samples[apart.case.name].later
+        # a share of the steps arrived at a busy loop all the same
+        idle = 1 - median(each.run.turns * each.proxy_ms / 1000 / each.run.seconds for each in samples)
+        more = {}
+        for quantity in CPU_QUANTITIES:
+            busy = interpolate(curves[quantity].later, apart.later_ids)
+            reached = self._samples[apart.case.name].median(quantity, first=False)
+            more[quantity] = max(0.0, reached - busy) / max(0.1, idle)
+        return TurnCosts(curves, more)
 
     def _curve(self, way: str, quantity: str) -> Curve:
         lengths = [cell for cell in self.cells if cell.way == way and cell.kind == "length"]
@@ -156,26 +184,10 @@ class Calibration:
             )
 
         first, later = points(True), points(False)
-        slope = (self._samples[long.case.name].median(quantity, first=False) - later[0][1]) / (LONG - REFERENCE)
+        # the prompts of these rollouts grow faster
+        reached = self._samples[long.case.name].median(quantity, first=False)
+        slope = (reached - interpolate(later, long.later_ids)) / (LONG - REFERENCE)
         return Curve(first, later, max(0.0, slope))
-
-
-def calibrate(checkpoint: Path, rounds: int) -> Costs:
-    """Measure everything, some rounds.
-
-    Raises:
-        StartError: a process does not start.
-        BadResponse: a response is an error.
-    """
-    calibration = Calibration()
-    with scratch_folder() as folder:
-        with open_bench(checkpoint, [cell.case for cell in calibration.cells], folder) as bench:
-            for number in range(rounds):
-                progress(f"calibrate: round {number + 1} of {rounds}, {len(calibration.cells)} measurements")
-                calibration.round(bench)
-        progress("calibrate: what it costs to watch engines")
-        calibration.probe(checkpoint, folder, 3.0)
-    return calibration.costs()
 
 
 def _share_at_rest(running: Proxy, seconds: float) -> float:

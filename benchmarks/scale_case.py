@@ -1,4 +1,4 @@
-"""A closed load of `simulate.py`: how many rollouts, how they talk, and what their engine takes for an answer."""
+"""A closed load of `simulate.py`: rollouts, their turns, and the time of their engine."""
 
 import random
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Case:
     think_s: float = 0.0
     """Mean of the exponential time before each turn, that of a tool."""
     service_s: float = 0.0
-    """Mean time of the engine for an answer, even between half of it and half as much again."""
+    """Time of the engine for an answer."""
     store: str = "Redis"
     """`Redis` or `memory`."""
 
@@ -45,9 +45,3 @@ class Case:
         draw = random.Random(f"{SEED} think {rollout}")
         while True:
             yield draw.expovariate(1 / self.think_s) if self.think_s else 0.0
-
-    def services(self, engine: int = 0) -> Iterator[float]:
-        """Seconds that an engine takes for one answer after the other."""
-        draw = random.Random(f"{SEED} service {engine}")
-        while True:
-            yield self.service_s * draw.uniform(0.5, 1.5)

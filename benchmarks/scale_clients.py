@@ -53,7 +53,8 @@ def write_script(case: Case, tokenizer: ChatTokenizer, corpus: Corpus) -> Script
     while left > 0:
         exchange = 600 if left > 1200 else left
         question = exchange if exchange < 600 else 400
-        messages.append({"role": "user", "content": f"{number}: {corpus.text(max(2, question - MESSAGE_IDS))}"})
+        asked = corpus.text(max(2, question - MESSAGE_IDS))
+        messages.append({"role": "user", "content": f"{number}: {asked}"})
         if question < exchange:
             text = corpus.text(exchange - question - MESSAGE_IDS)
             messages.append({"role": "assistant", "content": f"{number}: {text}"})
@@ -131,7 +132,7 @@ class Talk:
         self._taken = 0
         self._headers = {**CLIENT_HEADERS, "x-session-id": f"rollout-{number}"}
         self._messages = bytearray(script.opening.replace(_NUMBER, self._name))
-        more: dict[str, Any] = {"max_tokens": case.completion_ids, **({"stream": True} if case.stream else {})}
+        more: dict[str, Any] = {"max_tokens": case.completion_ids, "stream": case.stream}
         self._opening = msgspec.json.encode({"model": MODEL})[:-1] + b',"messages":['
         self._closing = b"]," + msgspec.json.encode(more)[1:]
 

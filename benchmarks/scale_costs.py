@@ -1,8 +1,8 @@
-"""What a turn costs: measured at some lengths, calculated for all others. `simulate.py calibrate` measures it.
+"""What a turn costs: measured at some lengths, calculated for all others. `simulate.py calibrate` measures.
 
 A cost is measured for the first turn of a rollout and for later ones, at some lengths of the prompt, with
-answers of `REFERENCE` sampled ids after results of `APPENDED` ids. Between two lengths it is interpolated, and
-beyond them extrapolated, in a straight line. Each further sampled or appended id costs the same.
+answers of `REFERENCE` sampled ids after results of `APPENDED` ids. Between two lengths it is interpolated,
+and beyond them extrapolated, in a straight line. Each further sampled or appended id costs the same.
 """
 
 from bisect import bisect_left
@@ -29,6 +29,7 @@ QUANTITIES = (
     "engine_bytes",
 )
 """What a turn uses; as in `scale_bench.Measured`."""
+CPU_QUANTITIES = QUANTITIES[:4]
 
 Points = tuple[tuple[float, float], ...]
 """(ids of the prompt, quantity), by growing ids."""
@@ -71,9 +72,9 @@ class TurnCosts:
 
     curves: dict[str, Curve]
     """By quantity."""
-    alone_ms: float
-    """CPU of the proxy that a turn costs more if nothing else is going on: the event loop wakes up for each
-    step, and for each chunk of a stream."""
+    apart: dict[str, float]
+    """Milliseconds that a turn costs more of each CPU quantity if its steps arrive at an idle event loop: it
+    wakes up for each step, and for each chunk of a stream."""
 
     def of(self, quantity: str, turn: TurnKind) -> float:
         """A quantity for a turn."""

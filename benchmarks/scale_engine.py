@@ -1,15 +1,13 @@
 """The engine of `simulate.py`: the fixed answers of `gateway_engine`, each after a given time.
 
-`python -m benchmarks.scale_engine FILE --model FOLDER` prints its port. `GET /service/SECONDS` sets the mean
-time of an answer. A streamed answer comes in one chunk per sampled id, spread evenly over its time.
+`python -m benchmarks.scale_engine FILE --model FOLDER` prints its port. `GET /service/SECONDS` sets the time
+of an answer. A streamed answer comes in one chunk per sampled id, spread evenly over its time.
 `GET /totals` returns what it did: answers, bytes read and written, CPU seconds.
 """
 
 import argparse
 import asyncio
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,7 +16,6 @@ import uvloop
 from benchmarks.cases import http_response
 from benchmarks.gateway_answers import Answer
 from benchmarks.gateway_engine import Connection, Engine
-from benchmarks.scale_case import Case
 
 
 class PacedEngine(Engine):
@@ -27,27 +24,18 @@ class PacedEngine(Engine):
     def __init__(self, answers: dict[str, Answer], root: str) -> None:
         super().__init__(answers, root)
         self.answers = self.read_bytes = self.written_bytes = 0
-        self._services: Iterator[float] = self._pace(0.0)
-
-    def service_s(self) -> float:
-        """Seconds of the next answer."""
-        return next(self._services)
+        self.service_s = 0.0
 
     def page(self, path: str, body: bytes) -> bytes:
         """The response to a request for anything but an answer."""
         command, _, value = path.removeprefix("/").partition("/")
         if command == "service":
-            self._services = self._pace(float(value))
-            return http_response({"service_s": float(value)})
+            self.service_s = float(value)
+            return http_response({"service_s": self.service_s})
         if command == "totals":
             totals = {"answers": self.answers, "read": self.read_bytes, "written": self.written_bytes}
             return http_response(totals | {"cpu_s": time.process_time()})
         return super().page(path, body)
-
-    @staticmethod
-    def _pace(service_s: float) -> Iterator[float]:
-        case = Case("pace", 1, 1, 0, 0, 0)
-        return replace(case, service_s=service_s).services()
 
 
 class PacedConnection(Connection):
@@ -66,15 +54,24 @@ class PacedConnection(Connection):
         engine.answers += 1
         engine.read_bytes += len(head) + len(body)
         engine.written_bytes += sum(map(len, parts))
-        service_s = engine.service_s()
+        service_s = engine.service_s
         if service_s <= 0:
             self._write(parts, 0)
             return
-        begun, last = self._loop.time(), len(parts) - 1
-        for number, part in enumerate(parts):
-            # the first chunk has only the role; a whole answer is its only part
-            after = service_s * (number / last if last else 1.0)
-            self._loop.call_at(begun + after, self._transport.write, part)
+        if len(parts) == 1:
+            self._loop.call_later(service_s, self._write_timed, parts, 0, 0.0, 0.0)
+        else:
+            # the first chunk has only the role
+            self._write_timed(parts, 0, self._loop.time(), service_s / (len(parts) - 1))
+
+    def _write_timed(self, parts: list[bytes], number: int, begun: float, pause_s: float) -> None:
+        """Write a part now, and the others at their times; late ones at once: delays do not add up."""
+        if self._transport.is_closing():
+            return
+        self._transport.write(parts[number])
+        if number + 1 < len(parts):
+            at = begun + (number + 1) * pause_s
+            self._loop.call_at(at, self._write_timed, parts, number + 1, begun, pause_s)
 
 
 async def _serve(engine: PacedEngine) -> None:
