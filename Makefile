@@ -48,6 +48,8 @@ bench: install  ## measure what the proxy adds, how it uses a fleet, whether it 
 	@scripts/install-vllm-router
 	@.venv/bin/python benchmarks/fleet.py
 	@.venv/bin/python benchmarks/soak.py
+	@.venv/bin/python benchmarks/simulate.py validate
+	@.venv/bin/python benchmarks/simulate.py plan
 	-@scripts/install-peers
 	@.venv/bin/python benchmarks/gateway.py
 

@@ -82,6 +82,8 @@ class Bench:
     cores: Cores
     engine: int
     """Its port."""
+    folder: Path
+    """Of the logs."""
     redis_url: str
     redis: Any
     """A client of redis-py."""
@@ -109,7 +111,11 @@ class Bench:
         running = self.proxies[case.store]
         settle(running)
         before, busy, start = self._counters(running), self._others(), time.perf_counter()
-        run = clients.run(turns)
+        try:
+            run = clients.run(turns)
+        except BadResponse as error:
+            log = (self.folder / f"{case.store}.log").read_text()[-4000:]
+            raise BadResponse(f"{case.name}: {error}\nThe proxy's log:\n{log}") from error
         seconds, busy_after = time.perf_counter() - start, self._others()
         settle(running)  # what is recorded after the answer counts too
         after = self._counters(running)
@@ -203,7 +209,7 @@ def open_bench(
             for store in stores
         }
         stack.enter_context(pinned(cores.client))
-        yield Bench(cores, engine, url, Redis.from_url(url), proxies, scripts)
+        yield Bench(cores, engine, folder, url, Redis.from_url(url), proxies, scripts)
 
 
 def _slug(case: Case) -> str:

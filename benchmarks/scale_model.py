@@ -114,8 +114,6 @@ class Outcome:
     other_s: float = 0.0
     """CPU seconds of the core with all other programs of a case."""
     redis_s: float = 0.0
-    engine_busy: float = 0.0
-    """Mean share of an engine's places that are taken."""
 
     @property
     def per_second(self) -> float:
@@ -255,13 +253,10 @@ class DeploymentSimulation:
                 self._environment.process(self._background(shard))
         self._environment.run(until=warm_up_s)
         proxy_s, redis_s = self._busy()
-        busy_s = sum(engine.model.totals.busy_s for engine in self._engines)
         self._measuring = True
         self._environment.run(until=warm_up_s + seconds)
         outcome, after = self._outcome, self._busy()
         outcome.seconds, outcome.proxy_s, outcome.redis_s = seconds, after[0] - proxy_s, after[1] - redis_s
-        busy_s = sum(engine.model.totals.busy_s for engine in self._engines) - busy_s
-        outcome.engine_busy = busy_s / seconds / len(self._engines)
         return outcome
 
     def _busy(self) -> tuple[float, float]:
