@@ -32,6 +32,8 @@ LONG = 800
 _ROLLOUTS, _TURNS = 64, 6
 _BUSY_S = {False: 0.03, True: 0.2}
 """Time of the engine for an answer, so short that all rollouts together keep the proxy's core busy."""
+_BUSY_THINK_S = {False: 0.05, True: 0.2}
+"""Mean pause before each turn. Without one the rollouts move in step, and a turn costs a quarter less."""
 _APART, _APART_TURNS = 6, {False: 9, True: 3}
 _APART_S = {False: 0.1, True: 1.5}
 """Rollouts, their turns and the engine's time for an answer: the proxy's core is about a tenth busy."""
@@ -79,7 +81,7 @@ def cells() -> list[Cell]:
         name = f"{store}-{'stream' if stream else 'whole'}"
         for length in LENGTHS:
             case = Case(f"{name}-{length}", _ROLLOUTS, _TURNS, length, APPENDED, REFERENCE, stream)
-            case = replace(case, service_s=_BUSY_S[stream])
+            case = replace(case, service_s=_BUSY_S[stream], think_s=_BUSY_THINK_S[stream])
             made.append(Cell(replace(case, store=store), "length"))
         long = replace(made[-len(LENGTHS)].case, name=f"{name}-long", completion_ids=LONG)
         made.append(Cell(long, "long"))
