@@ -31,7 +31,7 @@ from benchmarks.processes import (
 from benchmarks.scale_case import SEED, Case
 from benchmarks.scale_clients import Clients, Run, Script, write_script
 from proxy.history.store import Limits
-from proxy.stores.redis import RedisStore
+from proxy.stores.urls import make_store
 from tokenization import ChatTokenizer
 
 _STORE_BYTES = 8 << 30
@@ -146,7 +146,7 @@ class Bench:
         return asyncio.run(self._search_ms())
 
     async def _search_ms(self) -> float:
-        store = RedisStore(self.redis_url, Limits())
+        store = make_store(self.redis_url, Limits())
         draw, keys = random.Random(SEED), 0
         cpu_s = self._redis_cpu_s()
         try:

@@ -19,6 +19,8 @@ SLICE = 4_000
 """Rollouts of a slice of a larger deployment, about."""
 WARM_UP_S, MEASURED_S = 30.0, 30.0
 _GIB = 1 << 30
+_DEFAULT_PARTITIONS = 16
+"""Of a cluster whose URL names no number: more shards are of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Targets:
     """Share of the places for running requests."""
     link_gbit: float = 25.0
     """Network card of one machine."""
+    partitions: int = 4
+    """Partitions of the data for each shard of a cluster: it must be able to grow."""
     watch_interval_s: float = 5.0
     store_max_bytes: float = float(_GIB)
     """The setting of that name."""
@@ -116,8 +120,8 @@ class Planner:
         proxy_ms = self.cpu_ms("proxy_ms", targets.proxy)
         redis_ms = self.cpu_ms("redis_ms", targets.redis)
         bytes_per_turn = sum(map(self.mean, ("client_bytes", "engine_bytes", "redis_bytes")))
-        # a turn without a session is looked up in every shard
-        left = targets.redis - rate * self._costs.search_ms / 1000
+        # a turn without a session is looked up in every partition
+        left = targets.redis - rate * self._costs.search_ms * targets.partitions / 1000
         blind = ceil(rate * (redis_ms - self._costs.search_ms) / 1000 / left) if left > 0 else None
         return Needs(
             rollouts=rollouts,
@@ -156,14 +160,21 @@ class Planner:
                 "a cluster, with sessions named by the clients",
             ),
             Limit(
+                f"a cluster's {_DEFAULT_PARTITIONS} partitions",
+                _DEFAULT_PARTITIONS * 1000 / self.cpu_ms("redis_ms", 1.0) * period_s,
+                "name a larger number in the store's URL before it is used first: `partitions`",
+            ),
+            Limit(
                 f"one machine's {targets.link_gbit:g} Gbit/s",
                 targets.link_gbit * 1e9 / bits * period_s,
                 "proxies on more machines",
             ),
             Limit(
                 "look-ups without session names",
-                1000 / self._costs.search_ms * period_s if self._costs.search_ms else inf,
-                "name sessions: every shard answers every look-up without a name",
+                1000 / (self._costs.search_ms * targets.partitions) * period_s
+                if self._costs.search_ms
+                else inf,
+                "name sessions: every partition answers every look-up without a name",
             ),
             Limit(
                 "each process watches each engine",
