@@ -177,7 +177,7 @@ class Planner:
                 "name sessions: every partition answers every look-up without a name",
             ),
             Limit(
-                "each process watches each engine",
+                "each process watches each engine: half of its core",
                 targets.watch_interval_s / (self._costs.probe_ms / 1000) * per_engine / 2
                 if self._costs.probe_ms
                 else inf,
@@ -225,8 +225,9 @@ class Planner:
 
 
 def slices_of(needs: Needs) -> int:
-    """In how many equal parts a deployment is simulated."""
-    return 1 if needs.rollouts <= FULL else max(1, min(round(needs.rollouts / SLICE), needs.processes))
+    """In how many equal parts a deployment is simulated, each with some whole processes."""
+    processes = max(1, round(needs.processes * SLICE / needs.rollouts))
+    return 1 if needs.rollouts <= FULL else max(1, needs.processes // processes)
 
 
 def crossed(limits: Sequence[Limit], above: float, up_to: float) -> list[Limit]:

@@ -27,7 +27,6 @@ from tokenization import TokenizationError
 COSTS = Path(__file__).resolve().parent / "scale_costs.json"
 CALIBRATE, VALIDATE, PLAN, ALL = "calibrate", "validate", "plan", "all"
 _FULL_ROUNDS = 3
-_CHECK_SLICES = 2
 
 _DESCRIPTION = """\
 Plan how many proxies, Redis shards, engines, bytes and gigabits a number of concurrent rollouts needs.
@@ -128,8 +127,8 @@ def plan(planner: Planner, rollouts: Sequence[int]) -> list[tuple[Needs, list[Si
     for number in rollouts:
         needs = planner.needs(number)
         simulated = [planner.simulate(needs, slices_of(needs))]
-        if number == FULL and needs.processes >= _CHECK_SLICES:
-            simulated.append(planner.simulate(needs, _CHECK_SLICES))
+        if number == FULL and needs.processes > 1:
+            simulated.append(planner.simulate(needs, needs.processes))
         needed.append((needs, simulated))
     return needed
 
