@@ -151,7 +151,7 @@ class Planner:
             ),
             Limit(
                 "the default `store_max_bytes`",
-                targets.store_max_bytes / (turn_bytes * len(self._kinds)),
+                _over(targets.store_max_bytes, turn_bytes * len(self._kinds)),
                 "set it to what the rollouts take: sessions in use are evicted",
             ),
             Limit(
@@ -166,21 +166,17 @@ class Planner:
             ),
             Limit(
                 f"one machine's {targets.link_gbit:g} Gbit/s",
-                targets.link_gbit * 1e9 / bits * period_s,
+                _over(targets.link_gbit * 1e9, bits) * period_s,
                 "proxies on more machines",
             ),
             Limit(
                 "look-ups without session names",
-                1000 / (self._costs.search_ms * targets.partitions) * period_s
-                if self._costs.search_ms
-                else inf,
+                _over(1000, self._costs.search_ms * targets.partitions) * period_s,
                 "name sessions: every partition answers every look-up without a name",
             ),
             Limit(
                 "each process watches each engine: half of its core",
-                targets.watch_interval_s / (self._costs.probe_ms / 1000) * per_engine / 2
-                if self._costs.probe_ms
-                else inf,
+                _over(1000 * targets.watch_interval_s, self._costs.probe_ms) * per_engine / 2,
                 "split into cells, each with its own engines; or a longer `watch_interval_s`",
             ),
         ]
@@ -222,6 +218,11 @@ class Planner:
             answer_s = decode_s + new_ids / speed.prefill_per_s
             rate = (rate + running / answer_s) / 2
         return running / rate, rate
+
+
+def _over(value: float, by: float) -> float:
+    """The quotient; infinite for what costs nothing."""
+    return value / by if by > 0 else inf
 
 
 def slices_of(needs: Needs) -> int:

@@ -25,6 +25,7 @@ CASES = (
     Case("40 rollouts, memory", 40, 10, 1_500, 400, 200, think_s=0.05, service_s=0.05, store="memory"),
 )
 """None is part of the measurement of the costs."""
+QUICK = (CASES[1], CASES[7])
 
 
 @dataclass(slots=True)
@@ -76,13 +77,15 @@ class Validation:
         Raises:
             BadResponse: see `Bench.measure`.
         """
-        progress(f"validate: round {number + 1} of {rounds}, {len(self.pairs)} cases")
+        if self.pairs:
+            progress(f"validate: round {number + 1} of {rounds}, {len(self.pairs)} cases")
         for pair in self.pairs:
             pair.measured.append(bench.measure(pair.case, bench.clients(pair.case)))
 
     def simulate(self, costs: Costs) -> None:
         """Simulate each round, with what other programs took of the cores meanwhile."""
-        progress("validate: simulate the same cases")
+        if self.pairs:
+            progress("validate: simulate the same cases")
         for pair in self.pairs:
             pair.simulated = [
                 CaseSimulation.beside(pair.case, costs, measured.others) for measured in pair.measured

@@ -77,7 +77,8 @@ def _run(options: argparse.Namespace) -> int:
         costs = Costs.read(options.costs)
     else:
         rounds = options.rounds or (1 if options.quick else _FULL_ROUNDS)
-        costs, pairs = measure(rounds, compare=options.command != CALIBRATE)
+        compared = scale_validate.QUICK if options.quick else scale_validate.CASES
+        costs, pairs = measure(rounds, () if options.command == CALIBRATE else compared)
         parts[scale_report.COSTS] = scale_report.costs_text(costs)
         results["costs"] = asdict(costs)
         if pairs:
@@ -99,15 +100,15 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def measure(rounds: int, *, compare: bool) -> tuple[Costs, list[Pair]]:
-    """Measure the costs and, alternately, the cases to compare with the simulation.
+def measure(rounds: int, compared: Sequence[Case]) -> tuple[Costs, list[Pair]]:
+    """Measure the costs and, alternately, the cases to compare with the simulation, which may be none.
 
     Raises:
         StartError: a process does not start, or Redis is not installed.
         BadResponse: a response is an error.
     """
     checkpoint = ensure_checkpoint()
-    calibration, validation = Calibration(), Validation(scale_validate.CASES if compare else ())
+    calibration, validation = Calibration(), Validation(compared)
     cases = [cell.case for cell in calibration.cells] + [pair.case for pair in validation.pairs]
     with scratch_folder() as folder:
         with open_bench(checkpoint, cases, folder) as bench:

@@ -144,12 +144,14 @@ def test_engine_ends_requests_when_its_model_does() -> None:
 
 
 def test_part_of_a_deployment_is_as_busy_as_the_whole() -> None:
-    planner = Planner(
-        default_load(Case("part", 0, 5, 1000, 400, 50, think_s=1.0)), _costs(5.0, redis_ms=0.5), Targets()
+    steady = Speed(
+        prefill_per_s=1e9, decode_per_s=1e8, half=1e5, during_prefill=1, running=100, capacity_ids=1 << 40
     )
-    needs = planner.needs(3_000)
+    load = Load(Case("part", 0, 5, 1000, 400, 50, think_s=1.0), steady)
+    planner = Planner(load, _costs(5.0, redis_ms=0.5), Targets())
+    needs = planner.needs(1_000)
     assert needs.processes >= 4
-    whole, part = planner.simulate(needs, 1), planner.simulate(needs, 4)
+    whole, part = planner.simulate(needs, 1), planner.simulate(needs, needs.processes)
     assert part.per_second == pytest.approx(whole.per_second, rel=0.05)
     assert part.proxy_busy == pytest.approx(whole.proxy_busy, rel=0.1)
     assert part.redis_busy == pytest.approx(whole.redis_busy, rel=0.1)
@@ -167,7 +169,7 @@ def test_needs_are_the_work_over_the_targets() -> None:
     planner = Planner(
         default_load(Case("needs", 0, 5, 1000, 400, 50, think_s=1.0)), _costs(5.0, redis_ms=0.5), Targets()
     )
-    needs = planner.needs(100_000)
+    needs = planner.needs(20_000)
     watching = needs.engines * 0.1e-3 / 5
     assert needs.watching == pytest.approx(watching)
     assert needs.processes == pytest.approx(needs.turns_per_s * 5e-3 / (0.7 - watching), abs=1)
