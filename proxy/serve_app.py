@@ -9,11 +9,11 @@ continue any conversation. docs/ray.md describes it.
 
 import gc
 import os
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, get_args
-from urllib.parse import parse_qs, urlsplit
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -25,7 +25,7 @@ from proxy.app import create_app
 from proxy.connections import raise_file_limit
 from proxy.metrics import Metrics
 from proxy.monitoring.logs import configure_logs
-from proxy.serve_engines import ENGINES, EngineArguments, find_engines, read_engines, run_engines
+from proxy.serve_engines import ENGINES, ActorEngines, EngineArguments, read_engines, run_engines
 from proxy.serve_metrics import exported
 from proxy.server import GC_THRESHOLDS
 from proxy.settings import (
@@ -43,8 +43,18 @@ _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _EVERY_ADDRESS = "0.0.0.0"
 """Clients reach a replica through Ray Serve, at an address that the replica does not know."""
 _SERVED_BY_RAY = frozenset(
-    {"port", "workers", "tls_cert", "tls_key", "http_parser", "connections_per_address", "stop_delay_s"}
+    {
+        "host",
+        "port",
+        "workers",
+        "tls_cert",
+        "tls_key",
+        "http_parser",
+        "connections_per_address",
+        "stop_delay_s",
+    }
 )
+_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]*@|[?&](\w*_)?password=")
 _CUT_S = 10.0
 """Seconds that Ray Serve waits beyond `drain_s` before it kills a replica."""
 
@@ -131,7 +141,7 @@ def _app_maker(arguments: Arguments) -> Callable[[], FastAPI]:
         raise_file_limit()
         gc.set_threshold(*GC_THRESHOLDS)
         metrics = Metrics()
-        app = create_app(settings, metrics=metrics, resolve=find_engines)
+        app = create_app(settings, metrics=metrics, resolve=ActorEngines().resolve)
         serving = app.router.lifespan_context
 
         @asynccontextmanager
@@ -175,8 +185,10 @@ def _load(arguments: Arguments) -> Settings:
         _check(name, value)
     if arguments.engines is not None:
         given.setdefault("upstreams", ENGINES)
-    given.setdefault("host", _EVERY_ADDRESS)
+    given["host"] = _EVERY_ADDRESS
     settings = load_settings(arguments.config, **given)
+    if settings.tls_cert is not None:
+        raise SettingsError("tls_cert: Ray Serve has the server, and speaks plain HTTP: put TLS before it")
     if not settings.upstreams and settings.upstreams_file is None:
         raise SettingsError(
             "no engine: name some with upstreams=URL, or let Ray Serve run some with engines=JSON"
@@ -203,6 +215,5 @@ def _check(name: str, value: object) -> None:
 
 
 def _holds_password(value: object) -> bool:
-    urls = value if isinstance(value, list) else str(value).split(",")
-    parts = [urlsplit(str(url)) for url in urls]
-    return any(part.password or "password" in parse_qs(part.query) for part in parts)
+    urls = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return _PASSWORD.search(urls) is not None

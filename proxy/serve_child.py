@@ -22,7 +22,9 @@ def main() -> None:
         sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_heed_signals
     )
     threading.Thread(target=_end_with_parent, args=[command.pid], daemon=True).start()
-    sys.exit(command.wait())
+    code = command.wait()
+    end_group(command.pid, GRACE_S)  # what it leaves behind, as a worker that holds a GPU
+    sys.exit(code)
 
 
 def _heed_signals() -> None:

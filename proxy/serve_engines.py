@@ -10,6 +10,7 @@ would replace vLLM's API server, and with it the routes of the plugin.
 
 import asyncio
 import json
+import logging
 import shlex
 import socket
 import subprocess
@@ -21,20 +22,23 @@ import httpx
 import ray
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.serve import Application
 from ray.util import get_node_ip_address, list_named_actors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from proxy.demo.children import child_environment
 from proxy.engine.http import normalise_base_url
 from proxy.fleet.membership import ACTOR_SCHEME, MembershipError, resolve_host
 from proxy.serve_child import GRACE_S
 
-ENGINES = f"{ACTOR_SCHEME}://tokenproxy-engine-"
-"""The upstream that stands for the engines of `run_engines`."""
+log = logging.getLogger("tokenproxy")
+
+ENGINES = f"{ACTOR_SCHEME}://tokenproxy-engine:"
+"""The upstream that stands for the engines of `run_engines` in the application that asks."""
 _METHOD = "url"
 _ASK_S = 5.0
-"""Seconds in which an actor must tell its address, and an engine that it is healthy."""
+"""Seconds in which an actor should tell its address, and an engine that it is healthy."""
 _POLL_S = 0.5
 _LEAVES_S = 10.0
 """Seconds between the end of an engine's name and its own: proxies look every `watch_interval_s`."""
@@ -59,6 +63,15 @@ class EngineArguments(BaseModel):
     def _split(cls, flags: object) -> object:
         return shlex.split(flags) if isinstance(flags, str) else flags
 
+    @field_validator("flags", mode="after")
+    @classmethod
+    def _without_keys(cls, flags: list[str]) -> list[str]:
+        if any(flag.partition("=")[0] == "--api-key" for flag in flags):
+            raise ValueError(
+                "Ray's dashboard shows --api-key: set VLLM_API_KEY in the environment of `ray start`"
+            )
+        return flags
+
 
 def read_engines(value: object) -> object:
     """Engines that were given as JSON text.
@@ -72,24 +85,84 @@ def read_engines(value: object) -> object:
         raise ValueError(f"not an object in JSON: {error}") from error
 
 
-async def find_engines(url: str) -> list[str]:
-    """The URLs of the engines that a name among the upstreams stands for, sorted; see `Membership.resolve`.
+class ActorEngines:
+    """Finds the engines of Ray actors by the actors' names. One per application."""
 
-    Raises:
-        MembershipError: an actor cannot be asked for its address, or a host has none.
-    """
-    prefix, _, name = url.partition("://")
-    if prefix != ACTOR_SCHEME:
-        return await resolve_host(url)
-    name, _, method = name.partition("/")
-    try:
-        actors = await asyncio.to_thread(_actors, name)
-    except (RayError, ConnectionError) as error:
-        raise MembershipError(f"Ray cannot list its actors: {error}") from error
-    found = await asyncio.gather(
-        *(_address(actor, handle, method or _METHOD) for actor, handle in actors.items())
-    )
-    return sorted({address for address in found if address is not None})
+    def __init__(self) -> None:
+        self._told: dict[str, str] = {}
+        """What each actor told last."""
+        self._asked: dict[str, asyncio.Task[Any]] = {}
+        """Calls of actors that have not answered yet: those are not asked again."""
+        self._problems: dict[str, str] = {}
+
+    async def resolve(self, url: str) -> list[str]:
+        """The URLs of the engines that a name among the upstreams stands for, sorted.
+
+        An actor that does not answer counts with what it told before, and not at all if that is nothing.
+
+        Raises:
+            MembershipError: Ray cannot list its actors, or a host has no address.
+        """
+        prefix, _, name = url.partition("://")
+        if prefix != ACTOR_SCHEME:
+            return await resolve_host(url)
+        if url == ENGINES:
+            name = _own_prefix()
+        name, _, method = name.partition("/")
+        try:
+            actors = await asyncio.to_thread(_actors, name)
+        except (RayError, ConnectionError) as error:
+            raise MembershipError(f"Ray cannot list its actors: {error}") from error
+        found = await asyncio.gather(
+            *(self._address(actor, handle, method or _METHOD) for actor, handle in actors.items())
+        )
+        for kept in (self._told, self._problems, self._asked):
+            for ended in [actor for actor in kept if actor.startswith(name) and actor not in actors]:
+                kept.pop(ended)
+        return sorted({address for address in found if address is not None})
+
+    async def _address(self, actor: str, handle: Any, method: str) -> str | None:
+        """The base URL that an actor tells, or told before; None if it ended or never told one."""
+        try:
+            call = self._asked.get(actor)
+            if call is None:
+                call = self._asked[actor] = asyncio.create_task(_call(getattr(handle, method)))
+            if not (await asyncio.wait([call], timeout=_ASK_S))[0]:
+                raise TimeoutError(f"it does not answer within {_ASK_S:.0f} s")
+            del self._asked[actor]
+            told = call.result()
+            self._told[actor] = normalise_base_url(told if isinstance(told, str) else _joined(told))
+            self._problems.pop(actor, None)
+        except AttributeError:
+            self._report(actor, f"it has no method {method}: name one after a slash")
+        except ActorUnavailableError as error:
+            self._report(actor, _last_line(error))
+        except RayActorError:
+            return None
+        except (RayError, TimeoutError) as error:
+            self._report(actor, _last_line(error))
+        except (TypeError, ValueError) as error:
+            self._report(actor, f"{method} returns no URL: {error}")
+        return self._told.get(actor)
+
+    def _report(self, actor: str, problem: str) -> None:
+        if self._problems.get(actor) != problem:
+            log.error("the actor %s does not tell where its engine is: %s", actor, problem)
+        self._problems[actor] = problem
+
+
+def _last_line(error: Exception) -> str:
+    """What an error says, without the traceback from its actor."""
+    return (str(error).strip() or repr(error)).splitlines()[-1]
+
+
+async def _call(method: Any) -> Any:
+    return await method.remote()
+
+
+def _own_prefix() -> str:
+    """The beginning of the names of the engines of this replica's application."""
+    return f"{ENGINES.partition('://')[2]}{serve.get_replica_context().app_name}:"
 
 
 def _actors(name: str) -> dict[str, Any]:
@@ -102,22 +175,6 @@ def _actors(name: str) -> dict[str, Any]:
             except ValueError:  # it has just ended
                 continue
     return handles
-
-
-async def _address(actor: str, handle: Any, method: str) -> str | None:
-    """The base URL that an actor tells; None if it ended."""
-    try:
-        told = await asyncio.wait_for(getattr(handle, method).remote(), _ASK_S)
-    except RayActorError:
-        return None
-    except AttributeError as error:
-        raise MembershipError(f"the actor {actor} has no method {method}: name it after a slash") from error
-    except (RayError, TimeoutError) as error:
-        raise MembershipError(f"the actor {actor} does not tell its address: {error!r}") from error
-    try:
-        return normalise_base_url(told if isinstance(told, str) else _joined(told))
-    except (TypeError, ValueError) as error:
-        raise MembershipError(f"{method} of the actor {actor} returns no URL: {told!r}") from error
 
 
 def _joined(address: tuple[str, int]) -> str:
@@ -169,14 +226,19 @@ class Engine:
         except BaseException:
             await asyncio.to_thread(self._end)
             raise
-        name = f"{ENGINES.partition('://')[2]}{uuid.uuid4().hex}"
-        self._name = ray.remote(Name).options(name=name, num_cpus=0).remote(self._url)
+        self._name = self._named()
 
     async def check_health(self) -> None:
         """Ray Serve replaces the engine if this fails several times in a row."""
         self._check_alive()
         if not await self._is_healthy():
             raise RuntimeError(f"vLLM at {self._url} is not healthy")
+        try:
+            await asyncio.wait_for(_call(self._name.url), _ASK_S)
+        except TimeoutError:
+            log.warning("the name of the engine at %s does not answer", self._url)
+        except RayActorError:
+            self._name = self._named()
 
     async def __del__(self) -> None:
         """Give up the name, so that the engine gets no new requests, and end vLLM."""
@@ -185,6 +247,17 @@ class Engine:
             await asyncio.sleep(_LEAVES_S)
         if hasattr(self, "_process"):
             await asyncio.to_thread(self._end)
+
+    def _named(self) -> Any:
+        """An actor that stands for the engine, on its node, under a new name."""
+        node = ray.get_runtime_context().get_node_id()
+        name = f"{_own_prefix()}{uuid.uuid4().hex}"
+        options = {
+            "name": name,
+            "num_cpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        }
+        return ray.remote(Name).options(**options).remote(self._url)
 
     def _end(self) -> None:
         assert self._process.stdin is not None

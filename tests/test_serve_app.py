@@ -1,5 +1,6 @@
 """The arguments of the Ray Serve application, its metrics, and its child processes; no cluster is needed."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -18,11 +19,11 @@ from tests.utils import wait_until
 
 pytest.importorskip("ray", reason="scripts/install-ray installs it")
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from proxy import serve_engines, serve_metrics
 from proxy.serve_app import Arguments, build
-from proxy.serve_engines import ENGINES, EngineArguments
+from proxy.serve_engines import ENGINES, ActorEngines, EngineArguments
 
 _ROOT = Path(__file__).parents[1]
 _URL = {"upstreams": "http://127.0.0.1:8000,http://127.0.0.1:8001"}
@@ -40,8 +41,10 @@ _SHARED = {"store": "redis://127.0.0.1:6379/0"}
         ({"admin_key": ["k"], **_URL}, "set TOKENPROXY_ADMIN_KEY in"),
         ({"store": "redis://:p@h:6379/0", **_URL}, "set TOKENPROXY_STORE in"),
         ({"store": "redis+sentinel://h:1,g:2/m/0?password=p", **_URL}, "set TOKENPROXY_STORE in"),
-        ({"upstreams": ["http://user:p@h:8000"]}, "set TOKENPROXY_UPSTREAMS in"),
+        ({"store": "redis://:pa,ss@h:6379/0", **_URL}, "set TOKENPROXY_STORE in"),
+        ({"upstreams": ["http://a:8000", "http://user:p@h:8000"]}, "set TOKENPROXY_UPSTREAMS in"),
         ({"port": 1, **_URL}, "port: Ray Serve has the server here"),
+        ({"host": "127.0.0.1", **_URL}, "host: Ray Serve has the server here"),
         ({}, "no engine: name some with upstreams=URL"),
         ({"policy": "best", **_URL}, "policy: Input should be"),
         ({"replicas": 2, "store": "memory:", **_URL}, "cannot share turns that `store: memory:` keeps"),
@@ -62,6 +65,7 @@ def test_arguments_that_cannot_be_right(arguments: dict[str, Any], message: str)
         ({"replicas": 3, "max_replicas": 2}, "max_replicas"),
         ({"engines": "{"}, "engines\n  Value error, not an object in JSON"),
         ({"engines": {"model": "m", "gpu": 1}}, "gpu"),
+        ({"engines": {"model": "m", "flags": "--api-key=k"}}, "VLLM_API_KEY"),
     ],
 )
 def test_arguments_of_a_wrong_kind(arguments: dict[str, Any], field: str) -> None:
@@ -142,16 +146,18 @@ async def test_actors_are_known_under_ray_serve_only() -> None:
 
 
 class _Told:
-    """An actor's handle whose method tells `value`, or raises it."""
+    """An actor's handle whose method tells `value`, raises it, or waits for what it returns."""
 
     def __init__(self, value: Any) -> None:
+        self.calls = 0
         self._value = value
         self.url = self
 
     async def remote(self) -> Any:
+        self.calls += 1
         if isinstance(self._value, Exception):
             raise self._value
-        return self._value
+        return await self._value() if callable(self._value) else self._value
 
 
 @pytest.mark.parametrize(
@@ -160,25 +166,70 @@ class _Told:
         ("http://10.0.0.1:8000/v1/", "http://10.0.0.1:8000"),
         (("10.0.0.1", 8000), "http://10.0.0.1:8000"),
         (("fd00::1", "8000"), "http://[fd00::1]:8000"),
-        (RayActorError(), None),
-        (17, MembershipError),
-        ("nonsense", MembershipError),
-        (TimeoutError(), MembershipError),
     ],
 )
-async def test_what_actors_tell(told: Any, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_actors_tell(told: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_engines, "_actors", lambda name: {f"{name}0": _Told(told)})
-    if found is MembershipError:
-        with pytest.raises(MembershipError, match="server_0"):
-            await serve_engines.find_engines("ray-actor://server_")
-    else:
-        assert await serve_engines.find_engines("ray-actor://server_") == ([found] if found else [])
+    assert await ActorEngines().resolve("ray-actor://server_") == [found]
 
 
-async def test_an_actor_without_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_engines, "_actors", lambda name: {name: object()})
-    with pytest.raises(MembershipError, match="the actor a has no method get_address"):
-        await serve_engines.find_engines("ray-actor://a/get_address")
+@pytest.mark.parametrize(
+    "told, problem",
+    [
+        (17, "url returns no URL"),
+        ("nonsense", "url returns no URL"),
+        (ActorUnavailableError("gone for a moment", None), "gone for a moment"),
+        (RayTaskError("url", "a traceback\nValueError: not up yet", ValueError()), "not up yet"),
+        (asyncio.Event().wait, "does not answer within"),
+        (None, "has no method url"),
+    ],
+    ids=["number", "text", "unavailable", "raises", "hangs", "no method"],
+)
+async def test_an_actor_that_does_not_tell(
+    told: Any, problem: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts with what it told before, and others count in any case."""
+    monkeypatch.setattr(serve_engines, "_ASK_S", 0.05)
+    first, silent = _Told("http://10.0.0.1:8000"), object() if told is None else _Told(told)
+    actors: dict[str, Any] = {"server_0": first, "server_1": silent}
+    monkeypatch.setattr(serve_engines, "_actors", lambda name: dict(actors))
+    engines = ActorEngines()
+    assert await engines.resolve("ray-actor://server_") == ["http://10.0.0.1:8000"]
+    assert caplog.text.count("the actor server_1 does not tell where its engine is") == 1
+    assert problem in caplog.text
+    actors["server_0"] = silent
+    assert await engines.resolve("ray-actor://server_") == ["http://10.0.0.1:8000"]
+    del actors["server_0"]
+    assert await engines.resolve("ray-actor://server_") == []
+    assert caplog.text.count("the actor server_1 does not tell where its engine is") == 1
+
+
+async def test_an_actor_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors: dict[str, Any] = {"server_0": _Told("http://10.0.0.1:8000")}
+    monkeypatch.setattr(serve_engines, "_actors", lambda name: dict(actors))
+    engines = ActorEngines()
+    assert await engines.resolve("ray-actor://server_") == ["http://10.0.0.1:8000"]
+    actors["server_0"] = _Told(RayActorError())
+    assert await engines.resolve("ray-actor://server_") == []
+
+
+async def test_an_actor_that_hangs_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_engines, "_ASK_S", 0.02)
+    hanging = _Told(asyncio.Event().wait)
+    monkeypatch.setattr(serve_engines, "_actors", lambda name: {"server_0": hanging})
+    engines = ActorEngines()
+    for _ in range(5):
+        assert await engines.resolve("ray-actor://server_") == []
+    assert hanging.calls == 1
+
+
+def test_tls_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray Serve would answer without it."""
+    for name in ("cert", "key"):
+        (tmp_path / name).write_text("")
+        monkeypatch.setenv(f"TOKENPROXY_TLS_{name.upper()}", str(tmp_path / name))
+    with pytest.raises(SettingsError, match="speaks plain HTTP"):
+        build(Arguments(**_URL))
 
 
 class _Recorder:
@@ -244,6 +295,21 @@ def test_a_child_ends_with_its_parent() -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     wait_until(lambda: not _runs(child) and not _runs(command), 20)
+
+
+def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    """As a worker that holds a GPU, and hears no SIGTERM."""
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+    code = (
+        "import subprocess, sys; "
+        f"child = subprocess.Popen([sys.executable, '-c', {deaf!r}]); "
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); raise SystemExit(3)"
+    )
+    start = "import proxy.serve_child as child; child.GRACE_S = 0.5; child.main()"
+    command = [sys.executable, "-c", start, sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        assert child.wait(60) == 3
+    assert not _runs(int((tmp_path / "pid").read_text()))
 
 
 def test_a_child_has_the_exit_code_of_its_command() -> None:

@@ -26,6 +26,7 @@ from tests.stores.redis_server import run_redis
 from tests.utils import wait_until
 
 pytest.importorskip("ray", reason="scripts/install-ray installs it")
+pytestmark = pytest.mark.timeout(900)  # a cluster starts processes that import a lot
 
 _ROOT = Path(__file__).parents[2]
 _CONVERSATIONS, _TURNS, _IDS = 16, 6, 8
@@ -178,6 +179,7 @@ def test_it_is_scaled_under_load(cluster: Cluster, arguments: dict[str, Any]) ->
     cluster.run({"args": arguments, "deployments": [{"name": "Proxy", "autoscaling_config": scaling}]})
     wait_ready(cluster.url)
     wait_until(lambda: len(cluster.processes(_PROXY)) == 1, 60)
+    before = set(cluster.handled().values())
     light, ended = threading.Event(), threading.Event()
     conversations: list[_Conversation] = []
 
@@ -188,14 +190,19 @@ def test_it_is_scaled_under_load(cluster: Cluster, arguments: dict[str, Any]) ->
             for _ in range(4):
                 conversation.turn()
 
+    def all_serve() -> bool:
+        time.sleep(0.5)
+        return len(set(cluster.handled().values()) - before) >= 3
+
     with ThreadPoolExecutor(12) as pool:
         talks = [pool.submit(talk, number) for number in range(12)]
-        with suppress(TimeoutError):
+        with suppress(AssertionError):
             wait_until(lambda: len(cluster.processes(_PROXY)) == 3 or any(each.done() for each in talks), 120)
         most = len(cluster.processes(_PROXY))
-        time.sleep(3)  # all of them get requests
+        with suppress(AssertionError):
+            wait_until(all_serve, 60)
         light.set()
-        with suppress(TimeoutError):
+        with suppress(AssertionError):
             wait_until(lambda: len(cluster.processes(_PROXY)) == 1, 120)
         fewest = len(cluster.processes(_PROXY))
         ended.set()
@@ -203,8 +210,8 @@ def test_it_is_scaled_under_load(cluster: Cluster, arguments: dict[str, Any]) ->
             each.result()  # a request that failed raises here
     assert (most, fewest) == (3, 1)
     assert sum(each.drifts for each in conversations) == 0
-    used = {replica for each in conversations for replica in cluster.replicas_of(each.requests)}
-    assert len(used) == 3
+    requests = [request for each in conversations for request in each.requests]
+    assert len(set(cluster.replicas_of(requests))) >= 3
 
 
 def test_metrics_are_among_those_of_ray(cluster: Cluster, arguments: dict[str, Any]) -> None:
@@ -296,7 +303,7 @@ def test_engines_that_are_found_by_name(
     upstreams = ["ray-actor://rollout_server_/get_server_address"]
     cluster.run({"args": arguments | {"upstreams": upstreams, "watch_interval_s": 0.5}})
     wait_ready(cluster.url)
-    assert _engines(cluster) == [engines["stock"].url]
+    wait_until(lambda: _engines(cluster) == [engines["stock"].url], 60)
     conversation = _Conversation(_client(cluster), "named")
     _all([conversation], 2)
     assert conversation.drifts == 0

@@ -110,6 +110,14 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def is_up_to_date(replica: RedisServer, master: RedisServer) -> bool:
+    """Whether a replica has all that its master has."""
+    with redis.Redis(port=replica.port) as one, redis.Redis(port=master.port) as other:
+        copied, own = one.info("replication"), other.info("replication")
+    linked = copied.get("master_link_status") == "up"
+    return linked and bool(copied.get("slave_repl_offset") == own["master_repl_offset"])
+
+
 def _text(node: RedisNode, *command: str) -> str:
     reply = node.call(*command)
     if isinstance(reply, dict):

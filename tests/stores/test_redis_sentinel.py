@@ -17,7 +17,7 @@ from proxy.history.store import Limits, StoreError
 from proxy.metrics import Metrics
 from proxy.stores.guarded import GuardedStore
 from proxy.stores.urls import make_store
-from tests.stores.redis_cluster import wait_for
+from tests.stores.redis_cluster import is_up_to_date, wait_for
 from tests.stores.redis_server import RedisServer, free_port
 from tests.stores.store_utils import add, digest_of, entry, make_turn, opened
 
@@ -26,7 +26,7 @@ _CONFIG = """
 port {port}
 bind 127.0.0.1
 sentinel monitor the-master 127.0.0.1 {master} 2
-sentinel down-after-milliseconds the-master 400
+sentinel down-after-milliseconds the-master 2500
 sentinel failover-timeout the-master 2000
 """
 
@@ -96,8 +96,7 @@ async def test_a_master_that_dies(group: _Group) -> None:
     turns = [make_turn(f"r{number}", completion=b"") for number in range(50)]
     for turn in turns:
         await add(store, turn, entry(turn.id, "ids"))
-    with redis.Redis(port=group.master.port) as client:
-        await asyncio.to_thread(client.wait, 1, 2000)
+    await asyncio.to_thread(wait_for, lambda: is_up_to_date(group.replica, group.master))
     group.master.send(signal.SIGKILL)
     later = [make_turn(f"s{number}", completion=b"") for number in range(20)]
     start = time.monotonic()
