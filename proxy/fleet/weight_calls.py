@@ -185,12 +185,13 @@ class WeightCalls:
         elif effect in _UPDATES:
             updating = state.updating or run.call.path
             await weights.change(replace(state, updating=updating, touched=time.time()))
-        elif effect in _ENDS_PAUSE and state.paused and weights.shared:
-            # other processes note the positions of their streams; new requests still wait here
-            await weights.announce(replace(state, paused=""))
-            await asyncio.sleep(_OTHERS_LEARN_S)
-        if effect in _ENDS_PAUSE:
+        elif effect in _ENDS_PAUSE:
+            # before the others learn of it: they send requests to the engines from then on
             late = bool(state.paused) and not await self._fleet.lateness.settled()
+            if state.paused and weights.shared:
+                # other processes note the positions of their streams; new requests still wait here
+                await weights.announce(replace(state, paused=""))
+                await asyncio.sleep(_OTHERS_LEARN_S)
             weights.note_positions(late=late)
 
     async def _after(self, run: _Run, outcomes: Sequence[Outcome]) -> str:

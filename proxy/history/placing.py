@@ -91,14 +91,23 @@ class Placer:
     async def match(self, request: ChatRequest, conversation: Conversation, scope: Scope) -> Match:
         """Find the recorded turn that a request continues, and pin its rollout if the store responds."""
         named, only = _rollouts_of(request)
-        if named is not None:
-            # the turn is of this rollout, if there is one: one wait for the store instead of two
-            return (
-                await asyncio.gather(self._match(request, conversation, scope, only), self.pin((named,)))
-            )[0]
-        match = await self._match(request, conversation, scope, only)
-        if match.turn is not None and match.same_rollout:
-            await self.pin((match.turn.rollout,))
+        match = Match()
+
+        async def search() -> None:
+            nonlocal match
+            match = await self._match(request, conversation, scope, only)
+
+        try:
+            if named is not None:
+                # the turn is of this rollout, if there is one: one wait for the store instead of two
+                await asyncio.gather(search(), self.pin((named,)))
+            else:
+                await search()
+                if match.turn is not None and match.same_rollout:
+                    await self.pin((match.turn.rollout,))
+        except BaseException:  # cancellation too: no other request could use a turn that stays claimed
+            await self._release(match)
+            raise
         return match
 
     async def _match(
@@ -121,11 +130,17 @@ class Placer:
         """
         named, only = _rollouts_of(request)
         match = await match_ids(self.matcher, prompt, scope, only)
-        if named is not None:
+        if named is None:
+            return match
+        try:
             newest = await self.matcher.longest_of(await self.store.newest(named, FOUND_AT_MOST), prompt)
-            longer = newest is not None and (match.turn is None or newest.count > match.turn.count)
-            if newest is not None and longer and not newest.images:
-                match = Match(newest)
+        except BaseException:  # as in `match`
+            await self._release(match)
+            raise
+        longer = newest is not None and (match.turn is None or newest.count > match.turn.count)
+        if newest is not None and longer and not newest.images:
+            await self._release(match)
+            return Match(newest)
         return match
 
     async def longest_prefix(
@@ -173,7 +188,7 @@ class Placer:
             candidates=match.candidates,
             holder=match.turn.replica if match.turn is not None else "",
             held_since=request_time(match.turn.id) if match.turn is not None else 0.0,
-            claimed=match.turn.id if match.turn is not None and match.claimed else None,
+            claimed=_claimed(match),
             logprobs_mode=model.logprobs_mode,
             temperature=request.temperature,
             choices=request.choices,
@@ -199,10 +214,16 @@ class Placer:
 
     async def release(self, placement: Placement) -> None:
         """Let others continue the turn that was claimed for a request."""
-        if placement.claimed is None:
+        await self._release_turn(placement.claimed)
+
+    async def _release(self, match: Match) -> None:
+        await self._release_turn(_claimed(match))
+
+    async def _release_turn(self, turn: str | None) -> None:
+        if turn is None:
             return
         try:
-            await self.store.release(placement.claimed)
+            await self.store.release(turn)
         except StoreError as error:
             self.report("a turn that was claimed for a failed request stays claimed", error)
 
@@ -210,6 +231,11 @@ class Placer:
         """Log and count that the store does not respond."""
         self.metrics.store_errors.inc()
         log.log(error.level, "%s: %s", consequence, error)
+
+
+def _claimed(match: Match) -> str | None:
+    """The turn that was claimed for the request of a match."""
+    return match.turn.id if match.turn is not None and match.claimed else None
 
 
 def _rollouts_of(request: ChatRequest) -> tuple[str | None, str | None]:

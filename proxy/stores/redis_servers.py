@@ -32,6 +32,8 @@ _CONNECTIONS = 32
 _SPARE = 2
 """Times as many connections as calls: a connection may still be closing when the next call begins."""
 _TIMEOUT_S = 10.0
+_CONNECT_S = 2.0
+"""Of a cluster or a master with replicas: a silent server must not hold up the search for a new master."""
 _TRIALS = 2
 """How often a call to a cluster or a failed-over master is tried again, with what is known then of its
 servers."""
@@ -170,7 +172,8 @@ def _digest(script: str) -> str:
 
 
 def _options(url: RedisUrl, **more: Any) -> dict[str, Any]:
-    times = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
+    connect_s = _TIMEOUT_S if url.kind == "server" else _CONNECT_S
+    times = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": connect_s}
     return {**times, "protocol": 2, **more, **url.options}
 
 

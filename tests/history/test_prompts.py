@@ -1,6 +1,7 @@
 """Requests with prompts of ids or text: one plan for each prompt, whatever happens to the store."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from proxy.errors import BadRequest
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.history import History
+from proxy.history.matcher import Match
 from proxy.history.plan import Given, Placement, PromptPlan, Rendered, ServedModel
 from proxy.history.recorder import Recording
 from proxy.history.store import StoreError
@@ -159,6 +161,37 @@ async def test_what_was_claimed_is_released_if_another_prompt_fails(
     await history.planner.release(plan)
     plan = await history.planner.plan(_request(following, following), _MODEL)
     assert len({prompt.placement.claimed for prompt in plan.prompts} - {None}) == 2
+
+
+@pytest.mark.parametrize("named", [None, "r"])
+async def test_what_was_claimed_is_released_if_the_client_leaves_while_it_is_pinned(
+    history: History, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    claimed: Any = SimpleNamespace(id="t", rollout="r")
+    released, pinning = [], asyncio.Event()
+
+    async def find(*args: Any) -> Match:
+        return Match(claimed, claimed=True)
+
+    async def pin(*args: Any) -> None:
+        pinning.set()
+        await asyncio.Event().wait()
+
+    async def release(turn: str) -> None:
+        released.append(turn)
+
+    monkeypatch.setattr("proxy.history.placing._rollouts_of", lambda request: (named, None))
+    monkeypatch.setattr(type(history.placer), "_match", find)
+    monkeypatch.setattr(history.placer.pins, "pin", pin)
+    monkeypatch.setattr(history.store, "release", release)
+    unused: Any = None
+    task = asyncio.create_task(history.placer.match(unused, unused, unused))
+    await pinning.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert released == ["t"]
 
 
 async def test_a_prompt_beyond_the_context_is_refused_before_the_record_is_searched(
