@@ -18,8 +18,8 @@ _GONE_S = 10.0
 """Within this time a bad replica must be out of use."""
 _WATCHED_S = 3.0
 """How long after that its requests are counted."""
-_MOST_TRIALS = 3
-"""Requests that it may get meanwhile, to find out whether it is well again."""
+_MOST_TRIALS = 6
+"""Requests that it may get meanwhile, of hundreds, to find out whether it is well again."""
 _MOST_FAILURES = 3
 """Requests that may fail before it is out of use."""
 
