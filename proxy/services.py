@@ -71,6 +71,7 @@ def make_services(
         cache_salt_by_version=settings.cache_salt_by_version,
         model_aliases=ModelAliases([parse_alias(alias) for alias in settings.model_aliases]),
         session_from_key=settings.session_from_key,
+        viewer=settings.viewer,
         body_timeout_s=settings.body_timeout_s,
         running=running or RunningRequests(),
     )

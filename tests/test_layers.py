@@ -10,6 +10,7 @@ _PACKAGES = [
     "proxy.routes",
     "proxy.dialects",
     "proxy.turn",
+    "proxy.viewer",
     "proxy.stores",
     "proxy.samples",
     "proxy.history",

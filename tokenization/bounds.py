@@ -16,6 +16,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 
 from tokenization.description import Description
+from tokenization.token_bytes import byte_alphabet
 
 _SLICE = 2**20
 """Number of bytes or characters that one call counts; other threads run between two calls."""
@@ -82,7 +83,7 @@ def _longest_by_byte(description: Description) -> list[int]:
     vocab = description.vocab
     if vocab is None or any(step.get("behavior") == "Removed" for step in description.pre_tokenizers):
         return [0] * 256
-    alphabet = _alphabet()
+    alphabet = byte_alphabet()
     if _keeps_bytes(description):
         lengths = _longest(_bytes_of(vocab, alphabet), _SHORT)
         for character in alphabet.keys() - vocab.keys():
@@ -122,13 +123,6 @@ def _keeps_characters(description: Description) -> bool:
 
 
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-
-
-def _alphabet() -> dict[str, int]:
-    """The character by which byte-level BPE spells each byte (GPT-2's `bytes_to_unicode`)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _bytes_of(vocab: Iterable[str], alphabet: dict[str, int]) -> Iterator[bytes]:

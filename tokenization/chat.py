@@ -10,7 +10,7 @@ encoded, and it is sliced out of the template's own rendering.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -412,6 +412,15 @@ class ChatTokenizer:
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The token of each id as the vocabulary spells it; empty for ids without one."""
         return self._encoder.token_strings(ids)
+
+    def token_bytes(self, ids: Iterable[int]) -> dict[int, bytes]:
+        """What each of the ids stands for; those without a token are missing. See `TokenBytes`."""
+        return self._encoder.token_bytes(ids)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, and those that end a turn."""
+        return self._added.special_ids
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses and size of the suffix cache."""

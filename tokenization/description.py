@@ -28,6 +28,8 @@ class Description:
     """The steps of its normalizer."""
     pre_tokenizers: list[dict[str, Any]] = field(default_factory=list)
     """The steps of its pre-tokenizer."""
+    decoders: list[dict[str, Any]] = field(default_factory=list)
+    """The steps of its decoder."""
     added_tokens: list[AddedToken] = field(default_factory=list)
     vocab: Mapping[str, int] | None = None
     """The tokens, if the model is BPE without dropout: equal texts then always have equal ids."""
@@ -47,9 +49,9 @@ def read_description(text: str) -> Description:
     from msgspec import Raw, json
 
     parts = json.decode(text, type=dict[str, Raw])
-    normalizer, pre_tokenizer = (
+    normalizer, pre_tokenizer, decoder = (
         json.decode(parts.get(name, b"null"), type=dict[str, Any] | None)
-        for name in ("normalizer", "pre_tokenizer")
+        for name in ("normalizer", "pre_tokenizer", "decoder")
     )
     model = json.decode(parts["model"], type=dict[str, Raw])
     bpe = None
@@ -58,6 +60,7 @@ def read_description(text: str) -> Description:
     return Description(
         _steps(normalizer, "normalizers"),
         _steps(pre_tokenizer, "pretokenizers"),
+        _steps(decoder, "decoders"),
         json.decode(parts.get("added_tokens", b"[]"), type=list[AddedToken]),
         bpe.vocab if bpe and not bpe.dropout else None,
         bpe.byte_fallback if bpe else False,

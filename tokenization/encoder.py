@@ -5,13 +5,14 @@ truncation, padding or added tokens) while another one reads it, version 0.21 fa
 and 0.23 encodes with the change. So the copy is private: callers of transformers change its own tokenizer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tokenization.bounds import Bounds
 from tokenization.description import read_description
 from tokenization.errors import InvalidMessages, TemplateUnsupported
 from tokenization.limit import NO_LIMIT, Limit
 from tokenization.pieces import PIECE, Cutter
+from tokenization.token_bytes import TokenBytes
 
 MAX_PIECE = 2**23
 """Most characters in one call of the tokenizer, which takes 100 to 200 bytes of memory for each."""
@@ -34,6 +35,7 @@ class Encoder:
         parts = read_description(description)
         self.bounds = Bounds(parts)
         self._cutter = Cutter(parts)
+        self._token_bytes = TokenBytes(parts)
 
     # `Tokenizer.encode` and `Tokenizer.decode` hold the GIL; their batch variants release it
 
@@ -83,3 +85,8 @@ class Encoder:
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The token of each id as the vocabulary spells it; empty for ids without one."""
         return [self._tokenizer.id_to_token(token) or "" for token in ids]
+
+    def token_bytes(self, ids: Iterable[int]) -> dict[int, bytes]:
+        """What each of the ids stands for; those without a token are missing. See `TokenBytes`."""
+        tokens = {token: self._tokenizer.id_to_token(token) for token in set(ids)}
+        return {token: self._token_bytes.of(text) for token, text in tokens.items() if text is not None}

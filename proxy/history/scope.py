@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxy.history.store import session_id
+from proxy.history.turn import Turn
 from proxy.history.vocabulary import Reason
 from proxy.turn.request import Rendering
 from tokenization.canonical import start
@@ -91,6 +92,20 @@ def raw_key(rendering: Rendering, rendered_fields: frozenset[str], model: str, t
     for part in (rendering.tools, rendering.template_kwargs, *texts):
         key.update(len(part).to_bytes(8, "little") + part)
     return key.digest()
+
+
+def recorded_with(turn: Turn, tokenizer: str) -> bool:
+    """Whether a turn may have been recorded with a tokenizer: False if it is known to be another one.
+
+    Args:
+        tokenizer: fingerprint of vocabulary and chat template.
+    """
+    if len(turn.scope) != len(CHANGED):
+        return True
+    names = {turn.model, turn.requested_model}
+    return turn.scope[-1] in {
+        start(model=f"{fingerprint}/{name}") for name in names for fingerprint in (tokenizer, "")
+    }
 
 
 def changed_part(before: Collection[bytes], now: Collection[bytes]) -> Reason | None:

@@ -5,6 +5,7 @@ determines the route, checks the scopes.
 """
 
 import ipaddress
+import re
 import secrets
 from collections.abc import Collection, Sequence
 
@@ -19,6 +20,8 @@ OPEN_PATHS = frozenset(
     {"/health", "/health/", "/ready", "/ready/", "/metrics", "/metrics/"},
 )
 """Paths for health checks and scrapers, which have no key."""
+_PAGE_PATH = re.compile(r"/viewer/?|/viewer/static/[^/]*")
+"""The page, which holds no recorded data and asks for a key: a browser sends none with its first request."""
 _METRICS_PATHS = frozenset({"/metrics", "/metrics/"})
 _USUAL_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 """Number of cached addresses, because parsing an address takes longer than all other work without keys."""
@@ -70,7 +73,9 @@ class ApiKeys:
             return
         key, headers = self._verify(scope["headers"])
         path = path_of(scope)
-        is_open = scope["method"] in ("GET", "HEAD") and path in self._open
+        is_open = scope["method"] in ("GET", "HEAD") and (
+            path in self._open or _PAGE_PATH.fullmatch(path) is not None
+        )
         granted = {KeyScope.READ} if is_open and path in _METRICS_PATHS else set()
         if key is not None:
             verified = {SCOPE_KEY: key.tenant, SCOPES_KEY: key.scopes | granted}

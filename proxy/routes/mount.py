@@ -72,6 +72,6 @@ def _belongs_inside_vllm(route: Route, existing: Sequence[BaseRoute]) -> bool:
 
 def _serves(existing: Sequence[BaseRoute], route: Route, template: str) -> bool:
     """Whether the application's own routes serve an alias already: a plugin must not replace them."""
-    path = fill(template, {"session": "any", "consumer": "any", "response_id": "any"})
+    path = fill(template, {"session": "any", "consumer": "any", "response_id": "any", "file": "any"})
     scopes = [{"type": "http", "method": method, "path": path, "root_path": ""} for method in route.methods]
     return any(own.matches(scope)[0] is Match.FULL for own in existing for scope in scopes)

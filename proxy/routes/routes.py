@@ -18,6 +18,14 @@ from proxy.routes.status import Health, MetricsPage, Ready, Root
 from proxy.routes.tokenize import Tokenize
 from proxy.routes.trl import trl_routes
 from proxy.routes.turns import TurnRoute
+from proxy.routes.viewer import (
+    ViewerDrift,
+    ViewerFile,
+    ViewerPage,
+    ViewerSession,
+    ViewerSlash,
+    ViewerTokens,
+)
 
 
 def all_routes() -> list[Route]:
@@ -46,6 +54,12 @@ def all_routes() -> list[Route]:
         FeedAcknowledge(),
         FeedConsumers(),
         OneFeedConsumer(),
+        ViewerPage(),
+        ViewerSlash(),
+        ViewerFile(),
+        ViewerSession(),
+        ViewerTokens(),
+        ViewerDrift(),
         Replicas(),
         Drain(),
         Root(),

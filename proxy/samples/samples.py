@@ -27,6 +27,7 @@ from proxy.history.prompt_image import PromptImage
 from proxy.history.store import Session
 from proxy.history.turn import Turn, WeightSpan, unpack_ids, unpack_logprobs
 from proxy.samples.classes import UNKNOWN, classes_of, selected
+from proxy.samples.conversation import messages_of, parsed, template_kwargs_of, tools_of
 from proxy.samples.tree import TurnTree
 
 T = TypeVar("T")
@@ -292,10 +293,10 @@ def _sample(
         turns=spans,
         finish_reason=spans[-1].finish_reason,
         reward=rewards.get(last.id, rewards.get(WHOLE_ROLLOUT)),
-        messages=_conversation(path),
-        tools=_parsed(_last_stated(turn.tools for turn in path) or b"[]", list),
-        template_kwargs=_parsed(_last_stated(turn.template_kwargs for turn in path) or b"{}", dict),
-        metadata=_parsed(session.metadata, dict) if session else {},
+        messages=messages_of(path),
+        tools=tools_of(path),
+        template_kwargs=template_kwargs_of(path),
+        metadata=parsed(session.metadata, dict) if session else {},
         images=[SampleImage(image.digest, image.offset, image.length) for image in images],
         image_data=_new_image_data(images, delivered),
         revision=revision,
@@ -357,30 +358,3 @@ def _mask(turn: Turn) -> list[list[int]] | None:
 def _if_typed(value: T, *types: type) -> T | None:
     """The value, or None if it has another type. True is not an integer here."""
     return value if type(value) in types else None
-
-
-def _conversation(path: Sequence[Turn]) -> list[Any] | None:
-    """All messages of a path; None if those of one turn cannot be read."""
-    conversation: list[Any] = []
-    for turn in path:
-        messages, message = _parsed(turn.messages, list), _parsed(turn.message, dict)
-        if messages is None or message is None:
-            return None
-        conversation += [*messages, message]
-    return conversation
-
-
-def _parsed(stored: bytes, kind: type[T]) -> T | None:
-    """Stored JSON of this type; None if it cannot be read."""
-    try:
-        return msgspec.json.decode(stored, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def _last_stated(values: Iterable[bytes | None]) -> bytes:
-    """The last value that is not None, which means "as in the turn before"; b"" if all are."""
-    stated = b""
-    for value in values:
-        stated = stated if value is None else value
-    return stated

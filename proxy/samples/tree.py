@@ -48,6 +48,10 @@ class TurnTree:
     def _parent(self, turn: Turn) -> Turn | None:
         return None if turn.parent is None else self._turns.get(turn.parent)
 
+    def fault(self, turn: Turn) -> Fault | None:
+        """The first turn of a turn's path that cannot be trained on; None if the whole path can be."""
+        return self._faults[turn.id]
+
     def is_leaf(self, turn: Turn) -> bool:
         """Whether no turn continues this one."""
         return not self._children.get(turn.id)

@@ -52,6 +52,9 @@ class RecordingSettings(BaseModel):
         description="record turns of the token route that have a session or the conversation's messages, and "
         "those of the completions and generate routes",
     )
+    viewer: bool = Field(
+        default=True, description="serve /viewer, the page that shows the recorded rollouts in a browser"
+    )
     session_from_key: bool = Field(
         default=False,
         description="a client's API key names its session, for clients that can set nothing else; only keys "

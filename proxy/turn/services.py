@@ -45,6 +45,8 @@ class Services:
     """The models that serve requests for others."""
     session_from_key: bool = False
     """Whether a request's API key names its session, if nothing checks the key."""
+    viewer: bool = True
+    """Whether `/viewer` shows the recorded rollouts."""
     body_timeout_s: float | None = None
     """How long a request's body may take; None for no limit."""
     running: RunningRequests = field(default_factory=RunningRequests)

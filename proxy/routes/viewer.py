@@ -1,0 +1,253 @@
+"""`/viewer`: the page that shows recorded rollouts, and the data that it reads.
+
+The page and its files hold no recorded data, and a browser cannot send a key with its first request: so they
+are served without one, and the page asks for a key if the data needs it.
+"""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import msgspec
+
+from proxy.errors import BadRequest, EngineUnavailable, Forbidden, NotFound
+from proxy.history.scope import recorded_with
+from proxy.history.store import Session, StoreError, session_id
+from proxy.history.turn import Turn
+from proxy.http import JSON_HEADERS, BytesResponse, Request, Response, query_value
+from proxy.routes.base import Route
+from proxy.routes.scopes import KeyScope
+from proxy.routes.session_names import session_in_path
+from proxy.routes.store_route import number
+from proxy.samples.tree import TurnTree, path_of
+from proxy.turn.services import Services
+from proxy.types import Headers
+from proxy.viewer.drift import Basis, drift_lane
+from proxy.viewer.files import PAGE, StaticFile, load_files
+from proxy.viewer.tokens import encode_tokens
+from proxy.viewer.tree import session_tree
+from tokenization import ChatTokenizer
+
+_PAGE_HEADERS: Headers = [
+    (
+        b"content-security-policy",
+        b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+]
+_DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+
+
+def refuse_if_off(services: Services) -> None:
+    """Raises NotFound if the setting turns the viewer off."""
+    if not services.viewer:
+        raise NotFound("the viewer is turned off by the setting `viewer`", code="viewer_off")
+
+
+class ViewerPage(Route):
+    """Serves the page."""
+
+    path = "/viewer"
+    methods = ("GET", "HEAD")
+    needs_tenant = False
+    key_scope = None  # checked below, because a page must be able to ask for a key
+    summary = "The page that shows recorded rollouts"
+
+    def __init__(self) -> None:
+        self._files = load_files()
+
+    @property
+    def aliases(self) -> list[str]:
+        """See `Route.aliases`; `ViewerSlash` serves the other path."""
+        return []
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """HTML. 401 without a key where one is needed (the page then asks for it), 403 without `read`."""
+        refuse_if_off(services)
+        if not request.may_read and request.tenant:
+            raise Forbidden("the viewer needs an API key with the scope `read`", code="insufficient_scope")
+        return _file_response(self._files[PAGE], request, 200 if request.may_read else 401)
+
+
+class ViewerSlash(Route):
+    """Redirects to the page: its links are relative, so that it works below any path."""
+
+    path = "/viewer/"
+    methods = ("GET", "HEAD")
+    needs_tenant = False
+    key_scope = None
+    summary = "Redirects to /viewer"
+
+    @property
+    def aliases(self) -> list[str]:
+        """See `Route.aliases`; there are none."""
+        return []
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """307."""
+        return BytesResponse(307, [(b"location", b"../viewer")], b"")
+
+
+class ViewerFile(Route):
+    """Serves the modules and the style sheet of the page."""
+
+    path = "/viewer/static/{file}"
+    methods = ("GET", "HEAD")
+    needs_tenant = False
+    key_scope = None
+    observed = False
+    summary = "A static file of the page"
+
+    def __init__(self) -> None:
+        self._files = load_files()
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """One of the package's files; 404 for all other names."""
+        refuse_if_off(services)
+        file = self._files.get(request.path.partition("?")[0].split("/")[3])
+        if file is None:
+            raise NotFound("the viewer has no such file", param="file", code="file_not_found")
+        return _file_response(file, request, 200)
+
+
+class ViewerDataRoute(Route):
+    """Base of the routes that read one session. Their format is the page's own, and may change with it."""
+
+    methods = ("GET",)
+    key_scope = KeyScope.READ
+    store_seconds = 30.0
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """See the route's summary."""
+        refuse_if_off(services)
+        store, name = services.history.store, session_in_path(request)
+        rollout = session_id(request.tenant, name)
+        try:
+            session = await store.session(rollout)
+            turns = await store.turns(rollout) if session is not None else []
+            rewards = await store.rewards(rollout) if session is not None else {}
+        except StoreError as error:
+            raise EngineUnavailable(f"the store does not respond, try again later: {error}") from error
+        if session is None:
+            raise NotFound(
+                f"unknown session {name!r}: never used, deleted, or evicted",
+                param="session",
+                code="session_not_found",
+            )
+        return await self.show(request, services, session, turns, rewards)
+
+    @abstractmethod
+    async def show(
+        self,
+        request: Request,
+        services: Services,
+        session: Session,
+        turns: list[Turn],
+        rewards: dict[str, float],
+    ) -> Response:
+        """The response for a session."""
+
+
+class ViewerSession(ViewerDataRoute):
+    """Returns a session with its turns."""
+
+    path = "/viewer/sessions/{session}"
+    summary = "A session's turns with their messages, for the page"
+
+    async def show(
+        self,
+        request: Request,
+        services: Services,
+        session: Session,
+        turns: list[Turn],
+        rewards: dict[str, float],
+    ) -> Response:
+        """See `proxy.viewer.tree`. `?since=` leaves out turns that were recorded before, in seconds."""
+        since = number("since", query_value(request, "since", "-inf"))
+        body = await asyncio.to_thread(
+            lambda: msgspec.json.encode(session_tree(session, turns, rewards, since))
+        )
+        return _data(body)
+
+
+class ViewerTokens(ViewerDataRoute):
+    """Returns the ids of the path to a turn."""
+
+    path = "/viewer/sessions/{session}/tokens"
+    summary = "The ids of the path to a turn, in binary, for the page"
+
+    async def show(
+        self,
+        request: Request,
+        services: Services,
+        session: Session,
+        turns: list[Turn],
+        rewards: dict[str, float],
+    ) -> Response:
+        """`?turn=ID`. See `proxy.viewer.tokens`."""
+        path = _path(request, turns)
+        tokenizer, note = _tokenizer(services, path[-1])
+        body = await asyncio.to_thread(lambda: encode_tokens(path, TurnTree(turns), tokenizer, note))
+        return BytesResponse(200, [*_DATA_HEADERS, (b"content-type", b"application/octet-stream")], body)
+
+
+class ViewerDrift(ViewerDataRoute):
+    """Compares the prompt of a turn with what it would have been without the record."""
+
+    path = "/viewer/sessions/{session}/drift"
+    summary = "Where the prompt of a turn differs from the template's own rendering, for the page"
+
+    async def show(
+        self,
+        request: Request,
+        services: Services,
+        session: Session,
+        turns: list[Turn],
+        rewards: dict[str, float],
+    ) -> Response:
+        """`?turn=ID&basis=template|before`. See `proxy.viewer.drift`."""
+        path, chosen = _path(request, turns), query_value(request, "basis", "")
+        if chosen not in ("", *Basis):
+            raise BadRequest(f"`basis` must be one of {', '.join(Basis)}", param="basis")
+        tokenizer, note = _tokenizer(services, path[-1])
+
+        def compare() -> bytes:
+            return msgspec.json.encode(drift_lane(turns, path, chosen, tokenizer, note))
+
+        return _data(await asyncio.to_thread(compare))
+
+
+def _path(request: Request, turns: Sequence[Turn]) -> list[Turn]:
+    """The path to the turn in the query. Raises BadRequest."""
+    by_id = {turn.id: turn for turn in turns}
+    name = query_value(request, "turn", "")
+    if name not in by_id:
+        raise BadRequest(f"the session has no turn {name!r}", param="turn")
+    return path_of(by_id[name], by_id)
+
+
+def _tokenizer(services: Services, turn: Turn) -> tuple[ChatTokenizer | None, str]:
+    """A tokenizer of the fleet, and why there is none or why its texts may be wrong for this turn."""
+    replicas = services.fleet.replicas
+    loaded = [found for replica in replicas if (found := replica.chat_tokenizer.loaded) is not None]
+    if not loaded:
+        reports = (replica.chat_tokenizer.report()["append"] for replica in replicas)
+        return None, f"the tokenizer is not there: {next(reports, 'no engine')}"
+    for tokenizer in loaded:
+        if recorded_with(turn, tokenizer.fingerprint):
+            return tokenizer, ""
+    return loaded[0], "recorded with another tokenizer or chat template: texts may be wrong"
+
+
+def _data(body: bytes) -> Response:
+    return BytesResponse(200, [*_DATA_HEADERS, *JSON_HEADERS], body)
+
+
+def _file_response(file: StaticFile, request: Request, status: int) -> Response:
+    headers = [*_PAGE_HEADERS, (b"content-type", file.media_type.encode()), (b"etag", file.etag.encode())]
+    sent = next((value for name, value in request.headers if name == b"if-none-match"), b"")
+    if status == 200 and file.etag.encode() in sent:
+        return BytesResponse(304, headers, b"")
+    return BytesResponse(status, headers, file.content)

@@ -1,0 +1,41 @@
+// The part of the address after `#`: every view, turn and token has one that can be kept and sent.
+//
+//   #/?sort=reward&reason=no_match           the list
+//   #/s/SESSION                              a session
+//   #/s/SESSION/TURN/VIEW?token=N            a turn in a view: conversation, tokens or plots
+//   #/compare/SESSION/TURN/SESSION/TURN      paths side by side; "-" is the longest path of a session
+
+export const VIEWS = ["conversation", "tokens", "plots"];
+
+/** Read an address. Unknown ones are the list. */
+export function parse(hash) {
+  const [path, query = ""] = hash.replace(/^#?\/?/, "").split("?");
+  const [kind, ...rest] = path.split("/").map(decodeURIComponent);
+  const parameters = new URLSearchParams(query);
+  if (kind === "s" && rest[0]) {
+    const view = VIEWS.includes(rest[2]) ? rest[2] : "conversation";
+    const token = parameters.has("token") ? Number(parameters.get("token")) : null;
+    return { kind: "session", session: rest[0], turn: rest[1] || null, view, token };
+  }
+  if (kind === "compare" && rest.length >= 2) {
+    const sides = [];
+    for (let i = 0; i + 1 < rest.length; i += 2) sides.push({ session: rest[i], turn: rest[i + 1] });
+    return { kind: "compare", sides };
+  }
+  return { kind: "list", query: parameters };
+}
+
+export function listAddress(parameters) {
+  const query = new URLSearchParams(parameters).toString();
+  return query ? `#/?${query}` : "#/";
+}
+
+export function sessionAddress(session, turn = null, view = "conversation", token = null) {
+  let address = `#/s/${encodeURIComponent(session)}`;
+  if (turn) address += `/${encodeURIComponent(turn)}/${view}`;
+  return token === null ? address : `${address}?token=${token}`;
+}
+
+export function compareAddress(sides) {
+  return `#/compare/${sides.map(({ session, turn }) => `${encodeURIComponent(session)}/${turn || "-"}`).join("/")}`;
+}

@@ -1,0 +1,227 @@
+// The list of sessions: filters, order and page are in the address, the server does the work.
+
+import { compareAddress, listAddress, sessionAddress } from "./address.js";
+import { button, el, select, show } from "./dom.js";
+import { ago, count, reward, time } from "./format.js";
+import { reasonsPlot, rewardPlot } from "./plots.js";
+import { badge } from "./turn.js";
+import { WindowedRows } from "./windowed.js";
+
+const EVERY_MS = 2000;
+const SOON_MS = 400; // while the server is still reading sessions
+const PAGE = 200;
+const ROW = 46;
+const TYPING_MS = 250;
+const SORTS = [
+  ["used", "last used"], ["created", "created"], ["reward", "reward"], ["drift", "drift"], ["turns", "turns"], ["ids", "longest path"], ["sampled", "sampled ids"], ["id", "name"],
+];
+const FACETS = [["model", "models"], ["reason", "reasons"], ["problem", "problems"], ["class", "classes"], ["weight_version", "weight_versions"]];
+
+export class ListView {
+  constructor(app) {
+    this.app = app;
+    this.chosen = new Map();
+    this.rowsData = [];
+    this.tools = el("form", { class: "tools", role: "search", onsubmit: (event) => event.preventDefault() });
+    this.status = el("p", { class: "status", role: "status" });
+    this.plots = el("div", { class: "plots" });
+    this.plotsBox = el("details", { class: "plots-box", ontoggle: () => this.#showPlots() }, el("summary", {}, "Plots of these sessions"), this.plots);
+    this.pager = el("div", { class: "pager" });
+    this.rows = new WindowedRows({
+      height: ROW, role: "grid", rowRole: "row", label: "Sessions",
+      draw: (index) => this.#row(this.rowsData[index]),
+      onopen: (index, event) => {
+        if (!event.target.closest?.("input, a")) location.hash = sessionAddress(this.rowsData[index].id);
+      },
+    });
+    this.element = el("div", { class: "list" }, this.tools, this.status, this.plotsBox, this.rows.element, this.pager);
+  }
+
+  async open(address) {
+    this.query = new URLSearchParams(address.query);
+    this.#showTools();
+    await this.#load();
+  }
+
+  async move(address) {
+    const query = new URLSearchParams(address.query);
+    if (query.toString() === this.query.toString()) return;
+    this.query = query;
+    this.rows.element.scrollTop = 0;
+    if (document.activeElement !== this.search) this.#showTools();
+    await this.#load();
+  }
+
+  close() {
+    this.closed = true;
+    clearTimeout(this.timer);
+    this.rows.close();
+  }
+
+  key(key) {
+    if (key === "/") this.search.focus();
+    else if (key === "j" || key === "k") {
+      const next = Math.max(0, Math.min(this.rowsData.length - 1, this.rows.active + (key === "j" ? 1 : -1)));
+      this.rows.activate(next);
+      this.rows.element.focus({ preventScroll: true });
+    } else return false;
+    return true;
+  }
+
+  /** Change one parameter; the first page follows. */
+  #set(name, value) {
+    if (value) this.query.set(name, value);
+    else this.query.delete(name);
+    if (name !== "offset") this.query.delete("offset");
+    const address = listAddress(this.query);
+    this.query = new URLSearchParams("?changed"); // so that `move` loads
+    location.hash = address;
+  }
+
+  async #load() {
+    clearTimeout(this.timer);
+    const asked = this.query;
+    const parameters = new URLSearchParams(asked);
+    parameters.set("limit", String(PAGE));
+    try {
+      const answer = await this.app.source.sessions(parameters);
+      if (this.closed || this.query !== asked) return;
+      this.#showAnswer(answer);
+      this.app.report(null);
+    } catch (error) {
+      if (this.closed || this.query !== asked) return;
+      this.app.report(error);
+    }
+    if (!this.app.source.live) return;
+    const next = () => {
+      if (document.hidden) this.timer = setTimeout(next, EVERY_MS);
+      else this.#load();
+    };
+    this.timer = setTimeout(next, this.answer && !this.answer.complete ? SOON_MS : EVERY_MS);
+  }
+
+  #showAnswer(answer) {
+    const text = JSON.stringify(answer);
+    if (text === this.shown) return;
+    this.shown = text;
+    this.answer = answer;
+    this.rowsData = answer.data;
+    const reading = answer.complete ? "" : `, reading ${count(answer.read)} of ${count(answer.sessions)}…`;
+    this.status.textContent = answer.sessions === 0
+      ? "No sessions yet: send a request to /v1/chat/completions, and it appears here."
+      : `${count(answer.matching)} of ${count(answer.sessions)} sessions${reading}`;
+    this.rows.reset(this.rowsData.length);
+    this.#showFacets(answer.facets);
+    this.#showPager(answer);
+    this.#showPlots();
+  }
+
+  #showTools() {
+    let waiting;
+    this.search = el("input", {
+      type: "search", placeholder: "name or metadata", "aria-label": "Search sessions", value: this.query.get("search") ?? "",
+      oninput: () => {
+        clearTimeout(waiting);
+        waiting = setTimeout(() => this.#set("search", this.search.value), TYPING_MS);
+      },
+    });
+    this.metadata = el("input", {
+      type: "text", placeholder: "group=7", "aria-label": "Metadata, as KEY=VALUE", size: "12", value: this.query.get("metadata") ?? "",
+      onchange: () => this.#set("metadata", this.metadata.value),
+    });
+    const bound = (name, label) => el("input", {
+      type: "number", step: "any", placeholder: label, "aria-label": label, value: this.query.get(name) ?? "",
+      onchange: (event) => this.#set(name, event.target.value),
+    });
+    this.facets = el("span", { class: "facets" });
+    const order = this.query.get("order") ?? "desc";
+    show(
+      this.tools,
+      this.search,
+      this.metadata,
+      this.facets,
+      select("Drift", [["", "drift or not"], ["true", "only with drift"]], this.query.get("drift") ?? "", (value) => this.#set("drift", value)),
+      bound("reward_min", "reward from"),
+      bound("reward_max", "reward to"),
+      select("Order by", SORTS, this.query.get("sort") ?? "used", (value) => this.#set("sort", value)),
+      button(order === "desc" ? "↓" : "↑", () => this.#set("order", order === "desc" ? "asc" : ""), { "aria-label": order === "desc" ? "Descending" : "Ascending" }),
+      button("clear", () => { location.hash = "#/"; }),
+    );
+    this.shownFacets = "";
+    this.#showFacets(this.answer?.facets ?? {});
+  }
+
+  #showFacets(facets) {
+    const text = JSON.stringify(facets) + this.query;
+    if (text === this.shownFacets || this.facets.contains(document.activeElement)) return;
+    this.shownFacets = text;
+    show(this.facets, FACETS.map(([name, plural]) => {
+      const found = Object.entries(facets[plural] ?? {}).sort((a, b) => b[1] - a[1]);
+      const chosen = this.query.get(name) ?? "";
+      if (chosen && !found.some(([value]) => value === chosen)) found.push([chosen, 0]);
+      if (found.length === 0) return null;
+      const options = [["", `any ${name.replace("_", " ")}`], ...found.map(([value, sessions]) => [value, `${value} (${count(sessions)})`])];
+      return select(name.replace("_", " "), options, chosen, (value) => this.#set(name, value));
+    }));
+  }
+
+  #showPager({ matching }) {
+    const offset = Number(this.query.get("offset") ?? 0);
+    const chosen = [...this.chosen.values()];
+    show(
+      this.pager,
+      matching > PAGE ? [
+        button("previous", () => this.#set("offset", String(Math.max(0, offset - PAGE) || "")), { disabled: offset === 0 }),
+        el("span", {}, `${count(offset + 1)} to ${count(Math.min(matching, offset + PAGE))} of ${count(matching)}`),
+        button("next", () => this.#set("offset", String(offset + PAGE)), { disabled: offset + PAGE >= matching }),
+      ] : [],
+      chosen.length > 0 ? button(`compare ${chosen.length}`, () => { location.hash = compareAddress(chosen.map((session) => ({ session }))); }, { disabled: chosen.length < 2 }) : null,
+    );
+  }
+
+  #showPlots() {
+    if (!this.plotsBox.open || !this.answer) return;
+    const { rewards, reasons_over_time: reasons } = this.answer;
+    const made = [rewards && rewardPlot(rewards), reasons && reasonsPlot(reasons)].filter(Boolean);
+    show(this.plots, made.length ? made : el("p", { class: "hint" }, "No rewards and no reasons yet."));
+  }
+
+  #row(row) {
+    const { summary } = row;
+    const metadata = Object.entries(row.metadata ?? {}).map(([name, value]) => `${name}=${typeof value === "string" ? value : JSON.stringify(value)}`);
+    const box = el("input", {
+      type: "checkbox", "aria-label": `Choose ${row.id} for a comparison`, checked: this.chosen.has(row.id), tabindex: "-1",
+      onchange: () => {
+        if (box.checked) this.chosen.set(row.id, row.id);
+        else this.chosen.delete(row.id);
+        this.#showPager(this.answer);
+      },
+    });
+    return el(
+      "div",
+      { class: "list-row", data: { session: row.id } },
+      el("div", { role: "gridcell" }, box),
+      el("div", { class: "list-main", role: "gridcell" },
+        el("div", { class: "list-name" }, el("a", { href: sessionAddress(row.id), tabindex: "-1" }, row.id), ...this.#badges(row, summary)),
+        el("div", { class: "list-numbers" },
+          el("span", { title: time(row.used) }, ago(row.used)),
+          el("span", {}, `${count(row.turn_count)} turns`),
+          summary ? el("span", {}, `${count(summary.ids)} ids`) : el("span", {}, "…"),
+          summary ? el("span", {}, `${count(summary.sampled)} sampled`) : null,
+          summary ? el("span", {}, summary.models.join(", ")) : null,
+          el("span", { class: "metadata" }, metadata.join(" ")))),
+      el("span", { class: "list-reward", role: "gridcell" }, row.reward === null ? "" : reward(row.reward)),
+    );
+  }
+
+  #badges(row, summary) {
+    if (!summary) return [];
+    const words = (table, kind) => Object.entries(table).filter(([word]) => word !== "first_turn" && word !== "unknown").map(([word, turns]) => badge(turns > 1 ? `${word} ${turns}` : word, kind));
+    return [
+      summary.drift ? badge(`drift ${summary.drift}`, "drift", "turns whose prompt broke with the recorded ids") : null,
+      ...words(summary.reasons, "reason"), ...words(summary.problems, "problem"), ...words(summary.classes, "class"),
+      summary.aborted ? badge(`aborted ${summary.aborted}`, "ended") : null,
+      summary.leaves > 1 ? badge(`${summary.leaves} paths`, "") : null,
+    ];
+  }
+}

@@ -1,0 +1,208 @@
+// One session: the tree of its turns on one side, a path of them on the other.
+
+import { compareAddress, sessionAddress, VIEWS } from "./address.js";
+import { Conversation } from "./conversation.js";
+import { button, el, select, show } from "./dom.js";
+import { count, plural, reward, time } from "./format.js";
+import { pathPlots } from "./plots.js";
+import { TokenPanel } from "./token_panel.js";
+import { badge, badges, facts, Tree } from "./turn.js";
+import { WindowedRows } from "./windowed.js";
+
+const EVERY_MS = 2000;
+const OVERLAP_S = 5; // turns that another process recorded meanwhile may have an earlier time
+const TREE_ROW = 46;
+
+export class SessionView {
+  constructor(app, name) {
+    this.app = app;
+    this.name = name;
+    this.header = el("div", { class: "session-header" });
+    this.rows = new WindowedRows({
+      height: TREE_ROW, role: "tree", rowRole: "treeitem", label: "Turns",
+      draw: (index) => this.#row(index),
+      onopen: (index) => this.#go({ turn: this.tree.rows[index].turn.id }),
+    });
+    this.pathBar = el("div", { class: "path-bar" });
+    this.panel = el("div", { class: "panel", role: "tabpanel", "aria-label": "Path" });
+    this.element = el(
+      "div",
+      { class: "session" },
+      this.header,
+      el("nav", { class: "tree", "aria-label": "Turns of the session" }, this.rows.element),
+      el("div", { class: "path" }, this.pathBar, this.panel),
+    );
+  }
+
+  async open(address) {
+    this.address = address;
+    this.#setData(await this.app.source.session(this.name));
+    this.#select();
+    if (this.app.source.live) this.timer = setInterval(() => this.#refresh(), EVERY_MS);
+  }
+
+  /** Another turn, view or token of the same session. */
+  async move(address) {
+    this.address = address;
+    this.#select();
+  }
+
+  close() {
+    clearInterval(this.timer);
+    this.rows.close();
+    this.#closeView();
+  }
+
+  /** A key that no control used. Returns whether it meant something. */
+  key(key) {
+    const at = this.tree.rows.findIndex(({ turn }) => turn.id === this.turn?.id);
+    const leaves = this.tree.leaves;
+    const leaf = leaves.findIndex((turn) => turn.id === this.path.at(-1)?.id);
+    const actions = {
+      j: () => this.#goRow(at + 1),
+      k: () => this.#goRow(at - 1),
+      "]": () => this.#go({ turn: leaves[(leaf + 1) % leaves.length].id }),
+      "[": () => this.#go({ turn: leaves[(leaf - 1 + leaves.length) % leaves.length].id }),
+      c: () => this.#go({ view: "conversation" }),
+      t: () => this.#go({ view: "tokens" }),
+      p: () => this.#go({ view: "plots" }),
+    };
+    if (actions[key] && this.turn) actions[key]();
+    else return this.view?.key?.(key) ?? false;
+    return true;
+  }
+
+  #goRow(index) {
+    const row = this.tree.rows[index];
+    if (row) this.#go({ turn: row.turn.id });
+  }
+
+  #go({ turn = this.turn.id, view = this.address.view, token = null }) {
+    location.hash = sessionAddress(this.name, turn, view, token);
+  }
+
+  #setData(data) {
+    this.tree = new Tree(data);
+    const { session } = data;
+    const metadata = Object.entries(session.metadata ?? {});
+    show(
+      this.header,
+      el("h1", {}, session.id),
+      badge(plural(data.turns.length, "turn"), ""),
+      this.tree.leaves.length > 1 ? badge(plural(this.tree.leaves.length, "path"), "") : null,
+      session.reward === null ? null : badge(`reward ${reward(session.reward)}`, "reward"),
+      session.ambiguous ? badge("ambiguous", "problem", "another rollout held an equal conversation") : null,
+      el("span", { class: "facts" }, el("span", {}, `used ${time(session.used)}`), metadata.map(([name, value]) => el("span", {}, `${name} ${typeof value === "string" ? value : JSON.stringify(value)}`))),
+    );
+  }
+
+  async #refresh() {
+    if (document.hidden || this.refreshing) return;
+    this.refreshing = true;
+    try {
+      const data = await this.app.source.session(this.name, this.tree.data.session.used - OVERLAP_S);
+      if (this.#isNew(data)) this.#merge(data);
+      this.app.report(null);
+    } catch (error) {
+      this.app.report(error);
+    } finally {
+      this.refreshing = false;
+    }
+  }
+
+  #isNew({ session, rewards, turns }) {
+    const old = this.tree.data;
+    return session.used !== old.session.used || session.reward !== old.session.reward
+      || JSON.stringify(rewards) !== JSON.stringify(old.rewards) || turns.some((turn) => !this.tree.byId.has(turn.id));
+  }
+
+  #merge(data) {
+    const turns = new Map(this.tree.turns.map((turn) => [turn.id, turn]));
+    for (const turn of data.turns) turns.set(turn.id, turn);
+    const merged = [...turns.values()].sort((a, b) => (a.id < b.id ? -1 : 1));
+    this.#setData({ ...data, meanings: { ...this.tree.data.meanings, ...data.meanings }, turns: merged });
+    this.#select();
+  }
+
+  /** Show what the address names. */
+  #select() {
+    const { tree } = this;
+    const longest = tree.longest;
+    this.turn = tree.byId.get(this.address.turn) ?? longest;
+    if (!this.turn) {
+      this.rows.reset(0);
+      show(this.panel, el("p", { class: "hint" }, "This session has no turns yet."));
+      return;
+    }
+    const isOnLongest = this.address.turn === null;
+    this.path = tree.path(isOnLongest ? longest : tree.leaf(this.turn));
+    this.onPath = new Set(this.path.map((turn) => turn.id));
+    this.rows.length = tree.rows.length;
+    this.rows.activate(tree.rows.findIndex(({ turn }) => turn.id === this.turn.id));
+    this.#showBar();
+    this.#showView();
+  }
+
+  #row(index) {
+    const { turn, level } = this.tree.rows[index];
+    const node = el(
+      "div",
+      { class: `tree-row ${this.onPath.has(turn.id) ? "on-path" : ""}`, "aria-level": Math.min(level, 12) + 1, data: { turn: turn.id } },
+      el("div", { class: "tree-line" },
+        level > 0 ? el("span", { class: "branch", "aria-hidden": "true" }, "└") : null,
+        el("span", { class: "turn-number" }, `turn ${this.tree.number.get(turn.id)}`), badges(turn, this.tree)),
+      el("div", { class: "tree-line numbers" },
+        el("span", {}, `${count(turn.reused)} + ${count(turn.appended)} → ${count(turn.completion_tokens)}`),
+        turn.cached_tokens === null || turn.cached_tokens === undefined ? null : el("span", {}, `cached ${count(turn.cached_tokens)}`),
+        el("span", {}, facts(turn).find(([name]) => name === "time")[1])),
+    );
+    node.style.paddingLeft = `${8 + Math.min(level, 12) * 14}px`;
+    return node;
+  }
+
+  #showBar() {
+    const leaf = this.path.at(-1);
+    const leaves = this.tree.leaves.map((turn, index) => [turn.id, `path ${index + 1}: ${plural(this.tree.depth.get(turn.id), "turn")} to turn ${this.tree.number.get(turn.id)}`]);
+    const tabs = VIEWS.map((view) => el("a", {
+      role: "tab", href: sessionAddress(this.name, this.turn.id, view), "aria-selected": String(view === this.address.view),
+      class: view === this.address.view ? "tab chosen" : "tab",
+    }, view));
+    const others = this.tree.leaves.filter((turn) => turn.id !== leaf.id);
+    show(
+      this.pathBar,
+      el("div", { role: "tablist", "aria-label": "View of the path" }, tabs),
+      leaves.length > 1 ? select("Path", leaves, leaf.id, (turn) => this.#go({ turn })) : null,
+      others.length > 0
+        ? button("compare", () => { location.hash = compareAddress([{ session: this.name, turn: leaf.id }, { session: this.name, turn: others[0].id }]); }, { title: "This path next to another one" })
+        : null,
+    );
+  }
+
+  #showView() {
+    const { view: kind } = this.address;
+    if (this.kind !== kind) {
+      this.#closeView();
+      this.kind = kind;
+      this.view = this.#makeView(kind);
+      show(this.panel, this.view.element);
+    }
+    this.view.show(this.tree, this.path, this.address.turn ? this.turn : null, this.address.token);
+  }
+
+  #makeView(kind) {
+    const address = (turn, token = null) => sessionAddress(this.name, turn, token === null ? "conversation" : "tokens", token);
+    if (kind === "tokens") return new TokenPanel(this.app, this.name, { address });
+    if (kind === "conversation") return new Conversation({ address: (turn) => address(turn.id) });
+    const element = el("div", { class: "plots", tabindex: "0", role: "region", "aria-label": "Plots" });
+    return {
+      element,
+      show: (tree, path) => show(element, pathPlots(path, (index) => this.#go({ turn: path[index].id, view: "conversation" }))),
+    };
+  }
+
+  #closeView() {
+    this.view?.close?.();
+    this.view = null;
+    this.kind = null;
+  }
+}

@@ -1,0 +1,109 @@
+// Where the page reads from: the server that it came from, or the data inside a page that was written to a file.
+
+/** The server refused the key, or wants one. */
+export class KeyNeeded extends Error {}
+
+const KEY = "tokenproxy-viewer-key";
+
+/** Reads from the server. */
+export class ServerSource {
+  live = true;
+
+  constructor(root) {
+    this.root = root;
+  }
+
+  set key(key) {
+    sessionStorage.setItem(KEY, key);
+  }
+
+  async sessions(parameters) {
+    return (await this.#get(`viewer/sessions?${new URLSearchParams(parameters)}`)).json();
+  }
+
+  async session(name, since = null) {
+    const query = since === null ? "" : `?since=${since}`;
+    return (await this.#get(`viewer/sessions/${encodeURIComponent(name)}${query}`)).json();
+  }
+
+  async tokens(name, turn) {
+    const response = await this.#get(`viewer/sessions/${encodeURIComponent(name)}/tokens?turn=${turn}`);
+    return decodeTokens(await response.arrayBuffer());
+  }
+
+  async drift(name, turn, basis = "") {
+    const query = `turn=${turn}&basis=${basis}`;
+    return (await this.#get(`viewer/sessions/${encodeURIComponent(name)}/drift?${query}`)).json();
+  }
+
+  async #get(path) {
+    const key = sessionStorage.getItem(KEY);
+    const headers = key ? { Authorization: `Bearer ${key}` } : {};
+    const response = await fetch(new URL(path, this.root), { headers });
+    if (response.ok) return response;
+    const message = await errorMessage(response);
+    if (response.status === 401 || response.status === 403) throw new KeyNeeded(message);
+    throw new Error(message);
+  }
+}
+
+async function errorMessage(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `the server answered ${response.status}`;
+  }
+}
+
+/** Reads what `tokenproxy view` put into the page. */
+export class FileSource {
+  live = false;
+
+  constructor(data) {
+    this.data = data;
+  }
+
+  async sessions(parameters) {
+    const given = Object.fromEntries(parameters);
+    const words = (given.search || "").toLowerCase();
+    const rows = this.data.sessions.filter(
+      (row) => !words || `${row.id} ${JSON.stringify(row.metadata)}`.toLowerCase().includes(words),
+    );
+    return { data: rows, matching: rows.length, sessions: this.data.sessions.length, complete: true, facets: {} };
+  }
+
+  async session(name) {
+    return this.#find("trees", name, `the file has no session ${name}`);
+  }
+
+  async tokens(name, turn) {
+    const encoded = this.#find("tokens", `${name}/${turn}`, "the file holds only the ids of whole paths");
+    return decodeTokens(Uint8Array.from(atob(encoded), (character) => character.charCodeAt(0)).buffer);
+  }
+
+  async drift(name, turn, basis = "") {
+    return this.#find("drift", `${name}/${turn}/${basis}`, "the file does not hold this comparison");
+  }
+
+  #find(kind, name, problem) {
+    const table = this.data[kind];
+    if (!Object.hasOwn(table, name)) throw new Error(problem);
+    return table[name];
+  }
+}
+
+/** Read the body of ids: see proxy/viewer/tokens.py for the format. */
+export function decodeTokens(buffer) {
+  const size = new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, size)));
+  const start = 4 + size;
+  const n = header.count;
+  return {
+    ...header,
+    special: new Set(header.special),
+    alternatives: new Map(header.alternatives || []),
+    ids: new Int32Array(buffer, start, n),
+    logprobs: new Float32Array(buffer, start + 4 * n, n),
+    flags: new Uint8Array(buffer, start + 8 * n, n),
+  };
+}

@@ -1,0 +1,91 @@
+"""A session as the page reads it: its turns with their messages, and what explains each turn."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from proxy.history.store import Session
+from proxy.history.turn import Turn, request_time
+from proxy.samples.classes import agents_of, classes_of
+from proxy.samples.tree import TurnTree
+from proxy.viewer.breaks import breaks_of
+
+
+def session_tree(
+    session: Session, turns: Sequence[Turn], rewards: Mapping[str, float], since: float = 0.0
+) -> dict[str, Any]:
+    """The session, its rewards and agents, and the turns that were recorded at or after `since`.
+
+    Args:
+        turns: all turns of the session.
+        rewards: by turn id; the session's by "".
+        since: in seconds since the epoch.
+    """
+    classes, tree, breaks = classes_of(turns), TurnTree(turns), breaks_of(turns)
+    return {
+        "session": describe(session, rewards.get("")),
+        "rewards": {turn: reward for turn, reward in rewards.items() if turn},
+        "agents": agents_of(turns, classes),
+        "turns": [_turn(turn, tree, classes[turn.id], breaks) for turn in turns if turn.created >= since],
+    }
+
+
+def describe(session: Session, reward: float | None) -> dict[str, Any]:
+    """A session without its turns."""
+    return {
+        "id": session.name,
+        "explicit": session.explicit,
+        "ambiguous": session.ambiguous,
+        "created": session.created,
+        "used": session.used,
+        "turn_count": session.turns,
+        "bytes": session.size,
+        "metadata": msgspec.Raw(session.metadata),
+        "reward": reward,
+    }
+
+
+def _turn(turn: Turn, tree: TurnTree, request_class: str, breaks: Mapping[str, Any]) -> dict[str, Any]:
+    appended, fault = len(turn.appended) // 4, tree.fault(turn)
+    return {
+        "id": turn.id,
+        "parent": turn.parent,
+        "request": turn.request,
+        "choice": turn.choice,
+        "started": request_time(turn.id) or None,
+        "created": turn.created,
+        "model": turn.model,
+        "requested_model": turn.requested_model or None,
+        "replica": turn.replica or None,
+        "source": turn.source,
+        "reason": turn.reason or None,
+        "reused": turn.prompt_tokens - appended,
+        "appended": appended,
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": turn.completion_tokens,
+        "finish_reason": turn.finish_reason,
+        "stop_reason": turn.stop_reason,
+        "temperature": turn.temperature,
+        "class": request_class or None,
+        "agent": turn.agent or None,
+        "parent_agent": turn.parent_agent or None,
+        "problem": turn.problem or None,
+        "refused": {"turn": fault.turn, "reason": fault.reason} if fault else None,
+        "weight_versions": list(dict.fromkeys(span.version for span in turn.weight_versions)),
+        "logprobs_mode": turn.logprobs_mode or None,
+        "break": breaks.get(turn.id),
+        "logprob": _mean_logprob(turn),
+        "images": len(turn.images),
+        "messages": msgspec.Raw(turn.messages),
+        "message": msgspec.Raw(turn.message),
+    }
+
+
+def _mean_logprob(turn: Turn) -> float | None:
+    """The mean of a turn's log-probabilities; None if there is none, or if one is not finite."""
+    if not turn.logprobs or len(turn.logprobs) % 4:
+        return None
+    mean = float(np.frombuffer(turn.logprobs, "<f4").mean(dtype=np.float64))
+    return mean if np.isfinite(mean) else None
