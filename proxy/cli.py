@@ -8,6 +8,7 @@ from typing import Any
 
 from proxy import __version__
 from proxy.agents.flags import add_commands
+from proxy.view_flags import add_view
 
 _DESCRIPTION = """\
 Token-exact multi-turn chat for vLLM: append to the ids the engine saw, never re-tokenise them.
@@ -19,6 +20,7 @@ Token-exact multi-turn chat for vLLM: append to the ids the engine saw, never re
   tokenproxy env PROGRAM           the environment that makes a program use the proxy
   tokenproxy check MODEL           what can be appended exactly with a chat template
   tokenproxy export --out FILE     recorded conversations as training samples
+  tokenproxy view SESSION          a rollout as one HTML file: its tokens, their origin, their drift
   tokenproxy top                   what a running proxy does now, in the terminal
   tokenproxy demo                  a small real model on this machine, and proof that its tokens stay exact
 """
@@ -152,6 +154,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     _add_export(
         commands.add_parser("export", help="training samples", description=_EXPORT, formatter_class=kind)
     )
+    add_view(commands)
     _add_top(commands.add_parser("top", help="watch a running proxy", description=_TOP, formatter_class=kind))
     _add_demo(commands.add_parser("demo", help="see it work", description=_DEMO, formatter_class=kind))
     return parser

@@ -10,7 +10,7 @@ differences are short, and never more than `_WINDOW` doubled up to the length of
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Hunk(NamedTuple):
     ids: list[int]
 
 
-Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+Ids = np.ndarray[tuple[int], np.dtype[np.signedinteger[Any]]]
 
 
 def difference(left: Sequence[int], right: Sequence[int]) -> list[Hunk]:

@@ -91,6 +91,8 @@ class Conversation:
 
     route: str
     turns: tuple[Turn, ...]
+    session: str | None = None
+    """The session in which the server recorded it; None if it does not tell."""
 
     @property
     def follow_ups(self) -> int:
@@ -107,6 +109,8 @@ class Route(Protocol):
     """One way to request the next turn."""
 
     name: str
+    session: str | None
+    """The session in which the server records the conversation; None before the first turn."""
 
     def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
         """Append `new_messages` to the conversation; returns the model's turn with its ids.
@@ -125,6 +129,7 @@ class TokenRoute:
     def __init__(self, client: OpenAI) -> None:
         self._client = client
         self._ids: list[int] | None = None
+        self.session: str | None = f"demo-tokens-{uuid4()}"
 
     def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
         """See `Route.next_turn`."""
@@ -132,7 +137,12 @@ class TokenRoute:
             body = options | {"messages": new_messages}
         else:
             body = options | {"prompt_ids": self._ids, "append_messages": new_messages}
-        completion = self._client.post("/chat/completions/tokens", body=body, cast_to=ChatCompletion)
+        completion = self._client.post(
+            "/chat/completions/tokens",
+            body=body,
+            cast_to=ChatCompletion,
+            options={"headers": {"X-Session-ID": self.session or ""}},
+        )
         prompt_ids, completion_ids = ids_of(completion)
         self._ids = prompt_ids + completion_ids
         return completion
@@ -146,29 +156,45 @@ class ChatRoute:
     def __init__(self, client: OpenAI) -> None:
         self._client = client
         self._messages: Messages = []
+        self.session: str | None = None
 
     def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
         """See `Route.next_turn`."""
         self._messages += new_messages
-        completion: ChatCompletion = self._client.chat.completions.create(
-            messages=self._messages, extra_body={"return_token_ids": True}, **options
+        response = self._client.chat.completions.with_raw_response.create(
+            messages=self._messages, extra_body={"return_token_ids": True} | self.extra_fields(), **options
         )
+        self.session = response.headers.get("x-session-id")
+        completion: ChatCompletion = response.parse()
         assistant_message = completion.choices[0].message.to_dict()
         self._messages.append(cast(ChatCompletionMessageParam, assistant_message))
         return completion
+
+    def extra_fields(self) -> dict[str, Any]:
+        """Fields of the next request that the SDK has no argument for."""
+        return {}
 
 
 class StockRoute(ChatRoute):
     """The chat route of a stock server, which renders and tokenizes all messages again in every turn.
 
-    Every turn names a new session, so the proxy cannot match the conversation and renders it, as vLLM does.
+    Every turn sets another argument of the chat template, which the template does not use. So the proxy
+    cannot match the conversation and renders it, as vLLM does.
     """
 
     name = "stock chat route"
 
+    def __init__(self, client: OpenAI) -> None:
+        super().__init__(client)
+        self._session = f"demo-stock-{uuid4()}"
+
     def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
         """See `Route.next_turn`."""
-        return super().next_turn(new_messages, extra_headers={"X-Session-ID": f"stock-{uuid4()}"}, **options)
+        return super().next_turn(new_messages, extra_headers={"X-Session-ID": self._session}, **options)
+
+    def extra_fields(self) -> dict[str, Any]:
+        """See `ChatRoute.extra_fields`."""
+        return {"chat_template_kwargs": {"demo_request": str(uuid4())}}
 
 
 def converse(
@@ -199,7 +225,7 @@ def converse(
         turns.append(_turn(number, step, completion, ids_before, seconds))
         prompt_ids, completion_ids = ids_of(completion)
         ids_before = prompt_ids + completion_ids
-    return Conversation(route.name, tuple(turns))
+    return Conversation(route.name, tuple(turns), route.session)
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -3,17 +3,18 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from openai import OpenAI, OpenAIError
 
-from proxy.demo.checkpoint import ensure_checkpoint
+from proxy.demo.checkpoint import default_cache_dir, ensure_checkpoint
 from proxy.demo.conversation import ChatRoute, StockRoute, TokenRoute, converse
 from proxy.demo.errors import ConversationError, DemoError, EngineStartError
 from proxy.demo.progress import Progress, print_progress
+from proxy.demo.rollouts import ViewError, compare_address, viewer_address, write_page
 from proxy.demo.stack import MODEL_NAME, EngineProcess
 from proxy.demo.table import render, summary
 
@@ -61,7 +62,7 @@ def run_demo(
                     raise DemoError(
                         "--serve starts a server, --url uses a running one: pass only one of them"
                     )
-                return _compare(url.rstrip("/").removesuffix("/v1"), progress)
+                return _compare(url.rstrip("/").removesuffix("/v1"), progress, keeps_running=True)
             with EngineProcess(
                 ensure_checkpoint(progress=progress),
                 host=host,
@@ -70,7 +71,9 @@ def run_demo(
                 log_file=keep_log,
             ) as engine:
                 engine.wait_ready(progress=progress)
-                return _serve(engine, progress) if serve else _compare(engine.url, progress)
+                if serve:
+                    return _serve(engine, progress)
+                return _compare(engine.url, progress, keeps_running=False)
     except DemoError as error:
         progress(f"tokenproxy demo: {error}")
         if isinstance(error, EngineStartError) and keep_log is None:
@@ -81,8 +84,11 @@ def run_demo(
         return 130
 
 
-def _compare(url: str, progress: Progress) -> int:
+def _compare(url: str, progress: Progress, *, keeps_running: bool) -> int:
     """Hold the conversations and print the table.
+
+    Args:
+        keeps_running: whether the server runs on after the demo.
 
     Raises:
         ConversationError: the server does not respond, or does not have the routes.
@@ -98,7 +104,21 @@ def _compare(url: str, progress: Progress) -> int:
     print(render(chat, stock))
     print(summary(tokens))
     progress(f"the three conversations took {time.monotonic() - started:.0f} s")
+    sessions = [found.session for found in (tokens, chat, stock) if found.session is not None]
+    _show_rollouts(url, key, sessions, keeps_running, progress)
     return _EXACT if all(result.exact == result.follow_ups for result in (tokens, chat)) else _BROKEN
+
+
+def _show_rollouts(
+    url: str, key: str, sessions: Sequence[str], keeps_running: bool, progress: Progress
+) -> None:
+    """Print where to look at the conversations side by side."""
+    try:
+        page = viewer_address(url) if keeps_running else write_page(url, key, sessions, default_cache_dir())
+    except (ViewError, OSError) as error:
+        progress(f"the rollouts cannot be shown: {error}")
+        return
+    print(f"\ntoken by token, side by side: {compare_address(page, sessions)}")
 
 
 def _served_model(client: OpenAI, url: str) -> str:
@@ -115,7 +135,8 @@ def _served_model(client: OpenAI, url: str) -> str:
 
 def _serve(engine: EngineProcess, progress: Progress) -> int:
     print(f"serving {MODEL_NAME} at {engine.url}/v1 until Ctrl-C; from Python:\n")
-    print(_HOW_TO.format(url=engine.url, model=MODEL_NAME), flush=True)
+    print(_HOW_TO.format(url=engine.url, model=MODEL_NAME))
+    print(f"the recorded rollouts: {viewer_address(engine.url)}", flush=True)
     try:
         while True:
             engine.check_alive()

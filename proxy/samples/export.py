@@ -188,7 +188,7 @@ async def export(
         StoreError, OSError: reading or writing failed.
     """
     report = Report()
-    for rollout in await (_chosen(store, only) if only else _all(store)):
+    for rollout in await (chosen_rollouts(store, only) if only else _all(store)):
         session = await store.session(rollout)
         turns = await store.turns(rollout) if session else []  # deleted since the export began
         rewards = await store.rewards(rollout)
@@ -207,7 +207,7 @@ async def _all(store: Store) -> list[str]:
     return [session.id async for session in _listed(store)]
 
 
-async def _chosen(store: Store, only: Sequence[str]) -> list[str]:
+async def chosen_rollouts(store: Store, only: Sequence[str]) -> list[str]:
     """The ids of sessions that are given by id or name, in this order."""
     ids = {word: [word] if await store.session(word) else [] for word in only}
     names = {word for word, found in ids.items() if not found}

@@ -1,17 +1,73 @@
-"""placeholder"""
+"""Where the prompt of a turn broke with what was recorded before it.
+
+A turn without a parent begins a tree. If its messages hold an assistant's, it continues a conversation, and
+its prompt should have begun with the ids of an earlier turn: the one whose ids, prompt and completion, have the
+longest common prefix with it. Where a client gave ids without messages, the prompt continues a conversation if
+it shares sampled ids with an earlier turn.
+"""
 
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from proxy.history.turn import Turn
+from proxy.history.vocabulary import Reason
+from proxy.samples.conversation import parsed
+from proxy.samples.tree import path_of
+from proxy.viewer.tokens import packed_ids, prompt_ids
+from tokenization.ids_difference import common_prefix
+
+_CANDIDATES = 16
+"""Earlier turns that are compared, the latest ones, so that a session takes time linear in its turns."""
 
 
 class Break(msgspec.Struct, frozen=True):
+    """A prompt that does not continue the earlier turn with which it has most ids in common."""
+
     turn: str
+    """The earlier turn."""
     equal: int
+    """Number of ids with which both begin."""
     total: int
+    """Number of ids of the earlier turn."""
+
+    @property
+    def drifted(self) -> bool:
+        """Whether an id of the earlier turn is another one in the prompt."""
+        return self.equal < self.total
 
 
 def breaks_of(turns: Sequence[Turn]) -> dict[str, Break]:
-    return {}
+    """The breaks of a session, by the id of the turn whose prompt broke."""
+    in_order = sorted(turns, key=lambda turn: turn.id)
+    by_id = {turn.id: turn for turn in in_order}
+    breaks: dict[str, Break] = {}
+    for position, turn in enumerate(in_order):
+        if turn.parent is not None or not turn.appended or turn.reason == Reason.FIRST_TURN:
+            continue
+        earlier = [each for each in in_order[max(0, position - _CANDIDATES) : position] if each.completion]
+        found = max((_compare(turn, each, by_id) for each in earlier), key=_nearness, default=None)
+        if found is None:
+            continue
+        if _answers(turn) or found.equal > by_id[found.turn].prompt_tokens:
+            breaks[turn.id] = found
+    return breaks
+
+
+def _answers(turn: Turn) -> bool:
+    """Whether the messages of a turn hold an assistant's."""
+    if b"assistant" not in turn.messages:  # most need not be parsed
+        return False
+    messages = parsed(turn.messages, list) or []
+    return any(isinstance(each, dict) and each.get("role") == "assistant" for each in messages)
+
+
+def _nearness(found: Break) -> tuple[int, str]:
+    return found.equal, found.turn
+
+
+def _compare(turn: Turn, earlier: Turn, by_id: dict[str, Turn]) -> Break:
+    path = path_of(earlier, by_id)
+    before = np.concatenate([prompt_ids(path), packed_ids(earlier.completion)])
+    return Break(earlier.id, common_prefix(packed_ids(turn.appended), before), len(before))

@@ -8,6 +8,7 @@ import numpy as np
 
 from proxy.history.store import Session
 from proxy.history.turn import Turn, request_time
+from proxy.history.vocabulary import Problem, Reason
 from proxy.samples.classes import agents_of, classes_of
 from proxy.samples.tree import TurnTree
 from proxy.viewer.breaks import breaks_of
@@ -28,6 +29,7 @@ def session_tree(
         "session": describe(session, rewards.get("")),
         "rewards": {turn: reward for turn, reward in rewards.items() if turn},
         "agents": agents_of(turns, classes),
+        "meanings": _meanings(turns),
         "turns": [_turn(turn, tree, classes[turn.id], breaks) for turn in turns if turn.created >= since],
     }
 
@@ -81,6 +83,12 @@ def _turn(turn: Turn, tree: TurnTree, request_class: str, breaks: Mapping[str, A
         "messages": msgspec.Raw(turn.messages),
         "message": msgspec.Raw(turn.message),
     }
+
+
+def _meanings(turns: Sequence[Turn]) -> dict[str, str]:
+    """What the reasons and problems of turns mean, by their words."""
+    words = {turn.reason for turn in turns} | {turn.problem for turn in turns}
+    return {str(word): word.meaning for kind in (Reason, Problem) for word in kind if word in words}
 
 
 def _mean_logprob(turn: Turn) -> float | None:

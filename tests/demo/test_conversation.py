@@ -1,4 +1,4 @@
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from fastapi import FastAPI
@@ -50,6 +50,7 @@ class ScriptedRoute:
     """Returns the given completions in order; records its requests."""
 
     name = "scripted route"
+    session = "scripted"
 
     def __init__(self, *completions):
         self._completions = iter(completions)
@@ -60,6 +61,18 @@ class ScriptedRoute:
         return next(self._completions)
 
 
+class RawResponse:
+    """A response as the SDK gives it with its headers."""
+
+    headers: ClassVar = {"x-session-id": "recorded-as"}
+
+    def __init__(self, parsed):
+        self._parsed = parsed
+
+    def parse(self):
+        return self._parsed
+
+
 class RecordingClient:
     """A fake of the SDK's client: `post` for the token route, `create` for the chat routes."""
 
@@ -68,15 +81,18 @@ class RecordingClient:
         self.sent = []
         self.chat = self
         self.completions = self
+        self.with_raw_response = self
+        self.headers = []
 
-    def post(self, path, *, body, cast_to):
+    def post(self, path, *, body, cast_to, options):
         assert (path, cast_to) == ("/chat/completions/tokens", ChatCompletion)
         self.sent.append(body)
+        self.headers.append(options["headers"])
         return next(self._responses)
 
     def create(self, *, messages, **options):
         self.sent.append({"messages": list(messages)} | options)
-        return next(self._responses)
+        return RawResponse(next(self._responses))
 
 
 @pytest.mark.parametrize(
@@ -160,6 +176,7 @@ def test_token_route_sends_all_ids_and_only_new_messages():
         {"model": "m", "messages": [{"role": "user", "content": "a"}]},
         {"model": "m", "prompt_ids": [1, 2, 3], "append_messages": [{"role": "user", "content": "b"}]},
     ]
+    assert client.headers == [{"X-Session-ID": route.session}] * 2
 
 
 @pytest.mark.parametrize("route_class", [ChatRoute, StockRoute])
@@ -171,9 +188,26 @@ def test_chat_routes_send_all_messages_unchanged(route_class):
     user, assistant, tool = client.sent[1]["messages"]
     assert (user["role"], tool["role"]) == ("user", "tool")
     assert assistant["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": "{}"}
+    assert route.session == "recorded-as"
+    for sent in client.sent:
+        assert sent["extra_body"]["return_token_ids"] is True
+
+
+def test_stock_route_stays_in_a_session_whose_turns_never_match():
+    client = RecordingClient(completion([1, 2], [3]), completion([1], [5]))
+    route = StockRoute(cast(Any, client))
+    for text in "ab":
+        route.next_turn([{"role": "user", "content": text}], model="m")
+    assert len({sent["extra_headers"]["X-Session-ID"] for sent in client.sent}) == 1
+    arguments = [sent["extra_body"]["chat_template_kwargs"] for sent in client.sent]
+    assert arguments[0] != arguments[1]
+
+
+def test_chat_route_names_no_session_and_no_template_arguments():
+    client = RecordingClient(completion([1, 2], [3]))
+    ChatRoute(cast(Any, client)).next_turn([{"role": "user", "content": "a"}], model="m")
     assert client.sent[0]["extra_body"] == {"return_token_ids": True}
-    sessions = {sent.get("extra_headers", {}).get("X-Session-ID") for sent in client.sent}
-    assert len(sessions) == 2 if route_class is StockRoute else sessions == {None}
+    assert "extra_headers" not in client.sent[0]
 
 
 @pytest.mark.parametrize(("prompt_ids", "token_ids"), [(None, [1]), ([1], None)])

@@ -82,7 +82,10 @@ export class FileSource {
   }
 
   async drift(name, turn, basis = "") {
-    return this.#find("drift", `${name}/${turn}/${basis}`, "the file does not hold this comparison");
+    const lanes = this.#find("drift", `${name}/${turn}`, "the file compares only the last prompt of each path");
+    const lane = basis ? lanes.find((each) => each.basis === basis) : lanes[0];
+    if (!lane) throw new Error("the prompt did not break with an earlier turn");
+    return lane;
   }
 
   #find(kind, name, problem) {

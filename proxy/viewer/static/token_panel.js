@@ -2,7 +2,7 @@
 
 import { Details } from "./details.js";
 import { button, el, select, show } from "./dom.js";
-import { count } from "./format.js";
+import { count, plural } from "./format.js";
 import { Minimap } from "./minimap.js";
 import { COLOURS, textBetween, TokenView } from "./tokens.js";
 import { badges } from "./turn.js";
@@ -151,7 +151,7 @@ export class TokenPanel {
     if (lane.reason) return `Drift lane of ${turn}: ${lane.reason}`;
     const other = lane.basis === "template" ? "the template's own rendering of this conversation" : "what the model saw in the turn before";
     if (lane.first === null) return `The prompt of ${turn} equals ${other}: ${count(lane.count)} ids.`;
-    return `The prompt of ${turn} differs from ${other} in ${count(lane.hunks.length)} places, first at id ${count(lane.first)} of ${count(lane.count)}.`;
+    return `The prompt of ${turn} differs from ${other} in ${plural(lane.hunks.length, "place")}, first at id ${count(lane.first)} of ${count(lane.count)}.`;
   }
 
   #jump(step) {

@@ -1,0 +1,139 @@
+"""The command `tokenproxy view`: recorded sessions as one HTML file."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import msgspec
+from tqdm import tqdm
+
+from proxy.engine.http import normalise_base_url
+from proxy.export_options import UsageError, chosen_store
+from proxy.history.store import Store, StoreError
+from proxy.samples.export import NameNotUnique, UnknownSession, chosen_rollouts, whole_file
+from proxy.viewer.exported import NotAnExport, read_export
+from proxy.viewer.page import single_file
+from proxy.viewer.recording import LeafData, PageData, Recording, add_recording
+from tokenization import ChatTokenizer, TokenizerUnavailable
+
+_QUIET_S = 2.0
+"""Seconds before the command shows its progress."""
+_NO_TOKENIZER = "pass --tokenizer MODEL to see the texts of the ids"
+
+
+class ViewError(Exception):
+    """The page could not be written; the message says why."""
+
+
+def run_view(options: argparse.Namespace) -> int:
+    """Write the page; returns the exit code.
+
+    Raises:
+        UsageError: the flags contradict each other, or name nothing that exists; nothing was written.
+    """
+    try:
+        if options.url:
+            data = page_from_server(options.url, options.api_key, options.target)
+        else:
+            data = _from_recordings(options)
+        out = Path(options.output or _default_name(options.target))
+        if out.exists() and not out.is_file():
+            raise UsageError(f"{out} is not a regular file: pass another -o FILE")
+        with whole_file(out) as file:
+            file.write(single_file(data).encode())
+    except (UnknownSession, NameNotUnique, NotAnExport, TokenizerUnavailable, ValueError) as error:
+        raise UsageError(str(error)) from error
+    except (ViewError, StoreError, OSError) as error:
+        print(f"tokenproxy: {error}", file=sys.stderr)
+        return 1
+    print(f"{out.resolve().as_uri()}  ({len(data.sessions)} sessions, {out.stat().st_size / 1e6:.1f} MB)")
+    return 0
+
+
+def _default_name(targets: Sequence[str]) -> str:
+    return f"{Path(targets[0]).stem if Path(targets[0]).is_file() else targets[0]}.html"
+
+
+def _from_recordings(options: argparse.Namespace) -> PageData:
+    """The data of sessions of a store, and of files that were exported."""
+    tokenizer = ChatTokenizer.load(options.tokenizer, _template(options)) if options.tokenizer else None
+    files = [Path(target) for target in options.target if Path(target).is_file()]
+    names = [target for target in options.target if not Path(target).is_file()]
+    recordings = [recording for file in files for recording in read_export(file)]
+    if names:
+        recordings += asyncio.run(_read_store(chosen_store(options), names))
+    page = PageData()
+    for recording in _with_progress(recordings):
+        add_recording(page, recording, tokenizer, "" if tokenizer else _NO_TOKENIZER)
+    return page
+
+
+def _template(options: argparse.Namespace) -> str | None:
+    return options.chat_template.read_text() if options.chat_template else None
+
+
+async def _read_store(store: Store, names: Sequence[str]) -> list[Recording]:
+    await store.open()
+    try:
+        recordings = []
+        for rollout in await chosen_rollouts(store, names):
+            session = await store.session(rollout)
+            if session is not None:
+                recordings.append(
+                    Recording(session, await store.turns(rollout), await store.rewards(rollout))
+                )
+        return recordings
+    finally:
+        await store.aclose()
+
+
+def page_from_server(url: str, api_key: str | None, names: Sequence[str]) -> PageData:
+    """The data of sessions of a running proxy, which spells the ids with its own tokenizer.
+
+    Raises:
+        ViewError: it does not respond, or does not have a session.
+        ValueError: `url` is not a URL.
+    """
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    page = PageData()
+    base_url = normalise_base_url(url)
+    with httpx.Client(base_url=base_url, headers=headers, timeout=120.0, trust_env=False) as client:
+        for name in _with_progress(names):
+            tree = msgspec.json.decode(_get(client, f"/viewer/sessions/{quote(name)}"))
+            page.add(name, tree, list(_leaves(tree)), partial(_leaf, client, quote(name)))
+    return page
+
+
+def _leaf(client: httpx.Client, name: str, leaf: str) -> LeafData:
+    path = f"/viewer/sessions/{name}"
+    lanes = [msgspec.json.decode(_get(client, f"{path}/drift?turn={leaf}"))]
+    if lanes[0]["basis"] != "template":
+        lanes.append(msgspec.json.decode(_get(client, f"{path}/drift?turn={leaf}&basis=template")))
+    return LeafData(_get(client, f"{path}/tokens?turn={leaf}"), lanes)
+
+
+def _leaves(tree: dict[str, Any]) -> Iterator[str]:
+    continued = {turn["parent"] for turn in tree["turns"]}
+    return (turn["id"] for turn in tree["turns"] if turn["id"] not in continued)
+
+
+def _get(client: httpx.Client, path: str) -> bytes:
+    """The body of a route of the viewer. Raises ViewError."""
+    try:
+        response = client.get(path)
+    except httpx.HTTPError as error:
+        raise ViewError(f"no proxy responds at {client.base_url}: {error}") from error
+    if response.status_code != 200:
+        raise ViewError(f"{client.base_url} answered {response.status_code} to {path}: {response.text[:300]}")
+    return response.content
+
+
+def _with_progress(items: Sequence[Any]) -> Iterator[Any]:
+    every = 0.2 if sys.stderr.isatty() else 10.0
+    yield from tqdm(items, unit=" sessions", desc="view", delay=_QUIET_S, mininterval=every, file=sys.stderr)

@@ -1,0 +1,158 @@
+"""Reads the samples that `tokenproxy export` wrote, and makes the turns of each rollout of them again.
+
+A sample holds all ids of its path, and tells which of them each turn sampled. Samples of one rollout share
+turns, so that together they are a tree. Turns that were refused are not in an export.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from proxy.history.store import Session
+from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, request_time
+from proxy.samples.layouts import LAYOUTS
+from proxy.samples.samples import Sample, TurnSpan
+from proxy.viewer.recording import Recording
+
+_PARQUET = b"PAR1"
+
+
+class NotAnExport(Exception):
+    """A file cannot be read as an export; the message says what to do."""
+
+
+def read_export(file: Path) -> list[Recording]:
+    """The rollouts of an export, in the order of the file.
+
+    Raises:
+        NotAnExport: it is no export with the plain layout, or a Parquet file while pyarrow is missing.
+        OSError: it cannot be read.
+    """
+    with file.open("rb") as opened:
+        parquet = opened.read(len(_PARQUET)) == _PARQUET
+    samples = list(_from_parquet(file) if parquet else _from_json_lines(file))
+    rollouts: dict[tuple[str, str], list[Sample]] = {}
+    for sample in samples:
+        rollouts.setdefault((sample.tenant, sample.rollout), []).append(sample)
+    return [_recording(group) for group in rollouts.values()]
+
+
+def _from_json_lines(file: Path) -> Iterator[Sample]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield msgspec.json.decode(line, type=Sample)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise NotAnExport(
+                    f"{file}, line {number} is no sample ({error}): pass a file of "
+                    "`tokenproxy export --layout plain`"
+                ) from error
+
+
+def _from_parquet(file: Path) -> Iterator[Sample]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise NotAnExport(
+            f"{file} is a Parquet file: pip install 'tokenproxy[parquet]', or export with --format jsonl"
+        ) from error
+    nested = [name for name, kind in LAYOUTS["plain"].columns.items() if kind == "json"]
+    for row in pyarrow.parquet.read_table(file).to_pylist():
+        try:
+            yield msgspec.convert(row | {name: msgspec.json.decode(row[name]) for name in nested}, Sample)
+        except (KeyError, TypeError, msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise NotAnExport(
+                f"{file} holds other columns ({error}): pass a file of `tokenproxy export --layout plain`"
+            ) from error
+
+
+def _recording(samples: Sequence[Sample]) -> Recording:
+    turns: dict[str, Turn] = {}
+    for sample in samples:
+        for turn in _turns(sample):
+            turns.setdefault(turn.id, turn)
+    first = samples[0]
+    session = Session(
+        id=first.rollout,
+        explicit=first.session,
+        ambiguous=first.ambiguous,
+        created=min(turn.created for turn in turns.values()),
+        used=max(turn.created for turn in turns.values()),
+        turns=len(turns),
+        metadata=msgspec.json.encode(first.metadata or {}),
+    )
+    own = {span.id: span.reward for sample in samples for span in sample.turns if span.reward is not None}
+    shared = next((each.reward for each in samples if each.leaf not in own and each.reward is not None), None)
+    rewards = own if shared is None else {**own, "": shared}
+    return Recording(session, sorted(turns.values(), key=lambda turn: turn.id), rewards)
+
+
+def _turns(sample: Sample) -> Iterator[Turn]:
+    """The turns of a sample's path."""
+    parts = _messages(sample)
+    end = 0
+    for index, span in enumerate(sample.turns):
+        appended = sample.prompt_ids if index == 0 else sample.completion_ids[end : span.start]
+        parent = sample.turns[index - 1].id if index else None
+        yield _turn(sample, span, parent, appended, *parts[index])
+        end = span.end
+
+
+def _turn(
+    sample: Sample,
+    span: TurnSpan,
+    parent: str | None,
+    appended: Sequence[int],
+    messages: Sequence[Any],
+    message: Mapping[str, Any],
+) -> Turn:
+    logprobs = [value for value in sample.logprobs[span.start : span.end] if value is not None]
+    first = parent is None
+    return Turn(
+        id=span.id,
+        rollout=sample.rollout,
+        parent=parent,
+        request=span.id,
+        created=request_time(span.id),
+        model=sample.model,
+        tools=msgspec.json.encode(sample.tools or []) if first else None,
+        template_kwargs=msgspec.json.encode(sample.template_kwargs or {}) if first else None,
+        messages=msgspec.json.encode(messages),
+        message=msgspec.json.encode(message),
+        appended=pack_ids(appended),
+        completion=pack_ids(sample.completion_ids[span.start : span.end]),
+        logprobs=pack_logprobs(logprobs),
+        prompt_tokens=len(sample.prompt_ids) + span.start,
+        source=span.source,
+        reason=span.reason,
+        finish_reason=span.finish_reason,
+        stop_reason=span.stop_reason,
+        temperature=span.temperature,
+        logprobs_mode=span.logprobs_mode,
+        weight_versions=tuple(
+            WeightSpan(each.version, each.start - span.start, each.end - span.start)
+            for each in span.weight_versions
+        ),
+        weights_uncertain=span.weights_uncertain,
+        request_class=span.request_class,
+        agent=span.agent,
+        requested_model=span.requested_model,
+    )
+
+
+def _messages(sample: Sample) -> list[tuple[list[Any], dict[str, Any]]]:
+    """For each turn its new messages and its answer: the last assistant messages are those of the turns."""
+    messages, turns = sample.messages or [], len(sample.turns)
+    answers = [
+        index
+        for index, message in enumerate(messages)
+        if isinstance(message, dict) and message.get("role", "assistant") == "assistant"
+    ][-turns:]
+    if len(answers) < turns:
+        return [(messages if index == 0 else [], {}) for index in range(turns)]
+    starts = [0, *(index + 1 for index in answers[:-1])]
+    return [(messages[start:end], messages[end]) for start, end in zip(starts, answers, strict=True)]
