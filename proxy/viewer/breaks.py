@@ -1,9 +1,8 @@
 """Where the prompt of a turn broke with what was recorded before it.
 
 A turn without a parent begins a tree. If its messages hold an assistant's, it continues a conversation, and
-its prompt should have begun with the ids of an earlier turn: the one whose ids, prompt and completion, have the
-longest common prefix with it. Where a client gave ids without messages, the prompt continues a conversation if
-it shares sampled ids with an earlier turn.
+its prompt should have begun with the ids of an earlier turn: of those with the longest common prefix. Where a
+client gave ids without messages, they continue a conversation if they share sampled ids with an earlier turn.
 """
 
 from collections.abc import Sequence

@@ -50,7 +50,7 @@ class ScriptedRoute:
     """Returns the given completions in order; records its requests."""
 
     name = "scripted route"
-    session = "scripted"
+    session: str | None = "scripted"
 
     def __init__(self, *completions):
         self._completions = iter(completions)
