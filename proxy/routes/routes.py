@@ -26,6 +26,7 @@ from proxy.routes.viewer import (
     ViewerSlash,
     ViewerTokens,
 )
+from proxy.routes.viewer_list import ViewerSessions
 
 
 def all_routes() -> list[Route]:
@@ -57,6 +58,7 @@ def all_routes() -> list[Route]:
         ViewerPage(),
         ViewerSlash(),
         ViewerFile(),
+        ViewerSessions(),
         ViewerSession(),
         ViewerTokens(),
         ViewerDrift(),

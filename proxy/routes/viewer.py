@@ -24,6 +24,7 @@ from proxy.turn.services import Services
 from proxy.types import Headers
 from proxy.viewer.drift import Basis, drift_lane
 from proxy.viewer.files import PAGE, StaticFile, load_files
+from proxy.viewer.session_index import SessionIndexes
 from proxy.viewer.tokens import encode_tokens
 from proxy.viewer.tree import session_tree
 from tokenization import ChatTokenizer
@@ -40,10 +41,11 @@ _PAGE_HEADERS: Headers = [
 _DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 
 
-def refuse_if_off(services: Services) -> None:
-    """Raises NotFound if the setting turns the viewer off."""
-    if not services.viewer:
+def indexes_of(services: Services) -> SessionIndexes:
+    """The indexes of sessions. Raises NotFound if the setting turns the viewer off."""
+    if services.session_indexes is None:
         raise NotFound("the viewer is turned off by the setting `viewer`", code="viewer_off")
+    return services.session_indexes
 
 
 class ViewerPage(Route):
@@ -65,7 +67,7 @@ class ViewerPage(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """HTML. 401 without a key where one is needed (the page then asks for it), 403 without `read`."""
-        refuse_if_off(services)
+        indexes_of(services)
         if not request.may_read and request.tenant:
             raise Forbidden("the viewer needs an API key with the scope `read`", code="insufficient_scope")
         return _file_response(self._files[PAGE], request, 200 if request.may_read else 401)
@@ -105,7 +107,7 @@ class ViewerFile(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """One of the package's files; 404 for all other names."""
-        refuse_if_off(services)
+        indexes_of(services)
         file = self._files.get(request.path.partition("?")[0].split("/")[3])
         if file is None:
             raise NotFound("the viewer has no such file", param="file", code="file_not_found")
@@ -121,7 +123,7 @@ class ViewerDataRoute(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """See the route's summary."""
-        refuse_if_off(services)
+        indexes_of(services)
         store, name = services.history.store, session_in_path(request)
         rollout = session_id(request.tenant, name)
         try:

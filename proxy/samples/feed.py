@@ -52,19 +52,22 @@ class FeedFilter:
 
     def selects_session(self, session: Session) -> bool:
         """Whether the metadata of a session are as required."""
-        if not self.metadata:
-            return True
-        try:
-            values = msgspec.json.decode(session.metadata, type=dict[str, msgspec.Raw])
-        except msgspec.DecodeError:
-            return False
-        return all(key in values and _is_value(values[key], text) for key, text in self.metadata.items())
+        return not self.metadata or metadata_matches(session.metadata, self.metadata)
 
     def selects_sample(self, sample: Sample) -> bool:
         """Whether the weights of a sample are as required."""
         return not self.weight_versions or all(
             bool(versions := weights_of(turn)) and versions <= self.weight_versions for turn in sample.turns
         )
+
+
+def metadata_matches(metadata: bytes, conditions: Mapping[str, str]) -> bool:
+    """Whether a session's metadata, a JSON object, has these keys with these values."""
+    try:
+        values = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return False
+    return all(key in values and _is_value(values[key], text) for key, text in conditions.items())
 
 
 def metadata_condition(text: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from proxy.history.store_time import REQUEST_S
 from proxy.stores.guarded import GuardedStore
 from proxy.turn.model_aliases import ModelAliases
 from proxy.turn.running import RunningRequests
+from proxy.viewer.session_index import SessionIndexes
 
 T = TypeVar("T")
 
@@ -45,8 +46,8 @@ class Services:
     """The models that serve requests for others."""
     session_from_key: bool = False
     """Whether a request's API key names its session, if nothing checks the key."""
-    viewer: bool = True
-    """Whether `/viewer` shows the recorded rollouts."""
+    session_indexes: SessionIndexes | None = None
+    """What `/viewer` lists; None if the viewer is turned off."""
     body_timeout_s: float | None = None
     """How long a request's body may take; None for no limit."""
     running: RunningRequests = field(default_factory=RunningRequests)

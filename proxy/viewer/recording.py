@@ -47,7 +47,7 @@ class PageData(msgspec.Struct):
             leaves: ids of the turns that no turn continues.
             read: returns the data for one of them.
         """
-        self.sessions.append({**tree["session"], "summary": None})
+        self.sessions.append({**tree["session"], "summary": tree.get("summary")})
         self.trees[name] = tree
         for leaf in leaves:
             data = read(leaf)

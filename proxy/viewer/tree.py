@@ -12,6 +12,7 @@ from proxy.history.vocabulary import Problem, Reason
 from proxy.samples.classes import agents_of, classes_of
 from proxy.samples.tree import TurnTree
 from proxy.viewer.breaks import breaks_of
+from proxy.viewer.summaries import summarize, summary_row
 
 
 def session_tree(
@@ -27,6 +28,7 @@ def session_tree(
     classes, tree, breaks = classes_of(turns), TurnTree(turns), breaks_of(turns)
     return {
         "session": describe(session, rewards.get("")),
+        "summary": summary_row(summarize(turns)),
         "rewards": {turn: reward for turn, reward in rewards.items() if turn},
         "agents": agents_of(turns, classes),
         "meanings": _meanings(turns),

@@ -8,7 +8,7 @@ import { badge } from "./turn.js";
 import { WindowedRows } from "./windowed.js";
 
 const EVERY_MS = 2000;
-const SOON_MS = 400; // while the server is still reading sessions
+const SOON_MS = 150; // while the server is still reading sessions
 const PAGE = 200;
 const ROW = 46;
 const TYPING_MS = 250;
