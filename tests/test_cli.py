@@ -169,6 +169,7 @@ _SWITCHES = [
     "--allow-anonymous",
     "--metrics-need-key",
     "--cache-salt-by-version",
+    "--no-viewer",
     "--access-log",
     "--session-from-key",
 ]
@@ -202,6 +203,7 @@ def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
     assert settings.store_required
     assert (settings.record_logprobs, settings.record_token_route) == (False, False)
     assert settings.access_log and settings.session_from_key
+    assert not settings.viewer
     assert settings.model_aliases == ["haiku=a", "*=b"]
     for flag, value in flags.items():
         name = flag[2:].replace("-", "_")
