@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from proxy.history.turn import WeightSpan
+from proxy.history.turn import Alternatives, WeightSpan
 from proxy.history.vocabulary import BROKEN_OFF, Problem
 
 
@@ -40,6 +40,8 @@ class SampledChoice:
     """`ids` as a compact JSON array; empty if they were not kept in this form."""
     sampling_mask: list[list[int]] | None = None
     """For each sampled id the ids that could be sampled there; None if the engine returned none."""
+    alternatives: Alternatives = field(default_factory=list)
+    """One list for each id; empty if the engine returned none."""
     unreadable: str = ""
     """Names of the evidence fields that could not be read; empty if all could."""
     prompt_ids: bytes | None = None
@@ -69,6 +71,8 @@ class Completion:
     choices: list[SampledChoice] = field(default_factory=list)
     completion_tokens: int | None = None
     """Number of sampled ids in all choices, as counted by the engine."""
+    cached_tokens: int | None = None
+    """Number of prompt ids from the engine's prefix cache; None if the engine did not tell."""
     packed_prompt: bytes | None = field(default=None, compare=False)
     """The ids of `prompt_ids`, packed; None if they were not converted yet."""
 

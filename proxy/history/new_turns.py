@@ -15,7 +15,7 @@ from proxy.history.plan import Extended, Placement, PromptPlan, Rendered, images
 from proxy.history.prompt_image import PromptImage
 from proxy.history.store import IndexEntry
 from proxy.history.text_index import text_entries
-from proxy.history.turn import Turn, pack_ids, pack_logprobs, turn_id, unpack_ids
+from proxy.history.turn import Turn, pack_alternatives, pack_ids, pack_logprobs, turn_id, unpack_ids
 from proxy.history.vocabulary import ABORTED, Problem
 from tokenization import CanonicalMessage, InvalidIds, TokenizationError, canonical, ids
 from tokenization.argument_defaults import NO_DEFAULTS
@@ -45,6 +45,8 @@ class _Prompt(NamedTuple):
     appended: bytes
     """The packed ids after those of the parent."""
     images: tuple[PromptImage, ...]
+    cached: int | None
+    """How many of the ids were in the engine's prefix cache; None if it did not tell."""
 
 
 class _Sampled(NamedTuple):
@@ -105,9 +107,9 @@ def _prompt(
         packed = completion.packed_prompt if completion.prompt_ids == echoed else None
         if packed is None:
             packed = ids.pack(echoed) if len(echoed) > 2 else b""
-        return _Prompt(None, echoed, packed, () if sent else images)
+        return _Prompt(None, echoed, packed, () if sent else images, completion.cached_tokens)
     parent = plan.placement.parent
-    return _Prompt(parent, sent, _appended(plan, parent, sent), images)
+    return _Prompt(parent, sent, _appended(plan, parent, sent), images, completion.cached_tokens)
 
 
 def _turn(
@@ -138,7 +140,9 @@ def _turn(
         message=msgspec.json.encode(choice.message),
         completion=sampled.ids,
         logprobs=sampled.logprobs,
+        alternatives=_pack_alternatives(choice),
         prompt_tokens=len(prompt.appended) // 4 + (parent.count if parent else 0),
+        cached_tokens=prompt.cached,
         source=plan.source,
         reason=plan.reason or "",
         finish_reason=choice.finish_reason,
@@ -235,6 +239,12 @@ def _pack_mask(choice: SampledChoice) -> tuple[bytes, bytes] | None:
     if mask is None or len(mask) != len(choice.ids or ()):
         return None
     return pack_ids([len(kept) for kept in mask]), pack_ids([each for kept in mask for each in kept])
+
+
+def _pack_alternatives(choice: SampledChoice) -> bytes:
+    """Pack the alternatives of a choice; empty if there are none, or not one list for each sampled id."""
+    found = choice.alternatives
+    return pack_alternatives(found) if found and len(found) == len(choice.ids or ()) else b""
 
 
 def _canonical(message: dict[str, Any], conversation: Conversation | None) -> CanonicalMessage:

@@ -23,6 +23,13 @@ from proxy.history.vocabulary import ABORTED
 T = TypeVar("T", int, float)
 
 
+Alternatives = list[list[tuple[bytes, float]]]
+"""For each sampled id the most probable tokens there, as their bytes and log-probabilities."""
+
+
+_ALTERNATIVES = msgspec.msgpack.Decoder(Alternatives)
+
+
 class WeightSpan(msgspec.Struct, frozen=True, array_like=True):
     """Completion ids `start` to `end` (exclusive) of a turn were sampled with weights `version`."""
 
@@ -69,8 +76,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Packed ids that were sampled, the stop token included."""
     logprobs: bytes = b""
     """Packed log-probabilities, one for each completion id; empty if the engine gave none."""
+    alternatives: bytes = b""
+    """`Alternatives` of the sampled ids, packed; empty if the engine returned none."""
     prompt_tokens: int
     """Number of ids in the whole prompt."""
+    cached_tokens: int | None = None
+    """Number of prompt ids from the engine's prefix cache; None if the engine did not tell in time: a stream
+    tells it last, after the turn was recorded."""
     source: str
     """A `Source`."""
     reason: str = ""
@@ -169,6 +181,19 @@ def pack_logprobs(logprobs: Sequence[float]) -> bytes:
 def unpack_logprobs(packed: bytes) -> list[float]:
     """The inverse of `pack_logprobs`."""
     return _unpack(array("f"), packed).tolist()
+
+
+def pack_alternatives(alternatives: Alternatives) -> bytes:
+    """Alternatives as MessagePack."""
+    return msgspec.msgpack.encode(alternatives)
+
+
+def unpack_alternatives(packed: bytes) -> Alternatives:
+    """The inverse of `pack_alternatives`; empty if they cannot be read."""
+    try:
+        return _ALTERNATIVES.decode(packed) if packed else []
+    except msgspec.DecodeError:
+        return []
 
 
 def _pack(values: "array[Any]") -> bytes:

@@ -9,7 +9,7 @@ import msgspec
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, raw_value, read
 from proxy.history.store import MAX_DESCRIPTION_BYTES, Cursor, Session, session_id
-from proxy.history.turn import Turn, new_id, unpack_ids, unpack_logprobs
+from proxy.history.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
 from proxy.http import Request, query_value
 from proxy.routes.sample_fields import requested_classes, requested_layout, requested_shared
 from proxy.routes.session_names import check_name, session_in_path
@@ -267,6 +267,7 @@ def _shown(turn: Turn, request_class: str, reward: float | None, with_ids: bool)
         "reused": turn.prompt_tokens - appended,
         "appended": appended,
         "prompt_tokens": turn.prompt_tokens,
+        "cached_tokens": turn.cached_tokens,
         "completion_tokens": turn.completion_tokens,
         "finish_reason": turn.finish_reason,
         "stop_reason": turn.stop_reason,
@@ -283,6 +284,10 @@ def _shown(turn: Turn, request_class: str, reward: float | None, with_ids: bool)
         shown["appended_ids"] = unpack_ids(turn.appended)
         shown["completion_ids"] = unpack_ids(turn.completion)
         shown["logprobs"] = unpack_logprobs(turn.logprobs) if turn.logprobs else None
+        shown["alternatives"] = [
+            [{"token": text.decode("utf-8", "replace"), "logprob": logprob} for text, logprob in each]
+            for each in unpack_alternatives(turn.alternatives)
+        ] or None
     return shown
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from proxy.fields import NULL
+from proxy.fields import NULL, is_null
 from proxy.turn.engine_json import REFUSALS, dump, encodable, no_completion, parse_leniently
 
 NO_REASON = "unknown"
@@ -51,10 +51,28 @@ class _Span(msgspec.Struct, gc=False):
     end: _Id
 
 
+class _PromptDetails(msgspec.Struct, gc=False):
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+_decode_details = msgspec.json.Decoder(_PromptDetails).decode
+
+
 class Usage(msgspec.Struct, gc=False):
     """The usage that an engine reports."""
 
     completion_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    prompt_tokens_details: msgspec.Raw = ABSENT
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Number of prompt ids in the engine's prefix cache; None if it does not tell."""
+        if is_null(self.prompt_tokens_details):
+            return None
+        try:
+            return _decode_details(self.prompt_tokens_details).cached_tokens
+        except REFUSALS:
+            return None
 
 
 class ChoiceFields(msgspec.Struct):
@@ -157,10 +175,21 @@ def _read_chunk(fields: dict[str, Any]) -> Chunk:
         [_read_choice(choice) for choice in choices if isinstance(choice, dict)]
         if isinstance(choices, list)
         else None,
-        _as(Usage, fields.get("usage")),
+        _read_usage(fields.get("usage")),
         dump(fields.get("prompt_token_ids")),
         dump(fields.get("error")),
     )
+
+
+def _read_usage(value: Any) -> Usage | None:
+    """Parse usage field by field; None if it is of an unknown shape."""
+    if not isinstance(value, dict):
+        return None
+    counted = _as(Usage, {name: value[name] for name in ("completion_tokens",) if name in value})
+    if counted is not None:
+        counted.prompt_tokens_details = dump(value.get("prompt_tokens_details"))
+    usage: Usage | None = counted
+    return usage
 
 
 def _read_choice(fields: dict[str, Any]) -> _OddChoice:

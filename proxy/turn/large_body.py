@@ -148,8 +148,14 @@ def _completion(cut: _Cut, sent: bytes) -> Completion | None:
     if cut.logprobs is not None:
         sampled.logprobs = array("f", [entry.logprob for entry in _decode_logprobs(cut.logprobs)])
     packed = None if cut.prompt is None or cut.prompt == sent else ids.pack_compact(cut.prompt)
-    counted = None if rest.usage is None else rest.usage.completion_tokens
-    return Completion(cut.prompt, [sampled], counted, packed)
+    usage = rest.usage or Usage()
+    return Completion(
+        cut.prompt,
+        [sampled],
+        usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        packed_prompt=packed,
+    )
 
 
 def _redacted(body: bytes, cut: _Cut, visible: Visible) -> bytes:

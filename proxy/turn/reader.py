@@ -15,6 +15,7 @@ from proxy.fields import NULL, is_null
 from proxy.history.completion import Batch, Completion, SampledChoice
 from proxy.history.turn import WeightSpan, pack_ids
 from proxy.history.vocabulary import ABORTED
+from proxy.turn.alternatives import read_alternatives
 from proxy.turn.chunk import ABSENT, Choice, Chunk, completion_tokens, decode_ids, parse_chunk
 from proxy.turn.engine_json import CUT, CUT_FROM_BYTES, REFUSALS, cut_prompt
 from proxy.turn.usual_chunk import Piece, UsualChunk
@@ -39,9 +40,15 @@ def read_completion(body: bytes, sent: bytes = b"", batch: Batch | None = None) 
     whole, prompt = _parse(body, batch)
     echoes = _Echoes(sent, batch)
     echoes.read(prompt)
-    completion = Completion(echoes.ids, completion_tokens=whole.counted, packed_prompt=echoes.packed)
+    completion = Completion(
+        echoes.ids,
+        completion_tokens=whole.counted,
+        cached_tokens=None if batch is not None or whole.usage is None else whole.usage.cached_tokens,
+        packed_prompt=echoes.packed,
+    )
+    alternatives = read_alternatives(body)
     for choice, index, sure in _numbered(whole.choices or []):
-        sampled = SampledChoice(index, choice.whole_message())
+        sampled = SampledChoice(index, choice.whole_message(), alternatives=alternatives.get(index, []))
         _add(choice, sampled)
         if not sampled.ids and _holds_text(sampled.message):
             sampled.ids = None  # text without ids: what was sampled is unknown
@@ -187,6 +194,7 @@ class StreamReader:
             return
         self._echoes.read(prompt)
         choices = chunk.choices or []
+        alternatives = read_alternatives(data)
         alone = len(choices) == 1
         sure = alone or len({choice.index or 0 for choice in choices}) == len(choices)
         for choice in choices:
@@ -197,6 +205,7 @@ class StreamReader:
             if streamed.returned:
                 continue
             streamed.add(choice)
+            streamed.sampled.alternatives += alternatives.get(index, ())
             self._echoes.of_choice(index, choice)
             if not sure or (choice.index is None and self.expected > 1):
                 streamed.mark(("index",))

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from proxy.fields import NULL
+from proxy.turn.alternatives import MARK
 from proxy.turn.visible import Visible
 
 # Possessive quantifiers (`*+`): a chunk that does not match is refused without backtracking.
@@ -85,14 +86,15 @@ class UsualChunk:
         return None if found is None else cls(found.groups())
 
     def piece(self) -> Piece | None:
-        """What was sampled; None if it is not one id with content and a log-probability."""
-        _, index, content, _, _, number, more, _, ids, _, _, usage = self._groups
+        """What was sampled; None if it is not one id with content and a log-probability, and nothing else."""
+        _, index, content, _, logprobs, number, more, _, ids, _, _, usage = self._groups
         if (
             content is None
             or number is None
             or more
             or len(ids) > _MAX_IDS_BYTES
             or len(index) > _MAX_INDEX_DIGITS
+            or MARK in logprobs
         ):
             return None
         try:

@@ -11,12 +11,12 @@
 
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from proxy.history.turn import Turn
+from proxy.history.turn import Turn, unpack_alternatives
 from proxy.history.vocabulary import Source
 from proxy.samples.tree import TurnTree
 
@@ -78,7 +78,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     special: list[int]
     note: str
     """Why texts are missing or may be wrong; empty if neither."""
-    alternatives: list[tuple[int, Any]] = []
+    alternatives: list[tuple[int, list[tuple[str, float]]]]
     """[index, [[text, logprob], ...]] where the engine returned the most probable tokens."""
 
 
@@ -93,6 +93,7 @@ def encode_tokens(
     """
     ids, logprobs, flags = [], [], []
     turns: list[TurnIds] = []
+    alternatives: list[tuple[int, list[tuple[str, float]]]] = []
     start = 0
     for turn in path:
         appended, completion = packed_ids(turn.appended), packed_ids(turn.completion)
@@ -103,6 +104,8 @@ def encode_tokens(
         trained = 0 if tree.fault(turn) else TRAINED
         flags.append(np.full(len(appended), _provenance(turn), np.uint8))
         flags.append(np.full(len(completion), Provenance.SAMPLED | trained, np.uint8))
+        for index, found in enumerate(unpack_alternatives(turn.alternatives), start=sampled):
+            alternatives.append((index, [(text.decode("latin-1"), logprob) for text, logprob in found]))
         spans = [(span.version, sampled + span.start, sampled + span.end) for span in turn.weight_versions]
         turns.append(TurnIds(turn.id, start, sampled, end, spans))
         start = end
@@ -113,6 +116,7 @@ def encode_tokens(
         texts=spell(all_ids, vocabulary),
         special=sorted(set(np.unique(all_ids).tolist()) & vocabulary.special_ids) if vocabulary else [],
         note=note,
+        alternatives=alternatives,
     )
     arrays = [all_ids.tobytes(), np.concatenate([np.empty(0, "<f4"), *logprobs]).tobytes()]
     return b"".join([_framed(header), *arrays, np.concatenate([np.empty(0, np.uint8), *flags]).tobytes()])

@@ -69,6 +69,7 @@ def _turn(turn: Turn, tree: TurnTree, request_class: str, breaks: Mapping[str, A
         "appended": appended,
         "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": turn.completion_tokens,
+        "cached_tokens": turn.cached_tokens,
         "finish_reason": turn.finish_reason,
         "stop_reason": turn.stop_reason,
         "temperature": turn.temperature,
