@@ -26,11 +26,13 @@ _FIND_RENDERER_S = 10.0
 _FILLED = """
 ({selector, count}) => {
     const [paint] = performance.getEntriesByName('first-contentful-paint');
-    if (window.filledAt === undefined && document.querySelectorAll(selector).length >= count) {
+    if (window.filledAt === null) {
+        // it was there in the frame before this one, which has been painted
         window.filledAt = performance.now();
+    } else if (!window.filledAt && document.querySelectorAll(selector).length >= count) {
+        window.filledAt = null;
     }
-    if (window.filledAt === undefined || !paint) return null;
-    return {paint: paint.startTime, filled: window.filledAt};
+    return window.filledAt && paint ? {paint: paint.startTime, filled: window.filledAt} : null;
 }
 """
 _LONG_TASKS = """
@@ -73,7 +75,6 @@ async () => {
 _SCROLL = """
 async ({selector, steps}) => {
     const element = selector ? document.querySelector(selector) : document.scrollingElement;
-    if (!element) throw new Error(`nothing matches ${selector}`);
     for (let step = 1; step <= steps; step += 1) {
         // read anew: what is shown in windows may learn its height while it scrolls
         element.scrollTop = (element.scrollHeight - element.clientHeight) * step / steps;
@@ -105,7 +106,7 @@ class LoadTimes:
     first_contentful_paint_ms: float
     """When the first text or image was painted."""
     filled_ms: float
-    """When the view held what it was waited for, to the next frame."""
+    """When the view showed what it was waited for, to the next frame."""
     long_tasks_ms: tuple[float, ...]
     """How long each task of more than 50 ms took."""
 
@@ -172,7 +173,11 @@ async def scroll_through(page: "Page", selector: str = "", *, steps: int = 200) 
 
     Returns:
         the frames meanwhile.
+
+    Raises:
+        AssertionError: it does not scroll.
     """
+    assert await distance_to_end(page, selector) > 0, f"{selector or 'the page'} does not scroll"
     async with recorded_frames(page) as frames:
         await page.evaluate(_SCROLL, {"selector": selector, "steps": steps})
     return frames
@@ -181,7 +186,7 @@ async def scroll_through(page: "Page", selector: str = "", *, steps: int = 200) 
 async def wheel_through(
     page: "Page", selector: str = "", *, notches: int = 100, pixels: int | None = None
 ) -> Frames:
-    """Turn the mouse wheel over an element, as a person does, until it is at its end.
+    """Turn the mouse wheel over an element, as a person does, towards its end.
 
     Args:
         selector: of what scrolls; empty for the whole page.
@@ -190,8 +195,12 @@ async def wheel_through(
 
     Returns:
         the frames meanwhile.
+
+    Raises:
+        AssertionError: it does not scroll.
     """
     position = await page.evaluate(_POSITION, selector)
+    assert position["left"] > 0, f"{selector or 'the page'} does not scroll"
     await page.mouse.move(position["x"], position["y"])
     each = pixels or position["left"] / notches + 1
     async with recorded_frames(page) as frames:

@@ -35,7 +35,7 @@ from tests.viewer.recorder import (
     tool_result,
     user,
 )
-from tests.viewer.small_session import READ_FILE, SMALL, small_session
+from tests.viewer.small_session import READ_FILE, small_session
 
 HOSTILE, EMPTY, LONG, DEEP = "hostile", "empty", "long", "deep"
 """The names of sessions."""
@@ -243,6 +243,3 @@ async def _write(store: Store, recorded: Recorded) -> None:
     await store.save_session(recorded.session)
     if recorded.rewards:
         await store.set_rewards(recorded.session.id, recorded.rewards)
-
-
-__all__ = ["DEEP", "EMPTY", "HOSTILE", "LIMITS", "LONG", "RECORDINGS", "SMALL", "write"]

@@ -1,14 +1,17 @@
 """The browser of these tests: every problem in a page is found, on a page that has them on purpose."""
 
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 import pytest
 
 from tests.utils import run_server
-from tests.viewer.browser import DARK, PHONE, PageOptions, Viewer, axe_is_installed
+from tests.viewer.browser import DARK, PHONE, PageOptions, Viewer, axe_is_installed, missing_program
 from tests.viewer.trivial_page import trivial_app
 
+_INSTALL = Path(__file__).parents[2] / "scripts" / "install-browser"
 OpenPage = Callable[..., AbstractAsyncContextManager[Viewer]]
 
 
@@ -111,3 +114,15 @@ async def test_accessibility_violations_name_the_rule_and_the_element(site: str,
         assert await viewer.accessibility_violations() == []
         await viewer.page.evaluate("() => document.querySelector('main').append(new Image())")
         assert await viewer.accessibility_violations() == ["image-alt (critical): img"]
+
+
+@pytest.mark.skipif(bool(missing_program()) or not axe_is_installed(), reason="run scripts/install-browser")
+def test_installation_does_nothing_where_everything_is_installed() -> None:
+    run = subprocess.run([_INSTALL], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_installation_of_an_unknown_program_is_refused() -> None:
+    run = subprocess.run([_INSTALL, "firefox"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert "no such program: firefox" in run.stderr

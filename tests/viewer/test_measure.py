@@ -79,6 +79,14 @@ async def test_scrolling_reaches_the_end_and_its_frames_are_recorded(site: str, 
         assert len(frames.durations_ms) >= 30
 
 
+async def test_what_does_not_scroll_is_not_measured(site: str, open_page: OpenPage) -> None:
+    async with open_page(site) as viewer:
+        await viewer.open()
+        for scrolled in (scroll_through(viewer.page, "#view"), wheel_through(viewer.page)):
+            with pytest.raises(AssertionError, match="does not scroll"):
+                await scrolled
+
+
 async def test_slow_scroll_handler_makes_long_frames(site: str, open_page: OpenPage) -> None:
     async with open_page(site) as viewer:
         await viewer.open()

@@ -29,13 +29,12 @@ from tests.viewer.recordings import (
     LONG,
     LONG_IDS,
     LONG_TURNS,
-    SMALL,
     few_sessions,
     hostile_session,
     many_sessions,
     write,
 )
-from tests.viewer.small_session import SmallSession, small_session
+from tests.viewer.small_session import SMALL, SmallSession, small_session
 
 
 @pytest.fixture(scope="module")
@@ -240,3 +239,15 @@ async def test_running_proxy_has_the_recorded_sessions(
         await write(recorded_store, [added.recorded()])
         assert (await client.get("/v1/sessions/added")).json()["turn_count"] == 1
         await recorded_store.delete("added")
+
+
+async def test_running_proxy_records_turns_of_the_engine(recorded: RecordedProxy) -> None:
+    messages = [user("Hi")]
+    headers = {"x-session-id": "live"}
+    async with httpx.AsyncClient(base_url=recorded.url, trust_env=False, headers=headers) as client:
+        for source in ("rendered", "extended"):
+            sent = {"model": "tiny", "messages": messages}
+            response = await client.post("/v1/chat/completions", json=sent)
+            assert response.headers["x-prompt-source"] == source, response.text
+            messages += [response.json()["choices"][0]["message"], user("More")]
+        assert (await client.delete("/v1/sessions/live")).is_success
