@@ -253,7 +253,14 @@ export class TokenView {
 
   #paint() {
     for (const node of this.canvas.querySelectorAll(".token")) node.className = this.#classes(Number(node.dataset.i));
-    this.region.setAttribute("aria-activedescendant", `token-${this.focus}`);
+    this.#nameFocus();
+  }
+
+  /** The token with the focus, for screen readers; it must be in the document. */
+  #nameFocus() {
+    const id = `token-${this.focus}`;
+    if (this.focus !== null && this.canvas.querySelector(`#${id}`)) this.region.setAttribute("aria-activedescendant", id);
+    else this.region.removeAttribute("aria-activedescendant");
   }
 
   #schedule() {
@@ -262,6 +269,7 @@ export class TokenView {
       this.waiting = null;
       this.tip.hidden = true;
       this.draw();
+      this.#nameFocus();
       this.onscroll();
     });
   }

@@ -50,7 +50,6 @@ export class WindowedRows {
     this.active = index;
     this.#scrollTo(index);
     this.reset(this.length);
-    if (index >= 0) this.element.setAttribute("aria-activedescendant", `${this.prefix}-${index}`);
   }
 
   #scrollTo(index) {
@@ -86,6 +85,9 @@ export class WindowedRows {
       added.push(node);
     }
     this.canvas.append(...added);
+    // it must name an element of the document
+    if (this.drawn.has(this.active)) this.element.setAttribute("aria-activedescendant", `${this.prefix}-${this.active}`);
+    else this.element.removeAttribute("aria-activedescendant");
   }
 
   #key(event) {
