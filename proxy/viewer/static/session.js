@@ -128,14 +128,14 @@ export class SessionView {
   #select() {
     const { tree } = this;
     const longest = tree.longest;
-    this.turn = tree.byId.get(this.address.turn) ?? longest;
+    this.named = tree.byId.get(this.address.turn) ?? null;
+    this.turn = this.named ?? longest;
     if (!this.turn) {
       this.rows.reset(0);
       show(this.panel, el("p", { class: "hint" }, "This session has no turns yet."));
       return;
     }
-    const isOnLongest = this.address.turn === null;
-    this.path = tree.path(isOnLongest ? longest : tree.leaf(this.turn));
+    this.path = tree.path(this.named ? tree.leaf(this.named) : longest);
     this.onPath = new Set(this.path.map((turn) => turn.id));
     this.rows.length = tree.rows.length;
     this.rows.activate(tree.rows.findIndex(({ turn }) => turn.id === this.turn.id));
@@ -186,7 +186,7 @@ export class SessionView {
       this.view = this.#makeView(kind);
       show(this.panel, this.view.element);
     }
-    this.view.show(this.tree, this.path, this.address.turn ? this.turn : null, this.address.token);
+    this.view.show(this.tree, this.path, this.named, this.address.token);
   }
 
   #makeView(kind) {
