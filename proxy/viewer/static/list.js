@@ -134,6 +134,11 @@ export class ListView {
       onchange: (event) => this.#set(name, event.target.value),
     });
     this.facets = el("span", { class: "facets" });
+    this.shownFacets = "";
+    if (!this.app.source.live) {
+      show(this.tools, this.search); // a file has few sessions, and no server that filters them
+      return;
+    }
     const order = this.query.get("order") ?? "desc";
     show(
       this.tools,
@@ -147,7 +152,6 @@ export class ListView {
       button(order === "desc" ? "↓" : "↑", () => this.#set("order", order === "desc" ? "asc" : ""), { "aria-label": order === "desc" ? "Descending" : "Ascending" }),
       button("clear", () => { location.hash = "#/"; }),
     );
-    this.shownFacets = "";
     this.#showFacets(this.answer?.facets ?? {});
   }
 
