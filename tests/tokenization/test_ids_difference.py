@@ -1,0 +1,73 @@
+"""The hunks turn one list of ids into the other."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenization import ids_difference
+from tokenization.ids_difference import Hunk, apply, common_prefix, difference
+
+_IDS = st.lists(st.integers(0, 3), max_size=80)
+
+
+@given(left=_IDS, right=_IDS)
+def test_the_hunks_make_the_other_list(left: list[int], right: list[int]) -> None:
+    hunks = difference(left, right)
+    assert apply(left, hunks) == right
+    ends = [place for hunk in hunks for place in (hunk.start, hunk.end)]
+    assert ends == sorted(ends)
+    assert all(hunk.ids or hunk.end > hunk.start for hunk in hunks)
+    assert bool(hunks) == (left != right)
+
+
+@pytest.mark.parametrize(
+    "left, right, expected",
+    [
+        ([], [], []),
+        ([1, 2, 3], [1, 2, 3], []),
+        ([1, 2, 3], [1, 9, 3], [Hunk(1, 2, [9])]),
+        ([1, 2, 3, 4], [1, 2], [Hunk(2, 4, [])]),
+        ([1, 2], [1, 2, 3], [Hunk(2, 2, [3])]),
+        ([1, *range(10, 20)], [1, 5, 6, *range(10, 20)], [Hunk(1, 1, [5, 6])]),
+        ([*range(20)], [*range(5), *range(9, 20)], [Hunk(5, 9, [])]),
+        ([*range(20)], [*range(8), 90, 91, *range(9, 20)], [Hunk(8, 9, [90, 91])]),
+    ],
+)
+def test_known_differences(left: list[int], right: list[int], expected: list[Hunk]) -> None:
+    assert difference(left, right) == expected
+
+
+def test_many_short_differences_take_time_linear_in_the_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = 0
+    nearest = ids_difference._nearest_run
+
+    def counted(one: list[int], two: list[int]) -> tuple[int, int] | None:
+        nonlocal searched
+        searched += len(one) + len(two)
+        return nearest(one, two)
+
+    monkeypatch.setattr(ids_difference, "_nearest_run", counted)
+    source = random.Random(1)
+    left = [source.randrange(50_000) for _ in range(128_000)]
+    right = list(left)
+    for place in reversed(range(0, 128_000, 256)):
+        right[place : place + 3] = [60_000 + place]
+    hunks = difference(left, right)
+    assert len(hunks) == 500
+    assert apply(left, hunks) == right
+    assert searched < 2 * len(left)
+
+
+def test_two_lists_with_nothing_in_common_are_searched_a_few_times() -> None:
+    left, right = list(range(50_000)), list(range(50_000, 100_000))
+    assert difference(left, right) == [Hunk(0, 50_000, right)]
+
+
+@given(left=_IDS, right=_IDS)
+def test_the_common_prefix(left: list[int], right: list[int]) -> None:
+    length = common_prefix(np.array(left, np.int64), np.array(right, np.int32))
+    assert left[:length] == right[:length]
+    assert left[length : length + 1] != right[length : length + 1] or length == min(len(left), len(right))
