@@ -113,6 +113,8 @@ def _show_rollouts(
     url: str, key: str, sessions: Sequence[str], keeps_running: bool, progress: Progress
 ) -> None:
     """Print where to look at the conversations side by side."""
+    if not sessions:
+        return
     try:
         page = viewer_address(url) if keeps_running else write_page(url, key, sessions, default_cache_dir())
     except (ViewError, OSError) as error:

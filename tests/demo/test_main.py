@@ -42,6 +42,25 @@ def test_exit_code_0_when_token_and_chat_route_are_exact(server, capsys):
     assert "\nchat route: 1 of 1 follow-up turns exact (100%)" in stdout
 
 
+def test_it_ends_with_the_address_of_its_rollouts(server, monkeypatch, capsys):
+    server(token_exact=True)
+
+    def converse(route, model, progress):
+        return Conversation(route.name, conversation(route.name, exact=True).turns, f"of {route.name}")
+
+    monkeypatch.setattr(main, "converse", converse)
+    assert demo() == 0
+    address = capsys.readouterr().out.splitlines()[-1].split()[-1]
+    assert address == (
+        "http://x/viewer#/compare/of%20token%20route/-/of%20chat%20route/-/of%20stock%20chat%20route/-"
+    )
+
+
+def test_a_server_that_does_not_show_them_is_told_and_fails_nothing(capsys):
+    main._show_rollouts("http://127.0.0.1:9", "none", ["s"], False, print)
+    assert "the rollouts cannot be shown: no proxy responds" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("drifting", ["token", "chat"])
 def test_exit_code_1_when_a_turn_drifts(server, capsys, drifting):
     server(**{"token_exact": True, "chat_exact": True, f"{drifting}_exact": False, "stock_exact": True})

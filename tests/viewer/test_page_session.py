@@ -1,8 +1,10 @@
 """One session in the page: its tree, conversation, tokens and drift lane."""
 
+import asyncio
 import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import httpx
 import pytest
@@ -205,6 +207,8 @@ async def test_an_open_session_grows(
         await viewer.open("#/s/growing")
         await viewer.page.wait_for_selector(".tree-row")
         assert await viewer.page.locator(".tree-row").count() == 1
+        await viewer.page.get_by_role("tab", name="tokens").click()
+        await viewer.page.wait_for_selector(".token.sampled")
         messages += [first.json()["choices"][0]["message"], {"role": "user", "content": "And?"}]
         await client.post("/v1/chat/completions", json={"messages": messages}, headers=headers)
         await viewer.page.wait_for_function("() => document.querySelectorAll('.tree-row').length === 2")
@@ -236,6 +240,24 @@ async def test_nothing_is_wider_than_400_px(viewer: Viewer, small: SmallSession)
     await viewer.open("#/")
     await viewer.page.wait_for_selector(".list-row")
     assert await viewer.page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+async def test_an_answer_that_comes_too_late_is_dropped(viewer: Viewer) -> None:
+    asked = 0
+
+    async def late(route: Any) -> None:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0.5)
+        await route.continue_()
+
+    await viewer.page.route(f"**/viewer/sessions/{SMALL}*", late)
+    await viewer.open(f"#/s/{SMALL}")
+    await viewer.open("#/")
+    await viewer.page.wait_for_selector(".list-row")
+    await viewer.page.wait_for_timeout(3000)  # longer than an open session waits before it asks again
+    assert await viewer.page.locator(".tree-row").count() == 0
+    assert asked == 1
 
 
 async def test_a_problem_is_told(

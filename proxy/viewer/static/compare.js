@@ -20,15 +20,16 @@ export class CompareView {
   }
 
   async open(address) {
+    this.address = address;
     const sides = await Promise.all(address.sides.slice(0, MOST).map((side) => this.#load(side)));
-    if (this.closed) return;
+    if (this.closed || this.address !== address) return; // another view was opened meanwhile
+    this.#closeViews();
     this.sides = sides;
     this.#differences();
     this.#showColumns();
   }
 
   async move(address) {
-    this.#closeViews();
     await this.open(address);
   }
 

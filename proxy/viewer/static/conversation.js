@@ -19,7 +19,7 @@ export class Conversation {
     this.closed = true;
   }
 
-  /** Show a path, and scroll to one of its turns. */
+  /** Show a path, and scroll to one of its turns; null keeps the place. What is shown already stays. */
   show(tree, path, selected) {
     const old = this.path ?? [];
     const grows = old.length > 0 && old.every((turn, index) => turn.id === path[index]?.id);
@@ -29,8 +29,8 @@ export class Conversation {
       this.blocks.clear();
       show(this.element);
     }
-    if (grows) this.select(selected);
-    this.selected = selected;
+    this.selected = selected ?? this.selected;
+    if (grows && selected) this.select(selected);
     this.#addFrom(grows ? old.length : 0, path);
   }
 

@@ -70,12 +70,11 @@ export class ListView {
 
   /** Change one parameter; the first page follows. */
   #set(name, value) {
-    if (value) this.query.set(name, value);
-    else this.query.delete(name);
-    if (name !== "offset") this.query.delete("offset");
-    const address = listAddress(this.query);
-    this.query = new URLSearchParams("?changed"); // so that `move` loads
-    location.hash = address;
+    const query = new URLSearchParams(this.query);
+    if (value) query.set(name, value);
+    else query.delete(name);
+    if (name !== "offset") query.delete("offset");
+    location.hash = listAddress(query);
   }
 
   async #load() {

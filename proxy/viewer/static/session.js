@@ -1,6 +1,6 @@
 // One session: the tree of its turns on one side, a path of them on the other.
 
-import { compareAddress, sessionAddress, VIEWS } from "./address.js";
+import { compareAddress, listAddress, sessionAddress, VIEWS } from "./address.js";
 import { Conversation } from "./conversation.js";
 import { button, el, select, show } from "./dom.js";
 import { count, plural, reward, time } from "./format.js";
@@ -36,7 +36,9 @@ export class SessionView {
 
   async open(address) {
     this.address = address;
-    this.#setData(await this.app.source.session(this.name));
+    const data = await this.app.source.session(this.name);
+    if (this.closed) return; // another view was opened meanwhile
+    this.#setData(data);
     this.#select();
     if (this.app.source.live) this.timer = setInterval(() => this.#refresh(), EVERY_MS);
   }
@@ -44,10 +46,11 @@ export class SessionView {
   /** Another turn, view or token of the same session. */
   async move(address) {
     this.address = address;
-    this.#select();
+    if (this.tree) this.#select();
   }
 
   close() {
+    this.closed = true;
     clearInterval(this.timer);
     this.rows.close();
     this.#closeView();
@@ -55,6 +58,7 @@ export class SessionView {
 
   /** A key that no control used. Returns whether it meant something. */
   key(key) {
+    if (!this.tree) return false;
     const at = this.tree.rows.findIndex(({ turn }) => turn.id === this.turn?.id);
     const leaves = this.tree.leaves;
     const leaf = leaves.findIndex((turn) => turn.id === this.path.at(-1)?.id);
@@ -91,9 +95,17 @@ export class SessionView {
       badge(plural(data.turns.length, "turn"), ""),
       this.tree.leaves.length > 1 ? badge(plural(this.tree.leaves.length, "path"), "") : null,
       session.reward === null ? null : badge(`reward ${reward(session.reward)}`, "reward"),
+      data.agents.length > 1 ? badge(plural(data.agents.length, "agent"), "agent") : null,
       session.ambiguous ? badge("ambiguous", "problem", "another rollout held an equal conversation") : null,
-      el("span", { class: "facts" }, el("span", {}, `used ${time(session.used)}`), metadata.map(([name, value]) => el("span", {}, `${name} ${typeof value === "string" ? value : JSON.stringify(value)}`))),
+      el("span", { class: "facts" }, el("span", {}, `used ${time(session.used)}`), metadata.map((pair) => this.#metadataLink(...pair))),
     );
+  }
+
+  /** A value of the metadata; where there is a server, a link to all sessions that have it, as those of a group. */
+  #metadataLink(name, value) {
+    const text = typeof value === "string" ? value : JSON.stringify(value);
+    if (!this.app.source.live) return el("span", {}, `${name} ${text}`);
+    return el("a", { href: listAddress({ metadata: `${name}=${text}` }) }, `${name} ${text}`);
   }
 
   async #refresh() {
@@ -101,7 +113,7 @@ export class SessionView {
     this.refreshing = true;
     try {
       const data = await this.app.source.session(this.name, this.tree.data.session.used - OVERLAP_S);
-      if (this.#isNew(data)) this.#merge(data);
+      if (!this.closed && this.#isNew(data)) this.#merge(data);
       this.app.report(null);
     } catch (error) {
       this.app.report(error);
@@ -121,11 +133,11 @@ export class SessionView {
     for (const turn of data.turns) turns.set(turn.id, turn);
     const merged = [...turns.values()].sort((a, b) => (a.id < b.id ? -1 : 1));
     this.#setData({ ...data, meanings: { ...this.tree.data.meanings, ...data.meanings }, turns: merged });
-    this.#select();
+    this.#select({ keepPlace: true });
   }
 
-  /** Show what the address names. */
-  #select() {
+  /** Show what the address names; where the session grew, without scrolling there again. */
+  #select({ keepPlace = false } = {}) {
     const { tree } = this;
     const longest = tree.longest;
     this.named = tree.byId.get(this.address.turn) ?? null;
@@ -137,10 +149,11 @@ export class SessionView {
     }
     this.path = tree.path(this.named ? tree.leaf(this.named) : longest);
     this.onPath = new Set(this.path.map((turn) => turn.id));
-    this.rows.length = tree.rows.length;
-    this.rows.activate(tree.rows.findIndex(({ turn }) => turn.id === this.turn.id));
+    this.rows.active = tree.rows.findIndex(({ turn }) => turn.id === this.turn.id);
+    this.rows.reset(tree.rows.length);
+    if (!keepPlace) this.rows.activate(this.rows.active);
     this.#showBar();
-    this.#showView();
+    this.#showView(keepPlace);
   }
 
   #row(index) {
@@ -178,7 +191,7 @@ export class SessionView {
     );
   }
 
-  #showView() {
+  #showView(keepPlace) {
     const { view: kind } = this.address;
     if (this.kind !== kind) {
       this.#closeView();
@@ -186,7 +199,8 @@ export class SessionView {
       this.view = this.#makeView(kind);
       show(this.panel, this.view.element);
     }
-    this.view.show(this.tree, this.path, this.named, this.address.token);
+    if (keepPlace) this.view.show(this.tree, this.path, null, null);
+    else this.view.show(this.tree, this.path, this.named, this.address.token);
   }
 
   #makeView(kind) {

@@ -104,6 +104,7 @@ export function decodeTokens(buffer) {
   return {
     ...header,
     special: new Set(header.special),
+    starts: header.turns.map((turn) => turn.start),
     alternatives: new Map(header.alternatives || []),
     ids: new Int32Array(buffer, start, n),
     logprobs: new Float32Array(buffer, start + 4 * n, n),

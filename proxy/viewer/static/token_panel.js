@@ -27,10 +27,12 @@ export class TokenPanel {
   }
 
   close() {
+    this.leaf = null; // what arrives now is for nobody
+    this.closed = true;
     this.view?.close();
   }
 
-  /** Show a path, and scroll to a token of it, or to a turn. */
+  /** Show a path, and scroll to a token of it, or to a turn; null keeps the place. */
   async show(tree, path, turn, token) {
     const leaf = path.at(-1);
     this.tree = tree;
@@ -58,6 +60,7 @@ export class TokenPanel {
     try {
       tokens = await this.app.source.tokens(this.session, leaf.id);
     } catch (error) {
+      if (this.closed) return;
       this.leaf = null;
       this.app.report(error);
       show(this.body, el("p", { class: "problem-text" }, `The ids cannot be read: ${error.message}`));

@@ -37,7 +37,7 @@ export function weightVersion(tokens, index) {
 
 /** The turn that a token belongs to. */
 export function turnAt(tokens, index) {
-  return tokens.turns[rowAt(tokens.turns.map((turn) => turn.start), index)];
+  return tokens.turns[rowAt(tokens.starts, index)];
 }
 
 /** The text of the tokens [start, end). */
