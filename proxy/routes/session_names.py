@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import msgspec
 
 from proxy.dialects.base import SessionFields
-from proxy.errors import BadRequest
+from proxy.errors import BadRequest, NotFound
 from proxy.history.store import StoreError, session_id
 from proxy.http import Request
 from proxy.routes.credentials import tenant_of_key
@@ -42,6 +42,15 @@ def session_in_path(request: Request) -> str:
     """The session after `/v1/sessions/` in a path. Raises BadRequest."""
     name = request.path.partition("?")[0].split("/")[3]
     return check_name(unquote(name), "session")
+
+
+def unknown_session(name: str) -> NotFound:
+    """The error for a session that the store does not hold."""
+    return NotFound(
+        f"unknown session {name!r}: never used, deleted, or evicted",
+        param="session",
+        code="session_not_found",
+    )
 
 
 def check_name(name: str, param: str) -> str:

@@ -6,17 +6,18 @@ from typing import Any
 
 import msgspec
 
-from proxy.errors import BadRequest, NotFound
+from proxy.errors import BadRequest
 from proxy.fields import parse, raw_value, read
 from proxy.history.store import MAX_DESCRIPTION_BYTES, Cursor, Session, session_id
 from proxy.history.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
 from proxy.http import Request, query_value
 from proxy.routes.sample_fields import requested_classes, requested_layout, requested_shared
-from proxy.routes.session_names import check_name, session_in_path
+from proxy.routes.session_names import check_name, session_in_path, unknown_session
 from proxy.routes.store_route import StoreRoute, number
 from proxy.samples.classes import agents_of, classes_of
 from proxy.samples.samples import samples_of
 from proxy.samples.traces import traces_of
+from proxy.samples.turn_fields import turn_fields
 from proxy.turn.services import Services
 from proxy.types import Fields
 
@@ -70,7 +71,7 @@ class OneSession(StoreRoute):
         rollout = _rollout(request, name)
         if request.method == "DELETE":
             if not await store.delete(rollout):
-                raise _unknown(name)
+                raise unknown_session(name)
             services.history.recorder.forget(rollout)
             services.fleet.conversations.end(rollout)
             return 200, {"id": name, "object": "session", "deleted": True}
@@ -150,7 +151,7 @@ class SessionReward(StoreRoute):
         if unknown := sorted(rewards.keys() - turns):
             raise BadRequest(f"the session has no turn {unknown[0]!r}", param="turn")
         if not await store.set_rewards(rollout, rewards):
-            raise _unknown(name)
+            raise unknown_session(name)
         services.history.feed_watch.notify()
         if "" in rewards:
             services.fleet.conversations.end(rollout)
@@ -223,16 +224,8 @@ def _rollout(request: Request, name: str) -> str:
 async def _session(request: Request, name: str, services: Services) -> Session:
     session = await services.history.store.session(_rollout(request, name))
     if session is None:
-        raise _unknown(name)
+        raise unknown_session(name)
     return session
-
-
-def _unknown(name: str) -> NotFound:
-    return NotFound(
-        f"unknown session {name!r}: never used, deleted, or evicted",
-        param="session",
-        code="session_not_found",
-    )
 
 
 def _described(session: Session) -> dict[str, Any]:
@@ -253,33 +246,7 @@ def _described(session: Session) -> dict[str, Any]:
 
 
 def _shown(turn: Turn, request_class: str, reward: float | None, with_ids: bool) -> dict[str, Any]:
-    appended = len(turn.appended) // 4
-    shown: dict[str, Any] = {
-        "id": turn.id,
-        "parent": turn.parent,
-        "request": turn.request,
-        "choice": turn.choice,
-        "created": turn.created,
-        "model": turn.model,
-        "requested_model": turn.requested_model or None,
-        "source": turn.source,
-        "reason": turn.reason or None,
-        "reused": turn.prompt_tokens - appended,
-        "appended": appended,
-        "prompt_tokens": turn.prompt_tokens,
-        "cached_tokens": turn.cached_tokens,
-        "completion_tokens": turn.completion_tokens,
-        "finish_reason": turn.finish_reason,
-        "stop_reason": turn.stop_reason,
-        "temperature": turn.temperature,
-        "request_class": request_class or None,
-        "agent": turn.agent or None,
-        "parent_agent": turn.parent_agent or None,
-        "problem": turn.problem or None,
-        "reward": reward,
-        "messages": msgspec.Raw(turn.messages),
-        "message": msgspec.Raw(turn.message),
-    }
+    shown = {**turn_fields(turn, request_class), "reward": reward}
     if with_ids:
         shown["appended_ids"] = unpack_ids(turn.appended)
         shown["completion_ids"] = unpack_ids(turn.completion)

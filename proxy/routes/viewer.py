@@ -12,18 +12,19 @@ import msgspec
 
 from proxy.errors import BadRequest, EngineUnavailable, Forbidden, NotFound
 from proxy.history.scope import recorded_with
-from proxy.history.store import Session, StoreError, session_id
+from proxy.history.store import StoreError, session_id
 from proxy.history.turn import Turn
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response, query_value
 from proxy.routes.base import Route
 from proxy.routes.scopes import KeyScope
-from proxy.routes.session_names import session_in_path
+from proxy.routes.session_names import session_in_path, unknown_session
 from proxy.routes.store_route import number
 from proxy.samples.tree import TurnTree, path_of
 from proxy.turn.services import Services
 from proxy.types import Headers
 from proxy.viewer.drift import Basis, drift_lane
 from proxy.viewer.files import PAGE, StaticFile, load_files
+from proxy.viewer.recording import Recording
 from proxy.viewer.session_index import SessionIndexes
 from proxy.viewer.tokens import encode_tokens
 from proxy.viewer.tree import session_tree
@@ -127,28 +128,16 @@ class ViewerDataRoute(Route):
         store, name = services.history.store, session_in_path(request)
         rollout = session_id(request.tenant, name)
         try:
-            session = await store.session(rollout)
-            turns = await store.turns(rollout) if session is not None else []
-            rewards = await store.rewards(rollout) if session is not None else {}
+            session, turns = await store.session(rollout), await store.turns(rollout)
+            rewards = await store.rewards(rollout)
         except StoreError as error:
             raise EngineUnavailable(f"the store does not respond, try again later: {error}") from error
         if session is None:
-            raise NotFound(
-                f"unknown session {name!r}: never used, deleted, or evicted",
-                param="session",
-                code="session_not_found",
-            )
-        return await self.show(request, services, session, turns, rewards)
+            raise unknown_session(name)
+        return await self.show(request, services, Recording(session, turns, rewards))
 
     @abstractmethod
-    async def show(
-        self,
-        request: Request,
-        services: Services,
-        session: Session,
-        turns: list[Turn],
-        rewards: dict[str, float],
-    ) -> Response:
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
         """The response for a session."""
 
 
@@ -158,18 +147,11 @@ class ViewerSession(ViewerDataRoute):
     path = "/viewer/sessions/{session}"
     summary = "A session's turns with their messages, for the page"
 
-    async def show(
-        self,
-        request: Request,
-        services: Services,
-        session: Session,
-        turns: list[Turn],
-        rewards: dict[str, float],
-    ) -> Response:
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
         """See `proxy.viewer.tree`. `?since=` leaves out turns that were recorded before, in seconds."""
         since = number("since", query_value(request, "since", "-inf"))
         body = await asyncio.to_thread(
-            lambda: msgspec.json.encode(session_tree(session, turns, rewards, since))
+            lambda: msgspec.json.encode(session_tree(found.session, found.turns, found.rewards, since))
         )
         return _data(body)
 
@@ -180,18 +162,11 @@ class ViewerTokens(ViewerDataRoute):
     path = "/viewer/sessions/{session}/tokens"
     summary = "The ids of the path to a turn, in binary, for the page"
 
-    async def show(
-        self,
-        request: Request,
-        services: Services,
-        session: Session,
-        turns: list[Turn],
-        rewards: dict[str, float],
-    ) -> Response:
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
         """`?turn=ID`. See `proxy.viewer.tokens`."""
-        path = _path(request, turns)
+        path = _path(request, found.turns)
         tokenizer, note = _tokenizer(services, path[-1])
-        body = await asyncio.to_thread(lambda: encode_tokens(path, TurnTree(turns), tokenizer, note))
+        body = await asyncio.to_thread(lambda: encode_tokens(path, TurnTree(found.turns), tokenizer, note))
         return BytesResponse(200, [*_DATA_HEADERS, (b"content-type", b"application/octet-stream")], body)
 
 
@@ -201,22 +176,15 @@ class ViewerDrift(ViewerDataRoute):
     path = "/viewer/sessions/{session}/drift"
     summary = "Where the prompt of a turn differs from the template's own rendering, for the page"
 
-    async def show(
-        self,
-        request: Request,
-        services: Services,
-        session: Session,
-        turns: list[Turn],
-        rewards: dict[str, float],
-    ) -> Response:
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
         """`?turn=ID&basis=template|before`. See `proxy.viewer.drift`."""
-        path, chosen = _path(request, turns), query_value(request, "basis", "")
+        path, chosen = _path(request, found.turns), query_value(request, "basis", "")
         if chosen not in ("", *Basis):
             raise BadRequest(f"`basis` must be one of {', '.join(Basis)}", param="basis")
         tokenizer, note = _tokenizer(services, path[-1])
 
         def compare() -> bytes:
-            return msgspec.json.encode(drift_lane(turns, path, chosen, tokenizer, note))
+            return msgspec.json.encode(drift_lane(found.turns, path, chosen, tokenizer, note))
 
         return _data(await asyncio.to_thread(compare))
 

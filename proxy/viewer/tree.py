@@ -11,7 +11,8 @@ from proxy.history.turn import Turn, request_time
 from proxy.history.vocabulary import Problem, Reason
 from proxy.samples.classes import agents_of, classes_of
 from proxy.samples.tree import TurnTree
-from proxy.viewer.breaks import breaks_of
+from proxy.samples.turn_fields import turn_fields
+from proxy.viewer.breaks import Break, breaks_of
 from proxy.viewer.summaries import summarize, summary_row
 
 
@@ -51,40 +52,18 @@ def describe(session: Session, reward: float | None) -> dict[str, Any]:
     }
 
 
-def _turn(turn: Turn, tree: TurnTree, request_class: str, breaks: Mapping[str, Any]) -> dict[str, Any]:
-    appended, fault = len(turn.appended) // 4, tree.fault(turn)
+def _turn(turn: Turn, tree: TurnTree, request_class: str, breaks: Mapping[str, Break]) -> dict[str, Any]:
+    fault = tree.fault(turn)
     return {
-        "id": turn.id,
-        "parent": turn.parent,
-        "request": turn.request,
-        "choice": turn.choice,
+        **turn_fields(turn, request_class),
         "started": request_time(turn.id) or None,
-        "created": turn.created,
-        "model": turn.model,
-        "requested_model": turn.requested_model or None,
         "replica": turn.replica or None,
-        "source": turn.source,
-        "reason": turn.reason or None,
-        "reused": turn.prompt_tokens - appended,
-        "appended": appended,
-        "prompt_tokens": turn.prompt_tokens,
-        "completion_tokens": turn.completion_tokens,
-        "cached_tokens": turn.cached_tokens,
-        "finish_reason": turn.finish_reason,
-        "stop_reason": turn.stop_reason,
-        "temperature": turn.temperature,
-        "class": request_class or None,
-        "agent": turn.agent or None,
-        "parent_agent": turn.parent_agent or None,
-        "problem": turn.problem or None,
         "refused": {"turn": fault.turn, "reason": fault.reason} if fault else None,
         "weight_versions": list(dict.fromkeys(span.version for span in turn.weight_versions)),
         "logprobs_mode": turn.logprobs_mode or None,
         "break": breaks.get(turn.id),
         "logprob": _mean_logprob(turn),
         "images": len(turn.images),
-        "messages": msgspec.Raw(turn.messages),
-        "message": msgspec.Raw(turn.message),
     }
 
 

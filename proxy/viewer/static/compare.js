@@ -7,7 +7,7 @@ import { TokenView } from "./tokens.js";
 import { badge, badges, Tree } from "./turn.js";
 
 const BEFORE = 24; // tokens of the common beginning that stay visible
-const MOST = 4;
+export const MOST = 4; // paths
 
 export class CompareView {
   constructor(app) {

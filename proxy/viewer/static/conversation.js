@@ -60,7 +60,7 @@ export class Conversation {
     return el(
       "section",
       { class: "turn", data: { turn: turn.id }, "aria-label": `Turn ${number}` },
-      turn.messages.map((message) => messageElement(message)),
+      listOf(turn.messages).map((message) => messageElement(message)),
       el(
         "header",
         {},
@@ -94,14 +94,19 @@ function* parts(message) {
     else if (typeof part.text === "string") yield text(part.text);
     else yield el("div", { class: "media" }, mediaText(part));
   }
-  for (const call of message.tool_calls ?? []) {
+  for (const call of listOf(message.tool_calls)) {
     const made = call?.function ?? {};
     yield el("div", { class: "call" }, el("span", { class: "call-name" }, String(made.name ?? "?")), text(readable(made.arguments)));
   }
 }
 
+/** A list that a client sent; empty where it sent something else. */
+function listOf(value) {
+  return Array.isArray(value) ? value : [];
+}
+
 function text(value) {
-  const whole = typeof value === "string" ? value : JSON.stringify(value);
+  const whole = typeof value === "string" ? value : JSON.stringify(value) ?? "";
   if (whole.length <= LONG) return el("pre", {}, whole);
   const shown = el("pre", {}, whole.slice(0, LONG));
   const more = button(`show the other ${whole.length - LONG} characters`, () => {

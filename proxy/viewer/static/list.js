@@ -1,6 +1,7 @@
 // The list of sessions: filters, order and page are in the address, the server does the work.
 
 import { compareAddress, listAddress, sessionAddress } from "./address.js";
+import { MOST } from "./compare.js";
 import { button, el, select, show } from "./dom.js";
 import { ago, count, reward, time } from "./format.js";
 import { reasonsPlot, rewardPlot } from "./plots.js";
@@ -178,7 +179,8 @@ export class ListView {
         el("span", {}, `${count(offset + 1)} to ${count(Math.min(matching, offset + PAGE))} of ${count(matching)}`),
         button("next", () => this.#set("offset", String(offset + PAGE)), { disabled: offset + PAGE >= matching }),
       ] : [],
-      chosen.length > 0 ? button(`compare ${chosen.length}`, () => { location.hash = compareAddress(chosen.map((session) => ({ session }))); }, { disabled: chosen.length < 2 }) : null,
+      chosen.length > 0 ? button(`compare ${chosen.length}`, () => { location.hash = compareAddress(chosen.map((session) => ({ session }))); },
+        { disabled: chosen.length < 2 || chosen.length > MOST, title: `2 to ${MOST} sessions` }) : null,
     );
   }
 

@@ -122,7 +122,7 @@ export function badges(turn, tree) {
       ? badge(`drift at ${count(turn.break.equal)}`, "drift", "the prompt differs here from the ids that the model saw before")
       : null,
     turn.choice > 0 ? badge(`choice ${turn.choice + 1}`, "", "one of several choices of one request") : null,
-    turn.class ? badge(turn.class, "class", "class of the request") : null,
+    turn.request_class ? badge(turn.request_class, "class", "class of the request") : null,
     turn.agent ? badge(turn.agent, "agent", "the agent that sent it") : null,
     ["abort", "error", "length"].includes(turn.finish_reason) ? badge(turn.finish_reason, "ended", "how the turn ended") : null,
     turn.problem ? badge(turn.problem, "problem", meanings[turn.problem]) : null,
