@@ -17,7 +17,7 @@ class KeyScope(StrEnum):
     """Turns, tokenising, the engine's inference routes; creating, rewarding and deleting the tenant's
     sessions."""
     READ = "read"
-    """Sessions, samples, the details of `/ready`, metrics."""
+    """Sessions, the viewer's data, samples, the details of `/ready`, metrics."""
     ADMIN = "admin"
     """The routes under `/admin/`, and every route of the engine that is on no list here."""
 

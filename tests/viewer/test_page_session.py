@@ -111,6 +111,7 @@ async def test_the_drift_lane_shows_what_a_template_renders(viewer: Viewer, smal
     lane = viewer.page.locator(".lane").first
     await lane.wait_for()
     assert await viewer.page.locator(".token.differs").count() > 0
+    assert await viewer.page.locator(".token.first-difference").count() == 1
     details = await viewer.text(".details")
     assert "Difference" in details
 

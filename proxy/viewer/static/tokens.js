@@ -64,7 +64,7 @@ export class TokenView {
     this.lane = new Lane(null);
     this.focus = null;
     this.anchor = null;
-    this.marked = null;
+    this.marked = null; // the first token that differs
     this.drawn = new Map();
     this.canvas = el("div", { class: "canvas", role: "rowgroup" });
     this.tip = el("div", { class: "tip", hidden: true, "aria-hidden": "true" });
@@ -93,6 +93,7 @@ export class TokenView {
   /** Show a comparison under the tokens; null for none. */
   setLane(lane) {
     this.lane = new Lane(lane);
+    this.marked = lane ? lane.first : null;
     this.relayout();
   }
 
@@ -142,12 +143,6 @@ export class TokenView {
   get selection() {
     if (this.focus === null) return null;
     return [Math.min(this.anchor, this.focus), Math.max(this.anchor, this.focus) + 1];
-  }
-
-  /** Mark one token, as the first that differs. */
-  mark(index) {
-    this.marked = index;
-    this.#redraw();
   }
 
   /** The next token from which a text, or an id as "#123", begins after a place; null if there is none. */
