@@ -86,6 +86,15 @@ def test_nothing_is_listed_read_rewarded_or_deleted_across_tenants(
     ):
         refused = bert.request(method, f"{SESSIONS}/{session}{path}", json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "session_not_found")
+    listed = [
+        {row["id"] for row in client.get("/viewer/sessions", params={"limit": 500}).json()["data"]}
+        for client in (anna, bert)
+    ]
+    assert session in listed[0] and session not in listed[1]
+    for path in ("", "/tokens?turn=x", "/drift?turn=x"):
+        refused = bert.get(f"/viewer/sessions/{session}{path}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "session_not_found")
+    assert anna.get(f"/viewer/sessions/{session}").status_code == 200
     [sample] = anna.get(f"{SESSIONS}/{session}/samples").json()["samples"]
     assert sample["reward"] is None
 
@@ -104,7 +113,13 @@ def test_retries_get_no_response_of_another_tenant(anna: httpx.Client, bert: htt
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer carl"}], ids=["none", "unknown"])
 def test_requests_without_a_key_are_refused(tenants: Tenants, headers: dict[str, str]) -> None:
     with httpx.Client(base_url=tenants.url, timeout=60, headers=headers) as client:
-        for path in (SESSIONS, "/sessions", f"{SESSIONS}/s/samples"):
+        for path in (
+            SESSIONS,
+            "/sessions",
+            f"{SESSIONS}/s/samples",
+            "/viewer/sessions",
+            "/viewer/sessions/s",
+        ):
             assert client.get(path).status_code == 401
         assert client.post(CHAT, json={"messages": [user("Hi")]}).status_code == 401
 
