@@ -15,6 +15,7 @@ Everything else is what gateways ask a vLLM when they start.
 import argparse
 import asyncio
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +26,8 @@ from benchmarks.cases import http_response
 from benchmarks.gateway_answers import MODEL, Answer, CannedAnswer
 from tokenization import ChatTokenizer
 
+Connections = Callable[[], asyncio.Protocol]
+"""Makes the protocol of each connection."""
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _SENT_IDS = b'"prompt_token_ids":'
 _MAX_MODEL_LEN = 1_000_000
@@ -125,22 +128,32 @@ def _is_true(body: bytes, name: bytes) -> bool:
     return at >= 0 and body.startswith((b"true", b" true"), at + len(name))
 
 
-async def _serve(engine: Engine) -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(engine), "127.0.0.1", 0, backlog=1024)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
+def run(description: str | None, connections: Callable[[dict[str, Answer], str], Connections]) -> None:
+    """Serve on a free port until the process is ended: the whole command of a module with an engine.
 
-
-def main() -> None:
-    """Run the command until it is ended."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    Args:
+        connections: makes the engine of answers and of the folder of a tokenizer, and returns what makes its
+            connections.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("answers", type=Path, metavar="FILE")
     parser.add_argument("--model", required=True, metavar="FOLDER", help="folder of the tokenizer")
     options = parser.parse_args()
     answers = msgspec.msgpack.decode(options.answers.read_bytes(), type=dict[str, Answer])
-    uvloop.run(_serve(Engine(answers, options.model)))
+    uvloop.run(_serve(connections(answers, options.model)))
+
+
+async def _serve(connect: Connections) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(connect, "127.0.0.1", 0, backlog=1024)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+def _connections(answers: dict[str, Answer], root: str) -> Connections:
+    engine = Engine(answers, root)
+    return lambda: Connection(engine)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, _connections)

@@ -5,17 +5,11 @@ of an answer. A streamed answer comes in one chunk per sampled id, spread evenly
 `GET /totals` returns what it did: answers, bytes read and written, CPU seconds.
 """
 
-import argparse
-import asyncio
 import time
-from pathlib import Path
-
-import msgspec
-import uvloop
 
 from benchmarks.cases import http_response
 from benchmarks.gateway_answers import Answer
-from benchmarks.gateway_engine import Connection, Engine
+from benchmarks.gateway_engine import Connection, Connections, Engine, run
 
 
 class PacedEngine(Engine):
@@ -74,22 +68,10 @@ class PacedConnection(Connection):
             self._loop.call_at(at, self._write_timed, parts, number + 1, begun, pause_s)
 
 
-async def _serve(engine: PacedEngine) -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: PacedConnection(engine), "127.0.0.1", 0, backlog=1024)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
-
-
-def main() -> None:
-    """Run the command until it is ended."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("answers", type=Path, metavar="FILE")
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="folder of the tokenizer")
-    options = parser.parse_args()
-    answers = msgspec.msgpack.decode(options.answers.read_bytes(), type=dict[str, Answer])
-    uvloop.run(_serve(PacedEngine(answers, options.model)))
+def _connections(answers: dict[str, Answer], root: str) -> Connections:
+    engine = PacedEngine(answers, root)
+    return lambda: PacedConnection(engine)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, _connections)
