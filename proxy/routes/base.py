@@ -32,6 +32,8 @@ class Route(ABC):
     observed: ClassVar[bool] = True
     """Whether its requests are timed, counted as in flight and logged; False for health checks and
     scrapes."""
+    is_public: ClassVar[bool] = True
+    """Whether the OpenAPI page shows it; False for what only the viewer's page reads."""
     summary: ClassVar[str] = ""
     openapi: ClassVar[dict[str, Any]] = {}
     """The route's description on the OpenAPI page."""

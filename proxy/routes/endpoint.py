@@ -176,8 +176,9 @@ def endpoint_routes(serving: Endpoint) -> list[EndpointRoute]:
     """The routes of a canonical path: one for each method, the first of which is in the OpenAPI page."""
     route = serving.route
     methods = [route.methods] if route.catches_all else [(method,) for method in route.methods]
+    is_shown = route.is_public and not route.catches_all
     return [
-        _endpoint_route(serving, route.path, names, shown=not route.catches_all and names == methods[0])
+        _endpoint_route(serving, route.path, names, shown=is_shown and names == methods[0])
         for names in methods
     ]
 

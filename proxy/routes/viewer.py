@@ -53,6 +53,7 @@ class ViewerPage(Route):
     """Serves the page."""
 
     path = "/viewer"
+    is_public = False
     methods = ("GET", "HEAD")
     needs_tenant = False
     key_scope = None  # checked below, because a page must be able to ask for a key
@@ -78,6 +79,7 @@ class ViewerSlash(Route):
     """Redirects to the page: its links are relative, so that it works below any path."""
 
     path = "/viewer/"
+    is_public = False
     methods = ("GET", "HEAD")
     needs_tenant = False
     key_scope = None
@@ -97,6 +99,7 @@ class ViewerFile(Route):
     """Serves the modules and the style sheet of the page."""
 
     path = "/viewer/static/{file}"
+    is_public = False
     methods = ("GET", "HEAD")
     needs_tenant = False
     key_scope = None
@@ -119,6 +122,7 @@ class ViewerDataRoute(Route):
     """Base of the routes that read one session. Their format is the page's own, and may change with it."""
 
     methods = ("GET",)
+    is_public = False
     key_scope = KeyScope.READ
     store_seconds = 30.0
 

@@ -31,6 +31,7 @@ class ViewerSessions(StoreRoute):
     """Lists the sessions that meet conditions."""
 
     path = "/viewer/sessions"
+    is_public = False
     methods = ("GET",)
     summary = "The list of sessions with filters, for the page"
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from proxy.history.prompt_image import PromptImage
 from proxy.history.store import Evicted, Store, Usage
-from proxy.history.turn import Turn, WeightSpan, new_id, pack_ids, pack_logprobs, turn_id
+from proxy.history.turn import Turn, WeightSpan, new_id, pack_alternatives, pack_ids, pack_logprobs, turn_id
 from tests.stores.store_utils import add, digest_of, entry, make_response, make_session, make_turn
 
 _EVERYTHING = make_turn(
@@ -35,6 +35,8 @@ _EVERYTHING = make_turn(
     routed_experts="AAAA",
     routed_experts_start=3,
     sampling_mask=(pack_ids([2, 1]), pack_ids([7, 9, 8])),
+    alternatives=pack_alternatives([[(b"a", -0.5), (b"\xf0\x9f", -1.0)], []]),
+    cached_tokens=384,
     request_class="subagent",
     agent="agent/ä",
     parent_agent="a0",
