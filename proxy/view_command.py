@@ -94,7 +94,7 @@ async def _read_store(store: Store, names: Sequence[str]) -> list[Recording]:
 
 
 def page_from_server(url: str, api_key: str | None, names: Sequence[str]) -> PageData:
-    """The data of sessions of a running proxy, which spells the ids with its own tokenizer.
+    """The data of sessions of a running proxy; the texts of the ids are those of its tokenizer.
 
     Raises:
         ViewError: it does not respond, or does not have a session.

@@ -12,7 +12,7 @@ import msgspec
 
 from proxy.errors import BadRequest, EngineUnavailable, Forbidden, NotFound
 from proxy.history.scope import recorded_with
-from proxy.history.store import StoreError, session_id
+from proxy.history.store import Session, StoreError, session_id
 from proxy.history.turn import Turn
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response, query_value
 from proxy.routes.base import Route
@@ -132,13 +132,18 @@ class ViewerDataRoute(Route):
         store, name = services.history.store, session_in_path(request)
         rollout = session_id(request.tenant, name)
         try:
-            session, turns = await store.session(rollout), await store.turns(rollout)
+            session = await store.session(rollout)
+            if session is None:
+                raise unknown_session(name)
+            turns = await store.turns(rollout) if self.needs_turns(request, session) else []
             rewards = await store.rewards(rollout)
         except StoreError as error:
             raise EngineUnavailable(f"the store does not respond, try again later: {error}") from error
-        if session is None:
-            raise unknown_session(name)
         return await self.show(request, services, Recording(session, turns, rewards))
+
+    def needs_turns(self, request: Request, session: Session) -> bool:
+        """Whether the response depends on the turns."""
+        return True
 
     @abstractmethod
     async def show(self, request: Request, services: Services, found: Recording) -> Response:
@@ -152,12 +157,20 @@ class ViewerSession(ViewerDataRoute):
     summary = "A session's turns with their messages, for the page"
 
     async def show(self, request: Request, services: Services, found: Recording) -> Response:
-        """See `proxy.viewer.tree`. `?since=` leaves out turns that were recorded before, in seconds."""
+        """See `proxy.viewer.tree`.
+
+        `?since=` leaves out turns that were recorded before, in seconds. With `?used=`, the last use that the
+        page has seen, there are no turns if the session was not used since.
+        """
         since = number("since", query_value(request, "since", "-inf"))
         body = await asyncio.to_thread(
             lambda: msgspec.json.encode(session_tree(found.session, found.turns, found.rewards, since))
         )
         return _data(body)
+
+    def needs_turns(self, request: Request, session: Session) -> bool:
+        """See `ViewerDataRoute.needs_turns`: an open page asks every two seconds."""
+        return number("used", query_value(request, "used", "-inf")) != session.used
 
 
 class ViewerTokens(ViewerDataRoute):

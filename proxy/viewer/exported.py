@@ -1,7 +1,7 @@
-"""Reads the samples that `tokenproxy export` wrote, and makes the turns of each rollout of them again.
+"""Reads the samples that `tokenproxy export` wrote, and rebuilds the turns of each rollout.
 
-A sample holds all ids of its path, and tells which of them each turn sampled. Samples of one rollout share
-turns, so that together they are a tree. Turns that were refused are not in an export.
+A sample holds all ids of its path and the span of ids that each turn sampled. Samples of one rollout share
+turns, so together they are a tree. An export does not contain refused turns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,6 +3,7 @@
 import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 import msgspec
@@ -47,12 +48,19 @@ class PageData(msgspec.Struct):
             leaves: ids of the turns that no turn continues.
             read: returns the data for one of them.
         """
-        self.sessions.append({**tree["session"], "summary": tree.get("summary")})
-        self.trees[name] = tree
+        name = self._unused(name)
+        session = {**tree["session"], "id": name}
+        self.sessions.append({**session, "summary": tree.get("summary")})
+        self.trees[name] = {**tree, "session": session}
         for leaf in leaves:
             data = read(leaf)
             self.tokens[f"{name}/{leaf}"] = base64.b64encode(data.tokens).decode()
             self.drift[f"{name}/{leaf}"] = list(data.lanes)
+
+    def _unused(self, name: str) -> str:
+        """A name that no session of the page has: sessions of two tenants may have one name."""
+        numbers = (f"{name}~{number}" for number in count(2))
+        return next(each for each in chain([name], numbers) if each not in self.trees)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,11 @@
-"""An index of a tenant's sessions, in memory: what the list filters and sorts by is in no store's index.
+"""An in-memory index of a tenant's sessions: stores have no index for what the list filters and sorts by.
 
-Nothing runs while nobody asks. Each request brings the index up to date for at most `WORK_S`, and returns
-what it has by then; the next request continues there. So 100,000 sessions cost no pause: the page shows how
-many were read, and asks again.
+There is no background task. Each request updates the index for at most `WORK_S` and returns what it has by
+then; the next request continues. With 100,000 sessions the page shows how many were read, and requests again.
 
-What changed is found by the order of the sessions, last used first: a walk ends at the first page without a
-change. A walk over all of them every `FULL_WALK_S` finds those that were deleted or evicted. A reward does
-not count as use: the feed tells which sessions got one.
+Stores list sessions by last use, newest first. So a walk over them ends at the first page without a change.
+Every `FULL_WALK_S` a walk covers all sessions, to find those that were deleted or evicted. A reward does not
+count as a use: the feed returns the sessions that got one.
 """
 
 import asyncio
@@ -112,14 +111,14 @@ class SessionIndex:
                 return
 
     def _note(self, session: Session) -> bool:
-        """Take over what the store tells of a session. Returns whether it changed."""
-        entry, known = _entry(session), self._entries.get(session.id)
-        if known is not None:
-            entry.summary, entry.reward = known.summary, known.reward
-            if entry == known:
+        """Update the entry of a session. Returns whether it changed."""
+        entry, previous = _entry(session), self._entries.get(session.id)
+        if previous is not None:
+            entry.summary, entry.reward = previous.summary, previous.reward
+            if entry == previous:
                 return False
         self._entries[session.id] = entry
-        if known is None or (known.turns, known.size) != (entry.turns, entry.size):
+        if previous is None or (previous.turns, previous.size) != (entry.turns, entry.size):
             self._unread[session.id] = None
         self._version += 1
         return True
@@ -139,11 +138,11 @@ class SessionIndex:
 
     async def _read(self, deadline: float, first: Sequence[str]) -> bool:
         """Read turns and rewards of sessions, some of them first. Returns whether any was read."""
-        wanted = [key for key in first if key in self._unread]
+        urgent = [key for key in first if key in self._unread]
         read = False
-        while wanted or self._unread:
-            batch = wanted[:_AT_ONCE] or list(self._unread)[:_AT_ONCE]
-            wanted = wanted[_AT_ONCE:]
+        while urgent or self._unread:
+            batch = urgent[:_AT_ONCE] or list(self._unread)[:_AT_ONCE]
+            urgent = urgent[_AT_ONCE:]
             await asyncio.gather(*map(self._read_one, batch))
             read = True
             if time.monotonic() >= deadline:
@@ -178,7 +177,7 @@ class SessionIndex:
 
 
 class SessionIndexes:
-    """The indexes of an application's tenants. One that nobody uses is dropped."""
+    """The indexes of an application's tenants. An index is dropped after `IDLE_S` without a request."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -251,6 +251,10 @@ def test_a_growing_session_is_read_from_a_time_on(client: httpx.Client, fake: Fa
     turns = client.get(f"/viewer/sessions/{name}").json()["turns"]
     later = client.get(f"/viewer/sessions/{name}", params={"since": turns[1]["created"]}).json()
     assert [turn["id"] for turn in later["turns"]] == [turns[1]["id"]]
+    seen = {"used": later["session"]["used"]}
+    assert client.get(f"/viewer/sessions/{name}", params=seen).json()["turns"] == []
+    client.post(f"/v1/sessions/{name}/reward", json={"reward": 1, "turn": turns[0]["id"]})
+    assert client.get(f"/viewer/sessions/{name}", params=seen).json()["rewards"] == {turns[0]["id"]: 1.0}
 
 
 def test_the_list_filters_and_sorts(client: httpx.Client, fake: FakeVllm, name: str) -> None:

@@ -16,7 +16,7 @@ from proxy.viewer import page as page_module
 from proxy.viewer.exported import NotAnExport, read_export
 from proxy.viewer.files import FOLDER
 from proxy.viewer.page import bundle, single_file
-from proxy.viewer.recording import PageData
+from proxy.viewer.recording import LeafData, PageData
 from tests.stores.store_utils import opened
 from tests.tiny_model import TinyModel
 from tests.viewer.recordings import LIMITS, write
@@ -105,6 +105,15 @@ def test_sessions_of_a_store(
     assert {name.partition("/")[2] for name in data["tokens"]} == leaves
     [lane] = data["drift"][f"{SMALL}/{small.aborted.id}"]
     assert (lane["basis"], lane["reason"]) == ("template", "")
+
+
+def test_sessions_with_one_name_are_kept_apart() -> None:
+    data = PageData()
+    for turn in ("a", "b"):
+        tree = {"session": {"id": "s"}, "turns": [{"id": turn}]}
+        data.add("s", tree, [turn], lambda leaf: LeafData(leaf.encode(), []))
+    assert [row["id"] for row in data.sessions] == ["s", "s~2"] == list(data.trees)
+    assert list(data.tokens) == ["s/a", "s~2/b"]
 
 
 def test_without_a_tokenizer_the_page_says_so(store_url: str, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ function readable(value) {
   return typeof value === "string" ? value : JSON.stringify(value ?? "");
 }
 
-/** Media are named, never loaded: a page that shows recordings contacts nobody. */
+/** Media are named and never loaded: the page sends requests to its own server only. */
 function mediaText(part) {
   const reference = part.image_url?.url ?? part.type ?? "part";
   return `${part.type ?? "media"}: ${String(reference).slice(0, 80)}`;

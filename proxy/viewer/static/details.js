@@ -1,4 +1,4 @@
-// What is known of one token, and of the difference under it.
+// The panel with the details of one token, and of the difference under it.
 
 import { el, show } from "./dom.js";
 import { bytesOf, glyphs, textOf } from "./format.js";

@@ -80,16 +80,16 @@ export class ListView {
 
   async #load() {
     clearTimeout(this.timer);
-    const asked = this.query;
-    const parameters = new URLSearchParams(asked);
+    const { query } = this;
+    const parameters = new URLSearchParams(query);
     parameters.set("limit", String(PAGE));
     try {
       const answer = await this.app.source.sessions(parameters);
-      if (this.closed || this.query !== asked) return;
+      if (this.closed || this.query !== query) return;
       this.#showAnswer(answer);
       this.app.report(null);
     } catch (error) {
-      if (this.closed || this.query !== asked) return;
+      if (this.closed || this.query !== query) return;
       this.app.report(error);
     }
     if (!this.app.source.live) return;

@@ -112,7 +112,8 @@ export class SessionView {
     if (document.hidden || this.refreshing) return;
     this.refreshing = true;
     try {
-      const data = await this.app.source.session(this.name, this.tree.data.session.used - OVERLAP_S);
+      const { used } = this.tree.data.session;
+      const data = await this.app.source.session(this.name, used - OVERLAP_S, used);
       if (!this.closed && this.#isNew(data)) this.#merge(data);
       this.app.report(null);
     } catch (error) {
@@ -132,7 +133,9 @@ export class SessionView {
     const turns = new Map(this.tree.turns.map((turn) => [turn.id, turn]));
     for (const turn of data.turns) turns.set(turn.id, turn);
     const merged = [...turns.values()].sort((a, b) => (a.id < b.id ? -1 : 1));
-    this.#setData({ ...data, meanings: { ...this.tree.data.meanings, ...data.meanings }, turns: merged });
+    const old = this.tree.data;
+    const agents = data.agents.length > 0 ? data.agents : old.agents;
+    this.#setData({ ...data, agents, meanings: { ...old.meanings, ...data.meanings }, turns: merged });
     this.#select({ keepPlace: true });
   }
 

@@ -21,8 +21,9 @@ export class ServerSource {
     return (await this.#get(`viewer/sessions?${new URLSearchParams(parameters)}`)).json();
   }
 
-  async session(name, since = null) {
-    const query = since === null ? "" : `?since=${since}`;
+  /** A session; or what is new since a time, of a session whose last use was seen. */
+  async session(name, since = null, used = null) {
+    const query = since === null ? "" : `?since=${since}&used=${used}`;
     return (await this.#get(`viewer/sessions/${encodeURIComponent(name)}${query}`)).json();
   }
 

@@ -1,4 +1,4 @@
-// The tokens of a path with everything around them: colours, drift lane, search, minimap, details.
+// The view of a path's tokens: colours, drift lane, search, minimap, details.
 
 import { Details } from "./details.js";
 import { button, el, select, show } from "./dom.js";
@@ -27,7 +27,7 @@ export class TokenPanel {
   }
 
   close() {
-    this.leaf = null; // what arrives now is for nobody
+    this.leaf = null; // responses that arrive now are dropped
     this.closed = true;
     this.view?.close();
   }

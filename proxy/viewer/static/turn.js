@@ -1,4 +1,4 @@
-// What is told of one turn everywhere: its badges, its path, its place in the tree.
+// Turns: their tree, and the badges and numbers that every view shows of a turn.
 
 import { el } from "./dom.js";
 import { count, decimal, duration, reward } from "./format.js";
