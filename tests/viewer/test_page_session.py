@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.history.store import Store
+from proxy.history.store import Session, Store
+from proxy.history.turn import pack_alternatives
+from tests.samples.trees import root
 from tests.tiny_model import TinyModel
 from tests.viewer.browser import DARK, PHONE, PageOptions, Viewer, axe_is_installed
 from tests.viewer.proxies import RecordedProxy
@@ -124,6 +126,29 @@ async def test_a_broken_prompt_is_compared_with_the_turn_before(viewer: Viewer, 
     )
     await viewer.page.get_by_label("Drift lane").select_option("none")
     await viewer.page.wait_for_function("() => document.querySelectorAll('.lane').length === 0")
+
+
+async def test_hovering_shows_id_index_and_logprob(viewer: Viewer, small: SmallSession) -> None:
+    start = small.first.prompt_tokens
+    await _open_tokens(viewer, small.first.id, start)
+    await viewer.page.hover(f"#token-{start}")
+    tip = await viewer.text(".tip")
+    assert re.fullmatch(rf"#\d+ · index {start} · sampled · logprob -[\d.]+", tip)
+
+
+async def test_alternatives_are_in_the_details(
+    viewer: Viewer, recorded_store: Store, viewer_model: TinyModel
+) -> None:
+    half = (b"\xf0\x9f", -1.5)
+    found = pack_alternatives([[(b" the", -0.25), half]])
+    turn = root("0" * 32, [1, 74], [75], rollout="alternatives", alternatives=found, messages=b"[]")
+    session = Session(id="alternatives", created=1.0, used=1.0)
+    await recorded_store.add(session, [turn], [[]])
+    await viewer.open("#/s/alternatives/-/tokens?token=2")
+    await viewer.page.wait_for_selector(".details caption")
+    rows = await viewer.page.locator(".details tr").all_inner_texts()
+    assert [row.split("\t")[:2] for row in rows] == [["·the", "-0.250"], [_HALF, "-1.500"]]
+    await recorded_store.delete("alternatives")
 
 
 async def test_colours_leave_out_what_is_not_trained(viewer: Viewer, small: SmallSession) -> None:
