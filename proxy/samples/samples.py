@@ -19,7 +19,7 @@ in the samples too, with a mask of 0; turns that no selected one continues are l
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -259,20 +259,7 @@ def _sample(
         classes: those of `classes_of`.
         delivered: digests of the images that earlier samples hold; those of this sample are added.
     """
-    ids: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float | None] = []
-    spans: list[TurnSpan] = []
-    for turn in path:
-        if spans:  # what the first turn appended is the sample's prompt
-            appended = unpack_ids(turn.appended)
-            ids += appended
-            mask += [0] * len(appended)
-            logprobs += [None] * len(appended)
-        spans.append(_span(turn, len(ids), turn.id in trained, classes[turn.id], rewards.get(turn.id)))
-        ids += unpack_ids(turn.completion)
-        mask += [int(turn.id in trained)] * turn.completion_tokens
-        logprobs += unpack_logprobs(turn.logprobs)
+    joined = _join(path, trained, classes, rewards)
     images = [image for turn in path for image in turn.images]
     last = path[-1]
     modes = {turn.logprobs_mode for turn in path}
@@ -286,12 +273,12 @@ def _sample(
         ambiguous=session is not None and session.ambiguous,
         model=last.model,
         prompt_ids=unpack_ids(path[0].appended),
-        completion_ids=ids,
-        loss_mask=mask,
-        logprobs=logprobs,
+        completion_ids=joined.ids,
+        loss_mask=joined.mask,
+        logprobs=joined.logprobs,
         logprobs_mode=modes.pop() if len(modes) == 1 else "",
-        turns=spans,
-        finish_reason=spans[-1].finish_reason,
+        turns=joined.spans,
+        finish_reason=joined.spans[-1].finish_reason,
         reward=rewards.get(last.id, rewards.get(WHOLE_ROLLOUT)),
         messages=messages_of(path),
         tools=tools_of(path),
@@ -304,6 +291,33 @@ def _sample(
         agent=last.agent,
         parent_agent=last.parent_agent,
     )
+
+
+class _Joined(NamedTuple):
+    """The ids of a path after its first prompt, with what belongs to each."""
+
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float | None]
+    spans: list[TurnSpan]
+
+
+def _join(
+    path: Sequence[Turn], trained: set[str], classes: Mapping[str, str], rewards: Mapping[str, float]
+) -> _Joined:
+    """Join the turns of a path. Arguments are those of `_sample`."""
+    ids, mask, logprobs, spans = joined = _Joined([], [], [], [])
+    for turn in path:
+        if spans:  # what the first turn appended is the sample's prompt
+            appended = unpack_ids(turn.appended)
+            ids.extend(appended)
+            mask.extend([0] * len(appended))
+            logprobs.extend([None] * len(appended))
+        spans.append(_span(turn, len(ids), turn.id in trained, classes[turn.id], rewards.get(turn.id)))
+        ids.extend(unpack_ids(turn.completion))
+        mask.extend([int(turn.id in trained)] * turn.completion_tokens)
+        logprobs.extend(unpack_logprobs(turn.logprobs))
+    return joined
 
 
 def _new_image_data(images: Iterable[PromptImage], delivered: set[str]) -> dict[str, str]:
