@@ -15,7 +15,13 @@ export class CompareView {
     this.status = el("p", { class: "status", role: "status" });
     this.fold = button("", () => this.#unfold());
     this.columns = el("div", { class: "columns" });
-    this.element = el("div", { class: "compare" }, el("div", { class: "tools" }, el("h1", {}, "Compare"), this.fold, this.#colours()), this.status, this.columns);
+    this.element = el(
+      "div",
+      { class: "compare" },
+      el("div", { class: "tools" }, el("h1", {}, "Compare"), this.fold, this.#colours()),
+      this.status,
+      this.columns,
+    );
     this.sides = [];
   }
 
@@ -56,7 +62,9 @@ export class CompareView {
     const [first, ...others] = this.sides;
     const equal = others.map((side) => commonPrefix(first.tokens.ids, side.tokens.ids));
     this.common = Math.min(first.tokens.count, ...equal);
-    const isEqual = others.every((side, index) => equal[index] === first.tokens.count && side.tokens.count === first.tokens.count);
+    const isEqual = others.every(
+      (side, index) => equal[index] === first.tokens.count && side.tokens.count === first.tokens.count,
+    );
     first.differs = isEqual || this.common >= first.tokens.count ? null : this.common;
     others.forEach((side, index) => {
       side.equal = equal[index];
@@ -72,30 +80,46 @@ export class CompareView {
 
   #showColumns() {
     const from = Math.max(0, this.common - BEFORE);
-    show(this.columns, this.sides.map((side, index) => {
-      side.view = new TokenView(side.tokens, {
-        heading: (id) => this.#heading(side, id),
-        from: Math.min(from, Math.max(0, side.tokens.count - BEFORE)),
-        label: `Tokens of ${side.session}`,
-      });
-      side.view.marked = side.differs;
-      return el("section", { class: "column", "aria-label": side.session }, this.#header(side, index), side.view.element);
-    }));
+    show(
+      this.columns,
+      this.sides.map((side, index) => {
+        side.view = new TokenView(side.tokens, {
+          heading: (id) => this.#heading(side, id),
+          from: Math.min(from, Math.max(0, side.tokens.count - BEFORE)),
+          label: `Tokens of ${side.session}`,
+        });
+        side.view.marked = side.differs;
+        return el(
+          "section",
+          { class: "column", "aria-label": side.session },
+          this.#header(side, index),
+          side.view.element,
+        );
+      }),
+    );
     for (const side of this.sides) side.view.relayout();
   }
 
   #header(side, index) {
     const own = side.tree.reward(side.leaf) ?? side.tree.data.session.reward;
     const leaves = side.tree.leaves.map((turn) => [turn.id, `to turn ${side.tree.number.get(turn.id)}`]);
-    if (!leaves.some(([id]) => id === side.leaf.id)) leaves.push([side.leaf.id, `to turn ${side.tree.number.get(side.leaf.id)}`]);
+    if (!leaves.some(([id]) => id === side.leaf.id))
+      leaves.push([side.leaf.id, `to turn ${side.tree.number.get(side.leaf.id)}`]);
     return el(
       "header",
       {},
       el("h2", {}, el("a", { href: sessionAddress(side.session, side.leaf.id, "tokens") }, side.session)),
-      leaves.length > 1 ? select(`Path of ${side.session}`, leaves, side.leaf.id, (turn) => this.#choose(index, turn)) : null,
+      leaves.length > 1
+        ? select(`Path of ${side.session}`, leaves, side.leaf.id, (turn) => this.#choose(index, turn))
+        : null,
       badge(`${count(side.tokens.count)} ids`, ""),
       badge(`reward ${reward(own)}`, "reward"),
-      index > 0 ? badge(side.differs === null ? "equal" : `differs at ${count(side.equal)}`, side.differs === null ? "" : "drift") : null,
+      index > 0
+        ? badge(
+            side.differs === null ? "equal" : `differs at ${count(side.equal)}`,
+            side.differs === null ? "" : "drift",
+          )
+        : null,
       side.tokens.note ? el("p", { class: "problem-text" }, side.tokens.note) : null,
     );
   }
@@ -108,7 +132,16 @@ export class CompareView {
 
   #heading(side, id) {
     const turn = side.tree.byId.get(id);
-    return turn ? [el("a", { class: "turn-number", href: sessionAddress(side.session, id, "tokens") }, `turn ${side.tree.number.get(id)}`), badges(turn, side.tree)] : [];
+    return turn
+      ? [
+          el(
+            "a",
+            { class: "turn-number", href: sessionAddress(side.session, id, "tokens") },
+            `turn ${side.tree.number.get(id)}`,
+          ),
+          badges(turn, side.tree),
+        ]
+      : [];
   }
 
   #unfold() {
@@ -120,8 +153,14 @@ export class CompareView {
   }
 
   #colours() {
-    const colours = [["provenance", "where it comes from"], ["logprob", "log-probability"], ["mask", "loss mask"]];
-    return select("Colours", colours, "provenance", (colour) => this.sides.forEach((side) => side.view.setColour(colour)));
+    const colours = [
+      ["provenance", "where it comes from"],
+      ["logprob", "log-probability"],
+      ["mask", "loss mask"],
+    ];
+    return select("Colours", colours, "provenance", (colour) =>
+      this.sides.forEach((side) => side.view.setColour(colour)),
+    );
   }
 
   #closeViews() {

@@ -11,7 +11,12 @@ const LONG = 6000; // characters of a text after which the rest waits for a clic
 export class Conversation {
   constructor({ address }) {
     this.address = address;
-    this.element = el("div", { class: "conversation", role: "region", "aria-label": "Conversation", tabindex: "0" });
+    this.element = el("div", {
+      class: "conversation",
+      role: "region",
+      "aria-label": "Conversation",
+      tabindex: "0",
+    });
     this.blocks = new Map();
   }
 
@@ -66,7 +71,11 @@ export class Conversation {
         {},
         el("a", { href: this.address(turn), class: "turn-number" }, `turn ${number}`),
         badges(turn, this.tree),
-        el("span", { class: "facts" }, facts(turn).map(([name, value]) => el("span", {}, `${name} ${value}`))),
+        el(
+          "span",
+          { class: "facts" },
+          facts(turn).map(([name, value]) => el("span", {}, `${name} ${value}`)),
+        ),
       ),
       messageElement(turn.message, "sampled"),
     );
@@ -78,15 +87,24 @@ export function messageElement(message, kind = "") {
   const role = String(message?.role ?? "assistant");
   return el(
     "article",
-    { class: `message role-${["system", "user", "assistant", "tool", "developer"].includes(role) ? role : "other"} ${kind}` },
-    el("span", { class: "role" }, role, message?.name ? ` ${message.name}` : "", message?.tool_call_id ? ` ${message.tool_call_id}` : ""),
+    {
+      class: `message role-${["system", "user", "assistant", "tool", "developer"].includes(role) ? role : "other"} ${kind}`,
+    },
+    el(
+      "span",
+      { class: "role" },
+      role,
+      message?.name ? ` ${message.name}` : "",
+      message?.tool_call_id ? ` ${message.tool_call_id}` : "",
+    ),
     el("div", { class: "parts" }, ...parts(message ?? {})),
   );
 }
 
 function* parts(message) {
   const reasoning = message.reasoning ?? message.reasoning_content;
-  if (reasoning) yield el("details", { class: "reasoning", open: true }, el("summary", {}, "reasoning"), text(reasoning));
+  if (reasoning)
+    yield el("details", { class: "reasoning", open: true }, el("summary", {}, "reasoning"), text(reasoning));
   const content = Array.isArray(message.content) ? message.content : [message.content];
   for (const part of content) {
     if (part === null || part === undefined || part === "") continue;
@@ -96,7 +114,12 @@ function* parts(message) {
   }
   for (const call of listOf(message.tool_calls)) {
     const made = call?.function ?? {};
-    yield el("div", { class: "call" }, el("span", { class: "call-name" }, String(made.name ?? "?")), text(readable(made.arguments)));
+    yield el(
+      "div",
+      { class: "call" },
+      el("span", { class: "call-name" }, String(made.name ?? "?")),
+      text(readable(made.arguments)),
+    );
   }
 }
 
@@ -106,7 +129,7 @@ function listOf(value) {
 }
 
 function text(value) {
-  const whole = typeof value === "string" ? value : JSON.stringify(value) ?? "";
+  const whole = typeof value === "string" ? value : (JSON.stringify(value) ?? "");
   if (whole.length <= LONG) return el("pre", {}, whole);
   const shown = el("pre", {}, whole.slice(0, LONG));
   const more = button(`show the other ${whole.length - LONG} characters`, () => {

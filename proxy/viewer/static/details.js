@@ -22,7 +22,10 @@ export class Details {
 
   show(view) {
     if (!view || view.focus === null) {
-      show(this.element, el("p", { class: "hint" }, "Choose a token: its id, log-probability and origin appear here."));
+      show(
+        this.element,
+        el("p", { class: "hint" }, "Choose a token: its id, log-probability and origin appear here."),
+      );
       return;
     }
     const { tokens, focus } = view;
@@ -36,7 +39,10 @@ export class Details {
       ["index", String(focus)],
       ["origin", `${origin}: ${MEANINGS[origin]}`],
       ["loss mask", isTrained(tokens, focus) ? "1" : "0"],
-      ["logprob", Number.isNaN(logprob) ? "–" : `${logprob.toFixed(4)} (${(100 * Math.exp(logprob)).toPrecision(3)} %)`],
+      [
+        "logprob",
+        Number.isNaN(logprob) ? "–" : `${logprob.toFixed(4)} (${(100 * Math.exp(logprob)).toPrecision(3)} %)`,
+      ],
       ["weights", weightVersion(tokens, focus) ?? "–"],
       ["bytes", latin === undefined ? "–" : hex(latin)],
     ];
@@ -44,7 +50,11 @@ export class Details {
     if (end - start > 1) rows.push(["selected", `${end - start} tokens`]);
     show(
       this.element,
-      el("dl", {}, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+      el(
+        "dl",
+        {},
+        rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]),
+      ),
       this.#alternatives(tokens, focus),
       this.#difference(view, focus),
       el("p", {}, el("a", { href: this.address(turnAt(tokens, focus).id, focus) }, "link to this token")),
@@ -58,8 +68,19 @@ export class Details {
       "table",
       {},
       el("caption", {}, "most probable here"),
-      el("tbody", {}, found.map(([text, logprob]) =>
-        el("tr", {}, el("td", {}, glyphs(text)), el("td", {}, logprob.toFixed(3)), el("td", {}, `${(100 * Math.exp(logprob)).toPrecision(3)} %`)))),
+      el(
+        "tbody",
+        {},
+        found.map(([text, logprob]) =>
+          el(
+            "tr",
+            {},
+            el("td", {}, glyphs(text)),
+            el("td", {}, logprob.toFixed(3)),
+            el("td", {}, `${(100 * Math.exp(logprob)).toPrecision(3)} %`),
+          ),
+        ),
+      ),
     );
   }
 
@@ -68,16 +89,25 @@ export class Details {
     if (!hunk) return null;
     const [start, end, ids, change] = hunk;
     const other = ids.map((id) => view.lane.data.texts[id] ?? "").join("");
-    const own = Array.from({ length: end - start }, (_, i) => view.tokens.texts[view.tokens.ids[start + i]] ?? "").join("");
+    const own = Array.from(
+      { length: end - start },
+      (_, i) => view.tokens.texts[view.tokens.ids[start + i]] ?? "",
+    ).join("");
     return el(
       "section",
       { class: "difference" },
       el("h3", {}, "Difference"),
       el("p", {}, meaningOf(change)),
-      el("dl", {},
-        el("dt", {}, `recorded, ${end - start} ids`), el("dd", {}, el("pre", {}, textOf(own) || "nothing")),
-        el("dt", {}, `there, ${ids.length} ids`), el("dd", {}, el("pre", {}, textOf(other) || "nothing")),
-        el("dt", {}, "ids there"), el("dd", {}, ids.slice(0, 40).join(" "), ids.length > 40 ? " …" : "")),
+      el(
+        "dl",
+        {},
+        el("dt", {}, `recorded, ${end - start} ids`),
+        el("dd", {}, el("pre", {}, textOf(own) || "nothing")),
+        el("dt", {}, `there, ${ids.length} ids`),
+        el("dd", {}, el("pre", {}, textOf(other) || "nothing")),
+        el("dt", {}, "ids there"),
+        el("dd", {}, ids.slice(0, 40).join(" "), ids.length > 40 ? " …" : ""),
+      ),
     );
   }
 }

@@ -91,7 +91,8 @@ function splitUtf8(bytes) {
   const parts = [];
   let at = 0;
   while (at < bytes.length) {
-    const size = bytes[at] < 0x80 ? 1 : bytes[at] >= 0xf0 ? 4 : bytes[at] >= 0xe0 ? 3 : bytes[at] >= 0xc2 ? 2 : 0;
+    const size =
+      bytes[at] < 0x80 ? 1 : bytes[at] >= 0xf0 ? 4 : bytes[at] >= 0xe0 ? 3 : bytes[at] >= 0xc2 ? 2 : 0;
     const text = size ? decoded(bytes.subarray(at, at + size)) : null;
     if (text !== null && at + size <= bytes.length) {
       parts.push(text);

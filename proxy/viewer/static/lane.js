@@ -52,11 +52,21 @@ export class Lane {
   element([start, end, ids, change], x) {
     const shown = ids.slice(0, SHOWN).map((id) => {
       const latin = this.data.texts[id];
-      return el("span", { class: "other", title: `#${id}` }, latin === undefined ? `#${id}` : glyphs(latin) || "∅");
+      return el(
+        "span",
+        { class: "other", title: `#${id}` },
+        latin === undefined ? `#${id}` : glyphs(latin) || "∅",
+      );
     });
     const more = ids.length > SHOWN ? [el("span", { class: "more" }, `+${ids.length - SHOWN}`)] : [];
     const nothing = ids.length === 0 ? [el("span", { class: "nothing" }, `nothing for ${end - start}`)] : [];
-    const node = el("span", { class: `lane ${change}`, role: "gridcell", title: meaningOf(change) }, shown, more, nothing);
+    const node = el(
+      "span",
+      { class: `lane ${change}`, role: "gridcell", title: meaningOf(change) },
+      shown,
+      more,
+      nothing,
+    );
     node.style.left = `${x}px`;
     node.dataset.hunk = start;
     return node;

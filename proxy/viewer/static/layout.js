@@ -27,7 +27,8 @@ export class Spellings {
 
   #spell(id) {
     const latin = this.tokens.texts[id];
-    if (latin === undefined) return { latin: "", text: `#${id}`, columns: String(id).length + 1, ends: false };
+    if (latin === undefined)
+      return { latin: "", text: `#${id}`, columns: String(id).length + 1, ends: false };
     const text = glyphs(latin) || "∅";
     const width = Math.min(columns(text), LONGEST);
     return { latin, text, columns: width, ends: latin.endsWith("\n") };
@@ -63,7 +64,12 @@ export function layout(tokens, spellings, width, cell, lanes, from = 0) {
     }
   });
   add(tokens.count, -1, 0);
-  return { first: Int32Array.from(first), turn: Int32Array.from(turn), top: Float64Array.from(top), height: y };
+  return {
+    first: Int32Array.from(first),
+    turn: Int32Array.from(turn),
+    top: Float64Array.from(top),
+    height: y,
+  };
 }
 
 /** The width of a token in px. */

@@ -14,9 +14,22 @@ const PAGE = 200;
 const ROW = 46;
 const TYPING_MS = 250;
 const SORTS = [
-  ["used", "last used"], ["created", "created"], ["reward", "reward"], ["drift", "drift"], ["turns", "turns"], ["ids", "longest path"], ["sampled", "sampled ids"], ["id", "name"],
+  ["used", "last used"],
+  ["created", "created"],
+  ["reward", "reward"],
+  ["drift", "drift"],
+  ["turns", "turns"],
+  ["ids", "longest path"],
+  ["sampled", "sampled ids"],
+  ["id", "name"],
 ];
-const FACETS = [["model", "models"], ["reason", "reasons"], ["problem", "problems"], ["class", "classes"], ["weight_version", "weight_versions"]];
+const FACETS = [
+  ["model", "models"],
+  ["reason", "reasons"],
+  ["problem", "problems"],
+  ["class", "classes"],
+  ["weight_version", "weight_versions"],
+];
 
 export class ListView {
   constructor(app) {
@@ -26,16 +39,32 @@ export class ListView {
     this.tools = el("form", { class: "tools", role: "search", onsubmit: (event) => event.preventDefault() });
     this.status = el("p", { class: "status", role: "status" });
     this.plots = el("div", { class: "plots" });
-    this.plotsBox = el("details", { class: "plots-box", ontoggle: () => this.#showPlots() }, el("summary", {}, "Plots of these sessions"), this.plots);
+    this.plotsBox = el(
+      "details",
+      { class: "plots-box", ontoggle: () => this.#showPlots() },
+      el("summary", {}, "Plots of these sessions"),
+      this.plots,
+    );
     this.pager = el("div", { class: "pager" });
     this.rows = new WindowedRows({
-      height: ROW, role: "grid", rowRole: "row", label: "Sessions",
+      height: ROW,
+      role: "grid",
+      rowRole: "row",
+      label: "Sessions",
       draw: (index) => this.#row(this.rowsData[index]),
       onopen: (index, event) => {
         if (!event.target.closest?.("input, a")) location.hash = sessionAddress(this.rowsData[index].id);
       },
     });
-    this.element = el("div", { class: "list" }, this.tools, this.status, this.plotsBox, this.rows.element, this.pager);
+    this.element = el(
+      "div",
+      { class: "list" },
+      this.tools,
+      this.status,
+      this.plotsBox,
+      this.rows.element,
+      this.pager,
+    );
   }
 
   async open(address) {
@@ -107,9 +136,10 @@ export class ListView {
     this.answer = answer;
     this.rowsData = answer.data;
     const reading = answer.complete ? "" : `, reading ${count(answer.read)} of ${count(answer.sessions)}…`;
-    this.status.textContent = answer.sessions === 0
-      ? "No sessions yet: send a request to /v1/chat/completions, and it appears here."
-      : `${count(answer.matching)} of ${count(answer.sessions)} sessions${reading}`;
+    this.status.textContent =
+      answer.sessions === 0
+        ? "No sessions yet: send a request to /v1/chat/completions, and it appears here."
+        : `${count(answer.matching)} of ${count(answer.sessions)} sessions${reading}`;
     this.rows.reset(this.rowsData.length);
     this.#showFacets(answer.facets);
     this.#showPager(answer);
@@ -119,20 +149,32 @@ export class ListView {
   #showTools() {
     let waiting;
     this.search = el("input", {
-      type: "search", placeholder: "name or metadata", "aria-label": "Search sessions", value: this.query.get("search") ?? "",
+      type: "search",
+      placeholder: "name or metadata",
+      "aria-label": "Search sessions",
+      value: this.query.get("search") ?? "",
       oninput: () => {
         clearTimeout(waiting);
         waiting = setTimeout(() => this.#set("search", this.search.value), TYPING_MS);
       },
     });
     this.metadata = el("input", {
-      type: "text", placeholder: "group=7", "aria-label": "Metadata, as KEY=VALUE", size: "12", value: this.query.get("metadata") ?? "",
+      type: "text",
+      placeholder: "group=7",
+      "aria-label": "Metadata, as KEY=VALUE",
+      size: "12",
+      value: this.query.get("metadata") ?? "",
       onchange: () => this.#set("metadata", this.metadata.value),
     });
-    const bound = (name, label) => el("input", {
-      type: "number", step: "any", placeholder: label, "aria-label": label, value: this.query.get(name) ?? "",
-      onchange: (event) => this.#set(name, event.target.value),
-    });
+    const bound = (name, label) =>
+      el("input", {
+        type: "number",
+        step: "any",
+        placeholder: label,
+        "aria-label": label,
+        value: this.query.get(name) ?? "",
+        onchange: (event) => this.#set(name, event.target.value),
+      });
     this.facets = el("span", { class: "facets" });
     this.shownFacets = "";
     if (!this.app.source.live) {
@@ -145,12 +187,24 @@ export class ListView {
       this.search,
       this.metadata,
       this.facets,
-      select("Drift", [["", "drift or not"], ["true", "only with drift"]], this.query.get("drift") ?? "", (value) => this.#set("drift", value)),
+      select(
+        "Drift",
+        [
+          ["", "drift or not"],
+          ["true", "only with drift"],
+        ],
+        this.query.get("drift") ?? "",
+        (value) => this.#set("drift", value),
+      ),
       bound("reward_min", "reward from"),
       bound("reward_max", "reward to"),
       select("Order by", SORTS, this.query.get("sort") ?? "used", (value) => this.#set("sort", value)),
-      button(order === "desc" ? "↓" : "↑", () => this.#set("order", order === "desc" ? "asc" : ""), { "aria-label": order === "desc" ? "Descending" : "Ascending" }),
-      button("clear", () => { location.hash = "#/"; }),
+      button(order === "desc" ? "↓" : "↑", () => this.#set("order", order === "desc" ? "asc" : ""), {
+        "aria-label": order === "desc" ? "Descending" : "Ascending",
+      }),
+      button("clear", () => {
+        location.hash = "#/";
+      }),
     );
     this.#showFacets(this.answer?.facets ?? {});
   }
@@ -159,14 +213,20 @@ export class ListView {
     const text = JSON.stringify(facets) + this.query;
     if (text === this.shownFacets || this.facets.contains(document.activeElement)) return;
     this.shownFacets = text;
-    show(this.facets, FACETS.map(([name, plural]) => {
-      const found = Object.entries(facets[plural] ?? {}).sort((a, b) => b[1] - a[1]);
-      const chosen = this.query.get(name) ?? "";
-      if (chosen && !found.some(([value]) => value === chosen)) found.push([chosen, 0]);
-      if (found.length === 0) return null;
-      const options = [["", `any ${name.replace("_", " ")}`], ...found.map(([value, sessions]) => [value, `${value} (${count(sessions)})`])];
-      return select(name.replace("_", " "), options, chosen, (value) => this.#set(name, value));
-    }));
+    show(
+      this.facets,
+      FACETS.map(([name, plural]) => {
+        const found = Object.entries(facets[plural] ?? {}).sort((a, b) => b[1] - a[1]);
+        const chosen = this.query.get(name) ?? "";
+        if (chosen && !found.some(([value]) => value === chosen)) found.push([chosen, 0]);
+        if (found.length === 0) return null;
+        const options = [
+          ["", `any ${name.replace("_", " ")}`],
+          ...found.map(([value, sessions]) => [value, `${value} (${count(sessions)})`]),
+        ];
+        return select(name.replace("_", " "), options, chosen, (value) => this.#set(name, value));
+      }),
+    );
   }
 
   #showPager({ matching }) {
@@ -174,13 +234,30 @@ export class ListView {
     const chosen = [...this.chosen.values()];
     show(
       this.pager,
-      matching > PAGE ? [
-        button("previous", () => this.#set("offset", String(Math.max(0, offset - PAGE) || "")), { disabled: offset === 0 }),
-        el("span", {}, `${count(offset + 1)} to ${count(Math.min(matching, offset + PAGE))} of ${count(matching)}`),
-        button("next", () => this.#set("offset", String(offset + PAGE)), { disabled: offset + PAGE >= matching }),
-      ] : [],
-      chosen.length > 0 ? button(`compare ${chosen.length}`, () => { location.hash = compareAddress(chosen.map((session) => ({ session }))); },
-        { disabled: chosen.length < 2 || chosen.length > MOST, title: `2 to ${MOST} sessions` }) : null,
+      matching > PAGE
+        ? [
+            button("previous", () => this.#set("offset", String(Math.max(0, offset - PAGE) || "")), {
+              disabled: offset === 0,
+            }),
+            el(
+              "span",
+              {},
+              `${count(offset + 1)} to ${count(Math.min(matching, offset + PAGE))} of ${count(matching)}`,
+            ),
+            button("next", () => this.#set("offset", String(offset + PAGE)), {
+              disabled: offset + PAGE >= matching,
+            }),
+          ]
+        : [],
+      chosen.length > 0
+        ? button(
+            `compare ${chosen.length}`,
+            () => {
+              location.hash = compareAddress(chosen.map((session) => ({ session })));
+            },
+            { disabled: chosen.length < 2 || chosen.length > MOST, title: `2 to ${MOST} sessions` },
+          )
+        : null,
     );
   }
 
@@ -193,9 +270,14 @@ export class ListView {
 
   #row(row) {
     const { summary } = row;
-    const metadata = Object.entries(row.metadata ?? {}).map(([name, value]) => `${name}=${typeof value === "string" ? value : JSON.stringify(value)}`);
+    const metadata = Object.entries(row.metadata ?? {}).map(
+      ([name, value]) => `${name}=${typeof value === "string" ? value : JSON.stringify(value)}`,
+    );
     const box = el("input", {
-      type: "checkbox", "aria-label": `Choose ${row.id} for a comparison`, checked: this.chosen.has(row.id), tabindex: "-1",
+      type: "checkbox",
+      "aria-label": `Choose ${row.id} for a comparison`,
+      checked: this.chosen.has(row.id),
+      tabindex: "-1",
       onchange: () => {
         if (box.checked) this.chosen.set(row.id, row.id);
         else this.chosen.delete(row.id);
@@ -206,25 +288,43 @@ export class ListView {
       "div",
       { class: "list-row", data: { session: row.id } },
       el("div", { role: "gridcell" }, box),
-      el("div", { class: "list-main", role: "gridcell" },
-        el("div", { class: "list-name" }, el("a", { href: sessionAddress(row.id), tabindex: "-1" }, row.id), ...this.#badges(row, summary)),
-        el("div", { class: "list-numbers" },
+      el(
+        "div",
+        { class: "list-main", role: "gridcell" },
+        el(
+          "div",
+          { class: "list-name" },
+          el("a", { href: sessionAddress(row.id), tabindex: "-1" }, row.id),
+          ...this.#badges(row, summary),
+        ),
+        el(
+          "div",
+          { class: "list-numbers" },
           el("span", { title: time(row.used) }, ago(row.used)),
           el("span", {}, `${count(row.turn_count)} turns`),
           summary ? el("span", {}, `${count(summary.ids)} ids`) : el("span", {}, "…"),
           summary ? el("span", {}, `${count(summary.sampled)} sampled`) : null,
           summary ? el("span", {}, summary.models.join(", ")) : null,
-          el("span", { class: "metadata" }, metadata.join(" ")))),
+          el("span", { class: "metadata" }, metadata.join(" ")),
+        ),
+      ),
       el("span", { class: "list-reward", role: "gridcell" }, row.reward === null ? "" : reward(row.reward)),
     );
   }
 
   #badges(row, summary) {
     if (!summary) return [];
-    const words = (table, kind) => Object.entries(table).filter(([word]) => word !== "first_turn" && word !== "unknown").map(([word, turns]) => badge(turns > 1 ? `${word} ${turns}` : word, kind));
+    const words = (table, kind) =>
+      Object.entries(table)
+        .filter(([word]) => word !== "first_turn" && word !== "unknown")
+        .map(([word, turns]) => badge(turns > 1 ? `${word} ${turns}` : word, kind));
     return [
-      summary.drift ? badge(`drift ${summary.drift}`, "drift", "turns whose prompt broke with the recorded ids") : null,
-      ...words(summary.reasons, "reason"), ...words(summary.problems, "problem"), ...words(summary.classes, "class"),
+      summary.drift
+        ? badge(`drift ${summary.drift}`, "drift", "turns whose prompt broke with the recorded ids")
+        : null,
+      ...words(summary.reasons, "reason"),
+      ...words(summary.problems, "problem"),
+      ...words(summary.classes, "class"),
       summary.aborted ? badge(`aborted ${summary.aborted}`, "ended") : null,
       summary.leaves > 1 ? badge(`${summary.leaves} paths`, "") : null,
     ];

@@ -9,10 +9,15 @@ import { FileSource, KeyNeeded, ServerSource } from "./source.js";
 
 const THEME = "tokenproxy-viewer-theme";
 const KEYS = [
-  ["/", "search"], ["j, k", "next and previous session or turn"], ["[, ]", "previous and next path"],
-  ["c, t, p", "conversation, tokens, plots"], ["d, D", "next and previous difference"],
-  ["arrows", "move in tokens, turns and sessions; with shift they select"], ["y, Y", "copy ids, copy text"],
-  ["g", "list of sessions"], ["?", "this help"],
+  ["/", "search"],
+  ["j, k", "next and previous session or turn"],
+  ["[, ]", "previous and next path"],
+  ["c, t, p", "conversation, tokens, plots"],
+  ["d, D", "next and previous difference"],
+  ["arrows", "move in tokens, turns and sessions; with shift they select"],
+  ["y, Y", "copy ids, copy text"],
+  ["g", "list of sessions"],
+  ["?", "this help"],
 ];
 
 class App {
@@ -20,7 +25,17 @@ class App {
     this.source = source;
     this.problem = el("div", { class: "problem-bar", role: "alert", hidden: true });
     this.main = el("main", { id: "main" });
-    this.help = el("dialog", { "aria-label": "Keys" }, el("h2", {}, "Keys"), el("dl", {}, KEYS.map(([keys, text]) => [el("dt", {}, keys), el("dd", {}, text)])), button("close", () => this.help.close()));
+    this.help = el(
+      "dialog",
+      { "aria-label": "Keys" },
+      el("h2", {}, "Keys"),
+      el(
+        "dl",
+        {},
+        KEYS.map(([keys, text]) => [el("dt", {}, keys), el("dd", {}, text)]),
+      ),
+      button("close", () => this.help.close()),
+    );
     document.body.append(this.#header(), this.problem, this.main, this.help);
     addEventListener("hashchange", () => this.open());
     addEventListener("keydown", (event) => this.#key(event));
@@ -44,7 +59,12 @@ class App {
   async #change(name, address) {
     this.view?.close();
     this.name = name;
-    this.view = address.kind === "session" ? new SessionView(this, address.session) : address.kind === "compare" ? new CompareView(this) : new ListView(this);
+    this.view =
+      address.kind === "session"
+        ? new SessionView(this, address.session)
+        : address.kind === "compare"
+          ? new CompareView(this)
+          : new ListView(this);
     this.main.className = `view-${address.kind}`;
     show(this.main, this.view.element);
     await this.view.open(address);
@@ -60,16 +80,27 @@ class App {
 
   #askForKey(message) {
     if (this.problem.querySelector("form")) return;
-    const field = el("input", { type: "password", "aria-label": "API key", autocomplete: "off", placeholder: "API key with the scope read" });
-    const form = el("form", {
-      onsubmit: (event) => {
-        event.preventDefault();
-        this.source.key = field.value.trim();
-        show(this.problem);
-        this.name = null;
-        this.open();
+    const field = el("input", {
+      type: "password",
+      "aria-label": "API key",
+      autocomplete: "off",
+      placeholder: "API key with the scope read",
+    });
+    const form = el(
+      "form",
+      {
+        onsubmit: (event) => {
+          event.preventDefault();
+          this.source.key = field.value.trim();
+          show(this.problem);
+          this.name = null;
+          this.open();
+        },
       },
-    }, el("span", {}, message), field, el("button", { type: "submit" }, "use this key"));
+      el("span", {}, message),
+      field,
+      el("button", { type: "submit" }, "use this key"),
+    );
     show(this.problem, form);
     field.focus();
   }
@@ -78,7 +109,18 @@ class App {
     return el(
       "header",
       { class: "page-header" },
-      el("a", { class: "skip", href: "#main", onclick: (event) => { event.preventDefault(); this.main.querySelector("[tabindex='0']")?.focus(); } }, "skip to content"),
+      el(
+        "a",
+        {
+          class: "skip",
+          href: "#main",
+          onclick: (event) => {
+            event.preventDefault();
+            this.main.querySelector("[tabindex='0']")?.focus();
+          },
+        },
+        "skip to content",
+      ),
       el("a", { class: "home", href: "#/" }, "tokenproxy"),
       el("span", { class: "spring" }),
       button("theme", () => switchTheme(), { title: "dark or light" }),
@@ -128,7 +170,9 @@ function start() {
   const theme = remembered(THEME);
   if (theme) document.documentElement.dataset.theme = theme;
   const data = document.getElementById("data");
-  const source = data ? new FileSource(JSON.parse(data.textContent)) : new ServerSource(new URL(".", location.href));
+  const source = data
+    ? new FileSource(JSON.parse(data.textContent))
+    : new ServerSource(new URL(".", location.href));
   new App(source).open();
 }
 

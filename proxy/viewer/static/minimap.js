@@ -11,7 +11,10 @@ export class Minimap {
   constructor(view) {
     this.view = view;
     this.canvas = el("canvas", {
-      class: "minimap", width: WIDTH, role: "img", "aria-label": "Minimap: where the ids come from",
+      class: "minimap",
+      width: WIDTH,
+      role: "img",
+      "aria-label": "Minimap: where the ids come from",
       onpointerdown: (event) => this.#drag(event),
     });
     this.element = this.canvas;
@@ -60,7 +63,12 @@ export class Minimap {
     context.drawImage(this.image, 0, 0);
     const { scrollTop, clientHeight } = this.view.region;
     context.strokeStyle = getComputedStyle(this.canvas).color;
-    context.strokeRect(0.5, scrollTop * this.scale + 0.5, WIDTH - 1, Math.max(6, clientHeight * this.scale) - 1);
+    context.strokeRect(
+      0.5,
+      scrollTop * this.scale + 0.5,
+      WIDTH - 1,
+      Math.max(6, clientHeight * this.scale) - 1,
+    );
   }
 
   /** The colour of a class in the theme of now: a canvas does not read variables of the style sheet. */

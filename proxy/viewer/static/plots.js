@@ -12,11 +12,17 @@ const SHOWN_AS_BARS = 400; // bars with a title of their own; more become one pa
 /** The plots of a path: log-probability, length, reused against appended ids. */
 export function pathPlots(path, onturn) {
   return [
-    linePlot("Mean log-probability of the sampled ids, per turn", path.map((turn) => turn.logprob)),
+    linePlot(
+      "Mean log-probability of the sampled ids, per turn",
+      path.map((turn) => turn.logprob),
+    ),
     barPlot("Sampled ids, per turn", [["sampled", path.map((turn) => turn.completion_tokens)]], onturn),
     barPlot(
       "Prompt ids per turn: reused and appended",
-      [["reused", path.map((turn) => turn.reused)], ["appended", path.map((turn) => turn.appended)]],
+      [
+        ["reused", path.map((turn) => turn.reused)],
+        ["appended", path.map((turn) => turn.appended)],
+      ],
       onturn,
     ),
   ];
@@ -25,7 +31,7 @@ export function pathPlots(path, onturn) {
 /** The rewards of the sessions of a group, from the smallest to the largest. */
 export function rewardPlot(rewards) {
   const sorted = [...rewards].sort((a, b) => a - b);
-  const mean = sorted.reduce((sum, value) => sum + value, 0) / (sorted.length || 1);
+  const mean = sum(sorted) / (sorted.length || 1);
   const title = `Rewards of ${count(sorted.length)} sessions, mean ${reward(mean)}`;
   return sorted.length ? barPlot(title, [["reward", sorted]]) : null;
 }
@@ -36,7 +42,10 @@ export function reasonsPlot({ start, step, counts }) {
   if (names.length === 0) return null;
   const length = counts[names[0]].length;
   const title = `Reasons of prompts from ${time(start)} to ${time(start + step * length)}`;
-  return barPlot(title, names.map((name) => [name, counts[name]]));
+  return barPlot(
+    title,
+    names.map((name) => [name, counts[name]]),
+  );
 }
 
 function sum(values) {
@@ -60,9 +69,18 @@ function linePlot(title, values) {
       pen = "L";
     }
   });
-  const dots = values.length > SHOWN_AS_BARS ? [] : values.map((value, index) =>
-    value === null ? null : svg("circle", { cx: x(index), cy: y(value), r: 2.5, class: "series-0" },
-      svg("title", {}, `turn ${index + 1}: ${decimal(value)}`)));
+  const dots =
+    values.length > SHOWN_AS_BARS
+      ? []
+      : values.map((value, index) =>
+          value === null
+            ? null
+            : svg(
+                "circle",
+                { cx: x(index), cy: y(value), r: 2.5, class: "series-0" },
+                svg("title", {}, `turn ${index + 1}: ${decimal(value)}`),
+              ),
+        );
   const line = svg("path", { d: path, class: "line series-0", fill: "none" });
   return frame(title, [line, ...dots.filter(Boolean)], decimal(low, 2), decimal(high, 2), values.length, []);
 }
@@ -70,7 +88,9 @@ function linePlot(title, values) {
 /** Stacked bars; `series` are [name, values] pairs of equal length. */
 function barPlot(title, series, onturn = null) {
   const length = series[0][1].length;
-  const stacked = Array.from({ length }, (_, index) => sum(series.map(([, values]) => Math.max(0, values[index]))));
+  const stacked = Array.from({ length }, (_, index) =>
+    sum(series.map(([, values]) => Math.max(0, values[index]))),
+  );
   const lowest = Math.min(0, ...series[0][1]);
   const highest = Math.max(...stacked, lowest < 0 ? 0 : 1e-9);
   const scale = (HEIGHT - BOTTOM) / (highest - lowest);
@@ -89,8 +109,14 @@ function barPlot(title, series, onturn = null) {
       const x = LEFT + index * width;
       const shape = `M${x.toFixed(2)} ${top.toFixed(2)}h${Math.max(0.5, width * 0.85).toFixed(2)}v${size.toFixed(2)}h${(-Math.max(0.5, width * 0.85)).toFixed(2)}z`;
       if (length > SHOWN_AS_BARS) path += shape;
-      else bars.push(svg("path", { d: shape, class: `bar series-${number % 8}`, onclick: onturn && (() => onturn(index)) },
-        svg("title", {}, `${index + 1}: ${name} ${reward(value)}`)));
+      else
+        bars.push(
+          svg(
+            "path",
+            { d: shape, class: `bar series-${number % 8}`, onclick: onturn && (() => onturn(index)) },
+            svg("title", {}, `${index + 1}: ${name} ${reward(value)}`),
+          ),
+        );
     }
     return length > SHOWN_AS_BARS ? [svg("path", { d: path, class: `bar series-${number % 8}` })] : bars;
   });
@@ -105,7 +131,9 @@ function frame(title, marks, low, high, length, names) {
     svg("text", { x: LEFT, y: HEIGHT - 2, class: "axis" }, "1"),
     svg("text", { x: WIDTH, y: HEIGHT - 2, class: "axis", "text-anchor": "end" }, count(length)),
   ];
-  const legend = names.map((name, number) => el("span", { class: "legend" }, el("i", { class: `swatch series-${number % 8}` }), name));
+  const legend = names.map((name, number) =>
+    el("span", { class: "legend" }, el("i", { class: `swatch series-${number % 8}` }), name),
+  );
   const label = `${title}. From ${low} to ${high}.`;
   return el(
     "figure",

@@ -19,7 +19,10 @@ export class SessionView {
     this.name = name;
     this.header = el("div", { class: "session-header" });
     this.rows = new WindowedRows({
-      height: TREE_ROW, role: "tree", rowRole: "treeitem", label: "Turns",
+      height: TREE_ROW,
+      role: "tree",
+      rowRole: "treeitem",
+      label: "Turns",
       draw: (index) => this.#row(index),
       onopen: (index) => this.#go({ turn: this.tree.rows[index].turn.id }),
     });
@@ -97,7 +100,12 @@ export class SessionView {
       session.reward === null ? null : badge(`reward ${reward(session.reward)}`, "reward"),
       data.agents.length > 1 ? badge(plural(data.agents.length, "agent"), "agent") : null,
       session.ambiguous ? badge("ambiguous", "problem", "another rollout held an equal conversation") : null,
-      el("span", { class: "facts" }, el("span", {}, `used ${time(session.used)}`), metadata.map((pair) => this.#metadataLink(...pair))),
+      el(
+        "span",
+        { class: "facts" },
+        el("span", {}, `used ${time(session.used)}`),
+        metadata.map((pair) => this.#metadataLink(...pair)),
+      ),
     );
   }
 
@@ -125,8 +133,12 @@ export class SessionView {
 
   #isNew({ session, rewards, turns }) {
     const old = this.tree.data;
-    return session.used !== old.session.used || session.reward !== old.session.reward
-      || JSON.stringify(rewards) !== JSON.stringify(old.rewards) || turns.some((turn) => !this.tree.byId.has(turn.id));
+    return (
+      session.used !== old.session.used ||
+      session.reward !== old.session.reward ||
+      JSON.stringify(rewards) !== JSON.stringify(old.rewards) ||
+      turns.some((turn) => !this.tree.byId.has(turn.id))
+    );
   }
 
   #merge(data) {
@@ -163,14 +175,27 @@ export class SessionView {
     const { turn, level } = this.tree.rows[index];
     const node = el(
       "div",
-      { class: `tree-row ${this.onPath.has(turn.id) ? "on-path" : ""}`, "aria-level": Math.min(level, 12) + 1, data: { turn: turn.id } },
-      el("div", { class: "tree-line" },
+      {
+        class: `tree-row ${this.onPath.has(turn.id) ? "on-path" : ""}`,
+        "aria-level": Math.min(level, 12) + 1,
+        data: { turn: turn.id },
+      },
+      el(
+        "div",
+        { class: "tree-line" },
         level > 0 ? el("span", { class: "branch", "aria-hidden": "true" }, "└") : null,
-        el("span", { class: "turn-number" }, `turn ${this.tree.number.get(turn.id)}`), badges(turn, this.tree)),
-      el("div", { class: "tree-line numbers" },
+        el("span", { class: "turn-number" }, `turn ${this.tree.number.get(turn.id)}`),
+        badges(turn, this.tree),
+      ),
+      el(
+        "div",
+        { class: "tree-line numbers" },
         el("span", {}, `${count(turn.reused)} + ${count(turn.appended)} → ${count(turn.completion_tokens)}`),
-        turn.cached_tokens === null || turn.cached_tokens === undefined ? null : el("span", {}, `cached ${count(turn.cached_tokens)}`),
-        el("span", {}, facts(turn).find(([name]) => name === "time")[1])),
+        turn.cached_tokens === null || turn.cached_tokens === undefined
+          ? null
+          : el("span", {}, `cached ${count(turn.cached_tokens)}`),
+        el("span", {}, facts(turn).find(([name]) => name === "time")[1]),
+      ),
     );
     node.style.paddingLeft = `${8 + Math.min(level, 12) * 14}px`;
     return node;
@@ -178,18 +203,38 @@ export class SessionView {
 
   #showBar() {
     const leaf = this.path.at(-1);
-    const leaves = this.tree.leaves.map((turn, index) => [turn.id, `path ${index + 1}: ${plural(this.tree.depth.get(turn.id), "turn")} to turn ${this.tree.number.get(turn.id)}`]);
-    const tabs = VIEWS.map((view) => el("a", {
-      role: "tab", href: sessionAddress(this.name, this.turn.id, view), "aria-selected": String(view === this.address.view),
-      class: view === this.address.view ? "tab chosen" : "tab",
-    }, view));
+    const leaves = this.tree.leaves.map((turn, index) => [
+      turn.id,
+      `path ${index + 1}: ${plural(this.tree.depth.get(turn.id), "turn")} to turn ${this.tree.number.get(turn.id)}`,
+    ]);
+    const tabs = VIEWS.map((view) =>
+      el(
+        "a",
+        {
+          role: "tab",
+          href: sessionAddress(this.name, this.turn.id, view),
+          "aria-selected": String(view === this.address.view),
+          class: view === this.address.view ? "tab chosen" : "tab",
+        },
+        view,
+      ),
+    );
     const others = this.tree.leaves.filter((turn) => turn.id !== leaf.id);
     show(
       this.pathBar,
       el("div", { role: "tablist", "aria-label": "View of the path" }, tabs),
       leaves.length > 1 ? select("Path", leaves, leaf.id, (turn) => this.#go({ turn })) : null,
       others.length > 0
-        ? button("compare", () => { location.hash = compareAddress([{ session: this.name, turn: leaf.id }, { session: this.name, turn: others[0].id }]); }, { title: "This path next to another one" })
+        ? button(
+            "compare",
+            () => {
+              location.hash = compareAddress([
+                { session: this.name, turn: leaf.id },
+                { session: this.name, turn: others[0].id },
+              ]);
+            },
+            { title: "This path next to another one" },
+          )
         : null,
     );
   }
@@ -207,13 +252,18 @@ export class SessionView {
   }
 
   #makeView(kind) {
-    const address = (turn, token = null) => sessionAddress(this.name, turn, token === null ? "conversation" : "tokens", token);
+    const address = (turn, token = null) =>
+      sessionAddress(this.name, turn, token === null ? "conversation" : "tokens", token);
     if (kind === "tokens") return new TokenPanel(this.app, this.name, { address });
     if (kind === "conversation") return new Conversation({ address: (turn) => address(turn.id) });
     const element = el("div", { class: "plots", tabindex: "0", role: "region", "aria-label": "Plots" });
     return {
       element,
-      show: (tree, path) => show(element, pathPlots(path, (index) => this.#go({ turn: path[index].id, view: "conversation" }))),
+      show: (tree, path) =>
+        show(
+          element,
+          pathPlots(path, (index) => this.#go({ turn: path[index].id, view: "conversation" })),
+        ),
     };
   }
 

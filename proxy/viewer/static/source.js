@@ -70,7 +70,13 @@ export class FileSource {
     const rows = this.data.sessions.filter(
       (row) => !words || `${row.id} ${JSON.stringify(row.metadata)}`.toLowerCase().includes(words),
     );
-    return { data: rows, matching: rows.length, sessions: this.data.sessions.length, complete: true, facets: {} };
+    return {
+      data: rows,
+      matching: rows.length,
+      sessions: this.data.sessions.length,
+      complete: true,
+      facets: {},
+    };
   }
 
   async session(name) {
@@ -83,7 +89,11 @@ export class FileSource {
   }
 
   async drift(name, turn, basis = "") {
-    const lanes = this.#find("drift", `${name}/${turn}`, "the file compares only the last prompt of each path");
+    const lanes = this.#find(
+      "drift",
+      `${name}/${turn}`,
+      "the file compares only the last prompt of each path",
+    );
     const lane = basis ? lanes.find((each) => each.basis === basis) : lanes[0];
     if (!lane) throw new Error("the prompt did not break with an earlier turn");
     return lane;

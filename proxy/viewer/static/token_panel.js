@@ -48,7 +48,13 @@ export class TokenPanel {
   }
 
   key(key) {
-    const actions = { d: () => this.#jump(1), D: () => this.#jump(-1), "/": () => this.search.focus(), y: () => this.#copy("ids"), Y: () => this.#copy("text") };
+    const actions = {
+      d: () => this.#jump(1),
+      D: () => this.#jump(-1),
+      "/": () => this.search.focus(),
+      y: () => this.#copy("ids"),
+      Y: () => this.#copy("text"),
+    };
     if (!actions[key] || !this.view) return false;
     actions[key]();
     return true;
@@ -90,21 +96,39 @@ export class TokenPanel {
   #heading(id) {
     const turn = this.tree.byId.get(id);
     if (!turn) return [];
-    return [el("a", { class: "turn-number", href: this.address(id) }, `turn ${this.tree.number.get(id)}`), badges(turn, this.tree)];
+    return [
+      el("a", { class: "turn-number", href: this.address(id) }, `turn ${this.tree.number.get(id)}`),
+      badges(turn, this.tree),
+    ];
   }
 
   #showTools(tokens) {
     this.search = el("input", {
-      type: "search", placeholder: "text or #id", "aria-label": "Find text, or an id as #123",
-      onkeydown: (event) => { if (event.key === "Enter") this.#find(); },
+      type: "search",
+      placeholder: "text or #id",
+      "aria-label": "Find text, or an id as #123",
+      onkeydown: (event) => {
+        if (event.key === "Enter") this.#find();
+      },
     });
-    const lanes = [["", "drift lane"], ["template", "against the template"], ["before", "against the turn before"], ["none", "off"]];
+    const lanes = [
+      ["", "drift lane"],
+      ["template", "against the template"],
+      ["before", "against the turn before"],
+      ["none", "off"],
+    ];
     const turns = this.path.map((turn) => [turn.id, `prompt of turn ${this.tree.number.get(turn.id)}`]);
     show(
       this.tools,
-      select("Colours", COLOURS, "provenance", (colour) => { this.view.setColour(colour); this.#showLegend(colour); }),
+      select("Colours", COLOURS, "provenance", (colour) => {
+        this.view.setColour(colour);
+        this.#showLegend(colour);
+      }),
       select("Drift lane", lanes, "", (basis) => this.#loadLane(basis)),
-      select("Prompt compared", turns, this.leaf, (turn) => { this.laneOf = turn; this.#loadLane(this.basis); }),
+      select("Prompt compared", turns, this.leaf, (turn) => {
+        this.laneOf = turn;
+        this.#loadLane(this.basis);
+      }),
       button("next difference", () => this.#jump(1), { title: "d" }),
       this.search,
       button("find", () => this.#find()),
@@ -121,11 +145,26 @@ export class TokenPanel {
   #showLegend(colour) {
     const entries = {
       provenance: LEGEND.map(([name, text]) => [`token ${name}`, name, text]),
-      logprob: [["token plain shade-0", "certain", "log-probability near 0"], ["token plain shade-5", "–3", ""], ["token plain shade-9", "–6 and below", ""], ["token plain masked", "not trained", "not on the scale"]],
-      mask: [["token plain trained", "1", "trained on"], ["token plain masked", "0", ""]],
-      weights: (this.view?.versions ?? []).map((version, index) => [`token plain version-${index % 6}`, version, "weight version"]),
+      logprob: [
+        ["token plain shade-0", "certain", "log-probability near 0"],
+        ["token plain shade-5", "–3", ""],
+        ["token plain shade-9", "–6 and below", ""],
+        ["token plain masked", "not trained", "not on the scale"],
+      ],
+      mask: [
+        ["token plain trained", "1", "trained on"],
+        ["token plain masked", "0", ""],
+      ],
+      weights: (this.view?.versions ?? []).map((version, index) => [
+        `token plain version-${index % 6}`,
+        version,
+        "weight version",
+      ]),
     };
-    show(this.legend, entries[colour].map(([name, text, title]) => el("span", { class: name, title }, text)));
+    show(
+      this.legend,
+      entries[colour].map(([name, text, title]) => el("span", { class: name, title }, text)),
+    );
   }
 
   async #loadLane(basis) {
@@ -152,7 +191,10 @@ export class TokenPanel {
   #summary(lane) {
     const turn = `turn ${this.tree.number.get(lane.turn)}`;
     if (lane.reason) return `Drift lane of ${turn}: ${lane.reason}`;
-    const other = lane.basis === "template" ? "the template's own rendering of this conversation" : "what the model saw in the turn before";
+    const other =
+      lane.basis === "template"
+        ? "the template's own rendering of this conversation"
+        : "what the model saw in the turn before";
     if (lane.first === null) return `The prompt of ${turn} equals ${other}: ${count(lane.count)} ids.`;
     return `The prompt of ${turn} differs from ${other} in ${plural(lane.hunks.length, "place")}, first at id ${count(lane.first)} of ${count(lane.count)}.`;
   }
@@ -177,7 +219,9 @@ export class TokenPanel {
     const ids = Array.from(tokens.ids.subarray(start, end));
     const text = kind === "ids" ? JSON.stringify(ids) : textBetween(tokens, start, end);
     const copied = await copy(text);
-    this.status.textContent = copied ? `Copied the ${kind} of ${count(end - start)} tokens.` : "The browser does not allow copying.";
+    this.status.textContent = copied
+      ? `Copied the ${kind} of ${count(end - start)} tokens.`
+      : "The browser does not allow copying.";
   }
 
   /** Scroll so that a turn begins at the top. */

@@ -71,13 +71,19 @@ export class TokenView {
     this.region = el(
       "div",
       {
-        class: "tokens", role: "grid", tabindex: "0", "aria-label": label, "aria-readonly": "true",
+        class: "tokens",
+        role: "grid",
+        tabindex: "0",
+        "aria-label": label,
+        "aria-readonly": "true",
         "aria-multiselectable": "true",
         onscroll: () => this.#schedule(),
         onkeydown: (event) => this.#key(event),
         onpointerdown: (event) => this.#press(event),
         onpointermove: (event) => this.#hover(event),
-        onpointerleave: () => { this.tip.hidden = true; },
+        onpointerleave: () => {
+          this.tip.hidden = true;
+        },
       },
       this.canvas,
     );
@@ -166,7 +172,10 @@ export class TokenView {
     if (!this.rows) return;
     const { scrollTop, clientHeight } = this.region;
     const from = rowAt(this.rows.top, Math.max(0, scrollTop - OVERSCAN));
-    const to = Math.min(this.rows.first.length - 2, rowAt(this.rows.top, scrollTop + clientHeight + OVERSCAN));
+    const to = Math.min(
+      this.rows.first.length - 2,
+      rowAt(this.rows.top, scrollTop + clientHeight + OVERSCAN),
+    );
     for (const [row, node] of this.drawn) {
       if (row < from || row > to) {
         node.remove();
@@ -187,7 +196,11 @@ export class TokenView {
 
   #headingRow(row) {
     const turn = this.tokens.turns[this.rows.turn[row]];
-    return el("div", { class: "row heading", role: "row" }, el("div", { role: "gridcell" }, this.heading(turn.id)));
+    return el(
+      "div",
+      { class: "row heading", role: "row" },
+      el("div", { role: "gridcell" }, this.heading(turn.id)),
+    );
   }
 
   #tokenRow(row) {
@@ -247,14 +260,16 @@ export class TokenView {
   }
 
   #paint() {
-    for (const node of this.canvas.querySelectorAll(".token")) node.className = this.#classes(Number(node.dataset.i));
+    for (const node of this.canvas.querySelectorAll(".token"))
+      node.className = this.#classes(Number(node.dataset.i));
     this.#nameFocus();
   }
 
   /** The token with the focus, for screen readers; it must be in the document. */
   #nameFocus() {
     const id = `token-${this.focus}`;
-    if (this.focus !== null && this.canvas.querySelector(`#${id}`)) this.region.setAttribute("aria-activedescendant", id);
+    if (this.focus !== null && this.canvas.querySelector(`#${id}`))
+      this.region.setAttribute("aria-activedescendant", id);
     else this.region.removeAttribute("aria-activedescendant");
   }
 
@@ -274,12 +289,18 @@ export class TokenView {
     const now = this.focus ?? this.rows.first[rowAt(this.rows.top, this.region.scrollTop)];
     const row = rowOf(this.rows, now);
     const moves = {
-      ArrowLeft: now - 1, ArrowRight: now + 1, ArrowUp: this.#inRow(row, -1, now), ArrowDown: this.#inRow(row, 1, now),
-      Home: this.rows.first[row], End: this.rows.first[row + 1] - 1,
+      ArrowLeft: now - 1,
+      ArrowRight: now + 1,
+      ArrowUp: this.#inRow(row, -1, now),
+      ArrowDown: this.#inRow(row, 1, now),
+      Home: this.rows.first[row],
+      End: this.rows.first[row + 1] - 1,
     };
     if (!(event.key in moves)) return;
     event.preventDefault();
-    this.reveal(this.focus === null ? now : moves[event.key], { select: event.shiftKey && this.anchor !== null });
+    this.reveal(this.focus === null ? now : moves[event.key], {
+      select: event.shiftKey && this.anchor !== null,
+    });
   }
 
   /** The token in the next row of tokens in a direction, as far from the row's beginning. */

@@ -48,7 +48,8 @@ export class Tree {
   /** The leaf of the path with the most turns. */
   get longest() {
     let best = null;
-    for (const leaf of this.leaves) if (!best || this.depth.get(leaf.id) >= this.depth.get(best.id)) best = leaf;
+    for (const leaf of this.leaves)
+      if (!best || this.depth.get(leaf.id) >= this.depth.get(best.id)) best = leaf;
     return best || this.turns.at(-1) || null;
   }
 
@@ -119,14 +120,22 @@ export function badges(turn, tree) {
     badge(turn.source, `source ${turn.source}`, "where the prompt came from"),
     turn.reason && turn.reason !== "first_turn" ? badge(turn.reason, "reason", meanings[turn.reason]) : null,
     turn.break && turn.break.equal < turn.break.total
-      ? badge(`drift at ${count(turn.break.equal)}`, "drift", "the prompt differs here from the ids that the model saw before")
+      ? badge(
+          `drift at ${count(turn.break.equal)}`,
+          "drift",
+          "the prompt differs here from the ids that the model saw before",
+        )
       : null,
     turn.choice > 0 ? badge(`choice ${turn.choice + 1}`, "", "one of several choices of one request") : null,
     turn.request_class ? badge(turn.request_class, "class", "class of the request") : null,
     turn.agent ? badge(turn.agent, "agent", "the agent that sent it") : null,
-    ["abort", "error", "length"].includes(turn.finish_reason) ? badge(turn.finish_reason, "ended", "how the turn ended") : null,
+    ["abort", "error", "length"].includes(turn.finish_reason)
+      ? badge(turn.finish_reason, "ended", "how the turn ended")
+      : null,
     turn.problem ? badge(turn.problem, "problem", meanings[turn.problem]) : null,
-    !turn.problem && turn.refused ? badge("not trained", "problem", `an earlier turn: ${turn.refused.reason}`) : null,
+    !turn.problem && turn.refused
+      ? badge("not trained", "problem", `an earlier turn: ${turn.refused.reason}`)
+      : null,
     own === null ? null : badge(`reward ${reward(own)}`, "reward"),
   ];
 }

@@ -22,8 +22,16 @@ export class WindowedRows {
     this.element = el(
       "div",
       {
-        class: "windowed", role, tabindex: "0", "aria-label": label,
-        onscroll: () => { this.waiting ||= requestAnimationFrame(() => { this.waiting = null; this.draw(); }); },
+        class: "windowed",
+        role,
+        tabindex: "0",
+        "aria-label": label,
+        onscroll: () => {
+          this.waiting ||= requestAnimationFrame(() => {
+            this.waiting = null;
+            this.draw();
+          });
+        },
         onkeydown: (event) => this.#key(event),
       },
       this.canvas,
@@ -86,14 +94,22 @@ export class WindowedRows {
     }
     this.canvas.append(...added);
     // it must name an element of the document
-    if (this.drawn.has(this.active)) this.element.setAttribute("aria-activedescendant", `${this.prefix}-${this.active}`);
+    if (this.drawn.has(this.active))
+      this.element.setAttribute("aria-activedescendant", `${this.prefix}-${this.active}`);
     else this.element.removeAttribute("aria-activedescendant");
   }
 
   #key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const page = Math.max(1, Math.floor(this.element.clientHeight / this.height) - 1);
-    const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -this.length, End: this.length };
+    const moves = {
+      ArrowDown: 1,
+      ArrowUp: -1,
+      PageDown: page,
+      PageUp: -page,
+      Home: -this.length,
+      End: this.length,
+    };
     if (event.key in moves && this.length > 0) {
       event.preventDefault();
       this.activate(Math.max(0, Math.min(this.length - 1, this.active + moves[event.key])));
