@@ -11,7 +11,7 @@ import pytest
 
 from proxy.history.store import Session, Store
 from proxy.history.turn import pack_alternatives
-from tests.samples.trees import root
+from tests.samples.trees import child, root
 from tests.tiny_model import TinyModel
 from tests.viewer.browser import DARK, PHONE, PageOptions, Viewer, axe_is_installed
 from tests.viewer.proxies import RecordedProxy
@@ -46,6 +46,7 @@ async def test_the_tree_tells_what_became_of_each_turn(viewer: Viewer, small: Sm
 
     assert await viewer.page.locator(".tree-row").count() == 11
     assert "abort" in await row(small.aborted.id) and "reward -0.5" in await row(small.aborted.id)
+    assert "choice 2" in await row(small.other_choice.id)
     assert "usage_mismatch" in await row(small.refused.id)
     assert "not trained" in await row(small.special.id)
     assert "agent-1" in await row(small.subagent.id) and "subagent" in await row(small.subagent.id)
@@ -266,6 +267,20 @@ async def test_nothing_is_wider_than_400_px(viewer: Viewer, small: SmallSession)
     await viewer.open("#/")
     await viewer.page.wait_for_selector(".list-row")
     assert await viewer.page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+async def test_a_fork_names_the_turn_that_it_continues(
+    viewer: Viewer, recorded_store: Store, viewer_model: TinyModel
+) -> None:
+    first = root(f"{1:032x}", [1, 74], [75], rollout="forks")
+    turns = [first, *(child(f"{number:032x}", first, [76], [77], rollout="forks") for number in (2, 3))]
+    await recorded_store.add(Session(id="forks", created=1.0, used=1.0), turns, [[], [], []])
+    await viewer.open("#/s/forks")
+    await viewer.page.wait_for_selector(".tree-row")
+    for turn, is_fork in zip(turns, (False, False, True), strict=True):
+        text = await viewer.text(f".tree-row[data-turn='{turn.id}']")
+        assert ("forks turn 1" in text) is is_fork
+    await recorded_store.delete("forks")
 
 
 async def test_an_answer_that_comes_too_late_is_dropped(viewer: Viewer) -> None:

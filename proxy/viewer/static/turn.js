@@ -1,7 +1,7 @@
 // Turns: their tree, and the badges and numbers that every view shows of a turn.
 
 import { el } from "./dom.js";
-import { count, decimal, duration, reward } from "./format.js";
+import { count, decimal, duration, reward, time } from "./format.js";
 
 /** The turns of a session with the relations between them. */
 export class Tree {
@@ -51,6 +51,12 @@ export class Tree {
     for (const leaf of this.leaves)
       if (!best || this.depth.get(leaf.id) >= this.depth.get(best.id)) best = leaf;
     return best || this.turns.at(-1) || null;
+  }
+
+  /** Whether another request continued the same turn before this one did. */
+  isFork(turn) {
+    const [first] = this.children.get(turn.parent) ?? [];
+    return first !== undefined && first.request !== turn.request;
   }
 
   reward(turn) {
@@ -127,6 +133,9 @@ export function badges(turn, tree) {
         )
       : null,
     turn.choice > 0 ? badge(`choice ${turn.choice + 1}`, "", "one of several choices of one request") : null,
+    tree.isFork(turn)
+      ? badge(`forks turn ${tree.number.get(turn.parent)}`, "", "another request continued that turn before")
+      : null,
     turn.request_class ? badge(turn.request_class, "class", "class of the request") : null,
     turn.agent ? badge(turn.agent, "agent", "the agent that sent it") : null,
     ["abort", "error", "length"].includes(turn.finish_reason)
@@ -154,5 +163,6 @@ export function facts(turn) {
     ["temperature", turn.temperature === null ? "–" : String(turn.temperature)],
     ["weights", turn.weight_versions.join(", ") || "–"],
     ["finish", turn.finish_reason || "–"],
+    ["at", time(turn.started ?? turn.created)],
   ];
 }
