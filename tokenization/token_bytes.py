@@ -23,7 +23,6 @@ class TokenBytes:
     def __init__(self, description: Description) -> None:
         """Find out what the decoder does with each token."""
         kinds = {step.get("type") for step in description.decoders}
-        self._added = {token.content for token in description.added_tokens}
         self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
         self._byte_fallback = "ByteFallback" in kinds
         prefixes = (
@@ -33,9 +32,10 @@ class TokenBytes:
         self._spaces = [space for step in description.decoders if (space := _space_of(step))]
 
     def of(self, token: str) -> bytes:
-        """The bytes of a token, given as the vocabulary spells it. Example: b" caf\\xc3" of "Ġcaf\xc3"."""
-        if token in self._added:
-            return token.encode("utf-8", "surrogatepass")
+        """The bytes of a token, given as the vocabulary spells it. Example: b" caf\\xc3" of "Ġcaf\xc3".
+
+        Decoders do the same with added tokens: those of Gemma that stand for several spaces are spelled "▁▁".
+        """
         if self._alphabet is not None and all(character in self._alphabet for character in token):
             return bytes(self._alphabet[character] for character in token)
         if self._byte_fallback and len(token) == len(_BYTE) and token[:3] == _BYTE[:3] and token[-1] == ">":

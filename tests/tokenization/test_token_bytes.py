@@ -56,10 +56,10 @@ def test_ids_without_a_token_are_missing() -> None:
     assert _ENCODERS["bytes"].token_bytes([10**9]) == {}
 
 
-def _of(decoder: object, token: str, added: tuple[str, ...] = ()) -> bytes:
+def _of(decoder: object, token: str) -> bytes:
     described: dict[str, Any] = {
         "decoder": decoder,
-        "added_tokens": [{"id": 1, "content": content} for content in added],
+        "added_tokens": [],
         "model": {"type": "BPE", "vocab": {}, "merges": []},
     }
     return TokenBytes(read_description(json.dumps(described))).of(token)
@@ -88,8 +88,20 @@ def test_each_decoder(decoder: object, token: str, expected: bytes) -> None:
     assert _of(decoder, token) == expected
 
 
-def test_an_added_token_is_its_own_text() -> None:
-    assert _of({"type": "ByteLevel"}, "Ġ", ("Ġ",)) == "Ġ".encode()
+_ADDED = ["\u2581\u2581", "\u0120", "<|im_end|>", "<\uff5cend\u2581of\uff5c>", "[SEP]", "\n\n", "end</w>"]
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+@pytest.mark.parametrize("added", _ADDED)
+def test_an_added_token_is_what_the_decoder_makes_of_it(name: str, added: str) -> None:
+    backend: Tokenizer = VOCABULARIES[name]()
+    backend.add_tokens([AddedToken(added, normalized=False)])
+    encoder = Encoder(backend.to_str())
+    before, token = encoder.encode("a"), backend.token_to_id(added)
+    decoded = encoder.decode([*before, token, *before])
+    assert decoded == b"".join(
+        encoder.token_bytes([each])[each] for each in [*before, token, *before]
+    ).decode().removeprefix("" if decoded.startswith(" ") else " ")
 
 
 def test_the_alphabet_has_every_byte_once() -> None:
