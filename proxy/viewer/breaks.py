@@ -3,9 +3,13 @@
 A turn without a parent begins a tree. If its messages hold an assistant's, it continues a conversation, and
 its prompt should have begun with the ids of an earlier turn: of those with the longest common prefix. Where a
 client gave ids without messages, they continue a conversation if they share sampled ids with an earlier turn.
+
+A prompt that another choice or request sampled from before did not break there: all its ids are recorded.
+Nothing is compared with turns whose first ancestors are missing.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -45,13 +49,21 @@ def breaks_of(turns: Sequence[Turn]) -> dict[str, Break]:
     for position, turn in enumerate(in_order):
         if turn.parent is not None or not turn.appended or turn.reason == Reason.FIRST_TURN:
             continue
-        earlier = [each for each in in_order[max(0, position - _CANDIDATES) : position] if each.completion]
-        found = max((_compare(turn, each, by_id) for each in earlier), key=_nearness, default=None)
+        compared = (_compare(turn, each, by_id) for each in _candidates(in_order, position))
+        found = max((each for each in compared if each is not None), key=_nearness, default=None)
         if found is None:
             continue
         if _answers(turn) or found.equal > by_id[found.turn].prompt_tokens:
             breaks[turn.id] = found
     return breaks
+
+
+def _candidates(in_order: Sequence[Turn], position: int) -> list[Turn]:
+    """The latest turns before a position that other requests sampled."""
+    request = in_order[position].request
+    others = map(in_order.__getitem__, range(position - 1, -1, -1))
+    latest = islice((each for each in others if each.request != request), _CANDIDATES)
+    return [each for each in latest if each.completion]
 
 
 def _answers(turn: Turn) -> bool:
@@ -66,7 +78,14 @@ def _nearness(found: Break) -> tuple[int, str]:
     return found.equal, found.turn
 
 
-def _compare(turn: Turn, earlier: Turn, by_id: dict[str, Turn]) -> Break:
+def _compare(turn: Turn, earlier: Turn, by_id: dict[str, Turn]) -> Break | None:
+    """The comparison with one earlier turn; None if it tells nothing."""
     path = path_of(earlier, by_id)
-    before = np.concatenate([prompt_ids(path), packed_ids(earlier.completion)])
-    return Break(earlier.id, common_prefix(packed_ids(turn.appended), before), len(before))
+    if path[0].parent is not None:
+        return None
+    prompt, before = (
+        packed_ids(turn.appended),
+        np.concatenate([prompt_ids(path), packed_ids(earlier.completion)]),
+    )
+    equal = common_prefix(prompt, before)
+    return Break(earlier.id, equal, len(before)) if equal < len(prompt) else None

@@ -117,6 +117,8 @@ def before_lane(path: Sequence[Turn], earlier: Sequence[Turn], vocabulary: Vocab
 
 def _rendered(path: Sequence[Turn], tokenizer: ChatTokenizer) -> list[int] | str:
     """The template's rendering of the last request of a path; a reason if there is none."""
+    if path[0].parent is not None:
+        return "the first turns of this conversation are missing: deleted, or evicted"
     if any(turn.images for turn in path):
         return "the prompt holds images, which the template alone does not render to ids"
     messages, tools, kwargs = messages_of(path), tools_of(path), template_kwargs_of(path)

@@ -18,6 +18,7 @@ import msgspec
 from proxy.history.store import Cursor, Session, Store
 from proxy.viewer.session_query import Entry, ListQuery, Selection, select
 from proxy.viewer.summaries import Summary, summarize, summary_row
+from proxy.viewer.tree import stored_json
 
 WORK_S = 0.25
 """How long one request works on the index."""
@@ -232,7 +233,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         "used": entry.used,
         "turn_count": entry.turns,
         "bytes": entry.size,
-        "metadata": msgspec.Raw(entry.metadata),
+        "metadata": stored_json(entry.metadata, b"{}"),
         "reward": entry.reward,
         "summary": summary_row(summary) if summary is not None else None,
     }

@@ -121,7 +121,10 @@ def select(entries: Iterable[Entry], query: ListQuery) -> Selection:
 
 
 def _matches(entry: Entry, query: ListQuery) -> bool:
-    if query.search and query.search.lower() not in f"{entry.name}\n{entry.metadata.decode()}".lower():
+    if (
+        query.search
+        and query.search.lower() not in f"{entry.name}\n{entry.metadata.decode(errors='replace')}".lower()
+    ):
         return False
     if query.rewarded is not None and query.rewarded != (entry.reward is not None):
         return False

@@ -137,7 +137,9 @@ def spell(ids: Iterable[int], vocabulary: Vocabulary | None) -> dict[str, str]:
     """The texts of ids, as `Header.texts`."""
     if vocabulary is None:
         return {}
-    spelled = vocabulary.token_bytes(np.unique(np.asarray(ids, np.int64)).tolist())
+    spelled = vocabulary.token_bytes(
+        each for each in np.unique(np.asarray(ids, np.int64)).tolist() if each >= 0
+    )
     return {str(token): text.decode("latin-1") for token, text in spelled.items()}
 
 

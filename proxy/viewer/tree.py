@@ -47,15 +47,27 @@ def describe(session: Session, reward: float | None) -> dict[str, Any]:
         "used": session.used,
         "turn_count": session.turns,
         "bytes": session.size,
-        "metadata": msgspec.Raw(session.metadata),
+        "metadata": stored_json(session.metadata, b"{}"),
         "reward": reward,
     }
+
+
+def stored_json(stored: bytes, instead: bytes) -> msgspec.Raw:
+    """Stored JSON as it is; something else if it is damaged: the rest of the page can be read."""
+    try:
+        stored.decode()
+        msgspec.json.decode(stored, type=msgspec.Raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.Raw(instead)
+    return msgspec.Raw(stored)
 
 
 def _turn(turn: Turn, tree: TurnTree, request_class: str, breaks: Mapping[str, Break]) -> dict[str, Any]:
     fault = tree.fault(turn)
     return {
         **turn_fields(turn, request_class),
+        "messages": stored_json(turn.messages, b"[]"),
+        "message": stored_json(turn.message, b"{}"),
         "started": request_time(turn.id) or None,
         "replica": turn.replica or None,
         "refused": {"turn": fault.turn, "reason": fault.reason} if fault else None,

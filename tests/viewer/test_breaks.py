@@ -70,6 +70,23 @@ def test_only_the_latest_turns_are_compared() -> None:
     assert breaks_of([*turns, last])["999"].equal == 1
 
 
+def test_a_prompt_that_is_sampled_from_again_is_no_drift() -> None:
+    first = _root("a", [1, 2], [3, 4], reason="first_turn")
+    again = _root("b", [1, 2], [7], reason="no_match")
+    assert breaks_of([first, again]) == {}
+
+
+def test_all_choices_of_a_request_break_with_the_same_turn() -> None:
+    a = _root("00", [1, 2], [3, 4], reason="first_turn")
+    choices = [
+        _root(f"{number}", [1, 2, 3, 9], [number], request="10", choice=number - 10)
+        for number in range(10, 40)
+    ]
+    again = _root("50", [1, 2, 3, 9], [5])
+    assert set(breaks_of([a, *choices]).values()) == {Break("00", 3, 4)}
+    assert breaks_of([a, choices[0], again])["50"] == Break("00", 3, 4)
+
+
 @pytest.fixture(scope="module")
 def tokenizer(viewer_model: TinyModel) -> ChatTokenizer:
     return ChatTokenizer.load(viewer_model.folder)
