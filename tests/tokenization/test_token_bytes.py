@@ -98,6 +98,7 @@ def test_an_added_token_is_what_the_decoder_makes_of_it(name: str, added: str) -
     backend.add_tokens([AddedToken(added, normalized=False)])
     encoder = Encoder(backend.to_str())
     before, token = encoder.encode("a"), backend.token_to_id(added)
+    assert token is not None
     decoded = encoder.decode([*before, token, *before])
     assert decoded == b"".join(
         encoder.token_bytes([each])[each] for each in [*before, token, *before]

@@ -122,10 +122,11 @@ export class SessionView {
     try {
       const { used } = this.tree.data.session;
       const data = await this.app.source.session(this.name, used - OVERLAP_S, used);
-      if (!this.closed && this.#isNew(data)) this.#merge(data);
+      if (this.closed) return;
+      if (this.#isNew(data)) this.#merge(data);
       this.app.report(null);
     } catch (error) {
-      this.app.report(error);
+      if (!this.closed) this.app.report(error);
     } finally {
       this.refreshing = false;
     }
