@@ -45,6 +45,8 @@ def run_view(options: argparse.Namespace) -> int:
         out = Path(options.output or _default_name(options.target))
         if out.exists() and not out.is_file():
             raise UsageError(f"{out} is not a regular file: pass another -o FILE")
+        if out.exists() and any(out.samefile(target) for target in options.target if Path(target).is_file()):
+            raise UsageError(f"{out} is read, and the page would replace it: pass another -o FILE")
         with whole_file(out) as file:
             file.write(single_file(data).encode())
     except (UnknownSession, NameNotUnique, NotAnExport, TokenizerUnavailable, ValueError) as error:

@@ -165,6 +165,9 @@ class StreamReader:
     _echoes: _Echoes = field(init=False)
     _choices: dict[int, "_StreamedChoice"] = field(init=False, default_factory=dict)
     _ended: int = field(init=False, default=0)
+    _cached_tokens: int | None = field(init=False, default=None)
+    _usage_read: bool = field(init=False, default=False)
+    """Whether the chunk after the last choice was read, which has no choices."""
     _new: list["_StreamedChoice"] = field(init=False, default_factory=list)
     """Choices that ended and were not returned yet."""
 
@@ -177,7 +180,7 @@ class StreamReader:
         if piece is None:
             return False
         streamed = self._choices.get(piece.choice)
-        if streamed is None or streamed.returned:
+        if streamed is None or streamed.closed:
             return False
         streamed.add_piece(piece)
         return True
@@ -194,6 +197,7 @@ class StreamReader:
             return
         self._echoes.read(prompt)
         choices = chunk.choices or []
+        self._read_cached(chunk)
         alternatives = read_alternatives(data)
         alone = len(choices) == 1
         sure = alone or len({choice.index or 0 for choice in choices}) == len(choices)
@@ -202,7 +206,7 @@ class StreamReader:
             streamed = self._choices.get(index)
             if streamed is None:
                 streamed = self._choices[index] = _StreamedChoice(SampledChoice(index))
-            if streamed.returned:
+            if streamed.closed:
                 continue
             streamed.add(choice)
             streamed.sampled.alternatives += alternatives.get(index, ())
@@ -211,7 +215,8 @@ class StreamReader:
                 streamed.mark(("index",))
             if alone and (counted := chunk.counted) is not None:
                 streamed.sampled.counted, streamed.usage = counted, None
-            if choice.finish_reason and streamed not in self._new:
+            if choice.finish_reason:
+                streamed.closed = True
                 self._new.append(streamed)
                 self._ended += 1
 
@@ -221,10 +226,21 @@ class StreamReader:
             return None
         return {index: len(choice.sampled.ids or ()) for index, choice in self._choices.items()}
 
+    def _read_cached(self, chunk: Chunk) -> None:
+        if self.batch is None and chunk.usage is not None and chunk.usage.cached_tokens is not None:
+            self._cached_tokens = chunk.usage.cached_tokens
+        self._usage_read |= self.complete and not chunk.choices
+
     @property
     def complete(self) -> bool:
         """Whether all choices have ended."""
         return self._ended >= self.expected
+
+    @property
+    def awaits_usage(self) -> bool:
+        """Whether all choices have ended, and the next chunk may tell how many prompt ids were cached."""
+        told = self._usage_read or self._cached_tokens is not None
+        return self.complete and self.batch is None and not (told or self.failed)
 
     @property
     def has_ended(self) -> bool:
@@ -238,8 +254,8 @@ class StreamReader:
 
     def rest(self) -> Completion:
         """The choices that were not returned yet; those without a finish reason were broken off."""
-        self._new = []
-        return self._completion(choice for choice in self._choices.values() if not choice.returned)
+        new, self._new = self._new, []
+        return self._completion(each for each in self._choices.values() if each in new or not each.closed)
 
     def _completion(self, choices: Iterable["_StreamedChoice"]) -> Completion:
         results = []
@@ -248,7 +264,12 @@ class StreamReader:
             results.append(choice.result(echo))
             if self.batch is not None:
                 results[-1].prompt_ids = echo.ids
-        return Completion(self._echoes.ids, results, packed_prompt=self._echoes.packed)
+        return Completion(
+            self._echoes.ids,
+            results,
+            cached_tokens=self._cached_tokens,
+            packed_prompt=self._echoes.packed,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -256,7 +277,8 @@ class _StreamedChoice:
     """A choice that comes in pieces."""
 
     sampled: SampledChoice
-    returned: bool = False
+    closed: bool = False
+    """Whether it takes no more pieces, because it ended or was returned."""
     usage: bytes | None = None
     """The tokens so far, from a later chunk than `sampled.counted`."""
     _unreadable: tuple[str, ...] = ()
@@ -301,7 +323,7 @@ class _StreamedChoice:
 
     def result(self, echo: _Echo) -> SampledChoice:
         """The choice as far as it arrived. Its ids are None if some of its text arrived without ids."""
-        self.returned = True
+        self.closed = True
         sampled = self.sampled
         sampled.message = self._message()
         if self.usage is not None and (counted := completion_tokens(self.usage)) is not None:

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from time import monotonic
 
 from proxy.engine.sse import data_event, event_data, split_events
-from proxy.errors import EngineBroken
+from proxy.errors import ApiError, EngineBroken
 from proxy.fleet.weight_tags import WeightTag
 from proxy.history.plan import prompt_of
 from proxy.history.recorder import Recording
@@ -15,17 +15,21 @@ from proxy.turn.reader import DONE, StreamReader
 from proxy.turn.redactor import StreamRedactor
 from proxy.turn.request import ChatRequest
 from proxy.turn.sending import batch_of
+from proxy.turn.stream_blocks import StreamBlocks
 from proxy.turn.usual_chunk import UsualChunk
 
 _QUIET_S = 0.05
 """A stream to which nothing was added for so long has no event on its way from an engine that is paused."""
+_USAGE_S = 0.05
+"""How long the event that ends the last turn waits for the usage, which vLLM sends directly after it."""
 
 
 class RecordedStream:
     """Passes a stream on, and reads its turns from it. What arrived together is sent together.
 
     A turn is recorded before the client gets the event that ends it, so that a request that follows this
-    event finds the turn, in another process too.
+    event finds the turn, in another process too. The event that ends the last turn waits for the usage, which
+    tells how many ids of the prompt were cached.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class RecordedStream:
         self.status = response.status
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
         self._response = response
+        self._blocks = StreamBlocks(response.chunks())
         plan = recording.plan
         expected = request.choices * len(plan.prompts)
         self._reader = StreamReader(expected, prompt_of(plan), batch_of(request, plan))
@@ -58,6 +63,10 @@ class RecordedStream:
         """The bytes kept for a retry; None if they are too long, or if no retry is possible."""
         self._sent_bytes = 0
         self._done = self._broken_off = False
+        self._ready: list[bytes] = []
+        """Events that the client was not sent yet."""
+        self._held_until: float | None = None
+        """Set while they begin with the event that ends the last turn: when they are sent at the latest."""
         self._waiting_since: float | None = None
         """Since when nothing has arrived; None while something that arrived is handled."""
         tag.progress = self._progress
@@ -69,7 +78,7 @@ class RecordedStream:
             EngineBroken: the connection breaks, an event is not a chunk, or the stream ends before the turn.
         """
         try:
-            async for block in self._response.chunks():
+            async for block in self._blocks:
                 self._waiting_since = None
                 for step in self._steps(block):
                     if not isinstance(step, bytes):
@@ -77,8 +86,17 @@ class RecordedStream:
                     elif step:
                         yield step
                 self._waiting_since = monotonic()
+                held_until = self._held_until
+                if held_until is not None and not await self._blocks.arrives(held_until - monotonic()):
+                    yield await self._release()
+            if held := await self._release():
+                yield held
             if not (self._done or self._reader.complete or self._reader.failed):
                 raise EngineBroken("the engine ended its stream before the turn ended")
+        except ApiError:
+            if held := await self._release():
+                yield held
+            raise
         finally:
             # the client left, or the engine's stream ended early: record what arrived so far
             await self._recording.add(self._reader.rest())
@@ -92,6 +110,7 @@ class RecordedStream:
         try:
             self._recording.add_later(self._reader.rest())
             self._attempt.abandon()
+            await self._blocks.aclose()
         finally:
             try:
                 await self._response.aclose()
@@ -109,7 +128,7 @@ class RecordedStream:
         Raises:
             EngineBroken: an event is not a chunk. The events before it were yielded.
         """
-        ready: list[bytes] = []
+        ready = self._ready
         try:
             for event in split_events(block):
                 usual = UsualChunk.match(event)
@@ -119,29 +138,47 @@ class RecordedStream:
                         ready.append(event)  # a comment, which keeps the connection alive
                         continue
                     if data == DONE:
-                        yield _taken(ready)
+                        yield self._sendable()
                         yield self._end()
                         ready.append(data_event(DONE))
                         continue
                     self._reader.read(data)
                     if self._reader.has_ended:
-                        yield _taken(ready)
-                        yield self._record_ended()
+                        yield self._sendable()
+                        if self._reader.awaits_usage:
+                            self._held_until = self._held_until or monotonic() + _USAGE_S
+                        else:
+                            yield self._record_ended()
                 if (visible := self._redactor.redact(event, usual)) is not None:
                     ready.append(self._keep(visible))
         except EngineBroken:
-            yield _taken(ready)
+            yield self._sendable()
             raise
-        yield _taken(ready)
+        yield self._sendable()
+
+    def _sendable(self) -> bytes:
+        """The events that may be sent now, which are then no longer in `_ready`."""
+        if self._held_until is not None:
+            return b""
+        sendable = b"".join(self._ready)
+        self._ready.clear()
+        return sendable
+
+    async def _release(self) -> bytes:
+        """Record a turn that waits for its usage without it. Returns the events that waited too."""
+        await self._record_ended()
+        return self._sendable()
 
     async def _record_ended(self) -> None:
         ended = self._reader.ended()
         self._broken_off |= ended.broken_off
         await self._recording.add(ended)
+        self._held_until = None
 
     async def _end(self) -> None:
         self._done = True
         complete = self._reader.complete
+        await self._record_ended()
         await self._recording.add(self._reader.rest())
         self._keep(data_event(DONE))
         if complete and not self._broken_off and self._sent is not None:
@@ -154,10 +191,3 @@ class RecordedStream:
             if self._sent_bytes > KEPT_BYTES:
                 self._sent = None
         return event
-
-
-def _taken(ready: list[bytes]) -> bytes:
-    """The bytes of a list, which is empty afterwards."""
-    taken = b"".join(ready)
-    ready.clear()
-    return taken

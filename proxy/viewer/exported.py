@@ -5,6 +5,7 @@ turns, so together they are a tree. An export does not contain refused turns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from proxy.samples.samples import Sample, TurnSpan
 from proxy.viewer.recording import Recording
 
 _PARQUET = b"PAR1"
+_IDS = 2**31
 
 
 class NotAnExport(Exception):
@@ -27,14 +29,17 @@ def read_export(file: Path) -> list[Recording]:
     """The rollouts of an export, in the order of the file.
 
     Raises:
-        NotAnExport: it is no export with the plain layout, or a Parquet file while pyarrow is missing.
+        NotAnExport: it is no export with the plain layout, it is damaged, or it is a Parquet file while
+            pyarrow is missing.
         OSError: it cannot be read.
     """
     with file.open("rb") as opened:
         parquet = opened.read(len(_PARQUET)) == _PARQUET
     samples = list(_from_parquet(file) if parquet else _from_json_lines(file))
     rollouts: dict[tuple[str, str], list[Sample]] = {}
-    for sample in samples:
+    for number, sample in enumerate(samples, start=1):
+        if fault := _fault(sample):
+            raise NotAnExport(f"{file}, sample {number}: {fault}")
         rollouts.setdefault((sample.tenant, sample.rollout), []).append(sample)
     return [_recording(group) for group in rollouts.values()]
 
@@ -68,6 +73,20 @@ def _from_parquet(file: Path) -> Iterator[Sample]:
             raise NotAnExport(
                 f"{file} holds other columns ({error}): pass a file of `tokenproxy export --layout plain`"
             ) from error
+
+
+def _fault(sample: Sample) -> str:
+    """Why no turns can be rebuilt from a sample; empty if they can be."""
+    places = [place for span in sample.turns for place in (span.start, span.end)]
+    if not sample.turns:
+        return "it has no turns"
+    if places != sorted(places) or places[0] < 0 or places[-1] > len(sample.completion_ids):
+        return "the spans of its turns are not in order within `completion_ids`"
+    if len(sample.logprobs) != len(sample.completion_ids):
+        return "`logprobs` and `completion_ids` differ in length"
+    if not all(0 <= token < _IDS for token in chain(sample.prompt_ids, sample.completion_ids)):
+        return "an id is negative, or does not fit in 32 bits"
+    return ""
 
 
 def _recording(samples: Sequence[Sample]) -> Recording:

@@ -129,12 +129,12 @@ def test_a_session_stays_on_one_replica(cluster: Cluster, arguments: dict[str, A
     wait_ready(cluster.url)
     named = [
         _Conversation(_client(cluster), f"tree {number}", {"X-Session-ID": f"sticky-{number}"})
-        for number in range(6)
+        for number in range(_CONVERSATIONS)  # all on one replica by chance: less than once in 10,000 runs
     ]
-    _all(named, 4)
-    assert [len(set(cluster.replicas_of(each.requests))) for each in named] == [1] * 6
+    _all(named, 3)
+    assert [len(set(cluster.replicas_of(each.requests))) for each in named] == [1] * _CONVERSATIONS
     assert len({*cluster.replicas_of([each.requests[0] for each in named])}) == 2
-    assert {frozenset(each.sessions) for each in named} == {frozenset([f"sticky-{n}"]) for n in range(6)}
+    assert [each.sessions for each in named] == [{f"sticky-{number}"} for number in range(_CONVERSATIONS)]
 
 
 def test_a_client_leaves(

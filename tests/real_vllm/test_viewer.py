@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -109,6 +110,25 @@ def test_alternatives_and_the_prefix_cache_are_recorded(server: Served) -> None:
         for logprob, found in zip(turn["logprobs"], turn["alternatives"], strict=True):
             assert len(found) >= 3
             assert max(each["logprob"] for each in found) >= logprob - 1e-6
+
+
+def test_cached_ids_of_streams_are_recorded(server: Served) -> None:
+    text = "Count from one to three hundred. " * 30
+    name = f"cached-streams-{uuid4()}"  # the set-ups may share a store
+    session = {"X-Session-ID": name}
+    messages: list[Any] = [{"role": "user", "content": text}]
+    for _ in range(2):
+        stream = _client(server).chat.completions.create(
+            model=MODEL_NAME, messages=messages, max_tokens=8, stream=True, extra_headers=session
+        )
+        content = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Go on."}]
+    body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 8, "stream": True}
+    answer = httpx.post(f"{server.url}/v1/messages", json=body, headers=session, timeout=60)
+    assert answer.status_code == 200 and "message_stop" in answer.text
+    first, *others = _get(server, f"/v1/sessions/{name}")["turns"]
+    assert first["cached_tokens"] is not None
+    assert len(others) == 2 and all(turn["cached_tokens"] >= 128 for turn in others)
 
 
 async def test_the_three_conversations_side_by_side(

@@ -1,17 +1,21 @@
-"""Sessions of a damaged store: what can be read is shown, and nothing is made up."""
+"""Sessions of a damaged store or export: what can be read is shown, and nothing is made up."""
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from proxy.cli import main
 from proxy.history.store import Session
 from proxy.history.turn import Turn
+from proxy.samples.samples import samples_of
 from proxy.samples.tree import TurnTree, path_of
 from proxy.viewer.breaks import breaks_of
 from proxy.viewer.drift import Basis, drift_lane
+from proxy.viewer.exported import NotAnExport, read_export
 from proxy.viewer.page import single_file
 from proxy.viewer.recording import PageData, Recording, add_recording
 from proxy.viewer.session_query import Entry, ListQuery, select
@@ -82,3 +86,46 @@ def test_ids_below_zero_have_no_text(tokenizer: ChatTokenizer) -> None:
     body = encode_tokens(path, TurnTree([turn]), tokenizer)
     size = int.from_bytes(body[:4], "little")
     assert list(json.loads(body[4 : 4 + size])["texts"]) == ["1"]
+
+
+def _exported(folder: Path, **fields: Any) -> Path:
+    """An export with one sample, some of whose fields are others."""
+    turn = root("1" * 32, [1, 2], [3, 4], messages=_QUESTION, message=_ANSWER)
+    [sample] = samples_of([turn], {}).samples
+    file = folder / "export.jsonl"
+    file.write_text(json.dumps(msgspec.to_builtins(sample) | fields) + "\n")
+    return file
+
+
+def _spans(*places: tuple[int, int]) -> list[dict[str, Any]]:
+    usual = {"trained": True, "source": "rendered", "weight_versions": []}
+    return [
+        {**usual, "id": f"{index:032}", "start": start, "end": end}
+        for index, (start, end) in enumerate(places)
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"turns": []}, "no turns"),
+        ({"turns": _spans((-1, 2))}, "spans"),
+        ({"turns": _spans((0, 3))}, "spans"),
+        ({"turns": _spans((1, 2), (0, 1))}, "spans"),
+        ({"logprobs": []}, "logprobs"),
+        ({"prompt_ids": [2**31]}, "32 bits"),
+        ({"completion_ids": [3, -4]}, "negative"),
+    ],
+)
+def test_a_damaged_sample_is_refused_by_number(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    assert len(read_export(_exported(tmp_path))) == 1
+    with pytest.raises(NotAnExport, match=f"sample 1: .*{reason}"):
+        read_export(_exported(tmp_path, **fields))
+
+
+def test_the_page_does_not_replace_the_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = _exported(tmp_path)
+    before = file.read_bytes()
+    assert main(["view", str(file), "-o", str(tmp_path / "." / file.name)]) == 2
+    assert "pass another -o FILE" in capsys.readouterr().err
+    assert file.read_bytes() == before

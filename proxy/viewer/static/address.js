@@ -10,12 +10,18 @@ export const VIEWS = ["conversation", "tokens", "plots"];
 /** Read an address. Unknown ones are the list. */
 export function parse(hash) {
   const [path, query = ""] = hash.replace(/^#?\/?/, "").split("?");
-  const [kind, ...rest] = path.split("/").map(decodeURIComponent);
+  const [kind, ...rest] = path.split("/").map(decoded);
   const parameters = new URLSearchParams(query);
   if (kind === "s" && rest[0]) {
     const view = VIEWS.includes(rest[2]) ? rest[2] : "conversation";
     const token = parameters.has("token") ? Number(parameters.get("token")) : null;
-    return { kind: "session", session: rest[0], turn: rest[1] || null, view, token };
+    return {
+      kind: "session",
+      session: rest[0],
+      turn: rest[1] || null,
+      view,
+      token: Number.isInteger(token) ? token : null,
+    };
   }
   if (kind === "compare" && rest.length >= 2) {
     const sides = [];
@@ -23,6 +29,15 @@ export function parse(hash) {
     return { kind: "compare", sides };
   }
   return { kind: "list", query: parameters };
+}
+
+/** A part of a path; as it is if it was cut or typed so that it cannot be decoded. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
 }
 
 export function listAddress(parameters) {

@@ -89,6 +89,7 @@ export class CompareView {
           label: `Tokens of ${side.session}`,
         });
         side.view.marked = side.differs;
+        side.view.colour = this.colour;
         return el(
           "section",
           { class: "column", "aria-label": side.session },
@@ -158,9 +159,11 @@ export class CompareView {
       ["logprob", "log-probability"],
       ["mask", "loss mask"],
     ];
-    return select("Colours", colours, "provenance", (colour) =>
-      this.sides.forEach((side) => side.view.setColour(colour)),
-    );
+    this.colour = "provenance";
+    return select("Colours", colours, this.colour, (colour) => {
+      this.colour = colour;
+      this.sides.forEach((side) => side.view.setColour(colour));
+    });
   }
 
   #closeViews() {

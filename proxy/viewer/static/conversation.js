@@ -36,7 +36,7 @@ export class Conversation {
     }
     this.selected = selected ?? this.selected;
     if (grows && selected) this.select(selected);
-    this.#addFrom(grows ? old.length : 0, path);
+    this.#addFrom(this.blocks.size, path); // the last path may not be there as a whole yet
   }
 
   /** Scroll to a turn, and frame it. */

@@ -100,6 +100,7 @@ export class ListView {
 
   /** Change one parameter; the first page follows. */
   #set(name, value) {
+    if (this.closed) return; // what was typed last is searched for a moment later
     const query = new URLSearchParams(this.query);
     if (value) query.set(name, value);
     else query.delete(name);

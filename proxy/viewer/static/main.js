@@ -46,11 +46,13 @@ class App {
     const address = parse(location.hash);
     const name = address.kind === "session" ? `session ${address.session}` : address.kind;
     document.title = address.kind === "session" ? `${address.session} · tokenproxy` : "tokenproxy viewer";
+    const opened = (this.opened = {});
     try {
       if (this.name === name) await this.view.move(address);
       else await this.#change(name, address);
-      this.report(null);
+      if (this.opened === opened) this.report(null);
     } catch (error) {
+      if (this.opened !== opened) return; // another address was opened meanwhile
       this.name = null;
       this.report(error);
     }

@@ -121,8 +121,10 @@ export class SessionView {
     this.refreshing = true;
     try {
       const { used } = this.tree.data.session;
-      const data = await this.app.source.session(this.name, used - OVERLAP_S, used);
-      if (this.closed) return;
+      let data = await this.app.source.session(this.name, used - OVERLAP_S, used);
+      if (!this.closed && this.#isNew(data) && this.#misses(data))
+        data = await this.app.source.session(this.name);
+      if (this.closed) return; // another view was opened meanwhile
       if (this.#isNew(data)) this.#merge(data);
       this.app.report(null);
     } catch (error) {
@@ -140,6 +142,12 @@ export class SessionView {
       JSON.stringify(rewards) !== JSON.stringify(old.rewards) ||
       turns.some((turn) => !this.tree.byId.has(turn.id))
     );
+  }
+
+  /** Whether the session has more turns than the page would then: some were written long after they began. */
+  #misses({ session, turns }) {
+    const added = turns.filter((turn) => !this.tree.byId.has(turn.id));
+    return this.tree.turns.length + added.length < session.turn_count;
   }
 
   #merge(data) {

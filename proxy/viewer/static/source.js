@@ -39,6 +39,8 @@ export class ServerSource {
 
   async #get(path) {
     const key = sessionStorage.getItem(KEY);
+    // fetch refuses such a header, and the page would keep the key
+    if (key && !/^[\x20-\x7e]+$/.test(key)) throw new KeyNeeded("an API key has ASCII characters only");
     const headers = key ? { Authorization: `Bearer ${key}` } : {};
     const response = await fetch(new URL(path, this.root), { headers });
     if (response.ok) return response;

@@ -14,6 +14,16 @@ const LEGEND = [
   ["given", "given by the client"],
 ];
 
+const START = {
+  colour: "provenance",
+  focus: null,
+  anchor: null,
+  top: 0,
+  basis: "",
+  words: "",
+  searching: false,
+};
+
 export class TokenPanel {
   constructor(app, session, { address }) {
     this.app = app;
@@ -38,8 +48,9 @@ export class TokenPanel {
     this.tree = tree;
     this.path = path;
     if (this.leaf !== leaf.id) {
+      const grows = !turn && this.view && path.some((each) => each.id === this.leaf);
       this.leaf = leaf.id;
-      await this.#load(leaf);
+      await this.#load(leaf, grows ? this.#state() : START);
       if (this.leaf !== leaf.id || !this.view) return;
     }
     const start = this.view.tokens.turns.find((each) => each.id === turn?.id)?.start;
@@ -60,19 +71,35 @@ export class TokenPanel {
     return true;
   }
 
-  async #load(leaf) {
-    show(this.body, el("p", { class: "hint", role: "status" }, "reading the ids…"));
+  /** What a reader of the path has chosen, and keeps while the path grows. */
+  #state() {
+    const { colour, focus, anchor, region } = this.view;
+    const searching = document.activeElement === this.search;
+    return {
+      colour,
+      focus,
+      anchor,
+      top: region.scrollTop,
+      basis: this.basis,
+      words: this.search.value,
+      searching,
+    };
+  }
+
+  async #load(leaf, state) {
+    if (state === START) show(this.body, el("p", { class: "hint", role: "status" }, "reading the ids…"));
     let tokens;
     try {
       tokens = await this.app.source.tokens(this.session, leaf.id);
     } catch (error) {
-      if (this.closed) return;
+      if (this.leaf !== leaf.id) return; // another path was chosen meanwhile
       this.leaf = null;
       this.app.report(error);
       show(this.body, el("p", { class: "problem-text" }, `The ids cannot be read: ${error.message}`));
       return;
     }
     if (this.leaf !== leaf.id) return;
+    if (state !== START) state = this.#state(); // a reader goes on meanwhile
     this.view?.close();
     this.view = new TokenView(tokens, {
       heading: (id) => this.#heading(id),
@@ -85,12 +112,15 @@ export class TokenPanel {
       layout();
       this.map.redraw();
     };
-    this.#showTools(tokens);
+    const { colour, focus, anchor } = state;
+    Object.assign(this.view, { colour, focus, anchor });
+    this.#showTools(tokens, state);
     show(this.body, this.view.element, this.map.element, this.details.element);
     this.view.relayout();
+    this.view.region.scrollTop = state.top;
     this.details.show(this.view);
     this.laneOf = leaf.id;
-    await this.#loadLane("");
+    await this.#loadLane(state.basis);
   }
 
   #heading(id) {
@@ -102,11 +132,12 @@ export class TokenPanel {
     ];
   }
 
-  #showTools(tokens) {
+  #showTools(tokens, state) {
     this.search = el("input", {
       type: "search",
       placeholder: "text or #id",
       "aria-label": "Find text, or an id as #123",
+      value: state.words,
       onkeydown: (event) => {
         if (event.key === "Enter") this.#find();
       },
@@ -120,11 +151,11 @@ export class TokenPanel {
     const turns = this.path.map((turn) => [turn.id, `prompt of turn ${this.tree.number.get(turn.id)}`]);
     show(
       this.tools,
-      select("Colours", COLOURS, "provenance", (colour) => {
+      select("Colours", COLOURS, state.colour, (colour) => {
         this.view.setColour(colour);
         this.#showLegend(colour);
       }),
-      select("Drift lane", lanes, "", (basis) => this.#loadLane(basis)),
+      select("Drift lane", lanes, state.basis, (basis) => this.#loadLane(basis)),
       select("Prompt compared", turns, this.leaf, (turn) => {
         this.laneOf = turn;
         this.#loadLane(this.basis);
@@ -139,7 +170,8 @@ export class TokenPanel {
     );
     this.legend = el("div", { class: "legends" });
     this.tools.append(this.legend);
-    this.#showLegend("provenance");
+    this.#showLegend(state.colour);
+    if (state.searching) this.search.focus();
   }
 
   #showLegend(colour) {
@@ -179,6 +211,7 @@ export class TokenPanel {
     try {
       lane = await this.app.source.drift(this.session, turn, basis);
     } catch (error) {
+      if (this.laneOf !== turn || this.basis !== basis) return;
       this.status.textContent = `Drift lane: ${error.message}`;
       this.view.setLane(null);
       return;

@@ -131,6 +131,7 @@ export class TokenView {
   /** Scroll to a token and give it the focus. */
   reveal(index, { select = false, quiet = false } = {}) {
     if (!this.rows) this.relayout();
+    if (!this.rows || this.tokens.count === 0) return;
     const token = Math.max(this.from, Math.min(index, this.tokens.count - 1));
     if (!select) this.anchor = token;
     this.focus = token;
@@ -211,7 +212,7 @@ export class TokenView {
       const width = tokenWidth(spelling, this.cell);
       node.append(this.#token(i, spelling, width));
       const hunk = this.lane.hunkAt(i);
-      if (hunk) node.append(this.lane.element(hunk, x, this.spellings, this.cell));
+      if (hunk) node.append(this.lane.element(hunk, x));
       x += width;
     }
     return node;
