@@ -215,8 +215,8 @@ class FakeVllm(FakeServer):
 
     def _next_reply(self, prompt: list[int], max_tokens: int | None) -> Reply:
         """How a generation after a prompt goes."""
-        if max_tokens == 1:  # a probe: scripts are for the requests of tests
-            return Reply(ids=HI[:1])
+        if max_tokens == 1:  # a probe: scripts are for the requests of tests, but a slow line is slow for all
+            return Reply(ids=HI[:1], drip_s=self.usual.drip_s)
         return self.replies.popleft() if self.replies else self.usual
 
     async def _render_chat(self, request: web.Request, seen: Seen) -> web.StreamResponse:

@@ -95,6 +95,7 @@ class Dispatch:
         key = routing.conversation or f"request/{id(lease)}"
         lease.to_read = routing.ids - (routing.reused if replica.name == self._holder else 0)
         lease.conversations = fleet.conversations.load(replica.name, key)
+        lease.last_try = not self._may_rerun
         replica.breaker.started(lease)
         fleet.conversations.begin(key, replica.name, routing.ids)
         leased = _Leased(fleet, replica, lease, key, ends=not routing.conversation, broke=self._survived)

@@ -17,6 +17,7 @@ from proxy.errors import (
 from proxy.fleet.choosing import Candidate, Choose, Policy, Preference, make_choice
 from proxy.fleet.conversations import Conversations
 from proxy.fleet.dispatch import Dispatch, Work
+from proxy.fleet.health import BreakerState
 from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Capacity, Lease
 from proxy.fleet.pace import Crowding, ExpectedLength
@@ -323,11 +324,12 @@ class Fleet:
         replica.breaker.open(reason)
         log.warning("%s gets no requests for %.0f s: %s", replica.name, replica.breaker.opens_for_s(), reason)
         replica.count_ejection("silent")
-        replica.load.give_up(asyncio.get_running_loop().time())
+        replica.load.give_up(asyncio.get_running_loop().time(), gone=False)
 
     def has_alternative(self, replica: Replica) -> bool:
-        """Whether another replica could take the requests of one."""
-        return any(other is not replica and other.breaker.allows for other in self._ready())
+        """Whether another replica could take the requests of one; a trial is too little for that."""
+        others = [other for other in self._ready() if other is not replica]
+        return any(other.breaker.state is BreakerState.CLOSED for other in others)
 
     @property
     def _takes_images(self) -> bool:

@@ -45,6 +45,7 @@ class Breaker:
         self._opened_at: float | None = None
         self._last_opened: float | None = None
         self._trial: object | None = None
+        self._trial_began = 0.0
 
     @property
     def state(self) -> BreakerState:
@@ -69,6 +70,10 @@ class Breaker:
         """Whether a trial runs."""
         return self._trial is not None
 
+    def trial_s(self) -> float:
+        """Seconds since the trial began; 0 if none runs."""
+        return self._clock() - self._trial_began if self.on_trial else 0.0
+
     @property
     def allows(self) -> bool:
         """Whether a request may be sent now."""
@@ -78,7 +83,7 @@ class Breaker:
     def started(self, request: object) -> None:
         """Take note that a request is sent; half open, it is the trial, unless another one is."""
         if self.state is BreakerState.HALF_OPEN and self._trial is None:
-            self._trial = request
+            self._trial, self._trial_began = request, self._clock()
 
     def ended(self, request: object) -> None:
         """Take note that a request ended. If it was an undecided trial, the next request is the trial."""

@@ -26,6 +26,8 @@ class Lease:
     """Estimated number of its prompt's ids that are not in the replica's prefix cache."""
     conversations: float = 0.0
     """Weighted number of active conversations on the replica when the request was sent."""
+    last_try: bool = False
+    """Whether the request may not run again if this replica fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Load:
     pace: Pace = field(default_factory=Pace)
     slowest_gap_s: float = 0.0
     """The longest recent time between two signs of progress."""
+    responded: bool = False
+    """Whether the replica served a prompt since it was started; the first one may take it very long."""
     _progressed: float = -math.inf
     """When the replica last sent an event or a body, or took a request after a pause."""
     _seconds: _Decayed = field(default_factory=_Decayed)
@@ -96,13 +100,17 @@ class Load:
             self.running.remove(lease)
             self.ids -= lease.ids
 
-    def give_up(self, now: float) -> None:
-        """End the wait of all requests without a first byte, so that they can run on another replica.
+    def give_up(self, now: float, *, gone: bool) -> None:
+        """End the wait of requests without a first byte, so that they can run on another replica.
 
         Args:
             now: on the clock of the event loop.
+            gone: whether nothing can come any more. If not, and the replica never responded, requests stay
+                that may not run again.
         """
         for lease in list(self.running):
+            if lease.last_try and not (gone or self.responded):
+                continue
             if lease.deadline is not None and not lease.deadline.expired():
                 lease.deadline.reschedule(now)
                 lease.deadline = None
@@ -127,6 +135,7 @@ class Load:
         now = self.clock()
         lease.deadline = None
         if lease.ids:
+            self.responded = True
             self._seconds.add(now - lease.started, now)
             self._ids_served.add(lease.ids, now)
         self.progress()

@@ -294,7 +294,7 @@ class Replica:
         if self._misses < MISSES:
             return False
         # a machine that is gone breaks no connections; the replica may be down already for another reason
-        self.load.give_up(asyncio.get_running_loop().time())
+        self.load.give_up(asyncio.get_running_loop().time(), gone=True)
         return True
 
     async def _is_healthy(self) -> bool:
@@ -345,6 +345,7 @@ class Replica:
             self.takes_images = capabilities.images is not None
             self.engine.verify(self._verify)
             self.breaker.reset()
+            self.load.responded = False
             self._misses = 0
             self.chat_tokenizer.load(self.questions, capabilities.model)
             self.report_state()

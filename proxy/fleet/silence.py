@@ -61,8 +61,7 @@ class SilenceWatch:
                 if replica.name in self._probes or not self._may_probe(replica):
                     continue
                 suspicious = self._is_suspicious(replica)
-                # a trial of a whole completion may take minutes, and all other requests wait for its end
-                if suspicious or replica.breaker.on_trial:
+                if suspicious or _has_long_trial(replica):
                     self._probes[replica.name] = asyncio.create_task(self._probe(replica, suspicious))
 
     def _may_probe(self, replica: Replica) -> bool:
@@ -106,7 +105,7 @@ class SilenceWatch:
         else:
             if status < 500:
                 replica.load.progress()
-                if status == 200 and replica.breaker.on_trial:
+                if status == 200 and _has_long_trial(replica):
                     replica.breaker.succeeded()
                 return
         progressed = replica.load.silent_s() < silent_since
@@ -117,6 +116,15 @@ class SilenceWatch:
             return
         if self._fleet.has_alternative(replica):
             self._fleet.eject(replica, "it responds to /health, but to no requests")
+
+
+def _has_long_trial(replica: Replica) -> bool:
+    """Whether its trial runs for so long that a request for one token decides instead.
+
+    A trial of a whole completion may take minutes, and all other requests wait for its end. A shorter one
+    proves more.
+    """
+    return replica.breaker.trial_s() > SILENT_S
 
 
 async def _token_count(replica: Replica) -> float | None:

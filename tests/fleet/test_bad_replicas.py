@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from proxy.fleet.lateness import Lateness
 from tests.fake_vllm import Canned, FakeVllm, Reply, Seen
 from tests.fleet.processes import CHAT, Clients
 from tests.tiny_model import TinyModel
@@ -69,7 +70,7 @@ async def _watch(url: str, bad: FakeVllm, go_bad: Callable[[FakeVllm], None]) ->
         await asyncio.sleep(1.0)
         assert _generations(bad), "the replica got no requests while it was well"
         go_bad(bad)
-        await asyncio.sleep(_GONE_S)
+        await _sleep_on_time(_GONE_S)
         before = _generations(bad)
         await asyncio.sleep(_WATCHED_S)
         trials = _generations(bad) - before
@@ -79,6 +80,16 @@ async def _watch(url: str, bad: FakeVllm, go_bad: Callable[[FakeVllm], None]) ->
         done.set()
         await asyncio.wait_for(asyncio.gather(*loops), 30.0)
     return clients
+
+
+async def _sleep_on_time(seconds: float) -> None:
+    """Wait without a pause of this process: after one the proxy blames no replica for a while."""
+    lateness = Lateness()
+    lateness.start()
+    await asyncio.sleep(seconds)
+    while lateness.was_late:  # noqa: ASYNC110 - nothing tells when
+        await asyncio.sleep(seconds)
+    await lateness.stop()
 
 
 async def _repeat(clients: Clients, number: int, done: asyncio.Event) -> None:

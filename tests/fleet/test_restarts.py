@@ -1,5 +1,7 @@
 """Engines that come back as another one, and engines that answer nothing."""
 
+import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -8,7 +10,7 @@ import pytest
 
 from tests.fake_vllm import FakeVllm, Reply
 from tests.tiny_model import TinyModel
-from tests.utils import run_proxy, wait_until
+from tests.utils import run_proxy, send_and_keep, wait_until
 
 _TOKENS, _CHAT = "/v1/chat/completions/tokens", "/v1/chat/completions"
 _IDS = {"prompt_ids": [1, 74]}
@@ -38,6 +40,11 @@ def _sent_ids(engine: FakeVllm) -> list[object]:
 
 def _models(client: httpx.Client) -> list[object]:
     return [engine.get("model") for engine in client.get("/ready").json()["engines"]]
+
+
+def _breaker(client: httpx.Client) -> str:
+    """The state of the first replica's breaker."""
+    return str(client.get("/ready").json()["engines"][0]["breaker"])
 
 
 def test_no_ids_go_to_an_engine_that_came_back_with_another_model(start: Callable[..., FakeVllm]) -> None:
@@ -103,6 +110,51 @@ def test_a_silent_replica_is_ejected_and_its_requests_go_elsewhere(
         (report, _) = client.get("/ready").json()["engines"]
         assert (report["ready"], report["breaker"]) == (True, "open")
         assert "no requests" in report["problem"]
+
+
+def test_a_trial_that_just_began_is_not_decided_by_a_probe(
+    start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although an earlier request has waited for long, so that the replica looks silent."""
+    monkeypatch.setattr("proxy.fleet.health.FIRST_OPEN_S", 3.5)
+    stream = json.dumps({**_HI, "stream": True}).encode()
+    bad, good = start(usual=Reply(pause_s=_NEVER_S)), start()
+    proxy = run_proxy([bad, good], watch_interval_s=_NEVER_S, policy="round_robin")
+    with proxy as client, ExitStack() as stack:
+
+        def send_stream() -> int:
+            """Send a request that is answered at once by the good replica only; returns how many wait."""
+            stack.enter_context(send_and_keep(client.base_url, _CHAT, stream))
+            time.sleep(0.03)
+            return bad.running
+
+        wait_until(lambda: send_stream() == 1)
+        bad.hang_up = lambda seen: seen.path == _CHAT
+        for _ in range(6):
+            assert client.post(_CHAT, json=_HI).status_code == 200
+        bad.hang_up = lambda seen: False
+        assert _breaker(client) == "open"
+        wait_until(lambda: send_stream() == 2)
+        for _ in range(30):
+            assert send_stream() == 2
+        assert _breaker(client) == "half_open"
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_whose_first_responses_take_long(
+    start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch, replicas: int
+) -> None:
+    """All were just started: the request moves once, and then waits for as long as it takes."""
+    monkeypatch.setattr("proxy.fleet.health.FIRST_OPEN_S", 0.2)
+    monkeypatch.setattr("proxy.fleet.silence.SILENT_S", 0.3)
+    monkeypatch.setattr("proxy.fleet.silence.PROBE_S", 0.3)
+    monkeypatch.setattr("proxy.fleet.silence.INTERVAL_S", 0.05)
+    engines = [start() for _ in range(replicas)]
+    with run_proxy(engines, watch_interval_s=_NEVER_S) as client:
+        for engine in engines:
+            engine.slow_s[_CHAT] = 3.0
+        assert client.post(_CHAT, json=_HI).status_code == 200
+        assert 'reason="silent"' in client.get("/metrics").text
 
 
 def test_a_slow_replica_is_not_silent(
