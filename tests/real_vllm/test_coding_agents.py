@@ -24,15 +24,21 @@ def test_claude_code(server: Served, tmp_path: Path, tools: str) -> None:
 @needs(CLAUDE)
 def test_claude_code_that_thinks(mortal_engine: EngineProcess, tmp_path: Path) -> None:
     """The thinking of earlier turns stays in the prompt, as it was sampled."""
-    bias = {"2": 4, str(END_OF_REASONING): 14}
-    runs = AgentRuns(mortal_engine.url, tmp_path / "home", logit_bias=bias)
-    runs.run(claude_turns("--tools", ""))
+    bias = {"2": 5, str(END_OF_REASONING): 17}
+    for attempt in range(8):
+        runs = AgentRuns(mortal_engine.url, tmp_path / f"home-{attempt}", logit_bias=bias)
+        runs.run(claude_turns("--tools", ""))
+        found = httpx.get(
+            f"{mortal_engine.url}/v1/sessions/{runs.session}", params={"ids": "true"}, timeout=60
+        )
+        turns = found.json()["turns"]
+        # the model samples: Claude Code replaces an answer without visible text by words of its own
+        visible = all(turn["message"].get("content") for turn in turns)
+        if visible and any(turn["message"].get("reasoning") for turn in turns):
+            break
     runs.check(4)
-    recorded = httpx.get(
-        f"{mortal_engine.url}/v1/sessions/{runs.session}", params={"ids": "true"}, timeout=60
-    )
-    ends = [END_OF_REASONING in turn["completion_ids"] for turn in recorded.json()["turns"]]
-    assert sum(ends) >= 2
+    assert any(turn["message"].get("reasoning") for turn in turns)
+    assert all(END_OF_REASONING in turn["completion_ids"] for turn in turns)
 
 
 @needs(CODEX)

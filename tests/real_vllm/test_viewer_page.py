@@ -17,6 +17,7 @@ from proxy.cli import main
 from proxy.demo.stack import MODEL_NAME, EngineProcess
 from tests.real_vllm.conftest import Served, run_proxy
 from tests.viewer.browser import (
+    DARK,
     PHONE,
     PageOptions,
     Viewer,
@@ -114,6 +115,12 @@ async def test_the_list_is_live_and_filtered(server: Served, rollout: _Rollout) 
         await viewer.page.wait_for_selector(".status:text('0 of')")
         if axe_is_installed():
             assert _serious(await viewer.accessibility_violations()) == []
+        await rollout.turn(_user("Look at the files."), headers={"x-openai-subagent": "review"})
+        await viewer.open(f"#/?search={rollout.name}&class=subagent")
+        await row.filter(has_text="3 turns").wait_for()
+        await viewer.page.click("summary")
+        await viewer.page.wait_for_selector(".plot svg[aria-label*='Rewards'] path")
+        await viewer.page.wait_for_selector(".plot svg[aria-label*='Reasons'] path")
 
 
 async def test_a_tree_with_every_kind_of_turn(server: Served, rollout: _Rollout) -> None:
@@ -160,10 +167,14 @@ async def test_a_tree_with_every_kind_of_turn(server: Served, rollout: _Rollout)
         await page.keyboard.press("Escape")
         await rollout.turn(_user("One more."))
         await _count(viewer, ".tree-row", 9)
-    async with _page(server.url, PHONE) as viewer:
-        await viewer.open(f"#/s/{rollout.name}/-/tokens")
-        await viewer.page.wait_for_selector(".token.sampled")
-        assert await viewer.page.evaluate("() => document.documentElement.scrollWidth") <= PHONE.width
+    for options in (PHONE, DARK):
+        async with _page(server.url, options) as viewer:
+            await viewer.open(f"#/s/{rollout.name}/-/tokens")
+            await viewer.page.wait_for_selector(".token.sampled")
+            width = await viewer.page.evaluate("() => document.documentElement.scrollWidth")
+            assert width <= options.width
+            if axe_is_installed():
+                assert _serious(await viewer.accessibility_violations()) == []
 
 
 async def test_tokens_are_those_that_the_client_got(server: Served, rollout: _Rollout) -> None:
@@ -217,6 +228,32 @@ async def test_a_session_and_an_export_as_one_file(
             await viewer.page.wait_for_selector(".token.sampled")
             assert await viewer.page.locator(".token.sampled").count() > sampled
             assert "Name·a·colour." in "".join((await viewer.text(".tokens")).split())
+
+
+async def test_a_store_and_its_exports_as_one_file(
+    engines: dict[str, EngineProcess], model: Path, tmp_path: Path
+) -> None:
+    name, store = "exported", f"sqlite:///{tmp_path}/rollouts.db"
+    with run_proxy(engines["stock"].url, "--store", store) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
+            rollout = _Rollout(http, name)
+            choice = await rollout.turn(_user("Name a colour."))
+            last = await rollout.turn(_user("Name a colour."), choice["message"], _user("Why?"))
+    sources = [["view", name, "--store", store]]
+    for kind in ("jsonl", "parquet"):
+        export = f"{tmp_path}/samples.{kind}"
+        assert main(["export", "--store", store, "--out", export]) == 0
+        sources.append(["view", export])
+    ids = last["prompt_token_ids"] + last["token_ids"]
+    for source in sources:
+        file = tmp_path / "page.html"
+        assert main([*source, "--tokenizer", str(model), "-o", str(file)]) == 0
+        async with _page("file://") as viewer:
+            await viewer.page.goto(f"{file.as_uri()}#/s/{name}/-/tokens?token={len(ids) - 1}")
+            await viewer.page.wait_for_selector(".token.focused.sampled")
+            details = await viewer.text(".details")
+            assert re.search(rf"id\s+{ids[-1]}\b", details)
+            assert f"{len(ids)} ids" in await viewer.text(".tools")
 
 
 def test_a_setting_turns_it_off(engines: dict[str, EngineProcess]) -> None:

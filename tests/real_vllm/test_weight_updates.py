@@ -20,6 +20,7 @@ from proxy.demo.stack import EngineProcess
 from tests.real_vllm.conftest import START_TIMEOUT_S, run_proxy, wait_ready
 from tests.real_vllm.plain import CHAT, user
 from tests.utils import wait_until
+from tests.viewer.browser import missing_program, run_browser, watched_page
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 600)
 
@@ -202,3 +203,25 @@ def test_other_calls(fleet: Fleet) -> None:
     stream = Stream(fleet, "after", 4)
     stream.run()
     assert stream.outcome == "200"
+
+
+@pytest.mark.skipif(bool(missing_program()), reason=missing_program() or "no reason")
+async def test_the_page_shows_which_weights_sampled(fleet: Fleet) -> None:
+    name, versions, messages = "weights-page", ("page-1", "page-2"), [user("Name a colour.")]
+    for version in versions:
+        assert fleet.post("/update_weight_version", {"new_version": version}).status_code == 200
+        asked = {"messages": messages, "max_tokens": 8, "return_token_ids": True}
+        answer = fleet.post(CHAT, asked, headers={"X-Session-ID": name}).json()
+        messages += [answer["choices"][0]["message"], user("And another one?")]
+    first = len(answer["prompt_token_ids"])
+    async with run_browser() as browser, watched_page(browser, fleet.url) as viewer:
+        for version in versions:
+            await viewer.open(f"#/?search={name}&weight_version={version}")
+            await viewer.page.wait_for_selector(f".list-row[data-session='{name}']")
+        await viewer.open(f"#/s/{name}/-/tokens?token={first}")
+        await viewer.page.wait_for_selector(".token.focused.sampled")
+        assert "page-2" in await viewer.text(".details")
+        await viewer.page.get_by_label("Colours").select_option("weights")
+        assert all([version in await viewer.text(".legends") for version in versions])
+        assert await viewer.page.locator(".tokens .token.version-0").count() > 0
+        assert await viewer.page.locator(".tokens .token.version-1").count() > 0
