@@ -1,5 +1,6 @@
 """The page in a browser over a real vLLM, inside it and in front: what a reader does with a rollout."""
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -242,12 +243,12 @@ async def test_a_store_and_its_exports_as_one_file(
     sources = [["view", name, "--store", store]]
     for kind in ("jsonl", "parquet"):
         export = f"{tmp_path}/samples.{kind}"
-        assert main(["export", "--store", store, "--out", export]) == 0
+        assert await asyncio.to_thread(main, ["export", "--store", store, "--out", export]) == 0
         sources.append(["view", export])
     ids = last["prompt_token_ids"] + last["token_ids"]
     for source in sources:
         file = tmp_path / "page.html"
-        assert main([*source, "--tokenizer", str(model), "-o", str(file)]) == 0
+        assert await asyncio.to_thread(main, [*source, "--tokenizer", str(model), "-o", str(file)]) == 0
         async with _page("file://") as viewer:
             await viewer.page.goto(f"{file.as_uri()}#/s/{name}/-/tokens?token={len(ids) - 1}")
             await viewer.page.wait_for_selector(".token.focused.sampled")
