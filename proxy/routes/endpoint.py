@@ -308,7 +308,7 @@ def _too_large(limit: int) -> BodyTooLarge:
 
 
 class _ClientWatch:
-    """Cancels the task inside its `with` when the client disconnects.
+    """Cancels the task inside its `with` when the client disconnects before the response is complete.
 
     A request that is served within `WATCH_AFTER_S` costs no task.
     """
@@ -340,6 +340,9 @@ class _ClientWatch:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        # servers report the end of a complete response as a disconnect too; the clean-up after it must finish
+        if self._exchange.complete:
+            return
         self._gone = True
         self._exchange.leave()
         self._task.cancel()

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.fake_vllm import Canned, FakeVllm, Reply, error_body
+from tests.monitoring.scraping import Scrape
 from tests.talk import user
 from tests.tiny_model import TinyModel
-from tests.utils import Pair, run_proxy
+from tests.utils import Pair, run_proxy, wait_until
 
 _BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "messages": [user("Hi")], "stream": True}
 _SILENCE_S = 0.2
@@ -59,3 +60,12 @@ def test_an_error_after_the_stream_began(impatient: Pair) -> None:
     names = [name for name in _names(text) if name != "ping"]
     assert names == ["message_start", "error"]
     assert '"type":"invalid_request_error","message":"no"' in text
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_a_slow_request_ends_for_its_replica(impatient: Pair, path: str) -> None:
+    """A stream that began before the engine responded closes the engine's response at its end."""
+    impatient.fake.slow_s["/v1/chat/completions"] = 3 * _SILENCE_S
+    body = {**_BODY, "input": "Hi"}
+    assert impatient.client.post(path, json=body).status_code == 200
+    wait_until(lambda: Scrape(impatient.client).value("replica_requests_in_flight") == 0)
