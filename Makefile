@@ -1,6 +1,6 @@
 # What a person and CI run. `make` alone lists the targets; ARGS goes to pytest, e.g. make test-fast ARGS="-k splice".
 .DEFAULT_GOAL := help
-.PHONY: help dev install demo serve test test-fast lint format templates bench clean
+.PHONY: help dev install demo serve test test-fast coverage lint format templates bench clean
 
 PORT ?= 8000
 ARGS ?=
@@ -21,11 +21,14 @@ demo: install  ## start the small model, hold a conversation over several turns,
 serve: install  ## serve the small model on PORT (8000) until Ctrl-C
 	@exec .venv/bin/tokenproxy demo --serve --port $(PORT)
 
-test: install  ## all tests, the ones on a real vLLM too, with coverage
+test: install  ## all tests, the ones on a real vLLM too
 	@scripts/test $(ARGS)
 
 test-fast: dev  ## the tests that need no vLLM and take no long time
 	@scripts/test-fast $(ARGS)
+
+coverage: dev  ## what the fast tests cover, line by line
+	@scripts/coverage $(ARGS)
 
 lint: dev  ## ruff and mypy
 	@scripts/lint

@@ -21,8 +21,8 @@ MODEL_NAME = "smollm2"
 
 STANDARD_FLAGS = (
     *("--served-model-name", MODEL_NAME),
-    # Not every CPU computes in bfloat16: without AVX-512 it takes four times as long as float32. In bfloat16 the
-    # logprobs of one prompt also differ by up to 0.2 with what else is in the batch.
+    # Not every CPU computes in bfloat16: without AVX-512 it takes four times as long as float32. In bfloat16
+    # the logprobs of a prompt also differ by up to 0.2 with the other requests of its batch.
     *("--dtype", "float32"),
     "--enforce-eager",
     *("--max-model-len", "8192"),
@@ -33,8 +33,8 @@ STANDARD_FLAGS = (
 )
 
 _ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    # One process computes and schedules: between two, the second keeps a core busy with waiting for the first.
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, for 23,000 ids
+    # One process schedules and computes. Of two, one would keep a core busy while it waits for the other.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

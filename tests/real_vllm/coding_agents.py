@@ -16,8 +16,13 @@ ROOT = Path(__file__).parents[2]
 CLAUDE, CODEX = (
     ROOT / ".cache" / "agents" / name / "node_modules" / ".bin" / name for name in ("claude", "codex")
 )
-OVERRIDES: dict[str, Any] = {"max_tokens": 400, "temperature": 0.7, "logit_bias": {"2": 4}}
-"""The end of a turn is made likely: both programs repeat a request whose answer was cut off."""
+OVERRIDES: dict[str, Any] = {
+    "max_tokens": 400,
+    "temperature": 0.7,
+    "frequency_penalty": 0.5,
+    "logit_bias": {"2": 4},
+}
+"""Turns are likely to end, and to repeat nothing: both programs repeat a request whose answer was cut off."""
 TEXTS = ("Name a colour.", "And another?", "Which one is warmer?", "Thanks.")
 BARE = ("--bare", "--system-prompt", "You are terse.")
 """Flags of Claude Code with which its first prompt is short."""

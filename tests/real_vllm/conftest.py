@@ -5,12 +5,13 @@ front of a stock vLLM; some also against the proxy made to use vLLM's generate r
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from openai import OpenAI
 
 from proxy.demo.checkpoint import ensure_checkpoint
 from proxy.demo.stack import EngineProcess, free_port
+from tests.real_vllm.shared_engines import share_engines, shared_log
 
 INSIDE, FRONT, GENERATE = "inside vLLM", "in front of vLLM", "in front, by the generate route"
 START_TIMEOUT_S = 600.0
@@ -50,12 +52,28 @@ class Served:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything here, and run what kills engines last."""
+    """Mark everything here, and run what kills engines last.
+
+    With `-n 2 --dist loadgroup` one process runs the tests inside vLLM and the other those in front of it, so
+    that each has its engine for itself. The rest is distributed by module.
+    """
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.real_vllm)
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=lambda item: item.get_closest_marker("kills_engine") is not None)
+
+
+def _group(item: pytest.Item) -> str:
+    callspec = getattr(item, "callspec", None)
+    match callspec.params.get("server") if callspec is not None else None:
+        case None:
+            return item.path.stem
+        case server if server == INSIDE:
+            return "inside"
+        case _:
+            return "in front"
 
 
 @pytest.fixture(scope="session")
@@ -94,8 +112,8 @@ def engines(
     thinking_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, EngineProcess]]:
-    """All engines that the selected tests need, started at the same time."""
-    logs = tmp_path_factory.mktemp("vllm")
+    """All engines that the selected tests need, started at the same time; processes of one run share them."""
+    folder = _shared_folder(tmp_path_factory)
     patient = {"TOKENPROXY_STORE_TIMEOUT_S": STORE_TIMEOUT_S}
     needed = {
         "plugin": EngineProcess(
@@ -103,13 +121,13 @@ def engines(
             plugin=True,
             api_server_count=2,
             extra_environment=patient,
-            log_file=logs / "plugin.log",
+            log_file=shared_log(folder, "plugin"),
         ),
         "stock": EngineProcess(
             model,
             plugin=False,
             extra_flags=["--enable-scale-out", "--trust-request-chat-template"],
-            log_file=logs / "stock.log",
+            log_file=shared_log(folder, "stock"),
         ),
     }
     if any("mortal_engine" in getattr(item, "fixturenames", ()) for item in request.session.items):
@@ -117,16 +135,23 @@ def engines(
             thinking_model,
             extra_flags=["--reasoning-parser", "deepseek_r1"],
             extra_environment=patient,
-            log_file=logs / "mortal.log",
+            log_file=shared_log(folder, "mortal"),
         )
-    with ExitStack() as stack:
-        started = {name: stack.enter_context(engine) for name, engine in needed.items()}
-        for engine in started.values():
+    with share_engines(needed, model, folder) as engines:
+        for engine in engines.values():
             engine.wait_ready(START_TIMEOUT_S)
         for name in ("plugin", "mortal"):
-            if name in started:
-                wait_ready(started[name].url)
-        yield started
+            if name in engines:
+                wait_ready(engines[name].url)
+        yield engines
+
+
+def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for all processes of a test run with -n; without -n, one of this process."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "engines"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -226,8 +226,12 @@ def test_metrics_are_among_those_of_ray(cluster: Cluster, arguments: dict[str, A
 
 def test_engines_that_ray_serve_runs(cluster: Cluster, model: Path, store: str) -> None:
     flags = "--served-model-name smollm2 --dtype float32 --enforce-eager --max-model-len 8192"
-    small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    small["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    small = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     engine = {
         "model": str(model),
         "gpus": 0,

@@ -24,7 +24,7 @@ from tests.viewer.browser import missing_program, run_browser, watched_page
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 600)
 
-DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 _STREAMS = 4
 _TOKENS = 300
 
