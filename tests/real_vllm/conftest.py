@@ -51,6 +51,7 @@ class Served:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist then finds the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark everything here, and run what kills engines last.
 
