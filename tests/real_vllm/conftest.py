@@ -51,30 +51,13 @@ class Served:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist then finds the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything here, and run what kills engines last.
-
-    With `-n 2 --dist loadgroup` one process runs the tests inside vLLM and the other those in front of it, so
-    that each has its engine for itself. The rest is distributed by module.
-    """
+    """Mark everything here, and run what kills engines last."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.real_vllm)
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=lambda item: item.get_closest_marker("kills_engine") is not None)
-
-
-def _group(item: pytest.Item) -> str:
-    callspec = getattr(item, "callspec", None)
-    match callspec.params.get("server") if callspec is not None else None:
-        case None:
-            return item.path.stem
-        case server if server == INSIDE:
-            return "inside"
-        case _:
-            return "in front"
 
 
 @pytest.fixture(scope="session")

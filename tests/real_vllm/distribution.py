@@ -1,0 +1,24 @@
+"""The pytest plugin of `pytest -n 2 -p tests.real_vllm.distribution`: what each of the two processes runs.
+
+One runs the tests inside vLLM and the other those in front of it, so that each has its engine for itself. The
+rest is distributed by file. (The groups of pytest-xdist 3.8, `--dist loadgroup`, do nothing with pytest 9.2.)
+"""
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+WAYS = ("inside vLLM", "in front")
+
+
+class WayScheduling(LoadScopeScheduling):
+    """Keeps all tests of one way to run in one process, and all other tests of a file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, parameters = nodeid.partition("[")
+        return next((way for way in WAYS if way in parameters), file.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WayScheduling:
+    """The scheduler of this run."""
+    return WayScheduling(config, log)
