@@ -10,7 +10,8 @@ count as a use: the feed returns the sessions that got one.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -29,8 +30,10 @@ IDLE_S = 600.0
 _PAGE = 1000
 _AT_ONCE = 16
 """Sessions that are read at the same time."""
-_LARGE = 64
-"""Turns from which a session is summarised in a thread."""
+_BYTES_AT_ONCE = 1 << 20
+"""Size of the sessions that are read at the same time; a larger one is read alone."""
+_LARGE_BYTES = 1 << 14
+"""Size from which a session is summarised in a thread: a summary compares the ids of its prompts."""
 _SELECTIONS = 4
 """Results that are kept until the index changes."""
 
@@ -142,20 +145,31 @@ class SessionIndex:
         urgent = [key for key in first if key in self._unread]
         read = False
         while urgent or self._unread:
-            batch = urgent[:_AT_ONCE] or list(self._unread)[:_AT_ONCE]
-            urgent = urgent[_AT_ONCE:]
+            batch = self._first_of(urgent or self._unread)
+            urgent = urgent[len(batch) :]
             await asyncio.gather(*map(self._read_one, batch))
             read = True
             if time.monotonic() >= deadline:
                 break
         return read
 
+    def _first_of(self, keys: Iterable[str]) -> list[str]:
+        """The first of these sessions, as many as are read before the clock is looked at again."""
+        batch: list[str] = []
+        size = 0
+        for key in islice(keys, _AT_ONCE):
+            size += self._entries[key].size if key in self._entries else 0
+            if batch and size > _BYTES_AT_ONCE:
+                break
+            batch.append(key)
+        return batch
+
     async def _read_one(self, key: str) -> None:
         entry = self._entries.get(key)
         turns = await self._store.turns(key)
         rewards = await self._store.rewards(key)
         found: Summary
-        if len(turns) < _LARGE:
+        if sum(len(turn.appended) + len(turn.messages) for turn in turns) < _LARGE_BYTES:
             found = summarize(turns)
         else:
             found = await asyncio.to_thread(summarize, turns)

@@ -1,6 +1,8 @@
 """The index of sessions: it finds what changed, works for a short while, and keeps tenants apart."""
 
 import asyncio
+import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,18 @@ from proxy.stores.memory import MemoryStore
 from proxy.viewer import session_index
 from proxy.viewer.session_index import SessionIndex, SessionIndexes
 from proxy.viewer.session_query import ListQuery, Sort
+from proxy.viewer.summaries import Summary, summarize
 from tests.samples.trees import child, root
 from tests.stores.store_utils import opened
 from tests.viewer.recordings import LIMITS
 
 ALL = ListQuery()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request reads all that there is, on a slow machine too."""
+    monkeypatch.setattr(session_index, "WORK_S", 60.0)
 
 
 async def _add(store: Store, name: str, turns: Sequence[Turn], tenant: str = "", **fields: Any) -> None:
@@ -212,3 +221,28 @@ async def test_a_file_of_another_process(tmp_path: Path) -> None:
         for name in "ab":
             await _add(writer, name, _turns(name))
             assert (await _names(index))[0] == name
+
+
+async def test_large_sessions_are_read_one_by_one_and_summarised_in_threads(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time that a request may take is looked at between them, and other requests run meanwhile."""
+    here, elsewhere = threading.get_ident(), []
+
+    def summarize_somewhere(turns: Sequence[Turn]) -> Summary:
+        elsewhere.append(threading.get_ident() != here)
+        return summarize(turns)
+
+    monkeypatch.setattr(session_index, "summarize", summarize_somewhere)
+    monkeypatch.setattr(session_index, "WORK_S", 0.0)
+    monkeypatch.setattr(session_index, "_BYTES_AT_ONCE", 30_000)
+    index = SessionIndex(store, "")
+    for name in ("large", "larger"):
+        ids = random.Random(name).choices(range(2**31), k=5000)  # stores compress others
+        await _add(store, name, [root(f"{name}-0", ids, [3, 4], rollout=name)])
+    for name in ("small", "smaller"):
+        await _add(store, name, _turns(name))
+    counts = [(await index.page(ALL, 0, 1))["read"] for _ in range(4)]
+    assert (counts[0], counts[-1]) == (1, 4)
+    assert sorted(elsewhere) == [False, False, True, True]
+    assert 3 in counts  # never both of the large ones
