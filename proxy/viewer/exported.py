@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from proxy.history.prompt_image import PromptImage
 from proxy.history.store import Session
 from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, request_time
 from proxy.samples.layouts import LAYOUTS
@@ -107,7 +108,9 @@ def _recording(samples: Sequence[Sample]) -> Recording:
     own = {span.id: span.reward for sample in samples for span in sample.turns if span.reward is not None}
     shared = next((each.reward for each in samples if each.leaf not in own and each.reward is not None), None)
     rewards = own if shared is None else {**own, "": shared}
-    return Recording(session, sorted(turns.values(), key=lambda turn: turn.id), rewards)
+    trained = {span.id for sample in samples for span in sample.turns if span.trained}
+    in_order = sorted(turns.values(), key=lambda turn: turn.id)
+    return Recording(session, in_order, rewards, frozenset(turns.keys() - trained))
 
 
 def _turns(sample: Sample) -> Iterator[Turn]:
@@ -130,7 +133,7 @@ def _turn(
     message: Mapping[str, Any],
 ) -> Turn:
     logprobs = [value for value in sample.logprobs[span.start : span.end] if value is not None]
-    first = parent is None
+    first, prompt_tokens = parent is None, len(sample.prompt_ids) + span.start
     return Turn(
         id=span.id,
         rollout=sample.rollout,
@@ -145,9 +148,10 @@ def _turn(
         appended=pack_ids(appended),
         completion=pack_ids(sample.completion_ids[span.start : span.end]),
         logprobs=pack_logprobs(logprobs),
-        prompt_tokens=len(sample.prompt_ids) + span.start,
+        prompt_tokens=prompt_tokens,
         source=span.source,
         reason=span.reason,
+        images=_images(sample, prompt_tokens - len(appended), prompt_tokens),
         finish_reason=span.finish_reason,
         stop_reason=span.stop_reason,
         temperature=span.temperature,
@@ -160,6 +164,15 @@ def _turn(
         request_class=span.request_class,
         agent=span.agent,
         requested_model=span.requested_model,
+    )
+
+
+def _images(sample: Sample, start: int, end: int) -> tuple[PromptImage, ...]:
+    """The images in the ids [start, end) of a sample, without their data."""
+    return tuple(
+        PromptImage(image.offset, image.length, image.digest, kind="", data=b"")
+        for image in sample.images
+        if start <= image.offset < end
     )
 
 

@@ -26,6 +26,8 @@ class Recording:
     turns: Sequence[Turn]
     rewards: Mapping[str, float] = field(default_factory=dict)
     """By turn id; the session's by ""."""
+    untrained: frozenset[str] = frozenset()
+    """Ids of turns that could be trained on, and are not: those of other classes than an export selects."""
 
 
 class PageData(msgspec.Struct):
@@ -84,7 +86,7 @@ def add_recording(page: PageData, recording: Recording, tokenizer: ChatTokenizer
         path = path_of(by_id[leaf], by_id)
         bases = [Basis.BEFORE, Basis.TEMPLATE] if leaf in breaks else [Basis.TEMPLATE]
         lanes = [drift_lane(turns, path, basis, tokenizer, note) for basis in bases]
-        return LeafData(encode_tokens(path, tree, tokenizer, note), lanes)
+        return LeafData(encode_tokens(path, tree, tokenizer, note, recording.untrained), lanes)
 
     leaves = [turn.id for turn in turns if tree.is_leaf(turn)]
     page.add(recording.session.name, session_tree(recording.session, turns, recording.rewards), leaves, read)

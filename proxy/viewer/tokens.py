@@ -9,7 +9,7 @@
 128,000 ids take 1.2 MB and no parsing; as JSON they would take 3 MB and be parsed on the page's only thread.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -83,13 +83,18 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_tokens(
-    path: Sequence[Turn], tree: TurnTree, vocabulary: Vocabulary | None, note: str = ""
+    path: Sequence[Turn],
+    tree: TurnTree,
+    vocabulary: Vocabulary | None,
+    note: str = "",
+    untrained: Collection[str] = (),
 ) -> bytes:
     """The body for the path that ends with its last turn.
 
     Args:
         vocabulary: None if the ids cannot be spelled.
         note: see `Header.note`.
+        untrained: ids of turns that are not trained on although they can be.
     """
     ids, logprobs, flags = [], [], []
     turns: list[TurnIds] = []
@@ -101,7 +106,7 @@ def encode_tokens(
         end = sampled + len(completion)
         ids += [appended, completion]
         logprobs += [np.full(len(appended), np.nan, "<f4"), _logprobs(turn, len(completion))]
-        trained = 0 if tree.fault(turn) else TRAINED
+        trained = 0 if turn.id in untrained or tree.fault(turn) else TRAINED
         flags.append(np.full(len(appended), _provenance(turn), np.uint8))
         flags.append(np.full(len(completion), Provenance.SAMPLED | trained, np.uint8))
         for index, found in enumerate(unpack_alternatives(turn.alternatives), start=sampled):
