@@ -94,8 +94,16 @@ def cells() -> list[Cell]:
 class Calibration:
     """Collects rounds, and makes the costs of their medians."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_turns: int | None = None) -> None:
+        """Nothing is measured yet.
+
+        Args:
+            most_turns: how many turns a rollout has at most; None for as many as a measurement needs.
+        """
         self.cells = cells()
+        if most_turns is not None:
+            cases = [replace(cell.case, turns=min(cell.case.turns, most_turns)) for cell in self.cells]
+            self.cells = [replace(cell, case=case) for cell, case in zip(self.cells, cases, strict=True)]
         self._samples: dict[str, Samples] = defaultdict(Samples)
         self._searches: list[float] = []
         self._probes: list[float] = []

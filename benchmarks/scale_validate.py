@@ -1,7 +1,7 @@
 """The comparison of `simulate.py validate`: small cases in reality and in the simulation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean, median
 
 from benchmarks.command import progress
@@ -25,7 +25,9 @@ CASES = (
     Case("40 rollouts, memory", 40, 10, 1_500, 400, 200, think_s=0.05, service_s=0.05, store="memory"),
 )
 """None is part of the measurement of the costs."""
-QUICK = (CASES[1], CASES[7])
+QUICK_TURNS = 2
+"""Turns of a rollout that only shows that a measurement runs."""
+QUICK = tuple(replace(case, turns=QUICK_TURNS) for case in (CASES[1], CASES[7]))
 
 
 @dataclass(slots=True)

@@ -78,7 +78,8 @@ def _run(options: argparse.Namespace) -> int:
     else:
         rounds = options.rounds or (1 if options.quick else _FULL_ROUNDS)
         compared = scale_validate.QUICK if options.quick else scale_validate.CASES
-        costs, pairs = measure(rounds, () if options.command == CALIBRATE else compared)
+        most_turns = scale_validate.QUICK_TURNS if options.quick else None
+        costs, pairs = measure(rounds, () if options.command == CALIBRATE else compared, most_turns)
         parts[scale_report.COSTS] = scale_report.costs_text(costs)
         results["costs"] = asdict(costs)
         if pairs:
@@ -100,15 +101,18 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def measure(rounds: int, compared: Sequence[Case]) -> tuple[Costs, list[Pair]]:
+def measure(rounds: int, compared: Sequence[Case], most_turns: int | None) -> tuple[Costs, list[Pair]]:
     """Measure the costs and, alternately, the cases to compare with the simulation, which may be none.
+
+    Args:
+        most_turns: see `Calibration`.
 
     Raises:
         StartError: a process does not start, or Redis is not installed.
         BadResponse: a response is an error.
     """
     checkpoint = ensure_checkpoint()
-    calibration, validation = Calibration(), Validation(compared)
+    calibration, validation = Calibration(most_turns), Validation(compared)
     cases = [cell.case for cell in calibration.cells] + [pair.case for pair in validation.pairs]
     with scratch_folder() as folder:
         with open_bench(checkpoint, cases, folder) as bench:
