@@ -12,7 +12,7 @@ from proxy.samples.feed import metadata_matches
 from proxy.viewer.summaries import Counts, Summary
 
 _REWARDS = 1000
-"""Rewards for the plot."""
+"""The most rewards that the plot gets."""
 _BUCKETS = 48
 """Bars of the plot of reasons."""
 
@@ -71,6 +71,16 @@ class ListQuery:
     descending: bool = True
 
 
+class Rewards(msgspec.Struct, frozen=True):
+    """The rewards of the sessions that meet the conditions."""
+
+    count: int
+    mean: float
+    """0 if there is none."""
+    values: list[float]
+    """In rising order; of more than `_REWARDS` rewards, some at equal distances in that order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The sessions that meet the conditions, and what is counted over them."""
@@ -78,8 +88,7 @@ class Selection:
     entries: list[Entry]
     facets: dict[str, dict[str, int]]
     """For models, reasons, problems, classes and weight versions the number of sessions with each word."""
-    rewards: list[float]
-    """Of the first sessions that have one."""
+    rewards: Rewards
     reasons_over_time: dict[str, Any]
     """`start`, `step` in seconds; `counts`: for each reason the number of turns by the time of last use."""
 
@@ -115,7 +124,7 @@ def select(entries: Iterable[Entry], query: ListQuery) -> Selection:
             "classes": _sessions_with(map(_words, (summary.classes for summary in summaries))),
             "weight_versions": _sessions_with(summary.weight_versions for summary in summaries),
         },
-        rewards=[entry.reward for entry in ordered if entry.reward is not None][:_REWARDS],
+        rewards=_rewards(found),
         reasons_over_time=_reasons_over_time(found),
     )
 
@@ -150,6 +159,15 @@ def _matches(entry: Entry, query: ListQuery) -> bool:
         and (not query.weight_version or query.weight_version in summary.weight_versions)
         and (not query.drift or summary.drift > 0)
     )
+
+
+def _rewards(entries: Iterable[Entry]) -> Rewards:
+    values = sorted(entry.reward for entry in entries if entry.reward is not None)
+    count = len(values)
+    mean = sum(values) / max(1, count)
+    if count > _REWARDS:
+        values = [values[number * (count - 1) // (_REWARDS - 1)] for number in range(_REWARDS)]
+    return Rewards(count, mean, values)
 
 
 def _in_range(reward: float | None, low: float | None, high: float | None) -> bool:

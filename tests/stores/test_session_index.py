@@ -14,7 +14,7 @@ from proxy.history.turn import Turn, WeightSpan
 from proxy.stores.memory import MemoryStore
 from proxy.viewer import session_index
 from proxy.viewer.session_index import SessionIndex, SessionIndexes
-from proxy.viewer.session_query import ListQuery, Sort
+from proxy.viewer.session_query import Entry, ListQuery, Rewards, Sort, select
 from proxy.viewer.summaries import Summary, summarize
 from tests.samples.trees import child, root
 from tests.stores.store_utils import opened
@@ -68,7 +68,7 @@ async def test_a_reward_is_found_though_it_is_no_use(store: Store) -> None:
     await store.set_rewards("a", {"": 0.5})
     page = await index.page(ALL, 0, 10)
     assert [(row["id"], row["reward"]) for row in page["data"]] == [("b", None), ("a", 0.5)]
-    assert page["rewards"] == [0.5]
+    assert page["rewards"] == Rewards(1, 0.5, [0.5])
 
 
 async def test_what_was_deleted_leaves_with_a_full_walk(
@@ -246,3 +246,17 @@ async def test_large_sessions_are_read_one_by_one_and_summarised_in_threads(
     assert (counts[0], counts[-1]) == (1, 4)
     assert sorted(elsewhere) == [False, False, True, True]
     assert 3 in counts  # never both of the large ones
+
+
+@pytest.mark.parametrize("sort", [Sort.REWARD, Sort.USED])
+def test_the_plot_of_many_rewards_is_that_of_all(sort: Sort) -> None:
+    """Whatever the order of the list, and with the smallest and the largest of them."""
+    entries = [
+        Entry(str(each), str(each), True, False, 1.0, float(each), 1, 1, b"{}", reward=each / 3000)
+        for each in range(3001)
+    ]
+    rewards = select(entries, ListQuery(sort=sort)).rewards
+    assert (rewards.count, rewards.mean) == (3001, pytest.approx(0.5))
+    assert (len(rewards.values), rewards.values[0], rewards.values[-1]) == (1000, 0.0, 1.0)
+    assert rewards.values == sorted(rewards.values)
+    assert select([], ListQuery()).rewards == Rewards(0, 0.0, [])

@@ -28,12 +28,10 @@ export function pathPlots(path, onturn) {
   ];
 }
 
-/** The rewards of the sessions of a group, from the smallest to the largest. */
-export function rewardPlot(rewards) {
-  const sorted = [...rewards].sort((a, b) => a - b);
-  const mean = sum(sorted) / (sorted.length || 1);
-  const title = `Rewards of ${count(sorted.length)} sessions, mean ${reward(mean)}`;
-  return sorted.length ? barPlot(title, [["reward", sorted]]) : null;
+/** The rewards of the sessions of a group, in rising order; of very many, some of them. */
+export function rewardPlot({ count: sessions, mean, values }) {
+  const title = `Rewards of ${count(sessions)} sessions, mean ${reward(mean)}`;
+  return values.length ? barPlot(title, [["reward", values]]) : null;
 }
 
 /** How often each reason occurred, over time. */
