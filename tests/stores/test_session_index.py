@@ -256,7 +256,8 @@ def test_the_plot_of_many_rewards_is_that_of_all(sort: Sort) -> None:
         for each in range(3001)
     ]
     rewards = select(entries, ListQuery(sort=sort)).rewards
-    assert (rewards.count, rewards.mean) == (3001, pytest.approx(0.5))
+    assert rewards.count == 3001
+    assert rewards.mean == pytest.approx(0.5)
     assert (len(rewards.values), rewards.values[0], rewards.values[-1]) == (1000, 0.0, 1.0)
     assert rewards.values == sorted(rewards.values)
     assert select([], ListQuery()).rewards == Rewards(0, 0.0, [])
