@@ -41,15 +41,24 @@ def _prompt(turns: list[dict[str, Any]], turn: dict[str, Any]) -> list[int]:
     return prompt
 
 
+@pytest.fixture(scope="module")
+def held() -> dict[str, dict[str, str]]:
+    """`rollouts` by the URL of the server: each holds the conversations once."""
+    return {}
+
+
 @pytest.fixture
-def rollouts(server: Served) -> dict[str, str]:
+def rollouts(server: Served, held: dict[str, dict[str, str]]) -> dict[str, str]:
     """The sessions of the demo's three conversations, by the name of the route."""
+    if server.url in held:
+        return held[server.url]
     client = _client(server)
     routes = (TokenRoute(client), ChatRoute(client), StockRoute(client))
     found = [converse(route, MODEL_NAME, progress=_quiet) for route in routes]
     assert [each.exact == each.follow_ups for each in found[:2]] == [True, True]
     assert found[2].exact < found[2].follow_ups  # the seeds of the demo drift
-    return {each.route: each.session or "" for each in found}
+    held[server.url] = {each.route: each.session or "" for each in found}
+    return held[server.url]
 
 
 def test_the_drift_lane_is_what_the_engine_itself_renders(server: Served, rollouts: dict[str, str]) -> None:
