@@ -108,6 +108,7 @@ export class ListView {
     location.hash = listAddress(query);
   }
 
+  /** Show what the address asks for, and ask again from then on, also after a failure. */
   async #load() {
     clearTimeout(this.timer);
     const { query } = this;
@@ -115,19 +116,34 @@ export class ListView {
     parameters.set("limit", String(PAGE));
     try {
       const answer = await this.app.source.sessions(parameters);
-      if (this.closed || this.query !== query) return;
-      this.#showAnswer(answer);
-      this.app.report(null);
-    } catch (error) {
-      if (this.closed || this.query !== query) return;
-      this.app.report(error);
+      if (this.#awaits(query)) this.#showAnswer(answer);
+    } finally {
+      if (this.#awaits(query)) this.#pollSoon();
     }
+  }
+
+  /** Whether an answer to a query is still wanted. */
+  #awaits(query) {
+    return !this.closed && this.query === query;
+  }
+
+  #pollSoon() {
     if (!this.app.source.live) return;
     const next = () => {
       if (document.hidden) this.timer = setTimeout(next, EVERY_MS);
-      else this.#load();
+      else this.#poll();
     };
     this.timer = setTimeout(next, this.answer && !this.answer.complete ? SOON_MS : EVERY_MS);
+  }
+
+  async #poll() {
+    const { query } = this;
+    try {
+      await this.#load();
+      if (this.#awaits(query)) this.app.report(null);
+    } catch (error) {
+      if (this.#awaits(query)) this.app.report(error);
+    }
   }
 
   #showAnswer(answer) {
