@@ -52,6 +52,8 @@ export class ListView {
       rowRole: "row",
       label: "Sessions",
       draw: (index) => this.#row(this.rowsData[index]),
+      name: (index) => this.rowsData[index].id,
+      state: (index) => JSON.stringify(this.rowsData[index]),
       onopen: (index, event) => {
         if (!event.target.closest?.("input, a")) location.hash = sessionAddress(this.rowsData[index].id);
       },
@@ -77,6 +79,7 @@ export class ListView {
     const query = new URLSearchParams(address.query);
     if (query.toString() === this.query.toString()) return;
     this.query = query;
+    this.rows.activate(-1);
     this.rows.element.scrollTop = 0;
     if (document.activeElement !== this.search) this.#showTools();
     await this.#load();
@@ -116,7 +119,9 @@ export class ListView {
     parameters.set("limit", String(PAGE));
     try {
       const answer = await this.app.source.sessions(parameters);
-      if (this.#awaits(query)) this.#showAnswer(answer);
+      if (!this.#awaits(query)) return;
+      this.#showAnswer(answer);
+      this.#showAges();
     } finally {
       if (this.#awaits(query)) this.#pollSoon();
     }
@@ -157,10 +162,16 @@ export class ListView {
       answer.sessions === 0
         ? "No sessions yet: send a request to /v1/chat/completions, and it appears here."
         : `${count(answer.matching)} of ${count(answer.sessions)} sessions${reading}`;
-    this.rows.reset(this.rowsData.length);
+    this.rows.update(this.rowsData.length);
     this.#showFacets(answer.facets);
     this.#showPager(answer);
     this.#showPlots();
+  }
+
+  /** Rows that do not change stay in the document, and grow older there. */
+  #showAges() {
+    for (const age of this.rows.element.querySelectorAll("[data-used]"))
+      age.textContent = ago(Number(age.dataset.used));
   }
 
   #showTools() {
@@ -317,7 +328,7 @@ export class ListView {
         el(
           "div",
           { class: "list-numbers" },
-          el("span", { title: time(row.used) }, ago(row.used)),
+          el("span", { title: time(row.used), data: { used: row.used } }, ago(row.used)),
           el("span", {}, `${count(row.turn_count)} turns`),
           summary ? el("span", {}, `${count(summary.ids)} ids`) : el("span", {}, "…"),
           summary ? el("span", {}, `${count(summary.sampled)} sampled`) : null,

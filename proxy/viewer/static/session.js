@@ -6,7 +6,7 @@ import { button, el, select, show } from "./dom.js";
 import { count, plural, reward, time } from "./format.js";
 import { pathPlots } from "./plots.js";
 import { TokenPanel } from "./token_panel.js";
-import { badge, badges, facts, Tree } from "./turn.js";
+import { badge, badges, facts, stateOf, Tree } from "./turn.js";
 import { WindowedRows } from "./windowed.js";
 
 const EVERY_MS = 2000;
@@ -24,6 +24,8 @@ export class SessionView {
       rowRole: "treeitem",
       label: "Turns",
       draw: (index) => this.#row(index),
+      name: (index) => this.tree.rows[index].turn.id,
+      state: (index) => this.#stateOfRow(index),
       onopen: (index) => this.#go({ turn: this.tree.rows[index].turn.id }),
     });
     this.pathBar = el("div", { class: "path-bar" });
@@ -167,17 +169,21 @@ export class SessionView {
     this.named = tree.byId.get(this.address.turn) ?? null;
     this.turn = this.named ?? longest;
     if (!this.turn) {
-      this.rows.reset(0);
+      this.rows.update(0);
       show(this.panel, el("p", { class: "hint" }, "This session has no turns yet."));
       return;
     }
     this.path = tree.path(this.named ? tree.leaf(this.named) : longest);
     this.onPath = new Set(this.path.map((turn) => turn.id));
-    this.rows.active = tree.rows.findIndex(({ turn }) => turn.id === this.turn.id);
-    this.rows.reset(tree.rows.length);
-    if (!keepPlace) this.rows.activate(this.rows.active);
+    this.rows.update(tree.rows.length);
+    if (!keepPlace) this.rows.activate(tree.rows.findIndex(({ turn }) => turn.id === this.turn.id));
     this.#showBar();
     this.#showView(keepPlace);
+  }
+
+  #stateOfRow(index) {
+    const { turn, level } = this.tree.rows[index];
+    return `${level} ${this.onPath.has(turn.id)} ${stateOf(turn, this.tree)}`;
   }
 
   #row(index) {

@@ -1,0 +1,77 @@
+"""What a reader has chosen stays while sessions change, and what changed is shown."""
+
+from typing import Any
+
+from proxy.history.store import Session, Store
+from proxy.history.turn import Turn
+from tests.samples.trees import child, root
+from tests.viewer.browser import Viewer
+
+_EMPTY: dict[str, Any] = {"message": b"{}", "messages": b"[]"}
+
+
+async def _record(store: Store, turn: Turn, used: float) -> None:
+    """Record a turn, and when its session was last used."""
+    session = Session(id=turn.rollout, created=1.0, used=used)
+    await store.add(session, [turn], [[]])
+    await store.save_session(session)
+
+
+async def _three_sessions(store: Store, prefix: str) -> list[Turn]:
+    """Sessions that end with 0, 1 and 2; the list shows the last one first."""
+    turns = [root(f"{i + 1:032x}", [1, 74], [75], rollout=f"{prefix}-{i}", **_EMPTY) for i in range(3)]
+    for used, turn in enumerate(turns, start=1):
+        await _record(store, turn, float(used))
+    return turns
+
+
+async def _delete(viewer: Viewer, store: Store, *turns: Turn) -> None:
+    """Delete the sessions of turns; the page is closed before, because it asks for them."""
+    await viewer.page.goto("about:blank")
+    for turn in turns:
+        await store.delete(turn.rollout)
+
+
+async def _open_list(viewer: Viewer, prefix: str) -> None:
+    await viewer.open(f"#/?search={prefix}")
+    await viewer.page.wait_for_function("() => document.querySelectorAll('.list-row').length === 3")
+
+
+async def _wait_for_order(viewer: Viewer, *names: str) -> None:
+    await viewer.page.wait_for_function(
+        "names => JSON.stringify([...document.querySelectorAll('.list-row')].map(r => r.dataset.session))"
+        " === JSON.stringify(names)",
+        arg=list(names),
+    )
+
+
+async def test_the_active_row_stays_with_its_session(viewer: Viewer, recorded_store: Store) -> None:
+    turns = await _three_sessions(recorded_store, "moving")
+    await _open_list(viewer, "moving")
+    await viewer.page.keyboard.press("j")
+    await viewer.page.keyboard.press("j")
+    used = child("f" * 32, turns[0], [7], [8], rollout="moving-0", **_EMPTY)
+    await _record(recorded_store, used, 9.0)
+    await _wait_for_order(viewer, "moving-0", "moving-2", "moving-1")
+    active = viewer.page.locator(".list-row[aria-selected='true']")
+    assert await active.get_attribute("data-session") == "moving-1"
+    grid = viewer.page.get_by_role("grid")
+    assert await grid.get_attribute("aria-activedescendant") == await active.get_attribute("id")
+    await viewer.page.keyboard.press("Enter")
+    await viewer.page.wait_for_function("() => location.hash === '#/s/moving-1'")
+    await _delete(viewer, recorded_store, *turns)
+
+
+async def test_rows_that_do_not_change_stay_in_the_document(viewer: Viewer, recorded_store: Store) -> None:
+    turns = await _three_sessions(recorded_store, "pressed")
+    await _open_list(viewer, "pressed")
+    box = await viewer.page.locator(".list-row[data-session='pressed-1'] .list-numbers").bounding_box()
+    assert box is not None
+    await viewer.page.mouse.move(box["x"] + 5, box["y"] + 5)
+    await viewer.page.mouse.down()
+    used = child("f" * 32, turns[2], [7], [8], rollout="pressed-2", **_EMPTY)
+    await _record(recorded_store, used, 9.0)
+    await viewer.page.wait_for_selector(".list-row[data-session='pressed-2']:has-text('2 turns')")
+    await viewer.page.mouse.up()
+    await viewer.page.wait_for_function("() => location.hash === '#/s/pressed-1'")
+    await _delete(viewer, recorded_store, *turns)
