@@ -75,3 +75,17 @@ async def test_rows_that_do_not_change_stay_in_the_document(viewer: Viewer, reco
     await viewer.page.mouse.up()
     await viewer.page.wait_for_function("() => location.hash === '#/s/pressed-1'")
     await _delete(viewer, recorded_store, *turns)
+
+
+async def test_sessions_are_chosen_with_the_keyboard(viewer: Viewer, recorded_store: Store) -> None:
+    turns = await _three_sessions(recorded_store, "spaced")
+    await _open_list(viewer, "spaced")
+    for key in ("j", "Space", "j", "Space", "j", "Space", "Space"):
+        await viewer.page.keyboard.press(key)
+    chosen = await viewer.page.locator(".list-row:has(input:checked)").evaluate_all(
+        "rows => rows.map((row) => row.dataset.session)"
+    )
+    assert chosen == ["spaced-2", "spaced-1"]
+    await viewer.page.click("text=compare 2")
+    await viewer.page.wait_for_function("() => document.querySelectorAll('.column').length === 2")
+    await _delete(viewer, recorded_store, *turns)

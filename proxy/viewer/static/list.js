@@ -57,6 +57,7 @@ export class ListView {
       onopen: (index, event) => {
         if (!event.target.closest?.("input, a")) location.hash = sessionAddress(this.rowsData[index].id);
       },
+      onmark: (index, row) => row.querySelector("input").click(),
     });
     this.element = el(
       "div",

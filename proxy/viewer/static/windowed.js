@@ -7,15 +7,16 @@ const OVERSCAN = 8;
 /**
  * `draw(index)` makes the element of a row, `name(index)` tells the row from all others, and `state(index)` is a
  * text that changes with what the element shows. The region is one tab stop: arrow keys move the active row, Enter
- * calls `onopen(index)`.
+ * calls `onopen(index)`, and space `onmark(index, element)`.
  */
 export class WindowedRows {
-  constructor({ height, draw, name, state, onopen, role, rowRole, label }) {
+  constructor({ height, draw, name, state, onopen, onmark, role, rowRole, label }) {
     this.height = height;
     this.drawRow = draw;
     this.nameOf = name;
     this.stateOf = state;
     this.onopen = onopen;
+    this.onmark = onmark;
     this.rowRole = rowRole;
     this.length = 0;
     this.active = -1;
@@ -149,6 +150,10 @@ export class WindowedRows {
     } else if (event.key === "Enter" && this.active >= 0) {
       event.preventDefault();
       this.onopen(this.active, event);
+    } else if (event.key === " " && this.onmark && event.target === this.element && this.active >= 0) {
+      event.preventDefault();
+      this.activate(this.active); // it is in the document then
+      this.onmark(this.active, this.drawn.get(this.activeName).node);
     }
   }
 }
