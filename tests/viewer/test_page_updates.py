@@ -89,3 +89,57 @@ async def test_sessions_are_chosen_with_the_keyboard(viewer: Viewer, recorded_st
     await viewer.page.click("text=compare 2")
     await viewer.page.wait_for_function("() => document.querySelectorAll('.column').length === 2")
     await _delete(viewer, recorded_store, *turns)
+
+
+async def test_the_filters_keep_the_focus_and_follow_the_address(
+    viewer: Viewer, recorded_store: Store
+) -> None:
+    page = viewer.page
+    turns = await _three_sessions(recorded_store, "filtered")
+    await _open_list(viewer, "filtered")
+    await page.get_by_label("Order by").focus()
+    await page.get_by_label("Order by").select_option("created")
+    await page.wait_for_function("() => location.hash.includes('sort=created')")
+    await _record(recorded_store, child("f" * 32, turns[0], [7], [8], rollout="filtered-0", **_EMPTY), 9.0)
+    await page.wait_for_selector(".list-row[data-session='filtered-0']:has-text('2 turns')")
+    assert await page.evaluate("document.activeElement.ariaLabel") == "Order by"
+    await page.get_by_label("Descending").click()
+    await page.wait_for_function("() => document.activeElement.ariaLabel === 'Ascending'")
+    await page.get_by_label("Search sessions").focus()
+    for kept in ("created", "used"):  # back, over the order and then over what it is by
+        await page.go_back()
+        await page.get_by_label("Descending").wait_for()
+        await page.wait_for_function(
+            f"() => document.querySelector('.list [aria-label=\"Order by\"]').value === {kept!r}"
+        )
+    await page.get_by_label("Search sessions").fill("filtered-1")
+    await page.wait_for_function("() => document.querySelectorAll('.list-row').length === 1")
+    await page.go_back()
+    await page.wait_for_function("() => document.querySelectorAll('.list-row').length === 3")
+    assert await page.get_by_label("Search sessions").input_value() == "filtered"
+    await _delete(viewer, recorded_store, *turns)
+
+
+async def test_the_controls_of_a_session_keep_the_focus(viewer: Viewer, recorded_store: Store) -> None:
+    page = viewer.page
+    first = root("1" * 32, [1, 74], [75], rollout="focused", **_EMPTY)
+    other, last = (child(i * 32, first, [76], [77], rollout="focused", **_EMPTY) for i in "23")
+    for turn in (first, other, last):
+        await _record(recorded_store, turn, 1.0)
+    await viewer.open(f"#/s/focused/{last.id}/tokens")
+    await page.wait_for_selector(".token.sampled")
+    for number, label in enumerate(("Path", "Colours", "Tokens", "Prompt compared"), start=4):
+        await page.locator(f".path [aria-label='{label}']:is(select, [role=grid])").focus()
+        last = child(str(number) * 32, last, [7], [8], rollout="focused", **_EMPTY)
+        await _record(recorded_store, last, float(number))
+        await page.wait_for_selector(f".total:has-text('{2 * number - 1} ids')")
+        assert await page.evaluate("document.activeElement.ariaLabel") == label
+    await page.get_by_role("combobox", name="Path").focus()
+    await page.get_by_role("combobox", name="Path").select_option(other.id)
+    await page.wait_for_function(f"() => location.hash.includes('{other.id}')")
+    assert await page.evaluate("document.activeElement.ariaLabel") == "Path"
+    await page.get_by_role("tab", name="conversation").focus()
+    await page.keyboard.press("Enter")
+    await page.wait_for_selector(".conversation .turn")
+    assert await page.evaluate("document.activeElement.textContent") == "conversation"
+    await _delete(viewer, recorded_store, first)

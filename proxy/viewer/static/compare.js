@@ -1,7 +1,7 @@
 // Paths side by side: of one session, or of sessions of one group. What all begin with is folded.
 
 import { compareAddress, sessionAddress } from "./address.js";
-import { button, el, select, show } from "./dom.js";
+import { button, el, renew, select } from "./dom.js";
 import { count, reward } from "./format.js";
 import { TokenView } from "./tokens.js";
 import { badge, badges, Tree } from "./turn.js";
@@ -80,7 +80,7 @@ export class CompareView {
 
   #showColumns() {
     const from = Math.max(0, this.common - BEFORE);
-    show(
+    renew(
       this.columns,
       this.sides.map((side, index) => {
         side.view = new TokenView(side.tokens, {

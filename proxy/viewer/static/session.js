@@ -2,7 +2,7 @@
 
 import { compareAddress, listAddress, sessionAddress, VIEWS } from "./address.js";
 import { Conversation } from "./conversation.js";
-import { button, el, select, show } from "./dom.js";
+import { button, el, renew, select, setOptions, show } from "./dom.js";
 import { count, plural, reward, time } from "./format.js";
 import { pathPlots } from "./plots.js";
 import { TokenPanel } from "./token_panel.js";
@@ -28,7 +28,7 @@ export class SessionView {
       state: (index) => this.#stateOfRow(index),
       onopen: (index) => this.#go({ turn: this.tree.rows[index].turn.id }),
     });
-    this.pathBar = el("div", { class: "path-bar" });
+    this.pathBar = this.#makeBar();
     this.panel = el("div", { class: "panel", role: "tabpanel", "aria-label": "Path" });
     this.element = el(
       "div",
@@ -94,7 +94,7 @@ export class SessionView {
     this.tree = new Tree(data);
     const { session } = data;
     const metadata = Object.entries(session.metadata ?? {});
-    show(
+    renew(
       this.header,
       el("h1", {}, session.id),
       badge(plural(data.turns.length, "turn"), ""),
@@ -216,42 +216,46 @@ export class SessionView {
     return node;
   }
 
+  #makeBar() {
+    this.tabs = VIEWS.map((view) => el("a", { role: "tab" }, view));
+    this.paths = select("Path", [], "", (turn) => this.#go({ turn }));
+    this.compare = button(
+      "compare",
+      () => {
+        const leaf = this.path.at(-1);
+        const other = this.tree.leaves.find((turn) => turn.id !== leaf.id);
+        location.hash = compareAddress(
+          [leaf, other].map((turn) => ({ session: this.name, turn: turn.id })),
+        );
+      },
+      { title: "This path next to another one" },
+    );
+    return el(
+      "div",
+      { class: "path-bar", hidden: true },
+      el("div", { role: "tablist", "aria-label": "View of the path" }, this.tabs),
+      this.paths,
+      this.compare,
+    );
+  }
+
   #showBar() {
     const leaf = this.path.at(-1);
+    this.pathBar.hidden = false;
+    this.tabs.forEach((tab, index) => {
+      const view = VIEWS[index];
+      const isChosen = view === this.address.view;
+      tab.href = sessionAddress(this.name, this.turn.id, view);
+      tab.setAttribute("aria-selected", String(isChosen));
+      tab.className = isChosen ? "tab chosen" : "tab";
+    });
     const leaves = this.tree.leaves.map((turn, index) => [
       turn.id,
       `path ${index + 1}: ${plural(this.tree.depth.get(turn.id), "turn")} to turn ${this.tree.number.get(turn.id)}`,
     ]);
-    const tabs = VIEWS.map((view) =>
-      el(
-        "a",
-        {
-          role: "tab",
-          href: sessionAddress(this.name, this.turn.id, view),
-          "aria-selected": String(view === this.address.view),
-          class: view === this.address.view ? "tab chosen" : "tab",
-        },
-        view,
-      ),
-    );
-    const others = this.tree.leaves.filter((turn) => turn.id !== leaf.id);
-    show(
-      this.pathBar,
-      el("div", { role: "tablist", "aria-label": "View of the path" }, tabs),
-      leaves.length > 1 ? select("Path", leaves, leaf.id, (turn) => this.#go({ turn })) : null,
-      others.length > 0
-        ? button(
-            "compare",
-            () => {
-              location.hash = compareAddress([
-                { session: this.name, turn: leaf.id },
-                { session: this.name, turn: others[0].id },
-              ]);
-            },
-            { title: "This path next to another one" },
-          )
-        : null,
-    );
+    setOptions(this.paths, leaves, leaf.id);
+    this.paths.hidden = leaves.length < 2;
+    this.compare.hidden = !leaves.some(([turn]) => turn !== leaf.id);
   }
 
   #showView(keepPlace) {

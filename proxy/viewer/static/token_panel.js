@@ -1,7 +1,7 @@
 // The view of a path's tokens: colours, drift lane, search, minimap, details.
 
 import { Details } from "./details.js";
-import { button, el, select, show } from "./dom.js";
+import { button, el, renew, select, show } from "./dom.js";
 import { count, plural } from "./format.js";
 import { Minimap } from "./minimap.js";
 import { COLOURS, textBetween, TokenView } from "./tokens.js";
@@ -21,7 +21,6 @@ const START = {
   top: 0,
   basis: "",
   words: "",
-  searching: false,
 };
 
 export class TokenPanel {
@@ -31,6 +30,7 @@ export class TokenPanel {
     this.address = address;
     this.details = new Details({ address });
     this.tools = el("div", { class: "tools", role: "toolbar", "aria-label": "Tokens" });
+    this.legend = el("div", { class: "legends" });
     this.status = el("p", { class: "status", role: "status" });
     this.body = el("div", { class: "token-body" });
     this.element = el("div", { class: "token-panel" }, this.tools, this.status, this.body);
@@ -74,7 +74,6 @@ export class TokenPanel {
   /** What a reader of the path has chosen, and keeps while the path grows. */
   #state() {
     const { colour, focus, anchor, region } = this.view;
-    const searching = document.activeElement === this.search;
     return {
       colour,
       focus,
@@ -82,7 +81,6 @@ export class TokenPanel {
       top: region.scrollTop,
       basis: this.basis,
       words: this.search.value,
-      searching,
     };
   }
 
@@ -115,7 +113,7 @@ export class TokenPanel {
     const { colour, focus, anchor } = state;
     Object.assign(this.view, { colour, focus, anchor });
     this.#showTools(tokens, state);
-    show(this.body, this.view.element, this.map.element, this.details.element);
+    renew(this.body, this.view.element, this.map.element, this.details.element);
     this.view.relayout();
     this.view.region.scrollTop = state.top;
     this.details.show(this.view);
@@ -149,7 +147,7 @@ export class TokenPanel {
       ["none", "off"],
     ];
     const turns = this.path.map((turn) => [turn.id, `prompt of turn ${this.tree.number.get(turn.id)}`]);
-    show(
+    renew(
       this.tools,
       select("Colours", COLOURS, state.colour, (colour) => {
         this.view.setColour(colour);
@@ -167,11 +165,9 @@ export class TokenPanel {
       button("copy text", () => this.#copy("text"), { title: "Y" }),
       el("span", { class: "total" }, `${count(tokens.count)} ids`),
       tokens.note ? el("span", { class: "problem-text" }, tokens.note) : null,
+      this.legend,
     );
-    this.legend = el("div", { class: "legends" });
-    this.tools.append(this.legend);
     this.#showLegend(state.colour);
-    if (state.searching) this.search.focus();
   }
 
   #showLegend(colour) {
