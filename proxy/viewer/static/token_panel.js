@@ -27,6 +27,8 @@ export class TokenPanel {
   constructor(app, session, { address }) {
     this.app = app;
     this.session = session;
+    this.shown = null; // the last turn of the path in the view
+    this.wanted = null; // the place that an address named, until it is shown
     this.address = address;
     this.details = new Details({ address });
     this.tools = el("div", { class: "tools", role: "toolbar", "aria-label": "Tokens" });
@@ -37,7 +39,7 @@ export class TokenPanel {
   }
 
   close() {
-    this.leaf = null; // responses that arrive now are dropped
+    this.leaf = this.load = null; // responses that arrive now are dropped
     this.closed = true;
     this.view?.close();
   }
@@ -47,14 +49,23 @@ export class TokenPanel {
     const leaf = path.at(-1);
     this.tree = tree;
     this.path = path;
+    if (turn || token !== null) this.wanted = { turn, token };
     if (this.leaf !== leaf.id) {
-      const grows = !turn && this.view && path.some((each) => each.id === this.leaf);
+      const grows = !turn && path.some((each) => each.id === this.shown);
       this.leaf = leaf.id;
       await this.#load(leaf, grows ? this.#state() : START);
-      if (this.leaf !== leaf.id || !this.view) return;
+      if (this.leaf !== leaf.id) return;
     }
+    if (this.shown === leaf.id) this.#goToWanted(); // else the ids are on their way
+  }
+
+  /** Scroll to what was asked for last. */
+  #goToWanted() {
+    if (!this.wanted) return;
+    const { turn, token } = this.wanted;
+    this.wanted = null;
     const start = this.view.tokens.turns.find((each) => each.id === turn?.id)?.start;
-    if (token !== null && token !== undefined) this.view.reveal(token);
+    if (token !== null) this.view.reveal(token);
     else if (start !== undefined) this.#scrollToTurn(start);
   }
 
@@ -66,7 +77,7 @@ export class TokenPanel {
       y: () => this.#copy("ids"),
       Y: () => this.#copy("text"),
     };
-    if (!actions[key] || !this.view) return false;
+    if (!actions[key] || !this.shown) return false;
     actions[key]();
     return true;
   }
@@ -85,18 +96,23 @@ export class TokenPanel {
   }
 
   async #load(leaf, state) {
-    if (state === START) show(this.body, el("p", { class: "hint", role: "status" }, "reading the ids…"));
+    const load = (this.load = {});
+    if (state === START) {
+      this.shown = null;
+      this.tools.inert = true; // they are those of another path
+      show(this.body, el("p", { class: "hint", role: "status" }, "reading the ids…"));
+    }
     let tokens;
     try {
       tokens = await this.app.source.tokens(this.session, leaf.id);
     } catch (error) {
-      if (this.leaf !== leaf.id) return; // another path was chosen meanwhile
-      this.leaf = null;
+      if (this.load !== load) return; // another path was chosen meanwhile
+      this.leaf = this.shown = null;
       this.app.report(error);
       show(this.body, el("p", { class: "problem-text" }, `The ids cannot be read: ${error.message}`));
       return;
     }
-    if (this.leaf !== leaf.id) return;
+    if (this.load !== load) return;
     if (state !== START) state = this.#state(); // a reader goes on meanwhile
     this.view?.close();
     this.view = new TokenView(tokens, {
@@ -114,6 +130,7 @@ export class TokenPanel {
     Object.assign(this.view, { colour, focus, anchor });
     this.#showTools(tokens, state);
     renew(this.body, this.view.element, this.map.element, this.details.element);
+    this.shown = leaf.id;
     this.view.relayout();
     this.view.region.scrollTop = state.top;
     this.details.show(this.view);
@@ -147,6 +164,7 @@ export class TokenPanel {
       ["none", "off"],
     ];
     const turns = this.path.map((turn) => [turn.id, `prompt of turn ${this.tree.number.get(turn.id)}`]);
+    this.tools.inert = false;
     renew(
       this.tools,
       select("Colours", COLOURS, state.colour, (colour) => {

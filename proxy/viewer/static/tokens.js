@@ -114,16 +114,18 @@ export class TokenView {
     this.relayout();
   }
 
-  /** Break the tokens into rows anew; the token at the top stays there. */
+  /** Break the tokens into rows anew; the token or the heading at the top stays there. */
   relayout() {
     const width = this.region.clientWidth - 16;
     if (width <= 0) return;
-    const kept = this.rows ? this.rows.first[rowAt(this.rows.top, this.region.scrollTop)] : null;
+    const top = this.rows ? rowAt(this.rows.top, this.region.scrollTop) : 0;
+    const kept = this.rows ? this.rows.first[top] : null;
+    const above = this.rows?.turn[top] >= 0 ? 1 : 0; // rows between its heading and the token
     this.cell = this.#cellWidth();
     this.rows = layout(this.tokens, this.spellings, width, this.cell, this.lane.starts, this.from);
     this.canvas.style.height = `${this.rows.height}px`;
     this.region.setAttribute("aria-rowcount", this.rows.first.length - 1);
-    if (kept !== null && kept > this.from) this.region.scrollTop = this.rows.top[rowOf(this.rows, kept)];
+    if (kept !== null && kept > this.from) this.region.scrollTop = this.rows.top[rowOf(this.rows, kept) - above];
     this.#redraw();
     this.onscroll();
   }
