@@ -20,6 +20,7 @@ const START = {
   anchor: null,
   top: 0,
   basis: "",
+  chosen: null,
   words: "",
 };
 
@@ -91,6 +92,7 @@ export class TokenPanel {
       anchor,
       top: region.scrollTop,
       basis: this.basis,
+      chosen: this.chosen,
       words: this.search.value,
     };
   }
@@ -126,7 +128,9 @@ export class TokenPanel {
       layout();
       this.map.redraw();
     };
-    const { colour, focus, anchor } = state;
+    const { colour, focus, anchor, chosen } = state;
+    this.chosen = chosen; // the turn whose prompt a reader wants compared; null for the last one of the path
+    this.laneOf = chosen ?? leaf.id;
     Object.assign(this.view, { colour, focus, anchor });
     this.#showTools(tokens, state);
     renew(this.body, this.view.element, this.map.element, this.details.element);
@@ -134,7 +138,6 @@ export class TokenPanel {
     this.view.relayout();
     this.view.region.scrollTop = state.top;
     this.details.show(this.view);
-    this.laneOf = leaf.id;
     await this.#loadLane(state.basis);
   }
 
@@ -172,7 +175,8 @@ export class TokenPanel {
         this.#showLegend(colour);
       }),
       select("Drift lane", lanes, state.basis, (basis) => this.#loadLane(basis)),
-      select("Prompt compared", turns, this.leaf, (turn) => {
+      select("Prompt compared", turns, this.laneOf, (turn) => {
+        this.chosen = turn === this.leaf ? null : turn;
         this.laneOf = turn;
         this.#loadLane(this.basis);
       }),
