@@ -317,19 +317,24 @@ export class TokenView {
   #press(event) {
     const index = indexOf(event.target);
     if (index === null || event.button !== 0) return;
-    this.reveal(index, { select: event.shiftKey && this.anchor !== null });
-    this.region.focus({ preventScroll: true });
-    event.preventDefault();
+    const choose = () => {
+      this.reveal(index, { select: event.shiftKey && this.anchor !== null });
+      this.region.focus({ preventScroll: true });
+    };
     const drag = (move) => {
       const over = indexOf(document.elementFromPoint(move.clientX, move.clientY));
       if (over !== null && over !== this.focus) this.reveal(over, { select: true });
     };
-    const end = () => {
-      removeEventListener("pointermove", drag);
-      removeEventListener("pointerup", end);
-    };
-    addEventListener("pointermove", drag);
-    addEventListener("pointerup", end);
+    const pressed = new AbortController();
+    const on = (name, action) => addEventListener(name, action, { signal: pressed.signal });
+    if (event.pointerType === "touch") {
+      on("pointerup", choose); // where the finger scrolls, the press is cancelled
+    } else {
+      choose();
+      event.preventDefault();
+      on("pointermove", drag);
+    }
+    for (const name of ["pointerup", "pointercancel"]) on(name, () => pressed.abort());
   }
 
   #hover(event) {
