@@ -120,11 +120,17 @@ async def test_two_paths_side_by_side(viewer: Viewer, small: SmallSession) -> No
         "tokens => tokens.map((token) => Number(token.dataset.i))"
     )
     assert marked == [differs, differs]
-    assert await page.locator("#token-0").count() == 0
+    assert await page.locator("[id$='-token-0']").count() == 0
     assert "reward -0.5" in await viewer.text(".columns")
     await page.click(".compare .tools button:has-text('equal ids before')")
     await page.locator(".tokens").first.evaluate("node => { node.scrollTop = 0; }")
-    await page.wait_for_selector("#token-0")
+    await page.wait_for_selector("#column-0-token-0")
+    ids = await page.locator(".column [id]").evaluate_all("nodes => nodes.map((node) => node.id)")
+    assert len(ids) == len(set(ids))
+    await page.locator(".tokens").last.focus()
+    await page.keyboard.press("ArrowRight")
+    active = await page.locator(".tokens").last.get_attribute("aria-activedescendant")
+    assert active is not None and await page.locator(f".column:last-child .focused#{active}").count() == 1
 
 
 async def test_sessions_of_the_list_are_compared(viewer: Viewer) -> None:

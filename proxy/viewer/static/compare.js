@@ -87,6 +87,7 @@ export class CompareView {
           heading: (id) => this.#heading(side, id),
           from: Math.min(from, Math.max(0, side.tokens.count - BEFORE)),
           label: `Tokens of ${side.session}`,
+          prefix: `column-${index}-`,
         });
         side.view.marked = side.differs;
         side.view.colour = this.colour;

@@ -49,11 +49,13 @@ export function textBetween(tokens, start, end) {
 
 /**
  * A scrollable region with tokens. It calls `onfocus(index)` when a token gets the focus, and `onrows()` when rows
- * changed. `heading(turn id)` gives the heading of a turn.
+ * changed. `heading(turn id)` gives the heading of a turn. `prefix` tells the ids of its elements from those of other
+ * views in the page.
  */
 export class TokenView {
-  constructor(tokens, { heading, onfocus = () => {}, onscroll = () => {}, from = 0, label = "Tokens" }) {
+  constructor(tokens, { heading, onfocus = () => {}, onscroll = () => {}, from = 0, label = "Tokens", prefix = "" }) {
     this.tokens = tokens;
+    this.prefix = prefix;
     this.spellings = new Spellings(tokens);
     this.versions = [...new Set(tokens.turns.flatMap((turn) => turn.weight_versions.map(([name]) => name)))];
     this.heading = heading;
@@ -224,7 +226,7 @@ export class TokenView {
     const node = document.createElement("span");
     node.className = this.#classes(index);
     node.setAttribute("role", "gridcell");
-    node.id = `token-${index}`;
+    node.id = `${this.prefix}token-${index}`;
     node.dataset.i = index;
     node.style.width = `${width - MARGIN}px`;
     node.textContent = spelling.text;
@@ -270,7 +272,7 @@ export class TokenView {
 
   /** The token with the focus, for screen readers; it must be in the document. */
   #nameFocus() {
-    const id = `token-${this.focus}`;
+    const id = `${this.prefix}token-${this.focus}`;
     if (this.focus !== null && this.canvas.querySelector(`#${id}`))
       this.region.setAttribute("aria-activedescendant", id);
     else this.region.removeAttribute("aria-activedescendant");
