@@ -51,6 +51,7 @@ export class TokenPanel {
     this.tree = tree;
     this.path = path;
     if (turn || token !== null) this.wanted = { turn, token };
+    if (this.shown === leaf.id) this.view.renewHeadings();
     if (this.leaf !== leaf.id) {
       const grows = !turn && path.some((each) => each.id === this.shown);
       this.leaf = leaf.id;

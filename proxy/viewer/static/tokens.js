@@ -1,6 +1,6 @@
 // The ids of a path as rows of tokens, of which only the visible ones are in the document.
 
-import { el, show } from "./dom.js";
+import { el, renew, show } from "./dom.js";
 import { latinOf, textOf } from "./format.js";
 import { Lane } from "./lane.js";
 import { LANE, layout, ROW, rowAt, rowOf, Spellings, tokenWidth } from "./layout.js";
@@ -197,6 +197,14 @@ export class TokenView {
       added.push(node);
     }
     this.canvas.append(...added);
+  }
+
+  /** Make the headings anew that are in the document: turns got rewards or forks. */
+  renewHeadings() {
+    for (const [row, node] of this.drawn) {
+      const turn = this.tokens.turns[this.rows.turn[row]];
+      if (turn) renew(node.firstChild, this.heading(turn.id));
+    }
   }
 
   #headingRow(row) {
