@@ -206,10 +206,10 @@ export class TokenPanel {
         ["token plain trained", "1", "trained on"],
         ["token plain masked", "0", ""],
       ],
-      weights: (this.view?.versions ?? []).map((version, index) => [
-        `token plain version-${index % 6}`,
-        version,
-        "weight version",
+      weights: this.view.weights.found.map((version) => [
+        `token plain ${this.view.weights.colour(version)}`,
+        version.name,
+        version.isKnown ? "weight version" : "one of these weight versions; it is not known which",
       ]),
     };
     show(

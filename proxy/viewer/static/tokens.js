@@ -4,6 +4,7 @@ import { el, renew, show } from "./dom.js";
 import { latinOf, textOf } from "./format.js";
 import { Lane } from "./lane.js";
 import { LANE, layout, ROW, rowAt, rowOf, Spellings, tokenWidth } from "./layout.js";
+import { Weights } from "./weights.js";
 
 const PROVENANCE = ["rendered", "appended", "sampled", "given"];
 const TRAINED = 4;
@@ -28,13 +29,6 @@ export function isTrained(tokens, index) {
   return (tokens.flags[index] & TRAINED) !== 0;
 }
 
-/** The version of the weights that sampled a token; null if unknown. */
-export function weightVersion(tokens, index) {
-  const turn = turnAt(tokens, index);
-  const span = turn.weight_versions.find(([, start, end]) => start <= index && index < end);
-  return span ? span[0] : null;
-}
-
 /** The turn that a token belongs to. */
 export function turnAt(tokens, index) {
   return tokens.turns[rowAt(tokens.starts, index)];
@@ -57,7 +51,7 @@ export class TokenView {
     this.tokens = tokens;
     this.prefix = prefix;
     this.spellings = new Spellings(tokens);
-    this.versions = [...new Set(tokens.turns.flatMap((turn) => turn.weight_versions.map(([name]) => name)))];
+    this.weights = new Weights(tokens);
     this.heading = heading;
     this.onfocus = onfocus;
     this.onscroll = onscroll;
@@ -258,8 +252,8 @@ export class TokenView {
     if (this.colour === "mask") return isTrained(this.tokens, index) ? "trained" : "masked";
     if (!isTrained(this.tokens, index)) return "masked";
     if (this.colour === "weights") {
-      const version = weightVersion(this.tokens, index);
-      return version === null ? "masked" : `version-${this.versions.indexOf(version) % 6}`;
+      const version = this.weights.at(index);
+      return version === null ? "masked" : this.weights.colour(version);
     }
     const logprob = this.tokens.logprobs[index];
     if (Number.isNaN(logprob)) return "masked";
@@ -354,6 +348,8 @@ export class TokenView {
     const logprob = this.tokens.logprobs[index];
     const parts = [`#${this.tokens.ids[index]}`, `index ${index}`, provenance(this.tokens, index)];
     if (!Number.isNaN(logprob)) parts.push(`logprob ${logprob.toFixed(4)}`);
+    const version = this.weights.at(index);
+    if (version && !version.isKnown) parts.push(`weights ${version.name}, not known which`);
     this.tip.textContent = parts.join(" · ");
     const box = this.element.getBoundingClientRect();
     this.tip.style.left = `${Math.max(0, Math.min(event.clientX - box.left + 12, box.width - 260))}px`;
