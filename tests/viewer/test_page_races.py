@@ -152,6 +152,29 @@ async def test_any_token_in_the_address(viewer: Viewer, small: SmallSession, tok
     await viewer.page.wait_for_selector(".token.sampled")
 
 
+async def test_a_turn_that_the_session_does_not_have_is_told(viewer: Viewer, recorded_store: Store) -> None:
+    name, page = "missing", viewer.page
+    first = root(f"{1:032x}", [1], [5], rollout=name, message=b"{}", messages=b"[]")
+    second = root(f"{2:032x}", [2], [6], rollout=name, message=b"{}", messages=b"[]")
+    await recorded_store.add(Session(id=name, created=1.0, used=1.0), [first], [[]])
+    await viewer.open(f"#/s/{name}/{second.id}/tokens?token=1")
+    await page.wait_for_selector(".token.sampled")
+    notice = page.get_by_role("alert").filter(has_text=f"no turn {second.id}")
+    await notice.wait_for()
+    assert await page.locator(".token.focused").count() == 0
+    await viewer.open(f"#/compare/{name}/{second.id}/{name}/-")
+    await page.wait_for_selector(f".column:first-child:has-text('no turn {second.id}') .token")
+    assert "no turn" not in await page.locator(".column").last.inner_text()
+    await viewer.open(f"#/s/{name}/{second.id}/tokens?token=1")
+    await notice.wait_for()
+    await recorded_store.add(Session(id=name, created=1.0, used=2.0), [second], [[]])
+    await page.wait_for_selector(".token.focused[data-i='1']")
+    await notice.wait_for(state="hidden")
+    assert await page.locator(f".tree-row.on-path[data-turn='{second.id}']").count() == 1
+    await page.goto("about:blank")
+    await recorded_store.delete(name)
+
+
 @pytest.mark.parametrize("fragment", ["#/s/%E0%A4%A", "#/%", "#/compare/%/-/%/-"])
 async def test_an_address_that_cannot_be_decoded(viewer: Viewer, fragment: str) -> None:
     await viewer.open(fragment)

@@ -52,9 +52,11 @@ export class CompareView {
 
   async #load({ session, turn }) {
     const tree = new Tree(await this.app.source.session(session));
-    const leaf = tree.byId.get(turn) ?? tree.longest;
+    const named = tree.byId.get(turn);
+    const leaf = named ?? tree.longest;
     if (!leaf) throw new Error(`the session ${session} has no turns`);
-    return { session, tree, leaf, tokens: await this.app.source.tokens(session, leaf.id) };
+    const missing = named ? null : turn;
+    return { session, tree, leaf, missing, tokens: await this.app.source.tokens(session, leaf.id) };
   }
 
   /** Where each side stops being equal to the first one; the first one to all others. */
@@ -121,6 +123,9 @@ export class CompareView {
             side.differs === null ? "equal" : `differs at ${count(side.equal)}`,
             side.differs === null ? "" : "drift",
           )
+        : null,
+      side.missing
+        ? el("p", { class: "problem-text" }, `no turn ${side.missing}; this is the longest path`)
         : null,
       side.tokens.note ? el("p", { class: "problem-text" }, side.tokens.note) : null,
     );

@@ -29,13 +29,14 @@ export class SessionView {
       onopen: (index) => this.#go({ turn: this.tree.rows[index].turn.id }),
     });
     this.pathBar = this.#makeBar();
+    this.notice = el("p", { class: "hint problem-text", role: "alert", hidden: true });
     this.panel = el("div", { class: "panel", role: "tabpanel", "aria-label": "Path" });
     this.element = el(
       "div",
       { class: "session" },
       this.header,
       el("nav", { class: "tree", "aria-label": "Turns of the session" }, this.rows.element),
-      el("div", { class: "path" }, this.pathBar, this.panel),
+      el("div", { class: "path" }, this.pathBar, this.notice, this.panel),
     );
   }
 
@@ -166,8 +167,15 @@ export class SessionView {
   #select({ keepPlace = false } = {}) {
     const { tree } = this;
     const longest = tree.longest;
-    this.named = tree.byId.get(this.address.turn) ?? null;
+    const { turn } = this.address;
+    this.named = tree.byId.get(turn) ?? null;
     this.turn = this.named ?? longest;
+    const isMissing = turn !== null && !this.named;
+    if (!this.notice.hidden && !isMissing) keepPlace = false; // it has come meanwhile
+    this.notice.hidden = !isMissing;
+    this.notice.textContent = isMissing
+      ? `This session has no turn ${turn}; ${longest ? "this is its longest path." : "it has none yet."}`
+      : "";
     if (!this.turn) {
       this.rows.update(0);
       show(this.panel, el("p", { class: "hint" }, "This session has no turns yet."));
@@ -267,7 +275,11 @@ export class SessionView {
       show(this.panel, this.view.element);
     }
     if (keepPlace) this.view.show(this.tree, this.path, null, null);
-    else this.view.show(this.tree, this.path, this.named, this.address.token);
+    else {
+      // a token of a turn that is missing is none of this path
+      const token = this.notice.hidden ? this.address.token : null;
+      this.view.show(this.tree, this.path, this.named, token);
+    }
   }
 
   #makeView(kind) {
