@@ -65,7 +65,9 @@ class TurnIds(msgspec.Struct, frozen=True):
     sampled: int
     end: int
     weight_versions: list[tuple[str, int, int]]
-    """[version, start, end) of ids that were sampled with these weights."""
+    """[version, start, end) of ids that were sampled with these weights, or with one of several."""
+    weights_uncertain: bool
+    """As `Turn.weights_uncertain`."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +114,7 @@ def encode_tokens(
         for index, found in enumerate(unpack_alternatives(turn.alternatives), start=sampled):
             alternatives.append((index, [(text.decode("latin-1"), logprob) for text, logprob in found]))
         spans = [(span.version, sampled + span.start, sampled + span.end) for span in turn.weight_versions]
-        turns.append(TurnIds(turn.id, start, sampled, end, spans))
+        turns.append(TurnIds(turn.id, start, sampled, end, spans, turn.weights_uncertain))
         start = end
     all_ids = np.concatenate([np.empty(0, "<i4"), *ids])
     header = Header(

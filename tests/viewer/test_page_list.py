@@ -120,11 +120,17 @@ async def test_two_paths_side_by_side(viewer: Viewer, small: SmallSession) -> No
         "tokens => tokens.map((token) => Number(token.dataset.i))"
     )
     assert marked == [differs, differs]
-    assert await page.locator("#token-0").count() == 0
+    assert await page.locator("[id$='-token-0']").count() == 0
     assert "reward -0.5" in await viewer.text(".columns")
     await page.click(".compare .tools button:has-text('equal ids before')")
     await page.locator(".tokens").first.evaluate("node => { node.scrollTop = 0; }")
-    await page.wait_for_selector("#token-0")
+    await page.wait_for_selector("#column-0-token-0")
+    ids = await page.locator(".column [id]").evaluate_all("nodes => nodes.map((node) => node.id)")
+    assert len(ids) == len(set(ids))
+    await page.locator(".tokens").last.focus()
+    await page.keyboard.press("ArrowRight")
+    active = await page.locator(".tokens").last.get_attribute("aria-activedescendant")
+    assert active is not None and await page.locator(f".column:last-child .focused#{active}").count() == 1
 
 
 async def test_sessions_of_the_list_are_compared(viewer: Viewer) -> None:
@@ -155,9 +161,13 @@ async def test_the_page_asks_for_a_key(open_page: OpenPage, viewer_model: TinyMo
         async with open_page(url) as viewer:
             response = await viewer.page.goto(f"{url}/viewer")
             assert response is not None and response.status == 401
-            await viewer.page.get_by_label("API key").fill("wrong")
+            await viewer.page.wait_for_selector(".problem-bar input:focus")
+            await viewer.page.keyboard.type("wr")
+            await viewer.page.wait_for_timeout(2500)  # longer than the list waits before it asks again
+            await viewer.page.keyboard.type("ong")
+            assert await viewer.page.get_by_label("API key").input_value() == "wrong"
             await viewer.page.keyboard.press("Enter")
-            await viewer.page.wait_for_selector(".problem-bar input:not(:focus), .problem-bar input")
+            await viewer.page.wait_for_selector(".problem-bar input:focus:placeholder-shown")
             await viewer.page.get_by_label("API key").fill(key)
             await viewer.page.keyboard.press("Enter")
             await viewer.page.wait_for_selector(".status:text('No sessions yet')")

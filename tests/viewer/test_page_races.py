@@ -27,13 +27,16 @@ def small(viewer_model: TinyModel) -> SmallSession:
 
 
 @asynccontextmanager
-async def _held(viewer: Viewer, pattern: str) -> AsyncIterator[asyncio.Event]:
-    """Requests for a path wait until the event is set, and fail then."""
+async def _held(viewer: Viewer, pattern: str, *, fail: bool = True) -> AsyncIterator[asyncio.Event]:
+    """Requests for a path wait until the event is set, and fail then if `fail`."""
     released = asyncio.Event()
 
     async def hold(route: "Route") -> None:
         await released.wait()
-        await route.fulfill(status=503, json=_FAILURE)
+        if fail:
+            await route.fulfill(status=503, json=_FAILURE)
+        else:
+            await route.continue_()
 
     await viewer.page.route(re.compile(pattern), hold)
     try:
@@ -63,6 +66,30 @@ async def test_a_late_failure_of_another_path_is_dropped(viewer: Viewer, small: 
     await viewer.take_problems()
 
 
+@pytest.mark.parametrize("before", ["conversation", "tokens"], ids=["first path", "other path"])
+async def test_the_turn_that_was_chosen_last_is_shown(
+    viewer: Viewer, recorded_store: Store, before: str
+) -> None:
+    name, long = f"chosen-{before}", [*range(3, 60)] * 60
+    first = root("1" * 32, long, [5], rollout=name, message=b"{}", messages=b"[]")
+    second = child("2" * 32, first, long, [5], rollout=name, message=b"{}", messages=b"[]")
+    third = child("3" * 32, second, long, [5], rollout=name, message=b"{}", messages=b"[]")
+    other = root("4" * 32, [6], [7], rollout=name, message=b"{}", messages=b"[]")
+    turns = [first, second, third, other]
+    await recorded_store.add(Session(id=name, created=1.0, used=1.0), turns, [[]] * 4)
+    await viewer.open(f"#/s/{name}/{other.id}/{before}")
+    await viewer.page.wait_for_selector(".conversation .turn, .token.sampled")
+    async with _held(viewer, f"tokens.turn={third.id}", fail=False) as released:
+        await _go(viewer, f"#/s/{name}/{third.id}/tokens")
+        await viewer.page.wait_for_selector(".token-panel .hint")
+        await _go(viewer, f"#/s/{name}/{second.id}/tokens")
+        await viewer.page.wait_for_selector(f".tree-row[data-turn='{second.id}'][aria-selected='true']")
+        released.set()
+        await viewer.page.wait_for_function(_TURN_AT_THE_TOP, arg="turn 2", timeout=5000)
+    await viewer.page.goto("about:blank")
+    await recorded_store.delete(name)
+
+
 async def test_a_late_failure_of_another_session_is_dropped(viewer: Viewer) -> None:
     await viewer.open()
     await viewer.page.wait_for_selector(".list-row")
@@ -76,6 +103,12 @@ async def test_a_late_failure_of_another_session_is_dropped(viewer: Viewer) -> N
         await viewer.page.wait_for_timeout(200)
     assert await viewer.page.locator(".problem-bar").is_hidden()
     await viewer.take_problems()
+
+
+_TURN_AT_THE_TOP = """
+turn => [...document.querySelectorAll('.row.heading')].some((row) => row.textContent.startsWith(turn)
+    && Math.abs(row.getBoundingClientRect().top - row.closest('.tokens').getBoundingClientRect().top) < 5)
+"""
 
 
 _CHOOSES_AT_ONCE = """
@@ -117,6 +150,29 @@ async def test_what_was_typed_last_does_not_lead_back_to_the_list(viewer: Viewer
 async def test_any_token_in_the_address(viewer: Viewer, small: SmallSession, token: str) -> None:
     await viewer.open(f"#/s/{SMALL}/{small.first.id}/tokens?token={token}")
     await viewer.page.wait_for_selector(".token.sampled")
+
+
+async def test_a_turn_that_the_session_does_not_have_is_told(viewer: Viewer, recorded_store: Store) -> None:
+    name, page = "missing", viewer.page
+    first = root(f"{1:032x}", [1], [5], rollout=name, message=b"{}", messages=b"[]")
+    second = root(f"{2:032x}", [2], [6], rollout=name, message=b"{}", messages=b"[]")
+    await recorded_store.add(Session(id=name, created=1.0, used=1.0), [first], [[]])
+    await viewer.open(f"#/s/{name}/{second.id}/tokens?token=1")
+    await page.wait_for_selector(".token.sampled")
+    notice = page.get_by_role("alert").filter(has_text=f"no turn {second.id}")
+    await notice.wait_for()
+    assert await page.locator(".token.focused").count() == 0
+    await viewer.open(f"#/compare/{name}/{second.id}/{name}/-")
+    await page.wait_for_selector(f".column:first-child:has-text('no turn {second.id}') .token")
+    assert "no turn" not in await page.locator(".column").last.inner_text()
+    await viewer.open(f"#/s/{name}/{second.id}/tokens?token=1")
+    await notice.wait_for()
+    await recorded_store.add(Session(id=name, created=1.0, used=2.0), [second], [[]])
+    await page.wait_for_selector(".token.focused[data-i='1']")
+    await notice.wait_for(state="hidden")
+    assert await page.locator(f".tree-row.on-path[data-turn='{second.id}']").count() == 1
+    await page.goto("about:blank")
+    await recorded_store.delete(name)
 
 
 @pytest.mark.parametrize("fragment", ["#/s/%E0%A4%A", "#/%", "#/compare/%/-/%/-"])

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from proxy.history.store import Session, Store
-from proxy.history.turn import pack_alternatives
+from proxy.history.turn import WeightSpan, pack_alternatives
 from tests.samples.trees import child, root
 from tests.tiny_model import TinyModel
 from tests.viewer.browser import DARK, PHONE, PageOptions, Viewer, axe_is_installed
@@ -135,6 +135,72 @@ async def test_hovering_shows_id_index_and_logprob(viewer: Viewer, small: SmallS
     await viewer.page.hover(f"#token-{start}")
     tip = await viewer.text(".tip")
     assert re.fullmatch(rf"#\d+ · index {start} · sampled · logprob -[\d.]+", tip)
+
+
+@pytest.mark.parametrize(
+    ("spans", "name"),
+    [((WeightSpan("7", 0, 2), WeightSpan("8", 0, 2)), "7 or 8"), ((WeightSpan("8", 0, 2),), "8 or another")],
+    ids=["two versions", "one version"],
+)
+async def test_uncertain_weights_are_not_shown_as_one_version(
+    viewer: Viewer, recorded_store: Store, spans: tuple[WeightSpan, ...], name: str
+) -> None:
+    known = (WeightSpan("7", 0, 1), WeightSpan("8", 1, 2))
+    first = root(f"{1:032x}", [1], [74, 75], rollout="updated", weight_versions=known, message=b"{}")
+    fields: dict[str, Any] = {"rollout": "updated", "weight_versions": spans, "weights_uncertain": True}
+    second = child(f"{2:032x}", first, [76], [77, 78], message=b"{}", **fields)
+    await recorded_store.add(Session(id="updated", created=1.0, used=1.0), [first, second], [[], []])
+    await viewer.open("#/s/updated/-/tokens?token=5")
+    await viewer.page.wait_for_selector("#token-5")
+    await viewer.page.get_by_label("Colours").select_option("weights")
+    legend = viewer.page.locator(".legends .token")
+    assert await legend.all_inner_texts() == ["7", "8", name]
+    assert "not known which" in (await legend.last.get_attribute("title") or "")
+    shown = await viewer.page.locator(".tokens .token").evaluate_all(
+        "tokens => tokens.map((token) => token.className.match(/masked|version-\\w+/)[0])"
+    )
+    unsure = "version-uncertain"
+    assert shown == ["masked", "version-0", "version-1", "masked", unsure, unsure]
+    assert f"{name}: not known which" in await viewer.text(".details")
+    await viewer.page.hover("#token-5")
+    assert f"weights {name}, not known which" in await viewer.text(".tip")
+    await viewer.page.goto("about:blank")
+    await recorded_store.delete("updated")
+
+
+_PRESSES = """
+([start, pointerType, end]) => {
+    const send = (name, index) => {
+        const token = document.getElementById(`token-${index}`);
+        const { left, top } = token.getBoundingClientRect();
+        const at = { clientX: left + 2, clientY: top + 2, pointerType, bubbles: true, cancelable: true };
+        token.dispatchEvent(new PointerEvent(name, at));
+    };
+    send('pointerdown', start);
+    send('pointermove', start + 1);
+    send(end, start + 1);
+    send('pointermove', start + 2);
+    return document.querySelectorAll('.token.selected').length;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("pointer", "end", "selected"),
+    [
+        ("mouse", "pointerup", 2),
+        ("mouse", "pointercancel", 2),
+        ("touch", "pointerup", 1),
+        ("touch", "pointercancel", 0),
+    ],
+)
+async def test_a_drag_selects_until_it_ends(
+    viewer: Viewer, small: SmallSession, pointer: str, end: str, selected: int
+) -> None:
+    await _open_tokens(viewer, small.first.id)
+    await viewer.page.wait_for_selector(f"#token-{small.first.prompt_tokens + 2}")
+    arguments = [small.first.prompt_tokens, pointer, end]
+    assert await viewer.page.evaluate(_PRESSES, arguments) == selected
 
 
 async def test_alternatives_are_in_the_details(

@@ -3,8 +3,11 @@
 //   #/?sort=reward&reason=no_match           the list
 //   #/s/SESSION                              a session
 //   #/s/SESSION/TURN/VIEW?token=N            a turn in a view: conversation, tokens or plots
-//   #/compare/SESSION/TURN/SESSION/TURN      paths side by side; "-" is the longest path of a session
+//   #/compare/SESSION/TURN/SESSION/TURN      paths side by side
+//
+// "-" in place of a turn is the longest path of the session.
 
+const LONGEST = "-";
 export const VIEWS = ["conversation", "tokens", "plots"];
 
 /** Read an address. Unknown ones are the list. */
@@ -18,17 +21,22 @@ export function parse(hash) {
     return {
       kind: "session",
       session: rest[0],
-      turn: rest[1] || null,
+      turn: turnOf(rest[1]),
       view,
       token: Number.isInteger(token) ? token : null,
     };
   }
   if (kind === "compare" && rest.length >= 2) {
     const sides = [];
-    for (let i = 0; i + 1 < rest.length; i += 2) sides.push({ session: rest[i], turn: rest[i + 1] });
+    for (let i = 0; i + 1 < rest.length; i += 2) sides.push({ session: rest[i], turn: turnOf(rest[i + 1]) });
     return { kind: "compare", sides };
   }
   return { kind: "list", query: parameters };
+}
+
+/** The turn that a part of a path names; null for the longest path. */
+function turnOf(part) {
+  return part && part !== LONGEST ? part : null;
 }
 
 /** A part of a path; as it is if it was cut or typed so that it cannot be decoded. */
@@ -52,5 +60,5 @@ export function sessionAddress(session, turn = null, view = "conversation", toke
 }
 
 export function compareAddress(sides) {
-  return `#/compare/${sides.map(({ session, turn }) => `${encodeURIComponent(session)}/${turn || "-"}`).join("/")}`;
+  return `#/compare/${sides.map(({ session, turn }) => `${encodeURIComponent(session)}/${turn || LONGEST}`).join("/")}`;
 }

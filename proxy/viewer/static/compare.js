@@ -1,7 +1,7 @@
 // Paths side by side: of one session, or of sessions of one group. What all begin with is folded.
 
 import { compareAddress, sessionAddress } from "./address.js";
-import { button, el, select, show } from "./dom.js";
+import { button, el, renew, select } from "./dom.js";
 import { count, reward } from "./format.js";
 import { TokenView } from "./tokens.js";
 import { badge, badges, Tree } from "./turn.js";
@@ -52,9 +52,11 @@ export class CompareView {
 
   async #load({ session, turn }) {
     const tree = new Tree(await this.app.source.session(session));
-    const leaf = tree.byId.get(turn) ?? tree.longest;
+    const named = tree.byId.get(turn);
+    const leaf = named ?? tree.longest;
     if (!leaf) throw new Error(`the session ${session} has no turns`);
-    return { session, tree, leaf, tokens: await this.app.source.tokens(session, leaf.id) };
+    const missing = named ? null : turn;
+    return { session, tree, leaf, missing, tokens: await this.app.source.tokens(session, leaf.id) };
   }
 
   /** Where each side stops being equal to the first one; the first one to all others. */
@@ -80,13 +82,14 @@ export class CompareView {
 
   #showColumns() {
     const from = Math.max(0, this.common - BEFORE);
-    show(
+    renew(
       this.columns,
       this.sides.map((side, index) => {
         side.view = new TokenView(side.tokens, {
           heading: (id) => this.#heading(side, id),
           from: Math.min(from, Math.max(0, side.tokens.count - BEFORE)),
           label: `Tokens of ${side.session}`,
+          prefix: `column-${index}-`,
         });
         side.view.marked = side.differs;
         side.view.colour = this.colour;
@@ -120,6 +123,9 @@ export class CompareView {
             side.differs === null ? "equal" : `differs at ${count(side.equal)}`,
             side.differs === null ? "" : "drift",
           )
+        : null,
+      side.missing
+        ? el("p", { class: "problem-text" }, `no turn ${side.missing}; this is the longest path`)
         : null,
       side.tokens.note ? el("p", { class: "problem-text" }, side.tokens.note) : null,
     );

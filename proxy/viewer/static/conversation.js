@@ -1,8 +1,8 @@
 // The messages of a path, turn by turn. What is not visible is not laid out (`content-visibility` in the style
 // sheet); long conversations are made in parts, so that the first one is there at once.
 
-import { button, el, show } from "./dom.js";
-import { badges, facts } from "./turn.js";
+import { button, el, renew, show } from "./dom.js";
+import { badges, facts, stateOf } from "./turn.js";
 
 const AT_ONCE = 30; // turns in one part
 const LONG = 6000; // characters of a text after which the rest waits for a click
@@ -18,6 +18,7 @@ export class Conversation {
       tabindex: "0",
     });
     this.blocks = new Map();
+    this.states = new Map(); // what the headers of the blocks show
   }
 
   close() {
@@ -34,6 +35,7 @@ export class Conversation {
       this.blocks.clear();
       show(this.element);
     }
+    this.#renewHeaders();
     this.selected = selected ?? this.selected;
     if (grows && selected) this.select(selected);
     this.#addFrom(this.blocks.size, path); // the last path may not be there as a whole yet
@@ -45,6 +47,16 @@ export class Conversation {
     for (const [id, block] of this.blocks) block.classList.toggle("selected", id === turn?.id);
     const block = turn && this.blocks.get(turn.id);
     if (block) block.scrollIntoView({ block: "start" });
+  }
+
+  /** Turns that are shown already may have got rewards or forks. */
+  #renewHeaders() {
+    for (const turn of this.path) {
+      const block = this.blocks.get(turn.id);
+      if (!block) break; // it and all after it are yet to be made
+      if (this.states.get(turn.id) !== stateOf(turn, this.tree))
+        renew(block.querySelector(":scope > header"), this.#header(turn));
+    }
   }
 
   #addFrom(start, path) {
@@ -66,19 +78,22 @@ export class Conversation {
       "section",
       { class: "turn", data: { turn: turn.id }, "aria-label": `Turn ${number}` },
       listOf(turn.messages).map((message) => messageElement(message)),
-      el(
-        "header",
-        {},
-        el("a", { href: this.address(turn), class: "turn-number" }, `turn ${number}`),
-        badges(turn, this.tree),
-        el(
-          "span",
-          { class: "facts" },
-          facts(turn).map(([name, value]) => el("span", {}, `${name} ${value}`)),
-        ),
-      ),
+      el("header", {}, this.#header(turn)),
       messageElement(turn.message, "sampled"),
     );
+  }
+
+  #header(turn) {
+    this.states.set(turn.id, stateOf(turn, this.tree));
+    return [
+      el("a", { href: this.address(turn), class: "turn-number" }, `turn ${this.tree.number.get(turn.id)}`),
+      badges(turn, this.tree),
+      el(
+        "span",
+        { class: "facts" },
+        facts(turn).map(([name, value]) => el("span", {}, `${name} ${value}`)),
+      ),
+    ];
   }
 }
 

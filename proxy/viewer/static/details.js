@@ -3,7 +3,7 @@
 import { el, show } from "./dom.js";
 import { bytesOf, glyphs, textOf } from "./format.js";
 import { meaningOf } from "./lane.js";
-import { isTrained, provenance, turnAt, weightVersion } from "./tokens.js";
+import { isTrained, provenance, turnAt } from "./tokens.js";
 
 const MEANINGS = {
   rendered: "the engine rendered it with the chat template",
@@ -33,6 +33,7 @@ export class Details {
     const latin = tokens.texts[id];
     const logprob = tokens.logprobs[focus];
     const origin = provenance(tokens, focus);
+    const version = view.weights.at(focus);
     const rows = [
       ["token", latin === undefined ? "no text" : glyphs(latin)],
       ["id", String(id)],
@@ -43,7 +44,7 @@ export class Details {
         "logprob",
         Number.isNaN(logprob) ? "–" : `${logprob.toFixed(4)} (${(100 * Math.exp(logprob)).toPrecision(3)} %)`,
       ],
-      ["weights", weightVersion(tokens, focus) ?? "–"],
+      ["weights", version ? `${version.name}${version.isKnown ? "" : ": not known which"}` : "–"],
       ["bytes", latin === undefined ? "–" : hex(latin)],
     ];
     const [start, end] = view.selection;

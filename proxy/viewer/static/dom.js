@@ -14,7 +14,21 @@ export function svg(tag, properties = {}, ...children) {
 
 /** Replace all children of a node. */
 export function show(node, ...children) {
-  node.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
+  node.replaceChildren(...children.flat(2).filter((child) => child !== null && child !== undefined));
+}
+
+/** Replace all children of a node; a control that has the focus keeps it, if one of its kind and name is there again. */
+export function renew(node, ...children) {
+  const focused = node.contains(document.activeElement) ? document.activeElement : null;
+  const place = focused ? alike(node, focused).indexOf(focused) : -1;
+  show(node, ...children);
+  if (place >= 0) alike(node, focused)[place]?.focus({ preventScroll: true });
+}
+
+/** The elements in a node with the tag and the name of a control. */
+function alike(node, control) {
+  const nameOf = (each) => each.getAttribute("aria-label") ?? each.textContent;
+  return [...node.querySelectorAll(control.localName)].filter((each) => nameOf(each) === nameOf(control));
 }
 
 /** A button with a text and a listener. */
@@ -24,9 +38,20 @@ export function button(text, onclick, properties = {}) {
 
 /** A labelled `<select>`; `options` are [value, text] pairs. */
 export function select(label, options, value, onchange) {
-  const items = options.map(([name, text]) => el("option", { value: name, selected: name === value }, text));
-  const choice = el("select", { onchange: () => onchange(choice.value), "aria-label": label }, items);
+  const choice = el("select", { onchange: () => onchange(choice.value), "aria-label": label });
+  setOptions(choice, options, value);
   return choice;
+}
+
+/** Give a `<select>` its options and value. Equal options stay: a reader may have opened the list of them. */
+export function setOptions(choice, options, value) {
+  const old = [...choice.options].map((option) => [option.value, option.textContent]);
+  if (JSON.stringify(old) !== JSON.stringify(options))
+    show(
+      choice,
+      options.map(([name, text]) => el("option", { value: name }, text)),
+    );
+  choice.value = value;
 }
 
 function fill(node, properties, children) {

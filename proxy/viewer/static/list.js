@@ -2,7 +2,7 @@
 
 import { compareAddress, listAddress, sessionAddress } from "./address.js";
 import { MOST } from "./compare.js";
-import { button, el, select, show } from "./dom.js";
+import { button, el, renew, select, setOptions, show } from "./dom.js";
 import { ago, count, reward, time } from "./format.js";
 import { reasonsPlot, rewardPlot } from "./plots.js";
 import { badge } from "./turn.js";
@@ -36,7 +36,9 @@ export class ListView {
     this.app = app;
     this.chosen = new Map();
     this.rowsData = [];
+    this.controls = new Map(); // by the name of the parameter that they set
     this.tools = el("form", { class: "tools", role: "search", onsubmit: (event) => event.preventDefault() });
+    this.#makeTools();
     this.status = el("p", { class: "status", role: "status" });
     this.plots = el("div", { class: "plots" });
     this.plotsBox = el(
@@ -52,9 +54,12 @@ export class ListView {
       rowRole: "row",
       label: "Sessions",
       draw: (index) => this.#row(this.rowsData[index]),
+      name: (index) => this.rowsData[index].id,
+      state: (index) => JSON.stringify(this.rowsData[index]),
       onopen: (index, event) => {
         if (!event.target.closest?.("input, a")) location.hash = sessionAddress(this.rowsData[index].id);
       },
+      onmark: (index, row) => row.querySelector("input").click(),
     });
     this.element = el(
       "div",
@@ -69,16 +74,18 @@ export class ListView {
 
   async open(address) {
     this.query = new URLSearchParams(address.query);
-    this.#showTools();
+    this.#fillTools();
     await this.#load();
   }
 
   async move(address) {
     const query = new URLSearchParams(address.query);
     if (query.toString() === this.query.toString()) return;
+    const before = this.query;
     this.query = query;
+    this.rows.activate(-1);
     this.rows.element.scrollTop = 0;
-    if (document.activeElement !== this.search) this.#showTools();
+    this.#fillTools(before);
     await this.#load();
   }
 
@@ -108,6 +115,7 @@ export class ListView {
     location.hash = listAddress(query);
   }
 
+  /** Show what the address asks for, and ask again from then on, also after a failure. */
   async #load() {
     clearTimeout(this.timer);
     const { query } = this;
@@ -115,19 +123,36 @@ export class ListView {
     parameters.set("limit", String(PAGE));
     try {
       const answer = await this.app.source.sessions(parameters);
-      if (this.closed || this.query !== query) return;
+      if (!this.#awaits(query)) return;
       this.#showAnswer(answer);
-      this.app.report(null);
-    } catch (error) {
-      if (this.closed || this.query !== query) return;
-      this.app.report(error);
+      this.#showAges();
+    } finally {
+      if (this.#awaits(query)) this.#pollSoon();
     }
+  }
+
+  /** Whether an answer to a query is still wanted. */
+  #awaits(query) {
+    return !this.closed && this.query === query;
+  }
+
+  #pollSoon() {
     if (!this.app.source.live) return;
     const next = () => {
       if (document.hidden) this.timer = setTimeout(next, EVERY_MS);
-      else this.#load();
+      else this.#poll();
     };
     this.timer = setTimeout(next, this.answer && !this.answer.complete ? SOON_MS : EVERY_MS);
+  }
+
+  async #poll() {
+    const { query } = this;
+    try {
+      await this.#load();
+      if (this.#awaits(query)) this.app.report(null);
+    } catch (error) {
+      if (this.#awaits(query)) this.app.report(error);
+    }
   }
 
   #showAnswer(answer) {
@@ -141,99 +166,100 @@ export class ListView {
       answer.sessions === 0
         ? "No sessions yet: send a request to /v1/chat/completions, and it appears here."
         : `${count(answer.matching)} of ${count(answer.sessions)} sessions${reading}`;
-    this.rows.reset(this.rowsData.length);
-    this.#showFacets(answer.facets);
+    this.rows.update(this.rowsData.length);
+    if (this.app.source.live) this.#showFacets(answer.facets);
     this.#showPager(answer);
     this.#showPlots();
   }
 
-  #showTools() {
-    let waiting;
+  /** Rows that do not change stay in the document, and grow older there. */
+  #showAges() {
+    for (const age of this.rows.element.querySelectorAll("[data-used]"))
+      age.textContent = ago(Number(age.dataset.used));
+  }
+
+  #makeTools() {
     this.search = el("input", {
       type: "search",
       placeholder: "name or metadata",
       "aria-label": "Search sessions",
-      value: this.query.get("search") ?? "",
       oninput: () => {
-        clearTimeout(waiting);
-        waiting = setTimeout(() => this.#set("search", this.search.value), TYPING_MS);
+        clearTimeout(this.typing);
+        this.typing = setTimeout(() => {
+          this.typing = null;
+          this.#set("search", this.search.value);
+        }, TYPING_MS);
       },
     });
-    this.metadata = el("input", {
-      type: "text",
-      placeholder: "group=7",
-      "aria-label": "Metadata, as KEY=VALUE",
-      size: "12",
-      value: this.query.get("metadata") ?? "",
-      onchange: () => this.#set("metadata", this.metadata.value),
-    });
-    const bound = (name, label) =>
-      el("input", {
-        type: "number",
-        step: "any",
-        placeholder: label,
-        "aria-label": label,
-        value: this.query.get(name) ?? "",
-        onchange: (event) => this.#set(name, event.target.value),
-      });
-    this.facets = el("span", { class: "facets" });
-    this.shownFacets = "";
     if (!this.app.source.live) {
       show(this.tools, this.search); // a file has few sessions, and no server that filters them
       return;
     }
-    const order = this.query.get("order") ?? "desc";
+    const field = (name, label, properties) => {
+      const input = el("input", { "aria-label": label, ...properties });
+      input.addEventListener("change", () => this.#set(name, input.value));
+      this.controls.set(name, input);
+      return input;
+    };
+    const choice = (name, label, options) => {
+      const made = select(label, options, "", (value) => this.#set(name, value));
+      this.controls.set(name, made);
+      return made;
+    };
+    const bound = { type: "number", step: "any" };
+    this.order = button("", () => this.#set("order", this.query.get("order") === "asc" ? "" : "asc"));
     show(
       this.tools,
       this.search,
-      this.metadata,
-      this.facets,
-      select(
-        "Drift",
-        [
-          ["", "drift or not"],
-          ["true", "only with drift"],
-        ],
-        this.query.get("drift") ?? "",
-        (value) => this.#set("drift", value),
-      ),
-      bound("reward_min", "reward from"),
-      bound("reward_max", "reward to"),
-      select("Order by", SORTS, this.query.get("sort") ?? "used", (value) => this.#set("sort", value)),
-      button(order === "desc" ? "↓" : "↑", () => this.#set("order", order === "desc" ? "asc" : ""), {
-        "aria-label": order === "desc" ? "Descending" : "Ascending",
-      }),
+      field("metadata", "Metadata, as KEY=VALUE", { type: "text", placeholder: "group=7", size: "12" }),
+      FACETS.map(([name]) => choice(name, name.replace("_", " "), [])),
+      choice("drift", "Drift", [
+        ["", "drift or not"],
+        ["true", "only with drift"],
+      ]),
+      field("reward_min", "reward from", { ...bound, placeholder: "reward from" }),
+      field("reward_max", "reward to", { ...bound, placeholder: "reward to" }),
+      choice("sort", "Order by", SORTS),
+      this.order,
       button("clear", () => {
         location.hash = "#/";
       }),
     );
+  }
+
+  /** Show in the controls what the address asks for; what a reader types or has opened meanwhile stays. */
+  #fillTools(before = new URLSearchParams()) {
+    if (!this.typing) this.search.value = this.query.get("search") ?? "";
+    if (!this.app.source.live) return;
     this.#showFacets(this.answer?.facets ?? {});
+    for (const [name, control] of this.controls) {
+      const value = this.query.get(name) ?? "";
+      if (value !== (before.get(name) ?? "")) control.value = value;
+    }
+    this.controls.get("sort").value = this.query.get("sort") ?? SORTS[0][0];
+    const isUp = this.query.get("order") === "asc";
+    this.order.textContent = isUp ? "↑" : "↓";
+    this.order.setAttribute("aria-label", isUp ? "Ascending" : "Descending");
   }
 
   #showFacets(facets) {
-    const text = JSON.stringify(facets) + this.query;
-    if (text === this.shownFacets || this.facets.contains(document.activeElement)) return;
-    this.shownFacets = text;
-    show(
-      this.facets,
-      FACETS.map(([name, plural]) => {
-        const found = Object.entries(facets[plural] ?? {}).sort((a, b) => b[1] - a[1]);
-        const chosen = this.query.get(name) ?? "";
-        if (chosen && !found.some(([value]) => value === chosen)) found.push([chosen, 0]);
-        if (found.length === 0) return null;
-        const options = [
-          ["", `any ${name.replace("_", " ")}`],
-          ...found.map(([value, sessions]) => [value, `${value} (${count(sessions)})`]),
-        ];
-        return select(name.replace("_", " "), options, chosen, (value) => this.#set(name, value));
-      }),
-    );
+    for (const [name, plural] of FACETS) {
+      const choice = this.controls.get(name);
+      const found = Object.entries(facets[plural] ?? {}).sort((a, b) => b[1] - a[1]);
+      const chosen = this.query.get(name) ?? "";
+      if (chosen && !found.some(([value]) => value === chosen)) found.push([chosen, 0]);
+      choice.hidden = found.length === 0;
+      const isThere = [...choice.options].some((option) => option.value === chosen);
+      if (choice === document.activeElement && isThere) continue; // its list may be open
+      const options = found.map(([value, sessions]) => [value, `${value} (${count(sessions)})`]);
+      setOptions(choice, [["", `any ${name.replace("_", " ")}`], ...options], chosen);
+    }
   }
 
   #showPager({ matching }) {
     const offset = Number(this.query.get("offset") ?? 0);
     const chosen = [...this.chosen.values()];
-    show(
+    renew(
       this.pager,
       matching > PAGE
         ? [
@@ -301,7 +327,7 @@ export class ListView {
         el(
           "div",
           { class: "list-numbers" },
-          el("span", { title: time(row.used) }, ago(row.used)),
+          el("span", { title: time(row.used), data: { used: row.used } }, ago(row.used)),
           el("span", {}, `${count(row.turn_count)} turns`),
           summary ? el("span", {}, `${count(summary.ids)} ids`) : el("span", {}, "…"),
           summary ? el("span", {}, `${count(summary.sampled)} sampled`) : null,

@@ -15,6 +15,7 @@ const KEYS = [
   ["c, t, p", "conversation, tokens, plots"],
   ["d, D", "next and previous difference"],
   ["arrows", "move in tokens, turns and sessions; with shift they select"],
+  ["space", "choose the session for a comparison"],
   ["y, Y", "copy ids, copy text"],
   ["g", "list of sessions"],
   ["?", "this help"],

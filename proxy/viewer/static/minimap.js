@@ -88,7 +88,7 @@ export class Minimap {
     scroll(event);
     this.canvas.setPointerCapture(event.pointerId);
     this.canvas.onpointermove = scroll;
-    this.canvas.onpointerup = () => {
+    this.canvas.onpointerup = this.canvas.onpointercancel = () => {
       this.canvas.onpointermove = null;
     };
   }

@@ -2,11 +2,11 @@
 
 import { compareAddress, listAddress, sessionAddress, VIEWS } from "./address.js";
 import { Conversation } from "./conversation.js";
-import { button, el, select, show } from "./dom.js";
+import { button, el, renew, select, setOptions, show } from "./dom.js";
 import { count, plural, reward, time } from "./format.js";
 import { pathPlots } from "./plots.js";
 import { TokenPanel } from "./token_panel.js";
-import { badge, badges, facts, Tree } from "./turn.js";
+import { badge, badges, facts, stateOf, Tree } from "./turn.js";
 import { WindowedRows } from "./windowed.js";
 
 const EVERY_MS = 2000;
@@ -24,16 +24,19 @@ export class SessionView {
       rowRole: "treeitem",
       label: "Turns",
       draw: (index) => this.#row(index),
+      name: (index) => this.tree.rows[index].turn.id,
+      state: (index) => this.#stateOfRow(index),
       onopen: (index) => this.#go({ turn: this.tree.rows[index].turn.id }),
     });
-    this.pathBar = el("div", { class: "path-bar" });
+    this.pathBar = this.#makeBar();
+    this.notice = el("p", { class: "hint problem-text", role: "alert", hidden: true });
     this.panel = el("div", { class: "panel", role: "tabpanel", "aria-label": "Path" });
     this.element = el(
       "div",
       { class: "session" },
       this.header,
       el("nav", { class: "tree", "aria-label": "Turns of the session" }, this.rows.element),
-      el("div", { class: "path" }, this.pathBar, this.panel),
+      el("div", { class: "path" }, this.pathBar, this.notice, this.panel),
     );
   }
 
@@ -92,7 +95,7 @@ export class SessionView {
     this.tree = new Tree(data);
     const { session } = data;
     const metadata = Object.entries(session.metadata ?? {});
-    show(
+    renew(
       this.header,
       el("h1", {}, session.id),
       badge(plural(data.turns.length, "turn"), ""),
@@ -164,20 +167,31 @@ export class SessionView {
   #select({ keepPlace = false } = {}) {
     const { tree } = this;
     const longest = tree.longest;
-    this.named = tree.byId.get(this.address.turn) ?? null;
+    const { turn } = this.address;
+    this.named = tree.byId.get(turn) ?? null;
     this.turn = this.named ?? longest;
+    const isMissing = turn !== null && !this.named;
+    if (!this.notice.hidden && !isMissing) keepPlace = false; // it has come meanwhile
+    this.notice.hidden = !isMissing;
+    this.notice.textContent = isMissing
+      ? `This session has no turn ${turn}; ${longest ? "this is its longest path." : "it has none yet."}`
+      : "";
     if (!this.turn) {
-      this.rows.reset(0);
+      this.rows.update(0);
       show(this.panel, el("p", { class: "hint" }, "This session has no turns yet."));
       return;
     }
     this.path = tree.path(this.named ? tree.leaf(this.named) : longest);
     this.onPath = new Set(this.path.map((turn) => turn.id));
-    this.rows.active = tree.rows.findIndex(({ turn }) => turn.id === this.turn.id);
-    this.rows.reset(tree.rows.length);
-    if (!keepPlace) this.rows.activate(this.rows.active);
+    this.rows.update(tree.rows.length);
+    if (!keepPlace) this.rows.activate(tree.rows.findIndex(({ turn }) => turn.id === this.turn.id));
     this.#showBar();
     this.#showView(keepPlace);
+  }
+
+  #stateOfRow(index) {
+    const { turn, level } = this.tree.rows[index];
+    return `${level} ${this.onPath.has(turn.id)} ${stateOf(turn, this.tree)}`;
   }
 
   #row(index) {
@@ -210,42 +224,46 @@ export class SessionView {
     return node;
   }
 
+  #makeBar() {
+    this.tabs = VIEWS.map((view) => el("a", { role: "tab" }, view));
+    this.paths = select("Path", [], "", (turn) => this.#go({ turn }));
+    this.compare = button(
+      "compare",
+      () => {
+        const leaf = this.path.at(-1);
+        const other = this.tree.leaves.find((turn) => turn.id !== leaf.id);
+        location.hash = compareAddress(
+          [leaf, other].map((turn) => ({ session: this.name, turn: turn.id })),
+        );
+      },
+      { title: "This path next to another one" },
+    );
+    return el(
+      "div",
+      { class: "path-bar", hidden: true },
+      el("div", { role: "tablist", "aria-label": "View of the path" }, this.tabs),
+      this.paths,
+      this.compare,
+    );
+  }
+
   #showBar() {
     const leaf = this.path.at(-1);
+    this.pathBar.hidden = false;
+    this.tabs.forEach((tab, index) => {
+      const view = VIEWS[index];
+      const isChosen = view === this.address.view;
+      tab.href = sessionAddress(this.name, this.turn.id, view);
+      tab.setAttribute("aria-selected", String(isChosen));
+      tab.className = isChosen ? "tab chosen" : "tab";
+    });
     const leaves = this.tree.leaves.map((turn, index) => [
       turn.id,
       `path ${index + 1}: ${plural(this.tree.depth.get(turn.id), "turn")} to turn ${this.tree.number.get(turn.id)}`,
     ]);
-    const tabs = VIEWS.map((view) =>
-      el(
-        "a",
-        {
-          role: "tab",
-          href: sessionAddress(this.name, this.turn.id, view),
-          "aria-selected": String(view === this.address.view),
-          class: view === this.address.view ? "tab chosen" : "tab",
-        },
-        view,
-      ),
-    );
-    const others = this.tree.leaves.filter((turn) => turn.id !== leaf.id);
-    show(
-      this.pathBar,
-      el("div", { role: "tablist", "aria-label": "View of the path" }, tabs),
-      leaves.length > 1 ? select("Path", leaves, leaf.id, (turn) => this.#go({ turn })) : null,
-      others.length > 0
-        ? button(
-            "compare",
-            () => {
-              location.hash = compareAddress([
-                { session: this.name, turn: leaf.id },
-                { session: this.name, turn: others[0].id },
-              ]);
-            },
-            { title: "This path next to another one" },
-          )
-        : null,
-    );
+    setOptions(this.paths, leaves, leaf.id);
+    this.paths.hidden = leaves.length < 2;
+    this.compare.hidden = !leaves.some(([turn]) => turn !== leaf.id);
   }
 
   #showView(keepPlace) {
@@ -257,7 +275,11 @@ export class SessionView {
       show(this.panel, this.view.element);
     }
     if (keepPlace) this.view.show(this.tree, this.path, null, null);
-    else this.view.show(this.tree, this.path, this.named, this.address.token);
+    else {
+      // a token of a turn that is missing is none of this path
+      const token = this.notice.hidden ? this.address.token : null;
+      this.view.show(this.tree, this.path, this.named, token);
+    }
   }
 
   #makeView(kind) {

@@ -1,7 +1,7 @@
 // The view of a path's tokens: colours, drift lane, search, minimap, details.
 
 import { Details } from "./details.js";
-import { button, el, select, show } from "./dom.js";
+import { button, el, renew, select, show } from "./dom.js";
 import { count, plural } from "./format.js";
 import { Minimap } from "./minimap.js";
 import { COLOURS, textBetween, TokenView } from "./tokens.js";
@@ -20,24 +20,27 @@ const START = {
   anchor: null,
   top: 0,
   basis: "",
+  chosen: null,
   words: "",
-  searching: false,
 };
 
 export class TokenPanel {
   constructor(app, session, { address }) {
     this.app = app;
     this.session = session;
+    this.shown = null; // the last turn of the path in the view
+    this.wanted = null; // the place that an address named, until it is shown
     this.address = address;
     this.details = new Details({ address });
     this.tools = el("div", { class: "tools", role: "toolbar", "aria-label": "Tokens" });
+    this.legend = el("div", { class: "legends" });
     this.status = el("p", { class: "status", role: "status" });
     this.body = el("div", { class: "token-body" });
     this.element = el("div", { class: "token-panel" }, this.tools, this.status, this.body);
   }
 
   close() {
-    this.leaf = null; // responses that arrive now are dropped
+    this.leaf = this.load = null; // responses that arrive now are dropped
     this.closed = true;
     this.view?.close();
   }
@@ -47,14 +50,24 @@ export class TokenPanel {
     const leaf = path.at(-1);
     this.tree = tree;
     this.path = path;
+    if (turn || token !== null) this.wanted = { turn, token };
+    if (this.shown === leaf.id) this.view.renewHeadings();
     if (this.leaf !== leaf.id) {
-      const grows = !turn && this.view && path.some((each) => each.id === this.leaf);
+      const grows = !turn && path.some((each) => each.id === this.shown);
       this.leaf = leaf.id;
       await this.#load(leaf, grows ? this.#state() : START);
-      if (this.leaf !== leaf.id || !this.view) return;
+      if (this.leaf !== leaf.id) return;
     }
+    if (this.shown === leaf.id) this.#goToWanted(); // else the ids are on their way
+  }
+
+  /** Scroll to what was asked for last. */
+  #goToWanted() {
+    if (!this.wanted) return;
+    const { turn, token } = this.wanted;
+    this.wanted = null;
     const start = this.view.tokens.turns.find((each) => each.id === turn?.id)?.start;
-    if (token !== null && token !== undefined) this.view.reveal(token);
+    if (token !== null) this.view.reveal(token);
     else if (start !== undefined) this.#scrollToTurn(start);
   }
 
@@ -66,7 +79,7 @@ export class TokenPanel {
       y: () => this.#copy("ids"),
       Y: () => this.#copy("text"),
     };
-    if (!actions[key] || !this.view) return false;
+    if (!actions[key] || !this.shown) return false;
     actions[key]();
     return true;
   }
@@ -74,31 +87,35 @@ export class TokenPanel {
   /** What a reader of the path has chosen, and keeps while the path grows. */
   #state() {
     const { colour, focus, anchor, region } = this.view;
-    const searching = document.activeElement === this.search;
     return {
       colour,
       focus,
       anchor,
       top: region.scrollTop,
       basis: this.basis,
+      chosen: this.chosen,
       words: this.search.value,
-      searching,
     };
   }
 
   async #load(leaf, state) {
-    if (state === START) show(this.body, el("p", { class: "hint", role: "status" }, "reading the ids…"));
+    const load = (this.load = {});
+    if (state === START) {
+      this.shown = null;
+      this.tools.inert = true; // they are those of another path
+      show(this.body, el("p", { class: "hint", role: "status" }, "reading the ids…"));
+    }
     let tokens;
     try {
       tokens = await this.app.source.tokens(this.session, leaf.id);
     } catch (error) {
-      if (this.leaf !== leaf.id) return; // another path was chosen meanwhile
-      this.leaf = null;
+      if (this.load !== load) return; // another path was chosen meanwhile
+      this.leaf = this.shown = null;
       this.app.report(error);
       show(this.body, el("p", { class: "problem-text" }, `The ids cannot be read: ${error.message}`));
       return;
     }
-    if (this.leaf !== leaf.id) return;
+    if (this.load !== load) return;
     if (state !== START) state = this.#state(); // a reader goes on meanwhile
     this.view?.close();
     this.view = new TokenView(tokens, {
@@ -112,14 +129,16 @@ export class TokenPanel {
       layout();
       this.map.redraw();
     };
-    const { colour, focus, anchor } = state;
+    const { colour, focus, anchor, chosen } = state;
+    this.chosen = chosen; // the turn whose prompt a reader wants compared; null for the last one of the path
+    this.laneOf = chosen ?? leaf.id;
     Object.assign(this.view, { colour, focus, anchor });
     this.#showTools(tokens, state);
-    show(this.body, this.view.element, this.map.element, this.details.element);
+    renew(this.body, this.view.element, this.map.element, this.details.element);
+    this.shown = leaf.id;
     this.view.relayout();
     this.view.region.scrollTop = state.top;
     this.details.show(this.view);
-    this.laneOf = leaf.id;
     await this.#loadLane(state.basis);
   }
 
@@ -149,14 +168,16 @@ export class TokenPanel {
       ["none", "off"],
     ];
     const turns = this.path.map((turn) => [turn.id, `prompt of turn ${this.tree.number.get(turn.id)}`]);
-    show(
+    this.tools.inert = false;
+    renew(
       this.tools,
       select("Colours", COLOURS, state.colour, (colour) => {
         this.view.setColour(colour);
         this.#showLegend(colour);
       }),
       select("Drift lane", lanes, state.basis, (basis) => this.#loadLane(basis)),
-      select("Prompt compared", turns, this.leaf, (turn) => {
+      select("Prompt compared", turns, this.laneOf, (turn) => {
+        this.chosen = turn === this.leaf ? null : turn;
         this.laneOf = turn;
         this.#loadLane(this.basis);
       }),
@@ -167,11 +188,9 @@ export class TokenPanel {
       button("copy text", () => this.#copy("text"), { title: "Y" }),
       el("span", { class: "total" }, `${count(tokens.count)} ids`),
       tokens.note ? el("span", { class: "problem-text" }, tokens.note) : null,
+      this.legend,
     );
-    this.legend = el("div", { class: "legends" });
-    this.tools.append(this.legend);
     this.#showLegend(state.colour);
-    if (state.searching) this.search.focus();
   }
 
   #showLegend(colour) {
@@ -187,10 +206,10 @@ export class TokenPanel {
         ["token plain trained", "1", "trained on"],
         ["token plain masked", "0", ""],
       ],
-      weights: (this.view?.versions ?? []).map((version, index) => [
-        `token plain version-${index % 6}`,
-        version,
-        "weight version",
+      weights: this.view.weights.found.map((version) => [
+        `token plain ${this.view.weights.colour(version)}`,
+        version.name,
+        version.isKnown ? "weight version" : "one of these weight versions; it is not known which",
       ]),
     };
     show(

@@ -1,9 +1,10 @@
 // The ids of a path as rows of tokens, of which only the visible ones are in the document.
 
-import { el, show } from "./dom.js";
+import { el, renew, show } from "./dom.js";
 import { latinOf, textOf } from "./format.js";
 import { Lane } from "./lane.js";
 import { LANE, layout, ROW, rowAt, rowOf, Spellings, tokenWidth } from "./layout.js";
+import { Weights } from "./weights.js";
 
 const PROVENANCE = ["rendered", "appended", "sampled", "given"];
 const TRAINED = 4;
@@ -28,13 +29,6 @@ export function isTrained(tokens, index) {
   return (tokens.flags[index] & TRAINED) !== 0;
 }
 
-/** The version of the weights that sampled a token; null if unknown. */
-export function weightVersion(tokens, index) {
-  const turn = turnAt(tokens, index);
-  const span = turn.weight_versions.find(([, start, end]) => start <= index && index < end);
-  return span ? span[0] : null;
-}
-
 /** The turn that a token belongs to. */
 export function turnAt(tokens, index) {
   return tokens.turns[rowAt(tokens.starts, index)];
@@ -49,13 +43,15 @@ export function textBetween(tokens, start, end) {
 
 /**
  * A scrollable region with tokens. It calls `onfocus(index)` when a token gets the focus, and `onrows()` when rows
- * changed. `heading(turn id)` gives the heading of a turn.
+ * changed. `heading(turn id)` gives the heading of a turn. `prefix` tells the ids of its elements from those of other
+ * views in the page.
  */
 export class TokenView {
-  constructor(tokens, { heading, onfocus = () => {}, onscroll = () => {}, from = 0, label = "Tokens" }) {
+  constructor(tokens, { heading, onfocus = () => {}, onscroll = () => {}, from = 0, label = "Tokens", prefix = "" }) {
     this.tokens = tokens;
+    this.prefix = prefix;
     this.spellings = new Spellings(tokens);
-    this.versions = [...new Set(tokens.turns.flatMap((turn) => turn.weight_versions.map(([name]) => name)))];
+    this.weights = new Weights(tokens);
     this.heading = heading;
     this.onfocus = onfocus;
     this.onscroll = onscroll;
@@ -114,16 +110,18 @@ export class TokenView {
     this.relayout();
   }
 
-  /** Break the tokens into rows anew; the token at the top stays there. */
+  /** Break the tokens into rows anew; the token or the heading at the top stays there. */
   relayout() {
     const width = this.region.clientWidth - 16;
     if (width <= 0) return;
-    const kept = this.rows ? this.rows.first[rowAt(this.rows.top, this.region.scrollTop)] : null;
+    const top = this.rows ? rowAt(this.rows.top, this.region.scrollTop) : 0;
+    const kept = this.rows ? this.rows.first[top] : null;
+    const above = this.rows?.turn[top] >= 0 ? 1 : 0; // rows between its heading and the token
     this.cell = this.#cellWidth();
     this.rows = layout(this.tokens, this.spellings, width, this.cell, this.lane.starts, this.from);
     this.canvas.style.height = `${this.rows.height}px`;
     this.region.setAttribute("aria-rowcount", this.rows.first.length - 1);
-    if (kept !== null && kept > this.from) this.region.scrollTop = this.rows.top[rowOf(this.rows, kept)];
+    if (kept !== null && kept > this.from) this.region.scrollTop = this.rows.top[rowOf(this.rows, kept) - above];
     this.#redraw();
     this.onscroll();
   }
@@ -195,6 +193,14 @@ export class TokenView {
     this.canvas.append(...added);
   }
 
+  /** Make the headings anew that are in the document: turns got rewards or forks. */
+  renewHeadings() {
+    for (const [row, node] of this.drawn) {
+      const turn = this.tokens.turns[this.rows.turn[row]];
+      if (turn) renew(node.firstChild, this.heading(turn.id));
+    }
+  }
+
   #headingRow(row) {
     const turn = this.tokens.turns[this.rows.turn[row]];
     return el(
@@ -222,7 +228,7 @@ export class TokenView {
     const node = document.createElement("span");
     node.className = this.#classes(index);
     node.setAttribute("role", "gridcell");
-    node.id = `token-${index}`;
+    node.id = `${this.prefix}token-${index}`;
     node.dataset.i = index;
     node.style.width = `${width - MARGIN}px`;
     node.textContent = spelling.text;
@@ -246,8 +252,8 @@ export class TokenView {
     if (this.colour === "mask") return isTrained(this.tokens, index) ? "trained" : "masked";
     if (!isTrained(this.tokens, index)) return "masked";
     if (this.colour === "weights") {
-      const version = weightVersion(this.tokens, index);
-      return version === null ? "masked" : `version-${this.versions.indexOf(version) % 6}`;
+      const version = this.weights.at(index);
+      return version === null ? "masked" : this.weights.colour(version);
     }
     const logprob = this.tokens.logprobs[index];
     if (Number.isNaN(logprob)) return "masked";
@@ -268,7 +274,7 @@ export class TokenView {
 
   /** The token with the focus, for screen readers; it must be in the document. */
   #nameFocus() {
-    const id = `token-${this.focus}`;
+    const id = `${this.prefix}token-${this.focus}`;
     if (this.focus !== null && this.canvas.querySelector(`#${id}`))
       this.region.setAttribute("aria-activedescendant", id);
     else this.region.removeAttribute("aria-activedescendant");
@@ -315,19 +321,24 @@ export class TokenView {
   #press(event) {
     const index = indexOf(event.target);
     if (index === null || event.button !== 0) return;
-    this.reveal(index, { select: event.shiftKey && this.anchor !== null });
-    this.region.focus({ preventScroll: true });
-    event.preventDefault();
+    const choose = () => {
+      this.reveal(index, { select: event.shiftKey && this.anchor !== null });
+      this.region.focus({ preventScroll: true });
+    };
     const drag = (move) => {
       const over = indexOf(document.elementFromPoint(move.clientX, move.clientY));
       if (over !== null && over !== this.focus) this.reveal(over, { select: true });
     };
-    const end = () => {
-      removeEventListener("pointermove", drag);
-      removeEventListener("pointerup", end);
-    };
-    addEventListener("pointermove", drag);
-    addEventListener("pointerup", end);
+    const pressed = new AbortController();
+    const on = (name, action) => addEventListener(name, action, { signal: pressed.signal });
+    if (event.pointerType === "touch") {
+      on("pointerup", choose); // where the finger scrolls, the press is cancelled
+    } else {
+      choose();
+      event.preventDefault();
+      on("pointermove", drag);
+    }
+    for (const name of ["pointerup", "pointercancel"]) on(name, () => pressed.abort());
   }
 
   #hover(event) {
@@ -337,6 +348,8 @@ export class TokenView {
     const logprob = this.tokens.logprobs[index];
     const parts = [`#${this.tokens.ids[index]}`, `index ${index}`, provenance(this.tokens, index)];
     if (!Number.isNaN(logprob)) parts.push(`logprob ${logprob.toFixed(4)}`);
+    const version = this.weights.at(index);
+    if (version && !version.isKnown) parts.push(`weights ${version.name}, not known which`);
     this.tip.textContent = parts.join(" · ");
     const box = this.element.getBoundingClientRect();
     this.tip.style.left = `${Math.max(0, Math.min(event.clientX - box.left + 12, box.width - 260))}px`;

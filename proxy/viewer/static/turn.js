@@ -149,6 +149,13 @@ export function badges(turn, tree) {
   ];
 }
 
+/** A text that changes with the badges and the numbers of a turn. */
+export function stateOf(turn, tree) {
+  const { message, messages, ...rest } = turn;
+  const parent = tree.isFork(turn) ? tree.number.get(turn.parent) : null;
+  return JSON.stringify([rest, tree.number.get(turn.id), tree.reward(turn), parent]);
+}
+
 /** The numbers of a turn, as [name, value] pairs. */
 export function facts(turn) {
   const seconds = turn.started ? turn.created - turn.started : null;

@@ -5,18 +5,23 @@ import { el } from "./dom.js";
 const OVERSCAN = 8;
 
 /**
- * `draw(index)` makes the element of a row. The region is one tab stop: arrow keys move the active row, Enter
- * calls `onopen(index)`.
+ * `draw(index)` makes the element of a row, `name(index)` tells the row from all others, and `state(index)` is a
+ * text that changes with what the element shows. The region is one tab stop: arrow keys move the active row, Enter
+ * calls `onopen(index)`, and space `onmark(index, element)`.
  */
 export class WindowedRows {
-  constructor({ height, draw, onopen, role, rowRole, label }) {
+  constructor({ height, draw, name, state, onopen, onmark, role, rowRole, label }) {
     this.height = height;
     this.drawRow = draw;
+    this.nameOf = name;
+    this.stateOf = state;
     this.onopen = onopen;
+    this.onmark = onmark;
     this.rowRole = rowRole;
     this.length = 0;
     this.active = -1;
-    this.drawn = new Map();
+    this.activeName = null;
+    this.drawn = new Map(); // by name
     this.prefix = `${label.replace(/\W+/g, "-").toLowerCase()}-row`;
     this.canvas = el("div", { class: "canvas", role: "presentation" });
     this.element = el(
@@ -44,20 +49,25 @@ export class WindowedRows {
     this.resized.disconnect();
   }
 
-  /** Show `length` rows, all drawn anew. */
-  reset(length) {
+  /** Show `length` rows. The active row stays the one with its name, and rows that did not change stay in place. */
+  update(length) {
     this.length = length;
     this.canvas.style.height = `${length * this.height}px`;
-    for (const node of this.drawn.values()) node.remove();
-    this.drawn.clear();
-    this.draw();
+    this.active = -1;
+    for (let index = 0; index < length && this.activeName !== null; index += 1) {
+      if (this.nameOf(index) !== this.activeName) continue;
+      this.active = index;
+      break;
+    }
+    this.#draw((index, old) => old.state === this.stateOf(index));
   }
 
-  /** Make a row the active one, and scroll to it. */
+  /** Make a row the active one, -1 for none, and scroll to it. */
   activate(index) {
     this.active = index;
+    this.activeName = index < 0 ? null : this.nameOf(index);
     this.#scrollTo(index);
-    this.reset(this.length);
+    this.draw();
   }
 
   #scrollTo(index) {
@@ -69,34 +79,58 @@ export class WindowedRows {
   }
 
   draw() {
+    this.#draw(() => true);
+  }
+
+  /** Put the visible rows into the document. `isSame(index, old)` tells whether what was drawn before still holds. */
+  #draw(isSame) {
     const { scrollTop, clientHeight } = this.element;
     const from = Math.max(0, Math.floor(scrollTop / this.height) - OVERSCAN);
     const to = Math.min(this.length, Math.ceil((scrollTop + clientHeight) / this.height) + OVERSCAN);
-    for (const [index, node] of this.drawn) {
-      if (index < from || index >= to) {
-        node.remove();
-        this.drawn.delete(index);
-      }
-    }
-    const added = [];
+    const held = this.element.contains(document.activeElement);
+    const visible = new Map();
     for (let index = from; index < to; index += 1) {
-      if (this.drawn.has(index)) continue;
-      const node = this.drawRow(index);
-      node.id = `${this.prefix}-${index}`;
-      node.classList.add("windowed-row");
-      node.setAttribute("role", this.rowRole);
-      node.setAttribute("aria-selected", String(index === this.active));
-      node.style.top = `${index * this.height}px`;
-      node.style.height = `${this.height}px`;
-      node.addEventListener("click", (event) => this.onopen(index, event));
-      this.drawn.set(index, node);
-      added.push(node);
+      const name = this.nameOf(index);
+      const old = this.drawn.get(name);
+      visible.set(name, old && isSame(index, old) ? old : this.#make(index));
     }
-    this.canvas.append(...added);
+    for (const [name, row] of this.drawn) if (visible.get(name) !== row) row.node.remove();
+    this.drawn = visible;
+    this.#place(from);
+    // a control of a row that was taken out had the focus
+    if (held && !this.element.contains(document.activeElement)) this.element.focus({ preventScroll: true });
     // it must name an element of the document
-    if (this.drawn.has(this.active))
+    if (this.active >= from && this.active < to)
       this.element.setAttribute("aria-activedescendant", `${this.prefix}-${this.active}`);
     else this.element.removeAttribute("aria-activedescendant");
+  }
+
+  #make(index) {
+    const row = { node: this.drawRow(index), state: this.stateOf(index), index: -1 };
+    row.node.classList.add("windowed-row");
+    row.node.setAttribute("role", this.rowRole);
+    row.node.style.height = `${this.height}px`;
+    row.node.addEventListener("click", (event) => this.onopen(row.index, event));
+    return row;
+  }
+
+  /** Number the drawn rows from an index on, in the document too; a row that is moved there loses a click. */
+  #place(from) {
+    let index = from;
+    let next = this.canvas.firstChild;
+    for (const row of this.drawn.values()) {
+      const { node } = row;
+      if (row.index !== index) {
+        row.index = index;
+        node.id = `${this.prefix}-${index}`;
+        node.style.top = `${index * this.height}px`;
+      }
+      node.setAttribute("aria-selected", String(index === this.active));
+      if (next?.nextSibling === node) next = node; // the one before it belongs elsewhere
+      if (next === node) next = node.nextSibling;
+      else this.canvas.insertBefore(node, next);
+      index += 1;
+    }
   }
 
   #key(event) {
@@ -116,6 +150,10 @@ export class WindowedRows {
     } else if (event.key === "Enter" && this.active >= 0) {
       event.preventDefault();
       this.onopen(this.active, event);
+    } else if (event.key === " " && this.onmark && event.target === this.element && this.active >= 0) {
+      event.preventDefault();
+      this.activate(this.active); // it is in the document then
+      this.onmark(this.active, this.drawn.get(this.activeName).node);
     }
   }
 }
