@@ -17,7 +17,7 @@ export function show(node, ...children) {
   node.replaceChildren(...children.flat(2).filter((child) => child !== null && child !== undefined));
 }
 
-/** Replace all children of a node; a control that has the focus keeps it, if one of its kind and name is there again. */
+/** Replace all children of a node. The focus goes from a control to the new one of its kind and name. */
 export function renew(node, ...children) {
   const focused = node.contains(document.activeElement) ? document.activeElement : null;
   const place = focused ? alike(node, focused).indexOf(focused) : -1;

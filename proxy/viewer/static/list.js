@@ -1,6 +1,6 @@
 // The list of sessions: filters, order and page are in the address, the server does the work.
 
-import { compareAddress, listAddress, sessionAddress } from "./address.js";
+import { compareAddress, listAddress, parse, sessionAddress } from "./address.js";
 import { MOST } from "./compare.js";
 import { button, el, renew, select, setOptions, show } from "./dom.js";
 import { ago, count, reward, time } from "./format.js";
@@ -107,7 +107,8 @@ export class ListView {
 
   /** Change one parameter; the first page follows. */
   #set(name, value) {
-    if (this.closed) return; // what was typed last is searched for a moment later
+    // what was typed last is searched for a moment later
+    if (this.closed || parse(location.hash).kind !== "list") return;
     const query = new URLSearchParams(this.query);
     if (value) query.set(name, value);
     else query.delete(name);

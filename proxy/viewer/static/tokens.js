@@ -42,12 +42,14 @@ export function textBetween(tokens, start, end) {
 }
 
 /**
- * A scrollable region with tokens. It calls `onfocus(index)` when a token gets the focus, and `onrows()` when rows
- * changed. `heading(turn id)` gives the heading of a turn. `prefix` tells the ids of its elements from those of other
- * views in the page.
+ * A scrollable region with tokens. It calls `onfocus(index)` when a token gets the focus, and `onscroll()` when
+ * other rows are visible. `heading(turn id)` gives the heading of a turn. `prefix` tells the ids of its elements
+ * from those of other views in the page.
  */
 export class TokenView {
-  constructor(tokens, { heading, onfocus = () => {}, onscroll = () => {}, from = 0, label = "Tokens", prefix = "" }) {
+  constructor(tokens, options) {
+    const { heading, onfocus = () => {}, onscroll = () => {} } = options;
+    const { from = 0, label = "Tokens", prefix = "" } = options;
     this.tokens = tokens;
     this.prefix = prefix;
     this.spellings = new Spellings(tokens);

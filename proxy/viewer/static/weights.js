@@ -1,4 +1,4 @@
-// Which weights sampled a token. After an update while a turn ran, it may be known only that one of several did.
+// Which weights sampled a token. After an update while a turn ran, only several may be known, of which one did.
 
 import { rowAt } from "./layout.js";
 

@@ -5,9 +5,9 @@ import { el } from "./dom.js";
 const OVERSCAN = 8;
 
 /**
- * `draw(index)` makes the element of a row, `name(index)` tells the row from all others, and `state(index)` is a
- * text that changes with what the element shows. The region is one tab stop: arrow keys move the active row, Enter
- * calls `onopen(index)`, and space `onmark(index, element)`.
+ * `draw(index)` makes the element of a row, `name(index)` tells the row from all others, and `state(index)` is
+ * a text that changes with what the element shows. The region is one tab stop: arrow keys move the active row,
+ * Enter calls `onopen(index)`, and space `onmark(index, element)`.
  */
 export class WindowedRows {
   constructor({ height, draw, name, state, onopen, onmark, role, rowRole, label }) {
@@ -49,7 +49,7 @@ export class WindowedRows {
     this.resized.disconnect();
   }
 
-  /** Show `length` rows. The active row stays the one with its name, and rows that did not change stay in place. */
+  /** Show `length` rows. The active one stays the one with its name; rows that did not change stay in place. */
   update(length) {
     this.length = length;
     this.canvas.style.height = `${length * this.height}px`;
@@ -82,7 +82,7 @@ export class WindowedRows {
     this.#draw(() => true);
   }
 
-  /** Put the visible rows into the document. `isSame(index, old)` tells whether what was drawn before still holds. */
+  /** Put the visible rows into the document. `isSame(index, old)` tells whether a drawn row still holds. */
   #draw(isSame) {
     const { scrollTop, clientHeight } = this.element;
     const from = Math.max(0, Math.floor(scrollTop / this.height) - OVERSCAN);
