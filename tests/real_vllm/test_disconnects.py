@@ -30,6 +30,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     return condition()
 
 
+@pytest.mark.alone  # counts the requests of an engine
 @every_spelling
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_client_that_leaves_aborts_the_engines_request(server: Served, stream: bool) -> None:

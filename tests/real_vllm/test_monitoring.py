@@ -39,6 +39,7 @@ def test_metrics_of_a_conversation(server: Served) -> None:
         assert after.value("replica_state", state="ready") == 1  # also where several processes tell
 
 
+@pytest.mark.alone  # counts the requests of an engine
 def test_gauges_return_to_zero(server: Served) -> None:
     """Inside vLLM two processes serve, and the page shows the sum of both."""
     body = {"messages": [user("Count to a hundred.")], "max_tokens": 3000, "ignore_eos": True, "stream": True}

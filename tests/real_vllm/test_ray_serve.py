@@ -26,7 +26,8 @@ from tests.stores.redis_server import run_redis
 from tests.utils import wait_until
 
 pytest.importorskip("ray", reason="scripts/install-ray installs it")
-pytestmark = pytest.mark.timeout(900)  # a cluster starts processes that import a lot
+# a cluster starts processes that import a lot, and Ray gives its own a low priority
+pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
 
 _ROOT = Path(__file__).parents[2]
 _CONVERSATIONS, _TURNS, _IDS = 16, 6, 8

@@ -163,6 +163,7 @@ async def test_both_choices_can_be_continued(server: Served, stream: bool) -> No
     assert len(kept.samples) == 2
 
 
+@pytest.mark.alone  # counts the requests of an engine
 @every_spelling
 async def test_stream_that_its_client_leaves(server: Served) -> None:
     """The engine stops, what was sampled is recorded as an abort, and can be continued."""

@@ -22,7 +22,7 @@ from tests.real_vllm.plain import CHAT, user
 from tests.utils import wait_until
 from tests.viewer.browser import missing_program, run_browser, watched_page
 
-pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 600)
+pytestmark = [pytest.mark.timeout(START_TIMEOUT_S + 600), pytest.mark.alone]
 
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 _STREAMS = 4
