@@ -38,9 +38,9 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # With so small a model, threads mostly wait for each other: on 2 cores one thread gives 57 tokens/s, two
-    # give 13. They are not bound to a core, because every server would bind to the same one: two servers
-    # that start together are ready after 40 s, and after 75 s if bound.
+    # With so small a model, threads mostly wait for each other: on 2 cores of which another program keeps one
+    # busy, one thread gives 19 tokens/s, two give 4. They are not bound to a core, because every server would
+    # bind to the same one: two servers that start together are ready after 40 s, and after 75 s if bound.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
