@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import random
 import re
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -45,6 +47,8 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
+_SERVER_PORTS = range(20_000, 32_000)
+"""Below the ports that Linux gives to the connections of clients, from 32,768 on."""
 _LOG_TAIL_BYTES = 16_384
 _LOG_PREFIX = re.compile(r"^(\(\S+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) \S+ \S+ \[\S+\] )?(?P<text>.*)$")
 
@@ -244,11 +248,12 @@ class EngineProcess:
 
 
 def free_port(host: str) -> int:
-    """A free TCP port of `host`. Another process may take it before it is used."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A free TCP port of `host`. Another server may take it before it is used, but no client's connection."""
+    for port in random.sample(_SERVER_PORTS, 100):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise EngineStartError(f"no free port of {host!r} was found: pass one")
 
 
 def _is_listening(host: str, port: int) -> bool:

@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,14 +14,14 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from proxy.demo import stack
+
 _PATIENCE_S = 20.0
 
 
 def free_port() -> int:
     """A port where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return stack.free_port("127.0.0.1")
 
 
 @dataclass
