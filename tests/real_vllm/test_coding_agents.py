@@ -33,7 +33,7 @@ def test_claude_code_that_thinks(mortal_engine: EngineProcess, tmp_path: Path) -
         )
         turns = found.json()["turns"]
         # the model samples: Claude Code replaces an answer without visible text by words of its own
-        visible = all(turn["message"].get("content") for turn in turns)
+        visible = all((turn["message"].get("content") or "").strip() for turn in turns)
         if visible and any(turn["message"].get("reasoning") for turn in turns):
             break
     runs.check(4)
