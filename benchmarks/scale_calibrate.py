@@ -60,6 +60,10 @@ class Cell:
         """Mean length of the prompts after the first turn."""
         return self.case.prompt_ids(self.case.turns) / 2 + self.case.prompt_ids(0) / 2
 
+    def shortened(self, most_turns: int) -> "Cell":
+        """The same measurement with at most so many turns of each rollout."""
+        return replace(self, case=replace(self.case, turns=min(self.case.turns, most_turns)))
+
 
 @dataclass(slots=True)
 class Samples:
@@ -100,10 +104,7 @@ class Calibration:
         Args:
             most_turns: how many turns a rollout has at most; None for as many as a measurement needs.
         """
-        self.cells = cells()
-        if most_turns is not None:
-            cases = [replace(cell.case, turns=min(cell.case.turns, most_turns)) for cell in self.cells]
-            self.cells = [replace(cell, case=case) for cell, case in zip(self.cells, cases, strict=True)]
+        self.cells = cells() if most_turns is None else [each.shortened(most_turns) for each in cells()]
         self._samples: dict[str, Samples] = defaultdict(Samples)
         self._searches: list[float] = []
         self._probes: list[float] = []

@@ -12,7 +12,6 @@ import asyncio
 import json
 import logging
 import shlex
-import socket
 import subprocess
 import sys
 import uuid
@@ -30,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from proxy.demo.children import child_environment
 from proxy.engine.http import normalise_base_url
 from proxy.fleet.membership import ACTOR_SCHEME, MembershipError, resolve_host
+from proxy.ports import free_port
 from proxy.serve_child import GRACE_S
 
 log = logging.getLogger("tokenproxy")
@@ -215,7 +215,7 @@ class Engine:
             RuntimeError: it ended, or was not healthy in time.
         """
         host = get_node_ip_address()
-        self._url = f"http://{host}:{_free_port(host)}"
+        self._url = f"http://{host}:{free_port(host)}"
         self._process = await asyncio.to_thread(_start, arguments, self._url)
         self._client = httpx.AsyncClient(base_url=self._url, timeout=_ASK_S, trust_env=False)
         try:
@@ -290,10 +290,3 @@ def _command(arguments: EngineArguments, url: str) -> list[str]:
     address = ["--host", host, "--port", port]
     python = [sys.executable, "-m"]
     return [*python, "proxy.serve_child", *python, *command, arguments.model, *address, *arguments.flags]
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        port: int = listener.getsockname()[1]
-        return port

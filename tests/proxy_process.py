@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from proxy.demo.stack import free_port
+from proxy.ports import free_port
 from tests.child_environment import python_path_without_torch
 from tests.fake_vllm import FakeVllm
 from tests.utils import wait_until

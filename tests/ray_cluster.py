@@ -14,7 +14,7 @@ import httpx
 import yaml
 
 from proxy.demo.children import child_environment, end_group
-from proxy.demo.stack import free_port
+from proxy.ports import free_port
 from tests.utils import wait_until
 
 _BIN = Path(sys.executable).parent

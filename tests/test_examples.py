@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.demo.stack import free_port
+from proxy.ports import free_port
 from tests.tiny_model import TinyModel
 
 _FOLDER = Path(__file__).parents[1] / "examples"

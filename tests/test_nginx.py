@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proxy.demo.stack import free_port
+from proxy.ports import free_port
 from proxy.settings import Settings
 from tests.fake_vllm import Canned, FakeVllm, Reply
 from tests.utils import run_proxy, wait_until

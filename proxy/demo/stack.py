@@ -2,7 +2,6 @@
 
 import http.client
 import os
-import random
 import re
 import socket
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,6 +16,7 @@ from typing import Self
 from proxy.demo.children import child_environment, end_group
 from proxy.demo.errors import EngineStartError
 from proxy.demo.progress import Heartbeat, Progress, print_progress, shorten
+from proxy.ports import free_port
 
 MODEL_NAME = "smollm2"
 
@@ -47,8 +46,6 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
-_SERVER_PORTS = range(20_000, 32_000)
-"""Below the ports that Linux gives to the connections of clients, from 32,768 on."""
 _LOG_TAIL_BYTES = 16_384
 _LOG_PREFIX = re.compile(r"^(\(\S+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) \S+ \S+ \[\S+\] )?(?P<text>.*)$")
 
@@ -121,7 +118,7 @@ class EngineProcess:
         """Start the processes and return at once.
 
         Raises:
-            EngineStartError: another process listens on the port.
+            EngineStartError: another process listens on the port, or the host has no free one.
             RuntimeError: the server is already started.
         """
         if self._process is not None:
@@ -130,7 +127,10 @@ class EngineProcess:
         # find the other server healthy.
         if self._port and _is_listening(self._local_host, self._port):
             raise EngineStartError(f"another process listens on {self.url}: choose another port")
-        self._port = self._port or free_port(self._host)
+        try:
+            self._port = self._port or free_port(self._host)
+        except OSError as error:
+            raise EngineStartError(str(error)) from error
         if self._log_file is None:
             descriptor, name = tempfile.mkstemp(prefix="tokenproxy-vllm-", suffix=".log")
             os.close(descriptor)
@@ -245,15 +245,6 @@ class EngineProcess:
         with self._log_file.open("rb") as log:
             log.seek(max(0, self._log_file.stat().st_size - _LOG_TAIL_BYTES))
             return log.read().decode(errors="replace").splitlines()
-
-
-def free_port(host: str) -> int:
-    """A free TCP port of `host`. Another server may take it before it is used, but no client's connection."""
-    for port in random.sample(_SERVER_PORTS, 100):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
-            probe.bind((host, port))
-            return port
-    raise EngineStartError(f"no free port of {host!r} was found: pass one")
 
 
 def _is_listening(host: str, port: int) -> bool:

@@ -31,9 +31,10 @@ _PAGE = 1000
 _AT_ONCE = 16
 """Sessions that are read at the same time."""
 _BYTES_AT_ONCE = 1 << 20
-"""Size of the sessions that are read at the same time; a larger one is read alone."""
+"""Stored bytes of the sessions that are read at the same time; a larger session is read alone."""
 _LARGE_BYTES = 1 << 14
-"""Size from which a session is summarised in a thread: a summary compares the ids of its prompts."""
+"""Bytes of ids and messages from which a session is summarised in a thread: a summary compares each prompt
+with up to 16 earlier ones, and parses messages."""
 _SELECTIONS = 4
 """Results that are kept until the index changes."""
 
@@ -154,7 +155,7 @@ class SessionIndex:
         return read
 
     def _first_of(self, keys: Iterable[str]) -> list[str]:
-        """The first of these sessions, as many as are read before the clock is looked at again."""
+        """The first of these sessions: at most `_AT_ONCE`, of `_BYTES_AT_ONCE` bytes in all, at least one."""
         batch: list[str] = []
         size = 0
         for key in islice(keys, _AT_ONCE):

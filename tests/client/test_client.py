@@ -24,8 +24,8 @@ from proxy.client import (
 )
 from proxy.client.calls import Address, FeedPosition, Patience
 from proxy.client.errors import error_of
-from proxy.demo.stack import free_port
 from proxy.key_command import add_key
+from proxy.ports import free_port
 from tests.client.blocking import BlockingClient
 from tests.fake_vllm import Canned, FakeVllm, Reply
 from tests.talk import user

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from proxy.client import Client
-from proxy.demo.stack import free_port
+from proxy.ports import free_port
 from tests.fake_vllm import FakeVllm
 from tests.serve_process import ServeProcess, is_process
 from tests.talk import user

@@ -96,6 +96,19 @@ class AgentRuns:
             done = run_program([*within, *command], self._home, {**variables, "PYTHONPATH": path})
             assert done.returncode == 0, done.stdout + done.stderr
 
+    def turns(self) -> list[dict[str, Any]]:
+        """The recorded turns, with their ids."""
+        with Client(self.url) as client:
+            return list(client.session(self.session, ids=True).turns)
+
+    def answers_are_visible(self) -> bool:
+        """Whether the model answered each turn with text or a call.
+
+        If not, Claude Code asks again without the answer, or replaces it by words of its own.
+        """
+        messages = [turn["message"] for turn in self.turns()]
+        return all((each.get("content") or "").strip() or each.get("tool_calls") for each in messages)
+
     def check(self, least: int) -> list[tuple[list[int], list[int]]]:
         """Every prompt but the first begins with all ids of an earlier turn; every leaf is a sample.
 

@@ -21,7 +21,8 @@ import pytest
 from openai import OpenAI
 
 from proxy.demo.checkpoint import ensure_checkpoint
-from proxy.demo.stack import EngineProcess, free_port
+from proxy.demo.stack import EngineProcess
+from proxy.ports import free_port
 from tests.real_vllm.shared_engines import share_engines, shared_log
 
 INSIDE, FRONT, GENERATE = "inside vLLM", "in front of vLLM", "in front, by the generate route"

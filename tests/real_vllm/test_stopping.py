@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.demo.stack import EngineProcess, free_port
+from proxy.demo.stack import EngineProcess
 from proxy.history.store import Limits, session_id
 from proxy.history.turn import unpack_ids
+from proxy.ports import free_port
 from proxy.stores.urls import make_store
 from tests.real_vllm.conftest import START_TIMEOUT_S, wait_ready
 from tests.real_vllm.test_token_route import PROMPT, ROUTE

@@ -4,8 +4,6 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,15 +15,13 @@ import pytest_asyncio
 from proxy.cli import main
 from proxy.demo.stack import MODEL_NAME, EngineProcess
 from tests.real_vllm.conftest import Served, run_proxy
+from tests.real_vllm.page import Rollout, open_page, wait_for_count
+from tests.real_vllm.plain import user
 from tests.viewer.browser import (
     DARK,
     PHONE,
-    PageOptions,
-    Viewer,
     axe_is_installed,
     missing_program,
-    run_browser,
-    watched_page,
 )
 
 pytestmark = pytest.mark.skipif(bool(missing_program()), reason=missing_program() or "no reason")
@@ -34,74 +30,23 @@ _HOSTILE = "<script>window.hostileRan=1</script><img src=x onerror=hostileRan=2>
 _SERIOUS = ("serious", "critical")
 
 
-@dataclass
-class _Rollout:
-    """A session that a client made on the engine."""
-
-    http: httpx.AsyncClient
-    name: str
-
-    async def turn(self, *messages: Any, headers: dict[str, str] | None = None, **fields: Any) -> Any:
-        """The choice that answers messages; it holds the ids and log-probabilities."""
-        asked = {"model": MODEL_NAME, "messages": messages, "max_tokens": 12, "return_token_ids": True}
-        named = {"X-Session-ID": self.name, **(headers or {})}
-        answer = await self.http.post("/v1/chat/completions", json=asked | fields, headers=named)
-        assert answer.status_code == 200, answer.text
-        found = answer.json()
-        return {**found["choices"][0], "prompt_token_ids": found["prompt_token_ids"]}
-
-    async def leave(self, *messages: Any) -> None:
-        """Ask for a long answer, and go away after its beginning."""
-        asked = {"model": MODEL_NAME, "messages": messages, "max_tokens": 400, "stream": True}
-        fields = {"ignore_eos": True}
-        async with self.http.stream(
-            "POST", "/v1/chat/completions", json=asked | fields, headers={"X-Session-ID": self.name}
-        ) as response:
-            lines = response.aiter_lines()
-            for _ in range(12):
-                await anext(lines)
-
-    async def get(self, path: str) -> Any:
-        answer = await self.http.get(path)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
 @pytest_asyncio.fixture
-async def rollout(server: Served) -> AsyncIterator[_Rollout]:
+async def rollout(server: Served) -> AsyncIterator[Rollout]:
     async with httpx.AsyncClient(base_url=server.url, timeout=120, trust_env=False) as http:
         name = f"page-{uuid4().hex[:12]}"
         await http.post("/v1/sessions", json={"id": name, "metadata": {"group": name}})
-        yield _Rollout(http, name)
+        yield Rollout(http, name)
         await http.delete(f"/v1/sessions/{name}")
 
 
-@asynccontextmanager
-async def _page(url: str, options: PageOptions | None = None) -> AsyncIterator[Viewer]:
-    async with run_browser() as browser, watched_page(browser, url, options) as viewer:
-        yield viewer
-
-
-async def _count(viewer: Viewer, selector: str, number: int) -> None:
-    """Wait until a number of elements is shown."""
-    await viewer.page.wait_for_function(
-        "([selector, number]) => document.querySelectorAll(selector).length === number",
-        arg=[selector, number],
-    )
-
-
-async def test_the_list_is_live_and_filtered(server: Served, rollout: _Rollout) -> None:
-    first = _user("Name a colour.")
+async def test_the_list_is_live_and_filtered(server: Served, rollout: Rollout) -> None:
+    first = user("Name a colour.")
     choice = await rollout.turn(first)
-    async with _page(server.url) as viewer:
+    async with open_page(server.url) as viewer:
         await viewer.open(f"#/?metadata=group%3D{rollout.name}")
         row = viewer.page.locator(f".list-row[data-session='{rollout.name}']")
         await row.filter(has_text="1 turns").wait_for()
-        await rollout.turn(first, choice["message"], _user("And another one?"))
+        await rollout.turn(first, choice["message"], user("And another one?"))
         await row.filter(has_text="2 turns").wait_for()
         await rollout.http.post(f"/v1/sessions/{rollout.name}/reward", json={"reward": 0.375})
         await row.filter(has_text="0.375").wait_for()
@@ -111,12 +56,12 @@ async def test_the_list_is_live_and_filtered(server: Served, rollout: _Rollout) 
             f"search={rollout.name}&reason=first_turn",
         ):
             await viewer.open(f"#/?{query}")
-            await _count(viewer, ".list-row", 1)
+            await wait_for_count(viewer, ".list-row", 1)
         await viewer.open(f"#/?search={rollout.name}&drift=true")
         await viewer.page.wait_for_selector(".status:text('0 of')")
         if axe_is_installed():
             assert _serious(await viewer.accessibility_violations()) == []
-        await rollout.turn(_user("Look at the files."), headers={"x-openai-subagent": "review"})
+        await rollout.turn(user("Look at the files."), headers={"x-openai-subagent": "review"})
         await viewer.open(f"#/?search={rollout.name}&class=subagent")
         await row.filter(has_text="3 turns").wait_for()
         await viewer.page.click("summary")
@@ -124,25 +69,25 @@ async def test_the_list_is_live_and_filtered(server: Served, rollout: _Rollout) 
         await viewer.page.wait_for_selector(".plot svg[aria-label*='Reasons'] path")
 
 
-async def test_a_tree_with_every_kind_of_turn(server: Served, rollout: _Rollout) -> None:
-    first = _user("Name a colour, a fruit and a town.")
+async def test_a_tree_with_every_kind_of_turn(server: Served, rollout: Rollout) -> None:
+    first = user("Name a colour, a fruit and a town.")
     choice = await rollout.turn(first, n=2)
-    second = [first, choice["message"], _user("Why these?")]
+    second = [first, choice["message"], user("Why these?")]
     await rollout.turn(*second)
-    await rollout.turn(first, choice["message"], _user("Now three others."))
-    await rollout.turn(_user("Name a colour."), choice["message"], _user("Why these?"))
-    await rollout.turn(_user("Look at the files."), headers={"x-openai-subagent": "collab_spawn"})
-    await rollout.leave(_user("Tell me a long story."))
+    await rollout.turn(first, choice["message"], user("Now three others."))
+    await rollout.turn(user("Name a colour."), choice["message"], user("Why these?"))
+    await rollout.turn(user("Look at the files."), headers={"x-openai-subagent": "collab_spawn"})
+    await rollout.leave(user("Tell me a long story."))
     answer = {"choice": [_HOSTILE]}
-    hostile = await rollout.turn(_user("Some HTML?"), structured_outputs=answer, max_tokens=64)
+    hostile = await rollout.turn(user("Some HTML?"), structured_outputs=answer, max_tokens=64)
     assert hostile["message"]["content"] == _HOSTILE
     tree = await _with_turns(rollout, 8)
     rewarded = tree["turns"][0]["id"]
     await rollout.http.post(f"/v1/sessions/{rollout.name}/reward", json={"reward": 0.5, "turn": rewarded})
-    async with _page(server.url) as viewer:
+    async with open_page(server.url) as viewer:
         page = viewer.page
         await viewer.open(f"#/s/{rollout.name}")
-        await _count(viewer, ".tree-row", 8)
+        await wait_for_count(viewer, ".tree-row", 8)
         shown = await viewer.text("nav.tree")
         for part in ("choice 2", "abort", "subagent", "reward 0.5", "cached", "extended", "rendered"):
             assert part in shown
@@ -166,10 +111,10 @@ async def test_a_tree_with_every_kind_of_turn(server: Served, rollout: _Rollout)
         await page.keyboard.press("?")
         assert await page.locator("dialog").is_visible()
         await page.keyboard.press("Escape")
-        await rollout.turn(_user("One more."))
-        await _count(viewer, ".tree-row", 9)
+        await rollout.turn(user("One more."))
+        await wait_for_count(viewer, ".tree-row", 9)
     for options in (PHONE, DARK):
-        async with _page(server.url, options) as viewer:
+        async with open_page(server.url, options) as viewer:
             await viewer.open(f"#/s/{rollout.name}/-/tokens")
             await viewer.page.wait_for_selector(".token.sampled")
             width = await viewer.page.evaluate("() => document.documentElement.scrollWidth")
@@ -178,12 +123,12 @@ async def test_a_tree_with_every_kind_of_turn(server: Served, rollout: _Rollout)
                 assert _serious(await viewer.accessibility_violations()) == []
 
 
-async def test_tokens_are_those_that_the_client_got(server: Served, rollout: _Rollout) -> None:
-    choice = await rollout.turn(_user("Count to five."), logprobs=True, top_logprobs=3, temperature=0.7)
+async def test_tokens_are_those_that_the_client_got(server: Served, rollout: Rollout) -> None:
+    choice = await rollout.turn(user("Count to five."), logprobs=True, top_logprobs=3, temperature=0.7)
     ids = choice["prompt_token_ids"] + choice["token_ids"]
     at = len(choice["prompt_token_ids"])
     logprob = choice["logprobs"]["content"][0]["logprob"]
-    async with _page(server.url) as viewer:
+    async with open_page(server.url) as viewer:
         page = viewer.page
         await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         await viewer.open(f"#/s/{rollout.name}/-/tokens?token={at}")
@@ -212,10 +157,10 @@ async def test_tokens_are_those_that_the_client_got(server: Served, rollout: _Ro
 
 
 async def test_a_session_and_an_export_as_one_file(
-    server: Served, rollout: _Rollout, model: Path, tmp_path: Path
+    server: Served, rollout: Rollout, model: Path, tmp_path: Path
 ) -> None:
-    choice = await rollout.turn(_user("Name a colour."))
-    await rollout.turn(_user("Name a colour."), choice["message"], _user("Why?"))
+    choice = await rollout.turn(user("Name a colour."))
+    await rollout.turn(user("Name a colour."), choice["message"], user("Why?"))
     samples = (await rollout.get(f"/v1/sessions/{rollout.name}/samples"))["samples"]
     export = tmp_path / "samples.jsonl"
     export.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
@@ -224,7 +169,7 @@ async def test_a_session_and_an_export_as_one_file(
     assert main(["view", str(export), "--tokenizer", str(model), "-o", str(exported)]) == 0
     sampled = len(choice["token_ids"])
     for file in (live, exported):
-        async with _page("file://") as viewer:
+        async with open_page("file://") as viewer:
             await viewer.page.goto(f"{file.as_uri()}#/s/{rollout.name}/-/tokens")
             await viewer.page.wait_for_selector(".token.sampled")
             assert await viewer.page.locator(".token.sampled").count() > sampled
@@ -237,9 +182,9 @@ async def test_a_store_and_its_exports_as_one_file(
     name, store = "exported", f"sqlite:///{tmp_path}/rollouts.db"
     with run_proxy(engines["stock"].url, "--store", store) as url:
         async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
-            rollout = _Rollout(http, name)
-            choice = await rollout.turn(_user("Name a colour."))
-            last = await rollout.turn(_user("Name a colour."), choice["message"], _user("Why?"))
+            rollout = Rollout(http, name)
+            choice = await rollout.turn(user("Name a colour."))
+            last = await rollout.turn(user("Name a colour."), choice["message"], user("Why?"))
     sources = [["view", name, "--store", store]]
     for kind in ("jsonl", "parquet"):
         export = f"{tmp_path}/samples.{kind}"
@@ -249,7 +194,7 @@ async def test_a_store_and_its_exports_as_one_file(
     for source in sources:
         file = tmp_path / "page.html"
         assert await asyncio.to_thread(main, [*source, "--tokenizer", str(model), "-o", str(file)]) == 0
-        async with _page("file://") as viewer:
+        async with open_page("file://") as viewer:
             await viewer.page.goto(f"{file.as_uri()}#/s/{name}/-/tokens?token={len(ids) - 1}")
             await viewer.page.wait_for_selector(".token.focused.sampled")
             details = await viewer.text(".details")
@@ -262,7 +207,7 @@ def test_a_setting_turns_it_off(engines: dict[str, EngineProcess]) -> None:
         for path in ("/viewer", "/viewer/static/main.js", "/viewer/sessions"):
             answer = httpx.get(f"{url}{path}", timeout=60)
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "viewer_off")
-        asked = {"model": MODEL_NAME, "messages": [_user("Hi")], "max_tokens": 2}
+        asked = {"model": MODEL_NAME, "messages": [user("Hi")], "max_tokens": 2}
         assert httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).status_code == 200
 
 
@@ -270,12 +215,14 @@ def _serious(violations: list[str]) -> list[str]:
     return [fault for fault in violations if any(kind in fault for kind in _SERIOUS)]
 
 
-async def _with_turns(rollout: _Rollout, number: int) -> Any:
+async def _with_turns(rollout: Rollout, number: int) -> Any:
     """The session's turns, as soon as there are so many: an aborted one is recorded in the background."""
-    for _ in range(100):
-        tree = await rollout.get(f"/viewer/sessions/{rollout.name}")
-        if len(tree["turns"]) >= number:
-            break
+    async with asyncio.timeout(60):
+        while True:
+            tree = await rollout.get(f"/viewer/sessions/{rollout.name}")
+            if len(tree["turns"]) >= number:
+                break
+            await asyncio.sleep(0.1)
     assert len(tree["turns"]) == number
     return tree
 

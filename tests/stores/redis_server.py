@@ -14,14 +14,14 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from proxy.demo import stack
+from proxy import ports
 
 _PATIENCE_S = 20.0
 
 
 def free_port() -> int:
     """A port where nobody listens."""
-    return stack.free_port("127.0.0.1")
+    return ports.free_port("127.0.0.1")
 
 
 @dataclass

@@ -226,7 +226,7 @@ async def test_a_file_of_another_process(tmp_path: Path) -> None:
 async def test_large_sessions_are_read_one_by_one_and_summarised_in_threads(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time that a request may take is looked at between them, and other requests run meanwhile."""
+    """A request whose time is up ends after one large session; its summary does not block the event loop."""
     here, elsewhere = threading.get_ident(), []
 
     def summarize_somewhere(turns: Sequence[Turn]) -> Summary:

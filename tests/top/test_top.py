@@ -18,7 +18,7 @@ from prometheus_client.samples import Sample
 from rich.console import Console
 
 from proxy.cli import main
-from proxy.demo.stack import free_port
+from proxy.ports import free_port
 from proxy.top.snapshot import Snapshot, quantile
 from proxy.top.view import render
 from tests.fake_vllm import Canned, FakeVllm
