@@ -4,7 +4,7 @@ import random
 import socket
 
 _FOR_SERVERS = range(20_000, 32_000)
-"""Below the ports that Linux gives to connections of clients, from 32,768 on: a connection could take the port
+"""Below the ports that Linux gives to connections of clients, from 32,768 on: one of them could take the port
 before the server listens, for which vLLM needs seconds."""
 _TRIES = 100
 
