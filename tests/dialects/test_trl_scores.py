@@ -79,7 +79,7 @@ def test_nothing_is_recorded(client: httpx.Client) -> None:
 
 def test_sequences_are_spread_over_the_fleet(tiny_model: TinyModel) -> None:
     with FakeVllm(tiny_model) as one, FakeVllm(tiny_model) as other, run_proxy([one, other]) as client:
-        one.usual = other.usual = Reply(pause_s=0.01)
+        one.usual = other.usual = Reply(pause_s=0.2)  # eight at once are in work
         answer = _post(client, sequences=[[1, 8]] * 40, prompt_lengths=[1] * 40)
         assert answer["logprob_token_ids"] == [[[7, 8]]] * 40
         assert min(len(engine.seen(COMPLETIONS)) for engine in (one, other)) > 5

@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Served:
 
     url: str
     engine: EngineProcess
+    recorder: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the process that records, where they differ from those of the test: where its store is."""
 
     def client(self) -> OpenAI:
         """An unmodified SDK client."""
@@ -99,13 +101,13 @@ def engines(
 ) -> Iterator[dict[str, EngineProcess]]:
     """All engines that the selected tests need, started at the same time; processes of one run share them."""
     folder = _shared_folder(tmp_path_factory)
-    patient = {"TOKENPROXY_STORE_TIMEOUT_S": STORE_TIMEOUT_S}
+    recording = {"TOKENPROXY_STORE_TIMEOUT_S": STORE_TIMEOUT_S, **_recorder(folder)}
     needed = {
         "plugin": EngineProcess(
             model,
             plugin=True,
             api_server_count=2,
-            extra_environment=patient,
+            extra_environment=recording,
             log_file=shared_log(folder, "plugin"),
         ),
         "stock": EngineProcess(
@@ -119,7 +121,7 @@ def engines(
         needed["mortal"] = EngineProcess(
             thinking_model,
             extra_flags=["--reasoning-parser", "deepseek_r1"],
-            extra_environment=patient,
+            extra_environment=recording,
             log_file=shared_log(folder, "mortal"),
         )
     with share_engines(needed, model, folder) as engines:
@@ -137,6 +139,11 @@ def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "engines"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def _recorder(folder: Path) -> dict[str, str]:
+    """Variables of the engines of a run: they record in one place, whichever process starts them."""
+    return {"XDG_STATE_HOME": str(folder / "state")}
 
 
 @pytest.fixture(scope="session")
@@ -174,10 +181,15 @@ def proxies(engines: dict[str, EngineProcess]) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(params=[INSIDE, FRONT])
-def server(request: pytest.FixtureRequest, engines: dict[str, EngineProcess]) -> Served:
+def server(
+    request: pytest.FixtureRequest,
+    engines: dict[str, EngineProcess],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Served:
     """Each of the ways to run in turn."""
     if request.param == INSIDE:
-        return Served(engines["plugin"].url, engines["plugin"])
+        recorder = _recorder(_shared_folder(tmp_path_factory))
+        return Served(engines["plugin"].url, engines["plugin"], recorder)
     proxies: dict[str, str] = request.getfixturevalue("proxies")
     return Served(proxies[request.param], engines["stock"])
 

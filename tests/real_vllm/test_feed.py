@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import secrets
 import signal
@@ -21,11 +22,14 @@ _MODEL = "smollm2"
 
 
 @contextmanager
-def _follow(out: Path, run: str, *flags: str) -> Iterator["subprocess.Popen[str]"]:
-    """`tokenproxy export --follow` on the store that all servers of these tests share."""
+def _follow(server: Served, out: Path, run: str, *flags: str) -> Iterator["subprocess.Popen[str]"]:
+    """`tokenproxy export --follow` on the store of a server."""
     command = [sys.executable, "-m", "proxy.cli", "export", "--follow", "--out", str(out)]
     selected = ("--metadata", f"run={run}")
-    process = subprocess.Popen([*command, *selected, *flags], stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, **server.recorder}
+    process = subprocess.Popen(
+        [*command, *selected, *flags], env=environment, stderr=subprocess.PIPE, text=True
+    )
     try:
         yield process
     finally:
@@ -105,7 +109,11 @@ async def test_trainers_get_every_finished_rollout(server: Served, tmp_path: Pat
     names = [f"{run}-{number}" for number in range(4)]
     rewards = {names[2]: 1.0, names[0]: 0.0}
     trainers, out = (f"one-{run}", f"two-{run}"), tmp_path / "followed.jsonl"
-    with Client(server.url) as client, _follow(out, run) as following, ThreadPoolExecutor(4) as threads:
+    with (
+        Client(server.url) as client,
+        _follow(server, out, run) as following,
+        ThreadPoolExecutor(4) as threads,
+    ):
         ids = [threads.submit(_by_ids, client, name, run) for name in names[:3]]
         text = threads.submit(_by_text, server, client, names[3], run)
         last = {name: turn.result() for name, turn in zip(names, ids, strict=False)}
@@ -151,7 +159,7 @@ async def test_trainers_get_every_finished_rollout(server: Served, tmp_path: Pat
         assert [row["revision"] for row in rows] == [1, 1, 1, 1, 2]
         assert rows[:4] == [sample for rollout in rollouts for sample in rollout.samples]
         client.set_reward(names[1], 0.75)
-        with _follow(out, run, "--after", cursor) as following:
+        with _follow(server, out, run, "--after", cursor) as following:
             assert [row["reward"] for row in _wait_rows(out, 6)[5:]] == [0.75]
             _stop(following)
         for trainer in trainers:
