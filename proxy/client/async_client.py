@@ -36,7 +36,7 @@ class AsyncClient:
         self, url: str, *, api_key: str | None = None, http: httpx.AsyncClient | None = None
     ) -> None:
         """See `Client`."""
-        self._http = http if http is not None else httpx.AsyncClient()
+        self._http = http if http is not None else httpx.AsyncClient(limits=calls.LIMITS)
         self._owned = http is None
         self._address = Address(url, api_key)
 

@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 TIMEOUT_S = 60.0
 """Seconds for a response, in addition to the time that the proxy waits for a rollout."""
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+"""There are none: a trainer has more turns in work than the 100 requests that httpx sends at once by default.
+A pool that keeps a limit may also close a connection under another thread's request (httpcore issue 1110)."""
 LONGEST_PAUSE_S = 10.0
 """Seconds between two attempts."""
 

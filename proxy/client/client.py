@@ -39,7 +39,7 @@ class Client:
             api_key: sent with each request.
             http: the HTTP client to use, which stays open; None makes one.
         """
-        self._http = http if http is not None else httpx.Client()
+        self._http = http if http is not None else httpx.Client(limits=calls.LIMITS)
         self._owned = http is None
         self._address = Address(url, api_key)
 

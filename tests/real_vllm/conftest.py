@@ -20,6 +20,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from proxy.client.calls import LIMITS
 from proxy.demo.checkpoint import ensure_checkpoint
 from proxy.demo.stack import EngineProcess
 from proxy.ports import free_port
@@ -45,8 +46,8 @@ class Served:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def http(self) -> httpx.Client:
-        """A plain HTTP client."""
-        return httpx.Client(base_url=self.url, timeout=120)
+        """A plain HTTP client for any number of threads."""
+        return httpx.Client(base_url=self.url, timeout=120, limits=LIMITS)
 
     def running(self) -> float:
         """How many requests the engine works on, by its own metric."""
@@ -196,6 +197,9 @@ def server(
 
 every_spelling = pytest.mark.parametrize("server", [INSIDE, FRONT, GENERATE], indirect=True)
 """For tests that must also hold where ids go in by the generate route."""
+only_inside = pytest.mark.parametrize("server", [INSIDE], indirect=True)
+only_in_front = pytest.mark.parametrize("server", [FRONT], indirect=True)
+"""For long tests of a client. That both ways answer alike is compared by the tests of the routes it calls."""
 
 
 def _is_healthy(engine: EngineProcess) -> bool:

@@ -9,14 +9,19 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 WAYS = ("inside vLLM", "in front")
+HELD_AT_ONCE = ("test_langchain.py", "test_verifiers.py")
+"""Files whose conversations are all held before their first test: in every process that has one of them."""
 
 
 class WayScheduling(LoadScopeScheduling):
     """Keeps all tests of one way to run in one process, and all other tests of a file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file, _, parameters = nodeid.partition("[")
-        return next((way for way in WAYS if way in parameters), file.partition("::")[0])
+        test, _, parameters = nodeid.partition("[")
+        file = test.partition("::")[0]
+        if file.endswith(HELD_AT_ONCE):
+            return file
+        return next((way for way in WAYS if way in parameters), file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WayScheduling:

@@ -25,7 +25,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from pydantic import Field
 
 from proxy.demo.stack import EngineProcess
-from tests.real_vllm.conftest import Served
+from tests.real_vllm.conftest import Served, only_inside
 from tests.real_vllm.wire import json_events
 
 TOOL_ROUNDS = 2
@@ -183,6 +183,7 @@ async def _run(
     return streamed.to_input_list()
 
 
+@only_inside
 async def test_no_turn_drifts(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     talks = await asyncio.gather(*(converse(server.url, talk) for talk in TALKS))
     for talk, seen in zip(TALKS, talks, strict=True):

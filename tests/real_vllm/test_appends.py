@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.client.calls import LIMITS
 from proxy.demo.stack import EngineProcess
 from tests.real_vllm.conftest import FRONT, INSIDE, START_TIMEOUT_S, checkpoint_with, run_proxy, wait_ready
 from tests.real_vllm.plain import CHAT, TOKENS, Conversation, Message, Turn, continues, forced, user
@@ -81,7 +82,7 @@ def http(
 
 def _client(url: str) -> Iterator[httpx.Client]:
     wait_ready(url)
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with httpx.Client(base_url=url, timeout=120, limits=LIMITS) as client:
         yield client
 
 

@@ -6,13 +6,14 @@ import pytest
 
 from proxy.demo.stack import EngineProcess
 from tests.real_vllm.coding_agents import CLAUDE, CODEX, AgentRuns, claude_turns, codex_turns, needs
-from tests.real_vllm.conftest import START_TIMEOUT_S, Served
+from tests.real_vllm.conftest import START_TIMEOUT_S, Served, only_in_front, only_inside
 from tests.real_vllm.test_transparent_clients import END_OF_REASONING
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 600)
 
 
 @needs(CLAUDE)
+@only_inside
 @pytest.mark.parametrize("tools", ["", "Bash"])
 def test_claude_code(server: Served, tmp_path: Path, tools: str) -> None:
     for attempt in range(4):
@@ -40,6 +41,7 @@ def test_claude_code_that_thinks(mortal_engine: EngineProcess, tmp_path: Path) -
 
 
 @needs(CODEX)
+@only_in_front
 def test_codex(server: Served, tmp_path: Path) -> None:
     runs = AgentRuns(server.url, tmp_path / "home")
     runs.run(codex_turns(tmp_path))

@@ -33,14 +33,14 @@ def test_the_words_are_the_engines(server: Served) -> None:
 
 
 def _outgrow(url: str) -> tuple[list[dict[str, str]], httpx.Response]:
-    """A turn with 600 ids that its text does not show, and a next message that then does not fit."""
+    """A turn with 240 ids that its text does not show, and a next message that then does not fit."""
     size = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["max_model_len"]
     messages = [{"role": "user", "content": "a " * 100}]
-    sampling = {"max_tokens": 600, "allowed_token_ids": [_UNSEEN], "ignore_eos": True}
+    sampling = {"max_tokens": 240, "allowed_token_ids": [_UNSEEN], "ignore_eos": True}
     first = httpx.post(f"{url}{_CHAT}", json={"messages": messages, **sampling}, timeout=600)
     assert first.status_code == 200, first.text
     content = first.json()["choices"][0]["message"]["content"] or ""
-    more = {"role": "user", "content": "b " * (size - 400)}
+    more = {"role": "user", "content": "b " * (size - 240)}
     messages = [*messages, {"role": "assistant", "content": content}, more]
     return messages, httpx.post(f"{url}{_CHAT}", json={"messages": messages, "max_tokens": 4}, timeout=600)
 

@@ -8,7 +8,9 @@ from uuid import uuid4
 
 import pytest
 
-from tests.real_vllm.conftest import Served
+from tests.real_vllm.conftest import Served, only_in_front
+
+pytestmark = only_in_front
 
 _FOLDER = Path(__file__).parents[2] / "examples"
 

@@ -152,7 +152,7 @@ CASES: dict[str, tuple[Program, tuple[dict[str, Any], ...]]] = {
     ),
 }
 """Each with its conversations. In the first of them the client asks for no ids, as most clients do."""
-WHICH = {INSIDE: (0, 1), FRONT: (1,), STOCK: (1,)}
+WHICH = {INSIDE: (0,), FRONT: (1,), STOCK: (1,)}
 """Of the conversations of each case."""
 
 

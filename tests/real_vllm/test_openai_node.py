@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 
 from proxy.demo.tools import TOOLS
-from tests.real_vllm.conftest import Served
+from tests.real_vllm.conftest import Served, only_in_front
 from tests.real_vllm.neighbours.programs import run_program
 from tests.real_vllm.rollouts import check_samples, open_client, record_of
 
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@only_in_front
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_conversation_with_tool_calls(server: Served, stream: bool) -> None:
     session = f"node-{uuid4().hex}"

@@ -6,7 +6,7 @@ from uuid import uuid4
 
 import pytest
 
-from tests.real_vllm.conftest import Served
+from tests.real_vllm.conftest import Served, only_inside
 from tests.real_vllm.neighbours.programs import run_program
 from tests.real_vllm.rollouts import TOOL_OPTIONS, Talk, open_client
 
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@only_inside
 async def test_a_session_of_rllm(server: Served) -> None:
     session = f"rllm-{uuid4().hex}"
     url = await run_program(PYTHON, SCRIPT, server.url, session, "create")

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(900)
 
 STOCK = "stock vLLM, by its chat route"
 """It has no token route; there the library's plain client holds the same rollouts."""
-RUNS = {INSIDE: 5, FRONT: 5, STOCK: 2}
+RUNS = {INSIDE: 3, FRONT: 3, STOCK: 2}
 FOLLOW_UPS = 12
 
 TOOL_DEFS = [
