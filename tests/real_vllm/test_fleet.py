@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from proxy.demo.stack import EngineProcess
-from tests.real_vllm.conftest import START_TIMEOUT_S, run_proxy, wait_ready
+from tests.real_vllm.conftest import START_TIMEOUT_S, Served, run_proxy, wait_ready
 from tests.real_vllm.plain import CHAT, Conversation, Turn, continues, user
 from tests.utils import wait_until
 
@@ -87,7 +87,8 @@ def test_kill_return_and_drain(
         clients = [_Client(url, number) for number in range(_CLIENTS)]
         for client in clients:
             client.start()
-        wait_until(lambda: _replicas(http)[second.url]["requests"] >= 3)
+        # one that ran there alone would count as the cause
+        wait_until(lambda: Served(url, second).running() >= 3)
         assert second.pid is not None
         os.killpg(second.pid, signal.SIGKILL)
         killed = time.monotonic()
