@@ -14,8 +14,10 @@ import msgspec
 from tqdm import tqdm
 
 from proxy.engine.http import normalise_base_url
-from proxy.export_options import UsageError, chosen_store
+from proxy.errors import BadRequest
+from proxy.export_options import STDOUT, UsageError, chosen_store
 from proxy.history.store import Store, StoreError
+from proxy.routes.session_names import check_name
 from proxy.samples.export import NameNotUnique, UnknownSession, chosen_rollouts, whole_file
 from proxy.viewer.exported import NotAnExport, read_export
 from proxy.viewer.page import single_file
@@ -37,6 +39,7 @@ def run_view(options: argparse.Namespace) -> int:
     Raises:
         UsageError: the flags contradict each other, or name nothing that exists; nothing was written.
     """
+    _check_flags(options)
     try:
         if options.url:
             data = page_from_server(options.url, options.api_key, options.target)
@@ -49,13 +52,35 @@ def run_view(options: argparse.Namespace) -> int:
             raise UsageError(f"{out} is read, and the page would replace it: pass another -o FILE")
         with whole_file(out) as file:
             file.write(single_file(data).encode())
-    except (UnknownSession, NameNotUnique, NotAnExport, TokenizerUnavailable, ValueError) as error:
+    except (
+        *(BadRequest, UnknownSession, NameNotUnique, NotAnExport),
+        *(TokenizerUnavailable, ValueError),
+    ) as error:
         raise UsageError(str(error)) from error
     except (ViewError, StoreError, OSError) as error:
         print(f"tokenproxy: {error}", file=sys.stderr)
         return 1
-    print(f"{out.resolve().as_uri()}  ({len(data.sessions)} sessions, {out.stat().st_size / 1e6:.1f} MB)")
+    count = len(data.sessions)
+    sessions = "1 session" if count == 1 else f"{count} sessions"
+    print(f"{out.resolve().as_uri()}  ({sessions}, {out.stat().st_size / 1e6:.1f} MB)")
     return 0
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """Raises UsageError: the flags contradict each other, or one cannot be used."""
+    ignored = {
+        "--store": options.store,
+        "--tokenizer": options.tokenizer,
+        "--chat-template": options.chat_template,
+    }
+    for flag in (flag for flag, value in ignored.items() if options.url and value):
+        raise UsageError(f"{flag} has no effect with --url: the proxy has its own; leave out one of them")
+    if options.api_key and not options.url:
+        raise UsageError("--api-key is for a running proxy: pass --url too")
+    if options.api_key and not (options.api_key.isascii() and options.api_key.isprintable()):
+        raise UsageError("--api-key must be printable ASCII characters")
+    if options.output in ("", STDOUT):
+        raise UsageError("-o must name a file: the page is written to no other place")
 
 
 def _default_name(targets: Sequence[str]) -> str:
@@ -101,12 +126,13 @@ def page_from_server(url: str, api_key: str | None, names: Sequence[str]) -> Pag
     Raises:
         ViewError: it does not respond, or does not have a session.
         ValueError: `url` is not a URL.
+        BadRequest: a name is none of a session.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     page = PageData()
     base_url = normalise_base_url(url)
     with httpx.Client(base_url=base_url, headers=headers, timeout=120.0, trust_env=False) as client:
-        for name in _with_progress(names):
+        for name in _with_progress([check_name(name, "SESSION") for name in names]):
             tree = msgspec.json.decode(_get(client, f"/viewer/sessions/{quote(name)}"))
             page.add(name, tree, list(_leaves(tree)), partial(_leaf, client, quote(name)))
     return page

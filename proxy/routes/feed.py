@@ -19,6 +19,7 @@ from proxy.fields import parse, read
 from proxy.history.feed import Acknowledged, Consumer, FeedStore
 from proxy.http import Request, query_pairs, query_value, query_values
 from proxy.monitoring.exchange import waiting
+from proxy.routes.parameters import check_parameters
 from proxy.routes.sample_fields import requested_classes, requested_layout, requested_shared
 from proxy.routes.scopes import KeyScope
 from proxy.routes.session_names import check_name
@@ -174,11 +175,8 @@ def _read_parameters(request: Request) -> _FeedRequest:
 
 def _check_names(request: Request) -> None:
     """Raise BadRequest for a parameter that does not exist, or an empty one: a filter must not be ignored."""
+    check_parameters(request, _PARAMETERS, several=("metadata", "weight_version", "class"))
     for name, value in query_pairs(request):
-        if name not in _PARAMETERS:
-            raise BadRequest(
-                f"`{name}` is no parameter of this route: it has {', '.join(_PARAMETERS)}", param=name
-            )
         if not value and name not in _MAY_BE_EMPTY:
             raise BadRequest(f"`{name}` must have a value", param=name)
 

@@ -1,7 +1,9 @@
 """The base of the routes that need the store, and the numbers in their queries."""
 
 import math
+import re
 from abc import abstractmethod
+from typing import ClassVar
 
 import msgspec
 
@@ -11,6 +13,9 @@ from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
 from proxy.routes.scopes import KeyScope
 from proxy.turn.services import Services
+from proxy.types import Headers
+
+_NUMBER = re.compile(r"[+-]?([0-9.]+(e[+-]?[0-9]+)?|inf)", re.IGNORECASE)
 
 
 class StoreRoute(Route):
@@ -18,6 +23,7 @@ class StoreRoute(Route):
 
     # a longer limit, because a session may be large, and these routes cannot respond without the store
     store_seconds = 10.0
+    response_headers: ClassVar[Headers] = JSON_HEADERS
 
     def needed_scope(self, method: str, path: str) -> KeyScope | None:
         """See `Route.needed_scope`: who may sample may also make, reward and delete the sessions of it."""
@@ -29,7 +35,7 @@ class StoreRoute(Route):
             status, value = await self.reply(request, services)
         except StoreError as error:
             raise EngineUnavailable(f"the store does not respond, try again later: {error}") from error
-        return BytesResponse(status, list(JSON_HEADERS), msgspec.json.encode(value))
+        return BytesResponse(status, list(self.response_headers), msgspec.json.encode(value))
 
     @property
     def description(self) -> str:
@@ -44,7 +50,8 @@ class StoreRoute(Route):
 def number(name: str, text: str) -> float:
     """The number that a parameter holds. Raises BadRequest."""
     try:
-        value = float(text)
+        # `float` also takes digits of other scripts, spaces around them and underscores between them
+        value = float(text if _NUMBER.fullmatch(text) else "no number")
     except ValueError as error:
         raise BadRequest(f"`{name}` must be a number", param=name) from error
     if math.isnan(value):

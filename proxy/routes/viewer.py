@@ -5,6 +5,7 @@ are served without one, and the page asks for a key if the data needs it.
 """
 
 import asyncio
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from proxy.history.store import Session, StoreError, session_id
 from proxy.history.turn import Turn
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response, query_value
 from proxy.routes.base import Route
+from proxy.routes.parameters import check_parameters
 from proxy.routes.scopes import KeyScope
 from proxy.routes.session_names import session_in_path, unknown_session
 from proxy.routes.store_route import number
@@ -39,7 +41,8 @@ _PAGE_HEADERS: Headers = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-cache"),
 ]
-_DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+"""Of responses that hold recorded data."""
 
 
 def indexes_of(services: Services) -> SessionIndexes:
@@ -125,10 +128,13 @@ class ViewerDataRoute(Route):
     is_public = False
     key_scope = KeyScope.READ
     store_seconds = 30.0
+    parameters: tuple[str, ...] = ()
+    """Names in the query."""
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """See the route's summary."""
         indexes_of(services)
+        check_parameters(request, self.parameters)
         store, name = services.history.store, session_in_path(request)
         rollout = session_id(request.tenant, name)
         try:
@@ -154,6 +160,7 @@ class ViewerSession(ViewerDataRoute):
     """Returns a session with its turns."""
 
     path = "/viewer/sessions/{session}"
+    parameters = ("since", "used")
     summary = "A session's turns with their messages, for the page"
 
     async def show(self, request: Request, services: Services, found: Recording) -> Response:
@@ -177,6 +184,7 @@ class ViewerTokens(ViewerDataRoute):
     """Returns the ids of the path to a turn."""
 
     path = "/viewer/sessions/{session}/tokens"
+    parameters = ("turn",)
     summary = "The ids of the path to a turn, in binary, for the page"
 
     async def show(self, request: Request, services: Services, found: Recording) -> Response:
@@ -184,13 +192,14 @@ class ViewerTokens(ViewerDataRoute):
         path = _path(request, found.turns)
         tokenizer, note = _tokenizer(services, path[-1])
         body = await asyncio.to_thread(lambda: encode_tokens(path, TurnTree(found.turns), tokenizer, note))
-        return BytesResponse(200, [*_DATA_HEADERS, (b"content-type", b"application/octet-stream")], body)
+        return BytesResponse(200, [*DATA_HEADERS, (b"content-type", b"application/octet-stream")], body)
 
 
 class ViewerDrift(ViewerDataRoute):
     """Compares the prompt of a turn with what it would have been without the record."""
 
     path = "/viewer/sessions/{session}/drift"
+    parameters = ("turn", "basis")
     summary = "Where the prompt of a turn differs from the template's own rendering, for the page"
 
     async def show(self, request: Request, services: Services, found: Recording) -> Response:
@@ -229,12 +238,13 @@ def _tokenizer(services: Services, turn: Turn) -> tuple[ChatTokenizer | None, st
 
 
 def _data(body: bytes) -> Response:
-    return BytesResponse(200, [*_DATA_HEADERS, *JSON_HEADERS], body)
+    return BytesResponse(200, [*DATA_HEADERS, *JSON_HEADERS], body)
 
 
 def _file_response(file: StaticFile, request: Request, status: int) -> Response:
     headers = [*_PAGE_HEADERS, (b"content-type", file.media_type.encode()), (b"etag", file.etag.encode())]
     sent = next((value for name, value in request.headers if name == b"if-none-match"), b"")
-    if status == 200 and file.etag.encode() in sent:
+    held = [tag.removeprefix(b"W/") for tag in re.split(rb"[\s,]+", sent)]
+    if status == 200 and (b"*" in held or file.etag.encode() in held):
         return BytesResponse(304, headers, b"")
     return BytesResponse(status, headers, file.content)

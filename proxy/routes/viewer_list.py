@@ -1,13 +1,15 @@
 """`/viewer/sessions`: the list of sessions, with filters that no store has an index for."""
 
 import math
+from typing import ClassVar
 
 from proxy.errors import BadRequest
-from proxy.http import Request, query_pairs, query_value, query_values
+from proxy.http import JSON_HEADERS, Request, query_value, query_values
+from proxy.routes.parameters import check_parameters
 from proxy.routes.store_route import StoreRoute, number
-from proxy.routes.viewer import indexes_of
-from proxy.samples.feed import metadata_condition
+from proxy.routes.viewer import DATA_HEADERS, indexes_of
 from proxy.turn.services import Services
+from proxy.types import Headers
 from proxy.viewer.session_query import ListQuery, Sort
 
 _TEXTS = {
@@ -24,6 +26,7 @@ _PARAMETERS = (
     *("metadata", "reward_min", "reward_max", "rewarded", "drift", "sort", "order", "offset", "limit"),
 )
 _MOST_ROWS = 500
+_MOST_DIGITS = 12
 _TRUTH = {"true": True, "false": False, "": None}
 
 
@@ -33,20 +36,17 @@ class ViewerSessions(StoreRoute):
     path = "/viewer/sessions"
     is_public = False
     methods = ("GET",)
+    response_headers: ClassVar[Headers] = [*DATA_HEADERS, *JSON_HEADERS]
     summary = "The list of sessions with filters, for the page"
 
     async def reply(self, request: Request, services: Services) -> tuple[int, object]:
         """See `proxy.viewer.session_index`.
 
         `?search=&model=&metadata=&reason=&problem=&class=&weight_version=&reward_min=&reward_max=&rewarded=
-        &drift=&sort=&order=&offset=&limit=`; unknown parameters are refused.
+        &drift=&sort=&order=&offset=&limit=`; unknown and repeated parameters are refused, except `metadata`.
         """
         indexes = indexes_of(services)
-        for name, _ in query_pairs(request):
-            if name not in _PARAMETERS:
-                raise BadRequest(
-                    f"`{name}` is no parameter of this route: it has {', '.join(_PARAMETERS)}", param=name
-                )
+        check_parameters(request, _PARAMETERS, several=("metadata",))
         offset, limit = _whole("offset", request, "0"), _whole("limit", request, "100")
         if not 1 <= limit <= _MOST_ROWS:
             raise BadRequest(f"`limit` must be between 1 and {_MOST_ROWS}", param="limit")
@@ -63,26 +63,30 @@ def _query(request: Request) -> ListQuery:
     texts = {field: query_value(request, name, "") for name, field in _TEXTS.items()}
     return ListQuery(
         **texts,
-        metadata=dict(_metadata(condition) for condition in query_values(request, "metadata")),
+        metadata=tuple(_metadata(condition) for condition in query_values(request, "metadata")),
         reward_min=_bound("reward_min", request),
         reward_max=_bound("reward_max", request),
         rewarded=_truth("rewarded", request),
-        drift=_truth("drift", request) or False,
+        drift=_truth("drift", request),
         sort=Sort(sort),
         descending=order == "desc",
     )
 
 
-def _metadata(condition: str) -> tuple[str, str]:
-    try:
-        return metadata_condition(condition)
-    except ValueError as error:
-        raise BadRequest("`metadata` must be KEY=VALUE, as metadata=group%3D7", param="metadata") from error
+def _metadata(condition: str) -> str:
+    if "=" not in condition:
+        raise BadRequest("`metadata` must be KEY=VALUE, as metadata=group%3D7", param="metadata")
+    return condition
 
 
 def _bound(name: str, request: Request) -> float | None:
     text = query_value(request, name, "")
-    return number(name, text) if text else None
+    if not text:
+        return None
+    bound = number(name, text)
+    if math.isinf(bound):
+        raise BadRequest(f"`{name}` must be a finite number", param=name)
+    return bound
 
 
 def _truth(name: str, request: Request) -> bool | None:
@@ -93,7 +97,7 @@ def _truth(name: str, request: Request) -> bool | None:
 
 
 def _whole(name: str, request: Request, default: str) -> int:
-    value = number(name, query_value(request, name, default))
-    if math.isinf(value) or value % 1 or value < 0:
+    text = query_value(request, name, default)
+    if not (text.isascii() and text.isdigit()) or len(text) > _MOST_DIGITS:
         raise BadRequest(f"`{name}` must be a whole number from 0 on", param=name)
-    return int(value)
+    return int(text)

@@ -85,6 +85,11 @@ def _fault(sample: Sample) -> str:
         return "the spans of its turns are not in order within `completion_ids`"
     if len(sample.logprobs) != len(sample.completion_ids):
         return "`logprobs` and `completion_ids` differ in length"
+    mask = [0] * len(sample.completion_ids)
+    for span in sample.turns:
+        mask[span.start : span.end] = [int(span.trained)] * (span.end - span.start)
+    if sample.loss_mask != mask:
+        return "`loss_mask` is not what `trained` of its turns says"
     if not all(0 <= token < _IDS for token in chain(sample.prompt_ids, sample.completion_ids)):
         return "an id is negative, or does not fit in 32 bits"
     return ""

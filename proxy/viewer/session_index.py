@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-import msgspec
-
 from proxy.history.store import Cursor, Session, Store
 from proxy.viewer.session_query import Entry, ListQuery, Selection, select
 from proxy.viewer.summaries import Summary, summarize, summary_row
@@ -55,7 +53,7 @@ class SessionIndex:
         """When the last walk over all sessions ended, on the clock of `time.monotonic`."""
         self._feed_position: int | None = None
         self._version = 0
-        self._selections: dict[tuple[int, bytes], Selection] = {}
+        self._selections: dict[tuple[int, ListQuery], Selection] = {}
 
     async def page(self, query: ListQuery, offset: int, limit: int) -> dict[str, Any]:
         """The sessions of one page, and what is counted over all that match.
@@ -69,6 +67,8 @@ class SessionIndex:
             await self._find_changes(deadline)
             selection = await self._select(query)
             shown = selection.entries[offset : offset + limit]
+            # the feed does not tell of rewards of sessions that have no turns
+            self._unread.update((entry.id, None) for entry in shown if not entry.turns)
             if await self._read(deadline, [entry.id for entry in shown]):
                 selection = await self._select(query)
                 shown = selection.entries[offset : offset + limit]
@@ -108,6 +108,8 @@ class SessionIndex:
             page = await self._store.sessions(limit=_PAGE, tenant=self._tenant, before=walk.before)
             changed = [session for session in page if self._note(session)]
             walk.seen.update(session.id for session in page)
+            if walk.full:
+                self._unread.update((session.id, None) for session in page if not session.turns)
             if len(page) < _PAGE or not (changed or walk.full):
                 self._end_walk(walk)
                 return
@@ -118,6 +120,8 @@ class SessionIndex:
     def _note(self, session: Session) -> bool:
         """Update the entry of a session. Returns whether it changed."""
         entry, previous = _entry(session), self._entries.get(session.id)
+        if previous is not None and previous.created != entry.created:
+            previous = None  # that one was deleted
         if previous is not None:
             entry.summary, entry.reward = previous.summary, previous.reward
             if entry == previous:
@@ -174,14 +178,14 @@ class SessionIndex:
             found = summarize(turns)
         else:
             found = await asyncio.to_thread(summarize, turns)
-        if entry is not None:
-            entry.summary, entry.reward = found, rewards.get("")
         self._unread.pop(key, None)
-        self._version += 1
+        if entry is not None and (entry.summary, entry.reward) != (found, rewards.get("")):
+            entry.summary, entry.reward = found, rewards.get("")
+            self._version += 1
 
     async def _select(self, query: ListQuery) -> Selection:
         """The sessions that match, from the last results if nothing changed."""
-        key = self._version, msgspec.json.encode(query)
+        key = self._version, query
         found = self._selections.get(key)
         if found is None:
             entries = list(self._entries.values())

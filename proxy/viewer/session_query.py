@@ -1,8 +1,9 @@
 """Which sessions the list shows, and in which order; pure work over the entries of an index."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -54,19 +55,18 @@ class ListQuery:
     """The conditions, all of which a session must meet, and the order."""
 
     search: str = ""
-    """A part of its name or of its metadata as JSON, in any case."""
+    """A part of its name, or of `KEY=VALUE` of its metadata, in any case."""
     model: str = ""
     reason: str = ""
     problem: str = ""
     request_class: str = ""
     weight_version: str = ""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """As `FeedFilter.metadata`."""
+    metadata: tuple[str, ...] = ()
+    """Of `KEY=VALUE`, as `FeedFilter.metadata`. A key may hold "=" too."""
     reward_min: float | None = None
     reward_max: float | None = None
     rewarded: bool | None = None
-    drift: bool = False
-    """Only sessions with drift."""
+    drift: bool | None = None
     sort: Sort = Sort.USED
     descending: bool = True
 
@@ -107,7 +107,8 @@ _VALUES: dict[Sort, Callable[[Entry], float | str | None]] = {
 
 def select(entries: Iterable[Entry], query: ListQuery) -> Selection:
     """The sessions that meet the conditions. Those without a value to sort by come last."""
-    found = [entry for entry in entries if _matches(entry, query)]
+    metadata = [_conditions(text) for text in query.metadata]
+    found = [entry for entry in entries if _matches(entry, query) and _has(entry.metadata, metadata)]
     value = _VALUES[query.sort]
     present = [entry for entry in found if value(entry) is not None]
     present.sort(key=lambda entry: (value(entry), entry.used, entry.id), reverse=query.descending)
@@ -130,16 +131,11 @@ def select(entries: Iterable[Entry], query: ListQuery) -> Selection:
 
 
 def _matches(entry: Entry, query: ListQuery) -> bool:
-    if (
-        query.search
-        and query.search.lower() not in f"{entry.name}\n{entry.metadata.decode(errors='replace')}".lower()
-    ):
+    if query.search and query.search.lower() not in _searched(entry).lower():
         return False
     if query.rewarded is not None and query.rewarded != (entry.reward is not None):
         return False
     if not _in_range(entry.reward, query.reward_min, query.reward_max):
-        return False
-    if query.metadata and not metadata_matches(entry.metadata, query.metadata):
         return False
     summary = entry.summary
     if summary is None:
@@ -149,7 +145,7 @@ def _matches(entry: Entry, query: ListQuery) -> bool:
             or query.problem
             or query.request_class
             or query.weight_version
-            or query.drift
+            or query.drift is not None
         )
     return (
         (not query.model or query.model in summary.models)
@@ -157,14 +153,39 @@ def _matches(entry: Entry, query: ListQuery) -> bool:
         and (not query.problem or query.problem in _words(summary.problems))
         and (not query.request_class or query.request_class in _words(summary.classes))
         and (not query.weight_version or query.weight_version in summary.weight_versions)
-        and (not query.drift or summary.drift > 0)
+        and query.drift in (None, summary.drift > 0)
     )
+
+
+def _searched(entry: Entry) -> str:
+    """The text in which a search looks."""
+    try:
+        metadata = msgspec.json.decode(entry.metadata, type=dict[str, msgspec.Raw])
+        return "\n".join([entry.name, *(f"{key}={_shown(value)}" for key, value in metadata.items())])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return entry.name
+
+
+def _shown(value: msgspec.Raw) -> str:
+    """A string as its text, another value as its JSON."""
+    written = bytes(value)
+    return msgspec.json.decode(written, type=str) if written.startswith(b'"') else written.decode()
+
+
+def _conditions(text: str) -> list[dict[str, str]]:
+    """What a condition may mean: `a=b=c` is a value of the key `a` or of the key `a=b`."""
+    places = [index for index, character in enumerate(text) if character == "="]
+    return [{text[:place]: text[place + 1 :]} for place in places]
+
+
+def _has(metadata: bytes, conditions: Sequence[Sequence[Mapping[str, str]]]) -> bool:
+    return all(any(metadata_matches(metadata, each) for each in meanings) for meanings in conditions)
 
 
 def _rewards(entries: Iterable[Entry]) -> Rewards:
     values = sorted(entry.reward for entry in entries if entry.reward is not None)
     count = len(values)
-    mean = sum(values) / max(1, count)
+    mean = math.fsum(value / count for value in values)
     if count > _REWARDS:
         values = [values[number * (count - 1) // (_REWARDS - 1)] for number in range(_REWARDS)]
     return Rewards(count, mean, values)

@@ -85,8 +85,11 @@ def test_every_file_is_served_with_its_type(client: httpx.Client, file: str) -> 
     assert answer.status_code == 200
     assert answer.headers["content-type"].split(";")[0] == kinds[file.rpartition(".")[2]]
     assert answer.headers["x-content-type-options"] == "nosniff"
-    again = client.get(f"/viewer/static/{file}", headers={"if-none-match": answer.headers["etag"]})
-    assert (again.status_code, again.content) == (304, b"")
+    tag = answer.headers["etag"]
+    for held, status in ((tag, 304), (f'"other", W/{tag}', 304), ("*", 304), (f"{tag}x", 200), ('"x"', 200)):
+        again = client.get(f"/viewer/static/{file}", headers={"if-none-match": held})
+        assert again.status_code == status, held
+        assert status == 200 or again.content == b""
 
 
 @pytest.mark.parametrize("file", ["nothing.js", "%2e%2e", "index.html.bak", "files.py"])
@@ -223,6 +226,9 @@ def test_a_prompt_that_was_rendered_is_compared_with_the_turn_before(
         ("offset=-1", "offset"), ("offset=inf", "offset"), ("sort=best", "sort"), ("order=up", "order"),
         ("reward_min=x", "reward_min"), ("reward_max=nan", "reward_max"), ("rewarded=1", "rewarded"),
         ("drift=yes", "drift"), ("metadata=x", "metadata"), ("colour=red", "colour"),
+        ("reward_min=inf", "reward_min"), ("reward_max=-1e999", "reward_max"),
+        ("reward_min=1_0", "reward_min"), ("limit=%D9%A3", "limit"), ("limit=5%20", "limit"),
+        ("model=a&model=b", "model"),
     ],
 )  # fmt: skip
 def test_a_wrong_parameter_of_the_list_is_named(client: httpx.Client, query: str, param: str) -> None:
@@ -232,8 +238,11 @@ def test_a_wrong_parameter_of_the_list_is_named(client: httpx.Client, query: str
 
 @pytest.mark.parametrize(
     "path, param",
-    [("tokens", "turn"), ("tokens?turn=x", "turn"), ("drift?turn=x", "turn"), ("?since=x", "since")],
-)
+    [
+        ("tokens", "turn"), ("tokens?turn=x", "turn"), ("drift?turn=x", "turn"), ("?since=x", "since"),
+        ("?colour=red", "colour"), ("tokens?basis=before", "basis"), ("drift?turn=x&turn=y", "turn"),
+    ],
+)  # fmt: skip
 def test_a_wrong_parameter_of_a_session_is_named(
     client: httpx.Client, fake: FakeVllm, name: str, path: str, param: str
 ) -> None:
@@ -255,6 +264,14 @@ def test_a_growing_session_is_read_from_a_time_on(client: httpx.Client, fake: Fa
     assert client.get(f"/viewer/sessions/{name}", params=seen).json()["turns"] == []
     client.post(f"/v1/sessions/{name}/reward", json={"reward": 1, "turn": turns[0]["id"]})
     assert client.get(f"/viewer/sessions/{name}", params=seen).json()["rewards"] == {turns[0]["id"]: 1.0}
+
+
+def test_no_data_are_kept_by_caches(client: httpx.Client, fake: FakeVllm, name: str) -> None:
+    _talk(client, fake, name)
+    turn = client.get(f"/v1/sessions/{name}").json()["turns"][0]["id"]
+    for path in ("", f"/{name}", f"/{name}/tokens?turn={turn}", f"/{name}/drift?turn={turn}"):
+        headers = client.get(f"/viewer/sessions{path}").headers
+        assert (headers["cache-control"], headers["x-content-type-options"]) == ("no-store", "nosniff")
 
 
 def test_the_list_filters_and_sorts(client: httpx.Client, fake: FakeVllm, name: str) -> None:

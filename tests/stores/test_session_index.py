@@ -83,6 +83,33 @@ async def test_what_was_deleted_leaves_with_a_full_walk(
     assert await _names(index) == ["c", "a"]
 
 
+async def test_a_session_that_is_recorded_again_is_another_one(store: Store) -> None:
+    index = SessionIndex(store, "")
+    await _add(store, "a", _turns("a"))
+    await store.set_rewards("a", {"": 0.5})
+    assert (await index.page(ALL, 0, 1))["data"][0]["reward"] == 0.5
+    await store.delete("a")
+    await store.add(Session(id="a", created=2.0, used=2.0), _turns("a"), [[]])
+    [row] = (await index.page(ALL, 0, 1))["data"]
+    assert (row["reward"], row["created"]) == (None, 2.0)
+
+
+async def test_rewards_of_a_session_without_turns(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    await store.save_session(Session(id="a", created=1.0, used=1.0))
+    await _add(store, "b", _turns("b"))
+    index = SessionIndex(store, "")
+    assert (await index.page(ALL, 0, 2))["rewards"].values == []
+    for reward in (1.0, 2.0):
+        await store.set_rewards("a", {"": reward})
+        page = await index.page(ALL, 0, 2)
+        assert (page["rewards"].values, page["complete"]) == ([reward], True)
+    await store.set_rewards("a", {"": 3.0})
+    assert (await index.page(ListQuery(search="b"), 0, 2))["matching"] == 1  # which does not show it
+    monkeypatch.setattr(session_index, "FULL_WALK_S", 0.0)
+    await index.page(ListQuery(search="b"), 0, 2)
+    assert (await index.page(ListQuery(reward_min=3.0), 0, 2))["matching"] == 1
+
+
 async def test_many_pages_of_the_store_and_of_the_list(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_index, "_PAGE", 7)
     for number in range(30):
@@ -115,16 +142,22 @@ async def test_each_request_works_for_a_while_and_the_next_goes_on(monkeypatch: 
 async def test_filters(store: Store) -> None:
     weights = (WeightSpan("v7", 0, 2),)
     await _add(store, "plain", _turns("plain", model="small"), metadata=b'{"group": 7, "kind": "Math"}')
-    await _add(store, "odd", _turns("odd", reason="no_match", problem="media", weight_versions=weights))
-    await _add(store, "agent", _turns("agent", request_class="subagent"))
+    odd = _turns("odd", reason="no_match", problem="media", weight_versions=weights)
+    await _add(store, "odd", odd, metadata=b'{"a=b": "c", "": "none"}')
+    escaped = b'{"Gr\\u00f6\\u00dfe": "say \\"hi\\""}'
+    await _add(store, "agent", _turns("agent", request_class="subagent"), metadata=escaped)
     await store.set_rewards("plain", {"": 0.25})
     index = SessionIndex(store, "")
     for query, expected in [
         (ListQuery(search="PLA"), ["plain"]),
         (ListQuery(search="math"), ["plain"]),
         (ListQuery(model="small"), ["plain"]),
-        (ListQuery(metadata={"group": "7"}), ["plain"]),
-        (ListQuery(metadata={"group": "8"}), []),
+        (ListQuery(metadata=("group=7",)), ["plain"]),
+        (ListQuery(metadata=("group=8",)), []),
+        (ListQuery(metadata=("a=b=c",)), ["odd"]),
+        (ListQuery(metadata=("=none",)), ["odd"]),
+        (ListQuery(search='größe=say "hi"'), ["agent"]),
+        (ListQuery(search="u00f6"), []),
         (ListQuery(reason="no_match"), ["odd"]),
         (ListQuery(problem="media"), ["odd"]),
         (ListQuery(weight_version="v7"), ["odd"]),
@@ -134,6 +167,7 @@ async def test_filters(store: Store) -> None:
         (ListQuery(reward_min=0.3), []),
         (ListQuery(rewarded=False), ["agent", "odd"]),
         (ListQuery(drift=True), []),
+        (ListQuery(drift=False), ["agent", "odd", "plain"]),
         (ListQuery(reason="no_match", problem="no_ids"), []),
     ]:
         assert await _names(index, query) == expected, query

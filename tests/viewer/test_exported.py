@@ -13,7 +13,7 @@ from proxy.history.turn import Turn
 from proxy.samples.samples import Sample, samples_of
 from proxy.samples.tree import path_of
 from proxy.viewer.drift import Basis, drift_lane
-from proxy.viewer.exported import read_export
+from proxy.viewer.exported import NotAnExport, read_export
 from proxy.viewer.recording import PageData, Recording, add_recording
 from proxy.viewer.tokens import TRAINED
 from tests.samples.trees import child, root
@@ -53,6 +53,16 @@ def test_the_loss_mask_is_that_of_the_samples(tmp_path: Path, wanted: frozenset[
     mask = [0] * len(sample.prompt_ids) + sample.loss_mask
     assert [int(bool(flag & TRAINED)) for flag in flags] == mask
     assert sum(mask) == (2 if wanted else 4)
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 0, 0, 0], [1, 1, 0, 1], []])
+def test_another_loss_mask_than_that_of_its_turns_is_refused(tmp_path: Path, mask: list[int]) -> None:
+    _, sample = _export(tmp_path, _turns())
+    assert sample.loss_mask == [1, 1, 0, 1, 1]
+    file = tmp_path / "changed.jsonl"
+    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(sample, loss_mask=mask)) + b"\n")
+    with pytest.raises(NotAnExport, match="sample 1: `loss_mask`"):
+        read_export(file)
 
 
 def test_a_prompt_with_images_is_not_compared_with_the_template(

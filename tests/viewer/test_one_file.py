@@ -188,6 +188,15 @@ def test_wrong_use_is_told(
         ([SMALL, *store, "-o", str(tmp_path)], 2, "not a regular file"),
         ([SMALL, "--url", "http://127.0.0.1:9"], 1, "no proxy responds"),
         ([SMALL, "--url", "nonsense"], 2, "nonsense"),
+        (["", "--url", "http://127.0.0.1:9"], 2, "SESSION"),
+        (["..", "--url", "http://127.0.0.1:9"], 2, "SESSION"),
+        (["a/b", "--url", "http://127.0.0.1:9"], 2, "SESSION"),
+        ([SMALL, *store, "--url", "http://127.0.0.1:9"], 2, "--store has no effect"),
+        ([SMALL, "--tokenizer", "x", "--url", "http://127.0.0.1:9"], 2, "--tokenizer has no effect"),
+        ([SMALL, *store, "--api-key", "x"], 2, "--url"),
+        ([SMALL, "--api-key", "a\nb", "--url", "http://127.0.0.1:9"], 2, "printable"),
+        ([SMALL, *store, "-o", "-"], 2, "-o must name a file"),
+        ([SMALL, *store, "-o", ""], 2, "-o must name a file"),
     ):
         assert main(["view", *arguments]) == code, arguments
         assert message in capsys.readouterr().err
