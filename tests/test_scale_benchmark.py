@@ -268,6 +268,7 @@ def test_quick_plan_prints_and_writes_its_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.broad
 @linux
 @pytest.mark.timeout(400)
 def test_quick_comparison_measures_and_simulates_each_case(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.serve_process import ServeProcess, is_process, metrics_folder
 from tests.tiny_model import END, HI, TinyModel
 from tests.utils import send_and_keep, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]  # each test starts a process
+pytestmark = [pytest.mark.slow, pytest.mark.waits]  # each test starts a process
 
 _TOKENS, _CHAT, _MESSAGES = "/v1/chat/completions/tokens", "/v1/chat/completions", "/v1/messages"
 _HI = [{"role": "user", "content": "Hi"}]

@@ -18,7 +18,7 @@ from tests.stores.redis_cluster import run_cluster
 from tests.stores.redis_server import RedisServer
 from tests.utils import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 _AT_ONCE = 80
 _STALL_S = 1.0
 """What a store may cost a request."""

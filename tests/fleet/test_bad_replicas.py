@@ -12,7 +12,7 @@ from tests.fleet.processes import CHAT, Clients
 from tests.tiny_model import TinyModel
 from tests.utils import run_proxy
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.timeout(120)]
 
 _CLIENTS = 16
 _GONE_S = 10.0

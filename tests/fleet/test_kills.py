@@ -12,7 +12,7 @@ from tests.fleet.engine_process import DEADLY
 from tests.fleet.processes import Clients, EngineProcess, in_thread, run_proxy_process
 from tests.tiny_model import TinyModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.timeout(240)]
 
 _REQUESTS = 200
 _ROUNDS = 5

@@ -220,6 +220,7 @@ def _check_tree(server: Served, seen: Seen) -> int:
     return sum(bool(turn["message"].get("tool_calls")) for turn in turns)
 
 
+@pytest.mark.broad
 async def test_the_same_loop_on_a_stock_vllm(
     engines: dict[str, EngineProcess], capsys: pytest.CaptureFixture[str]
 ) -> None:

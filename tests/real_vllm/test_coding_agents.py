@@ -12,6 +12,7 @@ from tests.real_vllm.test_transparent_clients import END_OF_REASONING
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 600)
 
 
+@pytest.mark.broad
 @needs(CLAUDE)
 @only_inside
 @pytest.mark.parametrize("tools", ["", "Bash"])
@@ -40,6 +41,7 @@ def test_claude_code_that_thinks(mortal_engine: EngineProcess, tmp_path: Path) -
     assert all(END_OF_REASONING in turn["completion_ids"] for turn in thinking)
 
 
+@pytest.mark.broad
 @needs(CODEX)
 @only_in_front
 def test_codex(server: Served, tmp_path: Path) -> None:

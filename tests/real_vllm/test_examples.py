@@ -10,7 +10,7 @@ import pytest
 
 from tests.real_vllm.conftest import Served, only_in_front
 
-pytestmark = only_in_front
+pytestmark = [only_in_front, pytest.mark.broad]
 
 _FOLDER = Path(__file__).parents[2] / "examples"
 

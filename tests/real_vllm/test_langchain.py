@@ -27,7 +27,7 @@ from tests.real_vllm.conftest import FRONT, INSIDE
 from tests.real_vllm.rollouts import Record, drifted
 from tests.real_vllm.wire import Wire, check_chain
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.broad]
 
 STOCK = "stock vLLM"
 TOOL_ROUNDS = 2

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.broad
 @only_in_front
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_conversation_with_tool_calls(server: Served, stream: bool) -> None:

@@ -165,6 +165,7 @@ def _running(engine: EngineProcess) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
 
+@pytest.mark.broad
 def test_it_is_scaled_under_load(cluster: Cluster, arguments: dict[str, Any]) -> None:
     scaling = {
         "min_replicas": 1,
@@ -225,6 +226,7 @@ def test_metrics_are_among_those_of_ray(cluster: Cluster, arguments: dict[str, A
     assert "ray_tokenproxy_replica_state{" in page
 
 
+@pytest.mark.broad
 def test_engines_that_ray_serve_runs(cluster: Cluster, model: Path, store: str) -> None:
     flags = "--served-model-name smollm2 --dtype float32 --enforce-eager --max-model-len 8192"
     small = {

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.real_vllm.conftest import Served
+from tests.real_vllm.conftest import Served, only_in_front
 from tests.real_vllm.plain import SESSIONS
 
 _LOOK = {
@@ -68,6 +68,7 @@ class _Talk:
         return response
 
 
+@only_in_front
 @pytest.mark.parametrize("stores", [False, True], ids=["all items", "previous_response_id"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_four_turns_are_exact(server: Served, stream: bool, stores: bool) -> None:

@@ -17,7 +17,7 @@ from tests.proxy_process import ProxyProcess, run_proxy_process
 from tests.tiny_model import TinyModel
 from tests.utils import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 _PATIENCE_S = 100.0
 """A hundred streams take long on a busy machine."""
