@@ -1,6 +1,5 @@
 """The viewer over a real vLLM, inside it and in front: the demo's rollouts, and what the engine renders."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -55,8 +54,7 @@ def rollouts(server: Served, held: dict[str, dict[str, str]]) -> dict[str, str]:
         return held[server.url]
     client = _client(server)
     routes = (TokenRoute(client), ChatRoute(client), StockRoute(client))
-    with ThreadPoolExecutor(len(routes)) as threads:
-        found = list(threads.map(lambda route: converse(route, MODEL_NAME, progress=_quiet), routes))
+    found = [converse(route, MODEL_NAME, progress=_quiet) for route in routes]
     assert [each.exact == each.follow_ups for each in found[:2]] == [True, True]
     assert found[2].exact < found[2].follow_ups  # the seeds of the demo drift
     held[server.url] = {each.route: each.session or "" for each in found}
