@@ -27,7 +27,7 @@ def run_follow(options: argparse.Namespace) -> int:
     if options.session:
         raise UsageError("--follow has no --session: select finished rollouts with --metadata KEY=VALUE")
     selected = FeedFilter(
-        metadata=dict(_condition(text) for text in options.metadata),
+        metadata=tuple(_condition(text) for text in options.metadata),
         weight_versions=frozenset(options.weight_version),
         classes=frozenset(options.classes),
     )
@@ -61,7 +61,7 @@ def run_follow(options: argparse.Namespace) -> int:
     return code
 
 
-def _condition(text: str) -> tuple[str, str]:
+def _condition(text: str) -> str:
     try:
         return metadata_condition(text)
     except ValueError as error:

@@ -24,6 +24,7 @@ from proxy.viewer.page import single_file
 from proxy.viewer.recording import LeafData, PageData, Recording, add_recording
 from tokenization import ChatTokenizer, TokenizerUnavailable
 
+_WRONG_USE = (BadRequest, UnknownSession, NameNotUnique, NotAnExport, TokenizerUnavailable, ValueError)
 _QUIET_S = 2.0
 """Seconds before the command shows its progress."""
 _NO_TOKENIZER = "pass --tokenizer MODEL to see the texts of the ids"
@@ -52,10 +53,7 @@ def run_view(options: argparse.Namespace) -> int:
             raise UsageError(f"{out} is read, and the page would replace it: pass another -o FILE")
         with whole_file(out) as file:
             file.write(single_file(data).encode())
-    except (
-        *(BadRequest, UnknownSession, NameNotUnique, NotAnExport),
-        *(TokenizerUnavailable, ValueError),
-    ) as error:
+    except _WRONG_USE as error:
         raise UsageError(str(error)) from error
     except (ViewError, StoreError, OSError) as error:
         print(f"tokenproxy: {error}", file=sys.stderr)
@@ -68,13 +66,10 @@ def run_view(options: argparse.Namespace) -> int:
 
 def _check_flags(options: argparse.Namespace) -> None:
     """Raises UsageError: the flags contradict each other, or one cannot be used."""
-    ignored = {
-        "--store": options.store,
-        "--tokenizer": options.tokenizer,
-        "--chat-template": options.chat_template,
-    }
-    for flag in (flag for flag, value in ignored.items() if options.url and value):
-        raise UsageError(f"{flag} has no effect with --url: the proxy has its own; leave out one of them")
+    for name in ("store", "tokenizer", "chat_template"):
+        if options.url and getattr(options, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} has no effect with --url: the proxy has its own; leave out one of them")
     if options.api_key and not options.url:
         raise UsageError("--api-key is for a running proxy: pass --url too")
     if options.api_key and not (options.api_key.isascii() and options.api_key.isprintable()):

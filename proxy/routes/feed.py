@@ -160,7 +160,7 @@ def _read_parameters(request: Request) -> _FeedRequest:
     wait_s = number("wait", query_value(request, "wait", "0"))
     if not 0 <= wait_s <= LONGEST_WAIT_S:
         raise BadRequest(f"`wait` must be between 0 and {LONGEST_WAIT_S:g} seconds", param="wait")
-    metadata = dict(_metadata(condition) for condition in query_values(request, "metadata"))
+    metadata = tuple(_metadata(condition) for condition in query_values(request, "metadata"))
     weights = frozenset(query_values(request, "weight_version"))
     return _FeedRequest(
         consumer=check_name(consumer, "consumer") if consumer else "",
@@ -181,8 +181,8 @@ def _check_names(request: Request) -> None:
             raise BadRequest(f"`{name}` must have a value", param=name)
 
 
-def _metadata(condition: str) -> tuple[str, str]:
-    """The key and the value of `KEY=VALUE`. Raises BadRequest."""
+def _metadata(condition: str) -> str:
+    """A condition. Raises BadRequest."""
     try:
         return metadata_condition(condition)
     except ValueError as error:

@@ -1,13 +1,13 @@
 """The parameters of a route: a filter that is not understood must not be ignored."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from proxy.errors import BadRequest
 from proxy.http import Request, query_pairs
 
 
-def check_parameters(request: Request, known: Collection[str], several: Collection[str] = ()) -> None:
+def check_parameters(request: Request, known: Sequence[str], several: Collection[str] = ()) -> None:
     """Check the names in a query.
 
     Args:

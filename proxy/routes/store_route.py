@@ -1,6 +1,5 @@
 """The base of the routes that need the store, and the numbers in their queries."""
 
-import math
 import re
 from abc import abstractmethod
 from typing import ClassVar
@@ -15,7 +14,8 @@ from proxy.routes.scopes import KeyScope
 from proxy.turn.services import Services
 from proxy.types import Headers
 
-_NUMBER = re.compile(r"[+-]?([0-9.]+(e[+-]?[0-9]+)?|inf)", re.IGNORECASE)
+_NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf)", re.IGNORECASE)
+"""`float` also takes NaN, digits of other scripts, spaces around them and underscores between them."""
 
 
 class StoreRoute(Route):
@@ -49,11 +49,6 @@ class StoreRoute(Route):
 
 def number(name: str, text: str) -> float:
     """The number that a parameter holds. Raises BadRequest."""
-    try:
-        # `float` also takes digits of other scripts, spaces around them and underscores between them
-        value = float(text if _NUMBER.fullmatch(text) else "no number")
-    except ValueError as error:
-        raise BadRequest(f"`{name}` must be a number", param=name) from error
-    if math.isnan(value):
+    if not _NUMBER.fullmatch(text):
         raise BadRequest(f"`{name}` must be a number", param=name)
-    return value
+    return float(text)

@@ -8,6 +8,7 @@ from proxy.http import JSON_HEADERS, Request, query_value, query_values
 from proxy.routes.parameters import check_parameters
 from proxy.routes.store_route import StoreRoute, number
 from proxy.routes.viewer import DATA_HEADERS, indexes_of
+from proxy.samples.feed import metadata_condition
 from proxy.turn.services import Services
 from proxy.types import Headers
 from proxy.viewer.session_query import ListQuery, Sort
@@ -27,6 +28,7 @@ _PARAMETERS = (
 )
 _MOST_ROWS = 500
 _MOST_DIGITS = 12
+"""Of whole numbers: Python refuses to read very long ones."""
 _TRUTH = {"true": True, "false": False, "": None}
 
 
@@ -74,9 +76,10 @@ def _query(request: Request) -> ListQuery:
 
 
 def _metadata(condition: str) -> str:
-    if "=" not in condition:
-        raise BadRequest("`metadata` must be KEY=VALUE, as metadata=group%3D7", param="metadata")
-    return condition
+    try:
+        return metadata_condition(condition)
+    except ValueError as error:
+        raise BadRequest("`metadata` must be KEY=VALUE, as metadata=group%3D7", param="metadata") from error
 
 
 def _bound(name: str, request: Request) -> float | None:

@@ -5,8 +5,8 @@ with its next revision.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -40,9 +40,8 @@ class FeedFilter:
 
     tenant: str | None = None
     """Whose rollouts; None for all."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """Values of the session's metadata: the text of a string, the JSON of any other value, which is compared
-    as JSON: `1` equals `1.0`."""
+    metadata: tuple[str, ...] = ()
+    """What the session's metadata must hold, as `metadata_matches` takes it."""
     weight_versions: frozenset[str] = frozenset()
     """Samples of which every turn was sampled by one of these weights alone or by several of them. Samples
     with a turn whose weights are unknown are not selected."""
@@ -61,21 +60,32 @@ class FeedFilter:
         )
 
 
-def metadata_matches(metadata: bytes, conditions: Mapping[str, str]) -> bool:
-    """Whether a session's metadata, a JSON object, has these keys with these values."""
+def metadata_matches(metadata: bytes, conditions: Iterable[str]) -> bool:
+    """Whether a session's metadata, a JSON object, meet all conditions.
+
+    Args:
+        conditions: `KEY=VALUE`. The value is the text of a string, or the JSON of any other value, which is
+            compared as JSON: `1` equals `1.0`. Keys may hold "=" too: `a=b=c` is met by the value `c` of the
+            key `a=b` and by the value `b=c` of the key `a`.
+    """
     try:
         values = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-    return all(key in values and _is_value(values[key], text) for key, text in conditions.items())
+    return all(
+        any(
+            condition.startswith(f"{key}=") and _is_value(value, condition[len(key) + 1 :])
+            for key, value in values.items()
+        )
+        for condition in conditions
+    )
 
 
-def metadata_condition(text: str) -> tuple[str, str]:
-    """The key and the value of `KEY=VALUE`, for `FeedFilter.metadata`. Raises ValueError if it is none."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
+def metadata_condition(text: str) -> str:
+    """A condition of `metadata_matches`. Raises ValueError if it is none, or its key is empty."""
+    if "=" not in text[1:]:
         raise ValueError(f"not KEY=VALUE: {text!r}")
-    return key, value
+    return text
 
 
 def cursor_position(text: str) -> int:

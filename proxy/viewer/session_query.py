@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -62,7 +62,7 @@ class ListQuery:
     request_class: str = ""
     weight_version: str = ""
     metadata: tuple[str, ...] = ()
-    """Of `KEY=VALUE`, as `FeedFilter.metadata`. A key may hold "=" too."""
+    """As `FeedFilter.metadata`."""
     reward_min: float | None = None
     reward_max: float | None = None
     rewarded: bool | None = None
@@ -107,8 +107,7 @@ _VALUES: dict[Sort, Callable[[Entry], float | str | None]] = {
 
 def select(entries: Iterable[Entry], query: ListQuery) -> Selection:
     """The sessions that meet the conditions. Those without a value to sort by come last."""
-    metadata = [_conditions(text) for text in query.metadata]
-    found = [entry for entry in entries if _matches(entry, query) and _has(entry.metadata, metadata)]
+    found = [entry for entry in entries if _matches(entry, query)]
     value = _VALUES[query.sort]
     present = [entry for entry in found if value(entry) is not None]
     present.sort(key=lambda entry: (value(entry), entry.used, entry.id), reverse=query.descending)
@@ -136,6 +135,8 @@ def _matches(entry: Entry, query: ListQuery) -> bool:
     if query.rewarded is not None and query.rewarded != (entry.reward is not None):
         return False
     if not _in_range(entry.reward, query.reward_min, query.reward_max):
+        return False
+    if query.metadata and not metadata_matches(entry.metadata, query.metadata):
         return False
     summary = entry.summary
     if summary is None:
@@ -170,16 +171,6 @@ def _shown(value: msgspec.Raw) -> str:
     """A string as its text, another value as its JSON."""
     written = bytes(value)
     return msgspec.json.decode(written, type=str) if written.startswith(b'"') else written.decode()
-
-
-def _conditions(text: str) -> list[dict[str, str]]:
-    """What a condition may mean: `a=b=c` is a value of the key `a` or of the key `a=b`."""
-    places = [index for index, character in enumerate(text) if character == "="]
-    return [{text[:place]: text[place + 1 :]} for place in places]
-
-
-def _has(metadata: bytes, conditions: Sequence[Sequence[Mapping[str, str]]]) -> bool:
-    return all(any(metadata_matches(metadata, each) for each in meanings) for meanings in conditions)
 
 
 def _rewards(entries: Iterable[Entry]) -> Rewards:

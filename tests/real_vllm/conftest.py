@@ -39,7 +39,7 @@ class Served:
     url: str
     engine: EngineProcess
     recorder: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the process that records, where they differ from those of the test: where its store is."""
+    """Variables of the recording process that the test's own does not have: they tell where its store is."""
 
     def client(self) -> OpenAI:
         """An unmodified SDK client."""

@@ -10,7 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 WAYS = ("inside vLLM", "in front")
 HELD_AT_ONCE = ("test_langchain.py", "test_verifiers.py")
-"""Files whose conversations are all held before their first test: in every process that has one of them."""
+"""Files whose first test holds the conversations of all: two processes would hold them twice."""
 
 
 class WayScheduling(LoadScopeScheduling):

@@ -300,6 +300,7 @@ _BAD: dict[str, tuple[str, str, Any, str]] = {
     "a limit without a value": ("GET", "?limit", None, "limit"),
     "an unknown parameter": ("GET", "?limit=1&weights=7", None, "weights"),
     "an unknown parameter without a value": ("GET", "?Limit=", None, "Limit"),
+    "two limits": ("GET", "?limit=1&limit=2", None, "limit"),
     "no class": ("GET", "?class=", None, "class"),
     "no version": ("GET", "?weight_version=7&weight_version=", None, "weight_version"),
     "a cursor in words": ("GET", "?after=now", None, "after"),

@@ -86,10 +86,12 @@ async def test_only_the_samples_that_fit_are_delivered(store: Store) -> None:
     assert [sample.leaf for sample in rollout.samples] == ["b"]
 
 
-@pytest.mark.parametrize("metadata", [b"{", b"[]", b'"env"', b"{}", b'{"env":["math"]}'])
+@pytest.mark.parametrize(
+    "metadata", [b"{", b"\xff", b"[" * 10**5, b"[]", b'"env"', b"{}", b'{"env":["math"]}']
+)
 async def test_metadata_that_do_not_fit(store: Store, metadata: bytes) -> None:
     await _finish(store, "r", metadata=metadata)
-    step = await _step(store, metadata={"env": "math"})
+    step = await _step(store, metadata=("env=math",))
     assert (_names(step), step.more) == ([], False)
     assert _names(await _step(store)) == ["r"]
 
@@ -97,7 +99,15 @@ async def test_metadata_that_do_not_fit(store: Store, metadata: bytes) -> None:
 async def test_values_of_metadata_are_compared_as_text(store: Store) -> None:
     await _finish(store, "r", metadata=b'{"a": "x", "b": 1.5, "c": null, "d": {"e": [1, 2]}, "f": false}')
     for key, text in {"a": "x", "b": "1.5", "c": "null", "d": '{"e":[1,2]}', "f": "false"}.items():
-        assert _names(await _step(store, metadata={key: text})) == ["r"], key
+        assert _names(await _step(store, metadata=(f"{key}={text}",))) == ["r"], key
+
+
+async def test_every_condition_must_hold_and_keys_may_hold_equals_signs(store: Store) -> None:
+    await _finish(store, "r", metadata=b'{"a": "b=c", "d=e": "f"}')
+    for conditions in (("a=b=c",), ("d=e=f",), ("a=b=c", "d=e=f")):
+        assert _names(await _step(store, metadata=conditions)) == ["r"], conditions
+    for conditions in (("a=b",), ("d=e",), ("a=b=c", "a=x"), ("a=b=c", "d=e=g")):
+        assert _names(await _step(store, metadata=conditions)) == [], conditions
 
 
 async def test_a_rollout_without_samples_shows_what_was_refused(store: Store) -> None:
@@ -116,12 +126,12 @@ async def test_steps_are_limited(store: Store, monkeypatch: pytest.MonkeyPatch) 
     found: list[str] = []
     position, more, steps = 0, True, 0
     while more:
-        step = await _step(store, position, limit=2, metadata={"odd": "true"})
+        step = await _step(store, position, limit=2, metadata=("odd=true",))
         found += _names(step)
         position, more, steps = step.position, step.more, steps + 1
     assert found == ["r1", "r3", "r5", "r7"]
     assert position == await store.feed.end() and steps <= 4
-    step = await _step(store, metadata={"odd": "never"})
+    step = await _step(store, metadata=("odd=never",))
     assert (step.rollouts, step.more) == ([], True)
     assert step.position == (await store.feed.read(0, limit=8))[5].position
     monkeypatch.setattr(feed, "MOST_IDS", 1)
