@@ -51,7 +51,7 @@ def _rows(out: Path) -> list[dict[str, Any]]:
 
 
 def _wait_rows(out: Path, count: int) -> list[dict[str, Any]]:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 60
     while len(rows := _rows(out)) < count:
         assert time.monotonic() < deadline, rows
         time.sleep(0.1)
