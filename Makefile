@@ -21,11 +21,11 @@ demo: install  ## start the small model, hold a conversation over several turns,
 serve: install  ## serve the small model on PORT (8000) until Ctrl-C
 	@exec .venv/bin/tokenproxy demo --serve --port $(PORT)
 
-test: install  ## all tests, the ones on a real vLLM too
-	@scripts/test $(ARGS)
+test: install  ## unit, contract and acceptance tests, the last on a real vLLM; ten minutes
+	@scripts/test -- $(ARGS)
 
-test-fast: dev  ## the tests that need no vLLM and take no long time
-	@scripts/test-fast $(ARGS)
+test-fast: dev  ## unit and contract tests, which need no vLLM; four minutes
+	@scripts/test unit contract -- $(ARGS)
 
 coverage: dev  ## what the fast tests cover, line by line
 	@scripts/coverage $(ARGS)
@@ -40,7 +40,7 @@ format: dev  ## let ruff fix and format the code
 # For some of the templates: make templates ARGS="--only qwen3"
 templates: dev  ## run every real chat template, report what is wrong, renew the table in docs/templates.md
 	@.venv/bin/python scripts/fetch-templates
-	@.venv/bin/python -m tests.templates.report $(or $(ARGS),--write)
+	@.venv/bin/python -m tests.support.templates.report $(or $(ARGS),--write)
 
 bench: install  ## measure what the proxy adds, how it uses a fleet, whether it lasts, and other gateways; an hour
 	@.venv/bin/python benchmarks/overhead.py

@@ -9,9 +9,9 @@ import hypothesis
 import pytest
 
 from proxy.settings import ENV_PREFIX, Settings
-from tests.child_environment import python_path_without_torch
-from tests.fake_vllm import FakeVllm, Variant
-from tests.stores.fixtures import (  # noqa: F401
+from tests.support.child_environment import python_path_without_torch
+from tests.support.fake_vllm import FakeVllm, Variant
+from tests.support.store_fixtures import (  # noqa: F401
     cluster1_url,
     cluster_url,
     redis_cluster,
@@ -25,9 +25,11 @@ from tests.stores.fixtures import (  # noqa: F401
     whole_store,
     whole_url,
 )
-from tests.talk import Talk
-from tests.tiny_model import TinyModel, make_tiny_model
-from tests.utils import Pair, run_proxy
+from tests.support.talk import Talk
+from tests.support.tiny_model import TinyModel, make_tiny_model
+from tests.support.utils import Pair, run_proxy
+
+pytest_plugins = ["tests.support.hangs"]
 
 # a first example may wait for imports and caches; other work may slow the rest
 hypothesis.settings.register_profile("tokenproxy", deadline=None, max_examples=60)
@@ -55,7 +57,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     """Settings of the environment do not count, and only tests on a real vLLM start processes with torch."""
     for name in Settings.model_fields:
         monkeypatch.delenv(ENV_PREFIX + name.upper(), raising=False)
-    if request.node.get_closest_marker("real_vllm") is None:
+    if not {"acceptance", "campaign"} & set(request.node.path.parts):
         monkeypatch.setenv("PYTHONPATH", python_path_without_torch())
 
 

@@ -1,0 +1,143 @@
+"""Claude Code and Codex while engines and connections break: the task ends, and nothing sampled is lost."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.campaign.agents.installed import CLAUDE, CODEX, needs, run_program
+from tests.campaign.agents.recorded import check_recorded, cut
+from tests.campaign.agents.relay import relay
+from tests.support.fake_vllm import Canned, error_body
+from tests.support.scripted_engine import Script, ScriptedEngine, Step, call
+from tests.support.tiny_model import TinyModel
+from tests.support.utils import run_proxy, wait_until
+
+pytestmark = pytest.mark.slow
+
+_TASK = "Begin the task."
+_PROGRAMS = pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(CLAUDE, marks=needs(CLAUDE), id="claude"),
+        pytest.param(CODEX, marks=needs(CODEX), id="codex"),
+    ],
+)
+_CUT_AT = 12
+"""The event at which an answer ends, after eleven ids."""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """The folder of a program."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("alpha\n")
+    return folder
+
+
+def _script(program: Path, *faults: dict[str, Any]) -> Script:
+    """Two calls; the answer with the second one meets the faults, one after another."""
+    return Script(
+        [
+            Step(_TASK, f"I look.\n{_shell(program, 'cat notes.txt')}"),
+            Step("omega", "All is done."),
+            Step("alpha", f"I write.\n{_shell(program, 'echo omega >> done.txt; cat done.txt')}", faults),
+        ]
+    )
+
+
+def _shell(program: Path, command: str) -> str:
+    if program == CLAUDE:
+        return call("Bash", command=command, description="Work")
+    return call("exec_command", cmd=command)
+
+
+def _run(program: Path, url: str, home: Path) -> None:
+    """Run the task to its end."""
+    if program == CLAUDE:
+        command = [str(CLAUDE), "-p", _TASK, "--allowedTools", "Bash"]
+    else:
+        flags = ["--skip-git-repo-check", "-s", "danger-full-access"]
+        command = [str(CODEX), "exec", *flags, _TASK]
+    assert "All is done." in run_program(url, home, "task", *command)
+    assert (home / "done.txt").read_text() == "omega\n"
+
+
+def _check(url: str, script: Script, cuts: int, *, killed: bool = False) -> None:
+    """Each answer was sampled once, and once more for each that was cut; each cut one is a branch.
+
+    Args:
+        cuts: how many answers ended after their first ids.
+        killed: see `check_recorded`.
+    """
+    turns = check_recorded(url, "task", script, killed=killed)
+    first, second, last = (turn for turn in turns if turn["finish_reason"] != "abort")
+    assert [turn["parent"] for turn in (first, second, last)] == [None, first["id"], second["id"]]
+    aborted = [turn for turn in turns if turn["finish_reason"] == "abort"]
+    assert len(aborted) == cuts
+    assert all(turn["parent"] == first["id"] for turn in aborted)
+
+
+@_PROGRAMS
+@pytest.mark.parametrize("how", ["close", "reset", "inside"])
+def test_answers_that_are_cut(task_model: TinyModel, home: Path, program: Path, how: str) -> None:
+    # Claude Code asks for no stream after one that broke
+    script = _script(program, {"break_at": _CUT_AT, "how": how}, {"break_at": 0, "how": how})
+    with ScriptedEngine(task_model, script) as engine, run_proxy([engine], store="memory:") as client:
+        url = str(client.base_url)
+        _run(program, url, home)
+        assert len(cut(script)) == 2
+        _check(url, script, 1)
+
+
+@_PROGRAMS
+def test_an_engine_that_is_killed_and_started_again(task_model: TinyModel, home: Path, program: Path) -> None:
+    script = _script(program, {"hold_at": _CUT_AT})
+    with (
+        ScriptedEngine(task_model, script) as engine,
+        run_proxy([engine], store="memory:") as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        url = str(client.base_url)
+        running = threads.submit(_run, program, url, home)
+        wait_until(lambda: engine.held or running.done(), 60.0)
+        time.sleep(0.5)  # the proxy reads what is on its way
+        engine.kill()
+        wait_until(lambda: client.get("/ready").status_code == 503)
+        with ScriptedEngine(task_model, script, port=engine.port):
+            running.result()
+        _check(url, script, 1, killed=True)
+
+
+@_PROGRAMS
+def test_requests_that_the_engine_refuses_for_a_while(
+    task_model: TinyModel, home: Path, program: Path
+) -> None:
+    """The program repeats them; the one that is served is answered once."""
+    refused = {"error": Canned(error_body("busy", "ServiceUnavailableError", None, 503), 503)}
+    script = _script(program, refused, refused)
+    with ScriptedEngine(task_model, script) as engine, run_proxy([engine], store="memory:") as client:
+        url = str(client.base_url)
+        _run(program, url, home)
+        _check(url, script, 0)
+
+
+@_PROGRAMS
+def test_an_answer_that_is_lost_on_its_way(task_model: TinyModel, home: Path, program: Path) -> None:
+    """Neither program tells that it repeats a request: both answers are recorded, the second is continued."""
+    script = _script(program)
+    with (
+        ScriptedEngine(task_model, script) as engine,
+        run_proxy([engine], store="memory:") as client,
+        relay(str(client.base_url)) as lossy,
+    ):
+        lossy.lost = b"message_start" if program == CLAUDE else b"response.created"
+        _run(program, lossy.url, home)
+        turns = check_recorded(str(client.base_url), "task", script)
+    assert lossy.times == 1
+    lost, first, second, last = turns
+    assert (lost["parent"], first["parent"]) == (None, None)
+    assert [turn["parent"] for turn in (second, last)] == [first["id"], second["id"]]

@@ -1,0 +1,1 @@
+from tests.contract.fleet.conftest import own_store  # noqa: F401

@@ -1,0 +1,92 @@
+"""The examples on a real vLLM: what they print is what happened to the ids."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from tests.campaign.real_vllm.conftest import Served, only_in_front
+
+pytestmark = [only_in_front, pytest.mark.broad]
+
+_FOLDER = Path(__file__).parents[3] / "examples"
+
+
+def run_example(name: str, server: Served, *arguments: str) -> str:
+    """What the example prints; it must succeed."""
+    command = [sys.executable, str(_FOLDER / name), "--url", server.url, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert (run.returncode, run.stderr) == (0, ""), run.stderr + run.stdout
+    return run.stdout
+
+
+def check_agent(printed: str) -> None:
+    """Six turns, each after the first an exact extension of the one before."""
+    rows = re.findall(r"(?m)^ +(\d) +(\w+) +(\S+) +(\d+) +(\S+) +(\w+)  ", printed)
+    assert [row[0] for row in rows] == list("123456"), printed
+    assert [row[1:3] for row in rows] == [("rendered", "first_turn"), *[("extended", "-")] * 5]
+    reused, appended = [int(row[3]) for row in rows], [int(row[4]) for row in rows[1:]]
+    assert reused[0] == 0
+    assert all(
+        before + added < after for before, added, after in zip(reused[1:], appended, reused[2:], strict=False)
+    )
+    assert min(appended) > 0
+    assert "tool_calls" in {row[5] for row in rows}
+
+
+@pytest.mark.parametrize("flags", [[], ["--stream"]], ids=["whole", "stream"])
+def test_a_plain_agent_stays_exact(server: Served, flags: list[str]) -> None:
+    check_agent(run_example("agent.py", server, *flags))
+
+
+def test_an_agent_in_a_session(server: Served) -> None:
+    session = f"agent-{uuid4().hex}"
+    printed = run_example("agent.py", server, "--session", session)
+    check_agent(printed)
+    assert printed.endswith(f"session {session}: reward 1.0, samples: 1\n")
+    with server.http() as http:
+        recorded = http.get(f"/v1/sessions/{session}").json()
+    assert (recorded["reward"], len(recorded["turns"])) == (1.0, 6)
+
+
+def test_an_environment_that_holds_the_ids(server: Served) -> None:
+    printed = run_example("environment.py", server, "--turns", "4")
+    rows = [[int(number) for number in row] for row in re.findall(r"(?m)^ +(\d+)" + r" +(\d+)" * 4, printed)]
+    turns, reused, appended, sampled, total = zip(*rows, strict=True)
+    assert turns == tuple(range(1, len(rows) + 1))
+    assert len(rows) == 4 or "correct" in printed
+    assert reused == (0, *total[:-1])
+    assert all(a + b + c == whole for a, b, c, whole in zip(reused, appended, sampled, total, strict=True))
+    assert min(appended + sampled) > 0
+    [reward] = re.findall(rf"reward ([\d.]+) for {total[-1]} ids, {sum(sampled)} of them sampled", printed)
+    assert 0 <= float(reward) <= 1
+
+
+def test_environments_that_append_locally(server: Served, model: Path) -> None:
+    arguments = ["--tokenizer", str(model), "--games", "3", "--turns", "3"]
+    printed = run_example("environment_async.py", server, *arguments)
+    games = re.findall(r"(?m)^game (\d): (\d+) ids, (\d+) sampled, reward ([\d.]+)$", printed)
+    assert [game[0] for game in games] == list("123"), printed
+    for _, ids, sampled, reward in games:
+        assert 0 < int(sampled) < int(ids)
+        assert 0 <= float(reward) <= 1
+
+
+def test_a_trainer_that_reads_the_feed(server: Served) -> None:
+    consumer = f"trainer-{uuid4().hex}"
+    printed = run_example("trainer.py", server, "--rollouts", "3", "--consumer", consumer)
+    rows = re.findall(r"(?m)^\w{8}-(\d) +1 +(\d+) +(\d+) +([\d.]+)$", printed)
+    assert {row[0] for row in rows} == set("012"), printed
+    assert all(0 < int(trained) < int(ids) and 0 < float(reward) <= 1 for _, ids, trained, reward in rows)
+    assert printed.endswith(f"3 rollouts, {sum(int(row[2]) for row in rows)} ids to train on\n")
+
+
+@pytest.mark.parametrize("name", ["agent.py", "environment.py", "trainer.py"])
+def test_refusal_of_a_server_is_a_one_line_error(server: Served, name: str) -> None:
+    command = [sys.executable, str(_FOLDER / name), "--url", server.url, "--model", "no-such-model"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert re.fullmatch(rf"{name}: .*no-such-model.*\n", run.stderr)

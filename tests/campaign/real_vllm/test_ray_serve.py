@@ -1,0 +1,319 @@
+"""The proxy as an application of Ray Serve, with a real cluster, Redis, engine and plain OpenAI clients."""
+
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from os import kill
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from openai import OpenAI
+
+from proxy.demo.stack import EngineProcess
+from tests.campaign.real_vllm.conftest import wait_ready
+from tests.campaign.real_vllm.plain import CHAT, user
+from tests.campaign.real_vllm.ray_cluster import Cluster, run_cluster
+from tests.support.redis_server import run_redis
+from tests.support.utils import wait_until
+
+pytest.importorskip("ray", reason="scripts/install-ray installs it")
+# a cluster starts processes that import a lot, and Ray gives its own a low priority
+pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
+
+_ROOT = Path(__file__).parents[3]
+_CONVERSATIONS, _TURNS, _IDS = 16, 6, 8
+_PROXY = "ServeReplica:default:Proxy"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    try:
+        with run_cluster(folder) as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with run_redis(tmp_path_factory.mktemp("redis")) as port:
+        yield f"redis://127.0.0.1:{port}/0"
+
+
+@pytest.fixture
+def arguments(engines: dict[str, EngineProcess], store: str) -> dict[str, Any]:
+    """The arguments of deploy/ray/serve.yaml, with engine, store and number of replicas of the test."""
+    [application] = yaml.safe_load((_ROOT / "deploy/ray/serve.yaml").read_text())["applications"]
+    here = {"upstreams": [engines["stock"].url], "store": store, "store_timeout_s": 30, "cpus": 0.1}
+    settings: dict[str, Any] = application["args"] | here
+    del settings["max_replicas"]
+    return settings
+
+
+@dataclass
+class _Conversation:
+    """A conversation of a plain client: messages only."""
+
+    client: OpenAI
+    name: str
+    headers: dict[str, str] = field(default_factory=dict)
+    messages: list[Any] = field(default_factory=list)
+    consumed: list[int] = field(default_factory=list)
+    """The ids of the last prompt and of its answer."""
+    drifts: int = 0
+    requests: list[str] = field(default_factory=list)
+    sessions: set[str] = field(default_factory=set)
+
+    def turn(self) -> None:
+        self.messages.append(user(f"{self.name}: tell me more."))
+        raw = self.client.chat.completions.with_raw_response.create(
+            model="smollm2",
+            messages=self.messages,
+            max_tokens=_IDS,
+            extra_body={"return_token_ids": True},
+            extra_headers=self.headers,
+        )
+        answer = raw.parse().model_dump()
+        [choice] = answer["choices"]
+        prompt = answer["prompt_token_ids"]
+        self.drifts += prompt[: len(self.consumed)] != self.consumed
+        self.consumed = prompt + choice["token_ids"]
+        self.messages.append({"role": "assistant", "content": choice["message"]["content"]})
+        self.requests.append(raw.headers["x-request-id"])
+        self.sessions.add(raw.headers["x-session-id"])
+
+
+def _client(cluster: Cluster, retries: int = 2) -> OpenAI:
+    return OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=retries, timeout=120)
+
+
+def _all(conversations: list[_Conversation], turns: int) -> None:
+    with ThreadPoolExecutor(len(conversations)) as pool:
+        for _ in range(turns):
+            list(pool.map(_Conversation.turn, conversations))
+
+
+def test_a_replica_is_killed_between_turns(cluster: Cluster, arguments: dict[str, Any]) -> None:
+    cluster.run({"args": arguments})
+    wait_ready(cluster.url)
+    conversations = [_Conversation(_client(cluster), f"boat {number}") for number in range(_CONVERSATIONS)]
+    _all(conversations, _TURNS // 2)
+    before = cluster.processes(_PROXY)
+    assert len(before) == 2
+    kill(before[0], signal.SIGKILL)
+    _all(conversations, _TURNS - _TURNS // 2)
+
+    assert [each.drifts for each in conversations] == [0] * _CONVERSATIONS
+    both = 0
+    for each in conversations:
+        [session] = each.sessions
+        [sample] = httpx.get(f"{cluster.url}/v1/sessions/{session}/samples", timeout=60).json()["samples"]
+        assert len(sample["turns"]) == _TURNS
+        assert sample["prompt_ids"] + sample["completion_ids"] == each.consumed
+        both += len(set(cluster.replicas_of(each.requests[: _TURNS // 2]))) == 2
+    assert both >= _CONVERSATIONS // 4  # a turn goes to either at random: 3 of 4 conversations are expected
+    wait_until(lambda: len(cluster.processes(_PROXY)) == 2, 120)
+
+
+def test_a_session_stays_on_one_replica(cluster: Cluster, arguments: dict[str, Any]) -> None:
+    cluster.run({"args": arguments})
+    wait_ready(cluster.url)
+    named = [
+        _Conversation(_client(cluster), f"tree {number}", {"X-Session-ID": f"sticky-{number}"})
+        for number in range(_CONVERSATIONS)  # all on one replica by chance: less than once in 10,000 runs
+    ]
+    _all(named, 3)
+    assert [len(set(cluster.replicas_of(each.requests))) for each in named] == [1] * _CONVERSATIONS
+    assert len({*cluster.replicas_of([each.requests[0] for each in named])}) == 2
+    assert [each.sessions for each in named] == [{f"sticky-{number}"} for number in range(_CONVERSATIONS)]
+
+
+def test_a_client_leaves(
+    cluster: Cluster, arguments: dict[str, Any], engines: dict[str, EngineProcess]
+) -> None:
+    cluster.run({"args": arguments})
+    wait_ready(cluster.url)
+    body = {"messages": [user("Count.")], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    arrived: list[float] = []
+    headers = {"X-Session-ID": "leaves"}
+    with httpx.stream("POST", cluster.url + CHAT, json=body, headers=headers, timeout=60) as answer:
+        for line in answer.iter_lines():
+            arrived += [time.monotonic()] * line.startswith("data: ")
+            if len(arrived) > 10:
+                break
+    assert arrived[-1] - arrived[1] > 0.05  # they came one by one
+    wait_until(lambda: _running(engines["stock"]) == 0, 20)
+    samples = f"{cluster.url}/v1/sessions/leaves/samples"
+    wait_until(lambda: httpx.get(samples, timeout=30).status_code == 200, 20)
+    [sample] = httpx.get(samples, timeout=30).json()["samples"]
+    assert sample["turns"][0]["finish_reason"] == "abort"
+    assert 8 < len(sample["completion_ids"]) < 1000
+
+
+def _running(engine: EngineProcess) -> float:
+    lines = httpx.get(f"{engine.url}/metrics", timeout=30).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+@pytest.mark.broad
+def test_it_is_scaled_under_load(cluster: Cluster, arguments: dict[str, Any]) -> None:
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 3,
+        "target_ongoing_requests": 2,
+        "upscale_delay_s": 1,
+        "downscale_delay_s": 3,
+        "look_back_period_s": 2,
+        "metrics_interval_s": 0.5,
+    }
+    arguments.update(replicas=1, max_replicas=3)
+    cluster.run({"args": arguments, "deployments": [{"name": "Proxy", "autoscaling_config": scaling}]})
+    wait_ready(cluster.url)
+    wait_until(lambda: len(cluster.processes(_PROXY)) == 1, 60)
+    before = set(cluster.handled().values())
+    light, ended = threading.Event(), threading.Event()
+    conversations: list[_Conversation] = []
+
+    def talk(number: int) -> None:
+        while not (ended.is_set() or (light.is_set() and number > 0)):
+            conversation = _Conversation(_client(cluster, retries=0), f"load {number} {time.monotonic()}")
+            conversations.append(conversation)
+            for _ in range(4):
+                conversation.turn()
+
+    def all_serve() -> bool:
+        time.sleep(0.5)
+        return len(set(cluster.handled().values()) - before) >= 3
+
+    with ThreadPoolExecutor(12) as pool:
+        talks = [pool.submit(talk, number) for number in range(12)]
+        with suppress(AssertionError):
+            wait_until(lambda: len(cluster.processes(_PROXY)) == 3 or any(each.done() for each in talks), 120)
+        most = len(cluster.processes(_PROXY))
+        with suppress(AssertionError):
+            wait_until(all_serve, 60)
+        light.set()
+        with suppress(AssertionError):
+            wait_until(lambda: len(cluster.processes(_PROXY)) == 1, 120)
+        fewest = len(cluster.processes(_PROXY))
+        ended.set()
+        for each in talks:
+            each.result()  # a request that failed raises here
+    assert (most, fewest) == (3, 1)
+    assert sum(each.drifts for each in conversations) == 0
+    requests = [request for each in conversations for request in each.requests]
+    assert len(set(cluster.replicas_of(requests))) >= 3
+
+
+def test_metrics_are_among_those_of_ray(cluster: Cluster, arguments: dict[str, Any]) -> None:
+    cluster.run({"args": arguments})
+    wait_ready(cluster.url)
+    _Conversation(_client(cluster), "metrics").turn()
+    wait_until(lambda: "ray_tokenproxy_turns_total{" in cluster.metrics(), 60)
+    wait_until(lambda: "ray_tokenproxy_request_seconds_bucket{" in cluster.metrics(), 60)
+    page = cluster.metrics()
+    assert "# TYPE ray_tokenproxy_turns_total counter" in page
+    assert "ray_tokenproxy_replica_state{" in page
+
+
+@pytest.mark.broad
+def test_engines_that_ray_serve_runs(cluster: Cluster, model: Path, store: str) -> None:
+    flags = "--served-model-name smollm2 --dtype float32 --enforce-eager --max-model-len 8192"
+    small = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    engine = {
+        "model": str(model),
+        "gpus": 0,
+        "cpus": 1,
+        "flags": f"{flags} --gpu-memory-utilization 0.3",
+        "environment": small | {"HF_HUB_OFFLINE": "1"},
+    }
+    arguments = {
+        "engines": engine,
+        "store": store,
+        "store_timeout_s": 30,
+        "cpus": 0.1,
+        "watch_interval_s": 0.5,
+    }
+    cluster.run({"args": arguments})
+    wait_ready(cluster.url)
+    conversation = _Conversation(_client(cluster), "engine")
+    _all([conversation], 3)
+    assert conversation.drifts == 0
+    [vllm] = [state["engine"] for state in httpx.get(f"{cluster.url}/ready").json()["engines"]]
+
+    # it ends with its replica, however that ends, and another one takes its place
+    [replica] = cluster.processes("ServeReplica:default:Engine")
+    kill(replica, signal.SIGKILL)
+    wait_until(lambda: not _answers(vllm), 60)
+    wait_until(lambda: _engines(cluster) not in ([], [vllm]), 240)
+    wait_ready(cluster.url)
+    _all([conversation], 2)
+    assert conversation.drifts == 0
+    [second] = _engines(cluster)
+    cluster.run({"args": arguments | {"engines": None, "upstreams": [second]}})
+    wait_until(lambda: not _answers(second), 120)
+
+
+def _engines(cluster: Cluster) -> list[str]:
+    engines = httpx.get(f"{cluster.url}/ready", timeout=30).json()["engines"]
+    return [engine["engine"] for engine in engines if engine["ready"]]
+
+
+def _answers(engine: str) -> bool:
+    try:
+        return httpx.get(f"{engine}/health", timeout=5).is_success
+    except httpx.TransportError:
+        return False
+
+
+_ACTOR = """
+import sys
+import ray
+
+
+class Server:
+    def __init__(self, host, port):
+        self.address = host, port
+
+    def get_server_address(self):
+        return self.address
+
+
+ray.init(log_to_driver=False)
+options = {"name": "rollout_server_0", "lifetime": "detached", "num_cpus": 0}
+server = ray.remote(Server).options(**options).remote(sys.argv[1], int(sys.argv[2]))
+print(ray.get(server.get_server_address.remote()))
+"""
+
+
+def test_engines_that_are_found_by_name(
+    cluster: Cluster, arguments: dict[str, Any], engines: dict[str, EngineProcess]
+) -> None:
+    """As trainers name their own servers."""
+    host, _, port = engines["stock"].url.removeprefix("http://").partition(":")
+    cluster.command("python", "-c", _ACTOR, host, port)
+    upstreams = ["ray-actor://rollout_server_/get_server_address"]
+    cluster.run({"args": arguments | {"upstreams": upstreams, "watch_interval_s": 0.5}})
+    wait_ready(cluster.url)
+    wait_until(lambda: _engines(cluster) == [engines["stock"].url], 60)
+    conversation = _Conversation(_client(cluster), "named")
+    _all([conversation], 2)
+    assert conversation.drifts == 0
+    [actor] = cluster.processes("Server")
+    kill(actor, signal.SIGKILL)
+    wait_until(lambda: not httpx.get(f"{cluster.url}/ready", timeout=30).json()["engines"], 60)

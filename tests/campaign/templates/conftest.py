@@ -1,0 +1,1 @@
+from tests.unit.templates.conftest import matrix  # noqa: F401

@@ -1,0 +1,90 @@
+"""The examples without a server: help texts, the table in their README, and errors."""
+
+import ast
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from proxy.ports import free_port
+from tests.support.tiny_model import TinyModel
+
+_FOLDER = Path(__file__).parents[2] / "examples"
+_FLAGS = {
+    "agent.py": {"--url", "--model", "--stream", "--session"},
+    "environment.py": {"--url", "--model", "--turns", "--seed"},
+    "environment_async.py": {"--url", "--model", "--tokenizer", "--games", "--turns"},
+    "trainer.py": {"--url", "--model", "--rollouts", "--turns", "--consumer"},
+}
+_MOST_LINES = 120
+
+every_example = pytest.mark.parametrize("name", sorted(_FLAGS))
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in _FOLDER.glob("*.py")} == set(_FLAGS)
+
+
+@every_example
+def test_help_shows_description_flags_and_defaults(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(_FOLDER / name), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert set(re.findall(r"(?m)^  (?:-h, )?(--\w+)", shown)) == _FLAGS[name] | {"--help"}
+    description = ast.get_docstring(ast.parse((_FOLDER / name).read_text()))
+    assert description is not None
+    assert description in shown
+    assert "http://127.0.0.1:8000" in shown
+    assert "smollm2" in shown
+
+
+@every_example
+def test_example_is_short_and_imports_only_public_packages(name: str) -> None:
+    source = (_FOLDER / name).read_text()
+    assert len(source.splitlines()) < _MOST_LINES
+    imported = {
+        module if module.startswith("proxy.") else module.split(".")[0]
+        for node in ast.walk(ast.parse(source))
+        for module in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+    }
+    assert imported - sys.stdlib_module_names <= {"openai", "proxy.client", "tokenization"}
+
+
+@every_example
+def test_readme_table_lists_every_example(name: str) -> None:
+    rows = [line for line in (_FOLDER / "README.md").read_text().splitlines() if line.startswith("| [")]
+    assert len(rows) == len(_FLAGS)
+    assert any(row.startswith(f"| [{name}]({name}) |") for row in rows)
+
+
+@pytest.mark.slow
+@every_example
+def test_missing_server_is_a_one_line_error(name: str, tiny_model: TinyModel) -> None:
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    given = {"--tokenizer": str(tiny_model.folder)} if "--tokenizer" in _FLAGS[name] else {}
+    arguments = ["--url", url, *(word for pair in given.items() for word in pair)]
+    run = subprocess.run(
+        [sys.executable, str(_FOLDER / name), *arguments],
+        # without torch, transformers prints an advisory to stderr
+        env=os.environ | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 2, run.stderr
+    assert run.stderr == f"{name}: no server at {url}: start one, or pass --url\n"
+    assert run.stdout == ""

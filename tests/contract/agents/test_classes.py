@@ -1,0 +1,122 @@
+"""Sessions of coding agents, over HTTP and on disk: agents, classes, and samples of some classes."""
+
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.cli import main
+from tests.support.fake_vllm import FakeVllm
+from tests.support.talk import CHAT, Message, user
+from tests.support.tiny_model import TinyModel
+from tests.support.utils import run_proxy
+
+_CLASS, _AGENT = "x-claude-code-request-class", "x-claude-code-agent-id"
+_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: TinyModel) -> Iterator[FakeVllm]:
+    with FakeVllm(tiny_model) as fake:
+        yield fake
+
+
+@pytest.fixture
+def client(engine: FakeVllm, shared_url: str) -> Iterator[httpx.Client]:
+    """A client of a proxy over each kind of store that processes share."""
+    with run_proxy([engine], store=shared_url, model_aliases=["*haiku*=tiny"]) as client:
+        yield client
+
+
+def _send(client: httpx.Client, messages: list[Message], session: str, **more: Any) -> Message:
+    """One request; the assistant's message."""
+    headers = {"x-claude-code-session-id": session, **more.pop("headers", {})}
+    answer = client.post(CHAT, json={"messages": messages, **more}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    message: Message = answer.json()["choices"][0]["message"]
+    return message
+
+
+def _stated(client: httpx.Client, session: str) -> None:
+    """Two main turns, a summary after them, a sub-agent, and one that this started."""
+    messages = [user(secrets.token_hex(4))]
+    for text in ("More", "Summarise"):
+        messages += [_send(client, messages, session, headers={_CLASS: "main"}), user(text)]
+    _send(client, messages, session, headers={_CLASS: "compaction"})
+    for agent, parent in (("a1", ""), ("a2", "a1")):
+        headers = {_CLASS: "subagent", _AGENT: agent, "x-claude-code-parent-agent-id": parent}
+        _send(client, [user(secrets.token_hex(4))], session, headers=headers)
+
+
+def _get(client: httpx.Client, path: str, **query: Any) -> Any:
+    answer = client.get(path, params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_tree_has_the_agents(client: httpx.Client) -> None:
+    name = secrets.token_hex(6)
+    _stated(client, name)
+    tree = _get(client, f"/v1/sessions/{name}")
+    main_agent, first, second = tree["agents"]
+    assert (main_agent["id"], main_agent["parent"], main_agent["turns"]) == (None, None, 3)
+    assert main_agent["classes"] == ["main", "compaction"]
+    assert main_agent["first_turn"] == tree["turns"][0]["id"]
+    assert [(each["id"], each["parent"]) for each in (first, second)] == [("a1", None), ("a2", "a1")]
+    assert [turn["agent"] for turn in tree["turns"]] == [None, None, None, "a1", "a2"]
+    assert tree["turns"][4]["parent_agent"] == "a1"
+
+
+def test_samples_and_feed_of_some_classes(client: httpx.Client) -> None:
+    name = secrets.token_hex(6)
+    _stated(client, name)
+    path = f"/v1/sessions/{name}/samples"
+    whole = _get(client, path)["samples"]
+    assert [sample["request_class"] for sample in whole] == ["compaction", "subagent", "subagent"]
+    [main_sample] = _get(client, path, **{"class": "main"})["samples"]
+    assert [turn["request_class"] for turn in main_sample["turns"]] == ["main", "main"]
+    assert len(_get(client, path, **{"class": ["main", "subagent"]})["samples"]) == 3
+    assert _get(client, path, **{"class": "unknown"})["samples"] == []
+
+    client.post(f"/v1/sessions/{name}/reward", json={"reward": 1.0})
+    start = {"limit": 1000, "after": "0"}
+    found = {
+        each["rollout"]: each for each in _get(client, "/v1/samples", **start, **{"class": "main"})["data"]
+    }
+    assert [sample["leaf"] for sample in found[name]["samples"]] == [main_sample["leaf"]]
+    others = _get(client, "/v1/samples", **start, **{"class": "workflow"})["data"]
+    assert name not in [each["rollout"] for each in others]
+
+
+def test_what_structure_proves(client: httpx.Client) -> None:
+    name = secrets.token_hex(6)
+    task = user(f"Fix {name}")
+    code: Message = {"role": "system", "content": "You code."}
+    look: Message = {"role": "system", "content": "Look!"}
+    _send(client, [code, task], name, tools=_TOOLS)
+    _send(client, [task], name, model="claude-haiku-9")
+    _send(client, [look, user("Where?")], name, tools=_TOOLS)
+    turns = _get(client, f"/v1/sessions/{name}")["turns"]
+    assert [turn["request_class"] for turn in turns] == [None, "auxiliary", "subagent"]
+    assert [turn["requested_model"] for turn in turns] == [None, "claude-haiku-9", None]
+    unknown = _get(client, f"/v1/sessions/{name}/samples", **{"class": "unknown"})["samples"]
+    assert [sample["leaf"] for sample in unknown] == [turns[0]["id"]]
+
+
+@pytest.mark.parametrize(
+    "classes, count", [([], 3), (["main"], 1), (["main", "subagent"], 3), (["other"], 0)]
+)
+def test_the_export(engine: FakeVllm, tmp_path: Path, classes: list[str], count: int) -> None:
+    store, out = f"sqlite://{tmp_path / 'kept.db'}", tmp_path / "out.jsonl"
+    with run_proxy([engine], store=store) as client:
+        _stated(client, "s")
+    flags = [word for name in classes for word in ("--class", name)]
+    assert main(["export", "--store", store, "--out", str(out), *flags]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == count
+    if classes == ["main"]:
+        assert rows[0]["request_class"] == "main" and rows[0]["agent"] == ""

@@ -1,0 +1,243 @@
+"""`tokenproxy run` and `tokenproxy env` against a real proxy over a scripted engine."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from proxy.cli import main
+from proxy.settings import Settings
+from tests.support.fake_vllm import FakeVllm
+from tests.support.tiny_model import TinyModel
+from tests.support.utils import run_app, run_proxy
+
+Capture = pytest.CaptureFixture[str]
+_AGENT = """
+import os, sys, httpx
+base, model = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_MODEL"]
+messages = []
+with httpx.Client(trust_env=False) as client:
+    for text in sys.argv[2:]:
+        messages.append({"role": "user", "content": text})
+        answer = client.post(base + "/chat/completions", json={"model": model, "messages": messages},
+                             headers={"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+        answer.raise_for_status()
+        messages.append(answer.json()["choices"][0]["message"])
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: TinyModel) -> Iterator[tuple[FakeVllm, httpx.Client]]:
+    with FakeVllm(tiny_model) as fake, run_proxy([fake], store="memory:") as client:
+        yield fake, client
+
+
+@pytest.fixture
+def proxy(
+    served: tuple[FakeVllm, httpx.Client], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[httpx.Client]:
+    """A client of the proxy that the commands find."""
+    monkeypatch.setenv("TOKENPROXY_URL", f"{str(served[1].base_url).rstrip('/')}/v1")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield served[1]
+    served[0].reset()
+
+
+def _agent(code: int, *texts: str) -> list[str]:
+    return [sys.executable, "-c", _AGENT, str(code), *texts]
+
+
+def _session(printed: str) -> str:
+    found = re.search(r"session (\S+) of", printed)
+    assert found
+    return found[1]
+
+
+def _rows(printed: str) -> dict[str, str]:
+    """The value and words of each row of the table."""
+    return {
+        name: f"{value} {words}" for name, value, words in re.findall(r"(?m)^ +(\w+) +(\S+)  ?(.*)$", printed)
+    }
+
+
+def test_a_command_is_recorded_in_a_session_of_its_own(proxy: httpx.Client, capfd: Capture) -> None:
+    assert main(["run", "--", *_agent(3, "Hi", "More", "Still more")]) == 3
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    rows = _rows(printed.err)
+    assert re.match(r"3 \d+ ids sampled", rows["turns"])
+    assert rows["exact"] == "2 of 2 that continue a conversation"
+    assert rows["roots"] == "1 conversations; 0 forks"
+    assert re.match(r"1 \d+ ids to train on", rows["samples"])
+    assert "exit code 3" in printed.err
+    session = proxy.get(f"/v1/sessions/{_session(printed.err)}").json()
+    assert (session["explicit"], session["turn_count"], session["reward"]) == (True, 3, None)
+
+
+@pytest.mark.parametrize("code, reward", [(0, 1.0), (1, 0.0)])
+def test_the_exit_code_may_be_the_reward(
+    proxy: httpx.Client, capfd: Capture, code: int, reward: float
+) -> None:
+    assert main(["run", "--reward-from-exit-code", "--metadata", "task=7", "--", *_agent(code, "Hi")]) == code
+    printed = capfd.readouterr().err
+    session = proxy.get(f"/v1/sessions/{_session(printed)}").json()
+    assert (session["reward"], session["metadata"]) == (reward, {"task": "7"})
+    assert _rows(printed)["reward"].startswith(f"{reward:g} ")
+
+
+def test_a_session_goes_on(
+    proxy: httpx.Client, capfd: Capture, served: tuple[FakeVllm, httpx.Client]
+) -> None:
+    command = ["run", "--session", "task-7", "--max-tokens", "5", "--temperature", "0.5", "--"]
+    assert main([*command, *_agent(0, "Hi")]) == 0
+    assert "are new" not in capfd.readouterr().err
+    assert main([*command, *_agent(0, "Ho", "He")]) == 0
+    assert "2 turns are new" in _rows(capfd.readouterr().err)["turns"]
+    assert proxy.get("/v1/sessions/task-7").json()["turn_count"] == 3
+    sent = [seen.json for seen in served[0].requests if seen.path == "/v1/chat/completions"][-1]
+    assert (sent["max_tokens"], sent["temperature"]) == (5, 0.5)
+
+
+def test_stdin_and_stdout_are_the_commands_own(proxy: httpx.Client, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "proxy.cli", "run", "--", "cat"]
+    done = subprocess.run(
+        command, input=b"through", capture_output=True, timeout=60, cwd=Path(__file__).parents[3]
+    )
+    assert (done.returncode, done.stdout) == (0, b"through")
+    assert b"nothing was recorded" in done.stderr
+
+
+@pytest.mark.parametrize("command, code", [("no-such-command", 127), ("/tmp", 126)])
+def test_commands_that_cannot_be_run(proxy: httpx.Client, capfd: Capture, command: str, code: int) -> None:
+    assert main(["run", "--", command]) == code
+    assert f"tokenproxy: {command}: " in capfd.readouterr().err
+
+
+def test_a_script_gets_everything_and_a_program_its_own(
+    proxy: httpx.Client, capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "the user's own")
+    monkeypatch.setenv("OPENAI_API_KEY", "of a judge")
+    script = tmp_path / "claude"
+    script.write_text("#!/bin/sh\nenv\n")
+    script.chmod(0o755)
+
+    def seen(*arguments: str) -> dict[str, str]:
+        assert main(["run", *arguments]) == 0
+        lines = capfd.readouterr().out.splitlines()
+        return dict(line.partition("=")[::2] for line in lines)
+
+    own = seen("--", str(script))
+    assert own["ANTHROPIC_MODEL"] == "tiny"
+    assert (own["OPENAI_API_KEY"], own.get("ANTHROPIC_API_KEY")) == ("of a judge", None)
+    every = seen("--", "env")
+    assert {"ANTHROPIC_BASE_URL", "CODEX_HOME", "OPENCODE_CONFIG_CONTENT", "OPENAI_BASE_URL"} <= every.keys()
+    assert every["ANTHROPIC_BASE_URL"] + "/v1" == every["OPENAI_BASE_URL"]
+    some = seen("--for", "openai", "--model", "adapter", "--", "env")
+    assert (some["OPENAI_MODEL"], some["ANTHROPIC_API_KEY"]) == ("adapter", "the user's own")
+
+
+@pytest.mark.parametrize("program", ["claude", "codex", "opencode", "openai"])
+def test_env_is_sourced(proxy: httpx.Client, capsys: Capture, program: str) -> None:
+    assert main(["env", program, "--session", "s-1", "--api-key", "it's"]) == 0
+    printed = capsys.readouterr().out
+    assert all(re.match(r"(export \w+=|unset \w+$)", line) for line in printed.splitlines())
+    script = 'eval "$1"; env'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", printed], capture_output=True, text=True, env={"PATH": os.environ["PATH"]}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "s-1" in done.stdout and "it's" in done.stdout
+
+
+def test_env_without_a_session_leaves_that_to_the_program(proxy: httpx.Client, capsys: Capture) -> None:
+    assert main(["env", "claude"]) == 0
+    exported = dict(
+        shlex.split(line)[1].partition("=")[::2]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("export")
+    )
+    assert exported["ANTHROPIC_BASE_URL"] == str(proxy.base_url).rstrip("/")
+
+
+_RUN = ["run", "--", "true"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["run"], r"no command: pass one after --"),
+        (["run", "--"], r"no command"),
+        (
+            ["run", "--model", "other", "--", "true"],
+            r"'other' is not served: pass --model with one of .*tiny",
+        ),
+        (["run", "--session", "a b", "--", "true"], r"refused: `id` must be"),
+        (["run", "--metadata", "task", "--", "true"], r"--metadata must be KEY=VALUE"),
+        (["run", "--metadata", "task=\udcff", "--", "true"], r"--metadata must be UTF-8"),
+        (["run", "--api-key", "é", "--", "true"], r"the API key holds characters"),
+        (["run", "--url", f"http://{'a' * 64}.x", "--", "true"], r"no proxy at http://a"),
+        (["run", "--url", "nowhere", "--", "true"], r"not an http\(s\) URL"),
+        (["run", "--url", "http://127.0.0.1:9", "--", "true"], r"no proxy at http://127.0.0.1:9: start one"),
+        (["env", "claude", "--model", "other"], r"'other' is not served"),
+        (["env", "claude", "--max-tokens", "5"], r"add --session NAME"),
+        (["env", "codex", "--url", "http://127.0.0.1:9"], r"no proxy at"),
+    ],
+)
+def test_errors_say_what_to_do(
+    proxy: httpx.Client, capsys: Capture, arguments: list[str], words: str
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    [line] = printed.err.splitlines()
+    assert re.match(f"tokenproxy: .*{words}", line)
+
+
+@pytest.mark.parametrize(
+    "flag, value", [("--max-tokens", "0"), ("--max-tokens", "9" * 20), ("--temperature", "nan")]
+)
+def test_values_that_every_turn_would_be_refused_for(capsys: Capture, flag: str, value: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", flag, value, "--", "true"])
+    assert ended.value.code == 2
+    assert f"argument {flag}: must be " in capsys.readouterr().err
+
+
+def test_a_server_that_is_no_proxy(served: tuple[FakeVllm, httpx.Client], capsys: Capture) -> None:
+    assert main(["run", "--url", served[0].url, "--", "true"]) == 2
+    assert "is no tokenproxy: pass --url URL" in capsys.readouterr().err
+
+
+def test_a_proxy_before_no_engine(capsys: Capture) -> None:
+    with run_app(Settings(upstreams=["http://127.0.0.1:9"], store="memory:")) as client:
+        assert main(["run", "--url", str(client.base_url), "--", "true"]) == 2
+    assert "refused" in capsys.readouterr().err
+
+
+def test_keys(
+    served: tuple[FakeVllm, httpx.Client], capfd: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert main(["key", "agent", "--file", str(tmp_path / "keys.yaml"), "--scope", "inference"]) == 0
+    inference = capfd.readouterr().out.strip()
+    with run_proxy(
+        [served[0]], api_key=["ALICE"], api_key_file=tmp_path / "keys.yaml", store="memory:"
+    ) as client:
+        monkeypatch.setenv("TOKENPROXY_URL", str(client.base_url))
+        assert main(["run", "--", "true"]) == 2
+        assert "requires a key: pass --api-key KEY" in capfd.readouterr().err
+        assert main(["run", "--api-key", "ALICE", "--", *_agent(0, "Hi")]) == 0
+        assert _rows(capfd.readouterr().err)["turns"].startswith("1 ")
+        monkeypatch.setenv("TOKENPROXY_API_KEY", "ALICE,BOB")
+        assert main(["run", "--", *_agent(0, "Hi")]) == 0
+        assert "ALICE" not in capfd.readouterr().err
+        assert main(["run", "--api-key", inference, "--", *_agent(5, "Hi")]) == 5
+        assert "which this key may not read" in capfd.readouterr().err

@@ -1,0 +1,223 @@
+"""Errors have Anthropic's envelope, and the words and headers on which its clients act."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from proxy.dialects.error_formats import anthropic_error, error_headers
+from proxy.errors import ApiError, EngineBroken, Overloaded, Unsupported
+from proxy.key_command import add_key
+from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, Variant, error_body
+from tests.support.talk import user
+from tests.support.tiny_model import TinyModel
+from tests.support.utils import EVERY_SPELLING, Pair, run_proxy, wait_until
+
+_PATH = "/v1/messages"
+_BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "messages": [user("Hi")]}
+_PATHS = (
+    _PATH,
+    f"{_PATH}?beta=true",
+    f"{_PATH}/count_tokens",
+    f"/sessions/s{_PATH}",
+    "/messages",
+    f"{_PATH}/",
+)
+
+
+def _error(response: httpx.Response, status: int, kind: str) -> str:
+    """The message of an error."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body["type"] == "error" and set(body) == {"type", "error"}
+    assert body["error"]["type"] == kind
+    assert response.headers["request-id"] == response.headers["x-request-id"]
+    message: str = body["error"]["message"]
+    return message
+
+
+@pytest.mark.parametrize("path", _PATHS)
+def test_a_wrong_field(client: httpx.Client, path: str) -> None:
+    wrong = {**_BODY, "messages": [*_BODY["messages"], {"role": "user", "content": [{"type": "x"}]}]}
+    message = _error(client.post(path, json=wrong), 400, "invalid_request_error")
+    assert message.startswith("messages[1].content[0].type: ")
+
+
+@pytest.fixture(scope="module")
+def keyed(
+    tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[httpx.Client, str]]:
+    """A proxy with keys and a small limit for bodies, and a key that may only read."""
+    file = Path(tmp_path_factory.mktemp("keys")) / "keys.yaml"
+    key = add_key(file, "reader", ["read"], "all")
+    with (
+        FakeVllm(tiny_model) as engine,
+        run_proxy(
+            [engine], api_key=["k"], admin_key=["a"], api_key_file=file, body_limit_bytes=500, store="memory:"
+        ) as client,
+    ):
+        yield client, key
+
+
+@pytest.mark.parametrize("path", _PATHS)
+def test_requests_that_reach_no_route(keyed: tuple[httpx.Client, str], path: str) -> None:
+    client, reader = keyed
+    refused = client.post(path, json=_BODY)
+    assert "X-API-Key" in _error(refused, 401, "authentication_error")
+    forbidden = client.post(path, json=_BODY, headers={"x-api-key": reader})
+    assert "scope" in _error(forbidden, 403, "permission_error")
+    large = client.post(path, json={**_BODY, "x": "y" * 500}, headers={"x-api-key": "k"})
+    assert "body_limit_bytes" in _error(large, 413, "request_too_large")
+    assert client.post(path, json=_BODY, headers={"authorization": "Bearer k"}).is_success
+    assert client.head("/", headers={"authorization": "Bearer k"}).status_code == 200
+
+
+@EVERY_SPELLING
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_prompt_that_is_too_long(pair: Pair, turn: int, stream: bool) -> None:
+    """Claude Code compacts the conversation when it reads these words, and these numbers."""
+    messages = list(_BODY["messages"])
+    if turn:
+        answer = pair.client.post(_PATH, json=_BODY).json()
+        messages.append({"role": "assistant", "content": answer["content"]})
+    body = {**_BODY, "messages": [*messages, user("x y " * MAX_MODEL_LEN)], "stream": stream}
+    message = _error(pair.client.post(_PATH, json=body), 400, "invalid_request_error")
+    words, _, engine = message.partition(" maximum. ")
+    count, most = words.removeprefix("prompt is too long: ").split(" tokens > ")
+    assert int(most) == MAX_MODEL_LEN < int(count)
+    assert str(MAX_MODEL_LEN) in engine
+    counted = pair.client.post(f"{_PATH}/count_tokens", json=body)
+    assert counted.json()["input_tokens"] > MAX_MODEL_LEN
+
+
+@pytest.mark.parametrize(
+    "message, said",
+    [
+        (
+            "This model's maximum context length is 80 tokens. However, your prompt contains 900 characters "
+            "(more than 800 characters, which is the upper bound for 80 input tokens).",
+            "prompt is too long: 81 tokens > 80 maximum. ",
+        ),
+        (
+            "This model's maximum context length is 80 tokens. However, your prompt contains at least 81 "
+            "input tokens, which exceeds this limit",
+            "prompt is too long: 81 tokens > 80 maximum. ",
+        ),
+        (
+            "The decoder prompt (length 99) is longer than the maximum model length of 80.",
+            "prompt is too long: 99 tokens > 80 maximum. ",
+        ),
+        ("something else", ""),
+    ],
+)
+def test_the_wording_of_engines(message: str, said: str) -> None:
+    error = json.loads(anthropic_error(400, message))["error"]
+    assert error == {"type": "invalid_request_error", "message": said + message}
+
+
+def test_a_model_that_is_not_served(client: httpx.Client) -> None:
+    message = _error(client.post(_PATH, json={**_BODY, "model": "nope"}), 404, "not_found_error")
+    assert message.startswith("model: ") and "nope" in message
+
+
+_CODES = {
+    400: ("invalid_request_error", anthropic.BadRequestError),
+    403: ("permission_error", anthropic.PermissionDeniedError),
+    429: ("rate_limit_error", anthropic.RateLimitError),
+    500: ("api_error", anthropic.InternalServerError),
+}
+
+
+@pytest.mark.parametrize("status", _CODES)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_error_of_the_engine(pair: Pair, status: int, stream: bool) -> None:
+    kind, raised = _CODES[status]
+    canned = Canned(error_body("no", "X", None, status), status, {"content-type": "application/json"})
+    sdk = anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="x", max_retries=0)
+    pair.fake.replies.extend([Reply(error=canned)] * 4)
+    message = _error(pair.client.post(_PATH, json={**_BODY, "stream": stream}), status, kind)
+    assert message == "no"
+    with pytest.raises(raised):
+        sdk.messages.create(**_BODY, stream=stream)
+
+
+@pytest.mark.parametrize("body", [b"oops", b"<html>", b"[]", b'{"id": 5}', b""])
+def test_an_answer_that_is_no_completion(pair: Pair, body: bytes) -> None:
+    pair.fake.canned["/v1/chat/completions"] = Canned(body, 200, {"content-type": "application/json"})
+    _error(pair.client.post(_PATH, json=_BODY), 502, "api_error")
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_a_stream_that_breaks_ends_with_an_error(pair: Pair, how: Any) -> None:
+    pair.fake.replies.append(Reply(break_at=2, how=how))
+    text = pair.client.post(_PATH, json={**_BODY, "stream": True}).text
+    events = text.split("\n\n")[:-1]
+    assert events[0].startswith("event: message_start")
+    assert events[-1].startswith('event: error\ndata: {"type":"error","error":{"type":"api_error"')
+    assert "message_stop" not in text
+
+
+def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
+    failed = error_body("the engine is dead", "InternalServerError", None, 500)
+    chunk = json.dumps({"id": "c", "choices": [{"index": 0, "delta": {"content": "a"}}]}).encode()
+    body = b"data: " + chunk + b"\n\ndata: " + failed + b"\n\ndata: [DONE]\n\n"
+    pair.fake.canned["/v1/chat/completions"] = Canned(body, 200, {"content-type": "text/event-stream"})
+    text = pair.client.post(_PATH, json={**_BODY, "stream": True}).text
+    assert text.count("event: error") == 1 and "the engine is dead" in text
+    assert "message_delta" not in text and "message_stop" not in text
+    sdk = anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="x", max_retries=0)
+    with (
+        pytest.raises(anthropic.APIStatusError, match="the engine is dead"),
+        sdk.messages.stream(**_BODY) as events,
+    ):
+        events.until_done()
+
+
+@pytest.mark.parametrize("finish", ["abort", "error"])
+def test_a_turn_that_the_engine_did_not_end(pair: Pair, finish: str) -> None:
+    """As for a change of weights. A client would take what is there for the whole answer."""
+    pair.fake.replies.extend([Reply((74, 71), finish=finish)] * 2)
+    _error(pair.client.post(_PATH, json=_BODY), 502, "api_error")
+    text = pair.client.post(_PATH, json={**_BODY, "stream": True}).text
+    assert text.endswith(f'before it was complete ({finish})"}}}}\n\n') and "event: error" in text
+    assert "message_delta" not in text
+
+
+def test_no_engine(tiny_model: TinyModel) -> None:
+    with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:") as client:
+        engine.kill()
+        wait_until(lambda: client.get("/ready").status_code == 503)
+        for path in (_PATH, f"{_PATH}/count_tokens"):
+            response = client.post(path, json=_BODY)
+            _error(response, 503, "overloaded_error")
+            assert response.headers["retry-after"].isdigit()
+            assert response.headers["x-should-retry"] == "true"
+
+
+def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
+    with FakeVllm(tiny_model, Variant.NEITHER) as engine, run_proxy([engine], store="memory:") as client:
+        answer = client.post(_PATH, json=_BODY)
+        assert answer.is_success and answer.headers["x-prompt-source"] == "rendered"
+
+
+@pytest.mark.parametrize(
+    "error, again", [(Unsupported, b"false"), (Overloaded, b"true"), (EngineBroken, None)]
+)
+def test_whether_to_try_again(error: type[ApiError], again: bytes | None) -> None:
+    assert dict(error_headers(_PATH, error("no"))).get(b"x-should-retry") == again
+    assert b"x-should-retry" not in dict(error_headers("/v1/chat/completions", error("no")))
+
+
+def test_probes_of_the_base_url(client: httpx.Client) -> None:
+    assert client.head("/").status_code == 200
+    assert client.get("/").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+def test_other_methods(client: httpx.Client, method: str) -> None:
+    assert client.request(method, _PATH).status_code in (404, 405)

@@ -1,0 +1,191 @@
+"""The events of a stream: their order, and what each block and the end of the message say."""
+
+from typing import Any
+
+import pytest
+
+from proxy.dialects.chat_parts import Chat
+from tests.support.chunks import SIGNER, TURN, call, chunk, events, outline
+
+_SIGNATURE = SIGNER.sign("", TURN)
+_ROLE = chunk(role="assistant", content="")
+_END = chunk("stop")
+_CASES: dict[str, tuple[list[Chat], list[str]]] = {
+    "text": (
+        [_ROLE, chunk(content="a"), chunk(content="b"), _END],
+        ["0 text", "0 text: a", "0 text: b", "0 stop"],
+    ),
+    "nothing": ([_ROLE, _END], ["0 text", "0 stop"]),
+    "no chunk at all": ([], ["0 text", "0 stop"]),
+    "thinking, then text": (
+        [_ROLE, chunk(reasoning="a"), chunk(reasoning_content="b"), chunk(content="c"), _END],
+        ["0 thinking", "0 thinking: a", "0 thinking: b", f"0 signature: {_SIGNATURE}", "0 stop",
+         "1 text", "1 text: c", "1 stop"],
+    ),
+    "thinking alone": (
+        [_ROLE, chunk(reasoning="a"), chunk("length")],
+        ["0 thinking", "0 thinking: a", f"0 signature: {_SIGNATURE}", "0 stop"],
+    ),
+    "thinking and text of one chunk": (
+        [chunk("stop", reasoning="a", content="b")],
+        ["0 thinking", "0 thinking: a", f"0 signature: {_SIGNATURE}", "0 stop",
+         "1 text", "1 text: b", "1 stop"],
+    ),
+    "a call in pieces": (
+        [_ROLE, chunk(tool_calls=[call(0, "c1", "look")]), chunk(tool_calls=[call(0, arguments='{"a"')]),
+         chunk(tool_calls=[call(0, arguments=": 1}")]), _END],
+        ["0 tool_use", '0 input_json: {"a"', "0 input_json: : 1}", "0 stop"],
+    ),
+    "a call in one piece": (
+        [chunk("tool_calls", tool_calls=[call(0, "c1", "look", "{}")])],
+        ["0 tool_use", "0 input_json: {}", "0 stop"],
+    ),
+    "parallel calls": (
+        [chunk(content="x"), chunk(tool_calls=[call(0, "c1", "look", "{}"), call(1, "c2", "look")]),
+         chunk(tool_calls=[call(1, arguments="{}")]), _END],
+        ["0 text", "0 text: x", "0 stop", "1 tool_use", "1 input_json: {}", "1 stop",
+         "2 tool_use", "2 input_json: {}", "2 stop"],
+    ),
+    "a name that is repeated with every piece": (
+        [chunk(tool_calls=[call(0, "c1", "look", "{")]), chunk(tool_calls=[call(0, None, "look", "}")])],
+        ["0 tool_use", "0 input_json: {", "0 input_json: }", "0 stop"],
+    ),
+    "a call without arguments": (
+        [chunk("tool_calls", tool_calls=[call(0, "c1", "look")])],
+        ["0 tool_use", "0 stop"],
+    ),
+    "pieces before the name": (
+        [chunk(tool_calls=[call(0, "c1")]), chunk(tool_calls=[call(0, "c1", "look", "{}")])],
+        ["0 tool_use", "0 input_json: {}", "0 stop"],
+    ),
+    "arguments that are no object": (
+        [chunk(tool_calls=[call(0, "c1", "look", '"')]), chunk(tool_calls=[call(0, arguments='a"')])],
+        ["0 tool_use", "0 stop"],
+    ),
+    "white space before the arguments": (
+        [chunk(tool_calls=[call(0, "c1", "look", " ")]), chunk(tool_calls=[call(0, arguments="\n{}")])],
+        ["0 tool_use", "0 input_json: {}", "0 stop"],
+    ),
+    "text while a call is written": (
+        [chunk(tool_calls=[call(0, "c1", "look", "{")]), chunk(content="x"),
+         chunk(tool_calls=[call(0, arguments="}")]), chunk(content="y"), _END],
+        ["0 tool_use", "0 input_json: {", "0 input_json: }", "0 stop", "1 text", "1 text: xy", "1 stop"],
+    ),
+    "white space between calls": (
+        [chunk(tool_calls=[call(0, "c1", "look", "{}")]), chunk(content="\n"),
+         chunk(tool_calls=[call(1, "c2", "look", "{}")]), _END],
+        ["0 tool_use", "0 input_json: {}", "0 stop", "1 tool_use", "1 input_json: {}", "1 stop"],
+    ),
+    "white space and text between calls": (
+        [chunk(tool_calls=[call(0, "c1", "look", "{}")]), chunk(content="\n"),
+         chunk(tool_calls=[call(1, "c2", "look", "{}")]), chunk(content="a\n"),
+         chunk(tool_calls=[call(2, "c3", "look", "{}")]), chunk(content="\n"), _END],
+        ["0 tool_use", "0 input_json: {}", "0 stop", "1 tool_use", "1 input_json: {}", "1 stop",
+         "2 text", "2 text: \na\n", "2 stop", "3 tool_use", "3 input_json: {}", "3 stop"],
+    ),
+    "thinking again": (
+        [chunk(reasoning="a"), chunk(content="b"), chunk(reasoning="c"), _END],
+        ["0 thinking", "0 thinking: a", f"0 signature: {_SIGNATURE}", "0 stop",
+         "1 text", "1 text: b", "1 stop",
+         "2 thinking", "2 thinking: c", f"2 signature: {_SIGNATURE}", "2 stop"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _CASES.values(), ids=_CASES)
+@pytest.mark.parametrize("early", [False, True])
+def test_blocks(case: tuple[list[Chat], list[str]], early: bool) -> None:
+    chunks, expected = case
+    assert outline(events(*chunks, early=early)) == expected
+
+
+def _stop(*chunks: Chat) -> tuple[str | None, str | None]:
+    delta = events(*chunks)[-2]["delta"]
+    return delta["stop_reason"], delta["stop_sequence"]
+
+
+@pytest.mark.parametrize(
+    "finish, stop, tool, expected",
+    [
+        ("stop", None, "", ("end_turn", None)),
+        ("stop", 2, "", ("end_turn", None)),
+        ("stop", "END", "", ("stop_sequence", "END")),
+        ("length", None, "", ("max_tokens", None)),
+        ("length", None, "{", ("max_tokens", None)),
+        ("tool_calls", None, "{}", ("tool_use", None)),
+        ("stop", None, "{}", ("tool_use", None)),
+        ("stop", "END", "{}", ("tool_use", None)),
+        ("stop", "END", '{"a": ', ("stop_sequence", "END")),
+        ("tool_calls", None, '{"a": ', ("tool_use", None)),
+        (None, None, "", ("end_turn", None)),
+    ],
+)
+def test_stop_reasons(
+    finish: str | None, stop: Any, tool: str, expected: tuple[str | None, str | None]
+) -> None:
+    calls = {"tool_calls": [call(0, "c1", "look", tool)]} if tool else {"content": "a"}
+    assert _stop(chunk(**calls), chunk(finish, stop)) == expected
+
+
+def _usage(
+    prompt: int, sampled: int, cached: int | None = None, thinking: int | None = None
+) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
+        "completion_tokens_details": None if thinking is None else {"reasoning_tokens": thinking},
+    }
+
+
+def test_the_start_and_the_end_have_every_key_of_usage() -> None:
+    started, *_, ended, stopped = events(
+        chunk(usage=_usage(20, 0, 16), role="assistant", content=""),
+        chunk(content="a", usage=_usage(20, 1)),
+        chunk("stop", usage=_usage(20, 5, 16, 3)),
+    )
+    message = started["message"]
+    assert {name: message[name] for name in ("id", "type", "role", "model", "content", "stop_reason")} == {
+        **{"id": f"msg_{TURN}", "type": "message", "role": "assistant", "model": "claude"},
+        **{"content": [], "stop_reason": None},
+    }
+    assert message["stop_sequence"] is None
+    counts = {"input_tokens": 4, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 16}
+    assert message["usage"] == {
+        **counts,
+        **{"output_tokens": 0, "output_tokens_details": None, "server_tool_use": None},
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+        **{"service_tier": "standard", "inference_geo": None, "speed": None},
+    }
+    details = {"output_tokens_details": {"thinking_tokens": 3}, "server_tool_use": None}
+    assert ended["usage"] == {**counts, "output_tokens": 5, **details}
+    assert stopped == {"type": "message_stop"}
+
+
+def test_ids_of_messages() -> None:
+    assert events(chunk("stop"), turn_id="")[0]["message"]["id"] == "msg_chat-1"
+    first, second = (events(chunk("stop"), early=True)[0]["message"]["id"] for _ in range(2))
+    assert first.startswith("msg_") and first != second
+
+
+def test_the_call_has_the_ids_of_the_engine() -> None:
+    own = "chatcmpl-tool-0123456789abcdef"
+    found = events(chunk(tool_calls=[call(0, own, "look", "{}"), call(1, "look:1", "look", "{}")]))
+    blocks = [event["content_block"] for event in found if event["type"] == "content_block_start"]
+    assert blocks[0] == {"type": "tool_use", "id": own, "name": "look", "input": {}}
+    assert blocks[1]["id"] == f"call_{SIGNER.sign('', TURN, 1)}"
+    unrecorded = events(chunk(tool_calls=[call(0, "look:0", "look", "{}")]), turn_id="")
+    assert unrecorded[1]["content_block"]["id"] == "look:0"
+    made = events(chunk(tool_calls=[call(0, None, "look", "{}")]))[1]["content_block"]["id"]
+    assert made.startswith("toolu_")
+
+
+def test_thinking_of_a_turn_that_is_not_recorded_has_a_signature_too() -> None:
+    found = outline(events(chunk("stop", reasoning="a"), turn_id=""))
+    assert found[2] == "0 signature: unsigned"
+
+
+def test_further_choices_are_left_out() -> None:
+    other = chunk(content="b")
+    other.choices[0].index = 1
+    assert outline(events(chunk(content="a"), other, chunk("stop"))) == ["0 text", "0 text: a", "0 stop"]

@@ -1,0 +1,262 @@
+"""Conversations of Anthropic's clients stay exact: prompts begin with the ids read and sampled before."""
+
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.message_shapes import assistant, user
+from tests.support.talk import sent_ids
+from tests.support.tiny_model import END, TinyModel, make_tiny_model
+from tests.support.utils import EVERY_SPELLING, Pair, run_proxy
+
+Fields = dict[str, Any]
+_SPLIT = (74, 71, 78, 78, 81, END)
+"""Of "hello", an id for each letter: a tokenizer gives three."""
+_CACHED = {"cache_control": {"type": "ephemeral"}}
+_LOOK: Fields = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
+_SYSTEM_REFUSED = """\
+{%- for message in messages %}
+{%- if message.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}
+{{- '<|im_start|>' + message.role + '\n' + (message.content or '') + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@dataclass
+class Talk:
+    """A conversation as the SDK holds it."""
+
+    fake: FakeVllm
+    client: anthropic.Anthropic
+    messages: list[Fields] = field(default_factory=list)
+    fields: Fields = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+    """Prompt and completion of the last turn."""
+    headers: httpx.Headers = field(default_factory=httpx.Headers)
+
+    def ask(
+        self, *new: Fields, reply: Reply | None = None, stream: bool = True, exact: bool = True
+    ) -> list[Any]:
+        """Say something; the prompt must begin with `ids`. Returns the content of the answer."""
+        script = reply or Reply(_SPLIT)
+        self.messages += new
+        self.fake.replies.append(script)
+        kwargs: Fields = {"model": "tiny", "max_tokens": 900, **self.fields, "messages": self.messages}
+        if stream:
+            with self.client.messages.stream(**kwargs) as events:
+                message: Any = events.get_final_message()
+                self.headers = httpx.Headers(dict(events.response.headers))
+        else:
+            raw = self.client.messages.with_raw_response.create(**kwargs)
+            message, self.headers = raw.parse(), httpx.Headers(dict(raw.headers))
+        sent = sent_ids(self.fake)
+        if self.ids and exact:
+            assert sent is not None, self.headers
+            assert sent[: len(self.ids)] == self.ids
+            assert self.headers["x-prompt-source"] == "extended"
+        self.ids = [*(sent or []), *script.ids] if sent or not exact else []
+        content = [block.to_dict() for block in message.content]
+        self.messages.append({"role": "assistant", "content": content})
+        return content
+
+
+@pytest.fixture
+def talk(pair: Pair) -> Talk:
+    client = anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="x", max_retries=0)
+    return Talk(pair.fake, client)
+
+
+def _first(talk: Talk, *more: Fields, **asked: Any) -> list[Any]:
+    """The first turn, which the engine renders: its ids are those of the record."""
+    content = talk.ask(user(f"Hi {secrets.token_hex(6)}"), *more, exact=False, **asked)
+    assert talk.headers["x-prompt-source"] == "rendered"
+    url = f"{str(talk.client.base_url).rstrip('/')}/v1/sessions/{talk.headers['x-session-id']}"
+    [turn] = httpx.get(url, params={"ids": "true"}, trust_env=False).json()["turns"]
+    talk.ids = [*turn["appended_ids"], *turn["completion_ids"]]
+    return content
+
+
+def _calling(*identities: str, text: str | None = "Well.") -> Reply:
+    calls = [
+        {"id": identity, "type": "function", "function": {"name": "look", "arguments": '{"b": 1, "a": "é"}'}}
+        for identity in identities
+    ]
+    message = {"content": text, "reasoning": "I look.", "tool_calls": calls}
+    return Reply(_SPLIT, message=message, finish="tool_calls")
+
+
+def _result(identity: str, content: Any = "3", **more: Any) -> Fields:
+    return {"type": "tool_result", "tool_use_id": identity, "content": content, **more}
+
+
+@EVERY_SPELLING
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_four_turns_with_thinking_and_tools(talk: Talk, stream: bool) -> None:
+    talk.fields = {"system": [{"type": "text", "text": "Be brief.", **_CACHED}], "tools": [_LOOK]}
+    own = [f"functions.look:{index}" for index in range(3)]
+    content = _first(talk, reply=_calling(*own[:2]), stream=stream)
+    one, two = (block["id"] for block in content[2:])
+    assert [block["type"] for block in content] == ["thinking", "text", "tool_use", "tool_use"]
+    more = {"type": "text", "text": "Go on."}
+    results = user(_result(two), more, _result(one, is_error=True))
+    content = talk.ask(results, reply=_calling(own[2], text=None), stream=stream)
+    three = content[-1]["id"]
+    talk.ask(
+        user(_result(three, [{"type": "text", "text": "x"}])),
+        reply=Reply(_SPLIT, message={"reasoning": "so"}),
+    )
+    talk.ask(user("Thanks"), stream=not stream)
+
+
+def test_text_after_a_call_is_a_block_of_its_own(talk: Talk) -> None:
+    called = {"id": "look:0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    talk.fields["tools"] = [_LOOK]
+    content = _first(talk, reply=Reply(_SPLIT, message={"tool_calls": [called]}, finish="tool_calls"))
+    assert [block["type"] for block in content] == ["text", "tool_use", "text"]
+    talk.ask(user(_result(content[1]["id"])))
+    assert talk.fake.last().json["messages"][-1]["tool_call_id"] == "look:0"
+
+
+@pytest.mark.parametrize(
+    "sampled, sent, why",
+    [('{"a": 1.0, "b": 1e3}', {"a": 1, "b": 1000}, None), ("null", {}, "call_repaired"),
+     ("[1]", {}, "call_repaired"), ('{"a": "b', {}, "call_repaired")],
+)  # fmt: skip
+def test_arguments_that_clients_write_anew(talk: Talk, sampled: str, sent: Fields, why: str | None) -> None:
+    """Clients hold objects: in JavaScript 1.0 is 1, and what is no object arrives as an empty one."""
+    talk.fields["tools"] = [_LOOK]
+    reply = _calling(f"toolu_{secrets.token_hex(8)}", text=None)
+    reply.message["tool_calls"][0]["function"]["arguments"] = sampled
+    content = _first(talk, reply=reply, stream=False)
+    talk.messages[-1]["content"][-1]["input"] = sent
+    talk.ask(user(_result(content[-1]["id"])))
+    assert talk.headers.get("x-prompt-reason") == why
+
+
+@pytest.mark.parametrize("messages", ['["ID"]', '{"a": "ID"}', '[{"role": "user", "content": "ID"}, 1]'])
+def test_the_id_of_a_call_in_what_are_no_messages(pair: Pair, talk: Talk, messages: str) -> None:
+    """The engine refuses it, on every route."""
+    talk.fields["tools"] = [_LOOK]
+    content = _first(talk, reply=_calling("functions.look:0", text=None))
+    body = f'{{"model": "tiny", "messages": {messages.replace("ID", content[-1]["id"])}}}'
+    assert pair.client.post("/v1/chat/completions", content=body).status_code == 400
+
+
+def test_cached_parts_roll_forward(talk: Talk) -> None:
+    """Clients mark the last block of each request, and write other texts as strings."""
+    _first(talk)
+    for text in ("a", "b", "c"):
+        talk.messages = [_unmarked(message) for message in talk.messages]
+        talk.ask(user({"type": "text", "text": text, **_CACHED}))
+
+
+def _unmarked(message: Fields) -> Fields:
+    content = message["content"]
+    if isinstance(content, str) or message["role"] == "assistant":
+        return message
+    return {**message, "content": content[0]["text"]}
+
+
+def test_the_attribution_block_does_not_matter(talk: Talk) -> None:
+    def system(count: int) -> list[Fields]:
+        header = f"x-anthropic-billing-header: cc_version=2.1; cch={count};"
+        return [{"type": "text", "text": header}, {"type": "text", "text": "Be brief."}]
+
+    talk.fields["system"] = system(0)
+    _first(talk)
+    for count in (1, 2):
+        talk.fields["system"] = system(count)
+        talk.ask(user("more"))
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_thinking_that_is_not_sent_back(talk: Talk, dropped: bool) -> None:
+    _first(talk, reply=Reply(_SPLIT, message={"reasoning": "so, so"}))
+    if dropped:
+        talk.messages[-1]["content"] = talk.messages[-1]["content"][1:]
+    talk.ask(user("more"))
+
+
+def test_an_answer_that_is_cut(talk: Talk) -> None:
+    _first(talk, reply=Reply(_SPLIT[:3]))
+    talk.ask(user("more"))
+
+
+def test_system_messages_inside_stay_where_they_are(talk: Talk) -> None:
+    reminder = {"role": "system", "content": [{"type": "text", "text": "Be kind."}]}
+    _first(talk, reminder)
+    talk.ask(user("more"), reminder)
+    talk.ask(user("and more"))
+    assert [message["role"] for message in talk.fake.last().json["messages"]] == [
+        *("user", "system", "assistant", "user", "system", "assistant", "user")
+    ]
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """A model whose template refuses system messages after the first message."""
+    model = make_tiny_model(Path(tmp_path_factory.mktemp("strict")), _SYSTEM_REFUSED)
+    with FakeVllm(model) as fake, run_proxy([fake], store="memory:") as client:
+        yield Pair(fake, client)
+
+
+def test_system_messages_join_the_users_where_the_template_refuses_them(strict: Pair) -> None:
+    client = anthropic.Anthropic(base_url=str(strict.client.base_url), api_key="x", max_retries=0)
+    talk = Talk(strict.fake, client, fields={"system": "p"})
+    reminder = {"role": "system", "content": "Be kind."}
+    _first(talk, reminder)
+    talk.ask(user("more"), reminder)
+    talk.ask(user("and more"), reminder, user("again"))
+    messages = talk.fake.last().json["messages"]
+    assert [message["role"] for message in messages] == [
+        *("system", *("user", "assistant") * 2, "user", "user")
+    ]
+    assert messages[0]["content"] == "pBe kind."
+    assert [message["content"] for message in messages[-2:]] == ["and more\n\nBe kind.", "again"]
+
+
+def test_session_fields_have_their_chat_names(pair: Pair, talk: Talk) -> None:
+    name = f"s-{secrets.token_hex(4)}"
+    fields = {"overrides": {"max_tokens": 7}, "defaults": {"temperature": 0.5, "top_p": 0.1}}
+    assert pair.client.post("/v1/sessions", json={"id": name, **fields}).is_success
+    body = {"model": "tiny", "max_tokens": 900, "top_p": 0.9, "messages": [user("Hi")]}
+    answer = pair.client.post(f"/sessions/{name}/v1/messages?beta=true", json=body)
+    assert answer.headers["x-session-id"] == name
+    sent = pair.fake.last().json
+    assert (sent["max_tokens"], sent["temperature"], sent["top_p"]) == (7, 0.5, 0.9)
+
+
+def test_a_retry_is_answered_once(pair: Pair) -> None:
+    body = {"model": "tiny", "max_tokens": 9, "messages": [user(f"Hi {secrets.token_hex(6)}")]}
+    keyed = {"idempotency-key": secrets.token_hex(8)}
+    for stream in (False, True):
+        sent = {**body, "stream": stream}
+        first, second = (
+            pair.client.post("/v1/messages", json=sent, headers={**keyed, "x-kind": str(stream)})
+            for _ in range(2)
+        )
+        assert second.headers["x-request-replayed"] == "true"
+        assert first.content == second.content
+        keyed = {"idempotency-key": secrets.token_hex(8)}
+
+
+def test_an_assistant_message_at_the_end_is_rendered(pair: Pair, tiny_model: TinyModel) -> None:
+    body = {"model": "tiny", "max_tokens": 9, "messages": [user("Hi"), assistant("I")]}
+    answer = pair.client.post("/v1/messages", content=json.dumps(body))
+    assert answer.status_code == 200 and answer.json()["usage"]["input_tokens"] > 0
+
+
+def test_clients_get_the_name_back_that_they_sent(tiny_model: TinyModel) -> None:
+    body = {"model": "claude-haiku", "max_tokens": 9, "messages": [user("Hi")]}
+    with FakeVllm(tiny_model) as fake, run_proxy([fake], store="memory:", model_aliases=["*=tiny"]) as client:
+        answer = client.post("/v1/messages", json=body)
+        assert (answer.json()["model"], fake.last().json["model"]) == ("claude-haiku", "tiny")
+        assert client.post("/v1/messages/count_tokens", json=body).is_success

@@ -1,0 +1,134 @@
+"""Compacted conversations: a turn of the model writes the summary, and the client gets a name for it."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.dialects.responses.compaction import PROMPT, summary_message
+from proxy.history.store import StoreError
+from proxy.stores.memory_documents import MemoryDocuments
+from tests.contract.dialects.responses.dialogue import FUNCTION, engine_body, events_of, sdk
+from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.tiny_model import END
+from tests.support.utils import run_proxy
+
+SPLIT = (74, 71, 78, 78, 81, END)
+_SUMMARY = Reply(SPLIT, message={"content": " The user said hi.\n", "reasoning": "secret"})
+_TRIGGER = {"type": "compaction_trigger"}
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _items(client: httpx.Client, fake: FakeVllm, text: str, **fields: Any) -> list[dict[str, Any]]:
+    """A conversation of one turn."""
+    fake.replies.append(Reply(SPLIT))
+    made = client.post("/v1/responses", json={"model": "tiny", "input": text, **fields}).json()
+    return [_user(text), *made["output"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_trigger(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
+    fields = {"tools": [FUNCTION], "store": False}
+    items = _items(client, fake, f"Hi, {stream}", **fields)
+    fake.replies.append(_SUMMARY)
+    asked = {"model": "tiny", "input": [*items, _TRIGGER], "stream": stream, **fields}
+    answer = client.post("/v1/responses", json=asked)
+    body = engine_body(fake)
+    assert body["messages"][-1] == _user(PROMPT) and body["tool_choice"] == "none"
+    # the prompt continues the conversation
+    assert answer.headers["x-prompt-source"] == "extended"
+    if stream:
+        events = events_of(answer.content)
+        kinds = ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
+        assert [event["type"] for event in events] == [f"response.{kind}" for kind in kinds]
+        response = events[-1]["response"]
+        assert events[3]["item"] == response["output"][0]
+    else:
+        response = answer.json()
+    [item] = response["output"]
+    assert item.keys() == {"id", "type", "encrypted_content"} and item["type"] == "compaction"
+    assert "said hi" not in answer.text and "secret" not in answer.text
+    assert response["usage"]["output_tokens"] == len(SPLIT)
+    # what comes back is understood
+    after = client.post("/v1/responses", json={"model": "tiny", "input": [item, _user("And?")], **fields})
+    assert engine_body(fake)["messages"] == [_user(summary_message("The user said hi.")), _user("And?")]
+    assert after.status_code == 200
+
+
+def test_the_route_returns_the_users_messages_and_the_compaction(
+    client: httpx.Client, fake: FakeVllm
+) -> None:
+    items = _items(client, fake, "Hi, compact")
+    fake.replies.append(_SUMMARY)
+    compacted = sdk(client).responses.compact(
+        model="tiny", input=[*items, _user("more")], instructions="Be brief."
+    )
+    assert [item.type for item in compacted.output] == ["message", "message", "compaction"]
+    assert (compacted.object, compacted.usage.output_tokens) == ("response.compaction", len(SPLIT))
+    assert engine_body(fake)["messages"][0] == {"role": "system", "content": "Be brief."}
+    output = [item.to_dict() for item in compacted.output]
+    sdk(client).responses.create(model="tiny", input=[*output, _user("And?")])
+    said = [message["content"] for message in engine_body(fake)["messages"]]
+    texts = ["Hi, compact", "more"]
+    assert said == [
+        *([{"type": "text", "text": text}] for text in texts),
+        summary_message("The user said hi."),
+        "And?",
+    ]
+
+
+def test_a_compacted_conversation_of_stored_responses(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(SPLIT))
+    made = client.post("/v1/responses", json={"model": "tiny", "input": "Hi, stored"}).json()
+    fake.replies.append(_SUMMARY)
+    asked = {"model": "tiny", "previous_response_id": made["id"], "input": [_TRIGGER]}
+    compacted = client.post("/v1/responses", json=asked).json()
+    more = {"model": "tiny", "previous_response_id": compacted["id"], "input": "And?"}
+    assert client.post("/v1/responses", json=more).status_code == 200
+    said = [message["content"] for message in engine_body(fake)["messages"]]
+    assert said == ["Hi, stored", summary_message("The user said hi."), "And?"]
+
+
+@pytest.mark.parametrize("reply", [Reply((END,), message={"content": " "}), Reply(SPLIT, finish="abort")])
+def test_a_summary_that_was_not_written(client: httpx.Client, fake: FakeVllm, reply: Reply) -> None:
+    asked = {"model": "tiny", "input": [_user("Hi"), _TRIGGER]}
+    fake.replies.append(reply)
+    assert client.post("/v1/responses", json=asked).status_code == 502
+    fake.replies.append(reply)
+    event = events_of(client.post("/v1/responses", json={**asked, "stream": True}).content)[-1]
+    assert (event["type"], event["response"]["output"]) == ("response.failed", [])
+
+
+def test_a_summary_that_cannot_be_kept(mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client keeps its conversation, and compacts it later."""
+
+    async def refuse(*args: object) -> None:
+        raise StoreError("no")
+
+    monkeypatch.setattr(MemoryDocuments, "keep", refuse)
+    asked = {"model": "tiny", "input": [_user("Hi"), _TRIGGER]}
+    with run_proxy([mortal], store="memory:") as client:
+        mortal.replies.extend([_SUMMARY] * 2)
+        assert client.post("/v1/responses", json=asked).status_code == 503
+        stream = client.post("/v1/responses", json={**asked, "stream": True}).content
+    events = events_of(stream.partition(b"event: error")[0])
+    assert [event["type"] for event in events] == [
+        f"response.{name}" for name in ("created", "in_progress", "failed")
+    ]
+    assert events[-1]["response"]["error"]["code"] == "server_error"
+
+
+def test_summaries_of_other_tenants_are_not_found(mortal: FakeVllm) -> None:
+    with run_proxy([mortal], store="memory:", api_key=["one", "two"]) as client:
+        one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        mortal.replies.append(_SUMMARY)
+        asked = {"model": "tiny", "input": [_user("Hi"), _TRIGGER]}
+        item = client.post("/v1/responses", json=asked, headers=one).json()["output"][0]
+        more = {"model": "tiny", "input": [item, _user("And?")]}
+        refused = client.post("/v1/responses", json=more, headers=two)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "input[0].encrypted_content"
+        assert client.post("/v1/responses", json=more, headers=one).status_code == 200

@@ -1,0 +1,138 @@
+"""Errors of responses: OpenAI's error objects, and the events by which Codex decides what to do."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from proxy.dialects.responses.errors import engine_error, failure
+from tests.contract.dialects.responses.dialogue import Event, events_of, sdk
+from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, error_body
+from tests.support.tiny_model import END
+from tests.support.utils import run_proxy
+
+SPLIT = (74, 71, 78, 78, 81, END)
+_JSON = {"content-type": "application/json"}
+_TOO_LONG = f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, ..."
+
+
+def _canned(status: int, message: str = "no", code: Any = None) -> Reply:
+    return Reply(error=Canned(error_body(message, "X", None, code or status), status, _JSON))
+
+
+def _stream(client: httpx.Client, **fields: Any) -> httpx.Response:
+    return client.post("/v1/responses", json={"model": "tiny", "input": "Hi", "stream": True, **fields})
+
+
+def _failed(response: httpx.Response) -> Event:
+    assert response.status_code == 200, response.text
+    event = events_of(response.content)[-1]
+    assert (event["type"], event["response"]["status"]) == ("response.failed", "failed")
+    error: Event = event["response"]["error"]
+    return error
+
+
+@pytest.mark.parametrize("reply", [_canned(400, _TOO_LONG), None], ids=["the engine's", "the proxy's"])
+def test_a_context_that_is_full(client: httpx.Client, fake: FakeVllm, reply: Reply | None) -> None:
+    """Codex knows it by the event's code; other clients by the status."""
+    fields: dict[str, Any] = {} if reply else {"input": "hello there " * MAX_MODEL_LEN * 2}
+    for stream in (True, False):
+        if reply:
+            fake.replies.append(reply)
+        if stream:
+            response = _stream(client, **fields)
+            assert _failed(response)["code"] == "context_length_exceeded"
+            kinds = [event["type"] for event in events_of(response.content)]
+            assert kinds == ["response.created", "response.in_progress", "response.failed"]
+        else:
+            refused = client.post("/v1/responses", json={"model": "tiny", "input": "Hi", **fields})
+            assert refused.status_code == 400
+            assert "maximum context length" in refused.json()["error"]["message"]
+            assert refused.json()["error"]["param"] == "input"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status, kind", [(400, openai.BadRequestError), (404, openai.NotFoundError),
+                                          (429, openai.RateLimitError)])  # fmt: skip
+def test_errors_of_the_engine_before_a_stream(
+    client: httpx.Client, fake: FakeVllm, status: int, kind: type[openai.APIStatusError], stream: bool
+) -> None:
+    fake.replies.append(_canned(status, "temperature must be non-negative"))
+    with pytest.raises(kind, match="non-negative") as raised:
+        sdk(client).responses.create(model="tiny", input="Hi", stream=stream)
+    assert raised.value.status_code == status
+
+
+def test_an_engine_that_breaks_before_a_stream(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.hang_up = lambda seen: seen.path == "/v1/chat/completions"
+    for stream in (False, True):
+        response = client.post("/v1/responses", json={"model": "tiny", "input": "Hi", "stream": stream})
+        assert (response.status_code, response.json()["error"]["type"]) == (502, "BadGatewayError")
+
+
+def test_a_stream_that_breaks(client: httpx.Client, fake: FakeVllm) -> None:
+    """The response has failed: Codex tries again. The SDK yields both events."""
+    fake.replies.append(Reply(SPLIT, break_at=3))
+    blocks = _stream(client).content.split(b"\n\n")
+    events = events_of(b"\n\n".join(blocks[:-2]) + b"\n\n")
+    assert (events[-1]["type"], events[-1]["response"]["error"]["code"]) == (
+        "response.failed",
+        "server_error",
+    )
+    assert blocks[-2].startswith(b"event: error\n")
+    fake.replies.append(Reply(SPLIT, break_at=3))
+    kinds = [event.type for event in sdk(client).responses.create(model="tiny", input="Hi", stream=True)]
+    assert kinds[-2:] == ["response.failed", "error"]
+    fake.replies.append(Reply(SPLIT, break_at=3))
+    with sdk(client).responses.stream(model="tiny", input="Hi") as stream, pytest.raises(RuntimeError):
+        stream.get_final_response()
+
+
+def test_errors_after_a_stream_began_early(mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.routes.turns._SILENCE_S", 0.05)
+    with run_proxy([mortal], store="memory:") as client:
+        mortal.slow_s["/v1/chat/completions"] = 0.3
+        expected = {
+            "context_length_exceeded": _canned(400, _TOO_LONG),
+            "invalid_prompt": _canned(400),
+            "rate_limit_exceeded": _canned(429),
+            "insufficient_quota": _canned(429, "no", "insufficient_quota"),
+        }
+        for code, reply in expected.items():
+            mortal.replies.append(reply)
+            assert _failed(_stream(client))["code"] == code
+
+
+def test_bad_requests_name_their_field(client: httpx.Client) -> None:
+    for fields, param in (
+        ({"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "item_reference", "id": {}}]}, "input[0].id"),
+        ({"input": "Hi", "background": True}, "background"),
+        ({"input": "Hi", "n": "x", "max_output_tokens": []}, "max_output_tokens"),
+    ):
+        refused = client.post("/v1/responses", json={"model": "tiny", **fields})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["type"], error["param"]) == (400, "BadRequestError", param)
+    assert client.post("/v1/responses", content=b"{").json()["error"]["param"] == "body"
+
+
+@pytest.mark.parametrize(
+    "problem, code",
+    [
+        ((400, _TOO_LONG, None), "context_length_exceeded"),
+        ((400, "x", "context_length_exceeded"), "context_length_exceeded"),
+        ((400, "x", None), "invalid_prompt"),
+        ((429, "x", "queue_full"), "rate_limit_exceeded"),
+        ((503, "x", None), "server_error"),
+        ((500, "x", None), "server_error"),
+    ],
+)
+def test_codes_of_failures(problem: tuple[int, str, str | None], code: str) -> None:
+    assert failure(*problem) == {"code": code, "message": problem[1]}
+
+
+def test_error_objects_keep_the_code_of_the_engine() -> None:
+    assert b'"code":"x"' in engine_error(409, "m", "x")
+    assert b'"type":"BadRequestError"' in engine_error(409, "m", None)
+    assert b'"type":"InternalServerError"' in engine_error(500, "m", None)

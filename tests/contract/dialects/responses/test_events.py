@@ -1,0 +1,275 @@
+"""The events of a stream: their order, their ids, and what OpenAI's SDK makes of them."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.history.echo import turn_in
+from tests.contract.dialects.responses.dialogue import (
+    FUNCTION,
+    Event,
+    Item,
+    async_sdk,
+    engine_body,
+    events_of,
+    sdk,
+)
+from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.talk import call
+from tests.support.tiny_model import END, TinyModel
+from tests.support.utils import run_proxy
+
+HELLO = (74, 71, 78, 78, 81, END)
+_CALLS = [f"chatcmpl-tool-{digit * 32}" for digit in "ab"]
+_TURN = {
+    "reasoning": "so",
+    "content": "well",
+    "tool_calls": [call(identity=_CALLS[0]), call("g", '{"b": 1}', _CALLS[1])],
+}
+_TOOLS = [FUNCTION, {**FUNCTION, "name": "g"}]
+
+
+def _stream(client: httpx.Client, **fields: Any) -> list[Event]:
+    response = client.post("/v1/responses", json={"input": "Hi", "stream": True, **fields})
+    assert (response.status_code, response.headers["content-type"].partition(";")[0]) == (
+        200,
+        "text/event-stream",
+    )
+    return events_of(response.content)
+
+
+def _kinds(events: list[Event]) -> list[str]:
+    """Types without `response.`, repeated ones once."""
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    return [kind for index, kind in enumerate(kinds) if index == 0 or kinds[index - 1] != kind]
+
+
+_MESSAGE = [
+    "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",
+    "output_item.done",
+]  # fmt: skip
+_CALL = ["function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+_REASONING = [
+    "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+    "content_part.done", "output_item.done",
+]  # fmt: skip
+_SUMMARY = [
+    "output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta",
+    "reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done",
+]  # fmt: skip
+
+
+def test_a_text(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(HELLO))
+    events = _stream(client)
+    assert _kinds(events) == ["created", "in_progress", *_MESSAGE, "completed"]
+    deltas = [event["delta"] for event in events if event["type"].endswith("text.delta")]
+    assert "".join(deltas) == "hello" and len(deltas) == 5
+    [done] = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["text"] == "hello"
+
+
+def test_a_turn_of_all_kinds(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
+    events = _stream(client, tools=_TOOLS)
+    calls = ["output_item.added", *_CALL, "output_item.added", *_CALL]
+    assert _kinds(events) == ["created", "in_progress", *_REASONING, *_MESSAGE, *calls, "completed"]
+    assert [event["output_index"] for event in events if event["type"] == "response.output_item.added"] == [
+        0, 1, 2, 3,
+    ]  # fmt: skip
+
+
+def test_reasoning_as_a_summary(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(HELLO, message={"reasoning": "so", "content": "well"}))
+    events = _stream(client, reasoning={"summary": "auto"})
+    assert _kinds(events) == ["created", "in_progress", *_SUMMARY, *_MESSAGE, "completed"]
+    [reasoning, _] = events[-1]["response"]["output"]
+    assert reasoning["summary"] == [{"type": "summary_text", "text": "so"}] and "content" not in reasoning
+
+
+def test_ids_are_equal_wherever_they_appear(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
+    events = _stream(client, tools=_TOOLS)
+    added = [event["item"]["id"] for event in events if event["type"] == "response.output_item.added"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert added == [item["id"] for item in done] and len(set(added)) == 4
+    assert events[-1]["response"]["output"] == done
+    for event in events:
+        if "item_id" in event:
+            assert event["item_id"] == added[event["output_index"]]
+    assert {event["response"]["id"] for event in events if "response" in event} == {
+        events[0]["response"]["id"]
+    }
+
+
+def test_an_empty_answer_is_an_empty_message(client: httpx.Client, fake: FakeVllm) -> None:
+    """A client that sends it back sends a turn."""
+    fake.replies.append(Reply((END,), message={"content": ""}))
+    [item] = _stream(client)[-1]["response"]["output"]
+    assert (item["type"], item["content"][0]["text"]) == ("message", "")
+
+
+def test_a_custom_tool(client: httpx.Client, fake: FakeVllm) -> None:
+    reply = Reply(HELLO, message={"content": None, "tool_calls": [call("sh", '{"input": "ls é"}', "c1")]})
+    for stream in (False, True):
+        fake.replies.append(reply)
+        tools: list[Any] = [{"type": "custom", "name": "sh"}]
+        if stream:
+            events = _stream(client, tools=tools)
+            kinds = ["custom_tool_call_input.delta", "custom_tool_call_input.done"]
+            assert _kinds(events)[2:-1] == ["output_item.added", *kinds, "output_item.done"]
+            [item] = events[-1]["response"]["output"]
+        else:
+            [item] = client.post("/v1/responses", json={"input": "Hi", "tools": tools}).json()["output"]
+        assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "sh", "ls é")
+
+
+def test_a_function_of_a_namespace(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(HELLO, message={"content": None, "tool_calls": [call("mcp__f", "{}", "c1")]}))
+    space = {"type": "namespace", "name": "mcp", "description": "", "tools": [FUNCTION]}
+    [item] = _stream(client, tools=[space])[-1]["response"]["output"]
+    assert (item["namespace"], item["name"]) == ("mcp", "f")
+
+
+@pytest.mark.parametrize("own_limit", [True, False])
+def test_a_turn_that_is_cut(client: httpx.Client, fake: FakeVllm, own_limit: bool) -> None:
+    """Codex repeats a request whose stream ends with `response.incomplete`: not where it set no limit."""
+    fake.replies.append(Reply(HELLO[:3]))
+    events = _stream(client, **({"max_output_tokens": 3} if own_limit else {}))
+    assert events[-1]["type"] == ("response.incomplete" if own_limit else "response.completed")
+    response = events[-1]["response"]
+    assert (response["status"], response["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    assert response["output"][0]["status"] == "incomplete"
+    assert engine_body(fake).get("max_tokens") == (3 if own_limit else None)
+
+
+def test_a_turn_that_the_engine_aborts_has_failed(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(HELLO, finish="abort"))
+    event = _stream(client)[-1]
+    assert (event["type"], event["response"]["status"]) == ("response.failed", "failed")
+    assert event["response"]["error"]["code"] == "server_error"
+    fake.replies.append(Reply(HELLO, finish="abort"))
+    assert client.post("/v1/responses", json={"input": "Hi"}).status_code == 502
+
+
+def test_usage(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(HELLO))
+    streamed = _stream(client)[-1]["response"]["usage"]
+    fake.replies.append(Reply(HELLO))
+    assert client.post("/v1/responses", json={"input": "Hi"}).json()["usage"] == streamed
+    assert streamed["output_tokens"] == 6
+    assert streamed["total_tokens"] == streamed["input_tokens"] + 6
+    assert streamed["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
+    assert streamed["output_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
+    fake.replies.append(Reply(HELLO))
+    fields: Item = {"input": "Hi", "include": ["message.output_text.logprobs"], "stream": stream}
+    answer = client.post("/v1/responses", json=fields)
+    response = events_of(answer.content)[-1]["response"] if stream else answer.json()
+    logprobs = response["output"][0]["content"][0]["logprobs"]
+    assert [entry["logprob"] for entry in logprobs][:2] == [-74 / 8, -71 / 8]
+    assert logprobs[0].keys() == {"token", "bytes", "logprob", "top_logprobs"}
+
+
+def test_no_log_probabilities_unless_requested(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(HELLO))
+    [item] = client.post("/v1/responses", json={"input": "Hi"}).json()["output"]
+    assert item["content"][0]["logprobs"] == []
+
+
+def test_encrypted_content_holds_no_text(client: httpx.Client, fake: FakeVllm) -> None:
+    for include, expected in (([], False), (["reasoning.encrypted_content"], True)):
+        fake.replies.append(Reply(HELLO, message={"reasoning": "secret", "content": "well"}))
+        answer = client.post("/v1/responses", json={"input": "Hi", "include": include})
+        encrypted = answer.json()["output"][0]["encrypted_content"]
+        assert (encrypted is not None) is expected
+        assert not expected or turn_in(encrypted) == answer.headers["x-turn-id"]
+
+
+def test_a_stream_that_waits_begins_early_and_is_kept_alive(
+    mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.routes.turns._SILENCE_S", 0.1)
+    with run_proxy([mortal], store="memory:") as client:
+        mortal.slow_s["/v1/chat/completions"] = 0.6
+        mortal.replies.append(Reply(HELLO, message={"reasoning": "so", "content": "well"}))
+        response = client.post("/v1/responses", json={"input": "Hi", "stream": True})
+        assert response.content.count(b": keep-alive\n\n") >= 2
+        events = events_of(response.content)
+        assert events[-1]["type"] == "response.completed"
+        assert events[0]["response"]["id"] == events[-1]["response"]["id"]
+        stored = client.get(f"/v1/responses/{events[0]['response']['id']}").json()
+        assert stored == events[-1]["response"]
+        with sdk(client).responses.stream(model="tiny", input="Hi") as stream:
+            assert stream.get_final_response().status == "completed"
+
+
+# --- OpenAI's own accumulators
+
+
+def _checked(response: Any) -> None:
+    reasoning, message, one, two = response.output
+    assert reasoning.content[0].text == "so"
+    assert (response.output_text, message.status) == ("well", "completed")
+    assert [(item.name, item.call_id, item.arguments) for item in (one, two)] == [
+        ("f", _CALLS[0], "{}"),
+        ("g", _CALLS[1], '{"b": 1}'),
+    ]
+
+
+def test_the_sdk_accumulates_a_stream(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
+    texts, arguments = [], []
+    with sdk(client).responses.stream(model="tiny", input="Hi", tools=_TOOLS) as stream:
+        for event in stream:
+            if event.type == "response.output_text.delta":
+                texts.append(event.snapshot)
+            elif event.type == "response.function_call_arguments.delta":
+                arguments.append(event.snapshot)
+        _checked(stream.get_final_response())
+    assert texts[-1] == "well" and arguments == ["{}", '{"b": 1}']
+
+
+def test_the_sdk_reads_raw_events(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
+    events = list(sdk(client).responses.create(model="tiny", input="Hi", tools=_TOOLS, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    _checked(events[-1].response)
+
+
+def test_the_async_sdk(client: httpx.Client, fake: FakeVllm) -> None:
+    async def ask() -> None:
+        asking = async_sdk(client)
+        fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
+        async with asking.responses.stream(model="tiny", input="Hi", tools=_TOOLS) as stream:
+            _checked(await stream.get_final_response())
+        fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
+        _checked(await asking.responses.create(model="tiny", input="Hi", tools=_TOOLS))
+        await asking.close()
+
+    asyncio.run(ask())
+
+
+def test_output_that_is_parsed(client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel) -> None:
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        a: int
+
+    for stream in (False, True):
+        fake.replies.append(Reply(HELLO, message={"content": '{"a": 7}'}))
+        if stream:
+            with sdk(client).responses.stream(model="tiny", input="Hi", text_format=Answer) as events:
+                parsed = events.get_final_response().output_parsed
+        else:
+            parsed = sdk(client).responses.parse(model="tiny", input="Hi", text_format=Answer).output_parsed
+        assert parsed == Answer(a=7)
+        assert engine_body(fake)["response_format"]["json_schema"]["name"] == "Answer"

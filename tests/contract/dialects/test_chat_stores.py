@@ -1,0 +1,239 @@
+"""Conversations over restarts, between processes, and with stores that fail or are full."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.history.store import Limits, StoreError
+from proxy.routes.base import Route
+from proxy.settings import Settings
+from proxy.stores.memory import MemoryStore
+from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.talk import CHAT, Talk, user
+from tests.support.tiny_model import END, TinyModel
+from tests.support.utils import Pair, run_proxy, wait_until
+
+SPLIT = (74, 71, 78, 78, 81, END)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> str:
+    """A store for several processes."""
+    return f"sqlite://{tmp_path / 'rollouts.db'}"
+
+
+@pytest.mark.parametrize("session", [{}, {"x-session-id": "s"}], ids=["none", "named"])
+def test_two_proxies_with_one_store(
+    mortal: FakeVllm, tiny_model: TinyModel, database: str, session: dict[str, str]
+) -> None:
+    with run_proxy([mortal], store=database) as one, run_proxy([mortal], store=database) as two:
+        made = Talk(Pair(mortal, one), tiny_model, headers=session)
+        first = made.ask(reply=Reply(SPLIT, message={"reasoning": "so", "content": " hello "}))
+        for index in range(5):
+            made.pair = Pair(mortal, (two, one)[index % 2])
+            if index == 2:
+                made.messages[1] = {"role": "assistant", "content": "hello"}
+            answered = made.follow(user("more"), reply=Reply(SPLIT), stream=index in (1, 4))
+            assert (answered.session, answered.reason) == (first.session, "")
+        turns = [client.get(f"/v1/sessions/{first.session}").json()["turns"] for client in (one, two)]
+        assert len(turns[0]) == 6
+        assert turns[0] == turns[1]
+        assert two.delete(f"/v1/sessions/{first.session}").status_code == 200
+        made.pair = Pair(mortal, one)
+        assert made.ask(user("more")).prompt["source"] == "rendered"
+
+
+def test_a_retry_through_the_other_proxy(mortal: FakeVllm, database: str) -> None:
+    with run_proxy([mortal], store=database) as one, run_proxy([mortal], store=database) as two:
+        body = {"messages": [user("Hi")]}
+        headers = {"x-session-id": "s", "x-stainless-retry-count": "0"}
+        first = one.post(CHAT, json=body, headers=headers)
+        again = two.post(CHAT, json=body, headers={**headers, "x-stainless-retry-count": "1"})
+        assert (again.content, again.headers["x-request-replayed"]) == (first.content, "true")
+
+
+def test_a_proxy_that_was_restarted(mortal: FakeVllm, tiny_model: TinyModel, database: str) -> None:
+    talk: Talk | None = None
+    for index in range(4):
+        with run_proxy([mortal], store=database) as client:
+            if talk is None:
+                talk = Talk(Pair(mortal, client), tiny_model)
+                talk.ask(reply=Reply(SPLIT, message={"reasoning": "so"}))
+            talk.pair = Pair(mortal, client)
+            for stream in (False, True):
+                talk.follow(
+                    user(f"{index}"), reply=Reply(SPLIT[:-1], message={"reasoning": "then"}), stream=stream
+                )
+            if index == 2:  # other reasoning than what was recorded is an edit for a new process too
+                edited = Talk(talk.pair, tiny_model, [dict(message) for message in talk.messages])
+                edited.messages[1]["reasoning"] = "no"
+                assert edited.ask(user("more")).reason == "history_edited"
+
+
+def test_full_store_reports_evicted_conversations(mortal: FakeVllm, tiny_model: TinyModel) -> None:
+    with run_proxy([mortal], store="memory:", store_max_bytes=4000) as client:
+        pair = Pair(mortal, client)
+        old = Talk(pair, tiny_model)
+        first = old.ask(reply=Reply(SPLIT))
+        named = Talk(pair, tiny_model, headers={"x-session-id": "s"})
+        named.ask(reply=Reply(SPLIT))
+        for _ in range(12):
+            Talk(pair, tiny_model).ask()
+        for made in (old, named):
+            answered = made.ask(user("more"))
+            assert (answered.sent, answered.prompt["source"], answered.reason) == (
+                None,
+                "rendered",
+                "evicted",
+            )
+            made.follow(user("more"))
+        told = Talk(pair, tiny_model, old.messages[:2], headers={"x-session-id": first.session})
+        assert told.ask(user("even more")).reason == "evicted"
+        page = client.get("/metrics").text.splitlines()
+        (line,) = (line for line in page if line.startswith("tokenproxy_evicted_rollouts_total"))
+        assert float(line.split()[1]) >= 2
+
+
+class _Failing:
+    """A store in memory that can be made to fail."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self.broken: frozenset[str] | None = frozenset()
+        """Methods that fail; None for all of them."""
+        self.held: frozenset[str] = frozenset()
+        """Methods whose calls wait."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        found = getattr(self._store, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            if self.broken is None or name in self.broken:
+                raise StoreError("out of order")
+            while name in self.held:  # noqa: ASYNC110 - a test lets it go
+                await asyncio.sleep(0.01)
+            return await found(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def failing(
+    mortal: FakeVllm, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[_Failing, Callable[..., Talk], httpx.Client]]:
+    store = _Failing(MemoryStore(Limits()))
+    monkeypatch.setattr("proxy.services.make_store", lambda url, limits: store)
+    with run_proxy([mortal], store="memory:") as client:
+        yield store, lambda **fields: Talk(Pair(mortal, client), tiny_model, **fields), client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "headers", [{}, {"x-session-id": "s"}, {"idempotency-key": "k"}, {"x-stainless-retry-count": "1"}]
+)
+def test_requests_are_served_if_the_store_fails(
+    failing: tuple[_Failing, Callable[..., Talk], httpx.Client], headers: dict[str, str], stream: bool
+) -> None:
+    store, talk, client = failing
+    made = talk(headers=headers)
+    made.ask(reply=Reply(SPLIT), stream=stream)
+    store.broken = None
+    made.headers = {name: value + "2" for name, value in headers.items() if name != "x-session-id"}
+    if "x-session-id" in headers:
+        made.headers = headers
+    answered = made.ask(user("more"), stream=stream)
+    assert (answered.sent, answered.reason) == (None, "store_unavailable")
+    page = client.get("/metrics").text
+    assert 'tokenproxy_prompts_total{reason="store_unavailable",source="rendered"} 1.0' in page
+    errors = next(line for line in page.splitlines() if line.startswith("tokenproxy_store_errors_total"))
+    assert float(errors.split()[1]) >= 2
+    for path in ("/v1/sessions", "/v1/sessions/s", "/v1/sessions/s/samples"):
+        assert client.get(path).status_code == 503
+    store.broken = frozenset()
+    wait_until(lambda: client.get("/ready").json()["store"]["state"] == "ok")
+    made.headers = headers if "x-session-id" in headers else {}
+    assert made.ask(user("more"), stream=stream).reason != "store_unavailable"
+    made.follow(user("more"), stream=stream)
+
+
+@pytest.mark.parametrize("method", ["add", "find", "path", "session", "responses", "keep_response"])
+def test_each_store_call_may_fail_alone(
+    failing: tuple[_Failing, Callable[..., Talk], httpx.Client], method: str
+) -> None:
+    store, talk, client = failing
+    made = talk(headers={"x-session-id": "s", "idempotency-key": "k"})
+    made.ask(reply=Reply(SPLIT))
+    store.broken = frozenset({method})
+    made.headers = {"x-session-id": "s", "idempotency-key": "l"}
+    made.ask(user("more"))
+    made.headers["idempotency-key"] = "m"
+    made.ask(user("more"))
+    assert "tokenproxy_store_errors_total 0.0" not in client.get("/metrics").text or method == "path"
+
+
+@pytest.mark.parametrize("held", [{"add"}, {"find", "add", "session", "pin", "responses", "keep_response"}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_store_that_hangs_costs_a_request_its_time_once(
+    failing: tuple[_Failing, Callable[..., Talk], httpx.Client],
+    stream: bool,
+    held: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Settings().store_timeout_s == 1.0
+    monkeypatch.setattr(Route, "store_seconds", 0.3)
+    store, talk, client = failing
+    made = talk(headers={"x-session-id": "s", "idempotency-key": "k"})
+    made.ask(reply=Reply(SPLIT), stream=stream)
+    made.headers["idempotency-key"] = "l"
+    store.held = frozenset(held)
+    start = time.monotonic()
+    answered = made.ask(user("more"), stream=stream)
+    assert 0.25 < time.monotonic() - start < 2.0
+    assert answered.reason == ("store_unavailable" if "find" in held else "")
+    assert client.get("/ready").json()["store"]["queued_turns"] == 1
+    store.held = frozenset()
+    wait_until(lambda: client.get("/ready").json()["store"]["state"] == "ok")
+    made.headers = {"x-session-id": "s"}
+    made.follow(user("more"), stream=stream)
+    turns = client.get("/v1/sessions/s").json()["turns"]
+    assert [turn["id"] for turn in turns][1] == answered.turn
+    assert len(turns) == 3
+
+
+def test_a_client_cannot_change_a_session_before_its_turns_are_recorded(
+    failing: tuple[_Failing, Callable[..., Talk], httpx.Client],
+) -> None:
+    store, talk, client = failing
+    made = talk(headers={"x-session-id": "s"})
+    store.held = frozenset({"add"})
+    answered = made.ask()
+    for response in (
+        client.post("/v1/sessions/s/reward", json={"reward": 1.0}),
+        client.delete("/v1/sessions/s"),
+    ):
+        assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+        assert "still to be recorded" in response.json()["error"]["message"]
+    assert [turn["id"] for turn in client.get("/v1/sessions/s").json()["turns"]] == [answered.turn]
+    store.held = frozenset()
+    wait_until(lambda: client.get("/ready").json()["store"]["state"] == "ok")
+    assert client.post("/v1/sessions/s/reward", json={"reward": 1.0}).status_code == 200
+
+
+def test_queued_turns_do_not_disambiguate_equal_texts(
+    failing: tuple[_Failing, Callable[..., Talk], httpx.Client],
+) -> None:
+    store, talk, _ = failing
+    made = talk()
+    question = made.messages
+    made.ask(reply=Reply(SPLIT, message={"content": "same"}))
+    store.held = frozenset({"add"})
+    other = talk(messages=question)
+    other.ask(reply=Reply((80, 81, END), message={"content": "same"}))
+    answered = other.ask(user("more"))
+    assert (answered.sent, answered.reason) == (None, "ambiguous")
+    store.held = frozenset()

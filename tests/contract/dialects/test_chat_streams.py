@@ -1,0 +1,309 @@
+"""Streams of the chat route: what the client sees of them, and what is recorded however they end."""
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.fake_vllm import Canned, Reply, data_of
+from tests.support.talk import CHAT, Message, Talk, call, result, user
+from tests.support.tiny_model import END
+from tests.support.utils import EVERY_SPELLING, send_and_keep, wait_until
+
+Make = Callable[..., Talk]
+SPLIT = (74, 71, 78, 78, 81, END)
+
+
+def _turns(made: Talk, session: str, **query: str) -> list[dict[str, Any]]:
+    answer = made.pair.client.get(f"/v1/sessions/{session}", params=query)
+    turns: list[dict[str, Any]] = answer.json()["turns"] if answer.status_code == 200 else []
+    return turns
+
+
+def _named(made: Talk) -> str:
+    """Give a conversation a session of its own."""
+    made.headers["x-session-id"] = made.messages[0]["content"].replace(" ", "-")
+    return made.headers["x-session-id"]
+
+
+@EVERY_SPELLING
+def test_the_first_event_arrives_while_the_engine_is_at_work(talk: Make) -> None:
+    made = talk()
+    made.ask(reply=Reply(SPLIT))
+    body = {"messages": [*made.messages, user("more")], "stream": True}
+    made.pair.fake.replies.append(Reply(SPLIT, hold_at=1))
+    with made.pair.client.stream("POST", CHAT, json=body) as answer:
+        chunks = answer.iter_raw()
+        assert next(chunks).startswith(b"data: {")
+        assert made.pair.fake.running == 1
+        made.pair.fake.release()
+        assert b"".join(chunks).endswith(b"data: [DONE]\n\n")
+
+
+def _without_nulls(value: Any) -> Any:
+    """What vLLM leaves out and what it says is null mean the same."""
+    if isinstance(value, dict):
+        hidden = ("token_ids", "prompt_token_ids", "logprobs")
+        kept = {name: item for name, item in value.items() if item is not None or name not in hidden}
+        return {name: _without_nulls(item) for name, item in kept.items()}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+_REQUESTED = [
+    {name: True for name, on in zip(("return_token_ids", "logprobs"), some, strict=True) if on}
+    for some in itertools.product((False, True), repeat=2)
+]
+
+
+_USAGE: dict[str, Message] = {
+    "whole": {},
+    "stream": {"stream": True},
+    "stream, counted": {"stream": True, "stream_options": {"include_usage": True}},
+    "stream, counted all along": {
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    },
+    "stream, not counted": {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+}
+
+
+@pytest.mark.parametrize("how", _USAGE.values(), ids=_USAGE)
+@pytest.mark.parametrize("requested", _REQUESTED, ids="+".join)
+@pytest.mark.parametrize("turn", [0, 1])
+def test_client_gets_only_requested_fields(talk: Make, requested: Message, how: Message, turn: int) -> None:
+    """As the engine itself would answer the same request."""
+    made = talk()
+    messages = list(made.messages)
+    script = Reply(SPLIT, message={"tool_calls": [call(identity="c")], "reasoning": "so"})
+    if turn:
+        made.ask(reply=script)
+        messages = [*made.messages, result(call(identity="c"), "1")]
+    body = {"messages": messages, "n": 2, **how, **requested}
+    made.pair.fake.replies.append(script)
+    mine = made.pair.client.post(CHAT, json=body)
+    sent = made.pair.fake.last().json
+    made.pair.fake.replies.append(script)
+    exact = {"kv_transfer_params": sent["kv_transfer_params"]} if turn else {}
+    theirs = httpx.post(made.pair.fake.url + CHAT, json={**body, **exact}, trust_env=False)
+    stream = bool(how)
+    shown = list(data_of(mine.content)) if stream else [mine.json()]
+    stock = list(data_of(theirs.content)) if stream else [theirs.json()]
+    assert _without_nulls(shown) == _without_nulls(stock)
+    text = mine.text.replace(" ", "")
+    assert ('"prompt_token_ids":[' in text) is bool(requested.get("return_token_ids"))
+    assert ('"logprob"' in text) is bool(requested.get("logprobs"))
+
+
+@pytest.mark.parametrize("value", [1, "true"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_values_that_the_engine_reads_as_true_count_as_requested(
+    talk: Make, value: object, stream: bool
+) -> None:
+    body = {"messages": talk().messages, "logprobs": value, "stream": stream}
+    assert '"logprob"' in talk().pair.client.post(CHAT, json=body).text
+
+
+# --- ends
+
+
+@EVERY_SPELLING
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_client_that_leaves_a_stream_leaves_an_aborted_turn(talk: Make, turn: int) -> None:
+    made = talk()
+    session = _named(made)
+    if turn:
+        made.ask(reply=Reply((*SPLIT, 90, END)))
+        made.messages.append(user("more"))
+    made.pair.fake.replies.append(Reply(SPLIT, hold_at=3))
+    body = {"messages": made.messages, "stream": True}
+    text = ""
+    with made.pair.client.stream("POST", CHAT, json=body, headers=made.headers) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+            if text == "he":
+                break
+    wait_until(lambda: len(_turns(made, session)) == turn + 1)
+    last = _turns(made, session, ids="true")[-1]
+    assert (last["finish_reason"], last["completion_ids"][:2]) == ("abort", [74, 71])
+    assert len(last["logprobs"] or []) in (0, len(last["completion_ids"]))
+    sampled = last["completion_ids"]
+    whole = made.model.decode(sampled)
+    prompt = [token for one in _turns(made, session, ids="true")[:-1] for token in _ids_of(one)]
+    made.messages.append({"role": "assistant", "content": whole})
+    made.follow(user("Go on"), expected=[*prompt, *last["appended_ids"], *sampled])
+
+
+def _ids_of(turn: dict[str, Any]) -> list[int]:
+    return [*turn["appended_ids"], *turn["completion_ids"]]
+
+
+@EVERY_SPELLING
+@pytest.mark.parametrize("how", ["reset", "close", "inside"])
+def test_an_engine_that_breaks_a_stream(talk: Make, how: Any) -> None:
+    made = talk()
+    session = _named(made)
+    made.ask(reply=Reply(SPLIT))
+    made.messages.append(user("more"))
+    made.pair.fake.replies.append(Reply(SPLIT, break_at=3, how=how))
+    body = {"messages": made.messages, "stream": True}
+    answer = made.pair.client.post(CHAT, json=body, headers=made.headers)
+    assert list(data_of(answer.content))[-1]["error"]["code"] == 502
+    wait_until(lambda: len(_turns(made, session)) == 2)
+    first, last = _turns(made, session, ids="true")
+    assert (last["finish_reason"], last["parent"]) == ("abort", first["id"])
+    assert last["completion_ids"] == list(SPLIT[: len(last["completion_ids"])]) != []
+
+
+def test_an_engine_that_breaks_a_whole_answer(talk: Make) -> None:
+    made = talk()
+    made.pair.fake.replies.append(Reply(SPLIT, break_at=0, how="inside"))
+    answer = made.pair.client.post(CHAT, json={"messages": made.messages})
+    assert answer.status_code == 502
+    made.ask(reply=Reply(SPLIT))
+    made.follow(user("more"))
+
+
+def test_a_client_that_leaves_before_a_whole_answer(talk: Make) -> None:
+    made = talk()
+    made.ask(reply=Reply(SPLIT))
+    before = list(made.messages)
+    body = json.dumps({"messages": [*made.messages, user("more")]}).encode()
+    made.pair.fake.replies.append(Reply((90, END), hold_at=0))
+    with send_and_keep(made.pair.client.base_url, CHAT, body):
+        wait_until(lambda: made.pair.fake.running)
+    wait_until(lambda: made.pair.fake.aborted == 1)
+    made.messages = before
+    made.follow(user("more"))
+
+
+_STREAM = [
+    {"prompt_token_ids": [5, 6], "choices": [{"index": 0, "delta": {"content": "h"}, "token_ids": [74]}]},
+    {"error": {"message": "out of memory", "code": 500}},
+]
+
+
+@pytest.mark.parametrize(
+    "requested", [{}, {"return_token_ids": True, "logprobs": True}], ids=["hidden", "shown"]
+)
+def test_an_engine_that_ends_a_stream_with_an_error(talk: Make, requested: Message) -> None:
+    """And announces its length, which is no longer that of what the client gets."""
+    made = talk()
+    session = _named(made)
+    body = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in _STREAM)
+    canned = Canned(body + b"data: [DONE]\n\n", headers={"content-type": "text/event-stream"})
+    made.pair.fake.canned[CHAT] = canned
+    request = {"messages": made.messages, "stream": True, **requested}
+    answer = made.pair.client.post(CHAT, json=request, headers=made.headers)
+    assert list(data_of(answer.content))[-1]["error"]["message"] == "out of memory"
+    (turn,) = _turns(made, session, ids="true")
+    assert (turn["finish_reason"], turn["completion_ids"]) == ("abort", [74])
+
+
+def test_ended_choice_can_be_continued_while_another_runs(talk: Make) -> None:
+    """Whoever has seen its end may act on it."""
+    made = talk()
+    made.pair.fake.replies.append(Reply((83, END), others=(Reply(SPLIT),), hold_at=5))
+    body = {"messages": made.messages, "stream": True, "n": 2}
+    with made.pair.client.stream("POST", CHAT, json=body) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        for line in lines:
+            choice = json.loads(line[6:])["choices"][0]
+            if choice["index"] == 0 and choice["finish_reason"]:
+                break
+        ended = {"role": "assistant", "content": made.model.decode([83])}
+        other = Talk(made.pair, made.model, [*made.messages, ended])
+        assert other.ask(user("more")).prompt["source"] == "extended"
+        made.pair.fake.release()
+        list(lines)
+
+
+# --- what the turn ended with
+
+
+_ENDS: dict[str, Reply] = {
+    "length": Reply(SPLIT[:-1]),
+    "a stop string": Reply(SPLIT[:-1], finish="stop", stop="lo"),
+    "a stop string and the stop token": Reply(SPLIT, finish="stop", stop="lo"),
+    "tool calls": Reply(SPLIT, finish="tool_calls", message={"tool_calls": [call(identity="c")]}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reply", _ENDS.values(), ids=_ENDS)
+def test_close_of_a_turn_is_appended_and_masked(talk: Make, reply: Reply, stream: bool) -> None:
+    made = talk()
+    session = _named(made)
+    made.ask(reply=reply, stream=stream)
+    prompt = made.ids[: -len(reply.ids)]
+    new = result(call(identity="c"), "1") if reply.message else user("more")
+    answered = made.follow(new, reply=Reply((90, END)), stream=stream)
+    (sample,) = made.pair.client.get(f"/v1/sessions/{session}/samples").json()["samples"]
+    appended = int(answered.prompt["appended"])
+    assert sample["prompt_ids"] == prompt
+    assert sample["prompt_ids"] + sample["completion_ids"] == made.ids
+    assert sample["loss_mask"] == [1] * len(reply.ids) + [0] * appended + [1, 1]
+    assert sample["logprobs"] == [-token / 8 for token in reply.ids] + [None] * appended + [-90 / 8, -END / 8]
+
+
+# --- evidence
+
+
+_FAULTS: dict[str, tuple[Reply, str, bool]] = {
+    "no prompt ids": (Reply(SPLIT, silent=("prompt",)), "no_prompt_ids", False),
+    "an empty prompt": (Reply(SPLIT, echo=()), "", False),
+    "no ids": (Reply(SPLIT, silent=("ids",)), "no_completion_ids", False),
+    "no logprobs": (Reply(SPLIT, silent=("logprobs",)), "no_logprobs", True),
+    "too few logprobs": (Reply(SPLIT, logprobs_short=1), "logprobs_mismatch", True),
+    "too few ids": (Reply(SPLIT, lost_ids=(2,)), "", False),
+    "too few ids and logprobs": (Reply(SPLIT, lost_ids=(2,), logprobs_short=1), "", False),
+    "too many tokens counted": (Reply(SPLIT, miscounted=1), "usage_mismatch", False),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("reply, problem, usable", _FAULTS.values(), ids=_FAULTS)
+def test_inconsistent_counts_of_the_engine_make_the_turn_untrainable(
+    talk: Make, reply: Reply, problem: str, usable: bool, turn: int, stream: bool
+) -> None:
+    """Refused as a sample; what is not sure to be the whole truth is not built upon."""
+    made = talk()
+    session = _named(made)
+    if turn:
+        made.ask(reply=Reply(SPLIT))
+        made.messages.append(user("more"))
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    made.ask(reply=reply, stream=stream, **options)
+    last = _turns(made, session)[-1]
+    assert last["problem"] == problem if problem else last["problem"]
+    refused = made.pair.client.get(f"/v1/sessions/{session}/samples").json()["refused"]
+    assert [(one["turn"], one["reason"]) for one in refused] == [(last["id"], last["problem"])]
+    if usable:
+        made.follow(user("more"))
+    else:
+        answered = made.ask(user("more"))
+        assert (answered.sent, answered.reason) == (None, "unusable_turn")
+        made.follow(user("more"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_that_are_missing_in_the_midst_of_a_stream(talk: Make, stream: bool) -> None:
+    """Usage is not requested, as by most clients: the log-probabilities show it."""
+    made = talk()
+    made.ask(reply=Reply(SPLIT, lost_ids=(2,)), stream=stream)
+    assert made.ask(user("more")).reason == "unusable_turn"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_used_another_prompt(talk: Make, stream: bool) -> None:
+    made = talk()
+    session = _named(made)
+    made.ask(reply=Reply(SPLIT))
+    made.ask(user("more"), reply=Reply(SPLIT, echo=(5, 6, 7)), stream=stream)
+    _, last = _turns(made, session, ids="true")
+    assert (last["problem"], last["parent"], last["appended_ids"]) == ("prompt_mismatch", None, [5, 6, 7])
+    assert made.ask(user("more")).reason == "unusable_turn"

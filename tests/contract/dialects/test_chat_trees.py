@@ -1,0 +1,74 @@
+"""Random trees of turns, sampled in random ids and spelled in random ways: nothing is ever lost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.fake_vllm import Reply, Variant
+from tests.support.talk import Message, Talk, user
+from tests.support.tiny_model import END, TinyModel
+from tests.support.utils import Pair
+
+_IDS = st.lists(st.integers(3, 299), min_size=1, max_size=6)
+_STEP = st.fixed_dictionaries(
+    {
+        "at": st.integers(0, 99),
+        "ids": _IDS,
+        "ended": st.booleans(),
+        "reasoning": st.sampled_from([None, "", "so", " so\n"]),
+        "around": st.sampled_from(["", " ", "\n", "\u00a0"]),
+        "stream": st.booleans(),
+        "spelled": st.lists(st.sampled_from(["strip", "parts", "quiet", "other", "null"]), max_size=3),
+    }
+)
+
+
+def _spelled(message: Message, how: list[str]) -> Message:
+    """One of the messages that a client may make of one."""
+    made = dict(message)
+    for each in how:
+        content = made.get("content")
+        if each == "strip" and isinstance(content, str):
+            made["content"] = content.strip()
+        elif each == "parts" and isinstance(content, str):
+            made["content"] = [{"type": "text", "text": content}]
+        elif each == "quiet":
+            made = {name: value for name, value in made.items() if not name.startswith("reasoning")}
+        elif each == "other" and "reasoning" in made:
+            made["reasoning_content"] = made.pop("reasoning")
+        elif each == "null":
+            made |= {"refusal": None, "tool_calls": None, "audio": None}
+    return made
+
+
+@pytest.mark.parametrize("session", [False, True])
+@settings(max_examples=25)
+@given(steps=st.lists(_STEP, min_size=2, max_size=8))
+def test_every_turn_continues_the_exact_ids_of_its_parent(
+    pairs: Callable[[Variant], Pair], tiny_model: TinyModel, steps: list[dict[str, Any]], session: bool
+) -> None:
+    pair = pairs(Variant.CHAT)
+    root = Talk(pair, tiny_model)
+    if session:
+        root.headers["x-session-id"] = root.messages[0]["content"].replace(" ", "-")
+    histories: list[tuple[list[Message], list[int]]] = []
+    for index, step in enumerate(steps):
+        ids = (*step["ids"], END) if step["ended"] else tuple(step["ids"])
+        text = f"{step['around']}{tiny_model.decode(list(ids))} {index}{step['around']}"
+        message = {"content": text} | ({} if step["reasoning"] is None else {"reasoning": step["reasoning"]})
+        reply = Reply(ids, message=message)
+        made = Talk(pair, tiny_model, list(root.messages), root.headers)
+        if not histories:
+            made.ask(reply=reply, stream=step["stream"])
+        else:
+            history, before = histories[step["at"] % len(histories)]
+            made.messages = [
+                _spelled(one, step["spelled"]) if one["role"] == "assistant" else one for one in history
+            ]
+            answered = made.follow(user(f"more {index}"), reply=reply, stream=step["stream"], expected=before)
+            assert answered.reason == ""
+            made.messages[: len(history)] = history
+        histories.append((made.messages, made.ids))

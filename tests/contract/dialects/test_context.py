@@ -1,0 +1,136 @@
+"""Prompts that are longer than the model's context: refused early, in vLLM's words, or rendered anew."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm, Reply
+from tests.support.talk import CHAT, Talk, user
+from tests.support.tiny_model import END, TinyModel
+from tests.support.utils import EVERY_SPELLING, Pair, run_proxy
+
+TOKENS = "/v1/chat/completions/tokens"
+_THOUGHT = Reply((*[74] * 3000, END), message={"content": "short"})
+"""A turn whose ids are many, and of which the client gets back little."""
+
+
+def _error(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert f"maximum context length is {MAX_MODEL_LEN} tokens" in error["message"]
+    return error
+
+
+def _reached(fake: FakeVllm) -> int:
+    return len([seen for seen in fake.requests if seen.method == "POST"])
+
+
+@EVERY_SPELLING
+@pytest.mark.parametrize("name", ["prompt_ids", "tokens", "prompt_token_ids"])
+def test_ids_beyond_the_context_never_reach_the_engine(
+    client: httpx.Client, fake: FakeVllm, name: str
+) -> None:
+    error = _error(client.post(TOKENS, json={name: [5] * (MAX_MODEL_LEN + 1)}))
+    assert error["param"] == name
+    assert f"contains {MAX_MODEL_LEN + 1} input tokens" in error["message"]
+    assert _reached(fake) == 0
+
+
+def test_ids_that_the_engine_truncates_reach_it(client: httpx.Client, fake: FakeVllm) -> None:
+    fields = {"prompt_ids": [5] * (MAX_MODEL_LEN + 1), "truncate_prompt_tokens": 100}
+    client.post(TOKENS, json=fields)
+    assert _reached(fake) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "a" * 9000,
+        [{"type": "text", "text": "a" * 9000}],
+        ["a" * 9000],
+        [{"type": "text", "text": "é\n" * 9000}],
+    ],
+    ids=["text", "parts", "strings", "escapes"],
+)
+def test_appended_messages_beyond_the_context_never_reach_the_engine(
+    client: httpx.Client, fake: FakeVllm, content: object
+) -> None:
+    error = _error(
+        client.post(
+            TOKENS, json={"prompt_ids": [5, END], "append_messages": [user("") | {"content": content}]}
+        )
+    )
+    assert error["param"] == "append_messages"
+    assert _reached(fake) == 0
+
+
+def test_prompt_and_appended_messages_count_together(client: httpx.Client, tiny_model: TinyModel) -> None:
+    appended = {"append_messages": [user("zq" * 100)]}
+    one = client.post("/tokenize", json={"prompt_ids": [5, END], **appended}).json()["appended"]
+    most = [*[5] * (MAX_MODEL_LEN - one - 1), END]
+    assert client.post(TOKENS, json={"prompt_ids": most, **appended}).status_code == 200
+    error = _error(client.post(TOKENS, json={"prompt_ids": [5, *most], **appended}))
+    assert f"contains {MAX_MODEL_LEN + 1} input tokens" in error["message"]
+
+
+def test_tokenize_takes_ids_beyond_the_context_but_no_such_messages(client: httpx.Client) -> None:
+    ids = [*[5] * MAX_MODEL_LEN, END]
+    assert (
+        client.post("/tokenize", json={"prompt_ids": ids, "append_messages": [user("a")]}).status_code == 200
+    )
+    error = _error(
+        client.post("/tokenize", json={"prompt_ids": [END], "append_messages": [user("a" * 9000)]})
+    )
+    assert error["param"] == "append_messages"
+
+
+def test_white_space_that_a_template_may_strip_is_not_counted_before_it_is_rendered(
+    client: httpx.Client,
+) -> None:
+    """It is counted then: this template keeps it, and the error is the same."""
+    _error(client.post(TOKENS, json={"prompt_ids": [END], "append_messages": [user("a" + " " * 9000)]}))
+
+
+def test_a_conversation_that_outgrew_the_context_is_refused(talk: Callable[..., Talk]) -> None:
+    made = talk()
+    made.ask(reply=_THOUGHT)
+    response = made.pair.client.post(CHAT, json={"messages": [*made.messages, user("a" * 1500)]})
+    error = _error(response)
+    assert error["param"] == "messages"
+    assert "`overflow: render`" in error["message"]
+    made.follow(user("less"))  # what was refused claims nothing
+
+
+@pytest.fixture(scope="module")
+def rendering(tiny_model: TinyModel) -> Any:
+    """A pair whose proxy renders what outgrew the context."""
+    with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:", overflow="render") as client:
+        yield Pair(engine, client)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_conversation_that_outgrew_the_context_is_rendered(
+    rendering: Pair, tiny_model: TinyModel, stream: bool
+) -> None:
+    made = Talk(rendering, tiny_model)
+    first = made.ask(reply=_THOUGHT)
+    answered = made.ask(user("a" * 1500), stream=stream)
+    assert (answered.sent, answered.reason) == (None, "context_overflow")
+    # an honest branch: the same session, and its next turn continues the rendering
+    assert answered.session == first.session
+    made.follow(user("more"))
+    session = rendering.client.get(f"/v1/sessions/{first.session}").json()
+    assert [turn["parent"] for turn in session["turns"]][:2] == [None, None]
+
+
+def test_the_completion_must_fit_too(rendering: Pair, tiny_model: TinyModel) -> None:
+    made = Talk(rendering, tiny_model)
+    made.ask(reply=_THOUGHT)
+    assert made.ask(user("a"), max_tokens=1000).reason == ""
+    for name in ("max_tokens", "max_completion_tokens"):
+        made = Talk(rendering, tiny_model)
+        made.ask(reply=_THOUGHT)
+        fields: dict[str, Any] = {name: 2000}
+        assert made.ask(user("a"), **fields).reason == "context_overflow"

@@ -1,0 +1,165 @@
+"""Generate: tokens in, tokens out, with weight versions and sampling masks; other fields untouched."""
+
+import secrets
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.contract.dialects.test_completions import every_way, fresh, in_session, samples, turns
+from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, Variant, data_of
+from tests.support.tiny_model import END, HI, VOCAB_SIZE
+
+ROUTE = "/inference/v1/generate"
+Body = dict[str, Any]
+_SAMPLED = [*HI, END]
+_MASK = ((74, 5), (75,), (2, 6, 7))
+
+pytestmark = pytest.mark.parametrize("pair", [Variant.SCALE_OUT], indirect=True, ids=str)
+
+
+def _asked(**sampling: Any) -> Body:
+    return {"token_ids": fresh(), "sampling_params": {"temperature": 0.7, **sampling}}
+
+
+@every_way
+def test_ids_are_recorded_with_their_weights_and_masks(
+    client: httpx.Client, fake: FakeVllm, stream: bool
+) -> None:
+    headers, body = in_session(), {**_asked(routed_experts_prompt_start=4), "stream": stream}
+    fake.replies.append(Reply(mask=_MASK, routed_experts="k05VTVBZ"))
+    answer = client.post(ROUTE, json=body, headers=headers)
+    assert answer.headers["x-prompt-source"] == "given"
+    [sample] = samples(client, headers["x-session-id"])
+    assert (sample["prompt_ids"], sample["completion_ids"]) == (body["token_ids"], _SAMPLED)
+    assert sample["logprobs"] == [-token / 8 for token in _SAMPLED]
+    [turn] = sample["turns"]
+    assert turn["weight_versions"] == [["7", 0, 3]]
+    assert turn["sampling_mask"] == [list(kept) for kept in _MASK]
+    assert (turn["routed_experts"], turn["routed_experts_start"]) == ("k05VTVBZ", 4)
+    assert turn["temperature"] == 0.7
+
+
+@every_way
+def test_a_prompt_that_begins_with_a_turns_ids_continues_it(client: httpx.Client, stream: bool) -> None:
+    body = {**_asked(), "stream": stream}
+    first = client.post(ROUTE, json=body)
+    following = [*body["token_ids"], *_SAMPLED, 9, 9]
+    second = client.post(ROUTE, json={**body, "token_ids": following})
+    # the two routes share what they recorded
+    third = client.post("/v1/completions", json={"prompt": [*following, *_SAMPLED, 8]})
+    sessions = {answer.headers["x-session-id"] for answer in (first, second, third)}
+    assert len(sessions) == 1
+    assert len(samples(client, sessions.pop())[0]["turns"]) == 3
+
+
+@every_way
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("mode", ["tokens", "text"])
+def test_client_gets_what_it_requested(
+    client: httpx.Client,
+    fake: FakeVllm,
+    logprobs: int | None,
+    ids: bool,
+    usage: bool,
+    mode: str,
+    stream: bool,
+) -> None:
+    sampling = {"n": 2, **({"logprobs": logprobs} if logprobs is not None else {})}
+    body = {**_asked(**sampling), "stream": stream, "output_mode": mode}
+    body |= {"return_token_ids": True} if ids else {}
+    body |= {"stream_options": {"include_usage": True}} if usage and stream else {}
+    ours, engines = client.post(ROUTE, json=body), httpx.post(fake.url + ROUTE, json=body)
+    if stream:
+        assert list(data_of(ours.content)) == list(data_of(engines.content))
+    else:
+        assert ours.json() == engines.json()
+
+
+def test_an_error_in_a_stream_is_passed_on(client: httpx.Client, fake: FakeVllm) -> None:
+    first = b'data: {"choices":[{"index":0,"token_ids":[7]}],"usage":null}\n\n'
+    error = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
+    kind = {"content-type": "text/event-stream"}
+    fake.canned[ROUTE] = Canned(first + error + b"data: [DONE]\n\n", headers=kind)
+    answer = client.post(ROUTE, json={**_asked(), "stream": True})
+    assert list(data_of(answer.content)) == list(data_of(first + error))
+
+
+def test_unknown_fields_are_passed_on(client: httpx.Client, fake: FakeVllm) -> None:
+    body = {**_asked(output_kind=2, new={"a": 1}), "request_id": "trl-1", "cache_salt": "s", "more": [1]}
+    client.post(ROUTE, json=body)
+    sampling = {**body["sampling_params"], "logprobs": 0}
+    assert fake.last(ROUTE).json == {**body, "sampling_params": sampling, "return_token_ids": True}
+
+
+@pytest.mark.parametrize("field", ["features", "content_parts"])
+def test_turns_with_media_are_recorded_and_not_trained(
+    client: httpx.Client, fake: FakeVllm, field: str
+) -> None:
+    headers, body = in_session(), _asked()
+    if field == "content_parts":  # the engine puts the ids of the image into the prompt
+        fake.replies.append(Reply(echo=(*body["token_ids"], 5, 5, 5)))
+    value: Any = {"mm_hashes": {}} if field == "features" else [{"type": "image_url", "url": "data:"}]
+    answer = client.post(ROUTE, json={**body, field: value}, headers=headers)
+    given = "given" if field == "features" else "rendered"
+    assert answer.headers["x-prompt-source"] == given
+    [turn] = turns(client, headers["x-session-id"])
+    assert turn["problem"] == "media"
+    assert turn["appended"] == len(body["token_ids"]) + (3 if field == "content_parts" else 0)
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"token_ids": None}, "token_ids"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": "1"}, "token_ids"),
+        ({"token_ids": [[1]]}, "token_ids"),
+        ({"token_ids": [5] * (MAX_MODEL_LEN + 1)}, "token_ids"),
+        ({"token_ids": [VOCAB_SIZE]}, "token_ids"),
+        ({"sampling_params": 5}, "sampling_params"),
+        ({"sampling_params": [1]}, "sampling_params"),
+        ({"model": 5}, "model"),
+        ({"model": "nobody"}, "model"),
+    ],
+    ids=str,
+)
+def test_bad_requests(client: httpx.Client, fields: Body, param: str) -> None:
+    answer = client.post(ROUTE, json={**_asked(), **fields})
+    assert answer.status_code == (404 if fields.get("model") == "nobody" else 400)
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_an_engine_without_the_route_answers_itself(
+    client: httpx.Client, fake: FakeVllm, status: int
+) -> None:
+    kind = {"content-type": "application/json"}
+    fake.canned[ROUTE] = Canned(b'{"detail": "not here"}', status, kind)
+    answer = client.post(ROUTE, json=_asked())
+    assert (answer.status_code, answer.json()) == (status, {"detail": "not here"})
+    assert "x-turn-id" not in answer.headers
+
+
+def test_sessions_set_sampling_parameters(client: httpx.Client, fake: FakeVllm) -> None:
+    session = f"s-{secrets.token_hex(8)}"
+    set_fields = {"defaults": {"top_p": 0.5, "priority": 3}, "overrides": {"temperature": 0.9}}
+    client.post("/v1/sessions", json={"id": session, **set_fields})
+    client.post(ROUTE, json=_asked(), headers={"x-session-id": session})
+    sent = fake.last(ROUTE).json
+    assert sent["sampling_params"] == {"temperature": 0.9, "top_p": 0.5, "logprobs": 0}
+    assert sent["priority"] == 3
+    assert turns(client, session)[0]["temperature"] == 0.9
+
+
+@every_way
+def test_an_odd_mask_is_left_out(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
+    headers = in_session()
+    fake.replies.append(Reply(mask=(*_MASK[:2], (2**31,))))
+    client.post(ROUTE, json={**_asked(), "stream": stream}, headers=headers)
+    [sample] = samples(client, headers["x-session-id"])
+    assert sample["completion_ids"] == _SAMPLED
+    assert sample["turns"][0]["sampling_mask"] is None

@@ -1,0 +1,101 @@
+"""Clients that use the token route and the chat route in one rollout stay exact on both."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.talk import CHAT, Message, Talk, appended_after, sent_ids, user
+from tests.support.tiny_model import END, TinyModel
+from tests.support.utils import EVERY_SPELLING, Pair, run_proxy
+
+Make = Callable[..., Talk]
+SPLIT = (74, 71, 78, 78, 81, END)
+_TOKENS = f"{CHAT}/tokens"
+
+
+def _with_ids(made: Talk, *new: Message, reply: Reply | None = None, append: bool = False) -> Any:
+    """A turn on the token route, as verifiers sends it: ids that it made itself, and all messages."""
+    script = reply or Reply(SPLIT)
+    made.pair.fake.replies.append(script)
+    appended = appended_after(made.model, made.ids, new)
+    body: dict[str, Any] = {"prompt_ids": [*made.ids, *appended], "messages": [*made.messages, *new]}
+    if append:
+        body = {"prompt_ids": made.ids, "messages": made.messages, "append_messages": list(new)}
+    response = made.pair.client.post(_TOKENS, json=body, headers=made.headers)
+    assert response.status_code == 200, response.text
+    made.pair.fake.replies.clear()
+    sent = sent_ids(made.pair.fake)
+    assert sent == [*made.ids, *appended]
+    made.ids = [*sent, *script.ids]
+    made.messages = [*made.messages, *new, response.json()["choices"][0]["message"]]
+    return response
+
+
+@EVERY_SPELLING
+@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("session", [False, True])
+def test_chat_turns_continue_turns_of_the_token_route(talk: Make, append: bool, session: bool) -> None:
+    made = talk()
+    if session:
+        made.headers = {"x-session-id": made.messages[0]["content"].replace(" ", "-")}
+    first = made.ask(reply=Reply(SPLIT))
+    for _ in range(2):
+        response = _with_ids(made, user("more"), append=append)
+        assert response.headers["x-session-id"] == first.session
+        assert made.follow(user("And?"), reply=Reply(SPLIT)).session == first.session
+    turns = made.pair.client.get(f"/v1/sessions/{first.session}").json()["turns"]
+    assert [turn["parent"] for turn in turns] == [None, *(turn["id"] for turn in turns[:-1])]
+
+
+def test_first_turn_of_the_token_route_is_continued_by_the_chat_route(talk: Make) -> None:
+    made = talk()
+    made.pair.fake.replies.append(Reply(SPLIT))
+    answer = made.pair.client.post(_TOKENS, json={"messages": made.messages}).json()
+    made.ids = [*answer["prompt_token_ids"], *SPLIT]
+    made.messages.append(answer["choices"][0]["message"])
+    made.follow(user("more"))
+
+
+def test_ids_that_render_the_messages_are_proved(talk: Make) -> None:
+    made = talk()
+    made.pair.fake.replies.append(Reply(SPLIT))
+    prompt = made.model.render(made.messages)
+    answer = made.pair.client.post(_TOKENS, json={"prompt_ids": prompt, "messages": made.messages})
+    made.ids = [*prompt, *SPLIT]
+    made.messages.append(answer.json()["choices"][0]["message"])
+    made.follow(user("more"))
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_ids_that_are_not_those_of_the_messages_are_never_continued_by_their_text(
+    talk: Make, history: bool
+) -> None:
+    made = talk()
+    if history:
+        made.ask(reply=Reply(SPLIT))
+        made.messages.append(user("more"))
+    prompt = [*made.ids, 5, 6, 7]
+    answer = made.pair.client.post(_TOKENS, json={"prompt_ids": prompt, "messages": made.messages})
+    made.messages.append(answer.json()["choices"][0]["message"])
+    answered = made.ask(user("And?"))
+    assert answered.sent is None or answered.sent[: len(prompt)] != prompt
+
+
+def test_ids_alone_are_not_recorded_without_a_session(talk: Make) -> None:
+    made = talk()
+    response = made.pair.client.post(_TOKENS, json={"prompt_ids": [5, 6]})
+    assert "x-session-id" not in response.headers
+
+
+def test_recording_of_the_token_route_can_be_turned_off(tiny_model: TinyModel) -> None:
+    with (
+        FakeVllm(tiny_model) as engine,
+        run_proxy([engine], store="memory:", record_token_route=False) as client,
+    ):
+        made = Talk(Pair(engine, client), tiny_model, headers={"x-session-id": "s"})
+        made.ask(reply=Reply(SPLIT))
+        response = _with_ids(made, user("more"))
+        assert "x-turn-id" not in response.headers
+        assert len(client.get("/v1/sessions/s").json()["turns"]) == 1

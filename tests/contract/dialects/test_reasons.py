@@ -1,0 +1,289 @@
+"""Every reason that the chat route can give is provoked here, and none is left out."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.history.store import StoreError
+from proxy.history.vocabulary import Reason
+from proxy.stores.memory import MemoryStore
+from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, Variant
+from tests.support.talk import CHAT, Answered, Message, Talk, assembled, call, result, sent_ids, user
+from tests.support.tiny_model import CHATML, END, TinyModel, make_tiny_model
+from tests.support.utils import Pair, run_proxy
+
+SPLIT = (74, 71, 78, 78, 81, END)
+_MORE = user("more")
+_IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+_ANSWER = Canned(b'{"choices": []}', headers={"content-type": "application/json"})
+_NOT_HERE = {"no_ids"}
+"""Reasons of the token route alone."""
+
+
+@pytest.fixture
+def other(tiny_model: TinyModel) -> Iterator[Callable[..., Talk]]:
+    """Makes a conversation with an engine and a proxy of its own."""
+    with ExitStack() as stack:
+
+        def make(
+            prepare: Callable[[FakeVllm], None] = lambda engine: None,
+            variant: Variant = Variant.CHAT,
+            model: TinyModel = tiny_model,
+            **settings: Any,
+        ) -> Talk:
+            engine = stack.enter_context(FakeVllm(model, variant))
+            prepare(engine)
+            client = stack.enter_context(run_proxy([engine], **{"store": "memory:", **settings}))
+            return Talk(Pair(engine, client), model)
+
+        yield make
+
+
+def _second(
+    made: Talk, *, edit: Message | None = None, reply: Reply | None = None, **fields: Any
+) -> Answered:
+    """The second turn of a conversation, requested with other fields."""
+    made.ask(reply=reply or Reply(SPLIT))
+    made.messages[-1].update(edit or {})
+    return made.ask(_MORE, **fields)
+
+
+def _canned(made: Talk, body: dict[str, Any]) -> Answered:
+    """The answer of an engine that takes anything."""
+    made.pair.fake.canned[CHAT] = _ANSWER
+    response = made.pair.client.post(CHAT, json=body)
+    return Answered(response, assembled(response, False), sent_ids(made.pair.fake))
+
+
+def _no_match(talk: Callable[..., Talk]) -> Answered:
+    made = talk()
+    made.messages.append({"role": "assistant", "content": f"what no model sampled {made.messages}"})
+    return made.ask(_MORE)
+
+
+def _edited(talk: Callable[..., Talk]) -> Answered:
+    made = talk()
+    made.ask(reply=Reply(SPLIT, message={"content": "no other conversation has an answer like this. " * 3}))
+    made.messages[0] = user("something else")
+    return made.ask(_MORE)
+
+
+def _refused(talk: Callable[..., Talk]) -> Answered:
+    made = talk()
+    made.ask()
+    return _canned(made, {"messages": [*made.messages, {"role": "nobody", "content": "a"}]})
+
+
+_OF_ONE_PROXY: dict[str, Callable[[Callable[..., Talk]], Answered]] = {
+    "first_turn": lambda talk: talk().ask(),
+    "no_match": _no_match,
+    "history_edited": _edited,
+    "tools_changed": lambda talk: _second(talk(), tools=[{"type": "function", "function": {"name": "f"}}]),
+    "template_kwargs_changed": lambda talk: _second(talk(), chat_template_kwargs={"a": 1}),
+    "model_changed": lambda talk: _second(talk(), model="adapter"),
+    "unusable_turn": lambda talk: _second(talk(), reply=Reply(SPLIT, silent=("ids",))),
+    "custom_template": lambda talk: _second(talk(), chat_template=CHATML),
+    "special_request": lambda talk: _second(talk(), echo=True),
+    "ids_given": lambda talk: _second(talk(), kv_transfer_params={"prompt_token_ids": [5, 6]}),
+    "template_refused": _refused,
+    "unreadable": lambda talk: _canned(talk(), {"messages": "Hi"}),
+}
+
+
+def _counted(client: httpx.Client, source: str, reason: str) -> float:
+    start = f'tokenproxy_prompts_total{{reason="{reason}",source="{source}"}}'
+    lines = client.get("/metrics").text.splitlines()
+    return next((float(line.split(" ")[1]) for line in lines if line.startswith(start)), 0.0)
+
+
+@pytest.mark.parametrize("reason", _OF_ONE_PROXY)
+def test_reasons(talk: Callable[..., Talk], client: httpx.Client, reason: str) -> None:
+    before = {source: _counted(client, source, reason) for source in ("rendered", "extended", "given")}
+    answered = _OF_ONE_PROXY[reason](talk)
+    source = "given" if reason == "ids_given" else "rendered"
+    assert (answered.reason, answered.prompt["source"], answered.prompt["reused"]) == (reason, source, "0")
+    assert _counted(client, source, reason) == before[source] + 1
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_media(talk: Callable[..., Talk], turn: int) -> None:
+    made = talk()
+    if turn:
+        made.ask(reply=Reply(SPLIT))
+        made.messages.append(_IMAGE)
+    else:
+        made.messages += [{"role": "assistant", "content": "a"}, _IMAGE]
+    assert _canned(made, {"messages": made.messages}).reason == "media"
+
+
+def test_ends_with_assistant(talk: Callable[..., Talk]) -> None:
+    for turns in (0, 1, 2):
+        made = talk()
+        for _ in range(turns):
+            made.ask(*([_MORE] if len(made.messages) > 1 else []), reply=Reply(SPLIT))
+        made.messages.append({"role": "assistant", "content": "I"})
+        answered = made.ask()
+        assert (answered.sent, answered.reason) == (None, "ends_with_assistant")
+
+
+def test_prefix_given(talk: Callable[..., Talk], client: httpx.Client) -> None:
+    made = talk()
+    made.ask(reply=Reply(SPLIT))
+    before, ids = _counted(client, "given", "prefix_given"), made.ids
+    answered = made.ask(_MORE, required_prefix_token_ids=ids)
+    assert answered.sent is not None
+    assert answered.sent[: len(ids)] == ids
+    assert (answered.reason, answered.prompt["source"]) == ("prefix_given", "given")
+    assert _counted(client, "given", "prefix_given") == before + 1
+
+
+def test_no_token_in(other: Callable[..., Talk]) -> None:
+    assert _second(other(variant=Variant.NEITHER)).reason == "no_token_in"
+
+
+def test_no_tokenizer(other: Callable[..., Talk], tmp_path: Path) -> None:
+    assert _second(other(tokenizer=str(tmp_path))).reason == "no_tokenizer"
+
+
+def test_tokenizer_mismatch(other: Callable[..., Talk], tmp_path: Path) -> None:
+    template = tmp_path / "other.jinja"
+    template.write_text("{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}")
+    assert _second(other(chat_template=template)).reason == "tokenizer_mismatch"
+
+
+def test_tokenizer_unchecked(other: Callable[..., Talk]) -> None:
+    def without_tokenize(engine: FakeVllm) -> None:
+        engine.canned["/tokenize"] = Canned(b'{"error": "no"}', 404)
+
+    assert _second(other(without_tokenize)).reason == "tokenizer_unchecked"
+
+
+def test_template_unsupported(other: Callable[..., Talk], tmp_path: Path) -> None:
+    model = make_tiny_model(
+        tmp_path, "{% for m in messages %}{{ m.content if m.role == 'user' else '-' }}{% endfor %}"
+    )
+    assert _second(other(model=model)).reason == "template_unsupported"
+
+
+def test_ambiguous(talk: Callable[..., Talk]) -> None:
+    one, two = talk(), talk()
+    two.messages = list(one.messages)
+    one.ask(reply=Reply((*SPLIT[:-1], 80, END), message={"content": "same"}))
+    two.ask(reply=Reply(SPLIT, message={"content": "same"}))
+    for made in (one, two):
+        answered = made.ask(_MORE)
+        assert (answered.sent, answered.prompt["source"], answered.reason) == (None, "rendered", "ambiguous")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_call_repaired(talk: Callable[..., Talk], stream: bool) -> None:
+    """A call that was cut in its JSON comes back completed, as LangChain does: the sampled ids are kept."""
+    made = talk()
+    cut = call(arguments='{"city": "Par')
+    made.ask(reply=Reply(SPLIT[:-1], message={"content": None, "tool_calls": [cut]}), stream=stream)
+    made.messages[-1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Par"}'
+    answered = made.follow(result(cut, "17"), stream=stream)
+    assert answered.reason == "call_repaired"
+    assert made.follow(user("more")).reason == ""
+
+
+@pytest.mark.parametrize("stated", ["sampled", "sent"])
+def test_a_default_of_the_tool_in_a_call_is_no_edit(talk: Callable[..., Talk], stated: str) -> None:
+    """Claude Code sends calls with the defaults that the schema declares; the sampled ids are kept."""
+    schema = {"properties": {"city": {}, "metric": {"type": "boolean", "default": True}}}
+    made = talk(fields={"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]})
+    texts = ['{"city": "Paris"}', '{"metric": true, "city": "Paris"}']
+    sampled, sent = texts if stated == "sent" else texts[::-1]
+    whole = call(arguments=sampled)
+    made.ask(reply=Reply(SPLIT, message={"content": None, "tool_calls": [whole]}))
+    made.messages[-1]["tool_calls"][0]["function"]["arguments"] = sent
+    assert made.follow(result(whole, "17")).reason == ""
+    assert made.follow(user("more")).reason == ""
+
+
+def test_call_with_other_arguments_is_an_edit(talk: Callable[..., Talk]) -> None:
+    made = talk()
+    whole = call(arguments='{"city": "Paris"}')
+    made.ask(reply=Reply(SPLIT, message={"content": None, "tool_calls": [whole]}))
+    made.messages[-1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Rome"}'
+    answered = made.ask(result(whole, "17"))
+    assert (answered.sent, answered.prompt["source"]) == (None, "rendered")
+
+
+@pytest.mark.parametrize("names", [(), ("tool_choice",), ("response_format",)])
+def test_rendering_changed(other: Callable[..., Talk], names: tuple[str, ...]) -> None:
+    """A field counts only if this engine prints it: the proxy determined that by test requests."""
+    made = other(lambda engine: setattr(engine, "rendered_fields", names))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    made.fields = {"tools": tools}
+    for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        made.messages = [user(f"Hi {fields}")]
+        made.ask(reply=Reply(SPLIT), **fields)
+        answered = made.ask(_MORE)
+        reason = "rendering_changed" if set(fields) & set(names) else ""
+        assert (answered.reason, answered.sent is None) == (reason, bool(reason))
+
+
+def test_context_overflow(other: Callable[..., Talk]) -> None:
+    """More was sampled than the client got back, as where a template strips thinking."""
+    made = other(overflow="render")
+    made.ask(reply=Reply((*[74] * MAX_MODEL_LEN, END), message={"content": "short"}))
+    answered = made.ask(_MORE)
+    assert (answered.sent, answered.reason) == (None, "context_overflow")
+
+
+def test_thinking_dropped(other: Callable[..., Talk]) -> None:
+    made = other(thinking_policy="template")
+    made.ask(reply=Reply(SPLIT, message={"content": "hello", "reasoning": "so"}))
+    answered = made.ask(_MORE)
+    assert (answered.sent, answered.reason) == (None, "thinking_dropped")
+
+
+def test_evicted(other: Callable[..., Talk]) -> None:
+    made = other(store_max_bytes=1)
+    assert _second(made).reason == "evicted"
+
+
+def test_store_unavailable(other: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*args: object) -> None:
+        raise StoreError("out of order")
+
+    monkeypatch.setattr(MemoryStore, "find", fail)
+    assert _second(other()).reason == "store_unavailable"
+
+
+def test_text_prompt(talk: Callable[..., Talk]) -> None:
+    answer = talk().pair.client.post("/v1/completions", json={"prompt": "hello"})
+    assert answer.headers["x-prompt-reason"] == "text_prompt"
+
+
+def test_none_is_left_out() -> None:
+    named = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert set(Reason) <= named | _OF_ONE_PROXY.keys() | _NOT_HERE
+    assert _OF_ONE_PROXY.keys() <= set(Reason)
+
+
+def test_ids_given_for_a_first_turn(talk: Callable[..., Talk]) -> None:
+    answered = talk().ask(kv_transfer_params={"prompt_token_ids": [5, 6]})
+    assert (answered.prompt["source"], answered.reason) == ("given", "ids_given")
+
+
+@pytest.mark.parametrize("odd", [["a"], [-1, 2], [2**31], "x", {}])
+def test_turn_whose_ids_could_not_be_read_is_not_continued(talk: Callable[..., Talk], odd: Any) -> None:
+    """A whole response with text but without ids: no turn is continued from its prompt alone."""
+    made = talk()
+    message = {"role": "assistant", "content": "hello"}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": odd}
+    body = {"choices": [choice], "prompt_token_ids": made.rendered({"messages": made.messages})}
+    headers = {"content-type": "application/json"}
+    made.pair.fake.canned[CHAT] = Canned(json.dumps(body).encode(), headers=headers)
+    assert made.pair.client.post(CHAT, json={"messages": made.messages}).status_code == 200
+    made.pair.fake.canned.clear()
+    made.messages.append(message)
+    answered = made.ask(user("more"))
+    assert (answered.sent, answered.reason) == (None, "unusable_turn")

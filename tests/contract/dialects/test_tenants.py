@@ -1,0 +1,145 @@
+"""Nothing of one tenant reaches another: in matching, lists, samples, rewards, retries."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.settings import Settings
+from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.talk import CHAT, Talk, user
+from tests.support.tiny_model import END, TinyModel
+from tests.support.utils import Pair, run_app, run_proxy, wait_until
+
+_SESSIONS = "/v1/sessions"
+SPLIT = (74, 71, 78, 78, 81, END)
+
+
+@dataclass
+class Tenants:
+    """Two callers of one proxy."""
+
+    pair: Pair
+    model: TinyModel
+
+    def talk(self, key: str, session: str | None = None) -> Talk:
+        """A conversation of the one who has a key. All say the same."""
+        named = {"x-session-id": session} if session else {}
+        return Talk(self.pair, self.model, [user("Hi")], {"authorization": f"Bearer {key}", **named})
+
+    def request(self, key: str, method: str, path: str, **more: Any) -> httpx.Response:
+        """A request of the one who has a key."""
+        return self.pair.client.request(method, path, headers={"authorization": f"Bearer {key}"}, **more)
+
+
+@pytest.fixture(params=["the proxy", "the engine"])
+def tenants(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Tenants]:
+    """Keys that the proxy checks, or that only the engine does."""
+    keys = ("one", "two")
+    if request.param == "the proxy":
+        with (
+            FakeVllm(tiny_model) as engine,
+            run_proxy([engine], store="memory:", api_key=list(keys)) as client,
+        ):
+            yield Tenants(Pair(engine, client), tiny_model)
+        return
+    with (
+        FakeVllm(tiny_model, api_keys=keys) as engine,
+        run_app(Settings(upstreams=[engine.url], store="memory:")) as client,
+    ):
+        # the engine tells the proxy nothing before somebody comes with a key
+        wait_until(lambda: "API key" in client.get("/ready").json()["engines"][0].get("problem", ""))
+        yield Tenants(Pair(engine, client), tiny_model)
+
+
+def test_conversations_are_not_matched_across_tenants(tenants: Tenants) -> None:
+    one, two = tenants.talk("one"), tenants.talk("two")
+    one.ask(reply=Reply(SPLIT))
+    two.messages = list(one.messages)
+    answered = two.ask(user("more"))
+    assert (answered.sent, answered.reason) == (None, "no_match")
+    one.follow(user("more"))
+
+
+def test_equal_session_names_of_two_tenants_are_two_sessions(tenants: Tenants) -> None:
+    one, two = tenants.talk("one", "s"), tenants.talk("two", "s")
+    first = one.ask(reply=Reply(SPLIT))
+    second = two.ask(reply=Reply((90, END)))
+    assert (first.session, second.session) == ("s", "s")
+    for key, ids in (("one", SPLIT), ("two", (90, END))):
+        turns = tenants.request(key, "GET", f"{_SESSIONS}/s?ids=true").json()["turns"]
+        assert [tuple(turn["completion_ids"]) for turn in turns] == [ids]
+    one.follow(user("more"))
+    two.follow(user("more"))
+
+
+def test_lists_samples_and_trees_show_only_the_tenants_sessions(tenants: Tenants) -> None:
+    session = tenants.talk("one").ask(reply=Reply(SPLIT)).session
+    named = tenants.talk("one", "s").ask(reply=Reply(SPLIT)).session
+    shown = tenants.request("one", "GET", _SESSIONS).json()["data"]
+    assert {each["id"] for each in shown} == {session, named}
+    assert tenants.request("two", "GET", _SESSIONS).json()["data"] == []
+    for name in (session, named):
+        for method, what, body in (
+            ("GET", "", None),
+            ("GET", "/samples", None),
+            ("POST", "/reward", {"reward": 1.0}),
+            ("DELETE", "", None),
+        ):
+            refused = tenants.request("two", method, f"{_SESSIONS}/{name}{what}", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "session_not_found")
+        assert tenants.request("one", "GET", f"{_SESSIONS}/{name}/samples").json()["samples"]
+        assert tenants.request("one", "GET", f"{_SESSIONS}/{name}").json()["reward"] is None
+
+
+def test_overrides_and_rewards_stay_with_their_tenant(tenants: Tenants) -> None:
+    for key, seed in (("one", 1), ("two", 2)):
+        body = {"id": "s", "overrides": {"seed": seed}}
+        assert tenants.request(key, "POST", _SESSIONS, json=body).status_code == 201
+        tenants.talk(key, "s").ask()
+        assert tenants.pair.fake.last().json["seed"] == seed
+        assert tenants.request(key, "POST", f"{_SESSIONS}/s/reward", json={"reward": seed}).status_code == 200
+    for key, seed in (("one", 1), ("two", 2)):
+        (sample,) = tenants.request(key, "GET", f"{_SESSIONS}/s/samples").json()["samples"]
+        assert sample["reward"] == seed
+
+
+@pytest.mark.parametrize(
+    "signs",
+    [{"idempotency-key": "k"}, {"x-session-id": "s", "x-stainless-retry-count": "1"}],
+    ids=["key", "count"],
+)
+def test_retries_get_no_response_of_another_tenant(tenants: Tenants, signs: dict[str, str]) -> None:
+    turns = []
+    for key in ("one", "two", "one", "two"):
+        headers = {"authorization": f"Bearer {key}", **signs}
+        answer = tenants.pair.client.post(CHAT, json={"messages": [user("Hi")]}, headers=headers)
+        turns.append(answer.headers["x-turn-id"])
+    assert turns[0] != turns[1]
+    assert turns[2:] == turns[:2]
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}])
+def test_sessions_need_a_credential_wherever_inference_does(
+    tenants: Tenants, headers: dict[str, str]
+) -> None:
+    for method, path in (
+        ("GET", _SESSIONS),
+        ("GET", "/sessions"),
+        ("POST", CHAT),
+        ("POST", "/chat/completions"),
+    ):
+        refused = tenants.pair.client.request(
+            method, path, headers=headers, json={"messages": [user("Hi")]} if method == "POST" else None
+        )
+        assert refused.status_code == 401, path
+
+
+def test_all_clients_are_one_tenant_without_keys(talk: Any) -> None:
+    made = talk()
+    made.headers = {"authorization": "Bearer one"}
+    made.ask(reply=Reply(SPLIT))
+    made.headers = {"authorization": "Bearer two"}
+    made.follow(user("more"))

@@ -1,0 +1,270 @@
+import inspect
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm, Reply, data_of
+from tests.support.tiny_model import END, HI, VOCAB_SIZE, TinyModel
+from tests.support.utils import EVERY_SPELLING
+from tokenization import ChatTokenizer
+
+_TOKENS = "/v1/chat/completions/tokens"
+_PROMPT = [1, 74, 75]
+_HISTORY = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "hi"}]
+_NEXT = [{"role": "user", "content": "And then?"}]
+_IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+
+
+pytestmark = EVERY_SPELLING
+
+
+def _headers(answer: httpx.Response) -> dict[str, str]:
+    return {name[9:]: value for name, value in answer.headers.items() if name.startswith("x-prompt-")}
+
+
+def _ids(answer: httpx.Response, stream: bool) -> tuple[list[int], list[int]]:
+    """Prompt and sampled ids of an answer with one choice."""
+    if not stream:
+        body = answer.json()
+        return body["prompt_token_ids"], body["choices"][0]["token_ids"]
+    chunks = list(data_of(answer.content))
+    prompts = [chunk["prompt_token_ids"] for chunk in chunks if chunk.get("prompt_token_ids") is not None]
+    assert len(prompts) == 1
+    return prompts[0], [
+        token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids") or []
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["prompt_ids", "tokens", "prompt_token_ids"])
+def test_ids_in_and_ids_out(client: httpx.Client, name: str, stream: bool) -> None:
+    answer = client.post(_TOKENS, json={name: _PROMPT, "stream": stream})
+    assert answer.status_code == 200
+    assert _ids(answer, stream) == (_PROMPT, [*HI, END])
+    assert _headers(answer) == {"source": "given", "reused": "3", "appended": "0", "reason": "ids_given"}
+
+
+def test_whole_floats_are_ids(client: httpx.Client) -> None:
+    """As in vLLM."""
+    answer = client.post(_TOKENS, json={"prompt_ids": [1.0, 74, 75.0]})
+    assert _ids(answer, False) == (_PROMPT, [*HI, END])
+    assert _headers(answer)["reused"] == "3"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [_PROMPT, [*_PROMPT, END]])
+def test_append(client: httpx.Client, tiny_model: TinyModel, prompt: list[int], stream: bool) -> None:
+    appended = tiny_model.render([*_HISTORY, *_NEXT])[len(tiny_model.render(_HISTORY, False)) - 1 :]
+    close = [] if prompt[-1] == END else [END]
+    answer = client.post(_TOKENS, json={"tokens": prompt, "append_messages": _NEXT, "stream": stream})
+    assert _ids(answer, stream)[0] == [*prompt, *close, *appended]
+    assert _headers(answer) == {
+        "source": "extended",
+        "reused": str(len(prompt)),
+        "appended": str(len(close) + len(appended)),
+    }
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"add_generation_prompt": False},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"},
+    ],
+    ids=lambda fields: "+".join(fields),
+)
+def test_append_renders_with_the_requests_tools_and_arguments(
+    client: httpx.Client, tiny_model: TinyModel, fields: dict[str, Any]
+) -> None:
+    kwargs = {"enable_thinking": False} if "reasoning_effort" in fields else {}
+    kwargs |= fields.get("chat_template_kwargs", {})
+    tools, add = fields.get("tools"), fields.get("add_generation_prompt", True)
+    whole = tiny_model.render([*_HISTORY, *_NEXT], add, tools=tools, **kwargs)
+    before = tiny_model.render(_HISTORY, False, tools=tools, **kwargs)
+    request = {"prompt_ids": [*_PROMPT, END], "append_messages": _NEXT, **fields}
+    answer = client.post(_TOKENS, json=request)
+    assert _ids(answer, False)[0] == [*_PROMPT, END, *whole[len(before) - 1 :]]
+
+
+def test_a_conversation_stays_exact(client: httpx.Client, fake: FakeVllm) -> None:
+    """The law of the project, over turns that end with and without the stop token."""
+    first = client.post(_TOKENS, json={"messages": _NEXT})
+    assert _headers(first) == {"source": "rendered", "reused": "0", "reason": "no_ids"}
+    prompt, sampled = _ids(first, False)
+    for ids in [(300, 301, END), (302,), (END,), (303, 304)]:
+        before = prompt + sampled
+        fake.replies.append(Reply(ids=ids))
+        answer = client.post(_TOKENS, json={"prompt_ids": before, "append_messages": _NEXT})
+        prompt, sampled = _ids(answer, False)
+        headers = _headers(answer)
+        assert prompt[: len(before)] == before
+        assert (int(headers["reused"]), int(headers["appended"])) == (len(before), len(prompt) - len(before))
+        assert sampled == list(ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("requested, expected", [(None, True), (True, True), (False, False)])
+def test_return_token_ids(client: httpx.Client, requested: bool | None, expected: bool, stream: bool) -> None:
+    request = {"prompt_ids": _PROMPT, "return_token_ids": requested, "stream": stream}
+    answer = client.post(_TOKENS, json=request)
+    chunks = list(data_of(answer.content)) if stream else [answer.json()]
+    assert any(chunk.get("prompt_token_ids") for chunk in chunks) is expected
+    assert any(choice.get("token_ids") for c in chunks for choice in c["choices"]) is expected
+
+
+_BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "empty": ({"prompt_ids": []}, "prompt_ids"),
+    "a number": ({"prompt_ids": 7}, "prompt_ids"),
+    "a text": ({"prompt_ids": "1,2"}, "prompt_ids"),
+    "an object": ({"prompt_ids": {"0": 1}}, "prompt_ids"),
+    "a boolean": ({"prompt_ids": True}, "prompt_ids"),
+    "a boolean id": ({"tokens": [1, True]}, "tokens"),
+    "a float id": ({"tokens": [1, 2.5]}, "tokens"),
+    "a text id": ({"tokens": [1, "2"]}, "tokens"),
+    "a null id": ({"prompt_token_ids": [1, None]}, "prompt_token_ids"),
+    "a negative id": ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
+    "nested": ({"prompt_ids": [[1, 2]]}, "prompt_ids"),
+    "out of vocabulary": ({"tokens": [1, VOCAB_SIZE]}, "tokens"),
+    "beyond any integer type": ({"tokens": [1, 10**30]}, "tokens"),
+    "too many": ({"prompt_token_ids": [5] * (MAX_MODEL_LEN + 1)}, "prompt_token_ids"),
+    "nothing": ({}, "prompt_ids"),
+    "only null": ({"prompt_ids": None, "messages": None}, "prompt_ids"),
+    "twice": ({"prompt_ids": [1], "tokens": [1]}, "tokens"),
+    "twice, differently": ({"tokens": [1], "prompt_token_ids": [2]}, "prompt_token_ids"),
+    "twice, in vLLM's own place": (
+        {"tokens": [1], "kv_transfer_params": {"prompt_token_ids": [1]}},
+        "kv_transfer_params.prompt_token_ids",
+    ),
+    "an image with ids": ({"prompt_ids": [1], "messages": _IMAGE}, "messages"),
+    "an image to append": ({"prompt_ids": [1], "append_messages": _IMAGE}, "append_messages"),
+    "a part of no type": (
+        {"prompt_ids": [1], "messages": [{"role": "user", "content": [{"type": ["text"]}]}]},
+        "messages",
+    ),
+    "an image under a text's type": (
+        {"prompt_ids": [1], "messages": [{"role": "user", "content": [{"text": "a", "image_url": "b"}]}]},
+        "messages",
+    ),
+    "a history that is none": ({"prompt_ids": [1], "messages": [5], "append_messages": _NEXT}, "messages"),
+    "messages that are none": ({"prompt_ids": [1], "messages": "Hi"}, "messages"),
+    "append without ids": ({"append_messages": _NEXT}, "prompt_ids"),
+    "append with messages": ({"messages": _HISTORY, "append_messages": _NEXT}, "prompt_ids"),
+    "append of nothing": ({"prompt_ids": [1], "append_messages": []}, "append_messages"),
+    "append of a text": ({"prompt_ids": [1], "append_messages": "Hi"}, "append_messages"),
+    "append without a role": ({"prompt_ids": [1], "append_messages": [{"content": "a"}]}, "append_messages"),
+    "append refused by the template": (
+        {"prompt_ids": [1], "append_messages": [{"role": "nobody", "content": "a"}]},
+        "append_messages",
+    ),
+    "append of calls that are none": (
+        {"prompt_ids": [1], "append_messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]},
+        "append_messages",
+    ),
+    "append with a template": (
+        {"prompt_ids": [1], "append_messages": _NEXT, "chat_template": "{{ messages }}"},
+        "chat_template",
+    ),
+    "append with a hidden template": (
+        {"prompt_ids": [1], "append_messages": _NEXT, "chat_template_kwargs": {"chat_template": "x"}},
+        "chat_template_kwargs",
+    ),
+    "append with arguments that are ours": (
+        {"prompt_ids": [1], "append_messages": _NEXT, "chat_template_kwargs": {"tools": []}},
+        "chat_template_kwargs",
+    ),
+    "append with arguments that are no object": (
+        {"prompt_ids": [1], "append_messages": _NEXT, "chat_template_kwargs": []},
+        "chat_template_kwargs",
+    ),
+    "append that continues": (
+        {"prompt_ids": [1], "append_messages": _NEXT, "continue_final_message": True},
+        "continue_final_message",
+    ),
+    "append with tools that are none": (
+        {"prompt_ids": [1], "append_messages": _NEXT, "tools": {"a": 1}},
+        "tools",
+    ),
+    "echo": ({"prompt_ids": [1], "echo": True}, "echo"),
+}
+
+
+@pytest.mark.parametrize("fields, param", _BAD.values(), ids=_BAD)
+def test_bad_requests(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    answer = client.post(_TOKENS, json=fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "BadRequestError")
+    assert error["code"] in (400, "no_images")
+    assert error["param"] == param
+    assert _headers(answer) == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template", "tokenize", "truncation", "max_length", "padding", "tools", "return_dict"]
+)
+def test_arguments_of_the_renderer_are_refused_as_template_variables(client: httpx.Client, name: str) -> None:
+    """An engine may give them effects that appended ids cannot have."""
+    request = {"prompt_ids": [1], "append_messages": _NEXT, "chat_template_kwargs": {name: "x"}}
+    answer = client.post(_TOKENS, json=request)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*inspect.signature(ChatTokenizer.continuation).parameters} - {"self", "tools"})
+)
+def test_variables_of_a_template_may_have_any_other_name(client: httpx.Client, name: str) -> None:
+    """Those of our own functions too."""
+    request = {"prompt_ids": [1], "append_messages": _NEXT, "chat_template_kwargs": {name: "x"}}
+    answer = client.post(_TOKENS, json=request)
+    assert (answer.status_code, answer.headers["x-prompt-source"]) == (200, "extended")
+
+
+@pytest.mark.parametrize("name", ["messages", "append_messages", "tools", "kv_transfer_params", "anything"])
+def test_values_that_are_nested_too_deeply(client: httpx.Client, name: str) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    body = f'{{"prompt_ids": [1], "{name}": {deep}}}'
+    assert client.post(_TOKENS, content=body.encode()).status_code == 400
+
+
+def test_an_id_of_many_digits(client: httpx.Client) -> None:
+    """Python refuses to read numbers of more than 4300 digits."""
+    body = b'{"append_messages": [{"role": "user", "content": "a"}], "prompt_ids": [1, %s]}' % (b"9" * 5000)
+    assert client.post(_TOKENS, content=body).status_code == 400
+
+
+def test_too_long_prompt_has_vllms_error_message(client: httpx.Client) -> None:
+    answer = client.post(_TOKENS, json={"prompt_ids": [5] * (MAX_MODEL_LEN + 1)})
+    assert "maximum context length" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"append_messages": _NEXT}, {"stream": True}])
+def test_an_unknown_model(client: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = client.post(_TOKENS, json={"model": "other", "prompt_ids": _PROMPT, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"{'prompt_ids': [1]}",
+        b'{"prompt_ids": [1]',
+        b'{"prompt_ids": [1,]}',
+        b"[1]",
+        b"1",
+        b"null",
+    ],
+)
+def test_bodies_that_are_not_objects_are_refused(client: httpx.Client, body: bytes) -> None:
+    answer = client.post(_TOKENS, content=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
+
+
+def test_nothing_of_a_bad_request_reaches_the_engine(client: httpx.Client, fake: FakeVllm) -> None:
+    client.post(_TOKENS, json={"prompt_ids": [True]})
+    client.post(_TOKENS, json={"prompt_ids": [1], "messages": _IMAGE})
+    assert not [seen for seen in fake.requests if seen.method == "POST"]

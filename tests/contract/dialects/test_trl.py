@@ -1,0 +1,233 @@
+"""The routes of `trl vllm-serve`, as the clients of TRL up to 1.10 call them."""
+
+import json
+import math
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.dialects.trl import TrlAnswer
+from proxy.errors import EngineBroken
+from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm, Reply
+from tests.support.talk import CHAT, user
+from tests.support.tiny_model import END, TinyModel
+from tests.support.utils import EVERY_SPELLING
+
+GENERATE, BATCH_CHAT = "/generate/", "/chat/"
+REPLY = (74, 71, END)
+WHOLE: dict[str, Any] = {
+    **{"n": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0},
+    **{"max_tokens": 16, "logprobs": 0, "structured_outputs_regex": None, "generation_kwargs": {}},
+}
+"""The fields that TRL's client sends each time, next to the prompts."""
+
+
+def _sent(fake: FakeVllm) -> list[dict[str, Any]]:
+    return [seen.json for seen in fake.requests if seen.path == CHAT and seen.json.get("max_tokens") != 1]
+
+
+def _post(client: httpx.Client, path: str, **fields: Any) -> dict[str, Any]:
+    response = client.post(path, json={**WHOLE, **fields})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@EVERY_SPELLING
+def test_a_batch_of_ids(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies += [Reply(REPLY)] * 3
+    prompts = [[1, 74, 75], [1, 90], [1, 74, 75]]
+    answer = _post(client, GENERATE, prompts=prompts, images=None)
+    assert answer["prompt_ids"] == prompts
+    assert answer["completion_ids"] == [list(REPLY)] * 3
+    assert answer["logprob_token_ids"] == [[[token] for token in REPLY]] * 3
+    assert answer["logprobs"] == [[[-token / 8] for token in REPLY]] * 3
+
+
+def test_whole_floats_are_ids(client: httpx.Client) -> None:
+    answer = _post(client, GENERATE, prompts=[[1.0, 74], [1, 75]])
+    assert json.dumps(answer["prompt_ids"]) == "[[1, 74], [1, 75]]"
+
+
+def test_text_ids_and_messages_in_one_batch(
+    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
+) -> None:
+    prompts = ["hello", [1, 74], [user("Hi, TRL")]]
+    answer = _post(client, GENERATE, prompts=prompts, images=[None, None, None])
+    assert answer["prompt_ids"][1:] == [[1, 74], tiny_model.render([user("Hi, TRL")])]
+    assert answer["prompt_ids"][0] == client.post("/tokenize", json={"prompt": "hello"}).json()["tokens"]
+
+
+def test_conversations_are_rendered_with_tools_and_arguments(
+    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
+) -> None:
+    function = {"name": "f", "description": None, "parameters": None}
+    tools = [{"type": "function", "function": function}]
+    kwargs = {"enable_thinking": False}
+    messages = [[user("One")], [user("Two")]]
+    answer = _post(client, BATCH_CHAT, messages=messages, tools=tools, chat_template_kwargs=kwargs)
+    assert answer["prompt_ids"] == [tiny_model.render(each, tools=tools, **kwargs) for each in messages]
+    assert all(body["tool_choice"] == "none" for body in _sent(fake)[-2:])
+
+
+def test_conversations_are_continued_exactly(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply((74, 71, 78, 78, 81, END)))
+    first = _post(client, BATCH_CHAT, messages=[[user("Go on, TRL")]])
+    before = first["prompt_ids"][0] + first["completion_ids"][0]
+    said = {"role": "assistant", "content": "hello"}
+    second = _post(client, BATCH_CHAT, messages=[[user("Go on, TRL"), said, user("more")]])
+    assert second["prompt_ids"][0][: len(before)] == before
+
+
+def test_each_prompt_has_n_completions(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(REPLY, others=(Reply((90, END)),)))
+    answer = _post(client, GENERATE, prompts=[[1, 74]], n=2)
+    assert answer["prompt_ids"] == [[1, 74]]
+    assert answer["completion_ids"] == [list(REPLY), [90, END]]
+    assert len(answer["logprobs"]) == 2
+
+
+def test_sampling_parameters_reach_the_engine(client: httpx.Client, fake: FakeVllm) -> None:
+    more = {"seed": 7, "stop_token_ids": [90], "temperature": 0.5, "n": 2}
+    sampling = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 9, "repetition_penalty": 1.1}
+    regex = "a+"
+    _post(
+        client,
+        GENERATE,
+        prompts=[[1, 74]],
+        **sampling,
+        logprobs=3,
+        structured_outputs_regex=regex,
+        generation_kwargs=more,
+    )
+    body = _sent(fake)[-1]
+    wanted = {**sampling, **more, "top_logprobs": 3, "logprobs": True, "structured_outputs": {"regex": regex}}
+    assert {name: body[name] for name in wanted} == wanted
+
+
+def test_defaults_are_those_of_trl(client: httpx.Client, fake: FakeVllm) -> None:
+    response = client.post(GENERATE, json={"prompts": [[1, 74]]})
+    assert response.status_code == 200
+    body = _sent(fake)[-1]
+    wanted = {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 16}
+    assert {name: body[name] for name in wanted} == wanted
+
+
+def test_the_old_name_of_the_regex(client: httpx.Client, fake: FakeVllm) -> None:
+    _post(client, GENERATE, prompts=[[1, 74]], guided_decoding_regex="b+")
+    assert _sent(fake)[-1]["structured_outputs"] == {"regex": "b+"}
+
+
+def test_no_log_probabilities(client: httpx.Client) -> None:
+    answer = _post(client, GENERATE, prompts=[[1, 74]], logprobs=None)
+    assert (answer["logprobs"], answer["logprob_token_ids"]) == (None, None)
+
+
+def test_a_session_holds_the_whole_batch(client: httpx.Client) -> None:
+    path = "/sessions/trl-batch/v1/generate/"
+    _post(client, path, prompts=[[1, 74], [1, 75]])
+    turns = client.get("/v1/sessions/trl-batch").json()["turns"]
+    assert len(turns) == 2
+    assert {turn["problem"] for turn in turns} == {None}
+
+
+def test_many_prompts(client: httpx.Client) -> None:
+    prompts = [[1, 74, 75 + index % 5] for index in range(300)]
+    assert _post(client, GENERATE, prompts=prompts)["prompt_ids"] == prompts
+
+
+_WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no prompts": (GENERATE, {}, "prompts"),
+    "no prompt": (GENERATE, {"prompts": []}, "prompts"),
+    "one text": (GENERATE, {"prompts": "Hi"}, "prompts"),
+    "no messages": (BATCH_CHAT, {"messages": None}, "messages"),
+    "an empty prompt": (GENERATE, {"prompts": [[1], []]}, "prompts[1]"),
+    "a number": (GENERATE, {"prompts": [[1], 7]}, "prompts[1]"),
+    "null": (GENERATE, {"prompts": [None]}, "prompts[0]"),
+    "fractions": (GENERATE, {"prompts": [[1.5]]}, "prompts[0]"),
+    "out of vocabulary": (GENERATE, {"prompts": [[10**9]]}, "prompts[0]"),
+    "text as temperature": (GENERATE, {"prompts": [[1]], "temperature": "hot"}, "temperature"),
+    "half a token": (GENERATE, {"prompts": [[1]], "max_tokens": 1.5}, "max_tokens"),
+    "unknown": (GENERATE, {"prompts": [[1]], "generation_kwargs": {"a": 1}}, "generation_kwargs.a"),
+    "wrong inside": (GENERATE, {"prompts": [[1]], "generation_kwargs": {"n": "2"}}, "generation_kwargs.n"),
+    "no object": (GENERATE, {"prompts": [[1]], "generation_kwargs": 3}, "generation_kwargs"),
+    "too few images": (GENERATE, {"prompts": [[1], [2]], "images": [None]}, "images"),
+    "images of a model without": (
+        GENERATE,
+        {"prompts": [[1], "Hi"], "images": [None, ["AA=="]]},
+        "images[1]",
+    ),
+    "images of messages": (GENERATE, {"prompts": [[user("Hi")]], "images": [["AA=="]]}, "images[0]"),
+    "images that are none": (GENERATE, {"prompts": [[1]], "images": [[1]]}, "images"),
+    "a regex that is none": (
+        GENERATE,
+        {"prompts": [[1]], "structured_outputs_regex": 1},
+        "structured_outputs_regex",
+    ),
+    "too long": (GENERATE, {"prompts": [[1], [1] * (MAX_MODEL_LEN + 1)]}, "prompts[1]"),
+}
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), _WRONG.values(), ids=_WRONG)
+def test_wrong_fields_are_named(client: httpx.Client, path: str, fields: dict[str, Any], param: str) -> None:
+    response = client.post(path, json=fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+def test_a_body_that_is_no_object(client: httpx.Client) -> None:
+    assert client.post(GENERATE, content=b"[1]").json()["error"]["param"] == "body"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/init_communicator/", "/update_named_param/", "/batch_update_named_params/", "/close_communicator/"],
+)
+def test_weights_of_trls_own_server(client: httpx.Client, path: str) -> None:
+    response = client.post(path, json={"name": "w"})
+    assert (response.status_code, response.json()["error"]["code"]) == (501, "trl_weights")
+    assert "upgrade TRL" in response.json()["error"]["message"]
+
+
+def test_health_with_a_slash(client: httpx.Client) -> None:
+    assert client.get("/health/").status_code == 200
+
+
+def _completion(*positions: tuple[float, dict[int, float]], token: int = 7) -> bytes:
+    content = [
+        {
+            "token": f"token_id:{token}",
+            "logprob": logprob,
+            "top_logprobs": [{"token": f"token_id:{t}", "logprob": value} for t, value in top.items()],
+        }
+        for logprob, top in positions
+    ]
+    choice = {"index": 0, "token_ids": [token] * len(positions), "logprobs": {"content": content}}
+    return json.dumps({"prompt_token_ids": [1], "choices": [choice]}).encode()
+
+
+def test_log_probabilities_are_sorted_and_not_a_number_is_null() -> None:
+    answer = TrlAnswer(logprobs=True)
+    outside = (-3.0, {5: -2.0, 4: -0.1})
+    within = (-0.5, {7: -0.5, 9: -1.0})
+    answer.add(_completion(outside, within, (math.nan, {7: math.nan, 9: -1.0})))
+    body = json.loads(answer.body())
+    assert body["logprob_token_ids"] == [[[4, 5, 7], [7, 9], [9, 7]]]
+    assert body["logprobs"] == [[[-0.1, -2.0, -3.0], [-0.5, -1.0], [-1.0, None]]]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[]",
+        b'{"choices": 1}',
+        b'{"choices": [{"token_ids": [7]}]}',
+        b'{"prompt_token_ids": [1], "choices": [{"token_ids": null}]}',
+        b'{"prompt_token_ids": [1], "choices": [{"token_ids": [7], "logprobs": null}]}',
+        _completion((-1.0, {})).replace(b"token_id:7", b"7"),
+    ],
+)
+def test_completions_without_evidence_are_errors(body: bytes) -> None:
+    """A trainer must not get a batch in which ids are missing."""
+    with pytest.raises(EngineBroken):
+        TrlAnswer(logprobs=True).add(body)

@@ -1,0 +1,19 @@
+from collections.abc import AsyncIterator
+
+import pytest
+
+from proxy.engine.http import HttpEngine
+from tests.support.fake_vllm import FakeVllm
+
+
+@pytest.fixture
+def fake(mortal: FakeVllm) -> FakeVllm:
+    """A new engine for each test, without the proxy."""
+    return mortal
+
+
+@pytest.fixture
+async def engine(fake: FakeVllm) -> AsyncIterator[HttpEngine]:
+    engine = HttpEngine(fake.url, connect_timeout_s=0.3)
+    yield engine
+    await engine.aclose()

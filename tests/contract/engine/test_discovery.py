@@ -1,0 +1,114 @@
+import pytest
+
+from proxy.engine.discovery import CredentialRequired, discover
+from proxy.engine.http import HttpEngine
+from proxy.errors import EngineBroken, EngineUnavailable, Unsupported
+from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Variant
+
+_CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    "variant, setting, found",
+    [
+        (Variant.CHAT, "auto", "chat"),
+        (Variant.CHAT, "chat", "chat"),
+        (Variant.CHAT, "generate", None),
+        (Variant.SCALE_OUT, "auto", "generate"),
+        (Variant.SCALE_OUT, "generate", "generate"),
+        (Variant.SCALE_OUT, "chat", None),
+        (Variant.NEITHER, "auto", None),
+    ],
+)
+async def test_spelling_is_found_or_the_given_one_is_tried(
+    engine: HttpEngine, fake: FakeVllm, variant: Variant, setting: str, found: str | None
+) -> None:
+    fake.variant = variant
+    token_in = (await discover(engine, setting)).token_in
+    assert (token_in and token_in.name) == found
+
+
+async def test_engine_without_token_in_is_unsupported(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.variant = Variant.NEITHER
+    with pytest.raises(Unsupported, match=r"upgrade vLLM .* or start it with --enable-scale-out") as caught:
+        (await discover(engine)).require_token_in()
+    assert (caught.value.code, caught.value.param) == ("no_token_in", "prompt_ids")
+
+
+async def test_version_and_models_are_discovered(engine: HttpEngine, fake: FakeVllm) -> None:
+    capabilities = await discover(engine)
+    assert capabilities.version == "0.32.0+fake"
+    assert capabilities.model is not None
+    assert (capabilities.model.name, capabilities.model.root, capabilities.model.max_model_len) == (
+        "tiny",
+        fake.root,
+        MAX_MODEL_LEN,
+    )
+    assert set(capabilities.models) == {"tiny", "adapter"}
+
+
+async def test_probes_sample_one_token(engine: HttpEngine, fake: FakeVllm) -> None:
+    await discover(engine)
+    assert {seen.json["max_tokens"] for seen in fake.seen(_CHAT)} == {1}
+    assert len(fake.seen(_CHAT)) == 5
+
+
+@pytest.mark.parametrize("names", [(), ("tool_choice",), ("response_format", "tool_choice")])
+async def test_fields_that_change_the_prompt_are_found(
+    engine: HttpEngine, fake: FakeVllm, names: tuple[str, ...]
+) -> None:
+    fake.rendered_fields = names
+    assert (await discover(engine)).rendered_fields == frozenset(names)
+
+
+@pytest.mark.parametrize(
+    "body, mode",
+    [
+        (b'{"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}', "processed_logprobs"),
+        (b'{"vllm_config": "text"}', ""),
+        (b"[]", ""),
+    ],
+)
+async def test_logprobs_mode_is_read_from_server_info(
+    engine: HttpEngine, fake: FakeVllm, body: bytes, mode: str
+) -> None:
+    assert (await discover(engine)).logprobs_mode == ""
+    fake.canned["/server_info"] = Canned(body, headers={"content-type": "application/json"})
+    assert (await discover(engine)).logprobs_mode == mode
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/render", "/inference/v1/generate", "/v1/chat/completions/derender"]
+)
+async def test_generate_needs_all_three_routes(engine: HttpEngine, fake: FakeVllm, path: str) -> None:
+    fake.variant = Variant.SCALE_OUT
+    fake.canned[path] = Canned(b"{}", 404)
+    assert (await discover(engine)).token_in is None
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_server_error_during_discovery_is_raised(
+    engine: HttpEngine, fake: FakeVllm, status: int
+) -> None:
+    fake.canned[_CHAT] = Canned(b"", status)
+    with pytest.raises(EngineBroken, match=f"returned status {status} .* retrying later"):
+        await discover(engine)
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"data": 5}', b'{"data": ["tiny", {}]}'])
+async def test_malformed_model_lists_are_ignored(engine: HttpEngine, fake: FakeVllm, body: bytes) -> None:
+    fake.canned["/v1/models"] = fake.canned["/version"] = Canned(body)
+    capabilities = await discover(engine)
+    assert (capabilities.model, capabilities.models, capabilities.version) == (None, (), "unknown")
+
+
+async def test_engine_that_requires_a_key(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.api_keys = ("secret",)
+    with pytest.raises(CredentialRequired, match="set `upstream_api_key`"):
+        await discover(engine)
+
+
+async def test_stopped_engine_is_unavailable(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.kill()
+    with pytest.raises(EngineUnavailable):
+        await discover(engine)

@@ -1,0 +1,340 @@
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, Variant, data_of
+from tests.support.tiny_model import END, HI
+from tests.support.utils import Pair
+
+_TOKENS = "/v1/chat/completions/tokens"
+_RENDER, _GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
+_DERENDER = "/v1/chat/completions/derender"
+_PROMPT = [1, 74, 75]
+_STAND_IN = [{"role": "user", "content": "."}]
+_ROLE = {"role": "assistant", "content": ""}
+_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": None}}
+
+
+pytestmark = pytest.mark.parametrize("pair", [Variant.SCALE_OUT], indirect=True, ids=str)
+
+
+@pytest.fixture
+def fake(pair: Pair) -> FakeVllm:
+    return pair.fake
+
+
+def _post(client: httpx.Client, **fields: Any) -> httpx.Response:
+    return client.post(_TOKENS, json={"prompt_ids": _PROMPT, **fields})
+
+
+def _usage(sampled: int) -> dict[str, int]:
+    return {"prompt_tokens": 3, "completion_tokens": sampled, "total_tokens": 3 + sampled}
+
+
+def _message_of(response: httpx.Response, stream: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The message, assembled if streamed, and the choice or its chunks after the first."""
+    if not stream:
+        [choice] = response.json()["choices"]
+        return choice["message"], [choice]
+    head, *pieces = [choice for chunk in data_of(response.content) for choice in chunk["choices"]]
+    message = dict(head["delta"])
+    for piece in pieces:
+        message["content"] += piece["delta"].pop("content", "")
+        message |= piece["delta"]
+    return message, pieces
+
+
+def _canned_stream(fake: FakeVllm, events: list[dict[str, Any]]) -> None:
+    body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    fake.canned[_GENERATE] = Canned(body + b"data: [DONE]\n\n", 200, {"content-type": "text/event-stream"})
+
+
+def test_request_is_rendered_generated_and_derendered(fake: FakeVllm, client: httpx.Client) -> None:
+    fields = {"model": "tiny", "temperature": 0.5, "cache_salt": "s", "priority": 3, "max_tokens": 7}
+    assert _post(client, **fields).status_code == 200
+    assert [seen.path for seen in fake.requests if seen.method == "POST"] == [_RENDER, _GENERATE, _DERENDER]
+    rendered, generated, derendered = (fake.last(path).json for path in (_RENDER, _GENERATE, _DERENDER))
+    assert {name: rendered[name] for name in fields} == fields
+    assert rendered["messages"] == [{"role": "user", "content": "."}]
+    assert generated["token_ids"] == _PROMPT
+    assert generated["sampling_params"] == {"temperature": 0.5, "max_tokens": 7}
+    assert (generated["cache_salt"], generated["priority"]) == ("s", 3)
+    assert generated["reasoning_ended"] is None
+    assert (derendered["prompt_token_ids"], derendered["prompt_tokens"]) == (_PROMPT, len(_PROMPT))
+    assert derendered["chat_request"]["temperature"] == 0.5
+
+
+def test_history_is_sent_to_derender_only(fake: FakeVllm, client: httpx.Client) -> None:
+    history = [{"role": "user", "content": "Hi"}]
+    _post(client, messages=history)
+    assert fake.last(_RENDER).json["messages"] == [{"role": "user", "content": "."}]
+    assert fake.last(_DERENDER).json["chat_request"]["messages"] == history
+
+
+def test_completion_has_the_fields_of_the_chat_route(fake: FakeVllm, client: httpx.Client) -> None:
+    completion = _post(client, n=2, model="adapter").json()
+    assert completion["object"] == "chat.completion"
+    assert completion["model"] == "adapter"
+    assert completion["id"].startswith("chatcmpl-")
+    assert completion["prompt_token_ids"] == _PROMPT
+    assert completion["usage"] == {**_usage(6), "prompt_tokens_details": {"cached_tokens": 1}}
+    assert completion["created"] == 5
+    for index, choice in enumerate(completion["choices"]):
+        assert (choice["index"], choice["message"]["content"]) == (index, "hi")
+        assert (choice["token_ids"], choice["finish_reason"]) == ([*HI, END], "stop")
+        assert choice["weight_versions"] == [{"version": "7", "start": 0, "end": 3}]
+
+
+def test_stream_has_the_chunks_of_the_chat_route(fake: FakeVllm, client: httpx.Client) -> None:
+    response = _post(client, n=2, stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.content.endswith(b"data: [DONE]\n\n")
+    *chunks, usage = data_of(response.content)
+    assert usage == {
+        **{name: chunks[0][name] for name in ("id", "object", "created", "model")},
+        "choices": [],
+        "usage": {**_usage(6), "prompt_tokens_details": {"cached_tokens": 1}},
+    }
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [_PROMPT] * 2 + [None] * 6
+    assert all(chunk["id"].startswith("chatcmpl-") for chunk in chunks)
+    assert len({chunk["created"] for chunk in chunks}) == 1
+    for index in range(2):
+        head, *mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert head == {"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}
+        assert [token for choice in mine for token in choice["token_ids"]] == [*HI, END]
+        assert [choice["delta"] for choice in mine] == [{"content": "h"}, {"content": "i"}, {}]
+        assert [choice["finish_reason"] for choice in mine] == [None, None, "stop"]
+        assert mine[-1]["weight_versions"] == [{"version": "7", "start": 0, "end": 3}]
+
+
+def test_chunks_have_the_keys_of_the_chat_route(client: httpx.Client) -> None:
+    response = _post(client, stream=True, model="tiny", logprobs=True)
+    first, *chunks, last = data_of(response.content)
+    fixed = {"id", "object", "created", "model", "choices"}
+    assert first.keys() == fixed | {"prompt_token_ids", "prompt_text"}
+    assert all(chunk.keys() == fixed for chunk in chunks)
+    assert first["choices"][0].keys() == {"index", "delta", "logprobs", "finish_reason"}
+    told = {*first["choices"][0], "token_ids"}
+    assert all(choice.keys() == told for chunk in chunks for choice in chunk["choices"])
+    assert last["choices"][0].keys() == told | {"stop_reason", "weight_versions"}
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["generate counts", "generate does not count"])
+def test_continuous_usage_counts_tokens_per_choice(
+    fake: FakeVllm, client: httpx.Client, counted: bool
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    if not counted:
+        _post(client)
+        request_id = fake.last(_DERENDER).json["generate_response"]["request_id"]
+        choices = [{"index": index, "token_ids": [74], "finish_reason": None} for index in (0, 1, 0)]
+        _canned_stream(fake, [{"request_id": request_id, "choices": [choice]} for choice in choices])
+    response = _post(client, stream=True, n=2, stream_options=options)
+    counts: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in data_of(response.content):
+        for choice in chunk["choices"]:
+            counts[choice["index"]].append(chunk["usage"]["completion_tokens"])
+            assert chunk["usage"]["prompt_tokens"] == 3
+            assert chunk["usage"]["total_tokens"] == 3 + counts[choice["index"]][-1]
+    assert counts == ({0: [0, 1, 2, 3], 1: [0, 1, 2, 3]} if counted else {0: [0, 1, 2], 1: [0, 1]})
+
+
+def test_each_choice_of_a_stream_has_its_own_parser_state(fake: FakeVllm, client: httpx.Client) -> None:
+    _post(client, n=2, stream=True)
+    states: dict[int, list[list[int] | None]] = {0: [], 1: []}
+    for seen in fake.seen(_DERENDER):
+        [choice] = seen.json["generate_chunk"]["choices"]
+        state = seen.json.get("stream_state")
+        states[choice["index"]].append(state and state["output_token_ids"])
+    assert states == {index: [None, [HI[0]], list(HI)] for index in range(2)}
+
+
+@pytest.mark.parametrize("requested, limit", [({"max_tokens": 16}, 16), ({"max_tokens": 17}, 17), ({}, None)])
+def test_max_tokens_that_render_omits_is_set(
+    fake: FakeVllm, client: httpx.Client, requested: dict[str, int], limit: int | None
+) -> None:
+    """render omits 16, the default; without a limit, generate samples to the end of the context."""
+    _post(client, **requested)
+    sampling = fake.last(_GENERATE).json["sampling_params"]
+    assert sampling["max_tokens"] == (limit or MAX_MODEL_LEN - len(fake.model.render(_STAND_IN)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "ids, stop, fields, text",
+    [
+        ((*HI, END), None, {}, "hi"),
+        ((END,), None, {}, ""),
+        ((*HI, END), None, {"include_stop_str_in_output": True}, "hi"),
+        ((*HI, 76), 76, {"stop_token_ids": [76]}, "hi"),
+        ((*HI, 76), 76, {"stop_token_ids": [76], "include_stop_str_in_output": True}, "hij"),
+    ],
+)
+def test_stop_token_is_in_ids_but_not_in_text(
+    fake: FakeVllm,
+    client: httpx.Client,
+    stream: bool,
+    ids: tuple[int, ...],
+    stop: int | None,
+    fields: dict[str, Any],
+    text: str,
+) -> None:
+    fake.replies.append(Reply(ids, stop=stop, finish="stop"))
+    response = _post(client, stream=stream, **fields)
+    [message, choices] = _message_of(response, stream)
+    assert message["role"] == "assistant"
+    assert message["content"] == text
+    assert [token for choice in choices for token in choice["token_ids"]] == list(ids)
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", stop)
+
+
+def test_choice_without_ids_has_empty_content(fake: FakeVllm, client: httpx.Client) -> None:
+    """One choice is aborted before its first token; the other is complete."""
+    fake.replies.append(Reply(others=(Reply((), finish="abort"),)))
+    first, second = _post(client, n=2).json()["choices"]
+    assert (first["message"]["content"], first["finish_reason"]) == ("hi", "stop")
+    assert (second["message"], second["token_ids"]) == ({"role": "assistant", "content": ""}, [])
+    assert second["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("top", [None, 1])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_logprobs_are_converted(client: httpx.Client, stream: bool, top: int | None, as_ids: bool) -> None:
+    requested = {"logprobs": True, "top_logprobs": top, "return_tokens_as_token_ids": as_ids}
+    _, choices = _message_of(_post(client, stream=stream, **requested), stream)
+    entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    for entry, token in zip(entries, [*HI, END], strict=True):
+        name = f"token_id:{token}" if as_ids else str(token)
+        shown = {"token": name, "logprob": -token / 8, "bytes": None if as_ids else list(name.encode())}
+        assert entry == {**shown, "top_logprobs": [shown] if top else []}
+
+
+def test_logprobs_are_null_unless_requested(fake: FakeVllm, client: httpx.Client) -> None:
+    assert _post(client).json()["choices"][0]["logprobs"] is None
+    assert fake.last(_GENERATE).json["output_mode"] == "tokens"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_are_absent_unless_requested(fake: FakeVllm, client: httpx.Client, stream: bool) -> None:
+    response = _post(client, stream=stream, return_token_ids=False)
+    chunks = list(data_of(response.content)) if stream else [response.json()]
+    for chunk in chunks:
+        assert chunk.get("prompt_token_ids") is None
+        assert all(choice.get("token_ids") is None for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "tool_choice, finish, whole, streamed",
+    [
+        (None, "stop", "tool_calls", "tool_calls"),
+        ("auto", "stop", "tool_calls", "tool_calls"),
+        ("auto", "length", "tool_calls", "length"),
+        ("required", "stop", "tool_calls", "tool_calls"),
+        ("required", "length", "length", "length"),
+    ],
+)
+def test_finish_reason_with_tool_calls_equals_the_chat_route(
+    fake: FakeVllm,
+    client: httpx.Client,
+    stream: bool,
+    tool_choice: object,
+    finish: str,
+    whole: str,
+    streamed: str,
+) -> None:
+    """vLLM reports `length` for a call that was cut short in streams, and if tool calls are required."""
+    fake.replies.append(Reply(finish=finish, message={"content": None, "tool_calls": [_CALL]}))
+    message, choices = _message_of(_post(client, stream=stream, tool_choice=tool_choice), stream)
+    numbered = {"index": 0, "id": "1", "type": "function", "function": {"name": "f"}}
+    assert message["tool_calls"] == [numbered if stream else _CALL]
+    assert choices[-1]["finish_reason"] == (streamed if stream else whole)
+
+
+def test_named_tool_choice_keeps_finish_reason_stop(fake: FakeVllm, client: httpx.Client) -> None:
+    fake.replies.append(Reply(message={"tool_calls": [_CALL]}))
+    [choice] = _post(client, tool_choice={"type": "function"}).json()["choices"]
+    assert (choice["message"]["tool_calls"], choice["finish_reason"]) == ([_CALL], "stop")
+
+
+def test_parallel_tool_calls_false_keeps_the_first_call(fake: FakeVllm, client: httpx.Client) -> None:
+    fake.replies.append(Reply(message={"tool_calls": [_CALL, {**_CALL, "id": "2"}]}))
+    [choice] = _post(client, parallel_tool_calls=False).json()["choices"]
+    assert choice["message"]["tool_calls"] == [_CALL]
+
+
+@pytest.mark.parametrize("stop", ["x", ["x"]])
+def test_stop_strings_are_refused(fake: FakeVllm, client: httpx.Client, stop: object) -> None:
+    response = _post(client, stop=stop)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stop")
+
+
+def test_logprob_token_ids_are_refused(client: httpx.Client) -> None:
+    response = _post(client, logprob_token_ids=[5])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logprob_token_ids")
+
+
+@pytest.mark.parametrize("stop", [None, [], ""])
+def test_empty_stop_is_accepted(fake: FakeVllm, client: httpx.Client, stop: object) -> None:
+    assert _post(client, stop=stop).status_code == 200
+
+
+@pytest.mark.parametrize("path", [_RENDER, _GENERATE, _DERENDER])
+def test_error_of_each_step_is_returned(fake: FakeVllm, client: httpx.Client, path: str) -> None:
+    body = b'{"error": {"message": "no", "type": "BadRequestError", "param": "n", "code": 400}}'
+    fake.canned[path] = Canned(body, 400, {"content-type": "application/json"})
+    response = _post(client)
+    assert response.status_code == 400
+    assert (response.json()["error"]["message"], response.json()["error"]["param"]) == ("no", "n")
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b""])
+@pytest.mark.parametrize("path", [_RENDER, _GENERATE, _DERENDER])
+def test_malformed_response_of_each_step_is_502(
+    fake: FakeVllm, client: httpx.Client, path: str, body: bytes
+) -> None:
+    """The client's request is valid, so the status is not 400."""
+    fake.canned[path] = Canned(body)
+    response = _post(client)
+    assert (response.status_code, response.json()["error"]["type"]) == (502, "BadGatewayError")
+
+
+@pytest.mark.parametrize("body", [b'{"choices": 5}', b'{"choices": [5]}', b'{"choices": []}'])
+@pytest.mark.parametrize("path", [_GENERATE, _DERENDER])
+def test_wrong_choices_are_502(fake: FakeVllm, client: httpx.Client, path: str, body: bytes) -> None:
+    if path == _GENERATE:
+        fake.canned[_DERENDER] = Canned(b'{"choices": [{}]}')
+    fake.canned[path] = Canned(body)
+    response = _post(client)
+    assert (response.status_code, response.json()["error"]["type"]) == (502, "BadGatewayError")
+
+
+@pytest.mark.parametrize(
+    "canned", [Canned(b'{"error": {"message": "no"}}', 400), Canned(b"<html>"), Canned(b"{}")]
+)
+def test_derender_failure_ends_the_stream_with_an_error(
+    fake: FakeVllm, client: httpx.Client, canned: Canned
+) -> None:
+    fake.canned[_DERENDER] = canned
+    response = _post(client, stream=True)
+    error = list(data_of(response.content))[-1]["error"]
+    assert (error["type"], error["code"]) == ("BadGatewayError", 502)
+    assert b"[DONE]" not in response.content
+
+
+def test_engine_errors_in_a_stream_are_forwarded(fake: FakeVllm, client: httpx.Client) -> None:
+    error = {"error": {"message": "out of memory", "type": "InternalServerError", "param": None, "code": 500}}
+    _canned_stream(fake, [error])
+    assert list(data_of(_post(client, stream=True).content)) == [error]
+
+
+def test_too_long_prompt_error_has_the_wording_of_the_chat_route(
+    fake: FakeVllm, client: httpx.Client
+) -> None:
+    response = client.post(_TOKENS, json={"tokens": [5] * (MAX_MODEL_LEN + 1)})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tokens")
+    assert "maximum context length" in error["message"]

@@ -1,0 +1,276 @@
+import asyncio
+import gzip
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from proxy.engine.http import HttpEngine, normalise_base_url
+from proxy.errors import EngineBroken, EngineTimeout, EngineUnavailable
+from proxy.http import Request, Response
+from tests.support.fake_vllm import Canned, FakeVllm, Reply
+from tests.support.utils import wait_until
+
+_CHAT = "/v1/chat/completions"
+_HI = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def _chat(*, stream: bool = True, repeatable: bool = False, more: str = "") -> Request:
+    body = json.dumps({**_HI, "stream": stream, "user": more}).encode()
+    return Request("POST", _CHAT, [], body, repeatable)
+
+
+async def _ask(engine: HttpEngine, request: Request) -> tuple[Response, bytes]:
+    response = await engine.send(request)
+    try:
+        return response, await response.read()
+    finally:
+        await response.aclose()
+
+
+@pytest.mark.parametrize(
+    "url, root",
+    [
+        ("http://host:8000", "http://host:8000"),
+        ("http://host:8000/", "http://host:8000"),
+        ("http://host:8000/v1", "http://host:8000"),
+        ("http://host:8000/v1/", "http://host:8000"),
+        ("https://host/models/a/v1", "https://host/models/a"),
+        ("https://host/models/v11", "https://host/models/v11"),
+        ("http://host:8000/v1?key=1#part", "http://host:8000"),
+        ("http://[::1]:8000/v1", "http://[::1]:8000"),
+    ],
+)
+def test_base_url_is_normalised(url: str, root: str) -> None:
+    assert normalise_base_url(url) == root
+
+
+@pytest.mark.parametrize("url", ["host:8000", "localhost", "ftp://host", "http://", "/v1", ""])
+def test_invalid_base_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="is not an http"):
+        normalise_base_url(url)
+
+
+async def test_end_to_end_headers_are_forwarded_unchanged(engine: HttpEngine, fake: FakeVllm) -> None:
+    sent = [
+        (b"x-one", b"1"),
+        (b"x-one", b"2"),
+        (b"x-utf8", "Zoë".encode()),
+        (b"x-latin1", "Zoë".encode("latin-1")),
+        (b"authorization", b"Bearer client"),
+        (b"content-type", b"application/json"),
+        (b"user-agent", b"client/1"),
+    ]
+    hop_by_hop = [
+        (b"connection", b"close"),
+        (b"te", b"trailers"),
+        (b"expect", b"100-continue"),
+        (b"host", b"me"),
+    ]
+    await _ask(engine, Request("POST", "/anything", sent + hop_by_hop, b"{}"))
+    names = {name for name, _ in sent}
+    arrived = [(name.lower(), value) for name, value in fake.last("/anything").headers]
+    assert [pair for pair in arrived if pair[0] in names] == sent
+    assert {name for name, _ in arrived} == names | {b"host", b"content-length"}
+
+
+async def test_no_header_is_added(engine: HttpEngine, fake: FakeVllm) -> None:
+    await _ask(engine, Request("GET", "/anything"))
+    assert [name.lower() for name, _ in fake.last("/anything").headers] == [b"host"]
+
+
+async def test_upstream_api_key_replaces_the_clients_key(fake: FakeVllm) -> None:
+    engine = HttpEngine(fake.url, "engine")
+    await _ask(engine, Request("GET", "/anything", [(b"authorization", b"Bearer client")]))
+    assert [value for name, value in fake.last("/anything").headers if name.lower() == b"authorization"] == [
+        b"Bearer engine"
+    ]
+
+
+async def test_path_and_query_are_forwarded_unchanged(engine: HttpEngine, fake: FakeVllm) -> None:
+    target = "/a%2Fb/%e4%B8%AD;x=1?q=1+2%20&q=%2F&empty=&+"
+    await _ask(engine, Request("GET", target))
+    assert fake.requests[-1].target == target
+
+
+@pytest.mark.parametrize("size", [0, 1, 256 * 1024, 256 * 1024 + 1, 2_000_000])
+async def test_bodies_of_all_sizes_are_forwarded(engine: HttpEngine, fake: FakeVllm, size: int) -> None:
+    body = bytes(range(256)) * (size // 256 + 1)
+    await _ask(engine, Request("POST", "/anything", [], body[:size]))
+    seen = fake.last("/anything")
+    assert seen.body == body[:size]
+    assert seen.header("content-length") == str(size).encode()
+    assert seen.header("transfer-encoding") is None
+
+
+@pytest.mark.parametrize(
+    "canned",
+    [
+        Canned(gzip.compress(b"{}"), 200, {"content-encoding": "gzip", "content-type": "application/json"}),
+        Canned(b"", 307, {"location": "/elsewhere"}),
+        Canned(b"", 204, {}),
+        Canned(b"\x00\xff", 418, {"x-odd": "yes", "set-cookie": "a=1"}),
+    ],
+    ids=["compressed", "redirect", "no content", "teapot"],
+)
+async def test_responses_are_returned_unchanged(engine: HttpEngine, fake: FakeVllm, canned: Canned) -> None:
+    fake.canned["/anything"] = canned
+    response, body = await _ask(engine, Request("GET", "/anything"))
+    assert (response.status, body) == (canned.status, canned.body)
+    assert {(k.encode(), v.encode()) for k, v in canned.headers.items()} <= set(response.headers)
+
+
+async def test_hop_by_hop_response_headers_are_dropped(engine: HttpEngine, fake: FakeVllm) -> None:
+    own = {"keep-alive": "timeout=5", "proxy-authenticate": "Basic", "trailer": "x", "server": "s"}
+    others = {"x-other": "1", "content-type": "text/plain"}
+    fake.canned["/anything"] = Canned(b"", 200, {**own, **others})
+    response, _ = await _ask(engine, Request("GET", "/anything"))
+    assert {name for name, _ in response.headers} == {b"x-other", b"content-length", b"content-type"}
+    stream, _ = await _ask(engine, _chat())
+    assert {name for name, _ in stream.headers} == {b"content-type"}
+
+
+async def test_cookies_are_not_stored(fake: FakeVllm) -> None:
+    fake.canned["/anything"] = Canned(b"", 200, {"set-cookie": "a=1"})
+    engine = HttpEngine(fake.url.replace("127.0.0.1", "localhost"))
+    for _ in range(2):
+        await _ask(engine, Request("GET", "/anything"))
+    assert len(fake.seen("/anything")) == 2
+    assert fake.last("/anything").header("cookie") is None
+
+
+async def test_connections_are_reused(engine: HttpEngine, fake: FakeVllm) -> None:
+    for _ in range(3):
+        await _ask(engine, _chat())
+    assert [seen.reused for seen in fake.requests] == [False, True, True]
+
+
+async def test_repeatable_request_is_retried_on_a_closed_connection(
+    engine: HttpEngine, fake: FakeVllm
+) -> None:
+    fake.hang_up = lambda seen: seen.reused
+    await _ask(engine, _chat(repeatable=True))
+    response, _ = await _ask(engine, _chat(repeatable=True))
+    assert response.status == 200
+    assert [seen.reused for seen in fake.requests] == [False, True, False]
+
+
+async def test_retry_does_not_use_the_pool(engine: HttpEngine, fake: FakeVllm) -> None:
+    for response in [await engine.send(_chat()) for _ in range(3)]:
+        await response.read()
+        await response.aclose()
+    fake.hang_up = lambda seen: seen.reused
+    response, _ = await _ask(engine, _chat(repeatable=True))
+    assert response.status == 200
+
+
+async def test_request_that_is_not_repeatable_is_sent_once(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.hang_up = lambda seen: seen.reused
+    await _ask(engine, _chat())
+    with pytest.raises(EngineBroken, match="before it responded"):
+        await _ask(engine, _chat())
+    assert len(fake.requests) == 2
+
+
+async def test_repeatable_request_is_sent_twice_at_most(engine: HttpEngine, fake: FakeVllm) -> None:
+    await _ask(engine, _chat(repeatable=True))
+    fake.hang_up = lambda seen: True
+    with pytest.raises(EngineBroken, match="before it responded"):
+        await _ask(engine, _chat(repeatable=True))
+    assert [seen.reused for seen in fake.requests] == [False, True, False]
+
+
+async def test_request_over_a_new_connection_is_sent_once(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.hang_up = lambda seen: True
+    with pytest.raises(EngineBroken, match="before it responded"):
+        await _ask(engine, _chat(repeatable=True))
+    assert len(fake.requests) == 1
+
+
+async def test_large_body_is_sent_whole_again(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.hang_up = lambda seen: seen.reused
+    body = _chat(repeatable=True, more="x" * 400_000)
+    for _ in range(2):
+        async with asyncio.timeout(10):
+            response, _ = await _ask(engine, body)
+        assert response.status == 200
+    assert len({len(seen.body) for seen in fake.requests}) == 1
+
+
+async def test_response_that_is_not_http_is_an_error() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"220 mail.example.org ESMTP\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(EngineBroken):
+            await HttpEngine(f"http://127.0.0.1:{port}").send(Request("GET", "/"))
+
+
+async def test_refused_connection_is_unavailable(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.kill()
+    with pytest.raises(EngineUnavailable, match=f"no engine responds at {fake.url}"):
+        await _ask(engine, _chat())
+
+
+@pytest.fixture
+def deaf_port() -> Iterator[int]:
+    """A port with a full backlog: new connections are never accepted."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+async def test_connection_that_is_not_accepted_times_out(deaf_port: int) -> None:
+    with pytest.raises(EngineTimeout, match="did not accept a connection"):
+        await HttpEngine(f"http://127.0.0.1:{deaf_port}", connect_timeout_s=0.2).send(_chat())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [Reply(break_at=1, how="close"), Reply(break_at=1, how="reset"), Reply(break_at=1, how="inside")],
+    ids=lambda reply: reply.how,
+)
+async def test_response_that_breaks_off_is_an_error(engine: HttpEngine, fake: FakeVllm, reply: Reply) -> None:
+    reply.hold_at = 1
+    fake.replies.extend([reply, reply])
+    response = await engine.send(_chat())
+    chunks = response.chunks()
+    received = await anext(chunks)
+    fake.release()
+    with pytest.raises(EngineBroken, match="middle of its response"):
+        async for chunk in chunks:
+            received += chunk
+    assert received.startswith(b"data: {")
+    await response.aclose()
+    with pytest.raises(EngineBroken, match="middle of its response"):
+        await _ask(engine, _chat())
+
+
+async def test_closing_early_aborts_the_engines_request(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(hold_at=2))
+    response = await engine.send(_chat())
+    await anext(response.chunks())
+    assert (fake.running, fake.aborted) == (1, 0)
+    await response.aclose()
+    await asyncio.to_thread(wait_until, lambda: (fake.running, fake.aborted) == (0, 1))
+
+
+async def test_cancelling_before_a_response_aborts_the_engines_request(
+    engine: HttpEngine, fake: FakeVllm
+) -> None:
+    fake.replies.append(Reply(hold_at=0))
+    sending = asyncio.create_task(engine.send(_chat(stream=False)))
+    await asyncio.to_thread(wait_until, lambda: fake.running)
+    sending.cancel()
+    await asyncio.to_thread(wait_until, lambda: (fake.running, fake.aborted) == (0, 1))

@@ -1,0 +1,125 @@
+import json
+from typing import Any
+
+import pytest
+
+from proxy.engine.token_in import TokenRequest, chat_body, rename_errors, rename_param
+from proxy.errors import BadRequest
+from proxy.fields import parse
+from proxy.http import BytesResponse
+from tests.support.fake_vllm import error_body
+
+
+def _request(body: str = "{}") -> TokenRequest:
+    return TokenRequest(b"[1, 2]", parse(body.encode()), [], "tokens")
+
+
+@pytest.mark.parametrize(
+    "body, transfer",
+    [
+        ("{}", b'{"prompt_token_ids":[1, 2]}'),
+        ('{"kv_transfer_params": null}', b'{"prompt_token_ids":[1, 2]}'),
+        (
+            '{"kv_transfer_params": {"do_remote_decode": true, "x": [1.0]}}',
+            b'{"do_remote_decode":true,"x":[1.0],"prompt_token_ids":[1, 2]}',
+        ),
+    ],
+)
+def test_ids_are_added_to_the_clients_transfer_parameters(body: str, transfer: bytes) -> None:
+    assert bytes(parse(chat_body(_request(body)))["kv_transfer_params"]) == transfer
+
+
+def test_clients_messages_are_kept() -> None:
+    messages = '[{"role": "user", "content": "Hi"}]'
+    assert bytes(parse(chat_body(_request(f'{{"messages": {messages}}}')))["messages"]) == messages.encode()
+
+
+def test_placeholder_messages_are_added() -> None:
+    assert json.loads(chat_body(_request()))["messages"] == [{"role": "user", "content": ""}]
+
+
+def test_invalid_transfer_parameters_are_refused() -> None:
+    with pytest.raises(BadRequest) as caught:
+        chat_body(_request('{"kv_transfer_params": [3]}'))
+    assert caught.value.param == "kv_transfer_params"
+
+
+_CONTEXT = (
+    "This model's maximum context length is 4096 tokens. However, your prompt contains 5000 input tokens."
+)
+
+
+@pytest.mark.parametrize(
+    "message, param, expected_message, expected_param",
+    [
+        (
+            "Token id 9 is out of vocabulary (parameter=kv_transfer_params.prompt_token_ids)",
+            "kv_transfer_params.prompt_token_ids",
+            "Token id 9 is out of vocabulary",
+            "tokens",
+        ),
+        ("kv_transfer_params['prompt_token_ids'] is odd", "prompt_token_ids", "tokens is odd", "tokens"),
+        ("token_ids must not be odd", "body.token_ids", "tokens must not be odd", "tokens"),
+        (f"{_CONTEXT} (parameter=input_tokens, value=5000)", "input_tokens", _CONTEXT, "tokens"),
+        (_CONTEXT, None, _CONTEXT, "tokens"),
+        (
+            "The decoder prompt (length 5000) is longer than the maximum model length of 4096.",
+            None,
+            "the prompt exceeds the model's maximum context length: "
+            "The decoder prompt (length 5000) is longer than the maximum model length of 4096.",
+            "tokens",
+        ),
+        ("1 validation error", "body.temperature", "1 validation error", "temperature"),
+        ("n must be at least 1 (parameter=n, value=0)", "n", "n must be at least 1", "n"),
+        ("something else", None, "something else", None),
+    ],
+)
+def test_errors_name_the_clients_fields(
+    message: str, param: str | None, expected_message: str, expected_param: str | None
+) -> None:
+    body = rename_param(error_body(message, "BadRequestError", param, 400), 400, "tokens")
+    assert json.loads(body)["error"] == {
+        "message": expected_message,
+        "type": "BadRequestError",
+        "param": expected_param,
+        "code": 400,
+    }
+
+
+def test_unknown_model_error_names_model() -> None:
+    body = error_body("The model `x` does not exist.", "NotFoundError", None, 404)
+    assert json.loads(rename_param(body, 404, "tokens"))["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (b"<html>Bad gateway</html>", "the engine returned status 500: <html>Bad gateway"),
+        (b"\xff\x00", "the engine returned status 500: "),
+        (b"", "the engine returned status 500: "),
+        (b"[]", "the engine returned status 500: []"),
+        (b'{"detail": "Not Found"}', 'the engine returned status 500: {"detail"'),
+        (b'{"error": "Unauthorized"}', "Unauthorized"),
+        (b'{"error": null}', "None"),
+    ],
+)
+def test_bodies_without_error_object_become_error_objects(body: bytes, words: str) -> None:
+    error: dict[str, Any] = json.loads(rename_param(body, 500, "tokens"))["error"]
+    assert error["message"].startswith(words)
+    assert error["code"] == 500
+
+
+async def test_rewritten_error_has_json_headers() -> None:
+    headers = [(b"retry-after", b"7"), (b"content-length", b"999"), (b"content-type", b"text/plain")]
+    response = await rename_errors(BytesResponse(429, headers, b"slow down"), "tokens")
+    body = await response.read()
+    assert sorted(response.headers) == [
+        (b"content-length", str(len(body)).encode()),
+        (b"content-type", b"application/json"),
+        (b"retry-after", b"7"),
+    ]
+
+
+async def test_successful_response_is_returned_unchanged() -> None:
+    response = BytesResponse(200, [], b"{ }")
+    assert await rename_errors(response, "tokens") is response

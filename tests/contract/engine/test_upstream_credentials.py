@@ -1,0 +1,74 @@
+"""A user and password in an upstream's URL: sent to the engine, shown nowhere."""
+
+import logging
+from base64 import b64encode
+
+import pytest
+
+from proxy.engine.http import HttpEngine, normalise_base_url, url_credentials
+from proxy.settings import Settings
+from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.utils import run_app, wait_until
+
+_SECRET = "p:a/ss"
+_BASIC = b"Basic " + b64encode(b"basil:" + _SECRET.encode())
+_BODY = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def _with_user(url: str) -> str:
+    return url.replace("//", "//basil:p%3Aa%2Fss@")
+
+
+@pytest.mark.parametrize(
+    "url, expected",
+    [
+        ("http://a:1", None),
+        ("http://basil:p%3Aa%2Fss@a:1/v1", _BASIC.decode()),
+        ("http://user@a:1", "Basic " + b64encode(b"user:").decode()),
+        ("http://:key@a:1", "Basic " + b64encode(b":key").decode()),
+    ],
+)
+def test_url_credentials(url: str, expected: str | None) -> None:
+    assert url_credentials(normalise_base_url(url)) == expected
+
+
+async def test_the_name_of_an_engine_has_no_credentials() -> None:
+    for url in ("http://user:secret@a:1/v1/", "http://user@a:1", "http://:secret@a:1"):
+        assert HttpEngine(url).name == "http://a:1"
+
+
+def test_credentials_are_sent_and_never_shown(mortal: FakeVllm, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    settings = Settings(
+        upstreams=[_with_user(mortal.url)], upstream_api_key="other", store="memory:", watch_interval_s=0.1
+    )
+    shown = [repr(settings), str(settings)]
+    with run_app(settings) as client:
+        wait_until(lambda: client.get("/ready").status_code == 200)
+        mine = {"authorization": "Bearer client"}
+        mortal.requests.clear()
+        assert client.post("/v1/chat/completions", json=_BODY, headers=mine).status_code == 200
+        assert client.get("/v1/models", headers=mine).status_code == 200
+        assert {seen.header("authorization") for seen in mortal.requests} == {_BASIC}
+        mortal.replies.append(Reply(break_at=0, how="inside"))
+        broken = client.post("/v1/chat/completions", json=_BODY)
+        mortal.kill()
+        wait_until(lambda: client.get("/ready").status_code == 503)
+        gone = client.get("/v1/models")
+        assert (broken.status_code, gone.status_code) == (502, 503)
+        shown += [broken.text, gone.text, client.get("/ready").text, client.get("/metrics").text, caplog.text]
+        assert mortal.url in gone.text
+    for text in shown:
+        for secret in ("basil", _SECRET, "p%3Aa", _BASIC.decode().split()[1]):
+            assert secret not in text
+
+
+def test_all_clients_are_one_tenant(mortal: FakeVllm) -> None:
+    """The engine sees the proxy's credentials, so it cannot tell clients apart."""
+    with run_app(
+        Settings(upstreams=[_with_user(mortal.url)], store="memory:", watch_interval_s=0.1)
+    ) as client:
+        wait_until(lambda: client.get("/ready").status_code == 200)
+        headers = {"authorization": "Bearer anna", "x-session-id": "one"}
+        assert client.post("/v1/chat/completions", json=_BODY, headers=headers).status_code == 200
+        assert client.get("/v1/sessions/one", headers={"authorization": "Bearer bert"}).status_code == 200

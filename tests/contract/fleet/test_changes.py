@@ -1,0 +1,354 @@
+"""Changes of the fleet by the admin API: shared through a store, and what happens while it does not work."""
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.fleet.changes import Changes, ChangesError, ReplicaChange, fleet_id
+from proxy.history.store import Store
+from proxy.settings import Settings
+from proxy.stores.replica_changes import StoredChanges
+from tests.support.crowd import store_state
+from tests.support.fake_vllm import FakeVllm
+from tests.support.redis_server import RedisServer
+from tests.support.serve_process import ServeProcess
+from tests.support.store_utils import opened
+from tests.support.tiny_model import TinyModel
+from tests.support.utils import run_app, run_proxy, wait_until
+
+_CHAT, _ADMIN = "/v1/chat/completions", "/admin/replicas"
+_HI = {"messages": [{"role": "user", "content": "Hi"}]}
+_A, _B = "http://a:1", "http://b:2"
+_NEVER_S = 600.0
+ADDED, REMOVED, DRAINED = ReplicaChange.ADDED, ReplicaChange.REMOVED, ReplicaChange.DRAINED
+
+
+@pytest.fixture
+def start(tiny_model: TinyModel) -> Iterator[Callable[..., FakeVllm]]:
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(FakeVllm(tiny_model))
+
+
+def _states(client: httpx.Client) -> dict[str, str]:
+    """What a proxy would do with each replica: `used`, `drained`, or `down`."""
+    return {
+        each["engine"]: "down" if not each["ready"] else "drained" if each["draining"] else "used"
+        for each in client.get(_ADMIN).json()["replicas"]
+    }
+
+
+def _add(client: httpx.Client, engine: FakeVllm) -> dict[str, Any]:
+    return _answer(client.post(_ADMIN, json={"url": engine.url}))
+
+
+def _drain(client: httpx.Client, engine: FakeVllm) -> dict[str, Any]:
+    return _answer(client.post(f"{_ADMIN}/drain", json={"url": engine.url}))
+
+
+def _remove(client: httpx.Client, engine: FakeVllm) -> dict[str, Any]:
+    return _answer(client.delete(_ADMIN, params={"url": engine.url}))
+
+
+def _answer(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def _generations(engine: FakeVllm) -> int:
+    return sum(seen.json.get("max_tokens") != 1 for seen in engine.seen(_CHAT))
+
+
+# --- two proxies over one store
+
+
+def test_another_process_applies_what_one_changed(start: Callable[..., FakeVllm], shared_url: str) -> None:
+    first, second = start(), start()
+    with run_proxy([first], store=shared_url) as here, run_proxy([first], store=shared_url) as there:
+        assert _add(here, second)["changes"] == {second.url: "added"}
+        wait_until(lambda: _states(there) == {first.url: "used", second.url: "used"})
+        assert _drain(there, first)["changes"] == {first.url: "drained", second.url: "added"}
+        wait_until(lambda: _states(here) == {first.url: "drained", second.url: "used"})
+        before = _generations(first)
+        for _ in range(3):
+            assert here.post(_CHAT, json=_HI).status_code == 200
+        assert _generations(first) == before
+        _add(here, first)
+        wait_until(lambda: _states(there) == {first.url: "used", second.url: "used"})
+        _remove(there, first)
+        wait_until(lambda: _states(here) == {second.url: "used"})
+        _add(there, first)
+        _remove(here, second)
+        wait_until(lambda: _states(here) == _states(there) == {first.url: "used"})
+        listed = here.get(_ADMIN).json()
+        assert listed["changes"] == {} and "problem" not in listed
+
+
+def test_no_process_waits_for_its_interval_to_change_a_replica(
+    start: Callable[..., FakeVllm], sqlite_url: str
+) -> None:
+    first, second = start(), start()
+    settings: dict[str, Any] = {"store": sqlite_url, "watch_interval_s": _NEVER_S}
+    with run_proxy([first], **settings) as here, run_proxy([first], **settings) as there:
+        assert [each["engine"] for each in _add(here, second)["replicas"]] == [first.url, second.url]
+        assert _drain(here, second)["replicas"][1]["engine"] == second.url
+        # the other one reads what was changed before it changes anything
+        assert [each["engine"] for each in _remove(there, second)["replicas"]] == [first.url]
+
+
+def test_a_process_that_starts_later_applies_changes_and_tells_how_to_undo_them(
+    start: Callable[..., FakeVllm], shared_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tokenproxy")
+    first, second, third = start(), start(), start()
+    with run_proxy([first, second], store=shared_url) as client:
+        _remove(client, first)
+        _drain(client, second)
+        _add(client, third)
+    caplog.clear()
+    settings = Settings(upstreams=[first.url, second.url], store=shared_url, watch_interval_s=0.1)
+    with run_app(settings) as client:
+        wait_until(lambda: _states(client) == {second.url: "drained", third.url: "used"})
+        _add(client, first)
+        _add(client, second)
+        wait_until(lambda: set(_states(client).values()) == {"used"} and len(_states(client)) == 3)
+    messages = [record.getMessage() for record in caplog.records]
+    for engine, word in ((first, "removed"), (second, "drained")):
+        expected = (
+            f"{engine.url} gets no requests: the admin API {word} it; "
+            f'POST /admin/replicas {{"url": "{engine.url}"}} undoes that'
+        )
+        assert messages.count(expected) == 1
+    assert caplog.text.count(f"DELETE /admin/replicas?url={third.url} removes it") == 1
+
+
+def test_real_processes_share_a_file(start: Callable[..., FakeVllm], tmp_path: Path, sqlite_url: str) -> None:
+    first, second = start(), start()
+    flags = ("--store", sqlite_url, "--watch-interval-s", "0.2")
+    with (
+        ServeProcess([first.url], tmp_path / "here.log", *flags) as here,
+        ServeProcess([first.url], tmp_path / "there.log", *flags) as there,
+        httpx.Client(base_url=here.url, trust_env=False, timeout=20) as client,
+        httpx.Client(base_url=there.url, trust_env=False, timeout=20) as other,
+    ):
+        _add(client, second)
+        wait_until(lambda: _states(other) == {first.url: "used", second.url: "used"})
+        _drain(client, first)
+        wait_until(lambda: _states(other) == {first.url: "drained", second.url: "used"})
+        _remove(client, first)
+        wait_until(lambda: _states(other) == {second.url: "used"})
+
+
+@pytest.mark.parametrize("name", [None, "trainers"])
+def test_only_processes_of_one_fleet_share_changes(
+    start: Callable[..., FakeVllm], sqlite_url: str, name: str | None
+) -> None:
+    """Fleets of two models may share a store: what joins one must not join the other."""
+    first, second, third = start(), start(), start()
+    settings: dict[str, Any] = {"store": sqlite_url, "fleet_name": name}
+    with run_proxy([first], **settings) as here, run_proxy([second], **settings) as there:
+        _add(here, third)
+        checks = len(second.seen("/health"))
+        wait_until(lambda: len(second.seen("/health")) > checks + 3)
+        expected = {second.url} if name is None else {second.url, third.url}
+        assert set(_states(there)) == expected
+
+
+def test_equal_settings_name_one_fleet() -> None:
+    file = Path("/etc/engines.txt")
+    assert fleet_id([_A, _B], file) == fleet_id([_B, _A, "http://user:key@a:1"], file)
+    others = [fleet_id([_A], file), fleet_id([_A, _B], None), fleet_id([_A, _B], Path("/etc/others.txt"))]
+    assert len({fleet_id([_A, _B], file), *others}) == 4
+
+
+def test_a_replica_that_its_file_drops_leaves_though_it_is_drained(
+    start: Callable[..., FakeVllm], tmp_path: Path, sqlite_url: str
+) -> None:
+    first, second, third = start(), start(), start()
+    file = tmp_path / "engines.txt"
+    file.write_text(f"{first.url}\n{second.url}\n")
+    with run_app(Settings(upstreams_file=file, store=sqlite_url, watch_interval_s=0.05)) as client:
+        wait_until(lambda: set(_states(client).values()) == {"used"})
+        _add(client, third)
+        wait_until(lambda: _states(client).get(third.url) == "used")
+        _drain(client, second)
+        assert _drain(client, third)["changes"] == {second.url: "drained", third.url: "added_drained"}
+        file.write_text(f"{first.url}\n")
+        wait_until(lambda: _states(client) == {first.url: "used", third.url: "drained"})
+        _add(client, third)
+        assert _states(client)[third.url] == "used"
+        _remove(client, third)
+        assert _states(client) == {first.url: "used"}
+
+
+def test_no_credentials_are_stored(start: Callable[..., FakeVllm], tmp_path: Path) -> None:
+    first, second = start(), start()
+    secret = first.url.replace("http://", "http://user:secret@")
+    file = tmp_path / "x.db"
+    settings = Settings(upstreams=[secret, second.url], store=f"sqlite://{file}", watch_interval_s=0.05)
+    with run_app(settings) as client:
+        _drain(client, first)
+        assert client.post(f"{_ADMIN}/drain", json={"url": secret}).status_code == 200
+        with closing(sqlite3.connect(file)) as connection:
+            rows = connection.execute("SELECT * FROM replica_changes").fetchall()
+    assert rows == [(fleet_id([first.url, second.url], None), first.url, "drained")]
+
+
+def test_changes_apply_here_while_the_store_does_not_work(
+    start: Callable[..., FakeVllm], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = start(), start()
+    server = RedisServer(tmp_path)
+    server.start()
+    url = f"redis://127.0.0.1:{server.port}/0"
+    try:
+        with run_proxy([first], store=url) as here, run_proxy([first], store=url) as there:
+            server.kill()
+            answer = _add(here, second)
+            assert [each["engine"] for each in answer["replicas"]] == [first.url, second.url]
+            assert second.url in answer["problem"] and "other processes" in answer["problem"]
+            assert second.url in here.get(_ADMIN).json()["problem"]
+            assert "until the store takes it" in caplog.text
+            _drain(here, first)
+            wait_until(lambda: _states(here) == {first.url: "drained", second.url: "used"})
+            wait_until(lambda: {store_state(each)["state"] for each in (here, there)} == {"unavailable"})
+            assert _states(there) == {first.url: "used"}
+            server.start()
+            wait_until(lambda: _states(there) == {first.url: "drained", second.url: "used"})
+            wait_until(lambda: "problem" not in here.get(_ADMIN).json())
+            assert _states(here) == _states(there)
+            # each of the two tells once that it cannot read
+            assert (
+                caplog.text.count("the changes that other processes made to the fleet cannot be read:") == 2
+            )
+    finally:
+        server.kill()
+
+
+# --- the changes that one process knows
+
+
+class _Unreliable:
+    """The changes of a fleet in a store that this process cannot always reach."""
+
+    def __init__(self, store: Store) -> None:
+        self.stored = StoredChanges(store, "fleet")
+        self.down = False
+        self.meanwhile: Callable[[], Any] | None = None
+        """Runs between the moment when the store is read and that when its answer arrives."""
+
+    async def read(self) -> dict[str, ReplicaChange]:
+        self._fail_if_down()
+        read = await self.stored.read()
+        if self.meanwhile is not None:
+            await self.meanwhile()
+        return read
+
+    async def write(self, name: str, change: ReplicaChange | None) -> None:
+        self._fail_if_down()
+        await self.stored.write(name, change)
+
+    def _fail_if_down(self) -> None:
+        if self.down:
+            raise ChangesError("the store is down")
+
+
+async def test_a_change_is_shared_once_the_store_takes_it(shared_url: str) -> None:
+    async with opened(shared_url) as store, opened(shared_url) as other_store:
+        link, other = _Unreliable(store), Changes(StoredChanges(other_store, "fleet"))
+        changes = Changes(link)
+        await changes.refresh()
+        link.down = True
+        await changes.set(_A, REMOVED)
+        await changes.refresh()
+        assert (changes.current, changes.unshared) == ({_A: REMOVED}, [_A])
+        await other.refresh()
+        assert other.current == {}
+        link.down = False
+        await changes.refresh()
+        assert (changes.current, changes.unshared) == ({_A: REMOVED}, [])
+        await other.refresh()
+        assert other.current == {_A: REMOVED}
+
+
+async def test_a_newer_change_of_another_process_counts(shared_url: str) -> None:
+    async with opened(shared_url) as store, opened(shared_url) as other_store:
+        link, other = _Unreliable(store), Changes(StoredChanges(other_store, "fleet"))
+        changes = Changes(link)
+        await changes.set(_A, DRAINED)
+        await changes.refresh()
+        link.down = True
+        await changes.set(_A, REMOVED)
+        await changes.set(_B, REMOVED)
+        await other.set(_A, ADDED)
+        link.down = False
+        await changes.refresh()
+        assert changes.current == {_A: ADDED, _B: REMOVED}
+        assert changes.unshared == []
+        await other.refresh()
+        assert other.current == changes.current
+
+
+async def test_a_change_before_the_store_was_ever_read_counts(sqlite_url: str) -> None:
+    async with opened(sqlite_url) as store:
+        link = _Unreliable(store)
+        await link.write(_A, REMOVED)
+        changes = Changes(link)
+        link.down = True
+        await changes.refresh()
+        await changes.set(_A, None)
+        link.down = False
+        await changes.refresh()
+        assert changes.current == await link.read() == {}
+
+
+async def test_what_was_read_before_a_change_does_not_undo_it(sqlite_url: str) -> None:
+    async with opened(sqlite_url) as store:
+        link = _Unreliable(store)
+        changes = Changes(link)
+        link.meanwhile = lambda: changes.set(_A, REMOVED)
+        await changes.refresh()
+        assert changes.current == {_A: REMOVED}
+        link.meanwhile = None
+        await changes.refresh()
+        assert changes.current == {_A: REMOVED}
+
+
+async def test_a_store_that_cannot_be_read_changes_nothing_and_is_reported_once(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(sqlite_url) as store:
+        link = _Unreliable(store)
+        changes = Changes(link)
+        await changes.set(_A, REMOVED)
+        link.down = True
+        for _ in range(3):
+            await changes.refresh()
+        assert changes.current == {_A: REMOVED}
+        assert caplog.text.count("the store is down") == 1
+
+
+@pytest.mark.parametrize(
+    "url, word, message",
+    [
+        (_A, "exploded", "that this version does not know"),
+        ("http://user:secret@a:1", "added", "whose URL is none"),
+        ("http://a:1/v1", "added", "whose URL is none"),
+        ("file:///etc", "added", "whose URL is none"),
+    ],
+)
+async def test_what_no_proxy_wrote_is_not_applied(
+    sqlite_url: str, url: str, word: str, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(sqlite_url) as store:
+        await store.change_replica("fleet", url, word)
+        changes = Changes(StoredChanges(store, "fleet"))
+        await changes.refresh()
+        assert changes.current == {}
+        assert message in caplog.text and "secret" not in caplog.text

@@ -1,0 +1,182 @@
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from proxy.engine.discovery import Model
+from proxy.engine.http import HttpEngine
+from proxy.errors import ApiError, Unsupported
+from proxy.fleet.tokenizers import Tokenizers
+from tests.support.fake_vllm import Canned, FakeVllm
+from tests.support.tiny_model import CHATML, TinyModel
+from tokenization import ChatTokenizer
+
+_MISSING = Model("tiny", "/no/such/folder", None)
+
+
+@pytest.fixture
+async def engine(mortal: FakeVllm) -> AsyncIterator[HttpEngine]:
+    engine = HttpEngine(mortal.url)
+    yield engine
+    await engine.aclose()
+
+
+@pytest.fixture
+def model(tiny_model: TinyModel) -> Model:
+    return Model("tiny", str(tiny_model.folder), None)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records the sources of all tokenizers that are loaded."""
+    loaded: list[str] = []
+    load = ChatTokenizer.load
+
+    def counted(source: str, *args: Any, **kwargs: Any) -> ChatTokenizer:
+        loaded.append(source)
+        return load(source, *args, **kwargs)
+
+    monkeypatch.setattr(ChatTokenizer, "load", counted)
+    return loaded
+
+
+async def test_tokenizer_is_loaded_once_for_all_engines(
+    engine: HttpEngine, model: Model, loads: list[str]
+) -> None:
+    tokenizers = Tokenizers()
+    found = await asyncio.gather(*(tokenizers.for_engine(engine, model) for _ in range(3)))
+    assert found[0] is found[1] is found[2]
+    assert loads == [model.root]
+
+
+async def test_tokenizer_setting_overrides_the_engines_model(engine: HttpEngine, model: Model) -> None:
+    assert (await Tokenizers(model.root).for_engine(engine, _MISSING)).source == model.root
+    assert (await Tokenizers(model.root).for_engine(engine, None)).source == model.root
+
+
+async def test_engine_without_model_root_needs_the_tokenizer_setting(engine: HttpEngine) -> None:
+    with pytest.raises(Unsupported, match="set `tokenizer`") as caught:
+        await Tokenizers().for_engine(engine, None)
+    assert (caught.value.code, caught.value.param) == ("no_tokenizer", "append_messages")
+
+
+async def test_failed_load_is_reported_and_retried(engine: HttpEngine, loads: list[str]) -> None:
+    """All waiting replicas get the error; the next request loads again."""
+    tokenizers = Tokenizers()
+    asking = (tokenizers.for_engine(engine, _MISSING) for _ in range(3))
+    problems = await asyncio.gather(*asking, return_exceptions=True)
+    assert [getattr(problem, "code", problem) for problem in problems] == ["no_tokenizer"] * 3
+    with pytest.raises(Unsupported, match="/no/such/folder"):
+        await tokenizers.for_engine(engine, _MISSING)
+    assert loads == ["/no/such/folder"] * 2
+
+
+async def test_other_template_than_the_engines_is_refused(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
+    mortal.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(Unsupported, match="renders other ids") as caught:
+        await Tokenizers().for_engine(engine, model)
+    assert caught.value.code == "tokenizer_mismatch"
+    await Tokenizers(None, mortal.chat_template).for_engine(engine, model)
+
+
+async def test_conversations_that_the_template_refuses_are_skipped(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
+    mortal.chat_template = (
+        "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}"
+        "{{ messages[0].content }}<|im_end|>"
+    )
+    await Tokenizers(None, mortal.chat_template).for_engine(engine, model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("message.role + '\\n'", "message.role + ('\\n' if loop.first else ':')"),
+        ("'<tool_call>'", "'<call>'"),
+        ("'<|im_start|>' + message.role", "'<|im_start|>' + message.role | replace('tool', 'user')"),
+    ],
+    ids=["second message", "tool calls", "tool results"],
+)
+async def test_templates_that_differ_in_later_messages_are_refused(
+    engine: HttpEngine, model: Model, mortal: FakeVllm, change: tuple[str, str]
+) -> None:
+    changed = CHATML.replace("message.role + '\n'", "message.role + '\\n'").replace(*change)
+    assert changed != CHATML
+    mortal.chat_template = changed
+    with pytest.raises(Unsupported, match="renders other ids"):
+        await Tokenizers().for_engine(engine, model)
+
+
+async def test_engine_that_renders_nothing_is_refused(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
+    mortal.canned["/tokenize"] = Canned(b"", 404)
+    with pytest.raises(Unsupported, match="renders no conversation") as caught:
+        await Tokenizers().for_engine(engine, model)
+    assert caught.value.code == "tokenizer_unchecked"
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"\xff", b"[]", b"{}", b'{"tokens": "1"}'])
+async def test_malformed_tokenize_response_is_an_error(
+    engine: HttpEngine, model: Model, mortal: FakeVllm, body: bytes
+) -> None:
+    mortal.canned["/tokenize"] = Canned(body)
+    with pytest.raises(ApiError):
+        await Tokenizers().for_engine(engine, model)
+
+
+_EITHER = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ '[' + part.text + ']' }}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Prints text and parts differently. vLLM detects that it takes parts."""
+
+
+async def test_content_format_is_the_one_that_the_engine_runs_with(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
+    """The engine, which passes content as text, runs with `--chat-template-content-format string`."""
+    mortal.chat_template = _EITHER
+    tokenizers = Tokenizers(None, _EITHER)
+    tokenizer = await tokenizers.for_engine(engine, model)
+    assert tokenizer.content_format == "string"
+    assert await tokenizers.for_engine(engine, model) is tokenizer
+    user = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert "user\na\nb<|im_end|>" in tokenizer.decode(tokenizer.append([1], [user]).suffix_ids)
+
+
+async def test_content_format_that_the_engine_reports_is_the_only_one_tried(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
+    mortal.chat_template = _EITHER
+    with pytest.raises(Unsupported, match="renders other ids"):
+        await Tokenizers(None, _EITHER, content_format="openai").for_engine(engine, model)
+    tokenizer = await Tokenizers(None, _EITHER, content_format="string").for_engine(engine, model)
+    assert tokenizer.content_format == "string"
+
+
+async def test_template_arguments_that_the_engine_sets_by_default(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
+    thinking = "{% if add_generation_prompt and enable_thinking %}{{ '<think>' }}{% endif %}"
+    mortal.chat_template = CHATML + thinking.replace("enable_thinking", "true")
+    with pytest.raises(Unsupported, match="renders other ids"):
+        await Tokenizers(None, CHATML + thinking).for_engine(engine, model)
+    defaults = {"enable_thinking": True}
+    tokenizers = Tokenizers(None, CHATML + thinking, default_template_kwargs=defaults)
+    assert (await tokenizers.for_engine(engine, model)).default_template_kwargs == defaults
+
+
+async def test_engine_that_merges_no_developer_messages_is_refused(
+    engine: HttpEngine, model: Model, mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.support.fake_vllm.as_rendered", lambda messages: messages)
+    mortal.chat_template = "{% for m in messages %}{{ m.role + ':' + m.content | string }}{% endfor %}"
+    with pytest.raises(Unsupported, match="renders other ids"):
+        await Tokenizers(None, mortal.chat_template).for_engine(engine, model)

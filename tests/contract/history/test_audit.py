@@ -1,0 +1,121 @@
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.history.audit import MAX_WAITING, Auditor
+from proxy.metrics import Metrics
+from proxy.turn.request import Rendering
+from tests.support.tiny_model import TinyModel
+from tests.support.tiny_templates import COUNTS_MESSAGES, LOCAL, LOOKS_FOR_A_LENGTH, REFUTING_TEXT
+from tests.support.utils import wait_until
+from tokenization import ChatTokenizer
+from tokenization.locality import Locality
+
+Load = Callable[[str], ChatTokenizer]
+_NEW = [{"role": "user", "content": "And then?"}]
+
+
+@pytest.fixture
+def load(tiny_model: TinyModel) -> Load:
+    def loaded(template: str) -> ChatTokenizer:
+        tokenizer = ChatTokenizer.load(tiny_model.folder, template)
+        tokenizer.prove()
+        return tokenizer
+
+    return loaded
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def auditor(metrics: Metrics, tmp_path: Path) -> Iterator[Auditor]:
+    auditor = Auditor(metrics, 1e-9, tmp_path)
+    yield auditor
+    auditor.close()
+
+
+def _history(text: str, exchanges: int = 1) -> list[dict[str, Any]]:
+    later = [{"role": "user", "content": "More"}, {"role": "assistant", "content": "I see."}] * exchanges
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}, *later]
+
+
+def _audited(metrics: Metrics, result: str) -> float:
+    return float(metrics.audits.labels(result)._value.get())
+
+
+def test_a_difference_ends_local_appends(
+    load: Load, auditor: Auditor, metrics: Metrics, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = load(LOOKS_FOR_A_LENGTH)
+    history = _history(REFUTING_TEXT, 30)
+    assert tokenizer.is_local(_NEW)
+    assert "hidden" not in tokenizer.decode(tokenizer.append([1], _NEW, history=history).suffix_ids)
+    with caplog.at_level(logging.ERROR, "tokenproxy"):
+        auditor.consider(tokenizer, history, _NEW, Rendering())
+        wait_until(lambda: _audited(metrics, "different") == 1)
+    assert not tokenizer.is_local(_NEW)
+    assert "hidden" in tokenizer.decode(tokenizer.append([1], _NEW, history=history).suffix_ids)
+    wait_until(lambda: caplog.records)
+    # of the 62 messages only the first and the turn are left
+    assert caplog.records[0].getMessage().count('"role"') == 3
+    assert REFUTING_TEXT in caplog.records[0].getMessage()
+    # a process that starts later knows it
+    later = ChatTokenizer.load(tokenizer.source, LOOKS_FOR_A_LENGTH)
+    assert later.prove(tmp_path).after_messages is Locality.HISTORY
+    assert later.prove(tmp_path).after_results is Locality.NEW
+
+
+def test_an_append_without_a_difference_is_counted(load: Load, auditor: Auditor, metrics: Metrics) -> None:
+    tokenizer = load(LOCAL)
+    auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering())
+    wait_until(lambda: _audited(metrics, "same") == 1)
+    assert tokenizer.is_local(_NEW)
+
+
+def test_the_first_append_of_each_kind_is_audited(load: Load, auditor: Auditor, metrics: Metrics) -> None:
+    tokenizer = load(LOCAL)
+    for _ in range(5):
+        for history in (_history("Hi"), _history("Ho", 20)):
+            for kwargs in (b"", b'{"enable_thinking": true}'):
+                auditor.consider(tokenizer, history, _NEW, Rendering(template_kwargs=kwargs))
+    wait_until(lambda: _audited(metrics, "same") == 4)
+    auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering(add_generation_prompt=False))
+    wait_until(lambda: _audited(metrics, "same") == 5)
+
+
+def test_with_a_share_of_one_each_append_is_audited(load: Load, metrics: Metrics) -> None:
+    tokenizer, auditor = load(LOCAL), Auditor(metrics, 1, None)
+    for number in range(MAX_WAITING):
+        auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering())
+        wait_until(lambda number=number: _audited(metrics, "same") == number + 1)  # type: ignore[misc]
+    auditor.close()
+
+
+@pytest.mark.parametrize("template, share", [(LOCAL, 0.0), (COUNTS_MESSAGES, 1.0)])
+def test_not_audited(load: Load, metrics: Metrics, template: str, share: float) -> None:
+    """With a share of 0, and where the whole history is rendered anyway."""
+    tokenizer, auditor = load(template), Auditor(metrics, share, None)
+    auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering())
+    auditor._thread.shutdown(wait=True)
+    assert _audited(metrics, "same") + _audited(metrics, "different") == 0
+
+
+def test_failed_audits_are_logged_and_affect_no_request(
+    load: Load, auditor: Auditor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load(LOCAL)
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ChatTokenizer, "audit", broken)
+    with caplog.at_level(logging.ERROR, "tokenproxy"):
+        auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering())
+        wait_until(lambda: "could not be audited" in caplog.text)
+    wait_until(lambda: auditor._waiting == 0)

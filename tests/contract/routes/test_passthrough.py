@@ -1,0 +1,113 @@
+import gzip
+
+import httpx
+import pytest
+
+from tests.support.fake_vllm import Canned, FakeVllm
+from tests.support.utils import run_proxy
+
+_JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"])
+def test_any_method_on_any_route(fake: FakeVllm, client: httpx.Client, method: str) -> None:
+    fake.canned["/some/where"] = Canned(b"answer", 202, {"x-answer": "yes"})
+    body = b"\x00body\xff" if method in ("POST", "PUT", "PATCH", "DELETE") else b""
+    answer = client.request(method, "/some/where?a=1&b=%2F", content=body, headers={"x-question": "why"})
+    seen = fake.last("/some/where")
+    assert (seen.method, seen.target, seen.body) == (method, "/some/where?a=1&b=%2F", body)
+    assert seen.header("x-question") == b"why"
+    assert (answer.status_code, answer.headers["x-answer"]) == (202, "yes")
+    assert answer.content == (b"" if method == "HEAD" else b"answer")
+    assert answer.headers["content-length"] == "6"
+
+
+@pytest.mark.parametrize("status", [200, 201, 204, 301, 304, 400, 404, 405, 422, 429, 500, 503])
+def test_any_status(fake: FakeVllm, client: httpx.Client, status: int) -> None:
+    body = b"" if status in (204, 304) else b'{"detail": "as it is"}'
+    fake.canned["/some/where"] = Canned(body, status, {"location": "/x", "retry-after": "9"})
+    answer = client.get("/some/where")
+    assert (answer.status_code, answer.content) == (status, body)
+    assert (answer.headers["location"], answer.headers["retry-after"]) == ("/x", "9")
+
+
+def test_compressed_answers_stay_compressed(fake: FakeVllm, client: httpx.Client) -> None:
+    packed = gzip.compress(b'{"a": 1}')
+    fake.canned["/v1/models/x"] = Canned(packed, 200, {**_JSON, "content-encoding": "gzip"})
+    with client.stream("GET", "/v1/models/x") as answer:
+        assert b"".join(answer.iter_raw()) == packed
+        assert answer.headers["content-encoding"] == "gzip"
+
+
+def test_compressed_requests_stay_compressed(fake: FakeVllm, client: httpx.Client) -> None:
+    packed = gzip.compress(b'{"a": 1}')
+    client.post("/anything", content=packed, headers={"content-encoding": "gzip"})
+    assert fake.last("/anything").body == packed
+    assert fake.last("/anything").header("content-encoding") == b"gzip"
+
+
+def test_large_bodies_both_ways(fake: FakeVllm, client: httpx.Client) -> None:
+    large = bytes(range(256)) * 8192
+    fake.canned["/anything"] = Canned(large, 200, {"content-type": "audio/wav"})
+    assert client.post("/anything", content=large).content == large
+    assert fake.last("/anything").body == large
+
+
+def test_percent_encoding_is_kept(fake: FakeVllm, client: httpx.Client) -> None:
+    client.get("/v1/files/a%252Fb%20c?q=%C3%A9+1&p=%2F")
+    assert fake.last("/v1/files/a%252Fb%20c").target == "/v1/files/a%252Fb%20c?q=%C3%A9+1&p=%2F"
+
+
+def test_stock_routes(fake: FakeVllm, client: httpx.Client) -> None:
+    """What the proxy leaves alone is answered as the engine alone would."""
+    for method, path, body in [
+        ("GET", "/v1/models", None),
+        ("GET", "/version", None),
+        ("POST", "/tokenize", {"prompt": "hello"}),
+        ("POST", "/v1/chat/completions", {"model": "other", "messages": []}),
+        ("POST", "/v1/chat/completions/render", {}),
+        ("POST", "/no/such/route", {}),
+    ]:
+        through = client.request(method, path, json=body)
+        direct = httpx.request(method, fake.url + path, json=body, trust_env=False)
+        assert (through.status_code, through.content) == (direct.status_code, direct.content)
+        assert not [name for name in through.headers if name.startswith("x-prompt")]
+
+
+@pytest.mark.parametrize(
+    "method, path, times",
+    [
+        ("POST", "/v1/chat/completions", 2),
+        ("POST", "/v1/embeddings?x=1", 2),
+        ("POST", "/some/change", 1),
+        ("PATCH", "/anything", 1),
+    ],
+)
+def test_only_requests_without_side_effects_are_sent_twice(
+    fake: FakeVllm, client: httpx.Client, method: str, path: str, times: int
+) -> None:
+    client.get("/version")  # leaves an open connection, which the engine may close under the next request
+    fake.hang_up = lambda seen: seen.path not in ("/health", "/v1/models")
+    answer = client.request(method, path, json={"messages": []})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "BadGatewayError")
+    assert len(fake.seen(path.partition("?")[0])) == times
+
+
+def test_idle_connections_that_the_engine_closed(mortal: FakeVllm) -> None:
+    """The pool may still hold one when a request comes."""
+    with run_proxy([mortal], watch_interval_s=60) as client:
+        for _ in range(3):
+            assert client.get("/version").status_code == 200
+            mortal.close_idle()
+        mortal.hang_up = lambda seen: seen.reused
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        assert [client.post("/v1/chat/completions", json=body).status_code for _ in range(4)] == [200] * 4
+
+
+def test_an_engine_that_is_gone(mortal: FakeVllm) -> None:
+    with run_proxy([mortal]) as client:
+        mortal.kill()
+        answer = client.get("/v1/models")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["error"]["type"] == "ServiceUnavailableError"

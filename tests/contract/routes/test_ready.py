@@ -1,0 +1,78 @@
+import httpx
+import pytest
+
+from proxy.settings import Settings
+from tests.support.fake_vllm import FakeVllm, Variant
+from tests.support.tiny_model import TinyModel
+from tests.support.utils import run_app, run_proxy, wait_until
+
+_DOWN = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_an_engine_that_is_ready(fake: FakeVllm, client: httpx.Client, method: str) -> None:
+    answer = client.request(method, "/ready")
+    assert answer.status_code == 200
+    if method == "GET":
+        found = answer.json()
+        assert found["engines"][0].pop("append_cache").keys() == {"hits", "misses"}
+        template = found["engines"][0].pop("template")
+        assert template == {"after_messages": "new messages", "after_results": "new messages", "reason": ""}
+        assert found == {
+            "ready": True,
+            "engines": [
+                {
+                    "engine": fake.url,
+                    "ready": True,
+                    "version": "0.32.0+fake",
+                    "model": "tiny",
+                    "token_in": "chat",
+                    "append": "ready",
+                    "breaker": "closed",
+                    "draining": False,
+                    "requests": 0,
+                    "conversations": found["engines"][0]["conversations"],
+                }
+            ],
+            "store": {"state": "ok", "since": None, "error": None, "queued_turns": 0, "lost_turns": 0},
+        }
+
+
+def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
+    with FakeVllm(tiny_model, Variant.NEITHER) as fake, run_proxy([fake]) as client:
+        [engine] = client.get("/ready").json()["engines"]
+    assert engine["token_in"] is None
+    assert "--enable-scale-out" in engine["problem"]
+
+
+def test_a_tokenizer_that_cannot_be_loaded(mortal: FakeVllm) -> None:
+    with run_proxy([mortal], tokenizer="/no/such/folder") as client:
+        [engine] = client.get("/ready").json()["engines"]
+    assert engine["ready"]
+    assert "/no/such/folder" in engine["append"]
+
+
+def test_no_engine() -> None:
+    with run_app(Settings(upstreams=[_DOWN])) as client:
+        wait_until(
+            lambda: (
+                "no engine responds" in client.get("/ready").text or "/health" in client.get("/ready").text
+            )
+        )
+        answer = client.get("/ready")
+        assert (answer.status_code, answer.json()["ready"]) == (503, False)
+        assert answer.json()["engines"][0]["engine"] == _DOWN
+        assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_one_engine_of_two(mortal: FakeVllm) -> None:
+    with run_app(Settings(upstreams=[_DOWN, mortal.url])) as client:
+        wait_until(lambda: client.get("/ready").status_code == 200)
+        assert [engine["ready"] for engine in client.get("/ready").json()["engines"]] == [False, True]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_health_is_that_of_this_process(client: httpx.Client, fake: FakeVllm, method: str) -> None:
+    fake.healthy = False
+    assert client.request(method, "/health").status_code == 200
+    assert not [seen for seen in fake.seen("/health") if seen.method == "HEAD"]

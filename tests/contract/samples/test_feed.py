@@ -1,0 +1,163 @@
+"""Reading the feed as samples: steps, filters, and what changes meanwhile."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+from msgspec.structs import replace
+
+from proxy.history.feed import Cause
+from proxy.history.store import Session, Store
+from proxy.history.turn import WeightSpan
+from proxy.samples import feed
+from proxy.samples.feed import FeedFilter, FeedStep, read_step
+from tests.support.store_utils import make_session
+from tests.support.trees import child, root
+
+T = TypeVar("T")
+
+
+async def _at_once(work: Callable[[], T]) -> T:
+    return work()
+
+
+async def _step(store: Store, after: int = 0, limit: int = 100, **conditions: Any) -> FeedStep:
+    return await read_step(store, after, limit, FeedFilter(**conditions), "once", _at_once)
+
+
+async def _finish(store: Store, name: str, *versions: str, **fields: Any) -> Session:
+    """A rollout of one turn for each version of weights; empty for unknown weights."""
+    session = make_session(name, **fields)
+    turns = [replace(root(f"{name}0", [1], [2]), rollout=name)]
+    for number in range(1, len(versions)):
+        turns.append(replace(child(f"{name}{number}", turns[-1], [3], [4]), rollout=name))
+    turns = [
+        replace(turn, weight_versions=(WeightSpan(version, 0, 1),) if version else ())
+        for turn, version in zip(turns, versions or ("",), strict=True)
+    ]
+    await store.add(session, turns, [[] for _ in turns])
+    assert await store.feed.finish(name, Cause.END)
+    return session
+
+
+def _names(step: FeedStep) -> list[str]:
+    return [rollout.entry.session.id for rollout in step.rollouts]
+
+
+async def test_weights_select_samples(store: Store) -> None:
+    await _finish(store, "old", "7")
+    await _finish(store, "new", "8", "8")
+    await _finish(store, "both", "7", "8")
+    await _finish(store, "half", "", "8")
+    await _finish(store, "unknown")
+    for versions, names in [
+        ({"7"}, ["old"]),
+        ({"8"}, ["new"]),
+        ({"7", "8"}, ["old", "new", "both"]),
+        ({"9"}, []),
+        (set(), ["old", "new", "both", "half", "unknown"]),
+    ]:
+        step = await _step(store, weight_versions=frozenset(versions))
+        assert _names(step) == names
+        assert (step.position, step.more) == (await store.feed.end(), False)
+
+
+async def test_a_turn_sampled_by_two_weights_is_of_both(store: Store) -> None:
+    session = make_session("r")
+    spans = (WeightSpan("7", 0, 1), WeightSpan("8", 1, 2))
+    await store.add(session, [replace(root("t", [1], [2, 3]), rollout="r", weight_versions=spans)], [[]])
+    await store.feed.finish("r", Cause.END)
+    assert _names(await _step(store, weight_versions=frozenset({"8"}))) == []
+    assert _names(await _step(store, weight_versions=frozenset({"7", "8"}))) == ["r"]
+
+
+async def test_only_the_samples_that_fit_are_delivered(store: Store) -> None:
+    first = replace(root("a", [1], [2]), rollout="r", weight_versions=(WeightSpan("7", 0, 1),))
+    turns = [
+        first,
+        *(
+            replace(child(name, first, [3], [4]), rollout="r", weight_versions=(WeightSpan(version, 0, 1),))
+            for name, version in (("b", "7"), ("c", "8"))
+        ),
+    ]
+    await store.add(make_session("r"), turns, [[], [], []])
+    await store.feed.finish("r", Cause.END)
+    [rollout] = (await _step(store, weight_versions=frozenset({"7"}))).rollouts
+    assert [sample.leaf for sample in rollout.samples] == ["b"]
+
+
+@pytest.mark.parametrize(
+    "metadata", [b"{", b"\xff", b"[" * 10**5, b"[]", b'"env"', b"{}", b'{"env":["math"]}']
+)
+async def test_metadata_that_do_not_fit(store: Store, metadata: bytes) -> None:
+    await _finish(store, "r", metadata=metadata)
+    step = await _step(store, metadata=("env=math",))
+    assert (_names(step), step.more) == ([], False)
+    assert _names(await _step(store)) == ["r"]
+
+
+async def test_values_of_metadata_are_compared_as_text(store: Store) -> None:
+    await _finish(store, "r", metadata=b'{"a": "x", "b": 1.5, "c": null, "d": {"e": [1, 2]}, "f": false}')
+    for key, text in {"a": "x", "b": "1.5", "c": "null", "d": '{"e":[1,2]}', "f": "false"}.items():
+        assert _names(await _step(store, metadata=(f"{key}={text}",))) == ["r"], key
+
+
+async def test_every_condition_must_hold_and_keys_may_hold_equals_signs(store: Store) -> None:
+    await _finish(store, "r", metadata=b'{"a": "b=c", "d=e": "f"}')
+    for conditions in (("a=b=c",), ("d=e=f",), ("a=b=c", "d=e=f")):
+        assert _names(await _step(store, metadata=conditions)) == ["r"], conditions
+    for conditions in (("a=b",), ("d=e",), ("a=b=c", "a=x"), ("a=b=c", "d=e=g")):
+        assert _names(await _step(store, metadata=conditions)) == [], conditions
+
+
+async def test_a_rollout_without_samples_shows_what_was_refused(store: Store) -> None:
+    turn = replace(root("t", [1], [2]), rollout="r", logprobs=b"")
+    await store.add(make_session("r"), [turn], [[]])
+    await store.feed.finish("r", Cause.END)
+    [rollout] = (await _step(store)).rollouts
+    assert (rollout.samples, [refused.reason for refused in rollout.refused]) == ([], ["no_logprobs"])
+
+
+async def test_steps_are_limited(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "ENTRIES_AT_ONCE", 3)
+    monkeypatch.setattr(feed, "MOST_SCANNED", 6)
+    for number in range(8):
+        await _finish(store, f"r{number}", metadata=b'{"odd":%s}' % (b"true" if number % 2 else b"false"))
+    found: list[str] = []
+    position, more, steps = 0, True, 0
+    while more:
+        step = await _step(store, position, limit=2, metadata=("odd=true",))
+        found += _names(step)
+        position, more, steps = step.position, step.more, steps + 1
+    assert found == ["r1", "r3", "r5", "r7"]
+    assert position == await store.feed.end() and steps <= 4
+    step = await _step(store, metadata=("odd=never",))
+    assert (step.rollouts, step.more) == ([], True)
+    assert step.position == (await store.feed.read(0, limit=8))[5].position
+    monkeypatch.setattr(feed, "MOST_IDS", 1)
+    assert _names(await _step(store)) == ["r0"]
+
+
+async def test_a_rollout_removed_while_it_is_read_is_left_out(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _finish(store, "a")
+    await _finish(store, "b")
+    turns = store.turns
+
+    async def remove_first(rollout: str) -> Any:
+        await store.delete("a")
+        return await turns(rollout)
+
+    monkeypatch.setattr(store, "turns", remove_first)
+    assert _names(await _step(store)) == ["b"]
+
+
+async def test_tenants(store: Store) -> None:
+    await _finish(store, "t/a", tenant="t")
+    await _finish(store, "u/a", tenant="u")
+    step = await _step(store, tenant="t")
+    assert _names(step) == ["t/a"]
+    [sample] = step.rollouts[0].samples
+    assert (sample.rollout, sample.tenant, sample.revision) == ("a", "t", 1)
+    assert _names(await _step(store)) == ["t/a", "u/a"]

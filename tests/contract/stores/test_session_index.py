@@ -1,0 +1,296 @@
+"""The index of sessions: it finds what changed, works for a short while, and keeps tenants apart."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.history.store import Limits, Session, Store, StoreError, session_id
+from proxy.history.turn import Turn, WeightSpan
+from proxy.stores.memory import MemoryStore
+from proxy.viewer import session_index
+from proxy.viewer.session_index import SessionIndex, SessionIndexes
+from proxy.viewer.session_query import Entry, ListQuery, Rewards, Sort, select
+from proxy.viewer.summaries import Summary, summarize
+from tests.support.store_utils import opened
+from tests.support.trees import child, root
+from tests.support.viewer.recordings import LIMITS
+
+ALL = ListQuery()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request reads all that there is, on a slow machine too."""
+    monkeypatch.setattr(session_index, "WORK_S", 60.0)
+
+
+async def _add(store: Store, name: str, turns: Sequence[Turn], tenant: str = "", **fields: Any) -> None:
+    session = Session(id=session_id(tenant, name), tenant=tenant, created=1.0, used=1.0, **fields)
+    await store.add(session, list(turns), [[] for _ in turns])
+
+
+def _turns(name: str, count: int = 1, **fields: Any) -> list[Turn]:
+    turns = [root(f"{name}-0", [1, 2], [3, 4], rollout=name, **fields)]
+    while len(turns) < count:
+        turns.append(child(f"{name}-{len(turns)}", turns[-1], [5], [6], rollout=name))
+    return turns
+
+
+async def _names(index: SessionIndex, query: ListQuery = ALL, offset: int = 0, limit: int = 100) -> list[str]:
+    page = await index.page(query, offset, limit)
+    return [row["id"] for row in page["data"]]
+
+
+async def test_it_grows_with_the_store(store: Store) -> None:
+    index = SessionIndex(store, "")
+    assert (await index.page(ALL, 0, 10))["complete"]
+    await _add(store, "a", _turns("a"))
+    await _add(store, "b", _turns("b", 3))
+    page = await index.page(ALL, 0, 10)
+    assert [row["id"] for row in page["data"]] == ["b", "a"]
+    assert (page["matching"], page["sessions"], page["complete"]) == (2, 2, True)
+    assert page["data"][0]["summary"]["sampled"] == 4
+    await _add(store, "a", [child("a-1", _turns("a")[0], [5], [6, 7], rollout="a")])
+    [first, _] = (await index.page(ALL, 0, 10))["data"]
+    assert (first["id"], first["turn_count"], first["summary"]["ids"]) == ("a", 2, 7)
+
+
+async def test_a_reward_is_found_though_it_is_no_use(store: Store) -> None:
+    index = SessionIndex(store, "")
+    await _add(store, "a", _turns("a"))
+    await _add(store, "b", _turns("b"))
+    assert (await index.page(ALL, 0, 10))["data"][1]["reward"] is None
+    await store.set_rewards("a", {"": 0.5})
+    page = await index.page(ALL, 0, 10)
+    assert [(row["id"], row["reward"]) for row in page["data"]] == [("b", None), ("a", 0.5)]
+    assert page["rewards"] == Rewards(1, 0.5, [0.5])
+
+
+async def test_what_was_deleted_leaves_with_a_full_walk(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = SessionIndex(store, "")
+    for name in "abc":
+        await _add(store, name, _turns(name))
+    assert await _names(index) == ["c", "b", "a"]
+    await store.delete("b")
+    monkeypatch.setattr(session_index, "FULL_WALK_S", 0.0)
+    assert await _names(index) == ["c", "a"]
+
+
+async def test_a_session_that_is_recorded_again_is_another_one(store: Store) -> None:
+    index = SessionIndex(store, "")
+    await _add(store, "a", _turns("a"))
+    await store.set_rewards("a", {"": 0.5})
+    assert (await index.page(ALL, 0, 1))["data"][0]["reward"] == 0.5
+    await store.delete("a")
+    await store.add(Session(id="a", created=2.0, used=2.0), _turns("a"), [[]])
+    [row] = (await index.page(ALL, 0, 1))["data"]
+    assert (row["reward"], row["created"]) == (None, 2.0)
+
+
+async def test_rewards_of_a_session_without_turns(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    await store.save_session(Session(id="a", created=1.0, used=1.0))
+    await _add(store, "b", _turns("b"))
+    index = SessionIndex(store, "")
+    assert (await index.page(ALL, 0, 2))["rewards"].values == []
+    for reward in (1.0, 2.0):
+        await store.set_rewards("a", {"": reward})
+        page = await index.page(ALL, 0, 2)
+        assert (page["rewards"].values, page["complete"]) == ([reward], True)
+    await store.set_rewards("a", {"": 3.0})
+    assert (await index.page(ListQuery(search="b"), 0, 2))["matching"] == 1  # which does not show it
+    monkeypatch.setattr(session_index, "FULL_WALK_S", 0.0)
+    await index.page(ListQuery(search="b"), 0, 2)
+    assert (await index.page(ListQuery(reward_min=3.0), 0, 2))["matching"] == 1
+
+
+async def test_many_pages_of_the_store_and_of_the_list(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_index, "_PAGE", 7)
+    for number in range(30):
+        await _add(store, f"s-{number:02}", _turns(f"s-{number:02}"))
+    index = SessionIndex(store, "")
+    newest_first = [f"s-{number:02}" for number in reversed(range(30))]
+    assert await _names(index) == newest_first
+    assert await _names(index, offset=10, limit=5) == newest_first[10:15]
+    assert await _names(index, offset=30) == []
+    await _add(store, "s-new", _turns("s-new"))
+    assert await _names(index) == ["s-new", *newest_first]
+
+
+async def test_each_request_works_for_a_while_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_index, "_PAGE", 10)
+    monkeypatch.setattr(session_index, "WORK_S", 0.0)
+    async with opened("memory:", LIMITS) as store:
+        for number in range(100):
+            await _add(store, f"s-{number:02}", _turns(f"s-{number:02}"))
+        index = SessionIndex(store, "")
+        pages = [await index.page(ALL, 0, 10)]
+        while not pages[-1]["complete"]:
+            assert len(pages) < 100
+            pages.append(await index.page(ALL, 0, 10))
+        assert pages[0]["sessions"] == 10
+        assert [page["read"] for page in pages] == sorted(page["read"] for page in pages)
+        assert (pages[-1]["sessions"], pages[-1]["read"]) == (100, 100)
+
+
+async def test_filters(store: Store) -> None:
+    weights = (WeightSpan("v7", 0, 2),)
+    await _add(store, "plain", _turns("plain", model="small"), metadata=b'{"group": 7, "kind": "Math"}')
+    odd = _turns("odd", reason="no_match", problem="media", weight_versions=weights)
+    await _add(store, "odd", odd, metadata=b'{"a=b": "c"}')
+    escaped = b'{"Gr\\u00f6\\u00dfe": "say \\"hi\\""}'
+    await _add(store, "agent", _turns("agent", request_class="subagent"), metadata=escaped)
+    await store.set_rewards("plain", {"": 0.25})
+    index = SessionIndex(store, "")
+    for query, expected in [
+        (ListQuery(search="PLA"), ["plain"]),
+        (ListQuery(search="math"), ["plain"]),
+        (ListQuery(model="small"), ["plain"]),
+        (ListQuery(metadata=("group=7",)), ["plain"]),
+        (ListQuery(metadata=("group=8",)), []),
+        (ListQuery(metadata=("a=b=c",)), ["odd"]),
+        (ListQuery(search='größe=say "hi"'), ["agent"]),
+        (ListQuery(search="u00f6"), []),
+        (ListQuery(reason="no_match"), ["odd"]),
+        (ListQuery(problem="media"), ["odd"]),
+        (ListQuery(weight_version="v7"), ["odd"]),
+        (ListQuery(request_class="subagent"), ["agent"]),
+        (ListQuery(request_class="unknown"), ["odd", "plain"]),
+        (ListQuery(reward_min=0.25, reward_max=0.25), ["plain"]),
+        (ListQuery(reward_min=0.3), []),
+        (ListQuery(rewarded=False), ["agent", "odd"]),
+        (ListQuery(drift=True), []),
+        (ListQuery(drift=False), ["agent", "odd", "plain"]),
+        (ListQuery(reason="no_match", problem="no_ids"), []),
+    ]:
+        assert await _names(index, query) == expected, query
+    facets = (await index.page(ALL, 0, 10))["facets"]
+    assert facets["classes"] == {"unknown": 2, "subagent": 1}
+    assert facets["weight_versions"] == {"v7": 1}
+
+
+@pytest.mark.parametrize("sort", Sort)
+async def test_every_order_has_two_ways(store: Store, sort: Sort) -> None:
+    for number, name in enumerate("bac"):
+        await _add(store, name, _turns(name, number + 1))
+        await store.set_rewards(name, {"": float(number)})
+    await _add(store, "d", _turns("d"))
+    index = SessionIndex(store, "")
+    down = await _names(index, ListQuery(sort=sort))
+    up = await _names(index, ListQuery(sort=sort, descending=False))
+    if sort is Sort.REWARD:  # the session without a reward is last in both
+        assert (down, up) == (["c", "a", "b", "d"], ["b", "a", "c", "d"])
+    else:
+        assert up == down[::-1]
+    if sort is Sort.ID:
+        assert up == ["a", "b", "c", "d"]
+    if sort is Sort.TURNS:
+        assert down[:2] == ["c", "a"]
+
+
+async def test_tenants_are_apart(store: Store) -> None:
+    for tenant in ("one", "two"):
+        await _add(store, f"of-{tenant}", _turns(f"{tenant}/of-{tenant}"), tenant)
+    indexes = SessionIndexes(store)
+    assert await _names(indexes.of("one")) == ["of-one"]
+    assert await _names(indexes.of("two")) == ["of-two"]
+    assert indexes.of("one") is indexes.of("one")
+
+
+async def test_an_index_that_nobody_uses_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_index, "IDLE_S", 0.05)
+    indexes = SessionIndexes(MemoryStore(Limits()))
+    first = indexes.of("")
+    assert indexes.of("") is first
+    await asyncio.sleep(0.2)
+    assert indexes.of("") is not first
+
+
+class _Failing(MemoryStore):
+    """Fails when the turns of some sessions are read."""
+
+    fails = True
+
+    async def turns(self, rollout: str) -> list[Turn]:
+        if self.fails and rollout == "b":
+            raise StoreError("gone")
+        return await super().turns(rollout)
+
+
+async def test_a_store_that_fails_leaves_the_index_usable() -> None:
+    store = _Failing(Limits())
+    for name in "abc":
+        await _add(store, name, _turns(name))
+    index = SessionIndex(store, "")
+    with pytest.raises(StoreError):
+        await index.page(ALL, 0, 10)
+    store.fails = False
+    page = await index.page(ALL, 0, 10)
+    assert ([row["id"] for row in page["data"]], page["complete"]) == (["c", "b", "a"], True)
+
+
+async def test_requests_at_once_and_requests_that_are_cancelled(store: Store) -> None:
+    for number in range(20):
+        await _add(store, f"s-{number:02}", _turns(f"s-{number:02}"))
+    index = SessionIndex(store, "")
+    tasks = [asyncio.create_task(index.page(ALL, 0, 10)) for _ in range(6)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(page, dict) and page["matching"] == 20 for page in done[1:])
+    assert len(await _names(index)) == 20
+
+
+async def test_a_file_of_another_process(tmp_path: Path) -> None:
+    url = f"sqlite://{tmp_path / 'rollouts.db'}"
+    async with opened(url, LIMITS) as writer, opened(url, LIMITS) as reader:
+        index = SessionIndex(reader, "")
+        for name in "ab":
+            await _add(writer, name, _turns(name))
+            assert (await _names(index))[0] == name
+
+
+async def test_large_sessions_are_read_one_by_one_and_summarised_in_threads(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose time is up ends after one large session; its summary does not block the event loop."""
+    here, elsewhere = threading.get_ident(), []
+
+    def summarize_somewhere(turns: Sequence[Turn]) -> Summary:
+        elsewhere.append(threading.get_ident() != here)
+        return summarize(turns)
+
+    monkeypatch.setattr(session_index, "summarize", summarize_somewhere)
+    monkeypatch.setattr(session_index, "WORK_S", 0.0)
+    monkeypatch.setattr(session_index, "_BYTES_AT_ONCE", 30_000)
+    index = SessionIndex(store, "")
+    for name in ("large", "larger"):
+        ids = random.Random(name).choices(range(2**31), k=5000)  # stores compress others
+        await _add(store, name, [root(f"{name}-0", ids, [3, 4], rollout=name)])
+    for name in ("small", "smaller"):
+        await _add(store, name, _turns(name))
+    counts = [(await index.page(ALL, 0, 1))["read"] for _ in range(4)]
+    assert (counts[0], counts[-1]) == (1, 4)
+    assert sorted(elsewhere) == [False, False, True, True]
+    assert 3 in counts  # never both of the large ones
+
+
+@pytest.mark.parametrize("sort", [Sort.REWARD, Sort.USED])
+def test_the_plot_of_many_rewards_is_that_of_all(sort: Sort) -> None:
+    """Whatever the order of the list, and with the smallest and the largest of them."""
+    entries = [
+        Entry(str(each), str(each), True, False, 1.0, float(each), 1, 1, b"{}", reward=each / 3000)
+        for each in range(3001)
+    ]
+    rewards = select(entries, ListQuery(sort=sort)).rewards
+    assert rewards.count == 3001
+    assert rewards.mean == pytest.approx(0.5)
+    assert (len(rewards.values), rewards.values[0], rewards.values[-1]) == (1000, 0.0, 1.0)
+    assert rewards.values == sorted(rewards.values)
+    assert select([], ListQuery()).rewards == Rewards(0, 0.0, [])

@@ -1,0 +1,291 @@
+"""The feed of finished rollouts: what `FeedStore` promises, for every store alike."""
+
+import asyncio
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from proxy.history.feed import Cause, Consumer
+from proxy.history.store import Evicted, Limits, Store
+from proxy.stores.sqlite_feed import IDLE_SESSIONS
+from tests.support.store_utils import add, make_session, make_turn, opened
+
+
+async def _add(store: Store, *rollouts: str) -> None:
+    """Add a turn to each rollout; the part of its name before a slash is its tenant."""
+    for rollout in rollouts:
+        tenant = rollout.rpartition("/")[0]
+        await store.add(make_session(rollout, tenant=tenant), [make_turn(rollout)], [[]])
+
+
+async def _finish(store: Store, *rollouts: str) -> None:
+    for rollout in rollouts:
+        assert await store.feed.finish(rollout, Cause.END)
+
+
+async def _read(store: Store, after: int = 0, tenant: str | None = None) -> list[tuple[str, int]]:
+    """Rollouts and revisions after a position."""
+    found = await store.feed.read(after, limit=1000, tenant=tenant)
+    assert [each.position for each in found] == sorted({each.position for each in found})
+    return [(each.session.id, each.revision) for each in found]
+
+
+async def test_nothing_is_finished_at_first(store: Store) -> None:
+    await _add(store, "r")
+    assert (await store.feed.read(0, limit=10), await store.feed.end()) == ([], 0)
+    assert await store.feed.acknowledged("", "c") is None
+    assert await store.feed.consumers() == await store.feed.consumers("t") == []
+    assert not await store.feed.forget("", "c")
+    assert await store.feed.finish_idle(0.0, 10) == 0
+
+
+async def test_the_order_is_that_of_finishing(store: Store) -> None:
+    await _add(store, "a", "b", "c")
+    before = int(time.time() * 1e6)
+    await _finish(store, "b", "c", "a")
+    assert await _read(store) == [("b", 1), ("c", 1), ("a", 1)]
+    found = await store.feed.read(0, limit=2)
+    assert [each.session for each in found] == [await store.session("b"), await store.session("c")]
+    assert [each.cause for each in found] == [Cause.END] * 2
+    assert await _read(store, found[-1].position) == [("a", 1)]
+    last = (await store.feed.read(0, limit=9))[-1].position
+    assert before <= found[0].position < last == await store.feed.end() <= int(time.time() * 1e6) + 3
+    assert await store.feed.read(last, limit=9) == await store.feed.read(0, limit=0) == []
+
+
+async def test_positions_grow_when_the_clock_is_set_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _add(store, "a", "b", "c")
+    await _finish(store, "a")
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    await _finish(store, "b", "c")
+    assert await _read(store) == [("a", 1), ("b", 1), ("c", 1)]
+
+
+async def test_a_rollout_without_turns_is_not_finished(store: Store) -> None:
+    await store.save_session(make_session("empty"))
+    assert not await store.feed.finish("empty", Cause.END)
+    assert not await store.feed.finish("missing", Cause.END)
+    await store.set_rewards("empty", {"": 1.0})
+    await store.feed.finish_idle(time.time() + 10, 10)
+    assert await _read(store) == []
+
+
+async def test_finishing_again_needs_a_new_turn(store: Store) -> None:
+    await _add(store, "a", "b")
+    await _finish(store, "a", "b")
+    assert not await store.feed.finish("a", Cause.END)
+    assert await _read(store) == [("a", 1), ("b", 1)]
+    end = await store.feed.end()
+    await _add(store, "a")
+    assert await _read(store) == [("a", 1), ("b", 1)]
+    await _finish(store, "a")
+    # once, at its new place
+    assert await _read(store) == [("b", 1), ("a", 2)]
+    assert await _read(store, end) == [("a", 2)]
+
+
+async def test_the_reward_of_the_rollout_finishes_it(store: Store) -> None:
+    turn = make_turn("r")
+    await add(store, turn)
+    await store.set_rewards("r", {turn.id: 0.5})
+    assert await _read(store) == []
+    await store.set_rewards("r", {"": 1.0})
+    [found] = await store.feed.read(0, limit=9)
+    assert (found.revision, found.cause) == (1, Cause.REWARD)
+    # a retry, and a reward that says the same
+    for same in ({"": 1.0}, {turn.id: 0.5}, {}):
+        await store.set_rewards("r", same)
+    assert await _read(store) == [("r", 1)]
+    await store.set_rewards("r", {"": 1.5})
+    assert await _read(store, found.position) == [("r", 2)]
+    await store.set_rewards("r", {turn.id: 0.25})
+    assert await _read(store, found.position) == [("r", 3)]
+    await store.set_rewards("r", {"other": 0.0})
+    assert await _read(store) == [("r", 4)]
+    await add(store, make_turn("r"))
+    await store.set_rewards("r", {"": 1.5})
+    assert await _read(store) == [("r", 5)]
+
+
+async def test_deleted_rollouts_leave_the_feed(store: Store) -> None:
+    await _add(store, "a", "b")
+    await _finish(store, "a", "b")
+    end = await store.feed.end()
+    await store.delete("b")
+    assert await _read(store) == [("a", 1)]
+    assert await store.feed.end() == end
+    await _add(store, "b")
+    assert await _read(store) == [("a", 1)]
+    await _finish(store, "b")
+    # it is another rollout, after all that readers have seen
+    assert await _read(store, end) == [("b", 1)]
+
+
+async def test_a_tenant_reads_its_own_rollouts(store: Store) -> None:
+    await _add(store, "t/a", "u/a", "t/b", "a")
+    await _finish(store, "t/a", "u/a", "t/b", "a")
+    assert await _read(store, tenant="t") == [("t/a", 1), ("t/b", 1)]
+    assert await _read(store, tenant="u") == [("u/a", 1)]
+    assert await _read(store, tenant="") == [("a", 1)]
+    assert await _read(store, tenant="v") == []
+    assert len(await _read(store)) == 4
+    first = (await store.feed.read(0, limit=1, tenant="t"))[0].position
+    assert await _read(store, first, tenant="t") == [("t/b", 1)]
+
+
+# --- idle rollouts
+
+
+async def test_idle_rollouts_are_finished_in_the_order_of_their_use(whole_store: Store) -> None:
+    await _add(whole_store, "a", "b", "c", "d", "e")
+    await whole_store.pin("a", 0.0)
+    await whole_store.save_session(make_session("empty", used=1.0))
+    await _finish(whole_store, "d")
+    assert await whole_store.feed.finish_idle(time.time() - 60, 10) == 1
+    later = time.time() + 60
+    assert [await whole_store.feed.finish_idle(later, 2) for _ in range(4)] == [2, 2, 1, 0]
+    assert await _read(whole_store) == [("d", 1), ("b", 1), ("c", 1), ("e", 1), ("a", 1)]
+    assert {each.cause for each in (await whole_store.feed.read(0, limit=9))[1:]} == {Cause.IDLE}
+
+
+async def test_what_was_looked_at_is_looked_at_again_after_a_use(whole_store: Store) -> None:
+    await _add(whole_store, "a", "b")
+    later = time.time() + 60
+    assert await whole_store.feed.finish_idle(later, 9) == 2
+    assert await whole_store.feed.finish_idle(later, 9) == 0
+    await whole_store.pin("a", 0.0)
+    assert await whole_store.feed.finish_idle(later, 9) == 1
+    assert await _read(whole_store) == [("a", 1), ("b", 1)]
+    await _add(whole_store, "a")
+    assert await whole_store.feed.finish_idle(later, 9) == 1
+    assert await _read(whole_store) == [("b", 1), ("a", 2)]
+
+
+async def test_rollouts_used_at_one_time_are_all_finished(store: Store) -> None:
+    names = [f"r{number}" for number in range(7)]
+    await _add(store, *names)
+    for name in names:
+        await store.save_session(make_session(name, used=1234567.123456789))
+    for _ in range(7):
+        await store.feed.finish_idle(2e6, 2)
+    assert {name for name, _ in await _read(store)} == set(names)
+
+
+async def test_idle_rollouts_are_read_from_an_index(tmp_path: Path) -> None:
+    async with opened(f"sqlite://{tmp_path}/store.db"):
+        with sqlite3.connect(tmp_path / "store.db") as connection:
+            plan = connection.execute(f"EXPLAIN QUERY PLAN {IDLE_SESSIONS}", (0, "", 1, 9)).fetchall()
+    assert len(plan) == 1 and "SEARCH sessions USING COVERING INDEX sessions_by_use" in plan[0][3]
+
+
+# --- consumers
+
+
+async def test_consumers_acknowledge(store: Store) -> None:
+    await _add(store, "a", "b", "c", "t/a")
+    await _finish(store, "a", "t/a", "b", "c")
+    first, second, third = [each.position for each in await store.feed.read(0, limit=9, tenant="")]
+    assert await store.feed.acknowledge("", "new", 0) == 0
+    assert await store.feed.acknowledge("", "old", second) == second
+    assert await store.feed.acknowledge("t", "old", 0) == 0
+    here = [Consumer("", "new", 0, 3, first), Consumer("", "old", second, 1, third)]
+    assert await store.feed.consumers("") == here
+    [there] = await store.feed.consumers("t")
+    assert (there.waiting, there.position) == (1, 0)
+    assert await store.feed.consumers() == [*here, there]
+    # neither back, nor beyond the end: what is finished later is not acknowledged
+    assert await store.feed.acknowledge("", "old", first) == second
+    assert await store.feed.acknowledge("", "old", 2**62) == await store.feed.end()
+    assert (await store.feed.consumers(""))[1][3:] == (0, 0)
+    await _add(store, "d")
+    await _finish(store, "d")
+    assert (await store.feed.consumers(""))[1].waiting == 1
+    known = await store.feed.acknowledged("", "old")
+    assert known is not None and known.position < await store.feed.end()
+    assert abs(known.at - time.time()) < 10
+    assert await store.feed.forget("", "old")
+    assert await store.feed.acknowledged("", "old") is None
+    assert [each.name for each in await store.feed.consumers()] == ["new", "old"]
+
+
+async def test_consumers_that_are_gone_are_forgotten(url: str) -> None:
+    async with opened(url, Limits(max_age_s=0.2)) as store:
+        await store.feed.acknowledge("", "gone", 0)
+        await asyncio.sleep(0.3)
+        await store.feed.acknowledge("", "here", 0)
+        await store.evict()
+        assert [each.name for each in await store.feed.consumers()] == ["here"]
+
+
+async def test_evicted_rollouts_that_nobody_read_are_counted(url: str) -> None:
+    async with opened(url, Limits(max_age_s=1000.0)) as store:
+        await _add(store, "read", "new", "open", "t/new")
+        await _finish(store, "read", "new", "t/new")
+        [read, *_] = await store.feed.read(0, limit=9)
+        await store.feed.acknowledge("", "fast", await store.feed.end())
+        await store.feed.acknowledge("", "slow", read.position)
+        for name in ("read", "new", "open", "t/new"):
+            session = await store.session(name)
+            assert session is not None
+            await store.save_session(replace(session, used=1.0))
+        evicted = await store.evict()
+        assert evicted == Evicted(4, 4, evicted.size, 1)
+        assert await _read(store) == []
+
+
+# --- processes
+
+
+async def test_two_processes_share_feed_and_consumers(shared_url: str) -> None:
+    async with opened(shared_url) as first, opened(shared_url) as second:
+        names = [f"r{number}" for number in range(40)]
+        await _add(first, *names)
+        await asyncio.gather(
+            *((first, second)[number % 2].feed.finish(name, Cause.END) for number, name in enumerate(names))
+        )
+        found = await first.feed.read(0, limit=100)
+        assert await second.feed.read(0, limit=100) == found
+        assert {each.session.id for each in found} == set(names)
+        await asyncio.gather(*(each.feed.acknowledge("", "c", found[5].position) for each in (first, second)))
+        assert (await second.feed.consumers())[0].waiting == 34
+        later, looked_at = time.time() + 9, 0
+        while sum(
+            finished := await asyncio.gather(*(each.feed.finish_idle(later, 9) for each in (first, second)))
+        ):
+            looked_at += sum(finished)
+        assert looked_at == 40
+    async with opened(shared_url) as store:
+        assert await store.feed.read(0, limit=100) == found
+        assert (await store.feed.acknowledged("", "c") or (0,))[0] == found[5].position
+        await _add(store, "later")
+        await _finish(store, "later")
+        assert (await _read(store))[-1] == ("later", 1)
+
+
+async def test_a_reader_sees_no_gap_that_is_filled_later(shared_url: str) -> None:
+    """Positions become visible in their order, also while two processes finish rollouts."""
+    names = [f"r{number}" for number in range(200)]
+    async with opened(shared_url) as first, opened(shared_url) as second, opened(shared_url) as reader:
+        for name in names:
+            await first.add(make_session(name), [make_turn(name, completion=b"")], [[]])
+        seen: list[str] = []
+
+        async def read() -> None:
+            after = 0
+            while len(seen) < len(names):
+                for each in await reader.feed.read(after, limit=7):
+                    seen.append(each.session.id)
+                    after = each.position
+
+        async def finish(store: Store, mine: list[str]) -> None:
+            for name in mine:
+                await store.feed.finish(name, Cause.END)
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(read(), finish(first, names[::2]), finish(second, names[1::2]))
+        assert sorted(seen) == sorted(names)

@@ -1,0 +1,233 @@
+"""Finding turns, and which of them are open, for every store alike."""
+
+import asyncio
+import random
+
+import pytest
+
+from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexEntry, Store
+from proxy.history.turn import Turn
+from tests.support.store_utils import add, digest_of, entry, make_session, make_turn
+
+_KEY = digest_of("k")
+
+
+def _group(ids: str, *candidates: tuple[Turn, bool]) -> CandidateGroup:
+    listed = [Candidate(turn.id, turn.rollout, open) for turn, open in candidates]
+    return CandidateGroup(digest_of(ids) if ids else b"", len(listed), listed)
+
+
+async def _candidates(store: Store) -> list[tuple[str, bool]]:
+    """Of the first group under the key."""
+    found = await store.find([_KEY])
+    return [(candidate.turn, candidate.open) for candidate in found[_KEY].groups[0].candidates]
+
+
+async def test_found_by_each_key_newest_first(store: Store) -> None:
+    first, second, third = make_turn("a"), make_turn("b"), make_turn("a")
+    both, other = entry("both"), entry("other", "ids")
+    await add(store, second, both)
+    await store.add(make_session("a"), [first, third], [[both, other], [both]])
+    assert await store.find([other.key, digest_of("unknown"), both.key]) == {
+        both.key: Found(3, [_group("", (third, True), (second, True), (first, True))]),
+        other.key: Found(1, [_group("ids", (first, True))]),
+    }
+
+
+async def test_the_same_entry_twice_counts_once(store: Store) -> None:
+    turn = make_turn()
+    await add(store, turn, entry("k"), entry("k"))
+    assert await store.find([_KEY, _KEY]) == {_KEY: Found(1, [_group("", (turn, True))])}
+    assert await store.delete("r")
+    assert await store.find([_KEY]) == {}
+
+
+async def test_many_keys_in_one_call(store: Store) -> None:
+    turns = [make_turn() for _ in range(3)]
+    await store.add(make_session(), turns, [[entry(turn.id)] for turn in turns])
+    keys = [digest_of(str(number)) for number in range(600)]
+    keys[0], keys[299], keys[599] = (digest_of(turn.id) for turn in turns)
+    found = await store.find(keys)
+    assert found == {digest_of(turn.id): Found(1, [_group("", (turn, True))]) for turn in turns}
+
+
+@pytest.mark.parametrize("byte", [b"\x00", b"\n", b":", b"0", b"1", b"\xff"])
+async def test_keys_and_ids_may_hold_any_bytes(store: Store, byte: bytes) -> None:
+    turn, key = make_turn(), byte * 16
+    await add(store, turn, IndexEntry(key, key))
+    assert await store.find([key]) == {
+        key: Found(1, [CandidateGroup(key, 1, [Candidate(turn.id, "r", True)])])
+    }
+
+
+async def test_turns_are_grouped_by_their_ids(store: Store) -> None:
+    turns = [make_turn() for _ in range(6)]
+    ids = ["", "x", "y", "x", "", "y"]
+    for turn, turn_ids in zip(turns, ids, strict=True):
+        await add(store, turn, entry("k", turn_ids))
+    await store.claim(turns[5].id)
+    expected = [
+        _group("y", (turns[2], True), (turns[5], False)),
+        _group("", (turns[4], True), (turns[0], True)),
+        _group("x", (turns[3], True), (turns[1], True)),
+    ]
+    assert await store.find([_KEY]) == {_KEY: Found(6, expected)}
+
+
+async def test_more_candidates_than_are_returned(store: Store) -> None:
+    turns = [make_turn() for _ in range(FOUND_AT_MOST + 20)]
+    await store.add(make_session(), turns, [[entry("k", "ids")]] * len(turns))
+    for turn in turns[10:]:
+        await store.claim(turn.id)
+    newest_open = [(turn.id, True) for turn in turns[9::-1]]
+    newest_closed = [(turn.id, False) for turn in turns[: -FOUND_AT_MOST + 10 - 1 : -1]]
+    assert await _candidates(store) == newest_open + newest_closed
+    found = (await store.find([_KEY]))[_KEY]
+    assert found.total == found.groups[0].total == len(turns)
+
+
+async def test_more_groups_than_are_returned(store: Store) -> None:
+    turns = [make_turn() for _ in range(FOUND_AT_MOST + 20)]
+    entries = [[entry("k", f"ids of {turn.id}")] for turn in turns]
+    await store.add(make_session(), turns, entries)
+    await store.claim(turns[-1].id)
+    found = (await store.find([_KEY]))[_KEY]
+    assert found.total == len(turns)
+    assert [group.candidates[0].turn for group in found.groups] == [
+        turn.id for turn in turns[: -FOUND_AT_MOST - 1 : -1]
+    ]
+
+
+async def test_the_newest_turn_of_a_large_group_may_be_closed(store: Store) -> None:
+    turns = [make_turn(completion=b"") for _ in range(102)]
+    names = ["large"] * 100 + ["small", "large"]
+    await store.add(make_session(), turns, [[entry("k", name)] for name in names])
+    await store.claim(turns[-1].id)
+    groups = (await store.find([_KEY]))[_KEY].groups
+    assert [group.ids for group in groups] == [digest_of("large"), digest_of("small")]
+
+
+async def test_a_turn_is_open_until_it_is_continued(store: Store) -> None:
+    parent, other = make_turn(), make_turn()
+    await store.add(make_session(), [parent, other], [[entry("k", "ids")]] * 2)
+    assert await _candidates(store) == [(other.id, True), (parent.id, True)]
+    await add(store, make_turn(parent=other.id))
+    assert await _candidates(store) == [(parent.id, True), (other.id, False)]
+    assert not await store.claim(other.id)
+    await store.release(other.id)
+    assert await _candidates(store) == [(parent.id, True), (other.id, False)]
+
+
+async def test_a_child_in_another_rollout_continues_a_turn(whole_store: Store) -> None:
+    parent = make_turn("a")
+    await add(whole_store, parent, entry("k"))
+    await add(whole_store, make_turn("b", parent=parent.id))
+    assert await _candidates(whole_store) == [(parent.id, False)]
+    await whole_store.delete("b")
+    await whole_store.release(parent.id)
+    assert await _candidates(whole_store) == [(parent.id, False)]
+
+
+@pytest.mark.parametrize("child_first", [False, True])
+async def test_a_parent_added_with_its_child_is_not_open(store: Store, child_first: bool) -> None:
+    parent = make_turn()
+    child = make_turn(parent=parent.id)
+    turns = [child, parent] if child_first else [parent, child]
+    await store.add(make_session(), turns, [[entry("k")]] * 2)
+    assert await _candidates(store) == [(child.id, True), (parent.id, False)]
+
+
+async def test_a_turn_is_claimed_once(store: Store) -> None:
+    turn = make_turn()
+    await add(store, turn, entry("k", "ids"), entry("explaining"))
+    claimed = await asyncio.gather(*(store.claim(turn.id) for _ in range(5)))
+    assert sorted(claimed) == [False] * 4 + [True]
+    assert await store.find([_KEY, digest_of("explaining")]) == {
+        _KEY: Found(1, [_group("ids", (turn, False))]),
+        digest_of("explaining"): Found(1, [_group("", (turn, False))]),
+    }
+
+
+async def test_a_released_turn_is_open_again(store: Store) -> None:
+    turn = make_turn()
+    await add(store, turn, entry("k"))
+    await store.release(turn.id)
+    for _ in range(2):
+        assert await store.claim(turn.id)
+        assert await _candidates(store) == [(turn.id, False)]
+        await store.release(turn.id)
+        await store.release(turn.id)
+        assert await _candidates(store) == [(turn.id, True)]
+
+
+async def test_a_claimed_turn_that_is_continued_is_not_released(store: Store) -> None:
+    turn = make_turn()
+    await add(store, turn, entry("k"))
+    assert await store.claim(turn.id)
+    await add(store, make_turn(parent=turn.id))
+    await store.release(turn.id)
+    assert await _candidates(store) == [(turn.id, False)]
+    assert not await store.claim(turn.id)
+
+
+async def test_a_turn_without_keys_can_be_claimed(store: Store) -> None:
+    turn = make_turn()
+    await add(store, turn)
+    assert await store.claim(turn.id)
+    assert not await store.claim(turn.id)
+
+
+async def test_a_claimed_turn_leaves_nothing_when_deleted(store: Store) -> None:
+    turn = make_turn()
+    await add(store, turn, entry("k", "ids"))
+    await store.claim(turn.id)
+    await store.delete("r")
+    assert await store.find([_KEY]) == {}
+    await add(store, turn, entry("k", "ids"))
+    assert await _candidates(store) == [(turn.id, True)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_groups_of_all_sizes(store: Store, seed: int) -> None:
+    """Compared with a plain count. Sizes at which a returned group, or what is read at once, is just full."""
+    chosen = random.Random(seed)
+    sizes = [chosen.choice([1, 2, 15, 16, 17, 63, 64, 65, 130]) for _ in range(chosen.randrange(3, 20))]
+    names = [name for number, size in enumerate(sizes) for name in [f"ids{number}" if number else ""] * size]
+    chosen.shuffle(names)
+    turns = [make_turn(str(number % 7), completion=b"") for number in range(len(names))]
+    for rollout in range(7):
+        entries = [[entry("k", name), entry(name)] for name in names[rollout::7]]
+        await store.add(make_session(str(rollout)), turns[rollout::7], entries)
+    claimed = chosen.sample(turns, len(turns) // 2)
+    assert all(await asyncio.gather(*(store.claim(turn.id) for turn in claimed)))
+    await store.delete("3")
+
+    closed = {turn.id for turn in claimed}
+    members: dict[str, list[tuple[Turn, bool]]] = {}
+    for name, turn in zip(names, turns, strict=True):
+        if turn.rollout != "3":
+            members.setdefault(name, []).append((turn, turn.id not in closed))
+    groups = []
+    for name, listed in members.items():
+        listed.sort(key=lambda member: (member[1], member[0].id), reverse=True)
+        group = _group(name, *listed[:FOUND_AT_MOST])._replace(total=len(listed))
+        groups.append((max(turn.id for turn, _ in listed), group))
+    groups.sort(reverse=True)
+    total = sum(group.total for _, group in groups)
+    expected = Found(total, [group for _, group in groups[:FOUND_AT_MOST]])
+    assert await store.find([_KEY]) == {_KEY: expected}
+
+
+async def test_hundreds_of_equal_turns_continued_one_by_one(store: Store) -> None:
+    turns = [make_turn(f"r{number}", completion=b"") for number in range(300)]
+    ids = entry("k", "ids")
+    await asyncio.gather(*(add(store, turn, ids) for turn in turns))
+    for turn in turns[:-21:-1]:
+        found = (await store.find([_KEY]))[_KEY]
+        assert found.total == 300
+        candidates = found.groups[0].candidates
+        assert candidates[0] == Candidate(turn.id, turn.rollout, True) and len(candidates) == FOUND_AT_MOST
+        assert await store.claim(turn.id)
+        await add(store, make_turn(turn.rollout, parent=turn.id))
+    sessions = await store.sessions(limit=1000)
+    assert len(sessions) == 300 and all(session.ambiguous for session in sessions)

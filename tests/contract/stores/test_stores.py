@@ -1,0 +1,340 @@
+"""Turns, paths, rewards and responses: what `Store` promises, for every store alike."""
+
+import asyncio
+import os
+
+import pytest
+from msgspec.structs import replace
+
+from proxy.history.prompt_image import PromptImage
+from proxy.history.store import Evicted, Store, Usage
+from proxy.history.turn import Turn, WeightSpan, new_id, pack_alternatives, pack_ids, pack_logprobs, turn_id
+from tests.support.store_utils import add, digest_of, entry, make_response, make_session, make_turn
+
+_EVERYTHING = make_turn(
+    "tenant/räume",
+    parent="f" * 32,
+    choice=3,
+    tools=b'[{"name": "look"}]',
+    template_kwargs=b'{"a": 1}',
+    messages=b'[{"role": "user"}]',
+    message=b'{"content": "\xc3\xa4"}',
+    appended=pack_ids([0, 1, 2**31 - 1]),
+    images=(PromptImage(1, 1, "d" * 32, "image/png", b"\x89PNG"),),
+    completion=pack_ids([7, 8]),
+    logprobs=pack_logprobs([-0.5, float("-inf")]),
+    reason="history_edited",
+    finish_reason="stop",
+    stop_reason=151645,
+    temperature=0.7,
+    logprobs_mode="raw_logprobs",
+    replica="http://10.0.0.1:8000",
+    problem="media",
+    weight_versions=(WeightSpan("7", 0, 1), WeightSpan("8", 1, 2)),
+    weights_uncertain=True,
+    routed_experts="AAAA",
+    routed_experts_start=3,
+    sampling_mask=(pack_ids([2, 1]), pack_ids([7, 9, 8])),
+    alternatives=pack_alternatives([[(b"a", -0.5), (b"\xf0\x9f", -1.0)], []]),
+    cached_tokens=384,
+    request_class="subagent",
+    agent="agent/ä",
+    parent_agent="a0",
+    requested_model="haiku",
+    scope=(b"t" * 16, b"k" * 16, b"m" * 16),
+    spelling_before=b"\x00" * 16,
+    spelling=b"\xff" * 16,
+    reasonings=(b"a" * 16, b""),
+    calls=(b"c" * 16, b""),
+    ids_digest=b"i" * 16,
+)
+
+
+def _choices(count: int, parent: str | None = None) -> list[Turn]:
+    """The turns of one request; the first holds the prompt of all."""
+    request = new_id()
+    first = make_turn(
+        id=turn_id(request, 0),
+        request=request,
+        parent=parent,
+        messages=b'[{"role":"user","content":"hello"}]' * 100,
+        appended=pack_ids(range(1000)),
+        tools=b"[]",
+        template_kwargs=b"{}",
+    )
+    others = [
+        make_turn(
+            id=turn_id(request, choice),
+            request=request,
+            parent=parent,
+            choice=choice,
+            prompt_turn=first.id,
+        )
+        for choice in range(1, count)
+    ]
+    return [first, *others]
+
+
+def _filled(turn: Turn, holder: Turn) -> Turn:
+    return replace(
+        turn,
+        messages=holder.messages,
+        appended=holder.appended,
+        tools=holder.tools,
+        template_kwargs=holder.template_kwargs,
+    )
+
+
+async def test_a_turn_comes_back_as_it_was(store: Store) -> None:
+    bare = make_turn("tenant/räume")
+    await store.add(make_session("tenant/räume"), [bare, _EVERYTHING], [[], [entry("k")]])
+    assert await store.turns("tenant/räume") == [_EVERYTHING, bare]
+    assert await store.path(bare.id) == [bare]
+
+
+async def test_every_field_is_tried() -> None:
+    bare = make_turn()
+    same = {name for name in bare.__struct_fields__ if getattr(bare, name) == getattr(_EVERYTHING, name)}
+    assert same <= {"model", "source", "prompt_tokens", "created", "prompt_turn"}
+
+
+async def test_an_empty_store_holds_nothing(store: Store) -> None:
+    key = digest_of("k")
+    assert await store.find([key]) == {}
+    assert await store.find([]) == {}
+    assert await store.evicted([key]) == set()
+    assert await store.evicted([]) == set()
+    assert not await store.claim("nothing")
+    await store.release("nothing")
+    await store.pin("nothing", 2e9)
+    assert await store.path("nothing") == []
+    assert await store.turns("nothing") == []
+    assert await store.newest("nothing", 10) == []
+    assert await store.session("nothing") is None
+    assert await store.sessions(limit=10) == []
+    assert await store.sessions(limit=10, tenant="t") == []
+    assert await store.rewards("nothing") == {}
+    assert await store.responses(key) == []
+    assert not await store.take_response(make_response(key))
+    assert not await store.delete("nothing")
+    assert await store.evict() == Evicted()
+    assert await store.usage() == Usage(0, 0, 0)
+
+
+async def test_all_turns_of_a_call_are_added_or_none(store: Store) -> None:
+    with pytest.raises(ValueError):
+        await store.add(make_session(), [make_turn(), make_turn()], [[entry("k")]])
+    assert await store.usage() == Usage(0, 0, 0)
+    assert await store.find([digest_of("k")]) == {}
+
+
+async def test_path_begins_with_the_first_turn(store: Store) -> None:
+    turns = [make_turn()]
+    for _ in range(20):
+        turns.append(make_turn(parent=turns[-1].id))
+    fork = make_turn(parent=turns[4].id)
+    await store.add(make_session(), [fork, *turns[::-1]], [[]] * 22)
+    assert await store.path(turns[-1].id) == turns
+    assert await store.path(fork.id) == [*turns[:5], fork]
+
+
+async def test_path_may_cross_rollouts(whole_store: Store) -> None:
+    first = make_turn("a")
+    second = make_turn("b", parent=first.id)
+    await add(whole_store, first)
+    await add(whole_store, second)
+    assert await whole_store.path(second.id) == [first, second]
+    await whole_store.delete("a")
+    assert await whole_store.path(second.id) == []
+
+
+async def test_no_path_without_all_ancestors(store: Store) -> None:
+    orphan = make_turn(parent="missing")
+    child = make_turn(parent=orphan.id)
+    await store.add(make_session(), [orphan, child], [[], []])
+    assert await store.path(child.id) == []
+
+
+async def test_no_path_in_a_circle(store: Store) -> None:
+    first, second = make_turn(), make_turn()
+    first, second = replace(first, parent=second.id), replace(second, parent=first.id)
+    await store.add(make_session(), [first, second], [[], []])
+    assert await store.path(first.id) == []
+
+
+async def test_choices_share_the_prompt_of_one(store: Store) -> None:
+    choices = _choices(3)
+    await store.add(make_session(), choices, [[]] * 3)
+    holder = choices[0]
+    filled = [holder, *(_filled(turn, holder) for turn in choices[1:])]
+    assert await store.turns("r") == filled
+    assert [turn.prompt_turn for turn in filled] == [None, holder.id, holder.id]
+    for turn in filled:
+        assert await store.path(turn.id) == [turn]
+    session = await store.session("r")
+    assert session is not None and session.size < 2 * len(holder.messages + holder.appended)
+
+
+async def test_a_shared_prompt_may_be_recorded_earlier(store: Store) -> None:
+    holder, other = _choices(2)
+    await add(store, holder)
+    await add(store, other)
+    assert await store.turns("r") == [holder, _filled(other, holder)]
+    assert await store.path(other.id) == [_filled(other, holder)]
+
+
+async def test_shared_prompts_along_a_path(store: Store) -> None:
+    first = _choices(3)
+    second = _choices(2, parent=first[2].id)
+    last = make_turn(parent=second[1].id)
+    await store.add(make_session(), [*first, *second, last], [[]] * 6)
+    expected = [_filled(first[2], first[0]), _filled(second[1], second[0]), last]
+    assert await store.path(last.id) == expected
+
+
+async def test_no_path_without_a_shared_prompt(store: Store) -> None:
+    turn = make_turn(prompt_turn="missing")
+    child = make_turn(parent=turn.id)
+    await store.add(make_session(), [turn, child], [[], []])
+    assert await store.path(turn.id) == await store.path(child.id) == []
+
+
+async def test_adding_again_changes_nothing(store: Store) -> None:
+    turn = make_turn()
+    await add(store, turn, entry("k"))
+    session, usage = await store.session("r"), await store.usage()
+    changed = replace(turn, model="other", reason="ambiguous")
+    added_again = await store.add(make_session(), [changed, changed], [[entry("other", "ids")], []])
+    assert added_again == Evicted()
+    assert await store.turns("r") == [turn]
+    assert await store.find([digest_of("other")]) == {}
+    assert await store.session("r") == session
+    assert await store.usage() == usage
+
+
+async def test_only_new_turns_of_a_call_are_added(store: Store) -> None:
+    first, second = make_turn(), make_turn()
+    await add(store, first)
+    before = await store.usage()
+    await store.add(make_session(), [first, second, second], [[], [], []])
+    assert await store.turns("r") == [first, second]
+    after = await store.usage()
+    assert after.turns == 2 and after.size < 2 * before.size + 10
+
+
+async def test_newest_turns_of_a_rollout(store: Store) -> None:
+    turns = [make_turn() for _ in range(5)]
+    await store.add(make_session(), turns[::-1], [[]] * 5)
+    await add(store, make_turn("other"))
+    ids = [turn.id for turn in turns]
+    assert await store.newest("r", 2) == [ids[4], ids[3]]
+    assert await store.newest("r", 10) == ids[::-1]
+    assert await store.newest("r", 0) == []
+
+
+async def test_size_counts_the_bytes_of_turns(store: Store) -> None:
+    await add(store, make_turn())
+    small = (await store.usage()).size
+    await add(store, make_turn(completion=os.urandom(100_000)))
+    large = (await store.usage()).size - small
+    assert 1000 < small < 2000 and 100_000 < large < 101_000
+
+
+async def test_delete_leaves_nothing(store: Store) -> None:
+    deleted, stays = make_turn("deleted"), make_turn("stays")
+    shared, own = entry("shared", "ids"), entry("own")
+    await add(store, deleted, shared, own)
+    await add(store, stays, shared)
+    await store.set_rewards("deleted", {"": 1.0})
+    await store.pin("deleted", 2e9)
+    left = await store.session("stays")
+    assert await store.delete("deleted")
+    assert not await store.delete("deleted")
+    found = await store.find([shared.key, own.key])
+    assert [candidate.turn for candidate in found[shared.key].groups[0].candidates] == [stays.id]
+    assert found.keys() == {shared.key}
+    assert await store.evicted([shared.key, own.key]) == set()
+    assert await store.turns("deleted") == await store.path(deleted.id) == []
+    assert await store.session("deleted") is None
+    assert await store.sessions(limit=10) == [left]
+    assert await store.rewards("deleted") == {}
+    assert left is not None and await store.usage() == Usage(1, 1, left.size)
+
+
+async def test_a_deleted_rollout_may_be_added_again(store: Store) -> None:
+    turn = make_turn()
+    await add(store, turn, entry("k"))
+    await store.delete("r")
+    await add(store, turn, entry("k"))
+    assert (await store.find([digest_of("k")]))[digest_of("k")].total == 1
+    assert (await store.usage()).turns == 1
+
+
+async def test_rewards_are_merged(store: Store) -> None:
+    turn = make_turn()
+    await add(store, turn)
+    assert await store.set_rewards("r", {turn.id: 0.1, "unknown": -2.0})
+    assert await store.set_rewards("r", {"": 1e-30, turn.id: 1 / 3})
+    assert await store.set_rewards("r", {})
+    assert await store.rewards("r") == {turn.id: 1 / 3, "unknown": -2.0, "": 1e-30}
+
+
+async def test_rewards_need_a_session(store: Store) -> None:
+    assert not await store.set_rewards("missing", {"": 1.0})
+    assert await store.rewards("missing") == {}
+    assert await store.session("missing") is None
+    assert await store.usage() == Usage(0, 0, 0)
+    await store.save_session(make_session("missing"))
+    assert await store.rewards("missing") == {}
+    assert await store.set_rewards("missing", {"": 1.0})
+
+
+async def test_rewards_do_not_use_a_session(store: Store) -> None:
+    await store.save_session(make_session(used=2.0))
+    session = await store.session("r")
+    await store.set_rewards("r", {"": 1.0})
+    assert await store.session("r") == session
+
+
+async def test_responses_newest_first(store: Store) -> None:
+    first = make_response(
+        b"k",
+        request=b"q" * 16,
+        status=500,
+        headers=((b"a", b"\xff"), (b"a", b"2")),
+        body=b"\x00",
+    )
+    second, other = make_response(b"k", failed=True), make_response(b"other")
+    for response in (second, first, other, first):
+        await store.keep_response(response)
+    assert await store.responses(b"k") == [second, first]
+    assert await store.responses(b"other") == [other]
+
+
+async def test_a_response_is_taken_once(store: Store) -> None:
+    stays, taken = make_response(b"k"), make_response(b"k")
+    await store.keep_response(stays)
+    await store.keep_response(taken)
+    results = await asyncio.gather(*(store.take_response(taken) for _ in range(5)))
+    assert sorted(results) == [False] * 4 + [True]
+    assert await store.responses(b"k") == [stays]
+
+
+async def test_the_newest_change_of_a_replica_counts(store: Store) -> None:
+    assert await store.replica_changes("fleet") == {}
+    await store.change_replica("fleet", "http://a:1", "added")
+    await store.change_replica("fleet", "http://räume:1/path", "drained")
+    await store.change_replica("fleet", "http://a:1", "removed")
+    expected = {"http://a:1": "removed", "http://räume:1/path": "drained"}
+    assert await store.replica_changes("fleet") == expected
+    await store.change_replica("fleet", "http://a:1", None)
+    await store.change_replica("fleet", "http://never:1", None)
+    assert await store.replica_changes("fleet") == {"http://räume:1/path": "drained"}
+
+
+async def test_each_fleet_has_its_own_changes(store: Store) -> None:
+    await store.change_replica("first", "http://a:1", "removed")
+    await store.change_replica("second", "http://a:1", "drained")
+    await store.change_replica("second", "http://a:1", None)
+    assert await store.replica_changes("first") == {"http://a:1": "removed"}
+    assert await store.replica_changes("second") == {}

@@ -1,0 +1,333 @@
+"""The arguments of the Ray Serve application, its metrics, and its child processes; no cluster is needed."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from pydantic import ValidationError
+
+from proxy.fleet.membership import MembershipError, normalise_upstream, resolve_host
+from proxy.settings import SettingsError
+from tests.support.utils import wait_until
+
+pytest.importorskip("ray", reason="scripts/install-ray installs it")
+
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+from proxy import serve_engines, serve_metrics
+from proxy.serve_app import Arguments, build
+from proxy.serve_engines import ENGINES, ActorEngines, EngineArguments
+
+_ROOT = Path(__file__).parents[2]
+_URL = {"upstreams": "http://127.0.0.1:8000,http://127.0.0.1:8001"}
+_SHARED = {"store": "redis://127.0.0.1:6379/0"}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            {"upstream": "http://a:8000"},
+            "'upstream' is neither an argument nor a setting. There are: access_log, admin_key",
+        ),
+        ({"api_key": "k", **_URL}, "api_key: Ray's dashboard shows arguments: set TOKENPROXY_API_KEY in"),
+        ({"admin_key": ["k"], **_URL}, "set TOKENPROXY_ADMIN_KEY in"),
+        ({"store": "redis://:p@h:6379/0", **_URL}, "set TOKENPROXY_STORE in"),
+        ({"store": "redis+sentinel://h:1,g:2/m/0?password=p", **_URL}, "set TOKENPROXY_STORE in"),
+        ({"store": "redis://:pa,ss@h:6379/0", **_URL}, "set TOKENPROXY_STORE in"),
+        ({"upstreams": ["http://a:8000", "http://user:p@h:8000"]}, "set TOKENPROXY_UPSTREAMS in"),
+        ({"port": 1, **_URL}, "port: Ray Serve has the server here"),
+        ({"host": "127.0.0.1", **_URL}, "host: Ray Serve has the server here"),
+        ({}, "no engine: name some with upstreams=URL"),
+        ({"policy": "best", **_URL}, "policy: Input should be"),
+        ({"replicas": 2, "store": "memory:", **_URL}, "cannot share turns that `store: memory:` keeps"),
+        ({"max_replicas": 2, "store": "memory:", **_URL}, "cannot share turns that `store: memory:` keeps"),
+        ({"config": "/no/such/file.yaml", **_URL}, "no settings file at /no/such/file.yaml"),
+    ],
+)
+def test_arguments_that_cannot_be_right(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        build(Arguments(**arguments))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments, field",
+    [
+        ({"replicas": 0}, "replicas"),
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas"),
+        ({"engines": "{"}, "engines\n  Value error, not an object in JSON"),
+        ({"engines": {"model": "m", "gpu": 1}}, "gpu"),
+        ({"engines": {"model": "m", "flags": "--api-key=k"}}, "VLLM_API_KEY"),
+    ],
+)
+def test_arguments_of_a_wrong_kind(arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValidationError, match=field):
+        Arguments(**arguments)
+
+
+def test_an_engine_key_needs_keys_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Serve may listen on any address."""
+    monkeypatch.setenv("TOKENPROXY_UPSTREAM_API_KEY", "engine")
+    with pytest.raises(SettingsError, match=r"every client that reaches host 0\.0\.0\.0"):
+        build(Arguments(**_URL))
+    monkeypatch.setenv("TOKENPROXY_API_KEY", "client")
+    build(Arguments(**_URL))
+
+
+def test_options_of_the_deployment() -> None:
+    proxy = build(Arguments(**_URL, **_SHARED, replicas=2, drain_s=50, cpus=0.5))._bound_deployment
+    assert (proxy.name, proxy.num_replicas, proxy.max_ongoing_requests) == ("Proxy", 2, 2048)
+    config = proxy._deployment_config
+    assert config.graceful_shutdown_timeout_s == 60
+    assert config.request_router_config.request_router_class.endswith("ConsistentHashRouter")
+    assert proxy.ray_actor_options["num_cpus"] == 0.5
+    scaled = build(Arguments(**_URL, **_SHARED, replicas=2, max_replicas=5, requests_per_replica=7))
+    scaling = scaled._bound_deployment._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 5, 7)
+
+
+def test_haproxy_chooses_where_ray_serve_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Serve refuses to deploy an application with a router of its own then."""
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    proxy = build(Arguments(**_URL))._bound_deployment
+    assert "Consistent" not in str(proxy._deployment_config.request_router_config.request_router_class)
+
+
+@pytest.mark.parametrize("path", sorted((_ROOT / "deploy/ray").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_config_files(path: Path) -> None:
+    [application] = yaml.safe_load(path.read_text())["applications"]
+    assert application["import_path"] == "proxy.serve_app:build"
+    built = build(Arguments(**application["args"]))
+    assert {each["name"] for each in application.get("deployments", [])} <= {built._bound_deployment.name}
+
+
+def test_arguments_are_documented() -> None:
+    page = (_ROOT / "docs/ray.md").read_text()
+    names = [*Arguments.model_fields, *EngineArguments.model_fields]
+    assert [name for name in names if f"| `{name}` |" not in page] == []
+
+
+def test_engines_as_text() -> None:
+    arguments = Arguments(engines='{"model": "m", "flags": "--a \'b c\'", "gpus": 0}')
+    assert arguments.engines is not None
+    assert (arguments.engines.flags, arguments.engines.gpus) == (["--a", "b c"], 0)
+
+
+@pytest.mark.parametrize(
+    "url, normal",
+    [
+        ("ray-actor://server_", "ray-actor://server_"),
+        ("ray-actor://server_/get_server_address", "ray-actor://server_/get_server_address"),
+        (ENGINES, ENGINES),
+        ("ray-actor://", None),
+        ("ray-actor://a/b/c", None),
+        ("ray-actor://a/1", None),
+    ],
+)
+def test_names_of_actors(url: str, normal: str | None) -> None:
+    if normal is None:
+        with pytest.raises(ValueError, match="names no actors"):
+            normalise_upstream(url)
+    else:
+        assert normalise_upstream(url) == normal
+
+
+async def test_actors_are_known_under_ray_serve_only() -> None:
+    with pytest.raises(MembershipError, match=r"docs/ray\.md"):
+        await resolve_host("ray-actor://server_")
+
+
+class _Told:
+    """An actor's handle whose method tells `value`, raises it, or waits for what it returns."""
+
+    def __init__(self, value: Any) -> None:
+        self.calls = 0
+        self._value = value
+        self.url = self
+
+    async def remote(self) -> Any:
+        self.calls += 1
+        if isinstance(self._value, Exception):
+            raise self._value
+        return await self._value() if callable(self._value) else self._value
+
+
+@pytest.mark.parametrize(
+    "told, found",
+    [
+        ("http://10.0.0.1:8000/v1/", "http://10.0.0.1:8000"),
+        (("10.0.0.1", 8000), "http://10.0.0.1:8000"),
+        (("fd00::1", "8000"), "http://[fd00::1]:8000"),
+    ],
+)
+async def test_what_actors_tell(told: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_engines, "_actors", lambda name: {f"{name}0": _Told(told)})
+    assert await ActorEngines().resolve("ray-actor://server_") == [found]
+
+
+@pytest.mark.parametrize(
+    "told, problem",
+    [
+        (17, "url returns no URL"),
+        ("nonsense", "url returns no URL"),
+        (ActorUnavailableError("gone for a moment", None), "gone for a moment"),
+        (RayTaskError("url", "a traceback\nValueError: not up yet", ValueError()), "not up yet"),
+        (asyncio.Event().wait, "does not answer within"),
+        (None, "has no method url"),
+    ],
+    ids=["number", "text", "unavailable", "raises", "hangs", "no method"],
+)
+async def test_an_actor_that_does_not_tell(
+    told: Any, problem: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts with what it told before, and others count in any case."""
+    monkeypatch.setattr(serve_engines, "_ASK_S", 0.05)
+    first, silent = _Told("http://10.0.0.1:8000"), object() if told is None else _Told(told)
+    actors: dict[str, Any] = {"server_0": first, "server_1": silent}
+    monkeypatch.setattr(serve_engines, "_actors", lambda name: dict(actors))
+    engines = ActorEngines()
+    assert await engines.resolve("ray-actor://server_") == ["http://10.0.0.1:8000"]
+    assert caplog.text.count("the actor server_1 does not tell where its engine is") == 1
+    assert problem in caplog.text
+    actors["server_0"] = silent
+    assert await engines.resolve("ray-actor://server_") == ["http://10.0.0.1:8000"]
+    del actors["server_0"]
+    assert await engines.resolve("ray-actor://server_") == []
+    assert caplog.text.count("the actor server_1 does not tell where its engine is") == 1
+
+
+async def test_an_actor_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors: dict[str, Any] = {"server_0": _Told("http://10.0.0.1:8000")}
+    monkeypatch.setattr(serve_engines, "_actors", lambda name: dict(actors))
+    engines = ActorEngines()
+    assert await engines.resolve("ray-actor://server_") == ["http://10.0.0.1:8000"]
+    actors["server_0"] = _Told(RayActorError())
+    assert await engines.resolve("ray-actor://server_") == []
+
+
+async def test_an_actor_that_hangs_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_engines, "_ASK_S", 0.02)
+    hanging = _Told(asyncio.Event().wait)
+    monkeypatch.setattr(serve_engines, "_actors", lambda name: {"server_0": hanging})
+    engines = ActorEngines()
+    for _ in range(5):
+        assert await engines.resolve("ray-actor://server_") == []
+    assert hanging.calls == 1
+
+
+def test_tls_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray Serve would answer without it."""
+    for name in ("cert", "key"):
+        (tmp_path / name).write_text("")
+        monkeypatch.setenv(f"TOKENPROXY_TLS_{name.upper()}", str(tmp_path / name))
+    with pytest.raises(SettingsError, match="speaks plain HTTP"):
+        build(Arguments(**_URL))
+
+
+class _Recorder:
+    """Stands for Ray's metrics: the last value of a gauge, the sum of a counter, by name and labels."""
+
+    values: dict[tuple[str, frozenset[Any]], float]
+
+    def __init__(self, name: str, text: str, keys: tuple[str, ...]) -> None:
+        self._name, self._keys = name, keys
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        assert tuple(sorted(tags)) == self._keys
+        self.values[self._name, frozenset(tags.items())] = value
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        key = self._name, frozenset(tags.items())
+        self.values[key] = self.values.get(key, 0) + value
+
+
+def test_metrics_are_passed_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = _Recorder.values = {}
+    for kind in ("Counter", "Gauge"):
+        monkeypatch.setattr(serve_metrics, kind, _Recorder)
+    registry = CollectorRegistry()
+    counter = Counter("tokenproxy_turns", "Turns.", ["route"], registry=registry)
+    gauge = Gauge("tokenproxy_running", "Requests.", registry=registry)
+    histogram = Histogram("tokenproxy_seconds", "Time.", registry=registry, buckets=(1.0,))
+    Counter("python_other", "Another.", registry=registry).inc()
+    metrics = serve_metrics.RayMetrics(registry)
+    for _ in range(2):
+        counter.labels("chat").inc(2)
+        gauge.set(5)
+        histogram.observe(0.5)
+        metrics.update()
+    assert values == {
+        ("tokenproxy_turns_total", frozenset({("route", "chat")})): 4,
+        ("tokenproxy_running", frozenset()): 5,
+        ("tokenproxy_seconds_bucket", frozenset({("le", "1.0")})): 2,
+        ("tokenproxy_seconds_bucket", frozenset({("le", "+Inf")})): 2,
+        ("tokenproxy_seconds_count", frozenset()): 2,
+        ("tokenproxy_seconds_sum", frozenset()): 1.0,
+    }
+
+
+def _sleeper() -> list[str]:
+    return [sys.executable, "-m", "proxy.serve_child", sys.executable, "-c", "import time; time.sleep(100)"]
+
+
+def test_a_child_ends_with_its_parent() -> None:
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import subprocess, time; child = subprocess.Popen({_sleeper()!r}, stdin=subprocess.PIPE); "
+            "print(child.pid, flush=True); time.sleep(100)",
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    wait_until(lambda: _children(child) != [], 20)
+    [command] = _children(child)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_until(lambda: not _runs(child) and not _runs(command), 20)
+
+
+def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    """As a worker that holds a GPU, and hears no SIGTERM."""
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+    code = (
+        "import subprocess, sys; "
+        f"child = subprocess.Popen([sys.executable, '-c', {deaf!r}]); "
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); raise SystemExit(3)"
+    )
+    start = "import proxy.serve_child as child; child.GRACE_S = 0.5; child.main()"
+    command = [sys.executable, "-c", start, sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        assert child.wait(60) == 3
+    assert not _runs(int((tmp_path / "pid").read_text()))
+
+
+def test_a_child_has_the_exit_code_of_its_command() -> None:
+    command = [sys.executable, "-m", "proxy.serve_child", sys.executable, "-c", "raise SystemExit(7)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        assert child.wait(60) == 7
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

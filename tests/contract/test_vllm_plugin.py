@@ -1,0 +1,365 @@
+import asyncio
+import hashlib
+import threading
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry
+
+from proxy.errors import EngineUnavailable
+from proxy.history.store import StoreError
+from proxy.http import Request as ProxyRequest
+from proxy.vllm_plugin import TokenProxyPlugin
+from tests.support.fake_vllm import data_of
+from tests.support.plugin_host import Server
+from tests.support.tiny_model import CHATML, END, HI, TinyModel
+from tests.support.utils import run_server, wait_until
+
+_TOKENS = "/v1/chat/completions/tokens"
+_NEXT = [{"role": "user", "content": "And then?"}]
+
+
+@pytest.fixture
+def server(tiny_model: TinyModel) -> Server:
+    return Server(tiny_model)
+
+
+@pytest.fixture
+def inside(server: Server) -> Iterator[httpx.Client]:
+    with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        wait_until(lambda: client.get("/ready").status_code == 200)
+        yield client
+
+
+@pytest.mark.parametrize("resolved", [True, False])
+def test_appending_renders_with_vllms_flags(tiny_model: TinyModel, resolved: bool) -> None:
+    """The renderer's resolved values come first; the arguments stand in for a vLLM without this attribute."""
+    template = CHATML.replace("message.content", "(message.content | string)") + "{{ suffix }}"
+    values: dict[str, Any] = {
+        "chat_template": template,
+        "chat_template_content_format": "string",
+        "default_chat_template_kwargs": {"suffix": "hi"},
+    }
+    server = Server(tiny_model)
+    server.template = template.replace("{{ suffix }}", "hi")
+    if resolved:
+        server.app.state.online_renderer = Namespace(**values)
+    else:
+        server.args = Namespace(tokenizer=str(tiny_model.folder), **values)
+    with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        wait_until(lambda: client.get("/ready").json()["engines"][0].get("template"))
+        answer = client.post(_TOKENS, json={"tokens": [1, 74, END], "append_messages": _NEXT})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["prompt_token_ids"][-len(HI) :] == list(HI)
+
+
+def test_vllm_finds_it() -> None:
+    [plugin] = entry_points(group="vllm.endpoint_plugins", name="tokenproxy")
+    made = plugin.load()()
+    assert isinstance(made, TokenProxyPlugin)
+    assert (made.name, made.required_tasks) == ("tokenproxy", ("generate",))
+
+
+def test_ids_in_and_ids_out(inside: httpx.Client) -> None:
+    answer = inside.post(_TOKENS, json={"tokens": [1, 74]})
+    assert answer.json()["prompt_token_ids"] == [1, 74]
+    assert answer.json()["choices"][0]["token_ids"] == [74, END]
+    assert answer.headers["x-prompt-source"] == "given"
+
+
+def test_a_stream(inside: httpx.Client) -> None:
+    answer = inside.post(_TOKENS, json={"tokens": [1, 74], "stream": True})
+    assert [chunk["prompt_token_ids"] for chunk in data_of(answer.content)] == [[1, 74]]
+    assert answer.content.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_client_that_leaves(inside: httpx.Client, server: Server) -> None:
+    body = {"tokens": [1, 74], "stream": True, "user": "patient"}
+    with inside.stream("POST", _TOKENS, json=body) as answer:
+        chunks = answer.iter_raw()
+        assert next(chunks).startswith(b"data: ")
+        assert server.aborted == 0
+    wait_until(lambda: server.aborted == 1)
+
+
+def test_bad_requests_are_refused_before_the_engine(inside: httpx.Client) -> None:
+    answer = inside.post(_TOKENS, json={"tokens": [True]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
+
+
+def test_the_engines_own_routes_stay(inside: httpx.Client) -> None:
+    assert inside.get("/version").json() == {"version": "inside"}
+    assert inside.get("/health").content == b""
+    assert inside.get("/no/such/route").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1%2fsessions/q", "/v1/sessions/a%2Fb", "/sessions/%2e%2e/v1/models"])
+def test_paths_that_can_be_read_in_two_ways_are_refused(inside: httpx.Client, path: str) -> None:
+    sent = inside.build_request("GET", "/")
+    sent.extensions["target"] = path.encode()
+    answer = inside.send(sent)
+    # the second is no route here: its decoded path has a segment more than the session's
+    assert answer.status_code == (404 if "a%2Fb" in path else 400)
+
+
+def test_capabilities_are_reported(inside: httpx.Client) -> None:
+    [engine] = inside.get("/ready").json()["engines"]
+    assert (engine["engine"], engine["version"], engine["token_in"]) == ("in-process", "inside", "chat")
+
+
+def test_while_the_engine_starts(tiny_model: TinyModel) -> None:
+    server = Server(tiny_model, starts=False)
+    with run_server(server.app) as url:
+        answer = httpx.post(url + _TOKENS, json={"tokens": [1]}, trust_env=False)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert "vLLM is starting" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_appending_uses_the_template_that_vllm_was_given(
+    tiny_model: TinyModel, tmp_path: Path, as_file: bool
+) -> None:
+    template = tiny_model.reference.chat_template.replace("assistant\n", "assistant: ")
+    assert template != tiny_model.reference.chat_template
+    path = tmp_path / "template.jinja"
+    path.write_text(template)
+    server = Server(tiny_model, chat_template=str(path) if as_file else template)
+    server.template = template
+    with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        wait_until(lambda: client.get("/ready").json()["engines"][0].get("template"))
+        answer = client.post(_TOKENS, json={"tokens": [1, 74, END], "append_messages": _NEXT})
+    whole = tiny_model.render([{"role": "assistant", "content": "h"}, *_NEXT], chat_template=template)
+    assert answer.json()["prompt_token_ids"] == [1, 74, END, *whole[whole.index(END) + 1 :]]
+
+
+def test_settings_come_from_a_file(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("body_limit_bytes: 10\n")
+    monkeypatch.setenv("TOKENPROXY_CONFIG", str(path))
+    with run_server(Server(tiny_model).app) as url:
+        answer = httpx.post(url + _TOKENS, json={"tokens": [1, 74]}, trust_env=False)
+    assert answer.status_code == 413
+
+
+# --- credentials
+
+
+_TURN = {"tokens": [1, 74]}
+_ROUTES: list[tuple[str, str, Any]] = [
+    ("POST", _TOKENS, _TURN),
+    ("POST", "/chat/completions/tokens", _TURN),
+    ("POST", "/chat/completions/tokens/", _TURN),
+    ("POST", "/sessions/s/v1/chat/completions/tokens", _TURN),
+    ("POST", "/sessions/s/chat/completions/tokens", _TURN),
+    ("GET", "/v1/sessions", None),
+    ("GET", "/sessions", None),
+    ("POST", "/sessions/", {"id": "s"}),
+    ("GET", "/sessions/s/v1/sessions", None),
+]
+
+
+@pytest.fixture
+def guarded(tiny_model: TinyModel) -> Iterator[tuple[Server, httpx.Client]]:
+    server = Server(tiny_model, api_keys=["anna", "bert"])
+    with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        wait_until(lambda: client.get("/ready").status_code == 200)
+        yield server, client
+
+
+@pytest.mark.parametrize("method, path, body", _ROUTES, ids=[f"{m} {p}" for m, p, _ in _ROUTES])
+def test_turns_and_sessions_are_guarded_under_all_their_paths(
+    guarded: tuple[Server, httpx.Client], method: str, path: str, body: Any
+) -> None:
+    _, client = guarded
+    for headers in ({}, {"authorization": "Bearer eve"}, {"x-api-key": "anna"}):
+        assert client.request(method, path, json=body, headers=headers).status_code == 401
+    answer = client.request(method, path, json=body, headers={"authorization": "Bearer bert"})
+    assert answer.status_code in (200, 201), answer.text
+
+
+def test_each_key_that_vllm_accepts_is_a_tenant(
+    guarded: tuple[Server, httpx.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = guarded
+    tenants: list[str] = []
+
+    async def reply(self: object, request: ProxyRequest, services: object) -> tuple[int, object]:
+        tenants.append(request.tenant)
+        return 200, {}
+
+    monkeypatch.setattr("proxy.routes.sessions.Sessions.reply", reply)
+    server.credentials.clear()
+    for _ in range(2):
+        for key in ("anna", "bert"):
+            for path in ("/v1/sessions", "/sessions", "/sessions/s/v1/sessions"):
+                client.get(path, headers={"authorization": f"Bearer {key}"})
+    anna, bert = (hashlib.blake2b(key, digest_size=16).hexdigest() for key in (b"anna", b"bert"))
+    assert tenants == [*[anna] * 3, *[bert] * 3] * 2
+    # each once; the guard answered those without a key
+    assert server.credentials == ["Bearer anna", "Bearer bert"]
+
+
+@pytest.mark.parametrize("path", ["/ready", "/ready/", "/health", "/version"])
+def test_status_routes_stay_open(guarded: tuple[Server, httpx.Client], path: str) -> None:
+    assert guarded[1].get(path).status_code == 200
+
+
+def test_tokenize_stays_open(guarded: tuple[Server, httpx.Client]) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    answers = [guarded[1].post(path, json=body) for path in ("/tokenize", "/tokenize/")]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert guarded[1].post("/v1/tokenize", json=body).status_code == 401  # vLLM guards all of /v1
+
+
+def test_without_keys_all_clients_are_one_tenant(server: Server, inside: httpx.Client) -> None:
+    server.credentials.clear()
+    for headers in ({}, {"authorization": "Bearer anna"}):
+        assert inside.get("/sessions", headers=headers).status_code == 200
+    assert server.credentials == [None]
+
+
+# --- aliases next to vLLM's own routes
+
+
+@pytest.mark.parametrize(
+    "alias", ["/chat/completions/tokens", "/v1/chat/completions/tokens/", "/v1/tokenize"]
+)
+def test_aliases_are_served_without_a_redirect(inside: httpx.Client, alias: str) -> None:
+    body = _TURN if alias.strip("/").endswith("tokens") else {"messages": _NEXT}
+    assert inside.post(alias, json=body, follow_redirects=False).status_code == 200
+
+
+def test_aliases_do_not_replace_vllms_own_routes(tiny_model: TinyModel) -> None:
+    app = FastAPI()
+
+    @app.post("/chat/completions")
+    @app.get("/sessions/{name}")
+    @app.post("/v1/chat/completions")
+    async def own() -> Any:
+        return "own"
+
+    TokenProxyPlugin(CollectorRegistry()).attach_router(app)
+    paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
+    assert paths.count("/chat/completions") == 1
+    assert paths.count("/sessions/{session}") == 0
+    assert paths.count("/v1/chat/completions") == 2  # of one path, vLLM lets the plugin's win
+    assert "/chat/completions/" in paths
+
+
+def test_the_page_shows_no_alias(inside: httpx.Client) -> None:
+    paths = inside.get("/openapi.json").json()["paths"]
+    assert not [path for path in paths if path[1:].endswith("/") or path.startswith(("/chat/", "/sessions"))]
+
+
+def test_vllms_own_redirects_stay(inside: httpx.Client) -> None:
+    assert inside.get("/version/", follow_redirects=False).status_code == 307
+
+
+# --- the end
+
+
+def _encoder_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("encode")]
+
+
+async def test_services_are_closed_at_shutdown(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENPROXY_STORE", f"sqlite:///{tmp_path / 'history.db'}")
+    threads, tasks = _encoder_threads(), asyncio.all_tasks()
+    async with server.app.router.lifespan_context(server.app):
+        services = server.plugin._services_or_unavailable({})
+        await services.in_thread(lambda: None)
+        assert len(_encoder_threads()) == len(threads) + 1
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as client:
+            assert (await client.get("/v1/sessions")).status_code == 200
+        assert asyncio.all_tasks() > tasks
+    assert asyncio.all_tasks() == tasks
+    assert _encoder_threads() == threads
+    with pytest.raises(StoreError):
+        await services.history.store.usage()
+    with pytest.raises(EngineUnavailable, match="stopping"):
+        server.plugin._services_or_unavailable({})
+    await server.plugin.aclose()  # a second time does nothing
+
+
+def test_streams_are_cut_when_vllms_server_ends(
+    server: Server, inside: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM waits for open connections, and its engine, which has ended, sends no more events."""
+    monkeypatch.setattr("proxy.vllm_plugin._CUT_AFTER_S", 0.2)
+    body = {"tokens": [1, 74], "stream": True, "user": "patient"}
+    with inside.stream("POST", _TOKENS, json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+        assert inside.get("/ready").status_code == 200
+        server.app.state.server = Namespace(should_exit=True)
+        wait_until(lambda: inside.get("/ready").json().get("stopping"))
+        *_, last = [line for line in lines if line]
+    assert '"code":"stopping"' in last
+    wait_until(lambda: server.aborted)
+
+
+async def test_the_state_of_vllms_lifespan_is_passed_on(tiny_model: TinyModel) -> None:
+    ended: list[bool] = []
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, str]]:
+        yield {"of": "vLLM"}
+        ended.append(True)
+
+    app = FastAPI(lifespan=lifespan)
+    TokenProxyPlugin(CollectorRegistry()).attach_router(app)
+    async with app.router.lifespan_context(app) as state:
+        assert state == {"of": "vLLM"}
+    assert ended == [True]
+
+
+async def test_a_store_that_cannot_be_closed_does_not_stop_vllm(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TOKENPROXY_STORE", "memory:")
+    threads = _encoder_threads()
+    async with server.app.router.lifespan_context(server.app):
+        services = server.plugin._services_or_unavailable({})
+
+        async def fail() -> None:
+            raise StoreError("gone")
+
+        monkeypatch.setattr(services.history.store, "aclose", fail)
+    assert "tokenproxy could not be closed in order" in caplog.text
+    assert _encoder_threads() == threads
+
+
+@pytest.mark.parametrize(
+    "args, served",
+    [
+        (Namespace(enable_scale_out=False, tokens_only=False), False),
+        (Namespace(enable_scale_out=True, tokens_only=False), True),
+        (Namespace(enable_scale_out=False, tokens_only=True), True),
+        (Namespace(), True),
+        (None, False),
+    ],
+    ids=["off", "on", "tokens only", "a version without the flag", "unknown"],
+)
+def test_generate_is_served_only_where_vllm_serves_it(args: Namespace | None, served: bool) -> None:
+    """The proxy itself reaches the route in any case, which must not open it to clients."""
+    app = FastAPI()
+    if args is not None:
+        app.state.args = args
+    TokenProxyPlugin(CollectorRegistry()).attach_router(app)
+    paths = {route.path for route in app.router.routes if isinstance(route, APIRoute)}
+    assert ("/inference/v1/generate" in paths) is served
+    assert ("/inference/v1/generate/" in paths) is served
+    assert "/v1/completions" in paths

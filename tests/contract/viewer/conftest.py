@@ -1,0 +1,123 @@
+"""The page in a real browser, over a running proxy with recorded sessions.
+
+A test takes `viewer`, a page in a context of its own: `async def test_x(viewer: Viewer)` with
+`await viewer.open("#/s/NAME")`. Other windows and other proxies are parameters:
+
+    @pytest.mark.parametrize("page_options", [PHONE], ids=["phone"])    another window
+    @pytest.mark.parametrize("recorded", ["many"], indirect=True)       another proxy: see `recorded`
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from tests.support.store_utils import opened
+from tests.support.tiny_model import TinyModel
+from tests.support.viewer.browser import PageOptions, Viewer, missing_program, run_browser, watched_page
+from tests.support.viewer.model import make_viewer_model
+from tests.support.viewer.proxies import RecordedProxy, run_recorded_proxy
+from tests.support.viewer.recordings import LIMITS, RECORDINGS, write
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
+
+    from proxy.history.store import Store
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run every coroutine here in the event loop of the browser, the session's; browsers are slow."""
+    here = Path(__file__).parent
+    for item in items:
+        if here not in item.path.parents:
+            continue
+        if item.get_closest_marker("asyncio") is not None:
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def viewer_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """The model of all recorded sessions."""
+    return make_viewer_model(tmp_path_factory.mktemp("viewer-model"))
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def browser() -> AsyncIterator["Browser"]:
+    """One Chromium for all tests of a run."""
+    if missing := missing_program():
+        pytest.skip(missing)
+    async with run_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def recorded_proxies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExitStack]:
+    """Ends the proxies that `recorded` starts."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def started_proxies() -> dict[str, RecordedProxy]:
+    """The proxies that run, by the name of what was recorded."""
+    return {}
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def recorded(
+    request: pytest.FixtureRequest,
+    viewer_model: TinyModel,
+    started_proxies: dict[str, RecordedProxy],
+    recorded_proxies: ExitStack,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> RecordedProxy:
+    """A proxy over the recordings that the parameter names in `RECORDINGS`: `few` if there is none.
+
+    It is started once in a run. What a test adds to it stays.
+    """
+    name = getattr(request, "param", "few")
+    if name not in started_proxies:
+        folder = tmp_path_factory.mktemp(f"recorded-{name}")
+        store = f"sqlite://{folder / 'rollouts.db'}"
+        async with opened(store, LIMITS) as opened_store:
+            await write(opened_store, RECORDINGS[name](viewer_model))
+        proxy = run_recorded_proxy(viewer_model, store, folder / "proxy.log")
+        started_proxies[name] = recorded_proxies.enter_context(proxy)
+    return started_proxies[name]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def recorded_store(recorded: RecordedProxy) -> AsyncIterator["Store"]:
+    """The store of the running proxy, to record more meanwhile."""
+    async with opened(recorded.store, LIMITS) as store:
+        yield store
+
+
+@pytest.fixture
+def page_options() -> PageOptions:
+    """A window of a desktop in light colours."""
+    return PageOptions()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def viewer(
+    browser: "Browser", recorded: RecordedProxy, page_options: PageOptions
+) -> AsyncIterator[Viewer]:
+    """The viewer of `recorded`. The test fails at its end if anything went wrong in the page."""
+    async with watched_page(browser, recorded.url, page_options) as viewer:
+        yield viewer
+
+
+@pytest.fixture
+def open_page(browser: "Browser") -> Callable[..., AbstractAsyncContextManager[Viewer]]:
+    """Opens more pages in one test: `async with open_page(url, DARK) as viewer`."""
+
+    def open_page(url: str, options: PageOptions | None = None) -> AbstractAsyncContextManager[Viewer]:
+        return watched_page(browser, url, options)
+
+    return open_page

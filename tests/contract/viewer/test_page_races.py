@@ -1,0 +1,243 @@
+"""Quick readers, slow answers and odd addresses: the page shows what the last address names."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.history.store import Session, Store
+from tests.support.tiny_model import TinyModel
+from tests.support.trees import child, root
+from tests.support.viewer.browser import Viewer
+from tests.support.viewer.recordings import DEEP, deep_session
+from tests.support.viewer.small_session import SMALL, SmallSession, small_session
+
+if TYPE_CHECKING:
+    from playwright.async_api import Route
+
+_FAILURE = {"error": {"message": "too slow"}}
+
+
+@pytest.fixture(scope="module")
+def small(viewer_model: TinyModel) -> SmallSession:
+    return small_session(viewer_model)
+
+
+@asynccontextmanager
+async def _held(viewer: Viewer, pattern: str, *, fail: bool = True) -> AsyncIterator[asyncio.Event]:
+    """Requests for a path wait until the event is set, and fail then if `fail`."""
+    released = asyncio.Event()
+
+    async def hold(route: "Route") -> None:
+        await released.wait()
+        if fail:
+            await route.fulfill(status=503, json=_FAILURE)
+        else:
+            await route.continue_()
+
+    await viewer.page.route(re.compile(pattern), hold)
+    try:
+        yield released
+    finally:
+        released.set()
+        await viewer.page.unroute(re.compile(pattern))
+
+
+async def _go(viewer: Viewer, fragment: str) -> None:
+    await viewer.page.evaluate("fragment => { location.hash = fragment; }", fragment)
+
+
+async def test_a_late_failure_of_another_path_is_dropped(viewer: Viewer, small: SmallSession) -> None:
+    await viewer.open(f"#/s/{SMALL}")
+    await viewer.page.wait_for_selector(".tree-row")
+    async with _held(viewer, f"tokens.turn={small.special.id}") as released:
+        await _go(viewer, f"#/s/{SMALL}/{small.special.id}/tokens")
+        await viewer.page.wait_for_selector(".token-panel .hint")
+        await _go(viewer, f"#/s/{SMALL}/{small.aborted.id}/tokens")
+        await viewer.page.wait_for_selector(".token.sampled")
+        async with viewer.page.expect_response(re.compile("tokens.turn")):
+            released.set()
+        await viewer.page.wait_for_timeout(200)
+    assert await viewer.page.locator(".token.sampled").count() > 0
+    assert await viewer.page.locator(".problem-bar").is_hidden()
+    await viewer.take_problems()
+
+
+@pytest.mark.parametrize("before", ["conversation", "tokens"], ids=["first path", "other path"])
+async def test_the_turn_that_was_chosen_last_is_shown(
+    viewer: Viewer, recorded_store: Store, before: str
+) -> None:
+    name, long = f"chosen-{before}", [*range(3, 60)] * 60
+    first = root("1" * 32, long, [5], rollout=name, message=b"{}", messages=b"[]")
+    second = child("2" * 32, first, long, [5], rollout=name, message=b"{}", messages=b"[]")
+    third = child("3" * 32, second, long, [5], rollout=name, message=b"{}", messages=b"[]")
+    other = root("4" * 32, [6], [7], rollout=name, message=b"{}", messages=b"[]")
+    turns = [first, second, third, other]
+    await recorded_store.add(Session(id=name, created=1.0, used=1.0), turns, [[]] * 4)
+    await viewer.open(f"#/s/{name}/{other.id}/{before}")
+    await viewer.page.wait_for_selector(".conversation .turn, .token.sampled")
+    async with _held(viewer, f"tokens.turn={third.id}", fail=False) as released:
+        await _go(viewer, f"#/s/{name}/{third.id}/tokens")
+        await viewer.page.wait_for_selector(".token-panel .hint")
+        await _go(viewer, f"#/s/{name}/{second.id}/tokens")
+        await viewer.page.wait_for_selector(f".tree-row[data-turn='{second.id}'][aria-selected='true']")
+        released.set()
+        await viewer.page.wait_for_function(_TURN_AT_THE_TOP, arg="turn 2", timeout=5000)
+    await viewer.page.goto("about:blank")
+    await recorded_store.delete(name)
+
+
+async def test_a_late_failure_of_another_session_is_dropped(viewer: Viewer) -> None:
+    await viewer.open()
+    await viewer.page.wait_for_selector(".list-row")
+    async with _held(viewer, f"sessions/{SMALL}$") as released:
+        await _go(viewer, f"#/s/{SMALL}")
+        await viewer.page.wait_for_selector(".session")
+        await _go(viewer, f"#/s/{DEEP}")
+        await viewer.page.wait_for_selector(".tree-row")
+        async with viewer.page.expect_response(re.compile(f"sessions/{SMALL}$")):
+            released.set()
+        await viewer.page.wait_for_timeout(200)
+    assert await viewer.page.locator(".problem-bar").is_hidden()
+    await viewer.take_problems()
+
+
+_TURN_AT_THE_TOP = """
+turn => [...document.querySelectorAll('.row.heading')].some((row) => row.textContent.startsWith(turn)
+    && Math.abs(row.getBoundingClientRect().top - row.closest('.tokens').getBoundingClientRect().top) < 5)
+"""
+
+
+_CHOOSES_AT_ONCE = """
+new MutationObserver((_, observer) => {
+    const first = document.querySelector('.conversation .turn');
+    if (!first) return;
+    observer.disconnect();
+    location.hash += `/${first.dataset.turn}/conversation`;
+}).observe(document, { childList: true, subtree: true });
+"""
+
+
+async def test_a_long_conversation_is_shown_as_a_whole_to_a_quick_reader(
+    viewer: Viewer, viewer_model: TinyModel
+) -> None:
+    deepest: dict[str, int] = {}
+    for turn in deep_session(viewer_model).turns:
+        deepest[turn.id] = 1 + (deepest[turn.parent] if turn.parent else 0)
+    await viewer.page.add_init_script(_CHOOSES_AT_ONCE)
+    await viewer.open(f"#/s/{DEEP}")
+    await viewer.page.wait_for_function("() => location.hash.endsWith('conversation')")
+    await viewer.page.wait_for_function(
+        "length => document.querySelectorAll('.conversation .turn').length === length",
+        arg=max(deepest.values()),
+        timeout=10_000,
+    )
+
+
+async def test_what_was_typed_last_does_not_lead_back_to_the_list(viewer: Viewer) -> None:
+    await viewer.open()
+    await viewer.page.wait_for_selector(".list-row")
+    await viewer.page.get_by_label("Search sessions").fill("s")
+    await _go(viewer, f"#/s/{SMALL}")
+    await viewer.page.wait_for_timeout(600)
+    assert viewer.page.url.endswith(f"#/s/{SMALL}")
+
+
+@pytest.mark.parametrize("token", ["nothing", "1.5", "-3", "999999999", "NaN", ""])
+async def test_any_token_in_the_address(viewer: Viewer, small: SmallSession, token: str) -> None:
+    await viewer.open(f"#/s/{SMALL}/{small.first.id}/tokens?token={token}")
+    await viewer.page.wait_for_selector(".token.sampled")
+
+
+async def test_a_turn_that_the_session_does_not_have_is_told(viewer: Viewer, recorded_store: Store) -> None:
+    name, page = "missing", viewer.page
+    first = root(f"{1:032x}", [1], [5], rollout=name, message=b"{}", messages=b"[]")
+    second = root(f"{2:032x}", [2], [6], rollout=name, message=b"{}", messages=b"[]")
+    await recorded_store.add(Session(id=name, created=1.0, used=1.0), [first], [[]])
+    await viewer.open(f"#/s/{name}/{second.id}/tokens?token=1")
+    await page.wait_for_selector(".token.sampled")
+    notice = page.get_by_role("alert").filter(has_text=f"no turn {second.id}")
+    await notice.wait_for()
+    assert await page.locator(".token.focused").count() == 0
+    await viewer.open(f"#/compare/{name}/{second.id}/{name}/-")
+    await page.wait_for_selector(f".column:first-child:has-text('no turn {second.id}') .token")
+    assert "no turn" not in await page.locator(".column").last.inner_text()
+    await viewer.open(f"#/s/{name}/{second.id}/tokens?token=1")
+    await notice.wait_for()
+    await recorded_store.add(Session(id=name, created=1.0, used=2.0), [second], [[]])
+    await page.wait_for_selector(".token.focused[data-i='1']")
+    await notice.wait_for(state="hidden")
+    assert await page.locator(f".tree-row.on-path[data-turn='{second.id}']").count() == 1
+    await page.goto("about:blank")
+    await recorded_store.delete(name)
+
+
+@pytest.mark.parametrize("fragment", ["#/s/%E0%A4%A", "#/%", "#/compare/%/-/%/-"])
+async def test_an_address_that_cannot_be_decoded(viewer: Viewer, fragment: str) -> None:
+    await viewer.open(fragment)
+    await viewer.page.wait_for_selector(".problem-bar:not([hidden]), .list-row")
+    await viewer.take_problems()
+
+
+async def test_an_empty_path_has_no_token_to_go_to(viewer: Viewer, recorded_store: Store) -> None:
+    turn = root("0" * 32, [], [], rollout="no-ids", message=b"{}", messages=b"[]")
+    await recorded_store.add(Session(id="no-ids", created=1.0, used=1.0), [turn], [[]])
+    await viewer.open(f"#/s/no-ids/{turn.id}/tokens?token=3")
+    await viewer.page.wait_for_selector(".tokens")
+    await viewer.page.locator(".tokens").focus()
+    for key in ("ArrowRight", "ArrowDown", "End", "d", "y"):
+        await viewer.page.keyboard.press(key)
+    await recorded_store.delete("no-ids")
+
+
+async def test_a_key_that_no_header_can_hold_can_be_replaced(viewer: Viewer) -> None:
+    await viewer.open()
+    await viewer.page.wait_for_selector(".list-row")
+    await viewer.page.evaluate("() => sessionStorage.setItem('tokenproxy-viewer-key', 'k\u200bey')")
+    await viewer.page.reload()
+    await viewer.page.wait_for_selector(".problem-bar form")
+    await viewer.page.get_by_label("API key").fill("key")
+    await viewer.page.keyboard.press("Enter")
+    await viewer.page.wait_for_selector(".list-row")
+
+
+async def test_colours_of_a_comparison_stay_when_a_path_is_chosen(
+    viewer: Viewer, small: SmallSession
+) -> None:
+    await viewer.open(f"#/compare/{SMALL}/{small.special.id}/{SMALL}/{small.aborted.id}")
+    await viewer.page.wait_for_selector(".column .token")
+    await viewer.page.get_by_label("Colours").select_option("mask")
+    await _go(viewer, f"#/compare/{SMALL}/{small.special.id}/{SMALL}/{small.after_break.id}")
+    await viewer.page.wait_for_function(f"() => location.hash.includes('{small.after_break.id}')")
+    await viewer.page.wait_for_timeout(500)
+    assert await viewer.page.locator(".column .token.plain").count() > 0
+    assert await viewer.page.locator(".column .token:not(.plain)").count() == 0
+
+
+async def test_a_reader_of_tokens_keeps_the_place_while_the_path_grows(
+    viewer: Viewer, recorded_store: Store
+) -> None:
+    name = "growing-tokens"
+    first = root("1" * 32, [*range(3, 60)] * 60, [5, 6], rollout=name, message=b"{}", messages=b"[]")
+    session = Session(id=name, created=1.0, used=1.0)
+    await recorded_store.add(session, [first], [[]])
+    await viewer.open(f"#/s/{name}/-/tokens")
+    await viewer.page.wait_for_selector(".token")
+    await viewer.page.get_by_label("Colours").select_option("mask")
+    await viewer.page.get_by_label("Find text").fill("find me")
+    top = await viewer.page.evaluate("() => document.querySelector('.tokens').scrollTop = 900")
+    second = child("2" * 32, first, [7], [8, 9], rollout=name, message=b"{}", messages=b"[]")
+    await recorded_store.add(Session(id=name, created=1.0, used=2.0), [second], [[]])
+    await viewer.page.wait_for_function(
+        "() => document.querySelector('.total').textContent.includes('3,425')"
+    )
+    after = await viewer.page.evaluate("() => document.querySelector('.tokens').scrollTop")
+    assert abs(after - top) < 30  # a row
+    assert await viewer.page.get_by_label("Colours").input_value() == "mask"
+    assert await viewer.page.get_by_label("Find text").input_value() == "find me"
+    assert await viewer.page.locator(".tokens .token.plain").count() > 0
+    assert await viewer.page.locator(".tokens .token:not(.plain)").count() == 0
+    await recorded_store.delete(name)

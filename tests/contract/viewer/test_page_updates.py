@@ -1,0 +1,192 @@
+"""What a reader has chosen stays while sessions change, and what changed is shown."""
+
+from typing import Any
+
+import pytest
+
+from proxy.history.store import Session, Store
+from proxy.history.turn import Turn
+from tests.support.trees import child, root
+from tests.support.viewer.browser import Viewer
+
+_EMPTY: dict[str, Any] = {"message": b"{}", "messages": b"[]"}
+
+
+async def _record(store: Store, turn: Turn, used: float) -> None:
+    """Record a turn, and when its session was last used."""
+    session = Session(id=turn.rollout, created=1.0, used=used)
+    await store.add(session, [turn], [[]])
+    await store.save_session(session)
+
+
+async def _three_sessions(store: Store, prefix: str) -> list[Turn]:
+    """Sessions that end with 0, 1 and 2; the list shows the last one first."""
+    turns = [root(f"{i + 1:032x}", [1, 74], [75], rollout=f"{prefix}-{i}", **_EMPTY) for i in range(3)]
+    for used, turn in enumerate(turns, start=1):
+        await _record(store, turn, float(used))
+    return turns
+
+
+async def _delete(viewer: Viewer, store: Store, *turns: Turn) -> None:
+    """Delete the sessions of turns; the page is closed before, because it asks for them."""
+    await viewer.page.goto("about:blank")
+    for turn in turns:
+        await store.delete(turn.rollout)
+
+
+async def _open_list(viewer: Viewer, prefix: str) -> None:
+    await viewer.open(f"#/?search={prefix}")
+    await viewer.page.wait_for_function("() => document.querySelectorAll('.list-row').length === 3")
+
+
+async def _wait_for_order(viewer: Viewer, *names: str) -> None:
+    await viewer.page.wait_for_function(
+        "names => JSON.stringify([...document.querySelectorAll('.list-row')].map(r => r.dataset.session))"
+        " === JSON.stringify(names)",
+        arg=list(names),
+    )
+
+
+async def test_the_active_row_stays_with_its_session(viewer: Viewer, recorded_store: Store) -> None:
+    turns = await _three_sessions(recorded_store, "moving")
+    await _open_list(viewer, "moving")
+    await viewer.page.keyboard.press("j")
+    await viewer.page.keyboard.press("j")
+    used = child("f" * 32, turns[0], [7], [8], rollout="moving-0", **_EMPTY)
+    await _record(recorded_store, used, 9.0)
+    await _wait_for_order(viewer, "moving-0", "moving-2", "moving-1")
+    active = viewer.page.locator(".list-row[aria-selected='true']")
+    assert await active.get_attribute("data-session") == "moving-1"
+    grid = viewer.page.get_by_role("grid")
+    assert await grid.get_attribute("aria-activedescendant") == await active.get_attribute("id")
+    await viewer.page.keyboard.press("Enter")
+    await viewer.page.wait_for_function("() => location.hash === '#/s/moving-1'")
+    await _delete(viewer, recorded_store, *turns)
+
+
+async def test_rows_that_do_not_change_stay_in_the_document(viewer: Viewer, recorded_store: Store) -> None:
+    turns = await _three_sessions(recorded_store, "pressed")
+    await _open_list(viewer, "pressed")
+    box = await viewer.page.locator(".list-row[data-session='pressed-1'] .list-numbers").bounding_box()
+    assert box is not None
+    await viewer.page.mouse.move(box["x"] + 5, box["y"] + 5)
+    await viewer.page.mouse.down()
+    used = child("f" * 32, turns[2], [7], [8], rollout="pressed-2", **_EMPTY)
+    await _record(recorded_store, used, 9.0)
+    await viewer.page.wait_for_selector(".list-row[data-session='pressed-2']:has-text('2 turns')")
+    await viewer.page.mouse.up()
+    await viewer.page.wait_for_function("() => location.hash === '#/s/pressed-1'")
+    await _delete(viewer, recorded_store, *turns)
+
+
+async def test_sessions_are_chosen_with_the_keyboard(viewer: Viewer, recorded_store: Store) -> None:
+    turns = await _three_sessions(recorded_store, "spaced")
+    await _open_list(viewer, "spaced")
+    for key in ("j", "Space", "j", "Space", "j", "Space", "Space"):
+        await viewer.page.keyboard.press(key)
+    chosen = await viewer.page.locator(".list-row:has(input:checked)").evaluate_all(
+        "rows => rows.map((row) => row.dataset.session)"
+    )
+    assert chosen == ["spaced-2", "spaced-1"]
+    await viewer.page.click("text=compare 2")
+    await viewer.page.wait_for_function("() => document.querySelectorAll('.column').length === 2")
+    await _delete(viewer, recorded_store, *turns)
+
+
+async def test_the_filters_keep_the_focus_and_follow_the_address(
+    viewer: Viewer, recorded_store: Store
+) -> None:
+    page = viewer.page
+    turns = await _three_sessions(recorded_store, "filtered")
+    await _open_list(viewer, "filtered")
+    await page.get_by_label("Order by").focus()
+    await page.get_by_label("Order by").select_option("created")
+    await page.wait_for_function("() => location.hash.includes('sort=created')")
+    await _record(recorded_store, child("f" * 32, turns[0], [7], [8], rollout="filtered-0", **_EMPTY), 9.0)
+    await page.wait_for_selector(".list-row[data-session='filtered-0']:has-text('2 turns')")
+    assert await page.evaluate("document.activeElement.ariaLabel") == "Order by"
+    await page.get_by_label("Descending").click()
+    await page.wait_for_function("() => document.activeElement.ariaLabel === 'Ascending'")
+    await page.get_by_label("Search sessions").focus()
+    for kept in ("created", "used"):  # back, over the order and then over what it is by
+        await page.go_back()
+        await page.get_by_label("Descending").wait_for()
+        await page.wait_for_function(
+            f"() => document.querySelector('.list [aria-label=\"Order by\"]').value === {kept!r}"
+        )
+    await page.get_by_label("Search sessions").fill("filtered-1")
+    await page.wait_for_function("() => document.querySelectorAll('.list-row').length === 1")
+    await page.go_back()
+    await page.wait_for_function("() => document.querySelectorAll('.list-row').length === 3")
+    assert await page.get_by_label("Search sessions").input_value() == "filtered"
+    await _delete(viewer, recorded_store, *turns)
+
+
+async def test_the_controls_of_a_session_keep_the_focus(viewer: Viewer, recorded_store: Store) -> None:
+    page = viewer.page
+    first = root("1" * 32, [1, 74], [75], rollout="focused", **_EMPTY)
+    other, last = (child(i * 32, first, [76], [77], rollout="focused", **_EMPTY) for i in "23")
+    for turn in (first, other, last):
+        await _record(recorded_store, turn, 1.0)
+    await viewer.open(f"#/s/focused/{last.id}/tokens")
+    await page.wait_for_selector(".token.sampled")
+    for number, label in enumerate(("Path", "Colours", "Tokens", "Prompt compared"), start=4):
+        await page.locator(f".path [aria-label='{label}']:is(select, [role=grid])").focus()
+        last = child(str(number) * 32, last, [7], [8], rollout="focused", **_EMPTY)
+        await _record(recorded_store, last, float(number))
+        await page.wait_for_selector(f".total:has-text('{2 * number - 1} ids')")
+        assert await page.evaluate("document.activeElement.ariaLabel") == label
+    await page.get_by_role("combobox", name="Path").focus()
+    await page.get_by_role("combobox", name="Path").select_option(other.id)
+    await page.wait_for_function(f"() => location.hash.includes('{other.id}')")
+    assert await page.evaluate("document.activeElement.ariaLabel") == "Path"
+    await page.get_by_role("tab", name="conversation").focus()
+    await page.keyboard.press("Enter")
+    await page.wait_for_selector(".conversation .turn")
+    assert await page.evaluate("document.activeElement.textContent") == "conversation"
+    await _delete(viewer, recorded_store, first)
+
+
+async def test_the_compared_prompt_stays_chosen_while_the_path_grows(
+    viewer: Viewer, recorded_store: Store
+) -> None:
+    page = viewer.page
+    first = root("1" * 32, [1, 74], [75], rollout="compared", **_EMPTY)
+    second = child("2" * 32, first, [7], [8], rollout="compared", **_EMPTY)
+    for turn in (first, second):
+        await _record(recorded_store, turn, 1.0)
+    await viewer.open("#/s/compared/-/tokens")
+    await page.wait_for_selector(".token.sampled")
+    compared = page.get_by_label("Prompt compared")
+    for number, chosen in ((3, second.id), (4, first.id)):
+        await compared.select_option(chosen)
+        last = child(str(number) * 32, second, [7], [8], rollout="compared", **_EMPTY)
+        second = last
+        await _record(recorded_store, last, float(number))
+        await page.wait_for_selector(f".total:has-text('{2 * number + 1} ids')")
+        # the last prompt of the path is what is compared if nothing else was chosen
+        assert await compared.input_value() == (last.id if number == 3 else first.id)
+    await page.wait_for_selector(".token-panel > .status:has-text('of turn 1')")
+    await _delete(viewer, recorded_store, first)
+
+
+@pytest.mark.parametrize(
+    ("view", "heading"), [("conversation", ".turn > header"), ("tokens", ".row.heading")]
+)
+async def test_headings_show_later_rewards_and_forks(
+    viewer: Viewer, recorded_store: Store, view: str, heading: str
+) -> None:
+    name, page = f"rewarded-{view}", viewer.page
+    first = root(f"{1:032x}", [1, 74], [75], rollout=name, **_EMPTY)
+    forks, last = (child(f"{i:032x}", first, [7], [8], rollout=name, **_EMPTY) for i in (2, 3))
+    for turn in (first, last):
+        await _record(recorded_store, turn, 1.0)
+    await viewer.open(f"#/s/{name}/{last.id}/{view}")
+    await page.wait_for_selector(f"{heading}:has-text('turn 2')")
+    await page.evaluate("heading => { document.querySelector(heading).parentNode.kept = true; }", heading)
+    await recorded_store.set_rewards(name, {first.id: 0.25})
+    await page.wait_for_selector(f"{heading}:has-text('turn 1'):has-text('reward 0.25')")
+    await _record(recorded_store, forks, 2.0)
+    await page.wait_for_selector(f"{heading}:has-text('turn 3'):has-text('forks turn 1')")
+    assert await page.evaluate("heading => document.querySelector(heading).parentNode.kept", heading)
+    await _delete(viewer, recorded_store, first)

@@ -1,0 +1,300 @@
+"""A fake vLLM on a real socket, with the wire formats of the real one; `fake_server` has its faults.
+
+It samples the ids it is told to, and renders with plain transformers, so that nothing under test checks
+itself.
+"""
+
+import json
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from enum import StrEnum
+from typing import Any
+
+from aiohttp import web
+
+from tests.support.fake_completions import completed_chunks_of, completed_of, prompts_of
+from tests.support.fake_scale_out import (
+    derendered_chunk_of,
+    derendered_of,
+    generated_chunks_of,
+    generated_of,
+    refused_by_derender,
+    sampling_of,
+)
+from tests.support.fake_server import FakeServer, Seen, respond
+from tests.support.fake_wire import (
+    Canned,
+    Reply,
+    as_rendered,
+    choice_of,
+    chunks_of,
+    completion_of,
+    data_of,
+    echoed,
+    error_body,
+    event_of,
+    tools_as_rendered,
+)
+from tests.support.tiny_model import HI, TinyModel
+
+__all__ = [
+    "MAX_MODEL_LEN",
+    "Canned",
+    "FakeVllm",
+    "Reply",
+    "Seen",
+    "Variant",
+    "as_rendered",
+    "data_of",
+    "error_body",
+    "tools_as_rendered",
+]
+
+MAX_MODEL_LEN = 4096
+_TOO_LONG = (
+    "This model's maximum context length is {1} tokens. However, your prompt contains {0} "
+    "input tokens, which exceeds this limit even without any output tokens. Please reduce the length of the "
+    "input prompt. (parameter=input_tokens, value={0})"
+)
+_TOO_LONG_TO_GENERATE = (
+    "The decoder prompt (length {0}) is longer than the maximum model length of {1}. Make "
+    "sure that `max_model_len` is no smaller than the number of text tokens."
+)
+_SCALE_OUT_PATHS = ("/v1/chat/completions/render", "/inference/v1/generate", "/v1/chat/completions/derender")
+
+
+class Variant(StrEnum):
+    """How this engine takes exact prompts."""
+
+    CHAT = "chat"
+    """In `kv_transfer_params.prompt_token_ids` of the chat route."""
+    SCALE_OUT = "generate"
+    """By the scale-out routes; the chat route ignores the ids."""
+    NEITHER = "none"
+    """Not at all: scale-out routes answer 403, as vLLM does without --enable-scale-out."""
+
+
+class _TemplateRefused(Exception):
+    """The template refuses the messages, or fails on them."""
+
+
+class FakeVllm(FakeServer):
+    """An engine that serves one small model and one adapter."""
+
+    max_model_len = MAX_MODEL_LEN
+
+    def __init__(
+        self,
+        model: TinyModel,
+        variant: Variant = Variant.CHAT,
+        *,
+        port: int = 0,
+        api_keys: Sequence[str] = (),
+    ) -> None:
+        self.model = model
+        self.variant = variant
+        self.api_keys = tuple(api_keys)
+        """Empty where it asks for none."""
+        self._generations: dict[str, Reply] = {}
+        self._rendering = threading.Lock()
+        super().__init__(port)
+
+    def reset(self) -> None:
+        """Forget what was seen, and serve as a healthy engine again."""
+        super().reset()
+        self.root = str(self.model.folder)
+        """What /v1/models says was loaded."""
+        self.chat_template: str | None = None
+        """What it was started with; None for the model's own."""
+        self.names = ["tiny", "adapter"]
+        self.rendered_fields: tuple[str, ...] = ()
+        """Request fields that its rendering prints, as some of vLLM's renderers do."""
+        self.healthy = True
+        self.replies: deque[Reply] = deque()
+        """Scripts for the next generations, which then go as `usual`."""
+        self.usual = Reply()
+
+    def _allowed(self, seen: Seen) -> bool:
+        """vLLM guards these prefixes only."""
+        guarded = self.api_keys and seen.path.startswith(("/v1", "/inference"))
+        return not guarded or seen.header("authorization") in [
+            f"Bearer {key}".encode() for key in self.api_keys
+        ]
+
+    async def _answer(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        if seen.path in _SCALE_OUT_PATHS and self.variant is not Variant.SCALE_OUT:
+            message = (
+                "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+            )
+            return _error(403, message, "PermissionDeniedError")
+        route = _ROUTES.get((seen.method, seen.path))
+        if route is None:
+            return respond(Canned(b'{"detail":"Not Found"}', 404, {"content-type": "application/json"}))
+        handler: Callable[[web.Request, Seen], Awaitable[web.StreamResponse]] = getattr(self, route)
+        try:
+            return await handler(request, seen)
+        except _TemplateRefused as refused:
+            return _error(400, str(refused), "BadRequestError")
+
+    async def _health(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _version(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        return _json({"version": "0.32.0+fake"})
+
+    async def _models(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        base, *adapters = self.names
+        first = {"id": base, "root": self.root, "parent": None, "max_model_len": self.max_model_len}
+        others = [{"id": name, "root": "/lora", "parent": base, "max_model_len": None} for name in adapters]
+        # the base model last: whoever wants it must look at `parent`
+        return _json({"object": "list", "data": [*others, first]})
+
+    async def _tokenize(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.json
+        ids = self._render(body) if "messages" in body else self.model.encode(body["prompt"])
+        strings = self.model.reference.convert_ids_to_tokens(ids) if body.get("return_token_strs") else None
+        return _json(
+            {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": strings}
+        )
+
+    def _render(self, body: dict[str, Any]) -> list[int]:
+        rendered = {name: body[name] for name in self.rendered_fields if body.get(name) not in (None, "none")}
+        kwargs = dict(body.get("chat_template_kwargs") or {})
+        if (effort := body.get("reasoning_effort")) is not None:
+            kwargs = {"enable_thinking": effort != "none", **kwargs, "reasoning_effort": effort}
+        with self._rendering:
+            try:
+                return (self.model.encode(json.dumps(rendered)) if rendered else []) + self.model.render(
+                    as_rendered(body["messages"]),
+                    **{
+                        **kwargs,
+                        "add_generation_prompt": body.get("add_generation_prompt", True),
+                        "tools": tools_as_rendered(body.get("tools")),
+                        "chat_template": self.chat_template,
+                    },
+                )
+            except Exception as error:  # a template is a program; vLLM answers 400 to whatever it raises
+                raise _TemplateRefused(str(error)) from error
+
+    async def _chat(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.json
+        given: list[int] | None = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        prompt = given if given is not None and self.variant is Variant.CHAT else self._render(body)
+        refusal = self._refusal(body, prompt, "kv_transfer_params.prompt_token_ids")
+        if refusal is not None:
+            return refusal
+        reply = self._next_reply(prompt, body.get("max_tokens"))
+        if reply.error is not None:
+            return respond(reply.error)
+        with_ids = bool(body.get("return_token_ids"))
+        logprobs = bool(body.get("logprobs"))
+        n = body.get("n") or 1
+        if not body.get("stream"):
+            scripts = enumerate(reply.choices(n))
+            choices = [choice_of(self.model, i, one, with_ids, logprobs) for i, one in scripts]
+            completion = completion_of(choices, len(prompt), reply, body.get("model") or self.names[0])
+            completion["prompt_token_ids"] = echoed(reply, prompt) if with_ids else None
+            return await self._finish(request, reply, [json.dumps(completion).encode()], "application/json")
+        chunks = chunks_of(self.model, reply, prompt, body)
+        return await self._finish(request, reply, [*map(event_of, chunks), b"data: [DONE]\n\n"])
+
+    def _refusal(self, body: dict[str, Any], prompt: list[int], param: str) -> web.Response | None:
+        model = body.get("model")
+        if model is not None and model not in self.names:
+            return _error(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
+        if any(token >= self.model.vocab_size for token in prompt):
+            message = f"Token id {max(prompt)} is out of vocabulary (parameter={param})"
+            return _error(400, message, "BadRequestError", param)
+        if len(prompt) > self.max_model_len:
+            count, most = len(prompt), self.max_model_len
+            if param == "token_ids":
+                return _error(400, _TOO_LONG_TO_GENERATE.format(count, most), "BadRequestError")
+            return _error(400, _TOO_LONG.format(count, most), "BadRequestError", "input_tokens")
+        return None
+
+    def _next_reply(self, prompt: list[int], max_tokens: int | None) -> Reply:
+        """How a generation after a prompt goes."""
+        if max_tokens == 1:  # a probe: scripts are for the requests of tests, but a slow line is slow for all
+            return Reply(ids=HI[:1], drip_s=self.usual.drip_s)
+        return self.replies.popleft() if self.replies else self.usual
+
+    async def _render_chat(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.json
+        refusal = self._refusal(body, [], "")
+        if refusal is not None:
+            return refusal
+        prompt = self._render(body)
+        passed = ("stream", "stream_options", "model", "cache_salt", "priority", "kv_transfer_params")
+        return _json(
+            {
+                "request_id": f"chatcmpl-{len(self.requests)}",
+                "token_ids": prompt,
+                "sampling_params": sampling_of(body, self.max_model_len - len(prompt)),
+                "reasoning_ended": True,
+                "output_mode": "tokens",
+                **{name: body[name] for name in passed if name in body},
+            }
+        )
+
+    async def _generate(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.json
+        prompt, sampling = body["token_ids"], body["sampling_params"]
+        refusal = self._refusal(body, prompt, "token_ids")
+        if refusal is not None:
+            return refusal
+        reply = self._next_reply(prompt, sampling.get("max_tokens"))
+        if reply.error is not None:
+            return respond(reply.error)
+        name = f"generate-tokens-{body.get('request_id', 'none')}"
+        self._generations[name] = reply
+        if not body.get("stream"):
+            generated = generated_of(self.model, reply, name, len(prompt), body)
+            return await self._finish(request, reply, [json.dumps(generated).encode()], "application/json")
+        chunks = generated_chunks_of(self.model, reply, name, len(prompt), body)
+        return await self._finish(request, reply, [*map(event_of, chunks), b"data: [DONE]\n\n"])
+
+    async def _complete(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.json
+        prompts = prompts_of(self.model, body["prompt"])
+        for prompt in prompts:
+            if (refusal := self._refusal(body, prompt, "prompt")) is not None:
+                return refusal
+        replies = [self._next_reply(prompt, body.get("max_tokens")) for prompt in prompts]
+        if (error := replies[0].error) is not None:
+            return respond(error)
+        if not body.get("stream"):
+            whole = completed_of(self.model, prompts, replies, body)
+            return await self._finish(request, replies[0], [json.dumps(whole).encode()], "application/json")
+        chunks = completed_chunks_of(self.model, prompts, replies, body)
+        return await self._finish(request, replies[0], [*map(event_of, chunks), b"data: [DONE]\n\n"])
+
+    async def _derender(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.json
+        if refusal := refused_by_derender(body):
+            return _error(400, refusal, "BadRequestError")
+        made = derendered_chunk_of if body.get("stream") else derendered_of
+        name = (body.get("generate_response") or body.get("generate_chunk"))["request_id"]
+        return _json(made(self.model, self._generations[name], body.get("model") or self.names[0], body))
+
+
+_ROUTES = {  # by name, so that a subclass may replace one
+    ("GET", "/health"): "_health",
+    ("GET", "/version"): "_version",
+    ("GET", "/v1/models"): "_models",
+    ("POST", "/tokenize"): "_tokenize",
+    ("POST", "/v1/chat/completions"): "_chat",
+    ("POST", "/v1/chat/completions/render"): "_render_chat",
+    ("POST", "/inference/v1/generate"): "_generate",
+    ("POST", "/v1/completions"): "_complete",
+    ("POST", "/v1/chat/completions/derender"): "_derender",
+}
+
+
+def _json(value: object) -> web.Response:
+    return web.json_response(value)
+
+
+def _error(status: int, message: str, kind: str, param: str | None = None) -> web.Response:
+    headers = {"content-type": "application/json"}
+    return respond(Canned(error_body(message, kind, param, status), status, headers))

@@ -1,0 +1,131 @@
+"""`tokenproxy serve` as a process of its own: for signals, memory and limits, which a thread cannot have."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from tests.support.child_environment import python_path_without_torch
+
+_PATIENCE_S = 60.0
+_ADDRESS = re.compile(r"running on (http://\S+)")
+
+
+class ServeProcess:
+    """Starts on entry, and waits until it listens; on exit it is killed if it still runs."""
+
+    def __init__(
+        self, upstreams: Sequence[str], log: Path, *flags: str, port: int = 0, ulimit: str | None = None
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            log: the file for its log.
+            flags: more flags of `tokenproxy serve`.
+            ulimit: its limit on open files, as the shell's `ulimit` takes it; None inherits.
+        """
+        self.log = log
+        serve = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port)]
+        engines = [word for url in upstreams for word in ("--upstream", url)]
+        limited = ["sh", "-c", f'ulimit {ulimit} && exec "$@"', "sh"] if ulimit else []
+        self._command = [*limited, *serve, *engines, *flags]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def __enter__(self) -> "ServeProcess":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def workers(self) -> list[int]:
+        """The process ids of its workers; none with `--workers 1`."""
+        return list(map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()))
+
+    @property
+    def text(self) -> str:
+        """Its log so far."""
+        return self.log.read_text(errors="replace")
+
+    @property
+    def memory(self) -> int:
+        """Its resident memory in bytes."""
+        [line] = [
+            line
+            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines()
+            if line.startswith("VmRSS")
+        ]
+        return int(line.split()[1]) * 1024
+
+    def start(self) -> None:
+        """Start it, and wait until it listens."""
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path_without_torch()}
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
+        deadline = time.monotonic() + _PATIENCE_S
+        while (found := _ADDRESS.search(self.text)) is None:
+            assert self._process.poll() is None and time.monotonic() < deadline, self.text
+            time.sleep(0.02)
+        self.url = found[1]
+
+    def wait_ready(self) -> None:
+        """Wait until an engine responds and its chat template was examined."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            state = httpx.get(f"{self.url}/ready", trust_env=False, timeout=_PATIENCE_S).json()
+            if state["ready"] and any(engine.get("template") for engine in state["engines"]):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"not ready after {_PATIENCE_S} s: {self.text}")
+
+    def wait_workers_ready(self, count: int) -> None:
+        """Wait until `count` workers have examined the chat template; none may have been started again."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self.text.count("chat template of") < count:
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float = _PATIENCE_S) -> int:
+        """Its exit code, once it ended."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+
+def metrics_folder(worker: int) -> Path:
+    """The folder with the metrics of all workers, by the process id of one."""
+    variables = Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
+    name = b"PROMETHEUS_MULTIPROC_DIR="
+    [folder] = [variable for variable in variables if variable.startswith(name)]
+    return Path(folder.removeprefix(name).decode())
+
+
+def is_process(pid: int) -> bool:
+    """Whether a process of this id runs."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

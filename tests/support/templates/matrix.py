@@ -1,0 +1,268 @@
+"""The matrix: template x conversation x ending x template arguments, each with and without history.
+
+A cell with expected ids is exact, refused (a typed error) or wrong. In an exact cell
+
+    appended.prompt_ids == prompt_ids + appended.close_ids + appended.suffix_ids
+
+and the ids after `prompt_ids` are the expected ones. Where the oracle has none, the cell is excluded with its
+reason, and `append` is called all the same: see `unshown`.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.templates.conversations import (
+    WITH_EVERY_ENDING,
+    WITH_EVERY_VARIABLE,
+    shapes_of,
+    variables_of,
+)
+from tests.support.templates.engine import EngineRenderer, Renderer, TemplateRefuses
+from tests.support.templates.laws import Kind, kind_of_difference, malformed
+from tests.support.templates.oracle import Oracle, Reason, Undecided
+from tests.support.templates.pairing import Pairing
+from tests.support.templates.sampling import (
+    COMMON_ENDINGS,
+    ENDINGS,
+    ENDINGS_OF_EVERY_SHAPE,
+    Sampled,
+    Turn,
+    applies,
+    sampled_ids,
+)
+from tests.support.templates.shapes import SHAPES, TOOLS, Shape
+from tests.support.templates.stand_in import StandIn
+from tests.support.templates.unshown import Unshown
+from tests.support.templates.verdicts import Finding, Result, Verdict
+from tokenization import Appended, ChatTokenizer, TokenizationError
+
+RendererFactory = Callable[[StandIn, str], Renderer]
+"""Makes the oracle's renderer from a tokenizer and a template, for example one that asks a running engine."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A conversation, how its last turn ended, and the template arguments."""
+
+    shape: Shape
+    ending: str
+    """A key of `ENDINGS`."""
+    variables: str
+    """A key of `Trial.variables`."""
+
+
+def plain_renderer(tokens: StandIn, template: str) -> Renderer:
+    return EngineRenderer(tokens.tokenizer, template)
+
+
+@dataclass
+class Trial:
+    """Runs all cells of one pairing. Cells share the renderings of the oracle."""
+
+    pairing: Pairing
+    tokens: StandIn
+    oracle: Oracle
+    subject: ChatTokenizer
+    """The tokenizer under test."""
+    stops: tuple[str, ...]
+    """The stop tokens of the model."""
+    shapes: list[Shape]
+    variables: dict[str, dict[str, Any]]
+    """The template arguments to try, by name."""
+    _turns: dict[tuple[str, str], Turn | Undecided] = field(default_factory=dict)
+
+    @classmethod
+    def start(
+        cls, pairing: Pairing, folder: Path, make_renderer: RendererFactory = plain_renderer
+    ) -> "Trial":
+        """Write the pairing's tokenizer to a folder and load it from there."""
+        template, tokens = pairing.template, pairing.stand_in()
+        renderer = make_renderer(tokens, template.text)
+        oracle = Oracle(renderer, tokens.tokenizer, _reads_generation_prompt(renderer))
+        stops = _stops(oracle, tokens)
+        if tokens.eos_is_a_guess:
+            tokens = replace(tokens, eos=stops[0])
+            tokens.tokenizer.eos_token = stops[0]
+        tokens.tokenizer.save_pretrained(folder)
+        config = {"eos_token_id": [tokens.id_of(stop) for stop in stops]}
+        (folder / "generation_config.json").write_text(json.dumps(config))
+        subject = ChatTokenizer.load(folder)
+        variables = {
+            name: kwargs for name, kwargs in variables_of(template).items() if not _prints(renderer, kwargs)
+        }
+        return cls(pairing, tokens, oracle, subject, stops, shapes_of(template), variables)
+
+    def cells(self) -> Iterator[Cell]:
+        """Every cell of the pairing, the excluded ones too."""
+        for shape in self.shapes:
+            for variables in self.variables if shape.name in WITH_EVERY_VARIABLE else ["none"]:
+                every = variables == "none" and shape.name in WITH_EVERY_ENDING
+                for ending in ENDINGS if every else ENDINGS_OF_EVERY_SHAPE:
+                    turn = self.turn(shape, variables)
+                    if ending in COMMON_ENDINGS or (isinstance(turn, Turn) and applies(ending, turn)):
+                        yield Cell(shape, ending, variables)
+
+    def results(self) -> list[Result]:
+        """The findings on every cell, with history and without."""
+        before = repr((SHAPES, TOOLS))
+        results = [result for cell in self.cells() for result in self.judge(cell)]
+        assert repr((SHAPES, TOOLS)) == before, "append changed the messages or tools it was given"
+        return results
+
+    def judge(self, cell: Cell) -> list[Result]:
+        """The findings on a cell, with history and without."""
+        turn = self.turn(cell.shape, cell.variables)
+        undecided: Undecided
+        if isinstance(turn, Turn):
+            try:
+                return self._judge_shown(cell, turn, ENDINGS[cell.ending](turn))
+            except Undecided as error:
+                undecided = error
+        else:
+            undecided = turn
+        return self._judge_unshown(cell, undecided.reason)
+
+    def turn(self, shape: Shape, variables: str) -> Turn | Undecided:
+        """The conversation at the moment of sampling; or why its rendering does not show what follows."""
+        key = (shape.name, variables)
+        if key not in self._turns:
+            kwargs = self.variables[variables]
+            try:
+                end = self.oracle.turn_end(shape, kwargs)
+                self._turns[key] = Turn(self.oracle, shape, kwargs, end, self.tokens.other_stop)
+            except Undecided as undecided:
+                self._turns[key] = undecided
+        return self._turns[key]
+
+    def prompt_ids(self, cell: Cell, turn: Turn, sampled: Sampled) -> list[int]:
+        """The ids of the prompt and of the sampled turn."""
+        prompt = self.oracle.encode(self.oracle.prompt(turn.shape, turn.kwargs))
+        return prompt + sampled_ids(sampled.text, self._seed(cell), self.oracle)
+
+    def _judge_shown(self, cell: Cell, turn: Turn, sampled: Sampled) -> list[Result]:
+        ids = self.prompt_ids(cell, turn, sampled)
+        results = []
+        for history in (True, False):
+            answer = self._append(cell, sampled, ids, history)
+            finding = (
+                answer if isinstance(answer, Finding) else self._compare(cell, turn, sampled, ids, answer)
+            )
+            results.append(self._result(cell, history, finding))
+        return results
+
+    def _judge_unshown(self, cell: Cell, reason: Reason) -> list[Result]:
+        kwargs, other_stop = self.variables[cell.variables], self.tokens.other_stop
+        unshown = Unshown.of(self.oracle, cell.shape, kwargs, cell.ending, reason, other_stop)
+        sampled = unshown.sampled(self.stops[0], other_stop)
+        ids = unshown.prompt() + sampled_ids(sampled.text, self._seed(cell), self.oracle)
+        # an aborted turn may have no ids, and `append` refuses that
+        ids = ids or self.oracle.encode("Hi")
+        results = []
+        for history in (True, False):
+            answer = self._append(cell, sampled, ids, history)
+            if not isinstance(answer, Finding):
+                finding = unshown.judge(ids, answer)
+            else:
+                finding = answer if answer.verdict is Verdict.WRONG else Finding(Verdict.EXCLUDED, reason)
+            results.append(self._result(cell, history, finding))
+        return results
+
+    def _compare(
+        self, cell: Cell, turn: Turn, sampled: Sampled, ids: list[int], appended: Appended
+    ) -> Finding:
+        """The verdict on an answer if the ids are given."""
+        if error := malformed(appended, ids):
+            return Finding(Verdict.WRONG, error)
+        new_ids = appended.prompt_ids[len(ids) :]
+        if new_ids == sampled.expected:
+            return Finding(Verdict.EXACT)
+        text, expected = self.oracle.decode(new_ids), self.oracle.decode(sampled.expected)
+        cut_off = cell.shape.kind == "call" and cell.ending not in ("own stop", "other stop")
+        if cut_off and text.lstrip() == expected.lstrip():
+            # whether the white space before the close is part of the call's syntax is not shown
+            return Finding(Verdict.EXACT)
+        kind = kind_of_difference(cell.shape, cell.ending, text, expected, self.stops, turn.end.tail)
+        if text == expected:
+            return Finding(Verdict.WRONG, kind, f"{new_ids} instead of {sampled.expected}: {text!r}")
+        return Finding(Verdict.WRONG, kind, f"appended {text!r} instead of {expected!r}")
+
+    def _append(self, cell: Cell, sampled: Sampled, ids: list[int], history: bool) -> Appended | Finding:
+        """The answer; or the finding on the error."""
+        kwargs = dict(self.variables[cell.variables])
+        try:
+            return self.subject.append(
+                list(ids),
+                cell.shape.new,
+                history=sampled.history if history else None,
+                tools=TOOLS if cell.shape.with_tools else None,
+                finish_reason=sampled.finish_reason,
+                stop_reason=sampled.stop_reason(self.tokens.eos, self.tokens.id_of),
+                add_generation_prompt=kwargs.pop("add_generation_prompt", True),
+                template_kwargs=kwargs,
+            )
+        except TokenizationError as error:
+            return Finding(Verdict.REFUSED, type(error).__name__, str(error))
+        except Exception as error:  # noqa: BLE001 - the boundary: an untyped error is a finding, not a crash
+            return Finding(Verdict.WRONG, Kind.UNTYPED_ERROR, repr(error))
+
+    def _seed(self, cell: Cell) -> str:
+        return f"{self.pairing.name} | {cell.shape.name} | {cell.ending} | {cell.variables}"
+
+    def _result(self, cell: Cell, history: bool, finding: Finding) -> Result:
+        where = (self.pairing.group, self.pairing.name, cell.shape.name, cell.ending, cell.variables)
+        return Result(*where, history, finding)
+
+
+@dataclass
+class Matrix:
+    """The trials of pairings. Each pairing runs once."""
+
+    folder: Path
+    """The folder for the tokenizers of the pairings."""
+    _trials: dict[str, Trial] = field(default_factory=dict)
+    _results: dict[str, list[Result]] = field(default_factory=dict)
+
+    def trial(self, pairing: Pairing) -> Trial:
+        if pairing.name not in self._trials:
+            folder = self.folder / pairing.name.replace("/", "_")
+            self._trials[pairing.name] = Trial.start(pairing, folder)
+        return self._trials[pairing.name]
+
+    def results(self, pairing: Pairing) -> list[Result]:
+        if pairing.name not in self._results:
+            self._results[pairing.name] = self.trial(pairing).results()
+        return self._results[pairing.name]
+
+
+def _reads_generation_prompt(renderer: Renderer) -> bool:
+    """Whether a prompt ends otherwise with `add_generation_prompt` than without."""
+    messages = [{"role": "user", "content": "Hi"}]
+    try:
+        texts = {renderer.render(messages, None, {"add_generation_prompt": on}) for on in (True, False)}
+    except TemplateRefuses:
+        return False
+    return len(texts) > 1
+
+
+def _prints(renderer: Renderer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a template prints the value of an argument, such as a token's text: it is no switch then."""
+    try:
+        text = renderer.render([{"role": "user", "content": "Hi"}], None, kwargs)
+    except TemplateRefuses:
+        return False
+    return any(str(value) in text for value in kwargs.values() if isinstance(value, bool))
+
+
+def _stops(oracle: Oracle, tokens: StandIn) -> tuple[str, ...]:
+    """The stop tokens that turns of common conversations end with; EOS; and another."""
+    found: list[str] = []
+    for shape in SHAPES:
+        try:
+            end = oracle.turn_end(shape, {})
+        except Undecided:
+            continue
+        found += [end.sampled_stop, *([end.stop] if end.close else [])]
+    return tuple(dict.fromkeys([*found, tokens.eos, tokens.other_stop]))

@@ -1,0 +1,129 @@
+"""The pairs of a template and a tokenizer that the matrix runs.
+
+A template of `trl` has the added tokens of its model, and if that has a SentencePiece vocabulary, then it
+is paired a second time, with a vocabulary of that kind. For the other templates, the added tokens are
+guessed.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.templates.corpus import FETCHED, ChatTemplate, corpus
+from tests.support.templates.engine import EngineRenderer, TemplateRefuses
+from tests.support.templates.families import FAMILY_OF, Family
+from tests.support.templates.shapes import SHAPES, TOOLS
+from tests.support.templates.stand_in import StandIn, declared, guessed
+
+_SENTENCEPIECE = {
+    "gemma": "gemma_like",
+    "gemma3": "gemma_like",
+    "gemma4_v5": "gemma_like",
+    "phi3": "llama2_like",
+    "phi3_5": "llama2_like",
+    "llava_next": "mistral_like",
+}
+_REAL = {
+    "qwen3": "tokenizer-qwen3",
+    "qwen3_instruct_2507": "tokenizer-qwen3",
+    "llama3": "tokenizer-llama3",
+    "llama3_1": "tokenizer-llama3_1",
+    "gemma3": "tokenizer-gemma3",
+    "deepseekv3": "tokenizer-deepseek_v3",
+    "gptoss": "tokenizer-gptoss",
+}
+"""Templates of `trl` and the folders of their models' tokenizers."""
+FAST_SAMPLE = frozenset(
+    {
+        *("qwen3", "gptoss", "glm4moe", "llama3_2", "deepseekv3", "cohere2", "phi3"),
+        *("gemma4_v5 on gemma_like", "phi3 on llama2_like", "llava_next on mistral_like"),
+    }
+)
+"""Names of the pairings in `make test-fast`: they cover each vocabulary and each way to end a turn."""
+
+
+REAL_GROUP = "with real tokenizers"
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A template with a kind of tokenizer."""
+
+    template: ChatTemplate
+    vocabulary: str = "bytes"
+    """A key of `VOCABULARIES`, or the folder of a real tokenizer."""
+
+    @property
+    def name(self) -> str:
+        stem = self.template.stem if self.template.source == "trl" else self.template.name
+        return stem + ("" if self.vocabulary == "bytes" else f" on {self.vocabulary}")
+
+    @property
+    def family(self) -> Family | None:
+        return FAMILY_OF[self.template.stem] if self.template.source == "trl" else None
+
+    @property
+    def group(self) -> str:
+        """The row of the table in the docs that counts this pairing.
+
+        A family of `trl`, those of them with real tokenizers, or another source.
+        """
+        if self.vocabulary in _REAL.values():
+            return REAL_GROUP
+        return self.family.name if self.family else self.template.source
+
+    def stand_in(self) -> StandIn:
+        """A new tokenizer for the template."""
+        if self.family:
+            return declared(self.template, self.family, self.vocabulary)
+        return guessed(self.template, _renderings(self.template))
+
+
+def _renderings(template: ChatTemplate) -> list[str]:
+    """What a template prints for common conversations."""
+    renderer = EngineRenderer(guessed(template).tokenizer, template.text)
+    texts = []
+    for shape in SHAPES:
+        tools = TOOLS if shape.with_tools else None
+        try:
+            texts.append(
+                renderer.render([*shape.history, *shape.new], tools, {"add_generation_prompt": True})
+            )
+        except TemplateRefuses:
+            continue
+    return texts
+
+
+@functools.cache
+def trl_pairings() -> tuple[Pairing, ...]:
+    """The templates of `trl`, each with one vocabulary or two."""
+    templates = {template.stem: template for template in corpus(("trl",))}
+    second = (Pairing(templates[name], vocabulary) for name, vocabulary in _SENTENCEPIECE.items())
+    return (*(Pairing(template) for template in templates.values()), *second)
+
+
+def real_pairings() -> list[Pairing]:
+    """Templates of `trl` with the tokenizers of their models, which `scripts/fetch-templates` fetches."""
+    return [Pairing(pairing(name).template, tokenizer) for name, tokenizer in _REAL.items()]
+
+
+def all_pairings() -> list[Pairing]:
+    """The pairings of every source. Raises FileNotFoundError if one was not fetched."""
+    fetched = [Pairing(template) for template in corpus() if template.source in FETCHED]
+    return [*trl_pairings(), *real_pairings(), *fetched]
+
+
+def pairing(name: str) -> Pairing:
+    """The pairing of a template of `trl`, by name."""
+    return next(pairing for pairing in trl_pairings() if pairing.name == name)
+
+
+EVERY_PAIRING = pytest.mark.parametrize(
+    "pairing",
+    [
+        pytest.param(each, id=each.name, marks=() if each.name in FAST_SAMPLE else pytest.mark.slow)
+        for each in trl_pairings()
+    ],
+)
+"""Parametrises a test with the pairings of `trl`; those outside the sample are marked as slow."""

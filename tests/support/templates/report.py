@@ -1,0 +1,184 @@
+"""Runs the matrix, counts its cells and reports what is wrong, by template and kind.
+
+python -m tests.support.templates.report  every template, the report into a file
+python -m tests.support.templates.report --only qwen3 --limit 5  five templates with `qwen3` in their names
+python -m tests.support.templates.report --write  every template, the table into docs/templates.md
+"""
+
+import argparse
+import contextlib
+import functools
+import io
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.support.templates.corpus import FETCHED
+from tests.support.templates.families import FAMILIES
+from tests.support.templates.matrix import Trial
+from tests.support.templates.pairing import REAL_GROUP, Pairing, all_pairings
+from tests.support.templates.verdicts import Result, Verdict
+
+PAGE = Path(__file__).parents[3] / "docs" / "templates.md"
+BEGIN, END = "<!-- templates: made by `make templates` -->", "<!-- end of templates -->"
+OUTPUT = Path(tempfile.gettempdir()) / "matrix-report.txt"
+_COLUMNS = (Verdict.EXACT, Verdict.REFUSED, Verdict.WRONG, Verdict.EXCLUDED)
+_FINDINGS = (Verdict.WRONG, Verdict.UNCHECKED)
+_EXAMPLES = 2
+_PROGRESS_SECONDS = 10
+
+Count = Counter[tuple[str, bool, Verdict]]
+"""Number of cells by group, whether there was history, and verdict."""
+
+
+def run_pairing(pairing: Pairing) -> list[Result]:
+    """The results of one pairing."""
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        return Trial.start(pairing, Path(folder)).results()
+
+
+def run(pairings: Sequence[Pairing], processes: int, log: Callable[[str], object]) -> list[Result]:
+    """The results of all pairings, in their order; progress goes to `log`."""
+    results: list[Result] = []
+    began = reported = time.monotonic()
+    # not forked: the tokenizers library has threads of its own
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for count, found in enumerate(pool.imap(run_pairing, pairings, chunksize=1), start=1):
+            results += found
+            if time.monotonic() - reported > _PROGRESS_SECONDS or count == len(pairings):
+                reported = time.monotonic()
+                wrong = sum(result.verdict is Verdict.WRONG for result in results)
+                cells = f"{len(results)} cells, {wrong} wrong"
+                log(f"{count} of {len(pairings)} templates, {cells}, {reported - began:.0f} s")
+    return results
+
+
+def count(results: Sequence[Result]) -> Count:
+    """Number of cells by group, history and verdict. An unchecked cell counts as excluded."""
+    counts: Count = Counter()
+    for result in results:
+        verdict = Verdict.EXCLUDED if result.verdict is Verdict.UNCHECKED else result.verdict
+        counts[result.group, result.history, verdict] += 1
+    return counts
+
+
+def table(counts: Count) -> str:
+    """A table for the docs with a row for each family of trl and each other source that has cells."""
+    counted = {group for group, _, _ in counts}
+    in_order = (*(family.name for family in FAMILIES), REAL_GROUP, *FETCHED)
+    groups = [group for group in in_order if group in counted]
+    sides = ("", "without history: ")
+    header = ["templates", *(f"{side}{column}" for side in sides for column in _COLUMNS)]
+    rows = [_row(group, [group], counts) for group in groups] + [_row("all", groups, counts)]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def put_into(page: str, summary: str) -> str:
+    """The page with the text between the two HTML comments replaced by `summary`."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{summary}\n{END}{after}"
+
+
+def report(results: Sequence[Result], examples: int = _EXAMPLES) -> str:
+    """The findings as text: counts, kinds over all templates, then kinds by template with examples."""
+    return "\n".join([*_totals(results), "", *_kinds(results), "", *_by_template(results, examples)]) + "\n"
+
+
+def _row(title: str, groups: Sequence[str], counts: Count) -> list[str]:
+    cells = [(history, column) for history in (True, False) for column in _COLUMNS]
+    return [title, *(str(sum(counts[group, *cell] for group in groups)) for cell in cells)]
+
+
+def _where(history: bool) -> str:
+    return f"{'with' if history else 'without'} history"
+
+
+def _totals(results: Sequence[Result]) -> list[str]:
+    lines = []
+    for history in (True, False):
+        counts = Counter(result.verdict for result in results if result.history is history)
+        lines.append(
+            f"{_where(history)}: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)
+        )
+    return lines
+
+
+def _kinds(results: Sequence[Result]) -> list[str]:
+    lines = []
+    for verdict in (*_FINDINGS, Verdict.REFUSED, Verdict.EXCLUDED):
+        for history in (True, False):
+            chosen = [result for result in results if (result.verdict, result.history) == (verdict, history)]
+            pairings: dict[str, set[str]] = defaultdict(set)
+            for result in chosen:
+                pairings[result.finding.kind].add(result.pairing)
+            lines.append(f"{verdict}, {_where(history)}: {len(chosen)} cells")
+            for kind, number in Counter(result.finding.kind for result in chosen).most_common():
+                lines.append(f"    {number:6} in {len(pairings[kind]):3} templates: {kind}")
+    return lines
+
+
+def _by_template(results: Sequence[Result], examples: int) -> list[str]:
+    """Templates with the most findings first; in each the kinds, with examples."""
+    groups: dict[str, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    for result in results:
+        if result.verdict in _FINDINGS:
+            kind = f"{result.verdict} {_where(result.history)}: {result.finding.kind}"
+            groups[result.pairing][kind].append(result)
+    lines = []
+    for pairing, kinds in sorted(groups.items(), key=lambda item: -sum(map(len, item[1].values()))):
+        lines.append(f"== {pairing}")
+        for kind, found in sorted(kinds.items(), key=lambda item: -len(item[1])):
+            lines.append(f"  {len(found)} {kind}")
+            for result in found[:examples]:
+                lines.append(f"      {result.shape} | {result.ending} | {result.variables}")
+                lines.append(f"        {result.finding.detail}")
+    return lines
+
+
+def chosen_pairings(only: str, limit: int | None, *, spread: bool = False) -> list[Pairing]:
+    """The pairings whose names contain `only`, at most `limit`; from all over them if `spread`."""
+    pairings = [pairing for pairing in all_pairings() if only.lower() in pairing.name.lower()]
+    if limit is None or limit >= len(pairings):
+        return pairings
+    return pairings[:: max(1, len(pairings) // limit)][:limit] if spread else pairings[:limit]
+
+
+def _parser() -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--only", default="", metavar="NAME", help="templates with NAME in their names")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most N templates")
+    parser.add_argument("--spread", action="store_true", help="take the N templates from all over the corpus")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--examples", type=int, default=_EXAMPLES, help="cells to show of each kind")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"default: {OUTPUT}")
+    parser.add_argument("--write", action="store_true", help=f"write the table into docs/{PAGE.name} too")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the chosen templates and write the report."""
+    options = _parser().parse_args(arguments)
+    log = functools.partial(print, file=sys.stderr, flush=True)
+    pairings = chosen_pairings(options.only, options.limit, spread=options.spread)
+    results = run(pairings, options.processes, log)
+    text = report(results, options.examples)
+    options.output.write_text(text)
+    if options.write:
+        PAGE.write_text(put_into(PAGE.read_text(), table(count(results))))
+    # the rest of the report is long
+    print("\n".join(text.split("\n==")[0].splitlines()))
+    print(f"the whole report is in {options.output}")
+
+
+if __name__ == "__main__":
+    main()

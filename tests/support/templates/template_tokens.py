@@ -1,0 +1,156 @@
+"""The added tokens that a template prints between messages and between calls, read from its renderings."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tests.support.templates.engine import Renderer, TemplateRefuses
+from tests.support.templates.marks import MARKS
+from tests.support.templates.shapes import TOOLS, Message, call
+
+_GENERATION = {"add_generation_prompt": True}
+_USER_WORD, _NEXT_WORD = "newfirstword", "newsecondword"
+
+
+@dataclass(frozen=True)
+class Token:
+    """An added token in a text."""
+
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class TemplateTokens:
+    """Tells the added tokens of one template by what they do in its renderings."""
+
+    renderer: Renderer
+    tokenizer: Any
+    """A transformers tokenizer, for its added tokens."""
+    reads_generation_prompt: bool
+    """See `Oracle`."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        with_tools: bool = False,
+    ) -> str:
+        """Raises TemplateRefuses."""
+        return self.renderer.render(
+            messages, TOOLS if with_tools else None, {**_GENERATION, **(kwargs or {})}
+        )
+
+    def render_alone(
+        self,
+        messages: Sequence[Message],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        with_tools: bool = False,
+    ) -> str | None:
+        """A rendering without generation prompt; None if the template refuses the messages."""
+        try:
+            without = {**(kwargs or {}), "add_generation_prompt": False}
+            return self.render(messages, without, with_tools=with_tools)
+        except TemplateRefuses:
+            return None
+
+    @cached_property
+    def added_tokens(self) -> re.Pattern[str]:
+        """A pattern that matches each added token of the tokenizer."""
+        tokens = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        texts = sorted((token.content for token in tokens), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)))
+
+    def find(self, text: str) -> list[Token]:
+        """The added tokens in a text, in order."""
+        return [Token(*match.span(), match.group()) for match in self.added_tokens.finditer(text)]
+
+    @cached_property
+    def between_calls(self) -> frozenset[str]:
+        """Added tokens that the template prints between two calls of one turn."""
+        calls = [call(1, MARKS[0]), call(2, MARKS[1])]
+        calls[1]["function"]["name"] = _NEXT_WORD
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        whole = self.render_alone([{"role": "user", "content": "Hi"}, turn], with_tools=True) or ""
+        between = whole.partition(MARKS[0])[2].partition(_NEXT_WORD)
+        found = frozenset(token.text for token in self.find(between[0] if between[1] else ""))
+        # each call may be a message of its own
+        return frozenset() if found & self.of_messages else found
+
+    @cached_property
+    def after_name(self) -> frozenset[str]:
+        """Added tokens that the template prints between the name of a call and its arguments."""
+        turn = {"role": "assistant", "content": "", "tool_calls": [call(1, MARKS[0], _NEXT_WORD)]}
+        whole = self.render_alone([{"role": "user", "content": "Hi"}, turn], with_tools=True) or ""
+        between, found, _ = whole.partition(_NEXT_WORD)[2].partition(MARKS[0])
+        # some templates print the name after the arguments
+        return frozenset(token.text for token in self.find(between if found else ""))
+
+    @cached_property
+    def of_messages(self) -> frozenset[str]:
+        """Added tokens between messages without calls."""
+        return frozenset(token.text for text in self.between_messages for token in self.find(text))
+
+    @cached_property
+    def assistant_header(self) -> frozenset[str]:
+        """Added tokens that open an answer."""
+        tokens = self.find(self.between_messages[0])
+        return frozenset(token.text for token in tokens[self.closing_tokens_of_user :])
+
+    @cached_property
+    def opener(self) -> str:
+        """The first added token that opens an answer; empty if none does."""
+        opening = self.find(self.between_messages[0])[self.closing_tokens_of_user :]
+        return opening[0].text if opening else ""
+
+    @cached_property
+    def closes(self) -> frozenset[str]:
+        """Added tokens that close a user message."""
+        tokens = self.find(self.between_messages[0])
+        return frozenset(token.text for token in tokens[: self.closing_tokens_of_user])
+
+    @cached_property
+    def openers(self) -> frozenset[str]:
+        """Added tokens before the first user message."""
+        whole = self.render_alone([{"role": "user", "content": _USER_WORD}]) or ""
+        return frozenset(token.text for token in self.find(whole.partition(_USER_WORD)[0]))
+
+    @cached_property
+    def closing_tokens_of_user(self) -> int:
+        """The number of added tokens that close a user message; 1 if the template does not tell."""
+        if not self.reads_generation_prompt:
+            return 1
+        whole = self.render_alone([{"role": "user", "content": _USER_WORD}])
+        return 1 if whole is None else len(self.find(whole.partition(_USER_WORD)[2]))
+
+    @cached_property
+    def between_messages(self) -> tuple[str, str]:
+        """The text between a user message and an answer, and that between the answer and a user message."""
+        messages = [
+            {"role": "user", "content": _USER_WORD},
+            {"role": "assistant", "content": MARKS[0]},
+            {"role": "user", "content": _NEXT_WORD},
+        ]
+        try:
+            whole = self.render(messages)
+        except TemplateRefuses:
+            return "", ""
+        after_user, _, after_answer = whole.partition(_USER_WORD)[2].partition(MARKS[0])
+        return after_user, after_answer.partition(_NEXT_WORD)[0]
+
+    @cached_property
+    def special(self) -> frozenset[str]:
+        """The special ones among the added tokens: only these may end a turn."""
+        tokens = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in tokens if token.special)
+
+
+def stem(token: str) -> str:
+    """Equal for the two tokens of a pair: `tool_call` for `<tool_call>` and `<|tool_call_end|>`."""
+    words = re.findall(r"[a-z]+", token.lower().replace("\u2581", "_"))
+    return "_".join(word for word in words if word not in ("begin", "start", "end", "of"))

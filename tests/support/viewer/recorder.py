@@ -1,0 +1,251 @@
+"""Builds recorded sessions by hand, with the ids that a proxy would have recorded.
+
+Law, for every turn with a parent, as in `proxy.history.turn`:
+
+    prompt_ids(turn) == prompt_ids(parent) + completion_ids(parent) + turn.appended
+
+Prompts are plain transformers' rendering of the messages with the model's chat template. Everything follows
+from the seed and the start, so that each run records equal sessions.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from proxy.history.cached_turn import hash_ids
+from proxy.history.store import Session
+from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, turn_id, unpack_ids
+from proxy.history.vocabulary import ABORTED, Reason, Source
+from tests.support.fake_wire import as_rendered, tools_as_rendered
+from tests.support.tiny_model import END, TinyModel
+
+START = 1_780_000_000.0
+"""When the first recorded session began, in seconds since the epoch: 28 May 2026, 20:26:40 UTC."""
+MODEL = "tiny"
+
+Message = dict[str, Any]
+
+
+@dataclass
+class Recorded:
+    """A session with its turns, as a store takes them."""
+
+    session: Session
+    turns: list[Turn]
+    rewards: dict[str, float] = field(default_factory=dict)
+    """By turn id; the session's by ""."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was sampled for a turn, and the message that the engine parsed it to."""
+
+    message: Message
+    ids: list[int]
+    finish_reason: str = "stop"
+
+
+def answer(model: TinyModel, content: str, *, thinking: str = "", calls: Sequence[Message] = ()) -> Answer:
+    """An answer whose ids are those that the tokenizer gives its text.
+
+    Args:
+        calls: tool calls, as `tool_call` makes them.
+    """
+    text = f"<think>\n{thinking}\n</think>\n\n{content}" if thinking else content
+    for call in calls:
+        function = call["function"]
+        name = msgspec.json.encode(function["name"]).decode()
+        text += f'<tool_call>{{"name": {name}, "arguments": {function["arguments"]}}}</tool_call>'
+    message: Message = {"role": "assistant", "content": content or None}
+    if thinking:
+        message["reasoning"] = thinking
+    if calls:
+        message["tool_calls"] = list(calls)
+    return Answer(message, [*model.encode(text), END], "tool_calls" if calls else "stop")
+
+
+def spelled_answer(model: TinyModel, content: str) -> Answer:
+    """An answer sampled letter by letter: ids that the tokenizer would not give its text."""
+    ids = [token for letter in content for token in model.encode(letter)]
+    return Answer({"role": "assistant", "content": content}, [*ids, END])
+
+
+def cut_answer(model: TinyModel, ids: Sequence[int], finish_reason: str = ABORTED) -> Answer:
+    """An answer that ended before its stop token."""
+    return Answer({"role": "assistant", "content": model.decode(list(ids))}, list(ids), finish_reason)
+
+
+def tool_call(name: str, number: int = 1, **arguments: Any) -> Message:
+    """A tool call of an assistant message; `number` tells the calls of a session apart."""
+    spelled = msgspec.json.encode(arguments).decode()
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": spelled}}
+
+
+def tool_result(content: str, number: int = 1) -> Message:
+    """The result of a tool call."""
+    return {"role": "tool", "tool_call_id": f"call_{number}", "content": content}
+
+
+def user(content: str) -> Message:
+    """A message of the user."""
+    return {"role": "user", "content": content}
+
+
+def system(content: str) -> Message:
+    """A system message."""
+    return {"role": "system", "content": content}
+
+
+class SessionRecorder:
+    """Records the turns of one session, each a few seconds after the one before."""
+
+    def __init__(
+        self,
+        model: TinyModel,
+        name: str,
+        *,
+        seed: int = 0,
+        start: float = START,
+        tools: Sequence[Message] = (),
+        metadata: Message | None = None,
+    ) -> None:
+        """Nothing is recorded yet.
+
+        Args:
+            seed: of log-probabilities, durations and names of turns.
+            start: in seconds since the epoch.
+        """
+        self.name = name
+        self.turns: dict[str, Turn] = {}
+        self.rewards: dict[str, float] = {}
+        self._model = model
+        self._random = random.Random(f"{name} {seed}")
+        self._start = self._now = start
+        self._tools = list(tools)
+        self._metadata = metadata or {}
+        self._hashes: dict[str, Any] = {}
+
+    def turn(
+        self,
+        new: Sequence[Message],
+        sampled: Answer | Callable[[int], Answer],
+        *,
+        parent: Turn | None = None,
+        **fields: Any,
+    ) -> Turn:
+        """Record a turn.
+
+        Args:
+            new: the messages after the parent's conversation; the whole conversation if there is no parent.
+            sampled: or what makes it of the number of ids in the prompt.
+            fields: of `Turn`, in place of the usual ones.
+        """
+        appended = self._appended(new, parent)
+        began, self._now = self._now, self._now + self._random.uniform(0.5, 6.0)
+        request = f"{round(began * 1e9):016x}{self._random.getrandbits(48):012x}0000"
+        before = parent.prompt_tokens + parent.completion_tokens if parent else 0
+        usual = {
+            "id": request,
+            "parent": parent.id if parent else None,
+            "request": request,
+            "tools": None if parent else (msgspec.json.encode(self._tools) if self._tools else b""),
+            "template_kwargs": None if parent else b"",
+            "messages": msgspec.json.encode(list(new)),
+            "appended": pack_ids(appended),
+            "prompt_tokens": before + len(appended),
+            "source": Source.EXTENDED if parent else Source.RENDERED,
+            "reason": "" if parent else Reason.FIRST_TURN,
+        }
+        if not isinstance(sampled, Answer):
+            sampled = sampled(before + len(appended))
+        return self._keep(parent, sampled, {**usual, **fields})
+
+    def choice(self, holder: Turn, sampled: Answer, **fields: Any) -> Turn:
+        """Record another choice of the request of a turn, which holds the prompt of both."""
+        index = sum(turn.request == holder.request for turn in self.turns.values())
+        shared = {
+            "id": turn_id(holder.request, index),
+            "parent": holder.parent,
+            "request": holder.request,
+            "choice": index,
+            "prompt_turn": holder.id,
+            "messages": holder.messages,
+            "appended": holder.appended,
+            "tools": holder.tools,
+            "template_kwargs": holder.template_kwargs,
+            "prompt_tokens": holder.prompt_tokens,
+            "source": holder.source,
+            "reason": holder.reason,
+        }
+        parent = self.turns[holder.parent] if holder.parent else None
+        return self._keep(parent, sampled, {**shared, **fields})
+
+    def recorded(self) -> Recorded:
+        """The session with all turns so far."""
+        session = Session(
+            id=self.name,
+            created=self._start,
+            used=self._now,
+            metadata=msgspec.json.encode(self._metadata),
+        )
+        return Recorded(session, list(self.turns.values()), dict(self.rewards))
+
+    def _keep(self, parent: Turn | None, sampled: Answer, fields: dict[str, Any]) -> Turn:
+        completion = pack_ids(sampled.ids)
+        hasher = self._hashes[parent.id].copy() if parent else hash_ids(None)
+        hasher.update(fields["appended"] + completion)
+        usual = {
+            "rollout": self.name,
+            "created": self._now,
+            "model": MODEL,
+            "replica": "http://127.0.0.1:8001",
+            "message": msgspec.json.encode(sampled.message),
+            "completion": completion,
+            "logprobs": pack_logprobs([-self._random.expovariate(2.0) for _ in sampled.ids]),
+            "logprobs_mode": "raw_logprobs",
+            "finish_reason": sampled.finish_reason,
+            "stop_reason": None,
+            "temperature": 1.0,
+            "weight_versions": (WeightSpan("1", 0, len(sampled.ids)),),
+            "ids_digest": hasher.digest(),
+        }
+        turn = Turn(**{**usual, **fields})
+        self._hashes[turn.id] = hasher
+        self.turns[turn.id] = turn
+        return turn
+
+    def _appended(self, new: Sequence[Message], parent: Turn | None) -> list[int]:
+        """What the chat template puts after the parent's ids; the whole prompt if there is no parent."""
+        if parent is None:
+            tools = tools_as_rendered(self._tools) if self._tools else None
+            return self._model.render(as_rendered(list(new)), tools=tools)
+        # the template prints each message alike whatever came before the last one
+        last: Message = msgspec.json.decode(parent.message)
+        before = self._text([last], prompt=False)
+        after = self._text([last, *new], prompt=True)
+        assert after.startswith(before)
+        closed = parent.completion[-4:] == pack_ids([END])
+        return self._model.encode(("\n" if closed else "<|im_end|>\n") + after[len(before) :])
+
+    def _text(self, messages: Sequence[Message], *, prompt: bool) -> str:
+        text: str = self._model.reference.apply_chat_template(
+            as_rendered(list(messages)), tokenize=False, add_generation_prompt=prompt
+        )
+        return text
+
+
+def ids_of(turn: Turn, turns: dict[str, Turn]) -> list[int]:
+    """All ids of a turn, prompt and completion, by the law.
+
+    Args:
+        turns: those of its session, by id.
+    """
+    parts: list[bytes] = []
+    current: Turn | None = turn
+    while current is not None:
+        parts += [current.completion, current.appended]
+        current = turns[current.parent] if current.parent else None
+    return unpack_ids(b"".join(reversed(parts)))

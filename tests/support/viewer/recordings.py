@@ -1,0 +1,245 @@
+"""The recorded sessions that the page is tested with, and how they get into a store.
+
+    small     every kind of turn once: see `small_session`
+    hostile   HTML and scripts in everything that a model or a client chooses
+    empty     a session that was described and has no turns
+    long      one path of 128,000 ids
+    deep      2,000 turns with forks and sub-agents
+
+and 100,000 small sessions, in a store of their own.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+
+from proxy.history.origin import RequestClass
+from proxy.history.store import Limits, Session, Store
+from proxy.history.turn import Turn, WeightSpan
+from proxy.history.vocabulary import ABORTED, Problem, Reason
+from tests.support.tiny_model import END, TinyModel
+from tests.support.viewer.model import EMOJI, WORDS
+from tests.support.viewer.recorder import (
+    START,
+    Answer,
+    Recorded,
+    SessionRecorder,
+    answer,
+    system,
+    tool_call,
+    tool_result,
+    user,
+)
+from tests.support.viewer.small_session import READ_FILE, small_session
+
+HOSTILE, EMPTY, LONG, DEEP = "hostile", "empty", "long", "deep"
+"""The names of sessions."""
+LONG_IDS = 128_000
+LONG_TURNS = 64
+DEEP_TURNS = 2_000
+MANY_SESSIONS = 100_000
+LIMITS: Final = Limits(max_bytes=2**34, max_age_s=1e10)
+"""Of stores with recordings: nothing is evicted."""
+_HOUR_S = 3600.0
+_WRITTEN_TOGETHER = 2_000
+"""Sessions that are written at the same time: SQLite commits them in groups."""
+_PROTOTYPES = 96
+"""Different sessions among the many."""
+_SECONDS_BETWEEN = 7.0
+"""From the start of one of the many sessions to that of the next."""
+
+HOSTILE_TEXTS = (
+    "<script>window.hostileRan = 'script'; alert('script')</script>",
+    "<img src=x onerror=\"window.hostileRan = 'img'; alert('img')\">",
+    "\"><svg onload=\"window.hostileRan = 'svg'; alert('svg')\"></svg>",
+    "<iframe src=\"javascript:parent.hostileRan = 'iframe'\"></iframe>",
+    "<style>* { display: none !important }</style><base href='https://example.com/'>",
+    "[click](javascript:alert('link')) ![](https://example.com/leak.png)",
+    "</textarea></title></style></script><h1 id='injected'>injected</h1>",
+    "{{constructor.constructor('alert(1)')()}} ${alert(1)} &lt;b&gt; %3Cscript%3E",
+    "\u202eright to left\u202c \u200bzero width \x1b[31mred\x1b[0m \x00 \ufffd \u2028",
+)
+"""If one of them runs, it sets `window.hostileRan`, opens a dialog, asks another server, or makes an element
+with the id `injected`."""
+
+
+def few_sessions(model: TinyModel) -> Iterator[Recorded]:
+    """The named sessions."""
+    yield small_session(model).recorded
+    yield hostile_session(model)
+    started = START + _HOUR_S
+    yield Recorded(Session(id=EMPTY, created=started, used=started, metadata=b'{"task":"none"}'), [])
+    yield long_session(model)
+    yield deep_session(model)
+
+
+def hostile_session(model: TinyModel) -> Recorded:
+    """HTML and scripts in the texts of the model, of tools and of the user, in names and in metadata."""
+    payload = HOSTILE_TEXTS[0]
+    tool = msgspec.json.decode(msgspec.json.encode(READ_FILE))
+    tool["function"] |= {"name": payload, "description": HOSTILE_TEXTS[1]}
+    metadata: dict[str, object] = {text: text for text in HOSTILE_TEXTS}
+    metadata |= {"__proto__": {"polluted": True}, "constructor": payload}
+    record = SessionRecorder(model, HOSTILE, start=START + 2 * _HOUR_S, tools=[tool], metadata=metadata)
+    named: dict[str, Any] = {
+        "model": HOSTILE_TEXTS[1],
+        "requested_model": payload,
+        "replica": "javascript:alert('replica')",
+        "request_class": HOSTILE_TEXTS[2],
+        "agent": payload,
+        "parent_agent": HOSTILE_TEXTS[6],
+        "stop_reason": payload,
+    }
+    turn: Turn | None = None
+    for number, text in enumerate(HOSTILE_TEXTS):
+        calls = [tool_call(text, number, path=text, **{"__proto__": text})]
+        sampled = answer(model, text, thinking=text, calls=calls)
+        new = [tool_result(text, number - 1), user(text)] if turn else [system(text), user(text)]
+        versions = (WeightSpan(text, 0, len(sampled.ids)),)
+        turn = record.turn(new, sampled, parent=turn, weight_versions=versions, **named)
+    return record.recorded()
+
+
+def long_session(model: TinyModel, ids: int = LONG_IDS, turns: int = LONG_TURNS) -> Recorded:
+    """One path whose last turn ends after exactly so many ids."""
+    drawn = random.Random("long")
+    record = SessionRecorder(model, LONG, start=START + 3 * _HOUR_S, metadata={"task": LONG})
+    turn: Turn | None = None
+    for number in range(1, turns + 1):
+        asked = user(_sentence(drawn, 20))
+        new = [asked] if turn else [system("You are a coding agent."), asked]
+        text = model.encode(_sentence(drawn, 2 * ids // turns))
+        end = ids * number // turns
+
+        def sampled(prompt: int, text: list[int] = text, end: int = end) -> Answer:
+            ended = [*text[: end - prompt - 1], END]
+            return Answer({"role": "assistant", "content": model.decode(ended)}, ended)
+
+        turn = record.turn(new, sampled, parent=turn)
+    return record.recorded()
+
+
+def deep_session(model: TinyModel, turns: int = DEEP_TURNS) -> Recorded:
+    """Many short turns: every 20th is a fork, every 50th begins a sub-agent."""
+    drawn = random.Random("deep")
+    record = SessionRecorder(model, DEEP, start=START + 4 * _HOUR_S, metadata={"task": DEEP})
+    turn: Turn | None = None
+    for number in range(turns):
+        sampled = answer(model, _sentence(drawn, 8))
+        if turn is None:
+            turn = record.turn([user(_sentence(drawn, 5))], sampled)
+        elif number % 50 == 0:
+            agent: dict[str, Any] = {"request_class": RequestClass.SUBAGENT, "agent": f"agent-{number}"}
+            opening = [system("You search files."), user(_sentence(drawn, 5))]
+            turn = record.turn(opening, sampled, **agent)
+        else:
+            forks = number % 20 == 0
+            before = drawn.choice(list(record.turns.values())) if forks else turn
+            kept: dict[str, Any] = {"request_class": before.request_class, "agent": before.agent}
+            turn = record.turn([user(_sentence(drawn, 5))], sampled, parent=before, **kept)
+    record.rewards |= {"": 1.0}
+    return record.recorded()
+
+
+def many_sessions(model: TinyModel, count: int = MANY_SESSIONS) -> Iterator[Recorded]:
+    """Sessions of one to four turns, of several models, reasons, problems, classes and weight versions.
+
+    Each is a copy of one of a few prototypes, with names, times, metadata and rewards of its own.
+    """
+    drawn = random.Random("many")
+    prototypes = [_prototype(model, number) for number in range(_PROTOTYPES)]
+    for number in range(count):
+        yield _copy(drawn.choice(prototypes), number, drawn)
+
+
+def _prototype(model: TinyModel, number: int) -> Recorded:
+    drawn = random.Random(f"prototype {number}")
+    record = SessionRecorder(model, f"prototype-{number}")
+    name = {"model": drawn.choice(["tiny", "tiny", "adapter"])}
+    turn: Turn | None = None
+    for _ in range(drawn.randint(1, 4)):
+        sampled = answer(model, _sentence(drawn, drawn.randint(3, 30)))
+        if drawn.random() < 0.1:
+            sampled = Answer(sampled.message, sampled.ids[:-1], drawn.choice(["length", ABORTED]))
+        fields: dict[str, Any] = {
+            **name,
+            "problem": drawn.choice([""] * 9 + [Problem.NO_LOGPROBS]),
+            "request_class": drawn.choice(["", RequestClass.MAIN]),
+            "weight_versions": (WeightSpan(str(drawn.randint(1, 5)), 0, len(sampled.ids)),),
+        }
+        question = user(_sentence(drawn, 6))
+        if turn is not None and drawn.random() < 0.15:
+            history = [user(_sentence(drawn, 6)), msgspec.json.decode(turn.message), question]
+            turn = record.turn(history, sampled, reason=drawn.choice(_BREAKS), **fields)
+        else:
+            turn = record.turn([question], sampled, parent=turn, **fields)
+    return record.recorded()
+
+
+_BREAKS = (Reason.HISTORY_EDITED, Reason.NO_MATCH, Reason.TOOLS_CHANGED)
+
+
+def _copy(prototype: Recorded, number: int, drawn: random.Random) -> Recorded:
+    """A prototype with names and times of its own."""
+    name = f"step-{number // 256:04d}-{number % 256:03d}"
+    later = _SECONDS_BETWEEN * number
+    ids = {
+        turn.id: f"{int(turn.id[:16], 16) + round(later * 1e9):016x}{drawn.getrandbits(48):012x}0000"
+        for turn in prototype.turns
+    }
+    turns = [
+        msgspec.structs.replace(
+            turn,
+            id=ids[turn.id],
+            request=ids[turn.id],
+            rollout=name,
+            parent=ids[turn.parent] if turn.parent else None,
+            created=turn.created + later,
+        )
+        for turn in prototype.turns
+    ]
+    metadata = {"step": number // 256, "task": f"task-{number % 40}", "group": number // 8}
+    session = msgspec.structs.replace(
+        prototype.session,
+        id=name,
+        created=prototype.session.created + later,
+        used=prototype.session.used + later,
+        metadata=msgspec.json.encode(metadata),
+    )
+    rewards = {"": round(drawn.betavariate(0.6, 0.8), 3)} if drawn.random() < 0.8 else {}
+    return Recorded(session, turns, rewards)
+
+
+def _sentence(drawn: random.Random, words: int) -> str:
+    """So many words, and an emoji now and then."""
+    chosen = drawn.choices(WORDS, k=words)
+    if drawn.random() < 0.2:
+        chosen.append(drawn.choice(EMOJI))
+    return " ".join(chosen).capitalize() + "."
+
+
+RECORDINGS: Final[Mapping[str, Callable[[TinyModel], Iterable[Recorded]]]] = MappingProxyType(
+    {"few": few_sessions, "many": many_sessions}
+)
+"""What the proxies of the tests have recorded."""
+
+
+async def write(store: Store, recordings: Iterable[Recorded]) -> None:
+    """Write sessions into an open store, with the times at which they were used."""
+    remaining = iter(recordings)
+    while group := list(islice(remaining, _WRITTEN_TOGETHER)):
+        await asyncio.gather(*(_write(store, recorded) for recorded in group))
+
+
+async def _write(store: Store, recorded: Recorded) -> None:
+    if recorded.turns:
+        await store.add(recorded.session, recorded.turns, [()] * len(recorded.turns))
+    # `add` marks a session as used now
+    await store.save_session(recorded.session)
+    if recorded.rewards:
+        await store.set_rewards(recorded.session.id, recorded.rewards)

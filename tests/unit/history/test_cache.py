@@ -1,0 +1,203 @@
+"""The cache of conversations: what is parsed with it equals what is parsed without, within its bytes."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from proxy.history import cache as module
+from proxy.history import conversation
+from proxy.history.cache import TurnCache
+from proxy.history.cached_turn import CachedTurn, IdChain, cached_turn, hash_ids
+from proxy.history.conversation import Conversation
+from tests.support.trees import root
+from tokenization import InvalidMessages, ids
+
+_MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.text()}),
+    min_size=1,
+    max_size=6,
+)
+_SPELLINGS = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 1}])
+
+
+def _parse(cache: TurnCache, messages: list[dict[str, Any]], **spelling: Any) -> Conversation:
+    return cache.parse(json.dumps(messages, **spelling).encode())
+
+
+def _parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The indexes of messages that are parsed from now on."""
+    parsed: list[int] = []
+    original = conversation.parse_message
+
+    def counting(raw: bytes, index: int, *rest: Any) -> Any:
+        parsed.append(index)
+        return original(raw, index, *rest)
+
+    monkeypatch.setattr(module, "parse_message", counting)
+    return parsed
+
+
+@given(st.lists(_MESSAGES, min_size=1, max_size=4), _SPELLINGS, st.sampled_from([0, 5_000, 2**20]))
+def test_conversations_are_the_same_with_and_without_a_history_seen_before(
+    parts: list[list[dict[str, Any]]], spelling: dict[str, Any], size: int
+) -> None:
+    cache, history = TurnCache(size), list[dict[str, Any]]()
+    for part in parts:
+        history = history + part
+        seen, fresh = _parse(cache, history, **spelling), _parse(TurnCache(0), history, **spelling)
+        assert (list(seen.raws), list(seen.messages)) == (list(fresh.raws), list(fresh.messages))
+
+
+def test_only_new_messages_are_parsed_however_many_conversations_interleave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All begin alike, as the rollouts of a group do."""
+    cache, parsed = TurnCache(2**26), _parsed(monkeypatch)
+    rollouts = [[{"role": "user", "content": "the same beginning"}] for _ in range(300)]
+    for turn in range(3):
+        for number, messages in enumerate(rollouts):
+            parsed.clear()
+            messages += [
+                {"role": "assistant", "content": f"{number} {turn}"},
+                {"role": "user", "content": "more"},
+            ]
+            _parse(cache, messages)
+            assert len(parsed) == (3 if (number, turn) == (0, 0) else 2)
+
+
+@pytest.mark.parametrize("edited", [0, 1, 250, 499])
+def test_fork_is_found_at_the_message_where_it_leaves(monkeypatch: pytest.MonkeyPatch, edited: int) -> None:
+    cache, parsed = TurnCache(2**26), _parsed(monkeypatch)
+    messages = [{"role": "user", "content": f"{n}"} for n in range(500)]
+    _parse(cache, messages)
+    parsed.clear()
+    _parse(cache, [*messages[:edited], {"role": "user", "content": "edited"}, *messages[edited + 1 :]])
+    assert parsed == list(range(edited, 500))
+
+
+def test_boundaries_distinguish_messages() -> None:
+    cache = TurnCache(2**20)
+    one = [{"role": "user", "content": "ab"}]
+    two = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert _parse(cache, one).messages != _parse(cache, two).messages[:1]
+
+
+def test_bytes_are_bounded_and_the_recently_used_stay() -> None:
+    cache = TurnCache(100_000)
+    generator = random.Random(7)
+    conversations = [[{"role": "user", "content": f"start {n}"}] for n in range(40)]
+    for _ in range(800):
+        messages = generator.choice(conversations)
+        messages.append({"role": "user", "content": f"{generator.random()}"})
+        if len(messages) > 30:
+            del messages[generator.randrange(1, 20) :]
+        _parse(cache, messages)
+        cache.put(_turn(f"{generator.random()}", 50))
+        assert cache.size <= 100_000
+        assert cache._boundaries.keys() == {key for s in _segments(cache) for key in s.boundaries}
+        assert all(s.parent is None or s.parent in cache._lru.entries for s in _segments(cache))
+
+
+def _segments(cache: TurnCache) -> list[Any]:
+    return [entry for entry in cache._lru.entries if not isinstance(entry, IdChain)]
+
+
+def _turn(name: str, length: int) -> CachedTurn:
+    return cached_turn(
+        root(name, [5] * length, [6], rollout=f"r{name}"), None, ids.dump([5] * length), hash_ids(None, b"")
+    )
+
+
+def test_turns_stay_while_they_are_used() -> None:
+    cache = TurnCache(5_000)
+    first = _turn("first", 100)
+    cache.put(first)
+    for n in range(20):
+        cache.put(_turn(str(n), 100))
+        assert cache.turn("first") is first
+    assert cache.turn("0") is None
+    cache.drop("rfirst")
+    cache.drop("unknown")
+    assert cache.turn("first") is None
+
+
+def test_too_large_entries_are_not_cached() -> None:
+    cache = TurnCache(2_000)
+    cache.put(_turn("large", 1_000))
+    assert (cache.turn("large"), cache.size) == (None, 0)
+
+
+@pytest.mark.parametrize("messages", [b"{}", b"[1]", b"[", b"null", b'["a"]', b"\xff"])
+def test_other_json_raises(messages: bytes) -> None:
+    with pytest.raises((ValueError, InvalidMessages)):
+        TurnCache(2**20).parse(messages)
+
+
+def test_message_without_a_role_raises_and_leaves_the_cache_intact() -> None:
+    cache = TurnCache(2**20)
+    good = [{"role": "user", "content": "a"}]
+    with pytest.raises(InvalidMessages):
+        _parse(cache, [*good, {"content": "b"}])
+    assert len(_parse(cache, good).messages) == 1
+
+
+def _continued(name: str, before: CachedTurn | None, appended: list[int], sampled: list[int]) -> CachedTurn:
+    turn = root(name, appended, sampled, rollout="r")
+    turn = replace(
+        turn,
+        parent=before.id if before else None,
+        prompt_tokens=(before.count if before else 0) + len(appended),
+    )
+    prompt = ids.join(before.ids, appended) if before else ids.dump(appended)
+    return cached_turn(turn, before, prompt, hash_ids(before, turn.appended, turn.completion))
+
+
+def test_turns_that_continue_each_other_are_held_once() -> None:
+    cache = TurnCache(2**20)
+    turns: list[CachedTurn] = []
+    for number in range(50):
+        before = turns[-1] if turns else None
+        turns.append(_continued(f"{number}", before, [7] * 100, [8] * 100))
+        cache.put(turns[-1], before.id if before else None)
+    assert cache.size < 2 * turns[-1].size + 50 * 1_000
+    for turn in turns:
+        found = cache.turn(turn.id)
+        assert found is not None
+        assert (found, found.ids) == (turn, turn.ids)
+        assert found.begins(turns[-1].ids)
+    cache.drop("r")
+    assert (cache.size, cache.turn("0"), cache.turn("49")) == (0, None, None)
+
+
+def test_a_fork_is_held_apart() -> None:
+    cache = TurnCache(2**20)
+    first = _continued("first", None, [1], [2])
+    cache.put(first)
+    forks = [_continued(f"{number}", first, [3], [number]) for number in range(3)]
+    for fork in forks:
+        cache.put(fork, "first")
+    for turn in (first, *forks):
+        found = cache.turn(turn.id)
+        assert found is not None
+        assert found.ids == turn.ids
+    assert not first.begins(ids.dump([1, 22]))
+
+
+def test_a_chain_is_evicted_as_a_whole() -> None:
+    cache = TurnCache(9_000)
+    first = _continued("first", None, [1] * 100, [2])
+    second = _continued("second", first, [1] * 100, [2])
+    cache.put(first)
+    cache.put(second, "first")
+    for number in range(20):
+        cache.put(_turn(f"{number}", 100))
+    assert (cache.turn("first"), cache.turn("second")) == (None, None)
+    cache.put(second, "first")  # whose parent is gone
+    found = cache.turn("second")
+    assert found is not None
+    assert found.ids == second.ids

@@ -1,0 +1,83 @@
+"""Given ids of a session with images, on engines that take images with exact ids and on those that do not."""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from PIL import Image as Pillow
+
+from proxy.errors import BadRequest
+from proxy.history.completion import Completion, SampledChoice
+from proxy.history.history import History
+from proxy.history.plan import Given, PromptPlan, ServedModel
+from proxy.images import Image
+from proxy.turn.request import GivenIds
+from tests.support.recording import chat_request, session_ref
+from tokenization import ids
+
+_PLACEHOLDER = 9
+
+
+class _Images:
+    """A model for which each image takes two ids."""
+
+    placeholder = _PLACEHOLDER
+
+    async def ids_of(self, image: Image) -> Sequence[int]:
+        return [_PLACEHOLDER, _PLACEHOLDER]
+
+
+_WITH_IMAGES = ServedModel("m", None, images=_Images(), placeholder=_PLACEHOLDER)
+_NOT_FOR_THIS_REQUEST = ServedModel("m", None, placeholder=_PLACEHOLDER)
+_WITHOUT_IMAGES = ServedModel("m", None)
+
+
+def _picture(color: str) -> str:
+    out = io.BytesIO()
+    Pillow.new("RGB", (4, 4), color).save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode()
+
+
+async def _plan(history: History, model: ServedModel, prompt: list[int], *images: str) -> PromptPlan:
+    given = GivenIds("prompt_ids", ids.dump(prompt), len(prompt))
+    fields: dict[str, Any] = {"messages": b"", "given": given, "images": images or None, "token_route": True}
+    request = replace(chat_request(session=session_ref("s")), **fields)
+    return await history.planner.plan(request, model)
+
+
+async def _record(history: History, prompt: list[int], *images: str) -> list[int]:
+    """Record a turn; returns its ids."""
+    plan = await _plan(history, _WITH_IMAGES, prompt, *images)
+    assert isinstance(plan, Given)
+    choice = SampledChoice(0, {"role": "assistant", "content": "x"}, [6], [-0.5], "stop")
+    await history.recorder.start(plan).add(Completion(plan.prompt, [choice], 1))
+    return [*json.loads(plan.prompt), 6]
+
+
+@pytest.mark.parametrize("model", [_NOT_FOR_THIS_REQUEST, _WITHOUT_IMAGES])
+@pytest.mark.parametrize("pictures", [["red"], ["red", "blue"]])
+async def test_recorded_images_are_never_left_out(
+    history: History, model: ServedModel, pictures: list[str]
+) -> None:
+    for picture in pictures:
+        whole = await _record(history, [5, _PLACEHOLDER], _picture(picture))
+    with pytest.raises(BadRequest) as refused:
+        await _plan(history, model, [*whole, 7])
+    assert (refused.value.param, refused.value.code) == ("prompt_ids", "no_images")
+
+
+async def test_only_a_turn_with_the_same_images_is_continued(history: History) -> None:
+    red, blue, green = map(_picture, ("red", "blue", "green"))
+    for picture in (red, blue):
+        whole = await _record(history, [5, _PLACEHOLDER], picture)
+    first, second = sorted(turn.id for turn in await history.store.turns("s"))
+    for picture, parent in ((red, first), (blue, second), (green, None)):
+        plan = await _plan(history, _WITH_IMAGES, [*whole, 7], picture)
+        assert (plan.placement.parent.id if plan.placement.parent else None) == parent
+    with pytest.raises(BadRequest) as refused:
+        await _plan(history, _WITH_IMAGES, [*whole, 7])
+    assert (refused.value.param, refused.value.code) == ("images", "images_missing")

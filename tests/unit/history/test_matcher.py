@@ -1,0 +1,318 @@
+"""The matcher on its own: long conversations, large groups, equal texts, prefixes of ids."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from proxy.history.cache import TurnCache
+from proxy.history.matcher import Matcher
+from proxy.history.store import FOUND_AT_MOST, Found
+from proxy.history.vocabulary import Reason
+from tests.support.recording import Record, assistant, scope_of, user
+from tokenization import ids
+
+_MORE = user("more")
+
+
+@pytest.mark.parametrize("edited", [1, 2, 63, 64, 65, 66, 200, 1000])
+async def test_turn_before_many_unrecorded_ones_is_found(edited: int) -> None:
+    record = Record()
+    new = await record.add([user("Hi")], assistant("hello"), [5], [6])
+    after = [message for n in range(edited) for message in (_MORE, assistant(f"unknown {n}"))]
+    match = await record.match([user("Hi"), assistant("hello"), *after, user("end")])
+    assert match.turn is not None
+    assert (match.turn.id, match.end, match.reason) == (new.turn.id, 1, Reason.HISTORY_EDITED)
+    assert json.loads(match.turn.ids) == [5, 6]
+
+
+@pytest.mark.parametrize("kept", [1, 30, 64, 65, 99])
+async def test_longest_recorded_beginning_is_found_in_a_few_lookups(kept: int) -> None:
+    record = Record()
+    messages = [message for n in range(100) for message in (user(f"{n}"), assistant(f"answer {n}"))]
+    for n in range(kept):
+        last = await record.add(messages[: 2 * n + 1], messages[2 * n + 1], [n, 1], [2])
+    record.lookups = 0
+    match = await record.match([*messages, user("end")])
+    assert match.turn is not None
+    assert (match.turn.id, match.end) == (last.turn.id, 2 * kept - 1)
+    assert record.lookups <= 6
+
+
+async def test_number_of_lookups_is_bounded_for_any_history() -> None:
+    record = Record()
+    messages = [message for n in range(5_000) for message in (_MORE, assistant(f"{n}"))]
+    assert (await record.match([*messages, user("end")])).reason == Reason.NO_MATCH
+    assert record.lookups <= 4
+
+
+async def test_longest_conversation_wins() -> None:
+    record = Record()
+    await record.add([user("Hi")], assistant("a"), [5], [6])
+    longer = await record.add([user("Hi"), assistant("a"), user("b")], assistant("c"), [7], [8])
+    match = await record.match([user("Hi"), assistant("a"), user("b"), assistant("c"), user("d")])
+    assert match.turn is not None
+    assert (match.turn.id, match.end) == (longer.turn.id, 3)
+
+
+@pytest.mark.parametrize("size", [2, FOUND_AT_MOST, FOUND_AT_MOST + 1, 64])
+@pytest.mark.parametrize("reasoning", [True, False])
+async def test_spelling_of_the_client_decides_between_equal_texts(size: int, reasoning: bool) -> None:
+    record = Record()
+    turns = []
+    for n in range(size):
+        message = assistant("42", reasoning=f"r{n}") if reasoning else assistant("42" + " " * n)
+        turns.append((message, await record.add([user("Hi")], message, [5], [6, n])))
+    for message, new in (turns[0], turns[-1], turns[size // 2]):
+        match = await record.match([user("Hi"), message, _MORE])
+        assert match.turn is not None, match.reason
+        assert (match.turn.id, match.candidates) == (new.turn.id, size)
+
+
+@pytest.mark.parametrize("size", [2, FOUND_AT_MOST + 3])
+async def test_equal_texts_with_different_ids_are_ambiguous(size: int) -> None:
+    record = Record()
+    for n in range(size):
+        await record.add([user("Hi")], assistant("a"), [5], [6, n])
+    match = await record.match([user("Hi"), assistant("a"), _MORE])
+    assert (match.turn, match.reason, match.candidates) == (None, Reason.AMBIGUOUS, size)
+
+
+async def test_one_different_turn_among_many_equal_ones_is_ambiguous() -> None:
+    record = Record()
+    await record.add([user("Hi")], assistant("a"), [5], [7])
+    for _ in range(3 * FOUND_AT_MOST):
+        await record.add([user("Hi")], assistant("a"), [5], [6])
+    assert (await record.match([user("Hi"), assistant("a"), _MORE])).reason == Reason.AMBIGUOUS
+
+
+async def test_each_of_a_group_with_equal_ids_is_continued_once() -> None:
+    record = Record()
+    size = 3 * FOUND_AT_MOST
+    turns = [await record.add([user("Hi")], assistant("a"), [5], [6]) for _ in range(size)]
+    request = [user("Hi"), assistant("a"), _MORE]
+    matches = await asyncio.gather(*(record.match(request) for _ in range(size)))
+    assert all(match.claimed and match.same_rollout for match in matches)
+    assert {match.turn.id for match in matches if match.turn} == {new.turn.id for new in turns}
+    one_more = await record.match(request)
+    assert one_more.turn is not None
+    assert (one_more.same_rollout, one_more.candidates) == (False, size)
+
+
+async def test_continued_turn_is_not_claimed_by_another_request() -> None:
+    record = Record()
+    first = await record.add([user("Hi")], assistant("a"), [5], [6])
+    second = await record.add([user("Hi")], assistant("a"), [5], [6])
+    messages = [user("Hi"), assistant("a"), _MORE]
+    await record.add(messages, assistant("b"), [5, 6, 7], [8], rollout=second.turn.rollout, parent=second)
+    match = await record.match([*messages[:2], user("other")])
+    assert match.turn is not None
+    assert (match.turn.id, match.claimed) == (first.turn.id, True)
+
+
+async def test_fork_of_the_only_turn_stays_in_its_rollout() -> None:
+    record = Record()
+    first = await record.add([user("Hi")], assistant("a"), [5], [6])
+    messages = [user("Hi"), assistant("a"), _MORE]
+    await record.add(messages, assistant("b"), [5, 6, 7], [8], rollout=first.turn.rollout, parent=first)
+    match = await record.match([*messages[:2], user("other")])
+    assert match.turn is not None
+    assert (match.turn.id, match.same_rollout, match.claimed) == (first.turn.id, True, False)
+
+
+async def test_sessions_and_tenants_see_their_own_turns_only() -> None:
+    record = Record()
+    request = [user("Hi"), assistant("a"), _MORE]
+    await record.add([user("Hi")], assistant("a"), [5], [6], scope_of("one", "t"))
+    others = [scope_of("two", "t"), scope_of(None, "t"), scope_of("one", "u"), scope_of("one"), scope_of()]
+    for scope in others:
+        assert (await record.match(request, scope)).reason == Reason.NO_MATCH
+    assert (await record.match(request, scope_of("one", "t"))).turn is not None
+
+
+_CHANGES: dict[str, tuple[dict[str, Any], Reason]] = {
+    "tools": ({"tools": b'[{"a":1}]'}, Reason.TOOLS_CHANGED),
+    "template arguments": ({"template_kwargs": b'{"a":1}'}, Reason.TEMPLATE_KWARGS_CHANGED),
+    "a printed option": ({"options": {"tool_choice": b'"required"'}}, Reason.RENDERING_CHANGED),
+    "model": ({"model": "n"}, Reason.MODEL_CHANGED),
+}
+
+
+@pytest.mark.parametrize("change, reason", _CHANGES.values(), ids=_CHANGES)
+@pytest.mark.parametrize("session", [None, "s"])
+async def test_other_scope_does_not_match_and_is_reported(
+    change: dict[str, Any], reason: Reason, session: str | None
+) -> None:
+    record = Record()
+    await record.add([user("Hi")], assistant("a"), [5], [6], scope_of(session))
+    match = await record.match([user("Hi"), assistant("a"), _MORE], scope_of(session, **change))
+    assert (match.turn, match.reason) == (None, reason)
+
+
+async def test_only_turns_of_a_rollout_match_where_one_is_named() -> None:
+    record = Record()
+    turns = [await record.add([user("Hi")], assistant("a"), [5], [6, n]) for n in range(3)]
+    request = [user("Hi"), assistant("a"), _MORE]
+    for new in turns:
+        match = await record.match(request, rollout=new.turn.rollout)
+        assert match.turn is not None and match.turn.id == new.turn.id
+    assert (await record.match(request, rollout="other")).reason == Reason.NO_MATCH
+
+
+async def test_named_rollout_is_found_among_more_turns_than_are_listed() -> None:
+    record = Record()
+    first = await record.add([user("Hi")], assistant("a"), [5], [6])
+    for _ in range(2 * FOUND_AT_MOST):
+        await record.add([user("Hi")], assistant("a"), [5], [6])
+    match = await record.match([user("Hi"), assistant("a"), _MORE], rollout=first.turn.rollout)
+    assert match.turn is not None and match.turn.id == first.turn.id
+
+
+def _calling(arguments: object) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return assistant(None, tool_calls=[call])
+
+
+@pytest.mark.parametrize(
+    "sent, reason",
+    [('{"a": "b"}', Reason.CALL_REPAIRED), ({"a": "b"}, Reason.CALL_REPAIRED), ('{"a": "b', None)],
+)
+async def test_call_that_the_client_completed_is_the_same_turn(sent: object, reason: Reason | None) -> None:
+    record = Record()
+    new = await record.add([user("Hi")], _calling('{"a": "b'), [5], [6])
+    match = await record.match([user("Hi"), _calling(sent), {"role": "tool", "content": "1"}])
+    assert match.turn is not None
+    assert (match.turn.id, match.reason) == (new.turn.id, reason)
+
+
+@pytest.mark.parametrize("recorded, sent", [('{"a": 1}', '{"a": 2}'), ('{"a": "b', '{"a": "x')])
+async def test_call_that_the_client_changed_is_an_edit(recorded: str, sent: str) -> None:
+    record = Record()
+    await record.add([user("Hi")], _calling(recorded), [5], [6])
+    match = await record.match([user("Hi"), _calling(sent), {"role": "tool", "content": "1"}])
+    assert match.turn is None
+
+
+async def test_turn_has_at_most_five_keys() -> None:
+    record = Record()
+    for message in (assistant("a", reasoning="so"), _calling('{"a": "b'), _calling("{}")):
+        new = await record.add([user("Hi")], message, [5], [6])
+        assert len({entry.key for entry in new.entries}) == len(new.entries) <= 5
+
+
+def test_kinds_scopes_and_digests_give_different_keys() -> None:
+    scopes = [
+        scope_of(session, tenant, **more)
+        for session in (None, "a", "ab")
+        for tenant in ("", "a", "b")
+        for more in ({}, {"model": "n"}, {"tools": b"[{}]"})
+    ]
+    digests = (b"x" * 16, b"b" + b"x" * 15, b"\0" * 16)
+    keys = {scope.key(kind, digest) for scope in scopes for kind in ("exact", "loose") for digest in digests}
+    assert len(keys) == len(scopes) * 2 * 3
+
+
+@pytest.mark.parametrize(
+    "prompt, found",
+    [
+        ([5, 6, 7, 8], 1),
+        ([5, 6], 0),
+        ([5, 60], None),
+        ([5, 6, 7], 1),
+        ([5, 6, 70], 0),
+        ([5], None),
+        ([4, 5, 6], None),
+    ],
+)
+async def test_longest_prefix_of_ids(prompt: list[int], found: int | None) -> None:
+    record = Record()
+    turns = [
+        await record.add([user("a")], assistant("a"), [5], [6], scope_of("s")),
+        await record.add([user("b")], assistant("b"), [5, 6], [7], scope_of("s")),
+    ]
+    turn = await _longest_prefix(record, prompt)
+    assert turn == (None if found is None else turns[found].turn.id)
+
+
+async def test_longest_prefix_in_a_wide_rollout() -> None:
+    record = Record()
+    first = await record.add([user("a")], assistant("a"), [5], [6], scope_of("s"))
+    for n in range(FOUND_AT_MOST + 4):
+        await record.add([user(f"{n}")], assistant("a"), [9, n], [9], scope_of("s"))
+    assert await _longest_prefix(record, [5, 6, 7]) == first.turn.id
+    for beyond in (2**31, 2**63, 2**64, 10**30, 10**5000):
+        assert await _longest_prefix(record, b"[5,6,%s,7]" % _digits(beyond)) == first.turn.id
+        assert await _longest_prefix(record, b"[%s]" % _digits(beyond)) is None
+
+
+def _digits(number: int) -> bytes:
+    return b"1" + b"0" * 5000 if number == 10**5000 else str(number).encode()
+
+
+async def _longest_prefix(record: Record, prompt: list[int] | bytes) -> str | None:
+    raw = prompt if isinstance(prompt, bytes) else ids.dump(prompt)
+    with ThreadPoolExecutor(1) as executor:
+        turn = await Matcher(record.store, TurnCache(2**20), executor).longest_prefix(raw, "s")
+    return turn.id if turn else None
+
+
+@pytest.mark.parametrize("size", [2, FOUND_AT_MOST + 3])
+async def test_the_turn_that_the_client_names_decides_between_equal_texts(size: int) -> None:
+    record = Record()
+    turns = [await record.add([user("Hi")], assistant("a"), [5], [6, n]) for n in range(size)]
+    for new in (turns[0], turns[-1], turns[size // 2]):
+        match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: new.turn.id})
+        assert match.turn is not None, match.reason
+        assert (match.turn.id, match.reason) == (new.turn.id, None)
+
+
+async def test_the_named_turn_decides_between_rollouts_with_equal_ids() -> None:
+    record = Record()
+    turns = [await record.add([user("Hi")], assistant("a"), [5], [6]) for _ in range(3)]
+    for new in turns:
+        match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: new.turn.id})
+        assert match.turn is not None and match.same_rollout
+        assert match.turn.rollout == new.turn.rollout
+
+
+@pytest.mark.parametrize("size", [1, 2, FOUND_AT_MOST + 3])
+async def test_a_named_turn_with_another_text_is_not_continued(size: int) -> None:
+    record = Record()
+    other = await record.add([user("Hi")], assistant("b"), [5], [7])
+    for n in range(size):
+        await record.add([user("Hi")], assistant("a"), [5], [6, n])
+    match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: other.turn.id})
+    assert match.turn is None if size > 1 else match.turn is not None and match.turn.id != other.turn.id
+
+
+async def test_a_named_turn_of_another_session_is_not_continued() -> None:
+    record = Record()
+    other = await record.add([user("Hi")], assistant("a"), [5], [7], scope_of("theirs"))
+    for n in range(FOUND_AT_MOST + 3):
+        await record.add([user("Hi")], assistant("a"), [5], [6, n])
+    match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: other.turn.id})
+    assert (match.turn, match.reason) == (None, Reason.AMBIGUOUS)
+
+
+@pytest.mark.parametrize(
+    "session, rollout, searched", [(None, None, None), ("s", None, "t/s"), (None, "t/chosen", "t/chosen")]
+)
+async def test_only_the_rollout_that_can_hold_the_turn_is_searched(
+    monkeypatch: pytest.MonkeyPatch, session: str | None, rollout: str | None, searched: str | None
+) -> None:
+    record, rollouts = Record(), set()
+    find = record.store.find
+
+    async def noted(keys: Sequence[bytes], rollout: str | None = None) -> dict[bytes, Found]:
+        rollouts.add(rollout)
+        return await find(keys, rollout)
+
+    monkeypatch.setattr(record.store, "find", noted)
+    scope = replace(scope_of(), tenant="t", session=session)
+    messages = [user("Hi"), assistant("a"), user("b")]
+    assert (await record.match(messages, scope, rollout)).reason == Reason.NO_MATCH
+    assert rollouts == {searched}

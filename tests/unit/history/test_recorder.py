@@ -1,0 +1,228 @@
+"""From a plan and a completion to turns, and into the store whatever happens meanwhile."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from proxy.history.audit import Auditor
+from proxy.history.cached_turn import cached_turn, hash_ids
+from proxy.history.completion import Completion, SampledChoice
+from proxy.history.encoders import EncoderPool
+from proxy.history.history import History
+from proxy.history.new_turns import new_turns
+from proxy.history.plan import Extended, PromptPlan
+from proxy.history.store import Limits, StoreError
+from proxy.history.turn import turn_id, unpack_ids, unpack_logprobs
+from proxy.metrics import Metrics
+from proxy.stores.memory import MemoryStore
+from tests.support.recording import assistant, rendered_plan, scope_of, user
+from tests.support.trees import root
+
+_MESSAGES = [user("Hi"), assistant("from 1", reasoning="so"), user("more")]
+_TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
+
+
+def _plan(tools: bytes = _TOOLS) -> PromptPlan:
+    return rendered_plan(_MESSAGES, scope_of("s", tools=tools))
+
+
+def _extending(tools: bytes = _TOOLS) -> PromptPlan:
+    """A plan that continues ids 5, 6, 7, sampled with tools."""
+    turn = root("1", [5, 6], [7], scope=scope_of("s", tools=_TOOLS).parts)
+    parent = cached_turn(turn, None, b"[5,6]", hash_ids(None, turn.appended, turn.completion))
+    placement = replace(_plan(tools).placement, parent=parent, first_new=2)
+    return Extended(placement=placement, prompt=b"[5,6,7,8]", reused=3, appended=[8])
+
+
+def _sampled(index: int = 0, **fields: Any) -> SampledChoice:
+    given = {"ids": [9, 2], "logprobs": [-0.5, -0.25], "finish_reason": "stop"}
+    return SampledChoice(index, assistant("x"), **{**given, **fields})
+
+
+def test_extension_is_recorded_as_its_appended_ids() -> None:
+    (new,) = new_turns(_extending(), Completion(b"[5, 6, 7, 8]", [_sampled()], 2), None)
+    turn = new.turn
+    assert (turn.parent, turn.prompt_tokens, turn.problem) == ("1", 4, "")
+    assert (unpack_ids(turn.appended), unpack_ids(turn.completion)) == ([8], [9, 2])
+    assert unpack_logprobs(turn.logprobs) == [-0.5, -0.25]
+    assert json.loads(turn.messages) == _MESSAGES[2:]
+    assert (turn.tools, turn.template_kwargs, len(turn.reasonings)) == (None, None, 1)
+    assert new.cached is not None and json.loads(new.cached.ids) == [5, 6, 7, 8, 9, 2]
+
+
+@pytest.mark.parametrize("tools", [b"", b"[{}]"])
+def test_tools_that_differ_from_the_parent_are_recorded(tools: bytes) -> None:
+    (new,) = new_turns(_extending(tools), Completion(b"[5,6,7,8]", [_sampled()], 2), None)
+    assert (new.turn.parent, new.turn.tools) == ("1", tools)
+
+
+@pytest.mark.parametrize("prompt", [b"[5,6,7]", b"[1,5,6,7,8]", b"[5,6,7,9]"])
+def test_prompt_that_the_engine_used_counts_if_it_is_not_the_one_sent(prompt: bytes) -> None:
+    (new,) = new_turns(_extending(), Completion(prompt, [_sampled()], 2), None)
+    turn = new.turn
+    assert (turn.parent, turn.problem, turn.tools) == (None, "prompt_mismatch", _TOOLS)
+    assert unpack_ids(turn.appended) == json.loads(prompt)
+    assert turn.prompt_tokens == len(json.loads(prompt))
+    assert json.loads(turn.messages) == _MESSAGES
+    assert len(turn.reasonings) == 2
+
+
+def test_rendered_prompt_is_recorded_as_it_was_echoed() -> None:
+    (new,) = new_turns(_plan(), Completion(b"[1, 2,\n3]", [_sampled()], 2), None)
+    assert (unpack_ids(new.turn.appended), new.turn.prompt_tokens, new.turn.parent) == ([1, 2, 3], 3, None)
+
+
+def test_each_choice_is_a_turn_and_one_holds_the_prompt() -> None:
+    choices = [_sampled(0), _sampled(1, ids=[4], logprobs=[0.0]), _sampled(2)]
+    plan = _plan()
+    turns = [new.turn for new in new_turns(plan, Completion(b"[1]", choices, 5), None)]
+    assert [turn.choice for turn in turns] == [0, 1, 2]
+    assert [turn.id for turn in turns] == [turn_id(plan.placement.turn_id, n) for n in range(3)]
+    assert {turn.request for turn in turns} == {plan.placement.turn_id}
+    assert [turn.prompt_turn for turn in turns] == [None, turns[0].id, turns[0].id]
+    assert [bool(turn.appended) for turn in turns] == [True, False, False]
+    assert [turn.prompt_tokens for turn in turns] == [1, 1, 1]
+
+
+def test_choice_that_ends_later_shares_the_prompt_of_the_first() -> None:
+    plan = _extending()
+    (first,) = new_turns(plan, Completion(b"[5,6,7,8]", [_sampled(1)]), None)
+    (second,) = new_turns(plan, Completion(b"[5,6,7,8]", [_sampled(0)]), first.turn)
+    assert (second.turn.prompt_turn, second.turn.appended) == (first.turn.id, b"")
+
+
+def test_choice_with_another_prompt_does_not_share_it() -> None:
+    plan = _extending()
+    (first,) = new_turns(plan, Completion(b"[5,6,7,8]", [_sampled(1)]), None)
+    (second,) = new_turns(plan, Completion(b"[5,6]", [_sampled(0)]), first.turn)
+    assert (second.turn.prompt_turn, unpack_ids(second.turn.appended)) == (None, [5, 6])
+
+
+@pytest.mark.parametrize(
+    "fields, made",
+    [
+        ({"ids": None, "finish_reason": None}, 0),
+        ({"ids": [], "finish_reason": "abort"}, 0),
+        ({"ids": [], "finish_reason": None}, 0),
+        ({"ids": [], "finish_reason": "stop"}, 1),
+        ({"ids": None, "finish_reason": "stop"}, 1),
+        ({"ids": [3], "finish_reason": "abort"}, 1),
+        ({"ids": [3], "finish_reason": None}, 1),
+    ],
+)
+def test_choice_without_sampled_ids_gives_no_turn(fields: dict[str, Any], made: int) -> None:
+    completion = Completion(b"[1]", [_sampled(0, **fields), _sampled(1)])
+    assert len(new_turns(_plan(), completion, None)) == made + 1
+
+
+@pytest.mark.parametrize("message", [{}, {"role": "assistant", "content": 5}, {"content": "no role"}])
+def test_unreadable_message_is_recorded_and_never_found(message: dict[str, Any]) -> None:
+    choice = _sampled()
+    choice.message = message
+    (new,) = new_turns(_plan(), Completion(b"[1]", [choice], 2), None)
+    (found,) = new_turns(_plan(), Completion(b"[1]", [_sampled()], 2), None)
+    assert json.loads(new.turn.message) == message
+    assert (new.entries, bool(found.entries)) == ([], True)
+
+
+def test_turn_that_may_not_be_found_has_no_entries() -> None:
+    plan = _plan()
+    plan = replace(plan, placement=replace(plan.placement, findable=False))
+    (new,) = new_turns(plan, Completion(b"[1]", [_sampled()], 2), None)
+    assert new.entries == []
+
+
+@pytest.mark.parametrize("odd", [[2**40], [-(2**40)], ["a"], [1.5]])
+def test_ids_that_cannot_be_packed_make_the_turn_untrainable(odd: list[Any]) -> None:
+    (new,) = new_turns(_plan(), Completion(b"[1]", [_sampled(ids=odd, logprobs=[0.0])], 1), None)
+    assert (new.turn.problem, new.turn.completion) == ("unreadable_evidence", b"")
+
+
+# --- into the store
+
+
+@pytest.fixture
+async def history() -> AsyncIterator[History]:
+    with EncoderPool(1, 2**20) as encoders:
+        made = History(MemoryStore(Limits()), encoders, Metrics(), 2**20, Auditor(Metrics(), 0, None))
+        await made.open()
+        yield made
+        await made.aclose()
+
+
+def _completion() -> Completion:
+    return Completion(b"[1]", [SampledChoice(0, assistant("x"), [3], [0.0], "stop")], 1)
+
+
+async def test_recording_survives_the_cancellation_of_its_request(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+    add = history.store.add
+
+    async def slow(*args: Any) -> Any:
+        started.set()
+        await go_on.wait()
+        return await add(*args)
+
+    monkeypatch.setattr(history.store, "add", slow)
+    request = asyncio.create_task(history.recorder.start(_plan()).add(_completion()))
+    await started.wait()
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    go_on.set()
+    await history.tasks.aclose()
+    assert len(await history.store.turns("s")) == 1
+
+
+async def test_closing_waits_for_running_recordings(history: History) -> None:
+    history.recorder.start(_plan()).add_later(_completion())
+    await history.aclose()
+    assert len(await history.store.turns("s")) == 1
+
+
+async def test_store_that_fails_is_counted_and_fails_no_response(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*args: object) -> None:
+        raise StoreError("out of order")
+
+    monkeypatch.setattr(history.store, "add", fail)
+    recording = history.recorder.start(_plan())
+    await recording.add(_completion())
+    assert recording.unrecorded
+    assert history.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 1
+    assert history.metrics.registry.get_sample_value("tokenproxy_turns_total") is None
+
+
+async def test_unexpected_error_of_recording_fails_no_response(
+    history: History, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*args: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(history.store, "add", fail)
+    await history.recorder.start(_plan()).add(_completion())
+    assert "could not be recorded" in caplog.text
+    assert history.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 1
+
+
+async def test_recorded_turn_is_counted_and_cached(history: History) -> None:
+    recording = history.recorder.start(_plan())
+    await recording.add(_completion())
+    labels = {"finish_reason": "stop", "problem": "none"}
+    assert history.metrics.registry.get_sample_value("tokenproxy_turns_total", labels) == 1
+    (turn,) = await history.store.turns("s")
+    assert not recording.unrecorded and history.cache.turn(turn.id) is not None
+
+
+async def test_recording_twice_changes_nothing(history: History) -> None:
+    recording = history.recorder.start(_plan())
+    for _ in range(2):
+        await recording.add(_completion())
+    assert len(await history.store.turns("s")) == 1

@@ -1,0 +1,91 @@
+import math
+import struct
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.history.store import IndexEntry
+from proxy.history.turn import Turn, WeightSpan, new_id, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from proxy.stores.packed import pack_entries, pack_turn, pack_turns, turn_size, unpack_entries, unpack_turn
+from tests.support.store_utils import make_turn
+
+_NUMBERS = st.integers(0, 2**31 - 1)
+_IDS = st.lists(_NUMBERS)
+_LOGPROBS = st.lists(st.floats(max_value=0.0, allow_nan=False, width=32))
+
+
+@given(_IDS)
+def test_ids_come_back(ids: list[int]) -> None:
+    assert unpack_ids(pack_ids(ids)) == ids
+
+
+@given(_IDS, _IDS)
+def test_packed_ids_are_joined_as_bytes(first: list[int], second: list[int]) -> None:
+    assert pack_ids(first) + pack_ids(second) == pack_ids(first + second)
+
+
+@given(_IDS)
+def test_ids_are_little_endian(ids: list[int]) -> None:
+    assert pack_ids(ids) == struct.pack(f"<{len(ids)}i", *ids)
+
+
+@given(_LOGPROBS)
+def test_logprobs_come_back(logprobs: list[float]) -> None:
+    assert unpack_logprobs(pack_logprobs(logprobs)) == logprobs
+    assert pack_logprobs(logprobs) == struct.pack(f"<{len(logprobs)}f", *logprobs)
+
+
+def test_logprobs_may_be_nan() -> None:
+    assert math.isnan(unpack_logprobs(pack_logprobs([math.nan]))[0])
+
+
+@given(
+    st.builds(
+        Turn,
+        choice=_NUMBERS,
+        prompt_tokens=_NUMBERS,
+        stop_reason=st.none() | st.text() | _NUMBERS,
+        weight_versions=st.lists(st.builds(WeightSpan, start=_NUMBERS, end=_NUMBERS)).map(tuple),
+    )
+)
+def test_turns_come_back(turn: Turn) -> None:
+    # as bytes, because NaN differs from itself
+    assert pack_turn(unpack_turn(pack_turn(turn))) == pack_turn(turn)
+
+
+@given(st.binary(max_size=50), _IDS, st.integers(0, 500))
+async def test_long_turns_come_back(message: bytes, ids: list[int], times: int) -> None:
+    turn = make_turn(messages=times * message, appended=pack_ids(times * ids))
+    packed = pack_turn(turn)
+    assert unpack_turn(packed) == turn
+    assert await pack_turns([turn, turn]) == [packed, packed]
+    assert turn_size(turn) >= len(packed)
+
+
+@pytest.mark.parametrize("damage", [slice(0, 1), slice(-1, None), slice(8, 12)])
+def test_a_damaged_turn_cannot_be_unpacked(damage: slice) -> None:
+    packed = bytearray(pack_turn(make_turn(appended=pack_ids(range(10_000)))))
+    del packed[damage]
+    with pytest.raises(msgspec.DecodeError):
+        unpack_turn(bytes(packed))
+
+
+def test_long_turns_are_compressed() -> None:
+    turn = make_turn(messages=b"[%s]" % (b'{"role": "user"},' * 1000))
+    assert len(pack_turn(turn)) < turn_size(turn) / 3
+
+
+@given(
+    st.lists(st.builds(IndexEntry, st.binary(min_size=16, max_size=16), st.binary(max_size=32)), unique=True)
+)
+def test_index_entries_come_back(entries: list[IndexEntry]) -> None:
+    assert unpack_entries(pack_entries(entries)) == entries
+
+
+def test_new_ids_sort_by_time() -> None:
+    ids = [new_id() for _ in range(100)]
+    assert len(set(ids)) == 100
+    assert all(len(name) == 32 and int(name, 16) for name in ids)
+    assert [name[:16] for name in ids] == sorted(name[:16] for name in ids)

@@ -1,0 +1,196 @@
+"""Classes of turns: what structure proves, and samples of some classes only."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.history.store import Session
+from proxy.history.turn import Turn
+from proxy.samples.classes import agents_of, classes_of
+from proxy.samples.samples import Samples, samples_of
+from tests.support.trees import child, random_trees, root
+
+_TOOLS = b'[{"type": "function"}]'
+
+
+def _messages(*pairs: tuple[str, Any]) -> bytes:
+    return msgspec.json.encode([{"role": role, "content": content} for role, content in pairs])
+
+
+def _main(name: str = "a", **fields: Any) -> Turn:
+    messages = _messages(("system", "You code."), ("user", "Fix it."))
+    return root(name, [1], [2], **{"messages": messages, "tools": _TOOLS, **fields})
+
+
+def _class_of(turn: Turn, *before: Turn) -> str:
+    return classes_of([turn, *before])[turn.id]
+
+
+@pytest.mark.parametrize(
+    "pairs, fields, expected",
+    [
+        ([("system", "Look!"), ("user", "Where?")], {"tools": _TOOLS}, "subagent"),
+        ([("developer", "Look!"), ("user", "Where?")], {"tools": _TOOLS}, "subagent"),
+        (
+            [("system", [{"type": "text", "text": "Look!"}]), ("user", "Where?")],
+            {"tools": _TOOLS},
+            "subagent",
+        ),
+        # what programs put at the end of their prompt changes
+        ([("system", "You code.\n# Now: another day"), ("user", "A summary")], {"tools": _TOOLS}, ""),
+        # a changed prompt of the same conversation, the same prompt again, and what has no system text
+        ([("system", "You code, today."), ("user", "Fix it."), ("assistant", "?")], {"tools": _TOOLS}, ""),
+        ([("system", "You code."), ("user", "Another task")], {"tools": _TOOLS}, ""),
+        ([("user", "Another task")], {"tools": _TOOLS}, ""),
+        ([("system", "Look!"), ("user", "Where?")], {}, ""),
+        # side calls
+        ([("system", "Title!"), ("user", "Fix it.")], {"requested_model": "claude-haiku-9"}, "auxiliary"),
+        ([("user", "Fix it.")], {"requested_model": "gpt-9-mini"}, "auxiliary"),
+        ([("user", "Fix it.")], {"requested_model": "claude-opus-9"}, ""),
+        ([("user", "Hi"), ("assistant", "Ho"), ("user", "Hi")], {"requested_model": "haiku"}, ""),
+        # summaries
+        (
+            [
+                (
+                    "user",
+                    [
+                        {
+                            "type": "text",
+                            "text": "Your task is to create a detailed summary of this conversation. Go",
+                        }
+                    ],
+                )
+            ],
+            {"tools": _TOOLS},
+            "compaction",
+        ),
+        ([("user", "You are performing a CONTEXT CHECKPOINT COMPACTION. Create")], {}, "compaction"),
+        ([("user", "You are performing a CONTEXT CHECKPOINT COMPACTION."), ("tool", "x")], {}, ""),
+        ([("user", "Make a summary")], {}, ""),
+    ],
+)
+def test_first_turns_of_a_session(pairs: Any, fields: dict[str, Any], expected: str) -> None:
+    assert _class_of(root("b", [1], [2], messages=_messages(*pairs), **fields), _main()) == expected
+
+
+def test_a_summary_that_continues_the_conversation() -> None:
+    a = _main()
+    text = "CRITICAL: text only.\n\nYour task is to create a detailed summary of this conversation. Go"
+    b = child("b", a, [3], [4], messages=_messages(("user", text)))
+    assert classes_of([a, b]) == {"a": "", "b": "compaction"}
+
+
+def test_a_side_call_before_the_first_turn() -> None:
+    """A title is asked for first; the conversation itself is no sub-agent of it."""
+    title = root("0", [1], [2], messages=_messages(("system", "Name it."), ("user", "Fix it.")))
+    other = _messages(("system", "Look!"), ("user", "Where?"))
+    look = root("b", [1], [2], messages=other, tools=_TOOLS)
+    assert classes_of([title, _main(), look]) == {"0": "", "a": "", "b": "subagent"}
+    stated = root("0", [1], [2], messages=other, tools=_TOOLS, request_class="subagent")
+    assert classes_of([stated, _main()]) == {"0": "subagent", "a": ""}
+
+
+def test_a_sub_agent_stays_one_and_what_is_stated_decides() -> None:
+    a = _main()
+    other = _messages(("system", "Look!"), ("user", "Where?"))
+    b = root("b", [1], [2], messages=other, tools=_TOOLS)
+    c = child("c", b, [3], [4])
+    assert classes_of([c, b, a]) == {"a": "", "b": "subagent", "c": "subagent"}
+    stated = root("b", [1], [2], messages=other, tools=_TOOLS, request_class="main")
+    assert classes_of([a, stated, child("c", stated, [3], [4])]) == {"a": "", "b": "main", "c": ""}
+
+
+def test_turns_that_cannot_be_read_have_no_class() -> None:
+    marker = b"You are performing a CONTEXT CHECKPOINT COMPACTION"
+    a, b = _main(messages=b"{"), root("b", [1], [2], messages=b"[" + marker, tools=_TOOLS)
+    assert classes_of([a, b]) == {"a": "", "b": ""}
+
+
+def test_agents() -> None:
+    a = _main(request_class="main")
+    b = root("b", [1], [2], request_class="subagent", agent="a1")
+    c = root("c", [1], [2], request_class="subagent", agent="a2", parent_agent="a1")
+    d = child("d", a, [3], [4], request_class="compaction")
+    turns = [d, c, b, a]
+    assert agents_of(turns, classes_of(turns)) == [
+        {"id": None, "parent": None, "classes": ["main", "compaction"], "turns": 2, "first_turn": "a"},
+        {"id": "a1", "parent": None, "classes": ["subagent"], "turns": 1, "first_turn": "b"},
+        {"id": "a2", "parent": "a1", "classes": ["subagent"], "turns": 1, "first_turn": "c"},
+    ]
+
+
+def _program() -> list[Turn]:
+    """A session of a program: two turns, a summary after them, a sub-agent, and a turn with the summary."""
+    a = root("a", [1], [2], request_class="main")
+    b = child("b", a, [3], [4], request_class="main")
+    c = child("c", b, [5], [6], request_class="compaction")
+    d = root("d", [7], [8], request_class="subagent", agent="a1", parent_agent="a0")
+    return [a, b, c, d, root("e", [9], [10])]
+
+
+def _masks(found: Samples) -> dict[str, list[int]]:
+    return {sample.leaf: sample.loss_mask for sample in found.samples}
+
+
+@pytest.mark.parametrize(
+    "wanted, masks",
+    [
+        ((), {"c": [1, 0, 1, 0, 1], "d": [1], "e": [1]}),
+        (("main",), {"b": [1, 0, 1]}),
+        (("compaction",), {"c": [0, 0, 0, 0, 1]}),
+        (("main", "compaction"), {"c": [1, 0, 1, 0, 1]}),
+        (("subagent",), {"d": [1]}),
+        (("unknown",), {"e": [1]}),
+        (("workflow",), {}),
+    ],
+)
+def test_only_turns_of_these_classes_are_trained(
+    wanted: tuple[str, ...], masks: dict[str, list[int]]
+) -> None:
+    assert _masks(samples_of(_program(), {}, wanted=frozenset(wanted))) == masks
+
+
+def test_samples_say_class_and_agent() -> None:
+    session = Session(id="r", created=1.0, used=1.0)
+    by_leaf = {sample.leaf: sample for sample in samples_of(_program(), {}, session=session).samples}
+    said = {leaf: (s.request_class, s.agent, s.parent_agent) for leaf, s in by_leaf.items()}
+    assert said == {"c": ("compaction", "", ""), "d": ("subagent", "a1", "a0"), "e": ("", "", "")}
+    assert [turn.request_class for turn in by_leaf["c"].turns] == ["main", "main", "compaction"]
+    assert by_leaf["d"].turns[0].agent == "a1"
+
+
+def test_a_refused_leaf_leaves_the_wanted_turns_before_it() -> None:
+    a = root("a", [1], [2], request_class="main")
+    b = child("b", a, [3], [4], request_class="subagent")
+    c = child("c", b, [5], [6], request_class="main", problem="usage_mismatch")
+    assert _masks(samples_of([a, b, c], {}, wanted=frozenset({"main"}))) == {"b": [1, 0, 0]}
+    assert _masks(samples_of([b, c], {}, wanted=frozenset({"main"}))) == {}
+
+
+@given(random_trees(), st.data())
+def test_classes_divide_what_is_trained(drawn: Any, data: st.DataObject) -> None:
+    """With one class at a time, the same ids are trained as with all, and each of them once."""
+    turns, rewards = drawn
+    names = st.sampled_from(["main", "subagent", ""])
+    turns = [msgspec.structs.replace(turn, request_class=data.draw(names)) for turn in turns]
+    whole = _trained(samples_of(turns, rewards))
+    one = [
+        _trained(samples_of(turns, rewards, wanted=frozenset({c}))) for c in ("main", "subagent", "unknown")
+    ]
+    assert sorted(each for ids in one for each in ids) == sorted(whole)
+    assert sorted(
+        _trained(samples_of(turns, rewards, wanted=frozenset({"main", "subagent", "unknown"})))
+    ) == sorted(whole)
+
+
+def _trained(found: Samples) -> list[int]:
+    """The trained ids; no two turns of the random trees share one."""
+    return [
+        token
+        for sample in found.samples
+        for token, trained in zip(sample.completion_ids, sample.loss_mask, strict=True)
+        if trained
+    ]

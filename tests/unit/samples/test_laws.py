@@ -1,0 +1,105 @@
+"""What holds for the samples of every tree, whatever its shape."""
+
+from collections import Counter
+
+from hypothesis import given
+
+from proxy.history.turn import Turn, unpack_ids
+from proxy.samples.samples import Sample, samples_of
+from tests.support.trees import random_trees
+
+Tree = tuple[list[Turn], dict[str, float]]
+
+
+def _ids(turn: Turn, turns: dict[str, Turn]) -> list[int]:
+    """Prompt and completion of a turn, straight from the records."""
+    before = _ids(turns[turn.parent], turns) if turn.parent else []
+    return before + unpack_ids(turn.appended) + unpack_ids(turn.completion)
+
+
+def _sound(turns: list[Turn]) -> set[str]:
+    by_id = {turn.id: turn for turn in turns}
+
+    def sound(turn: Turn) -> bool:
+        return not turn.problem and (turn.parent is None or sound(by_id[turn.parent]))
+
+    return {turn.id for turn in turns if sound(turn)}
+
+
+def _in_samples(samples: list[Sample], only_trained: bool = False) -> Counter[str]:
+    """How many samples hold each turn, or train it."""
+    return Counter(span.id for sample in samples for span in sample.turns if span.trained or not only_trained)
+
+
+@given(random_trees())
+def test_ids_mask_and_logprobs_of_a_sample_agree(tree: Tree) -> None:
+    turns, rewards = tree
+    by_id = {turn.id: turn for turn in turns}
+    for sample in samples_of(turns, rewards).samples:
+        assert sample.prompt_ids + sample.completion_ids == _ids(by_id[sample.leaf], by_id)
+        assert len(sample.completion_ids) == len(sample.loss_mask) == len(sample.logprobs)
+        sampled = {i for span in sample.turns for i in range(span.start, span.end)}
+        assert {i for i, logprob in enumerate(sample.logprobs) if logprob is not None} == sampled
+        trained = {i for span in sample.turns if span.trained for i in range(span.start, span.end)}
+        assert {i for i, bit in enumerate(sample.loss_mask) if bit} == trained
+        for span in sample.turns:
+            assert sample.completion_ids[span.start : span.end] == unpack_ids(by_id[span.id].completion)
+
+
+@given(random_trees())
+def test_sound_turns_are_trained_in_exactly_one_sample(tree: Tree) -> None:
+    turns, rewards = tree
+    samples = samples_of(turns, rewards).samples
+    assert set(_in_samples(samples)) == _sound(turns)
+    assert _in_samples(samples, only_trained=True) == Counter(_sound(turns))
+
+
+@given(random_trees())
+def test_sound_turns_are_trained_in_each_sample_that_holds_them(tree: Tree) -> None:
+    turns, rewards = tree
+    samples = samples_of(turns, rewards, shared="each").samples
+    assert _in_samples(samples, only_trained=True) == _in_samples(samples)
+    assert set(_in_samples(samples)) == _sound(turns)
+
+
+@given(random_trees())
+def test_a_shared_turn_is_trained_in_the_best_sample(tree: Tree) -> None:
+    """Each rule decides only among the samples that the rules before it left."""
+    turns, rewards = tree
+    samples = samples_of(turns, rewards).samples
+    for turn in _sound(turns):
+        holders = [sample for sample in samples if turn in {span.id for span in sample.turns}]
+        [trains] = [sample for sample in holders for span in sample.turns if span.id == turn and span.trained]
+        best = [sample for sample in holders if sample.finish_reason != "abort"] or holders
+        best = [sample for sample in best if sample.leaf in rewards] or best
+        best = [sample for sample in best if sample.whole] or best
+        longest = max(len(sample.completion_ids) for sample in best)  # the prompt is the same
+        best = [sample for sample in best if len(sample.completion_ids) == longest]
+        assert trains.leaf == min(sample.leaf for sample in best)
+
+
+@given(random_trees())
+def test_every_leaf_is_a_sample_or_refused(tree: Tree) -> None:
+    turns, rewards = tree
+    found = samples_of(turns, rewards)
+    leaves = {turn.id for turn in turns} - {turn.parent for turn in turns}
+    whole = [sample.leaf for sample in found.samples if sample.whole]
+    assert sorted([*whole, *(refused.leaf for refused in found.refused)]) == sorted(leaves)
+
+
+@given(random_trees())
+def test_samples_are_ordered_by_leaf_whole_ones_first(tree: Tree) -> None:
+    turns, rewards = tree
+    samples = samples_of(turns, rewards).samples
+    assert [sample.index for sample in samples] == list(range(len(samples)))
+    assert samples == sorted(samples, key=lambda sample: (not sample.whole, sample.leaf))
+
+
+@given(random_trees())
+def test_shared_changes_only_the_masks(tree: Tree) -> None:
+    turns, rewards = tree
+    once, each = samples_of(turns, rewards), samples_of(turns, rewards, shared="each")
+    assert once.refused == each.refused
+    assert [(s.leaf, s.completion_ids, s.logprobs) for s in once.samples] == [
+        (s.leaf, s.completion_ids, s.logprobs) for s in each.samples
+    ]

@@ -1,0 +1,259 @@
+"""Each layout against its trainer's own fields, written out here as the trainer documents them."""
+
+import ast
+from collections.abc import Callable
+from importlib.metadata import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from proxy.history.store import Session
+from proxy.history.turn import WeightSpan
+from proxy.samples.layouts import LAYOUTS, Kind, Row
+from proxy.samples.samples import Sample, samples_of
+from tests.support.trees import child, root
+
+_DOCS = (Path(__file__).parents[3] / "docs" / "samples.md").read_text()
+
+
+def _list_of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(type(entry) in kinds for entry in value)
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds
+
+
+_NONE = type(None)
+_DOCUMENTED: dict[str, dict[str, Callable[[Any], bool]]] = {
+    # docs/samples.md
+    "plain": {
+        "rollout": _is(str),
+        "tenant": _is(str),
+        "leaf": _is(str),
+        "index": _is(int),
+        "whole": _is(bool),
+        "session": _is(bool),
+        "ambiguous": _is(bool),
+        "model": _is(str),
+        "prompt_ids": _list_of(int),
+        "completion_ids": _list_of(int),
+        "loss_mask": _list_of(int),
+        "logprobs": _list_of(float, _NONE),
+        "logprobs_mode": _is(str),
+        "turns": _list_of(dict),
+        "finish_reason": _is(str, _NONE),
+        "reward": _is(float, _NONE),
+        "messages": _list_of(dict),
+        "tools": _list_of(dict),
+        "template_kwargs": _is(dict),
+        "metadata": _is(dict),
+        "images": _list_of(dict),
+        "image_data": _is(dict),
+        "revision": _is(int),
+        "request_class": _is(str),
+        "agent": _is(str),
+        "parent_agent": _is(str),
+    },
+    # RolloutFunc; "any extra fields (per-completion) are forwarded to the reward functions"
+    "trl": {
+        "prompt_ids": _list_of(int),
+        "completion_ids": _list_of(int),
+        "logprobs": _list_of(float),
+        "env_mask": _list_of(int),
+        "reward": _is(float, _NONE),
+        "rollout": _is(str),
+        "leaf": _is(str),
+        "finish_reason": _is(str, _NONE),
+    },
+    # AgentLoopOutput
+    "verl": {
+        "prompt_ids": _list_of(int),
+        "response_ids": _list_of(int),
+        "response_mask": _list_of(int),
+        "response_logprobs": _list_of(float),
+        "reward_score": _is(float, _NONE),
+        "num_turns": _is(int),
+        "metrics": _is(dict),
+        "extra_fields": _is(dict),
+    },
+    # TrainingSample, and the trace's reward
+    "prime-rl": {
+        "token_ids": _list_of(int),
+        "mask": _list_of(bool),
+        "logprobs": _list_of(float),
+        "temperatures": _list_of(float),
+        "env_name": _is(str),
+        "trace_id": _is(str),
+        "branch_index": _is(int),
+        "reward": _is(float, _NONE),
+    },
+    # GeneratorOutput: one entry of each of its lists
+    "skyrl": {
+        "prompt_token_ids": _list_of(int),
+        "response_ids": _list_of(int),
+        "rewards": _is(float, _NONE),
+        "loss_masks": _list_of(int),
+        "stop_reasons": _is(str, _NONE),
+        "rollout_logprobs": _list_of(float),
+        "env_metrics": _is(dict),
+    },
+}
+_OF_KIND: dict[Kind, Callable[[Any], bool]] = {
+    "ids": _list_of(int),
+    "mask": _list_of(int),
+    "flags": _list_of(bool),
+    "floats": _list_of(float, _NONE),
+    "text": _is(str, _NONE),
+    "integer": _is(int),
+    "number": _is(float, _NONE),
+    "flag": _is(bool),
+    "json": _is(dict, list),
+}
+
+
+@pytest.fixture(params=[{}, {"": 1.0, "b": 0.5, "c": 0.25}], ids=["unrewarded", "rewarded"])
+def samples(request: pytest.FixtureRequest) -> list[Sample]:
+    """Two branches that share a turn; one ended with a tool call."""
+    a = root("a", [1, 2], [3, 4], tools=b'[{"name": "f"}]', weight_versions=(WeightSpan("v1", 0, 2),))
+    b = child("b", a, [5], [6, 7], finish_reason="tool_calls", weight_versions=(WeightSpan("v2", 0, 2),))
+    c = child("c", a, [8], [9], finish_reason="length")
+    session = Session(id="t/r", tenant="t", created=1.0, used=1.0, metadata=b'{"env_name": "wordle"}')
+    return samples_of([a, b, c], request.param, session=session).samples
+
+
+def _row(name: str, sample: Sample) -> Row:
+    return LAYOUTS[name].row(sample)
+
+
+def test_every_layout_is_checked() -> None:
+    assert set(LAYOUTS) == set(_DOCUMENTED)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fields_and_types(name: str, samples: list[Sample]) -> None:
+    for sample in samples:
+        row = _row(name, sample)
+        assert list(row) == list(_DOCUMENTED[name]) == list(LAYOUTS[name].columns)
+        assert [field for field, check in _DOCUMENTED[name].items() if not check(row[field])] == []
+        kinds = LAYOUTS[name].columns
+        assert [field for field, kind in kinds.items() if not _OF_KIND[kind](row[field])] == []
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_row_survives_json(name: str, samples: list[Sample]) -> None:
+    for sample in samples:
+        row = _row(name, sample)
+        assert msgspec.json.decode(msgspec.json.encode(row)) == row
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_field_is_documented(name: str) -> None:
+    table = _DOCS.partition("## Layouts")[2]
+    assert [field for field in LAYOUTS[name].columns if f"`{field}`" not in table] == []
+
+
+def test_plain_is_the_sample(samples: list[Sample]) -> None:
+    for sample in samples:
+        assert msgspec.convert(_row("plain", sample), Sample) == sample
+
+
+@pytest.mark.parametrize(
+    "name, ids, mask, logprobs",
+    [
+        ("plain", "completion_ids", "loss_mask", "logprobs"),
+        ("trl", "completion_ids", "env_mask", "logprobs"),
+        ("verl", "response_ids", "response_mask", "response_logprobs"),
+        ("prime-rl", "token_ids", "mask", "logprobs"),
+        ("skyrl", "response_ids", "loss_masks", "rollout_logprobs"),
+    ],
+)
+def test_ids_masks_and_log_probabilities(
+    name: str, ids: str, mask: str, logprobs: str, samples: list[Sample]
+) -> None:
+    prompt = [1, 2] if name == "prime-rl" else []
+    blank = [0.0] * len(prompt)
+    unsampled = None if name == "plain" else 0.0
+    first, second = (_row(name, sample) for sample in samples)  # equal rewards: the longer one trains "a"
+    assert first[ids] == [*prompt, 3, 4, 5, 6, 7]
+    assert first[mask] == [*[0] * len(prompt), 1, 1, 0, 1, 1]
+    assert first[logprobs] == [*blank, -0.125, -0.25, unsampled, -0.125, -0.25]
+    assert second[ids] == [*prompt, 3, 4, 8, 9]
+    assert second[mask] == [*[0] * len(prompt), 0, 0, 0, 1]
+    assert second[logprobs] == [*blank, -0.125, -0.25, unsampled, -0.125]
+
+
+def test_fields_that_only_some_layouts_have() -> None:
+    a = root("a", [1], [2])
+    b = child(
+        "b",
+        a,
+        [3],
+        [4],
+        finish_reason="tool_calls",
+        weight_versions=(WeightSpan("v", 0, 1),),
+        request_class="main",
+        agent="a2",
+        parent_agent="a1",
+    )
+    session = Session(id="t/r", tenant="t", created=1.0, used=1.0, metadata=b'{"env_name": "wordle"}')
+    [sample] = samples_of([a, b], {"": 1.0, "a": 0.0}, session=session).samples
+    verl, prime, skyrl = (_row(name, sample) for name in ("verl", "prime-rl", "skyrl"))
+    origin = {
+        "rollout": "r",
+        "tenant": "t",
+        "leaf": "b",
+        "whole": True,
+        "model": "m",
+        "request_class": "main",
+        "request_classes": ["", "main"],
+        "agent": "a2",
+        "parent_agent": "a1",
+        "finish_reason": "tool_calls",
+        "weight_versions": [["v", 2, 3]],
+    }
+    assert (verl["num_turns"], verl["reward_score"], verl["metrics"]) == (4, 1.0, {})
+    assert verl["extra_fields"] == {"turn_scores": [0.0], **origin}
+    assert (prime["env_name"], prime["trace_id"], prime["branch_index"]) == ("wordle", "r", 0)
+    assert (prime["temperatures"], prime["reward"]) == ([], 1.0)
+    assert (skyrl["stop_reasons"], skyrl["rewards"], skyrl["env_metrics"]) == ("stop", 1.0, origin)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_sample_whose_stored_json_cannot_be_read_still_gives_a_row(name: str) -> None:
+    a = root("a", [1], [2], messages=b"{", tools=b"{", template_kwargs=b"{", finish_reason=7)
+    session = Session(id="r", created=1.0, used=1.0, metadata=b"{")
+    [sample] = samples_of([a], {}, session=session).samples
+    row = _row(name, sample)
+    assert list(row) == list(LAYOUTS[name].columns)
+    assert msgspec.json.decode(msgspec.json.encode(row)) == row
+
+
+@pytest.mark.parametrize(
+    "finish_reason, expected",
+    [("stop", "stop"), ("tool_calls", "stop"), ("length", "length"), ("abort", "abort"), (None, None)],
+)
+def test_stop_reasons_of_skyrl(finish_reason: str | None, expected: str | None) -> None:
+    [sample] = samples_of([root("a", [1], [2], finish_reason=finish_reason)], {}).samples
+    assert _row("skyrl", sample)["stop_reasons"] == expected
+
+
+def test_the_installed_trl_requires_these_fields() -> None:
+    """TRL is parsed, not imported: what a rollout function must return, and the mask it may return."""
+    [path] = [file for file in files("trl") or () if file.match("trl/trainer/grpo_trainer.py")]
+    tree = ast.parse(Path(str(path.locate())).read_text())
+    required = next(
+        ast.literal_eval(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "required_keys"
+    )
+    masks = {
+        node.args[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "extra_fields.pop"
+        if isinstance(node.args[0], ast.Constant)
+    }
+    assert set(LAYOUTS["trl"].columns) >= required
+    assert masks == {"env_mask"}

@@ -1,0 +1,107 @@
+"""The Grafana dashboard, Prometheus' configuration and the services fit the metrics that exist."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import Metric
+from prometheus_client.metrics import MetricWrapperBase
+
+from proxy.metrics import Metrics
+
+_ROOT = Path(__file__).parents[2]
+_DASHBOARD: dict[str, Any] = json.loads((_ROOT / "config" / "grafana-dashboard.json").read_text())
+_EXPRESSIONS = [target["expr"] for panel in _DASHBOARD["panels"] for target in panel["targets"]]
+_COMPOSE: dict[str, Any] = yaml.safe_load((_ROOT / "docker-compose.yml").read_text())
+_SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+_OF_PROMETHEUS = {"instance", "le"}
+"""Labels that Prometheus or the kind of a metric adds."""
+
+
+def _families() -> list[Metric]:
+    return list(Metrics().registry.collect())
+
+
+def _series() -> set[str]:
+    """The names that Prometheus knows."""
+    return {family.name + suffix for family in _families() for suffix in _SUFFIXES[family.type]}
+
+
+def _labels(series: str) -> set[str]:
+    """The labels of a metric, by the name of one of its series."""
+    metrics = [each for each in vars(Metrics()).values() if isinstance(each, MetricWrapperBase)]
+    [labels] = {
+        metric._labelnames
+        for metric in metrics
+        if series in [metric._name + suffix for suffix in _SUFFIXES[metric._type or ""]]
+        and not metric._labelvalues
+    }
+    return set(labels)
+
+
+def test_there_are_panels() -> None:
+    assert len(_EXPRESSIONS) > 15
+
+
+@pytest.mark.parametrize("expression", _EXPRESSIONS)
+def test_every_metric_of_the_dashboard_exists(expression: str) -> None:
+    names = set(re.findall(r"tokenproxy_\w+", expression))
+    assert names
+    assert names - _series() == set()
+
+
+@pytest.mark.parametrize("expression", _EXPRESSIONS)
+def test_every_label_of_the_dashboard_exists(expression: str) -> None:
+    groups = re.findall(r"by \(([\w, ]+)\)", expression)
+    selected = re.findall(r"(\w+)(?:=~|=|!=)\"", expression)
+    used = {label.strip() for group in groups for label in group.split(",")} | set(selected)
+    [name] = set(re.findall(r"tokenproxy_\w+", expression))
+    assert used - _labels(name) - _OF_PROMETHEUS == set()
+
+
+@pytest.mark.parametrize("panel", _DASHBOARD["panels"], ids=lambda panel: str(panel["title"]))
+def test_legends_name_labels_of_their_expression(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
+            assert re.search(rf"by \([^)]*\b{label}\b", target["expr"])
+
+
+@pytest.mark.parametrize("family", _families(), ids=lambda family: str(family.name))
+def test_every_metric_is_in_the_dashboard(family: Metric) -> None:
+    assert any(family.name in expression for expression in _EXPRESSIONS)
+
+
+def test_panels_do_not_overlap() -> None:
+    cells = [
+        (panel["gridPos"]["x"] + dx, panel["gridPos"]["y"] + dy)
+        for panel in _DASHBOARD["panels"]
+        for dx in range(panel["gridPos"]["w"])
+        for dy in range(panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+
+
+def test_prometheus_scrapes_services_that_exist() -> None:
+    scrapes = yaml.safe_load((_ROOT / "config" / "prometheus.yml").read_text())["scrape_configs"]
+    for discovery in [each for scrape in scrapes for each in scrape["dns_sd_configs"]]:
+        for name in discovery["names"]:
+            [published] = _COMPOSE["services"][name]["ports"]
+            assert published.rpartition(":")[2] == str(discovery["port"])
+
+
+def test_grafana_finds_what_is_mounted() -> None:
+    mounted = dict(
+        volume.removesuffix(":ro").split(":", 1)
+        for name in ("prometheus", "grafana")
+        for volume in _COMPOSE["services"][name]["volumes"]
+        if volume.startswith("./")
+    )
+    assert all((_ROOT / path).is_file() for path in mounted)
+    [provider] = yaml.safe_load((_ROOT / "config/grafana/dashboards.yml").read_text())["providers"]
+    assert mounted["./config/grafana-dashboard.json"].startswith(provider["options"]["path"] + "/")
+    [source] = yaml.safe_load((_ROOT / "config/grafana/datasources.yml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"

@@ -1,0 +1,172 @@
+"""Every way to deploy starts the proxy with the same variables and ports, and with settings that exist."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from proxy.settings import ENV_PREFIX, Settings
+from proxy.vllm_plugin import CONFIG_VARIABLE
+from tests.support.kustomize import compose, name_of
+
+_ROOT = Path(__file__).parents[2]
+_VARIABLES = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | {CONFIG_VARIABLE}
+_COMPOSE: dict[str, Any] = yaml.safe_load((_ROOT / "docker-compose.yml").read_text())
+_COMPOSE_PROXIES = ("proxy", "proxy-cpu")
+_ENGINE_PORT = 8000
+"""vLLM's default."""
+_STORE_PORT = 6379
+"""Valkey's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Proxy:
+    """How one way to deploy starts a proxy."""
+
+    variables: dict[str, str]
+    """Its environment, without what comes from secrets."""
+    port: int
+    """Where it listens."""
+
+
+def _in_compose(service: str) -> _Proxy:
+    definition = _COMPOSE["services"][service]
+    [published] = definition["ports"]
+    return _Proxy(definition["environment"], int(published.rpartition(":")[2]))
+
+
+def _in_kubernetes(overlay: Path) -> _Proxy:
+    [deployment] = [each for each in compose(overlay) if name_of(each) == "Deployment/tokenproxy"]
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    return _Proxy(variables, container["ports"][0]["containerPort"])
+
+
+def _in_ray(config: Path) -> _Proxy:
+    """The arguments that are settings, as the variables that would set them; Ray Serve has the server."""
+    content = yaml.safe_load(config.read_text())
+    [application] = content["applications"]
+    served = content["http_options"]
+    settings = {**application["args"], "host": served["host"], "port": served["port"]}
+    variables = {
+        ENV_PREFIX + name.upper(): ",".join(value) if isinstance(value, list) else str(value)
+        for name, value in settings.items()
+        if name in Settings.model_fields
+    }
+    return _Proxy(variables, served["port"])
+
+
+_PROXIES = {
+    **{f"compose {service}": _in_compose(service) for service in _COMPOSE_PROXIES},
+    **{
+        f"kubernetes {path.name}": _in_kubernetes(path)
+        for path in sorted((_ROOT / "deploy/kubernetes/overlays").iterdir())
+    },
+    "ray serve": _in_ray(_ROOT / "deploy/ray/serve.yaml"),
+}
+"""By the way to deploy: a further one needs a function as those above, and a line here."""
+
+every_proxy = pytest.mark.parametrize("proxy", _PROXIES.values(), ids=_PROXIES)
+
+
+def _deployed_files() -> list[Path]:
+    deployed = sorted(path for path in (_ROOT / "deploy").glob("**/*") if path.suffix in (".yaml", ".yml"))
+    return [_ROOT / "docker-compose.yml", *deployed]
+
+
+@pytest.mark.parametrize("path", _deployed_files(), ids=lambda path: str(path.relative_to(_ROOT)))
+def test_every_variable_is_a_setting(path: Path) -> None:
+    named = set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+", path.read_text()))
+    assert named - _VARIABLES == set()
+
+
+@every_proxy
+def test_the_settings_accept_the_values(proxy: _Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in proxy.variables.items():
+        monkeypatch.setenv(name, value)
+    settings = Settings()
+    assert settings.port == proxy.port
+    assert settings.host == "0.0.0.0"  # other machines reach it
+
+
+@every_proxy
+def test_ports_are_the_same_everywhere(proxy: _Proxy) -> None:
+    assert proxy.port == Settings.model_fields["port"].default
+    [upstream] = proxy.variables[f"{ENV_PREFIX}UPSTREAMS"].split(",")
+    store = urlsplit(proxy.variables[f"{ENV_PREFIX}STORE"])
+    assert urlsplit(upstream).port == _ENGINE_PORT
+    assert (store.scheme, store.hostname, store.port, store.path) == ("redis", "valkey", _STORE_PORT, "/0")
+
+
+def test_the_same_variables_are_set_everywhere() -> None:
+    """What a proxy needs to find its engines, its store, its port and its files; Kubernetes adds others."""
+    needed = {f"{ENV_PREFIX}{name}" for name in ("HOST", "PORT", "STORE", "UPSTREAMS")}
+    for name, proxy in _PROXIES.items():
+        in_container = set() if name.startswith("ray") else {"XDG_STATE_HOME"}
+        assert needed | in_container <= set(proxy.variables), name
+
+
+@pytest.mark.parametrize("service", _COMPOSE_PROXIES)
+def test_compose_runs_two_proxies_behind_one_name(service: str) -> None:
+    definition = _COMPOSE["services"][service]
+    assert definition["deploy"]["replicas"] == 2
+    [published] = definition["ports"]
+    first, last = map(int, published.rpartition(":")[0].split("-"))
+    assert last - first + 1 == 2
+    variables = definition["environment"]
+    needed = {urlsplit(variables[f"{ENV_PREFIX}{name}"]).hostname for name in ("STORE", "UPSTREAMS")}
+    assert needed == set(definition["depends_on"]) <= set(_COMPOSE["services"])
+
+
+@pytest.mark.parametrize("service", _COMPOSE_PROXIES)
+def test_compose_gives_proxies_time_to_stop(service: str) -> None:
+    grace, settings = _COMPOSE["services"][service]["stop_grace_period"], Settings()
+    # docs/settings.md: starting and stopping
+    assert float(grace.removesuffix("s")) >= settings.stop_delay_s + settings.drain_s + 15
+
+
+def test_the_store_of_compose_evicts_nothing() -> None:
+    """The proxies evict whole rollouts; the server would evict parts of them."""
+    command = _COMPOSE["services"]["valkey"]["command"]
+    assert command[command.index("--maxmemory-policy") + 1] == "noeviction"
+    settings = Settings()
+    kept = settings.store_max_bytes + settings.stored_response_bytes
+    assert kept < int(command[command.index("--maxmemory") + 1].removesuffix("gb")) * 2**30
+
+
+def _docker_compose() -> list[str] | None:
+    """The command: Docker's plugin, or its program of the same name; version 1 reads another format."""
+    for command in (["docker", "compose"], ["docker-compose"]):
+        if shutil.which(command[0]):
+            version = subprocess.run([*command, "version", "--short"], capture_output=True, text=True)
+            if version.returncode == 0 and int(version.stdout.removeprefix("v").split(".")[0]) >= 2:
+                return command
+    return None
+
+
+@pytest.mark.parametrize("profiles", ["cpu", "gpu", "monitoring", "cpu monitoring", "gpu monitoring"])
+def test_docker_compose_accepts_the_file(profiles: str) -> None:
+    command = _docker_compose()
+    if command is None:
+        pytest.skip("needs Docker with its compose plugin, version 2 or newer")
+    flags = [word for profile in profiles.split() for word in ("--profile", profile)]
+    rendered = subprocess.run(
+        [*command, *flags, "-f", str(_ROOT / "docker-compose.yml"), "config"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (rendered.returncode, rendered.stderr) == (0, "")
+    services = yaml.safe_load(rendered.stdout)["services"]
+    for name in set(services) & set(_COMPOSE_PROXIES):
+        environment, variables = services[name]["environment"], _in_compose(name).variables
+        assert set(environment) == set(variables)
+        assert {each: environment[each] for each in _VARIABLES & set(variables)} == {
+            each: variables[each] for each in _VARIABLES & set(variables)
+        }

@@ -1,0 +1,247 @@
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from proxy.cli import main
+from proxy.settings import Settings, SettingsError, load_settings
+from proxy.settings.flags import flag_name
+
+_CONFIGS = sorted((Path(__file__).parents[2] / "config").glob("*.yaml"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "settings.yaml"
+    path.write_text("port: 1\nhost: file\nbody_limit_bytes: 10\nupstreams: [http://a:1]\n")
+    return path
+
+
+def test_file_below_environment_below_flags(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENPROXY_PORT", "2")
+    monkeypatch.setenv("TOKENPROXY_HOST", "environment")
+    settings = load_settings(file, port=3, host=None)
+    assert (settings.port, settings.host, settings.body_limit_bytes) == (3, "environment", 10)
+    assert settings.upstreams == ["http://a:1"]
+
+
+def test_unset_settings_have_their_defaults(file: Path) -> None:
+    settings = load_settings(file)
+    assert settings.encoder_threads == Settings().encoder_threads
+    assert load_settings().model_dump() == Settings().model_dump()
+
+
+def test_upstreams_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENPROXY_UPSTREAMS", "http://a:1/v1/, http://b:2")
+    assert load_settings().upstreams == ["http://a:1", "http://b:2"]
+
+
+@pytest.mark.parametrize("given", ["a, b", ["a", "b"]], ids=["a string", "a list"])
+def test_api_keys_in_the_file(tmp_path: Path, given: object) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(yaml.safe_dump({"api_key": given}))
+    assert _keys(load_settings(path)) == ["a", "b"]
+
+
+def test_api_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENPROXY_API_KEY", "a,b, c")
+    assert _keys(load_settings()) == ["a", "b", "c"]
+
+
+def test_no_api_keys(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    for text in ("api_key: null", "api_key: []", "api_key: ''"):
+        path.write_text(text)
+        assert load_settings(path).api_key == []
+
+
+def test_a_list_keeps_keys_with_commas() -> None:
+    assert _keys(load_settings(api_key=["a,b"])) == ["a,b"]
+
+
+@pytest.mark.parametrize("keys", [[""], ["a", " "]])
+def test_an_empty_key_is_refused(keys: list[str]) -> None:
+    with pytest.raises(SettingsError, match=r"^api_key: .*must not be empty"):
+        load_settings(api_key=keys)
+
+
+def _keys(settings: Settings) -> list[str]:
+    return [key.get_secret_value() for key in settings.api_key]
+
+
+def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENPROXY_PORT", "")
+    monkeypatch.setenv("TOKENPROXY_CONFIG", "the plugin's own")
+    assert load_settings().model_dump() == Settings().model_dump()
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        ({"port": 70000}, "port"),
+        ({"port": "many"}, "port"),
+        ({"workers": 0}, "workers"),
+        ({"upstreams": ["a:1"]}, "upstreams"),
+        ({"upstreams": ["ftp://a:1"]}, "upstreams"),
+        ({"token_in": "guess"}, "token_in"),
+        ({"body_limit_bytes": 0}, "body_limit_bytes"),
+        ({"connect_timeout_s": 0}, "connect_timeout_s"),
+        ({"watch_interval_s": -1}, "watch_interval_s"),
+        ({"encoder_threads": 0}, "encoder_threads"),
+        ({"log_level": "loud"}, "log_level"),
+        ({"log_format": "xml"}, "log_format"),
+        ({"cache_bytes": -1}, "cache_bytes"),
+        ({"record_token_route": "perhaps"}, "record_token_route"),
+        ({"request_class_header": "a b"}, "request_class_header"),
+        ({"image_pixels": 2 * (Image.MAX_IMAGE_PIXELS or 0) + 1}, "image_pixels"),
+        ({"api_key": 5}, "api_key"),
+        ({"admin_key": [""]}, "admin_key"),
+        ({"api_key_file": "missing.yaml"}, "api_key_file"),
+        ({"tls_cert": "missing.pem", "tls_key": __file__}, "tls_cert"),
+        ({"tls_key": __file__}, "settings: .*tls_cert.* and .*tls_key.* belong together"),
+        ({"http_parser": "guess"}, "http_parser"),
+        ({"allowed_hosts": ["http://a.example"]}, "allowed_hosts"),
+        ({"allowed_hosts": "a.example:8100"}, "allowed_hosts"),
+        ({"cors_origins": "app.example.com"}, "cors_origins"),
+        ({"cors_origins": ["https://app.example.com/"]}, "cors_origins"),
+        ({"head_limit_bytes": 10}, "head_limit_bytes"),
+        ({"head_timeout_s": 0}, "head_timeout_s"),
+        ({"body_timeout_s": 0}, "body_timeout_s"),
+        ({"connections_per_address": -1}, "connections_per_address"),
+        ({"no_such_setting": 1}, "no_such_setting"),
+    ],
+)
+def test_errors_name_the_setting(flags: dict[str, Any], name: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{name}"):
+        load_settings(**flags)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("port", "many"), ("upstreams", "a:1"), ("trust_remote_code", "perhaps")]
+)
+def test_errors_in_the_environment_name_the_setting(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"TOKENPROXY_{name.upper()}", value)
+    with pytest.raises(SettingsError, match=name):
+        load_settings()
+
+
+@pytest.mark.parametrize(
+    "content, complaint",
+    [
+        ("prot: 1", "prot"),
+        ("port: many", "port"),
+        ("upstreams: a:1", "upstreams"),
+        ("port: [1", "settings.yaml"),
+        ("- port", "settings.yaml"),
+        ("port", "settings.yaml"),
+    ],
+)
+def test_errors_in_the_file(tmp_path: Path, content: str, complaint: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match=complaint):
+        load_settings(path)
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("# nothing\n")
+    assert load_settings(path).model_dump() == Settings().model_dump()
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"no settings file at .*missing\.yaml"):
+        load_settings(tmp_path / "missing.yaml")
+
+
+def test_a_file_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot read the settings file"):
+        load_settings(tmp_path)
+
+
+def test_keys_are_not_shown() -> None:
+    keys: dict[str, Any] = {"api_key": ["hidden"], "admin_key": ["hidden"], "upstream_api_key": "hidden"}
+    settings = load_settings(upstreams=["http://user:hidden@a:1"], **keys)
+    assert "hidden" not in repr(settings) + str(settings)
+
+
+@pytest.mark.parametrize("url", ["ftp://user:hidden@a:1", "http://user:hidden@", "http://user:hidden@a:x"])
+def test_no_error_shows_the_password_of_an_upstream(url: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings(upstreams=[url])
+    assert "hidden" not in str(refused.value)
+
+
+def test_every_setting_has_a_description() -> None:
+    assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_every_setting_has_a_flag(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    flag = flag_name(name, Settings.model_fields[name])
+    assert re.search(rf"  {flag}[ ,\n]", capsys.readouterr().out)
+
+
+# --- the reference in docs/settings.md
+
+
+def _documented() -> dict[str, list[str]]:
+    """The rows of the reference, by the name of the setting."""
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in page.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    return {row[0].strip("`"): row[1:] for row in cells if row[0].strip("`") in Settings.model_fields}
+
+
+def _shown_default(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A default as the reference shows it."""
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/user")
+    default = Settings.model_fields[name].get_default(call_default_factory=True)
+    if default in (None, []):
+        return "none"
+    text = (
+        str(default).lower()
+        if isinstance(default, bool)
+        else f"{default:g}"
+        if _whole(default)
+        else str(default)
+    )
+    return f"`{text}`".replace("/home/user", "~")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def test_the_reference_has_every_setting_and_no_other() -> None:
+    assert list(_documented()) == list(Settings.model_fields)
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_the_reference_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag, variable, default, meaning = _documented()[name]
+    expected_flag = flag_name(name, Settings.model_fields[name])
+    assert re.fullmatch(rf"`{expected_flag}`(, `--no-{expected_flag[2:]}`)?", flag)
+    assert variable == f"`TOKENPROXY_{name.upper()}`"
+    assert re.fullmatch(re.escape(_shown_default(name, monkeypatch)) + r"( \(.*\))?", default)
+    assert meaning
+
+
+@pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.name)
+def test_ready_configurations_hold(path: Path) -> None:
+    settings = load_settings(path)
+    assert settings.upstreams
+    for name, value in yaml.safe_load(path.read_text()).items():
+        assert getattr(settings, name) == value
+
+
+def test_there_are_ready_configurations() -> None:
+    assert _CONFIGS

@@ -1,0 +1,370 @@
+"""Where the text after a turn is cut, for each way in which a turn ends."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.templates.vocabularies import gemma_like, llama2_like, mistral_like
+from tests.unit.tokenization.in_memory import SPECIAL, appended_text, token_id, tokenizer_with
+from tokenization import ChatTokenizer, TemplateUnsupported
+
+_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    + _PROMPT
+)
+_CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.arguments | tojson + '</tool_call>' }}"
+    "{% endfor %}"
+)
+_HERMES = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    + _CALLS
+    + "{{ '<|im_end|>\n' }}{% endfor %}"
+    + _PROMPT
+)
+# no close: the token of the next role ends a turn
+_GLM = (
+    "{% for m in messages %}{{ '<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>' }}"
+    "{{ '\n' + m.content }}"
+    + _CALLS
+    + "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+_GLM_TOKENS = ("<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "<|eos|>")
+# earlier turns end with another token than the last one
+_GPTOSS = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '<|message|>' }}{% if m.tool_calls %}"
+    "{{ m.tool_calls[0].function.arguments | tojson + '<|call|>' }}{% else %}{{ m.content }}"
+    "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+_GPTOSS_TOKENS = ("<|start|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+_TWO_TOKENS = _CHATML.replace("m.content + '<|im_end|>\n'", "m.content + '<|answered|><|im_end|>'")
+# the header of the next message is printed also without a generation prompt
+_ALWAYS_PROMPTS = _CHATML.replace(
+    "{% if add_generation_prompt %}", "{% if messages[-1].role != 'assistant' %}"
+)
+_PLAIN_CLOSE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + ' END<|im_end|>' }}{% endfor %}assistant: "
+)
+# a token for each role, and a close
+_HEADER = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|im_end|>' }}{% endfor %}"
+_BOTH = (
+    "{% for m in messages %}{{ '<|im_end|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_end|>assistant\n' }}{% endif %}"
+)
+
+# a message of the template's own before each first one, as Kimi K3 prints it
+_ANNOUNCED = "{{ '<|im_start|>system\nYes.<|answered|><|im_end|>' }}" + _TWO_TOKENS
+# calls end with another token than texts, as in HyperCLOVAX
+_OTHER_STOP = (
+    "{{ '<|im_start|>system\nYes.<|im_end|>' }}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson + '<|im_end|><|called|>' }}"
+    "{% else %}{{ '<|im_end|>' + ('<|answered|>' if m.role == 'assistant' else '') }}{% endif %}{% endfor %}"
+    + _PROMPT
+)
+# calls end with a token of their own before that of the turn, as in Apertus
+_TWO_STOPS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% if m.tool_calls %}"
+    "{{ m.tool_calls[0].function.arguments | tojson + '<|called|>' }}{% endif %}{{ '<|im_end|>' }}"
+    "{% endfor %}" + _PROMPT
+)
+_JSON_PARTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{{ '' if p.text else '' }}{% endfor %}{{ m.content | tojson }}"
+    "{% endif %}{{ '<|im_end|>' }}{% endfor %}" + _PROMPT
+)
+# a prompt ends with a token that also stands twice in a close, as in Kimi K3
+_REPEATED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|sep|>' + m.content }}"
+    "{{ '<|sep|>message<|sep|><|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|sep|>' }}{% endif %}"
+)
+
+
+def _user(content: str = "And?") -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def _turn(**fields: Any) -> list[dict[str, Any]]:
+    return [_user("Hi"), {"role": "assistant", "content": "Hello.", **fields}]
+
+
+def _turn_with_calls(count: int = 1) -> list[dict[str, Any]]:
+    calls = [
+        {"id": f"c{index}", "type": "function", "function": {"name": "f", "arguments": {"q": "x"}}}
+        for index in range(count)
+    ]
+    return _turn(content="", tool_calls=calls)
+
+
+_RESULT = {"role": "tool", "tool_call_id": "c0", "content": "sun"}
+_CHATML_REST = "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+_HERMES_REST = "\n<|im_start|>tool\nsun<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, ChatTokenizer]:
+    tools = ("<tool_call>", "</tool_call>")
+    return {
+        "chatml": tokenizer_with(_CHATML),
+        # a line feed that is a token, as in Gemma 3
+        "line feed": tokenizer_with(_CHATML.replace("m.content + '<", "m.content + '\n<"), plain=["\n"]),
+        "hermes": tokenizer_with(_HERMES, plain=tools),
+        "hermes with stops": tokenizer_with(_HERMES, plain=tools, stops=["<|im_end|>", "</tool_call>"]),
+        "glm": tokenizer_with(
+            _GLM, special=_GLM_TOKENS, plain=tools, stops=["<|user|>", "<|observation|>", "<|eos|>"]
+        ),
+        "gptoss": tokenizer_with(_GPTOSS, special=_GPTOSS_TOKENS, stops=["<|return|>", "<|call|>"]),
+        "two tokens": tokenizer_with(_TWO_TOKENS, special=[*SPECIAL, "<|answered|>"]),
+        "always prompts": tokenizer_with(_ALWAYS_PROMPTS),
+        "plain close": tokenizer_with(_PLAIN_CLOSE),
+        "header": tokenizer_with(_HEADER, special=[*SPECIAL, "<|user|>"], stops=["<|im_end|>", "<|user|>"]),
+        "both": tokenizer_with(_BOTH),
+        "announced": tokenizer_with(_ANNOUNCED, special=[*SPECIAL, "<|answered|>"]),
+        "other stop": tokenizer_with(
+            _OTHER_STOP,
+            special=[*SPECIAL, "<|answered|>", "<|called|>"],
+            stops=["<|eos|>", "<|answered|>", "<|called|>"],
+        ),
+        "two stops": tokenizer_with(
+            _TWO_STOPS, special=[*SPECIAL, "<|called|>"], stops=["<|eos|>", "<|im_end|>", "<|called|>"]
+        ),
+        "json parts": tokenizer_with(_JSON_PARTS),
+        "repeated": tokenizer_with(_REPEATED, special=[*SPECIAL, "<|sep|>"]),
+        "plain stop": tokenizer_with(_CHATML, special=["<|im_start|>", "<|eos|>"], plain=["<|im_end|>"]),
+    }
+
+
+_GPTOSS_USER = "<|start|>user<|message|>And?<|end|><|start|>assistant"
+_GPTOSS_RESULT = "<|start|>tool<|message|>sun<|end|><|start|>assistant"
+_GLM_USER, _GLM_RESULT = "\nAnd?<|assistant|>\n", "\nsun<|assistant|>\n"
+_TWO_REST = "<|im_start|>user\nAnd?<|answered|><|im_end|><|im_start|>assistant\n"
+_HEADER_REST = "\nAnd?<|im_end|>"
+_BOTH_REST = "<|im_end|>user\nAnd?<|im_end|><|im_end|>assistant\n"
+_OTHER_REST = "<|im_start|>user\nAnd?<|im_end|><|im_start|>assistant\n"
+_OTHER_RESULT = "<|im_start|>tool\nsun<|im_end|><|im_start|>assistant\n"
+_PARTS_REST = '<|im_start|>user\n[{"type": "text", "text": "And?"}]<|im_end|><|im_start|>assistant\n'
+_REPEATED_REST = "<|im_start|>user<|sep|>And?<|sep|>message<|sep|><|im_end|><|im_start|>assistant<|sep|>"
+_PLAIN_REST = "user: And? END<|im_end|>assistant: "
+_LENGTH = {"finish_reason": "length"}
+_STOP_STRING = {"stop_reason": "END"}
+
+# (tokenizer, history, new messages, text sampled last, how it ended): the texts of close and suffix
+_CASES: dict[str, tuple[str, Any, Any, str, dict[str, Any], str, str]] = {
+    "own stop": ("chatml", _turn(), _user(), "<|im_end|>", {}, "", _CHATML_REST),
+    "own stop, as length": ("chatml", _turn(), _user(), "<|im_end|>", _LENGTH, "", _CHATML_REST),
+    "length": ("chatml", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _CHATML_REST),
+    "abort": ("chatml", _turn(), _user(), "o", {"finish_reason": "abort"}, "<|im_end|>", _CHATML_REST),
+    "stop string": ("chatml", _turn(), _user(), "o", _STOP_STRING, "<|im_end|>", _CHATML_REST),
+    "opening of a message, as length": (
+        "chatml", _turn(), _user(), "<|im_start|>", _LENGTH, "<|im_end|>", _CHATML_REST
+    ),
+    "alternate stop": ("chatml", _turn(), _user(), "<|eos|>", {}, "", _CHATML_REST),
+    "stop that opens the next message": (
+        "header", _turn(), _user(), "<|user|>", {}, "", "<|user|>" + _HEADER_REST
+    ),
+    "close before a header": ("header", _turn(), _user(), "<|im_end|>", {}, "", "<|user|>" + _HEADER_REST),
+    "one token for both": ("both", _turn(), _user(), "<|im_end|>", {}, "", _BOTH_REST),
+    "alternate stop, one token for both": ("both", _turn(), _user(), "<|eos|>", {}, "", _BOTH_REST),
+    "one token for both, as length": ("both", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _BOTH_REST),
+    "stop that is not special": ("plain stop", _turn(), _user(), "<|im_end|>", {}, "", _CHATML_REST),
+    "stop that is not special, as length": (
+        "plain stop", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _CHATML_REST
+    ),
+    "alternate stop, as length": ("chatml", _turn(), _user(), "<|eos|>", _LENGTH, "<|im_end|>", _CHATML_REST),
+    "alternate stop before two messages": (
+        "chatml", _turn(), [_user("a"), _user("b")], "<|eos|>", {},
+        "", "\n<|im_start|>user\na<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "line feed, as length": ("line feed", _turn(), _user(), "\n", _LENGTH, "\n<|im_end|>",
+        "\n<|im_start|>user\nAnd?\n<|im_end|>\n<|im_start|>assistant\n"),
+    "stop after a line feed": ("line feed", _turn(), _user(), "<|im_end|>", {}, "",
+        "\n<|im_start|>user\nAnd?\n<|im_end|>\n<|im_start|>assistant\n"),
+    "call": ("hermes", _turn_with_calls(), _RESULT, "<|im_end|>", {}, "", _HERMES_REST),
+    "call, as length": ("hermes", _turn_with_calls(), _RESULT, "}", _LENGTH, "<|im_end|>", _HERMES_REST),
+    "call, as length after its syntax": (
+        "hermes", _turn_with_calls(2), _RESULT, "</tool_call>", _LENGTH, "<|im_end|>", _HERMES_REST
+    ),
+    "call with an alternate stop": ("hermes", _turn_with_calls(2), _RESULT, "<|eos|>", {}, "", _HERMES_REST),
+    "call that stops with its syntax": (
+        "hermes with stops", _turn_with_calls(), _RESULT, "</tool_call>", {}, "<|im_end|>", _HERMES_REST
+    ),
+    "no close": ("glm", _turn(), _user(), "<|user|>", {}, "", _GLM_USER),
+    "no close, as length": ("glm", _turn(), _user(), "o", _LENGTH, "", "<|user|>" + _GLM_USER),
+    "no close, stop as length": ("glm", _turn(), _user(), "<|user|>", _LENGTH, "", _GLM_USER),
+    "no close, alternate stop": ("glm", _turn(), _user(), "<|eos|>", {}, "", "<|user|>" + _GLM_USER),
+    "no close, stop of another role": (
+        "glm", _turn(), _user(), "<|observation|>", {}, "", "<|user|>" + _GLM_USER
+    ),
+    "no close, call": ("glm", _turn_with_calls(), _RESULT, "<|observation|>", {}, "", _GLM_RESULT),
+    "no close, call as length": (
+        "glm", _turn_with_calls(), _RESULT, "</tool_call>", _LENGTH, "", "<|observation|>" + _GLM_RESULT
+    ),
+    "replaced stop": ("gptoss", _turn(), _user(), "<|return|>", {}, "", _GPTOSS_USER),
+    "replaced stop, as length": ("gptoss", _turn(), _user(), "<|return|>", _LENGTH, "", _GPTOSS_USER),
+    "stop of earlier turns": ("gptoss", _turn(), _user(), "<|end|>", {}, "", _GPTOSS_USER),
+    "replaced stop, length": ("gptoss", _turn(), _user(), "o", _LENGTH, "<|end|>", _GPTOSS_USER),
+    "call with its own close": ("gptoss", _turn_with_calls(), _RESULT, "<|call|>", {}, "", _GPTOSS_RESULT),
+    "call with its own close, as length": (
+        "gptoss", _turn_with_calls(), _RESULT, "}", _LENGTH, "<|call|>", _GPTOSS_RESULT
+    ),
+    "second call that is not printed": (
+        "gptoss", _turn_with_calls(2), _RESULT, "<|call|>", {}, "", _GPTOSS_RESULT
+    ),
+    "second call that is not printed, as length": (
+        "gptoss", _turn_with_calls(2), _RESULT, "}", _LENGTH, "<|call|>", _GPTOSS_RESULT
+    ),
+    "both tokens of a close": ("two tokens", _turn(), _user(), "<|im_end|>", {}, "", _TWO_REST),
+    "first token of a close": ("two tokens", _turn(), _user(), "<|answered|>", {}, "<|im_end|>", _TWO_REST),
+    "first token of a close, as length": (
+        "two tokens", _turn(), _user(), "<|answered|>", _LENGTH, "<|im_end|>", _TWO_REST
+    ),
+    "no token of a close": (
+        "two tokens", _turn(), _user(), "o", _LENGTH, "<|answered|><|im_end|>", _TWO_REST
+    ),
+    "alternate stop for two tokens": ("two tokens", _turn(), _user(), "<|eos|>", {}, "", _TWO_REST),
+    "after a message of the template": (
+        "announced", _turn(), _user(), "o", _LENGTH, "<|answered|><|im_end|>", _TWO_REST
+    ),
+    "after a message of the template, alternate stop": (
+        "announced", _turn(), _user(), "<|eos|>", {}, "", _TWO_REST
+    ),
+    "text with the other stop": ("other stop", _turn(), _user(), "<|answered|>", {}, "", _OTHER_REST),
+    "text with the stop of calls": ("other stop", _turn(), _user(), "<|called|>", {}, "", _OTHER_REST),
+    "call with the other stop": (
+        "other stop", _turn_with_calls(), _RESULT, "<|called|>", {}, "", _OTHER_RESULT
+    ),
+    "call with the stop of texts": (
+        "other stop", _turn_with_calls(), _RESULT, "<|answered|>", {}, "", _OTHER_RESULT
+    ),
+    "call with the other stop, as length": (
+        "other stop", _turn_with_calls(), _RESULT, "}", _LENGTH, "<|im_end|><|called|>", _OTHER_RESULT
+    ),
+    "call with two stops": (
+        "two stops", _turn_with_calls(), _RESULT, "<|called|>", {}, "<|im_end|>", _OTHER_RESULT
+    ),
+    "call with two stops, as length": (
+        "two stops", _turn_with_calls(), _RESULT, "}", _LENGTH, "<|called|><|im_end|>", _OTHER_RESULT
+    ),
+    "parts as JSON, as length": (
+        "json parts", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _PARTS_REST
+    ),
+    "a token twice in the close": (
+        "repeated", _turn(), _user(), "o", _LENGTH, "<|sep|>message<|sep|><|im_end|>", _REPEATED_REST
+    ),
+    "a token twice in the close, stop": (
+        "repeated", _turn(), _user(), "<|im_end|>", {}, "", _REPEATED_REST
+    ),
+    "ignored add_generation_prompt": ("always prompts", _turn(), _user(), "<|im_end|>", {}, "", _CHATML_REST),
+    "ignored add_generation_prompt, as length": (
+        "always prompts", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _CHATML_REST
+    ),
+    "plain text in a close": ("plain close", _turn(), _user(), "<|im_end|>", {}, "", _PLAIN_REST),
+    "plain text in a close, as length": (
+        "plain close", _turn(), _user(), "o", _LENGTH, " END<|im_end|>", _PLAIN_REST
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, history, new, last, how, close, rest", _CASES.values(), ids=_CASES)
+def test_cut(
+    tokenizers: dict[str, ChatTokenizer],
+    name: str,
+    history: Any,
+    new: Any,
+    last: str,
+    how: dict[str, Any],
+    close: str,
+    rest: str,
+) -> None:
+    messages = new if isinstance(new, list) else [new]
+    tokenizer = tokenizers[name]
+    assert appended_text(tokenizer, last, messages, history=history, **how) == (close, rest)
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        *[(None, ""), ("", ""), ([], ""), ([{"type": "text", "text": ""}], ""), (" \n", " \n")],
+        (["a", "b"], "a\nb"),
+        ([{"type": "refusal", "refusal": "no"}], "no"),
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "input_text", "text": "a"}], "hm\na"),
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_message_is_not_taken_for_a_close(
+    tokenizers: dict[str, ChatTokenizer], role: str, content: object, text: str
+) -> None:
+    """A message whose text is not found must not be cut off with the close of the turn."""
+    message = {"role": role, "content": content}
+    rest = f"\n<|im_start|>{role}\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert appended_text(tokenizers["chatml"], "<|eos|>", [message]) == ("", rest)
+    assert appended_text(tokenizers["chatml"], "o", [message], **_LENGTH) == ("<|im_end|>", rest)
+
+
+def test_reported_stop_token_ends_a_turn(tokenizers: dict[str, ChatTokenizer]) -> None:
+    """A request may name stop tokens that the model's configuration does not know."""
+    tokenizer = tokenizers["chatml"]
+    assert appended_text(tokenizer, "!", [_user()]) == ("<|im_end|>", _CHATML_REST)
+    stop = token_id(tokenizer, "!")
+    assert appended_text(tokenizer, "!", [_user()], stop_reason=stop) == ("", _CHATML_REST)
+    assert appended_text(tokenizer, "o", [_user()], stop_reason=stop) == ("<|im_end|>", _CHATML_REST)
+
+
+def test_ambiguous_last_id_within_a_close_is_refused(
+    tokenizers: dict[str, ChatTokenizer],
+) -> None:
+    """One of two equal tokens of the close, or the end of the prompt of a turn that was aborted at once."""
+    tokenizer = tokenizers["repeated"]
+    last = token_id(tokenizer, "<|sep|>")
+    with pytest.raises(TemplateUnsupported, match="how much of the turn's close was sampled"):
+        tokenizer.continuation(last, [_user()], history=_turn(), finish_reason="abort")
+
+
+def test_replaced_stop_is_noted(tokenizers: dict[str, ChatTokenizer]) -> None:
+    tokenizer = tokenizers["gptoss"]
+    sampled = token_id(tokenizer, "<|return|>")
+    assert tokenizer.continuation(sampled, [_user()], history=_turn()).notes == ("turn_end_rewritten",)
+    sampled = token_id(tokenizer, "<|end|>")
+    assert tokenizer.continuation(sampled, [_user()], history=_turn()).notes == ()
+
+
+def test_call_of_which_the_end_is_not_shown_is_refused() -> None:
+    template = _GLM.replace(
+        "{% for m", "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}{% for m"
+    )
+    tokenizer = tokenizer_with(template, special=_GLM_TOKENS, stops=["<|user|>"])
+    with pytest.raises(TemplateUnsupported, match="does not show where its tool calls end"):
+        tokenizer.continuation(0, [_RESULT], history=_turn_with_calls())
+
+
+@pytest.mark.parametrize("backend", [gemma_like, llama2_like, mistral_like])
+@pytest.mark.parametrize("last", ["<|im_end|>", "<|eos|>"])
+def test_ids_after_a_stop_equal_those_of_the_whole_rendering(backend: Any, last: str) -> None:
+    """SentencePiece vocabularies encode text after a token differently from text at the start."""
+    tokenizer = tokenizer_with(_CHATML, backend=backend())
+    whole = tokenizer.render([*_turn(), _user()])
+    ids = tokenizer.continuation(token_id(tokenizer, last), [_user()]).suffix_ids
+    end = token_id(tokenizer, "<|im_end|>")
+    assert whole[-len(ids) - 1 :] == [end, *ids]
+
+
+@pytest.mark.parametrize("backend", [None, gemma_like, llama2_like, mistral_like])
+@pytest.mark.parametrize("how", [{}, _LENGTH])
+def test_text_without_a_token_at_its_start_is_exact_or_refused(backend: Any, how: dict[str, Any]) -> None:
+    """Some SentencePiece vocabularies put a space before a text that is encoded alone."""
+    tokenizer = tokenizer_with(_PLAIN_CLOSE.replace(" END", "END"), backend=backend and backend())
+    whole = tokenizer.render([*_turn(), _user()])
+    end = token_id(tokenizer, "<|im_end|>")
+    ids = tokenizer.continuation(end, [_user()]).suffix_ids
+    assert whole[-len(ids) - 1 :] == [end, *ids]
+    last = tokenizer.encode("Hello.")[-1]
+    if backend in (llama2_like, mistral_like):
+        with pytest.raises(TemplateUnsupported, match="puts a space before 'END"):
+            tokenizer.continuation(last, [_user()], **how)
+    else:
+        continuation = tokenizer.continuation(last, [_user()], **how)
+        ids = continuation.close_ids + continuation.suffix_ids
+        assert whole[-len(ids) :] == list(ids)

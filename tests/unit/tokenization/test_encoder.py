@@ -1,0 +1,146 @@
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tokenizers import AddedToken
+
+from tests.support.templates.vocabularies import VOCABULARIES
+from tokenization.encoder import Encoder
+from tokenization.errors import InvalidMessages, TemplateUnsupported
+from tokenization.limit import Limit, Stopped, TooManyIds
+from tokenization.pieces import PIECE
+
+_THREADS, _SECONDS = 32, 1.5
+_WORDS = (
+    "weather",
+    "Zürich",
+    "四 °C",
+    "🙂",
+    "<|im_start|>",
+    "<|im_end|>",
+    "def answer():\n    return 42\n",
+    "  ",
+)
+
+
+def _encoder(tokenizer: str) -> Encoder:
+    backend = VOCABULARIES[tokenizer]()
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in ("<|im_start|>", "<|im_end|>")]
+    )
+    return Encoder(backend.to_str())
+
+
+def _texts(count: int) -> list[str]:
+    source = random.Random(0)
+    return [" ".join(source.choices(_WORDS, k=number % 90)) + str(number) for number in range(count)]
+
+
+def test_threads_that_share_an_encoder_get_the_results_of_one_thread() -> None:
+    """A tokenizer that threads share must not fail with "Already borrowed", nor mix up their texts."""
+    alone, shared, texts = _encoder("bytes"), _encoder("bytes"), _texts(256)
+    ids = [alone.encode(text) for text in texts]
+    decoded, strings = [alone.decode(each) for each in ids], [alone.token_strings(each) for each in ids]
+    barrier = threading.Barrier(_THREADS)
+
+    def work(first: int) -> int:
+        barrier.wait()
+        number, deadline = first, time.monotonic() + _SECONDS
+        while time.monotonic() < deadline:
+            index = number % len(texts)
+            assert shared.encode(texts[index]) == ids[index]
+            assert shared.decode(ids[index]) == decoded[index]
+            assert shared.token_strings(ids[index]) == strings[index]
+            number += 1
+        return number - first
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        assert all(threads.map(work, range(_THREADS)))
+
+
+@pytest.mark.parametrize("tokenizer", VOCABULARIES)
+def test_results_are_those_of_a_plain_tokenizer(tokenizer: str) -> None:
+    encoder, plain = _encoder(tokenizer), VOCABULARIES[tokenizer]()
+    for text in ("the weather in Zürich", "", " 四 °C", "a\n\nb 🙂"):
+        ids = plain.encode(text, add_special_tokens=False).ids
+        assert encoder.encode(text) == ids
+        assert encoder.decode(ids) == plain.decode(ids, skip_special_tokens=False)
+
+
+def test_special_tokens_are_decoded() -> None:
+    encoder = _encoder("bytes")
+    text = "<|im_start|>user\nthe weather<|im_end|>"
+    assert encoder.decode(encoder.encode(text)) == text
+
+
+def test_token_strings_are_empty_for_ids_without_a_token() -> None:
+    assert _encoder("bytes").token_strings([10**6]) == [""]
+
+
+def test_truncation_and_padding_of_the_description_are_ignored() -> None:
+    backend = VOCABULARIES["bytes"]()
+    ids = backend.encode("the weather in Oslo").ids
+    backend.enable_truncation(2)
+    backend.enable_padding(length=50)
+    assert Encoder(backend.to_str()).encode("the weather in Oslo") == ids
+
+
+def test_half_of_a_surrogate_pair_is_rejected() -> None:
+    with pytest.raises(InvalidMessages, match="half of a surrogate pair"):
+        _encoder("bytes").encode("a face: \ud83d")
+
+
+def test_a_text_that_is_encoded_in_pieces_has_the_ids_of_the_whole() -> None:
+    text = " ".join(_texts(3000))
+    assert len(text) > 3 * PIECE
+    assert _encoder("bytes").encode(text) == _encoder("bytes")._encode(text)
+
+
+@pytest.mark.parametrize("tokenizer", VOCABULARIES)
+def test_a_limit_is_the_number_of_ids_that_a_text_may_have(tokenizer: str) -> None:
+    encoder, text = _encoder(tokenizer), " ".join(_texts(50))
+    ids = encoder.encode(text)
+    assert encoder.encode(text, Limit(len(ids))) == ids
+    with pytest.raises(TooManyIds) as raised:
+        encoder.encode(text, Limit(len(ids) - 1))
+    assert raised.value.max_ids == len(ids) - 1 < raised.value.count <= len(ids)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = _encoder("bytes")
+    monkeypatch.setattr(encoder, "_encode", lambda text: pytest.fail("it was tokenised"))
+    with pytest.raises(TooManyIds) as raised:
+        encoder.encode("the weather in Zürich " * 100_000, Limit(1000))
+    assert raised.value.at_least
+
+
+def test_a_long_text_is_tokenised_no_further_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, text = _encoder("bytes"), "a b " * PIECE
+    encoded: list[int] = []
+    encode = encoder._encode
+
+    def counted(piece: str) -> list[int]:
+        encoded.append(len(piece))
+        return encode(piece)
+
+    monkeypatch.setattr(encoder, "_encode", counted)
+    with pytest.raises(TooManyIds):
+        encoder.encode(text, Limit(len(text) // 3))
+    assert PIECE <= sum(encoded) < len(text)
+
+
+def test_tokenising_stops_when_the_caller_left() -> None:
+    answers = iter([False, True])
+    with pytest.raises(Stopped):
+        _encoder("bytes").encode("a b " * PIECE, Limit(stopped=lambda: next(answers)))
+    assert list(answers) == []
+
+
+def test_a_text_too_long_to_be_encoded_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenization.encoder.MAX_PIECE", PIECE + 100)
+    encoder = _encoder("bytes")
+    assert len(encoder.encode("a b " * PIECE)) > PIECE
+    with pytest.raises(TemplateUnsupported, match="send less text"):
+        encoder.encode("a" * (PIECE + 101))

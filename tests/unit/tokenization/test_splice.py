@@ -1,0 +1,118 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.tiny_model import END, TinyModel
+from tokenization import ChatTokenizer, PrefixMismatch, replace_prefix_tokens
+
+_EOS = 2
+_IDS = st.lists(st.integers(3, 50))
+
+
+@pytest.mark.parametrize(
+    "model_prefix, template_prefix, template, expected",
+    [
+        # the example that NeMo-RL documents
+        (
+            [11, 12, 13, 40, 41, 220, 17, 2],
+            [11, 12, 13, 40, 41, 1001, 2],
+            [11, 12, 13, 40, 41, 1001, 2, 21, 22, 40, 41],
+            [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41],
+        ),
+        # the stop token is added to a turn that its token limit cut off
+        ([11, 220, 17], [11, 1001, 2], [11, 1001, 2, 21], [11, 220, 17, 2, 21]),
+        # the template prints text after the stop token that the model did not sample
+        ([11, 220, 2], [11, 1001, 2, 198], [11, 1001, 2, 198, 21], [11, 220, 2, 198, 21]),
+        # earlier turns have stop tokens too: the splice is at the last one
+        ([5, 2, 6, 2, 7, 8, 2], [5, 2, 6, 2, 78, 2], [5, 2, 6, 2, 78, 2, 9], [5, 2, 6, 2, 7, 8, 2, 9]),
+        # without model ids the rendering stays as it is
+        ([], [11, 1001, 2], [11, 1001, 2, 21], [11, 1001, 2, 21]),
+    ],
+)
+def test_examples(
+    model_prefix: list[int], template_prefix: list[int], template: list[int], expected: list[int]
+) -> None:
+    assert replace_prefix_tokens(_EOS, model_prefix, template_prefix, template) == expected
+
+
+@given(_IDS, _IDS, _IDS, st.booleans())
+def test_result_is_model_ids_stop_token_new_ids(
+    sampled: list[int], rendered: list[int], new: list[int], stopped: bool
+) -> None:
+    sampled = [1, *sampled]
+    model_prefix = [*sampled, _EOS] if stopped else sampled
+    template_prefix = [*rendered, _EOS]
+    spliced = replace_prefix_tokens(_EOS, model_prefix, template_prefix, [*template_prefix, *new])
+    assert spliced == [*sampled, _EOS, *new]
+
+
+@pytest.mark.parametrize(
+    "template_prefix, template, error",
+    [
+        ([11, 1001], [11, 1001, 21], "holds no stop token 2"),
+        ([], [], "holds no stop token 2"),
+        ([11, 1001, 2], [11, 1002, 2, 21], "differently"),
+        ([11, 1001, 2], [11, 1001], "differently"),
+    ],
+)
+def test_mismatched_prefixes_are_rejected(
+    template_prefix: list[int], template: list[int], error: str
+) -> None:
+    with pytest.raises(PrefixMismatch, match=error):
+        replace_prefix_tokens(_EOS, [11, 220, 2], template_prefix, template)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: TinyModel) -> ChatTokenizer:
+    return ChatTokenizer.load(tiny_model.folder)
+
+
+_QUESTION = {"role": "user", "content": "What is the weather?"}
+_ANSWER = {"role": "assistant", "content": "It rains."}
+
+
+def _splice(
+    tokenizer: ChatTokenizer, sampled: list[int], history: list[dict[str, str]], stop_id: int = END
+) -> list[int]:
+    prompt = tokenizer.render([_QUESTION])
+    rendered = tokenizer.render(history, add_generation_prompt=False)
+    return replace_prefix_tokens(
+        tokenizer, [*prompt, *sampled, stop_id], rendered, tokenizer.render([*history, _QUESTION])
+    )
+
+
+def test_sampled_text_may_differ_from_the_rendering(tokenizer: ChatTokenizer) -> None:
+    whole = tokenizer.render([_QUESTION, _ANSWER, _QUESTION])
+    rendered = tokenizer.render([_QUESTION, _ANSWER], add_generation_prompt=False)
+    after_stop = whole[len(rendered) - 1 :]
+    assert _splice(tokenizer, [74, 75], [_QUESTION, _ANSWER]) == [
+        *tokenizer.render([_QUESTION]),
+        74,
+        75,
+        END,
+        *after_stop,
+    ]
+
+
+def test_other_stop_token_replaces_the_one_of_the_template(tokenizer: ChatTokenizer) -> None:
+    other_stop = next(number for number in range(END) if number != END)
+    with_two_stops = replace(tokenizer, stop_ids=frozenset({END, other_stop}))
+    spliced = _splice(with_two_stops, [74], [_QUESTION, _ANSWER], other_stop)
+    prompt_length = len(tokenizer.render([_QUESTION]))
+    assert spliced[prompt_length : prompt_length + 2] == [74, other_stop]
+    assert spliced[prompt_length + 2] != END
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [{**_QUESTION, "content": "What is the time?"}, _ANSWER],
+        [{"role": "system", "content": "Be brief."}, _QUESTION, _ANSWER],
+        [_QUESTION, _ANSWER, _QUESTION, _ANSWER],
+    ],
+)
+def test_edited_messages_are_rejected(tokenizer: ChatTokenizer, history: list[dict[str, str]]) -> None:
+    with pytest.raises(PrefixMismatch):
+        _splice(tokenizer, [74], history)

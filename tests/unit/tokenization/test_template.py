@@ -1,0 +1,180 @@
+"""What a chat template is given, and what becomes of the errors that it raises."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_model import TinyModel
+from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported
+from tokenization.check import check, load_for_check
+from tokenization.template import merge_templates
+
+Load = Callable[..., ChatTokenizer]
+_USER = {"role": "user", "content": "Hi"}
+_TURN = {"role": "assistant", "content": "Ho"}
+_DEVELOPER = {"role": "developer", "content": "Be brief."}
+_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+)
+
+
+@pytest.fixture
+def load(tiny_model: TinyModel) -> Load:
+    return lambda template, **options: ChatTokenizer.load(tiny_model.folder, template, **options)
+
+
+@pytest.mark.parametrize(
+    "template, error",
+    [
+        ("{{ 1 // 0 }}", "ZeroDivisionError: integer division or modulo by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{% for i in range(1000000) %}{% endfor %}", "OverflowError: Range too big"),
+        ("{{ 2.0 ** 5000 }}", "OverflowError"),
+        ("{{ messages.append(1) }}", "refuses the messages: "),
+        ("{{ nothing.at_all }}", "'nothing' is undefined"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ '%d' % 'a' }}", "TypeError"),
+        ("{{ raise_exception('only two turns') }}", "refuses the messages: only two turns"),
+        ("{% for %}", "cannot be compiled: line 1: "),
+        ("\n{{ messages | no_such_filter }}", "cannot be compiled: line 2: No filter named"),
+        ("{{ messages is no_such_test }}", "cannot be compiled: line 1: No test named"),
+        ("{% no_such_tag %}", "cannot be compiled: line 1: "),
+    ],
+)
+def test_errors_of_a_template_are_invalid_messages(
+    load: Load, tmp_path: Path, template: str, error: str
+) -> None:
+    tokenizer = load(template)
+    with pytest.raises(InvalidMessages, match=error):
+        tokenizer.render([_USER])
+    with pytest.raises(InvalidMessages):
+        tokenizer.append([1], [_USER], history=[_USER, {"role": "assistant", "content": "Hi"}])
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+    report = check(load_for_check(str(file)))
+    assert not report.exact
+    assert all(shape.reason for shape in report.shapes)
+
+
+def test_text_larger_than_memory_is_a_typed_error(load: Load) -> None:
+    with pytest.raises(InvalidMessages, match="MemoryError"):
+        load("{{ 'x' * 10 ** 14 }}").render([_USER])
+
+
+def test_generation_blocks_are_part_of_the_language(load: Load) -> None:
+    text = load("{% generation %}{{ messages[0].content }}{% endgeneration %}").text([_USER])
+    assert text == "Hi"
+
+
+@pytest.mark.parametrize(
+    "content_format, expected",
+    [(None, "Hi"), ("string", "H|i|"), ("openai", "Hi")],
+)
+def test_content_format_is_detected_or_given(load: Load, content_format: Any, expected: str) -> None:
+    template = (
+        "{% for m in messages %}{% for part in m.content %}"
+        "{{ part.text if part is mapping else part + '|' }}{% endfor %}{% endfor %}"
+    )
+    tokenizer = load(template, content_format=content_format)
+    assert tokenizer.text([_USER]) == expected
+    assert load(template).with_content_format(content_format).text([_USER]) == expected
+
+
+def test_fingerprint_covers_format_and_defaults(load: Load) -> None:
+    plain = load(_CHATML)
+    others = [
+        load(_CHATML, content_format="openai"),
+        load(_CHATML, default_template_kwargs={"a": 1}),
+        plain.with_content_format("string"),
+    ]
+    assert len({tokenizer.fingerprint for tokenizer in [plain, *others]}) == 4
+    assert plain.with_content_format(None).fingerprint == plain.fingerprint
+
+
+@pytest.mark.parametrize(
+    "kwargs, expected",
+    [
+        ({}, "default-"),
+        ({"effort": "low"}, "low-"),
+        ({"effort": None}, "default-"),
+        ({"effort": "auto", "other": "auto"}, "default-"),
+        ({"other": 0}, "default-0"),
+    ],
+)
+def test_defaults_apply_where_a_request_sets_nothing(
+    load: Load, kwargs: dict[str, Any], expected: str
+) -> None:
+    """As in vLLM, null and "auto" are no values."""
+    tokenizer = load("{{ effort }}-{{ other }}", default_template_kwargs={"effort": "default"})
+    assert tokenizer.text([_USER], template_kwargs=kwargs) == expected
+
+
+def test_template_is_chosen_by_tools_and_by_name(load: Load) -> None:
+    tokenizer = load(_CHATML)
+    tokenizer._tokenizer.chat_template = {"default": "d", "tool_use": "t", "rag": "r"}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert tokenizer.text([_USER]) == "d"
+    assert tokenizer.text([_USER], tools=tools) == "t"
+    assert tokenizer.text([_USER], tools=tools, template_kwargs={"chat_template": "rag"}) == "r"
+    with pytest.raises(InvalidMessages, match="must be a string"):
+        tokenizer.text([_USER], template_kwargs={"chat_template": 5})
+    tokenizer._tokenizer.chat_template = {"rag": "r"}
+    with pytest.raises(InvalidMessages, match="no chat template"):
+        tokenizer.text([_USER])
+
+
+@pytest.mark.parametrize(
+    "own, processor, merged",
+    [
+        ("a", None, "a"),
+        ("a", "a", "a"),
+        (None, "b", "b"),
+        ("a", "b", {"default": "b", "tool_use": "a"}),
+        ({"default": "a", "tool_use": "t"}, "b", {"default": "b", "tool_use": "t"}),
+        ({"default": "a", "rag": "r"}, "b", {"default": "b", "tool_use": "a"}),
+    ],
+)
+def test_template_of_the_processor_is_used_without_tools(own: Any, processor: Any, merged: object) -> None:
+    assert merge_templates(own, processor) == merged
+
+
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
+def test_template_of_the_processor_is_loaded(tiny_model: TinyModel, tmp_path: Path, name: str) -> None:
+    shutil.copytree(tiny_model.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text(json.dumps({"chat_template": "of the processor"}))
+    assert ChatTokenizer.load(tmp_path).text([_USER]) == "of the processor"
+    assert ChatTokenizer.load(tmp_path, "given").text([_USER]) == "given"
+
+
+def test_tools_reach_the_template_as_vllm_writes_them(load: Load) -> None:
+    tool = {"function": {"parameters": {}, "name": "f"}}
+    assert load("{{ tools | tojson }}").text([_USER], tools=[tool]) == (
+        '[{"type": "function", "function": {"name": "f", "description": null, "parameters": {}}}]'
+    )
+
+
+@pytest.mark.parametrize("history", [None, [_USER, _TURN], [_DEVELOPER, _USER, _TURN]])
+def test_developer_message_that_the_engine_merges_is_refused(load: Load, history: Any) -> None:
+    tokenizer = load(_CHATML)
+    assert "system\nBe brief.<|im_end|>\n<|im_start|>user" in tokenizer.text([_USER, _TURN, _DEVELOPER])
+    with pytest.raises(TemplateUnsupported, match="does not know the role `developer`"):
+        tokenizer.append([1], [_DEVELOPER, _USER], history=history)
+
+
+def test_system_message_is_refused_where_a_developer_message_makes_the_engine_merge_it(load: Load) -> None:
+    tokenizer, system = load(_CHATML), {"role": "system", "content": "Be kind."}
+    with pytest.raises(TemplateUnsupported, match="send it as a user message"):
+        tokenizer.append([1], [system, _USER], history=[_USER, _DEVELOPER, _TURN])
+    appended = tokenizer.append([1], [system, _USER], history=[_USER, _TURN])
+    assert "system\nBe kind." in tokenizer.decode(appended.suffix_ids)
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_developer_message_is_appended_where_the_template_knows_it(load: Load, quote: str) -> None:
+    tokenizer = load(_CHATML + "{# " + quote + "developer" + quote + " #}")
+    appended = tokenizer.append([1], [_DEVELOPER, _USER])
+    assert "developer\nBe brief." in tokenizer.decode(appended.suffix_ids)

@@ -1,0 +1,129 @@
+"""An append after a template that is not local: the whole history is rendered as text, once or twice."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from tests.support.tiny_model import CHATML, END, TinyModel
+from tokenization import ChatTokenizer
+from tokenization.keys import serialized
+from tokenization.new_texts import unused_mark
+
+_NUMBERED = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + message.role ~ loop.index")
+_CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"q": "x"}'}}
+_CALLED = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+_ANSWERED = {"role": "assistant", "content": "Yes."}
+
+
+def _history(count: int, turn: dict[str, Any]) -> list[dict[str, Any]]:
+    question = {"role": "user", "content": "Well?"}
+    return [message for _ in range(count) for message in (question, _ANSWERED)] + [question, turn]
+
+
+@pytest.mark.parametrize("proved", [True, False])
+@pytest.mark.parametrize("template", [CHATML, _NUMBERED], ids=["local", "numbered"])
+@pytest.mark.parametrize(
+    "turn, new",
+    [
+        (_ANSWERED, [{"role": "user", "content": "And then?"}]),
+        (_ANSWERED, [{"role": "user", "content": "1"}, {"role": "user", "content": "12\n"}]),
+        (_CALLED, [{"role": "tool", "tool_call_id": "a", "content": "12"}]),
+        (_CALLED, [{"role": "tool", "tool_call_id": "a", "content": " 11: 12"}]),
+    ],
+    ids=["user", "two users", "result", "result with a number"],
+)
+def test_prompt_equals_a_rendering(
+    tiny_model: TinyModel, proved: bool, template: str, turn: dict[str, Any], new: list[dict[str, Any]]
+) -> None:
+    tokenizer = ChatTokenizer.load(tiny_model.folder, template)
+    if proved:
+        tokenizer.prove()
+    for count in (0, 1, 5, 60):
+        history = _history(count, turn)
+        ids = tokenizer.render(history, add_generation_prompt=False)
+        sampled = ids[: len(ids) - ids[::-1].index(END)]
+        appended = tokenizer.append(sampled, new, history=history)
+        assert appended.prompt_ids == tokenizer.render([*history, *new])
+
+
+def test_text_of_the_turn_in_the_new_message(tiny_model: TinyModel) -> None:
+    """The end of the turn is found where the turn is, not where the new message repeats it."""
+    tokenizer = ChatTokenizer.load(tiny_model.folder, _NUMBERED)
+    for text in ("Yes.", "Yes.<|im_end|>", "Yes.<|im_end|>\n<|im_start|>user\n7: Yes."):
+        history, new = _history(3, _ANSWERED), [{"role": "user", "content": text}]
+        ids = tokenizer.render(history, add_generation_prompt=False)
+        sampled = ids[: len(ids) - ids[::-1].index(END)]
+        appended = tokenizer.append(sampled, new, history=history)
+        assert appended.prompt_ids == tokenizer.render([*history, *new])
+
+
+def test_template_that_numbers_messages_is_not_local(tiny_model: TinyModel) -> None:
+    tokenizer = ChatTokenizer.load(tiny_model.folder, _NUMBERED)
+    tokenizer.prove()
+    assert not tokenizer.is_local([{"role": "user", "content": "And then?"}])
+
+
+@pytest.mark.parametrize(
+    "template, times",
+    [(CHATML, 1), (_NUMBERED, 1), (_NUMBERED.replace("loop.index", "messages[0].content"), 2)],
+    ids=["local", "numbered", "quoted"],
+)
+def test_how_often_the_whole_history_is_rendered(
+    tiny_model: TinyModel, template: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once if the same follows as after the last turn alone, but for numbers in the header.
+
+    Otherwise once more, with a marker in the turn.
+    """
+    tokenizer = ChatTokenizer.load(tiny_model.folder, template)
+    counts: list[int] = []
+    render: Callable[..., str] = tokenizer._tokenizer.apply_chat_template
+
+    def counted(messages: list[dict[str, Any]], **arguments: Any) -> str:
+        counts.append(len(messages))
+        return render(messages, **arguments)
+
+    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", counted)
+    history, new = _history(20, _CALLED), [{"role": "tool", "tool_call_id": "a", "content": "12"}]
+    tokenizer.append([END], new, history=history)
+    assert [count for count in counts if count > 10] == [len(history) + 1] * times
+
+
+def test_marker_is_unpredictable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal conversations have different marks, and text like a mark makes no other candidate necessary."""
+    candidates = Mock(wraps=random.getrandbits)
+    monkeypatch.setattr(random, "getrandbits", candidates)
+    history = [{"role": "user", "content": "qZ" + "q" * 200_000}]
+    assert len({unused_mark(history) for _ in range(20)}) == 20
+    assert candidates.call_count == 20
+
+
+def test_mark_that_the_conversation_holds_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = Mock(side_effect=[1, 2, 3])
+    monkeypatch.setattr(random, "getrandbits", candidates)
+    history = [
+        {"role": "user", "content": "qZ0000000001assistantZq"},
+        {"role": "user", "content": ["0000000002"]},
+    ]
+    assert unused_mark(history) == "qZ0000000003assistantZq"
+    assert candidates.call_count == 3
+
+
+@pytest.mark.parametrize(
+    "value", ["é 'x'\n\"", "\ud800", 3, 2.5, None, True, object()], ids=lambda value: type(value).__name__
+)
+def test_equal_values_have_equal_bytes(value: object) -> None:
+    values = {"role": "user", "content": [value]}
+    assert serialized(values) == serialized({"role": "us" + "er", "content": [value]})
+    assert serialized(values) != serialized({"content": [value], "role": "user"})
+
+
+def test_texts_are_found_in_the_bytes_of_any_values() -> None:
+    class Text(str):
+        __slots__ = ()
+
+    for value in ("qZé", Text("qZé"), {"qZé": [()]}):
+        assert "qZé".encode() in serialized([value])

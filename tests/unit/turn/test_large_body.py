@@ -1,0 +1,153 @@
+"""Large completions: what is read from cut arrays equals what is parsed from the whole body."""
+
+import json
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.history.completion import Completion
+from proxy.turn.engine_json import CUT_FROM_BYTES
+from proxy.turn.large_body import read_large
+from proxy.turn.reader import read_completion
+from proxy.turn.redactor import redact_completion
+from proxy.turn.visible import Visible
+from tests.unit.turn.bodies import ODD, Body, encoded, logprobs_of, whole, whole_choice
+
+_FILLER = "x" * CUT_FROM_BYTES
+_TRAPS = [
+    '","token_ids":[1,2]',
+    '"prompt_token_ids":[9]',
+    '"logprobs":{"content":[',
+    '"top_logprobs":[]}]',
+    '"(cut)"',
+    "]}]}",
+    "\\",
+    "é\n\u2028",
+]
+_TEXTS = st.lists(st.sampled_from([*_TRAPS, "a", " "]), max_size=4).map("".join)
+_IDS: st.SearchStrategy[Any] = st.one_of(
+    st.lists(st.integers(0, 2**31 - 1), max_size=4),
+    st.sampled_from([None, "(cut)", [], [0], [0, 10], [-1], [2**31], [10**30], [1.5], [True], [[1]], ["1"]]),
+)
+_LOGPROBS: st.SearchStrategy[Any] = st.one_of(
+    st.lists(st.floats(-1e38, 1e38), max_size=3).map(lambda values: logprobs_of(*values)),
+    st.sampled_from(
+        [None, {}, {"content": None}, {"content": []}, {"content": "(cut)"}, [1], logprobs_of("x")]
+    ),
+)
+_VISIBLE = st.builds(Visible, st.booleans(), st.booleans())
+
+
+def _plain(completion: Completion) -> Any:
+    """A completion with lists in place of arrays, and without what only the fast path keeps."""
+    choices = [
+        (
+            choice.index,
+            choice.message,
+            choice.ids if choice.ids is None else list(choice.ids),
+            choice.logprobs if choice.logprobs is None else list(array("f", choice.logprobs)),
+            choice.finish_reason,
+            choice.stop_reason,
+            choice.weight_versions,
+            choice.routed_experts,
+            choice.unreadable,
+        )
+        for choice in completion.choices
+    ]
+    return completion.prompt_ids, completion.completion_tokens, choices
+
+
+def _slow(body: bytes, sent: bytes, visible: Visible) -> tuple[Completion, bytes]:
+    return read_completion(body, sent), redact_completion(body, visible)
+
+
+def _agree(body: bytes, visible: Visible, sent: bytes = b"") -> bool:
+    """Check a body that is read fast; False if it is not."""
+    fast = read_large(body, sent, visible)
+    if fast is None:
+        return False
+    slow = _slow(body, sent, visible)
+    assert _plain(fast[0]) == _plain(slow[0])
+    assert fast[1] == slow[1]
+    return True
+
+
+@given(_IDS, _IDS, _LOGPROBS, _TEXTS, _TEXTS, _VISIBLE, st.booleans())
+def test_the_cut_and_the_whole_body_give_the_same(
+    prompt: Any, ids: Any, logprobs: Any, text: str, token: str, visible: Visible, spaced: bool
+) -> None:
+    if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
+        for entry in logprobs["content"]:
+            entry["token"] = token
+    message = {"role": "assistant", "content": text + _FILLER}
+    choice = whole_choice(message=message, token_ids=ids, logprobs=logprobs)
+    body = encoded(whole(choice, prompt_token_ids=prompt), spaced=spaced)
+    _agree(body, visible)
+    _agree(body, visible, sent=json.dumps(prompt, separators=(",", ":")).encode())
+
+
+def _large(*choices: Body, **fields: Any) -> Body:
+    return whole(*(choices or (_choice(),)), **fields)
+
+
+def _choice(**fields: Any) -> Body:
+    return whole_choice(**{"message": {"role": "assistant", "content": _FILLER}, **fields})
+
+
+@pytest.mark.parametrize("visible", [Visible(i, p) for i in (False, True) for p in (False, True)])
+@pytest.mark.parametrize(
+    "body",
+    [
+        _large(),
+        _large(_choice(logprobs=None)),
+        _large(_choice(stop_reason=2, weight_versions=[{"version": 1, "start": 0, "end": 2}])),
+        _large(prompt_token_ids=None),
+        _large(usage=None),
+        _large(inner={"token_ids": [1], "prompt_token_ids": [2]}),
+    ],
+    ids=["usual", "no logprobs", "other fields", "no echo", "no usage", "other arrays of these names"],
+)
+def test_usual_bodies_are_cut(body: Body, visible: Visible) -> None:
+    assert _agree(encoded(body), visible)
+    assert _agree(encoded(body), visible, sent=b"[5,6]")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        whole(),
+        _large(_choice(), _choice(index=1)),
+        _large(_choice(token_ids=None)),
+        _large(_choice(token_ids=[])),
+        _large(_choice(index=-1)),
+        _large(_choice(message=None), filler=_FILLER),
+        _large(_choice(token_ids=ODD)),
+        _large(_choice(logprobs={"content": [{"logprob": ODD, "top_logprobs": []}]})),
+        _large(prompt_token_ids="(cut)"),
+    ],
+    ids=[
+        "small", "several choices", "no ids", "empty ids", "odd index", "no message",
+        "leading zero", "odd logprob", "the mark itself",
+    ],
+)  # fmt: skip
+def test_other_bodies_are_not_cut(body: Body) -> None:
+    assert read_large(encoded(body, "[007]"), b"", Visible(False, False)) is None
+
+
+def test_what_is_no_json_is_not_cut() -> None:
+    body = encoded(_large())
+    for broken in (body[:-1], body.replace(b'"token_ids":[7,2]', b'"token_ids":[7,,2]'), body + b"]"):
+        assert read_large(broken, b"", Visible(False, False)) is None
+
+
+def test_ids_are_kept_as_the_engine_wrote_them() -> None:
+    found = read_large(encoded(_large()), b"", Visible(False, False))
+    assert found is not None
+    (choice,) = found[0].choices
+    assert choice.raw_ids == b"[7,2]"
+    assert found[0].packed_prompt == array("i", [5, 6]).tobytes()
+    assert msgspec.json.decode(found[1])["choices"][0]["token_ids"] is None

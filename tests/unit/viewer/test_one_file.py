@@ -1,0 +1,218 @@
+"""`tokenproxy view`: rollouts of a store, of an export and of a running proxy as one HTML file."""
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.cli import main
+from proxy.history.store import Session
+from proxy.viewer import page as page_module
+from proxy.viewer.exported import NotAnExport, read_export
+from proxy.viewer.files import FOLDER
+from proxy.viewer.page import bundle, single_file
+from proxy.viewer.recording import LeafData, PageData
+from tests.support.store_utils import opened
+from tests.support.tiny_model import TinyModel
+from tests.support.viewer.recordings import LIMITS, write
+from tests.support.viewer.small_session import SMALL, SmallSession, small_session
+
+_KEPT = (
+    *("parent", "appended", "completion", "logprobs", "prompt_tokens", "source", "reason"),
+    *("weight_versions", "finish_reason", "agent"),
+)
+"""Fields of a turn that an export keeps."""
+
+
+@pytest.fixture(scope="module")
+def small(viewer_model: TinyModel) -> SmallSession:
+    return small_session(viewer_model)
+
+
+@pytest.fixture
+async def store_url(small: SmallSession, tmp_path: Path) -> str:
+    url = f"sqlite://{tmp_path / 'rollouts.db'}"
+    async with opened(url, LIMITS) as store:
+        await write(store, [small.recorded])
+    return url
+
+
+def _data(html: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_every_module_is_in_the_script_once() -> None:
+    script = bundle()
+    names = sorted(path.stem for path in FOLDER.glob("*.js"))
+    assert sorted(re.findall(r"^const module_(\w+) = ", script, re.MULTILINE)) == names
+    assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['import x from "./dom.js";', "export default 1;", 'export * from "./dom.js";', "export let a = 1;"],
+)
+def test_other_forms_of_import_and_export_are_refused(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dom.js").write_text("export const a = 1;\n")
+    (tmp_path / "main.js").write_text(f"{line}\n")
+    monkeypatch.setattr(page_module, "FOLDER", tmp_path)
+    with pytest.raises(ValueError, match=r"main\.js"):
+        bundle()
+
+
+def test_the_policy_allows_exactly_its_script_and_style() -> None:
+    html = single_file(PageData())
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy is not None and policy[1].startswith("default-src 'none'")
+    for tag in ("style", 'script type="module"'):
+        part = re.search(rf"<{tag}>(.*?)</{tag.split()[0]}>", html, re.DOTALL)
+        assert part is not None
+        digest = base64.b64encode(hashlib.sha256(part[1].encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy[1]
+
+
+def test_no_text_of_a_recording_ends_the_data() -> None:
+    text = "</script><script>alert(1)</script><!--"
+    html = single_file(PageData(sessions=[{"id": text}]))
+    assert text not in html
+    assert _data(html)["sessions"] == [{"id": text}]
+
+
+def test_sessions_of_a_store(
+    store_url: str,
+    small: SmallSession,
+    viewer_model: TinyModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "page.html"
+    flags = ["--store", store_url, "--tokenizer", str(viewer_model.folder), "-o", str(out)]
+    assert main(["view", SMALL, *flags]) == 0
+    assert out.as_uri() in capsys.readouterr().out
+    data = _data(out.read_text())
+    assert [row["id"] for row in data["sessions"]] == [SMALL]
+    leaves = {small.aborted.id, small.special.id, small.subagent_end.id, small.after_break.id}
+    assert {name.partition("/")[2] for name in data["tokens"]} == leaves
+    [lane] = data["drift"][f"{SMALL}/{small.aborted.id}"]
+    assert (lane["basis"], lane["reason"]) == ("template", "")
+
+
+def test_sessions_with_one_name_are_kept_apart() -> None:
+    data = PageData()
+    for turn in ("a", "b"):
+        tree = {"session": {"id": "s"}, "turns": [{"id": turn}]}
+        data.add("s", tree, [turn], lambda leaf: LeafData(leaf.encode(), []))
+    assert [row["id"] for row in data.sessions] == ["s", "s~2"] == list(data.trees)
+    assert list(data.tokens) == ["s/a", "s~2/b"]
+
+
+def test_without_a_tokenizer_the_page_says_so(store_url: str, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    assert main(["view", SMALL, "--store", store_url, "-o", str(out)]) == 0
+    data = _data(out.read_text())
+    body = base64.b64decode(next(iter(data["tokens"].values())))
+    header = json.loads(body[4 : 4 + int.from_bytes(body[:4], "little")])
+    assert header["texts"] == {} and "--tokenizer" in header["note"]
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "samples.parquet"])
+def test_an_export_gives_the_turns_again(
+    store_url: str, small: SmallSession, tmp_path: Path, name: str
+) -> None:
+    file, out = tmp_path / name, tmp_path / "page.html"
+    assert main(["export", "--store", store_url, "--out", str(file)]) == 0
+    [recording] = read_export(file)
+    found = {turn.id: turn for turn in recording.turns}
+    recorded = {turn.id: turn for turn in small.recorded.turns}
+    assert set(found) == set(recorded) - {small.refused.id, small.special.id}
+    for turn in found.values():
+        original = recorded[turn.id]
+        same = (
+            "parent",
+            "appended",
+            "completion",
+            "logprobs",
+            "prompt_tokens",
+            "source",
+            "reason",
+            "weight_versions",
+        )
+        for field in (*same, "finish_reason", "agent"):
+            assert getattr(turn, field) == getattr(original, field), field
+        assert json.loads(turn.message) == json.loads(original.message)
+        assert json.loads(turn.messages) == json.loads(original.messages)
+    assert recording.rewards == {"": 0.75, small.emoji.id: 1.0, small.aborted.id: -0.5}
+    assert json.loads(recording.session.metadata) == {"task": "fix-test", "step": 3, "split": "train"}
+    assert main(["view", str(file), "-o", str(out)]) == 0
+    assert [row["id"] for row in _data(out.read_text())["sessions"]] == [SMALL]
+
+
+@pytest.mark.parametrize("content", [b"not JSON\n", b'{"prompt": 1}\n', b"[]\n", b"\xff\xfe\n"])
+def test_what_is_no_export_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "other.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(NotAnExport, match=r"other\.jsonl, line 1"):
+        read_export(file)
+
+
+def test_another_layout_is_refused(
+    store_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "verl.jsonl"
+    assert main(["export", "--store", store_url, "--out", str(file), "--layout", "verl"]) == 0
+    assert main(["view", str(file), "-o", str(tmp_path / "page.html")]) == 2
+    assert "--layout plain" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_wrong_use_is_told(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = ["--store", store_url]
+    for arguments, code, message in (
+        (["never", *store], 2, "unknown session never"),
+        ([SMALL, "--store", "memory:"], 2, "memory:"),
+        ([SMALL, "--store", "sqlite:nowhere.db"], 2, "no store at"),
+        ([SMALL, *store, "--tokenizer", "nowhere"], 2, "nowhere"),
+        ([SMALL, *store, "-o", str(tmp_path)], 2, "not a regular file"),
+        ([SMALL, "--url", "http://127.0.0.1:9"], 1, "no proxy responds"),
+        ([SMALL, "--url", "nonsense"], 2, "nonsense"),
+        (["", "--url", "http://127.0.0.1:9"], 2, "SESSION"),
+        (["..", "--url", "http://127.0.0.1:9"], 2, "SESSION"),
+        (["a/b", "--url", "http://127.0.0.1:9"], 2, "SESSION"),
+        ([SMALL, *store, "--url", "http://127.0.0.1:9"], 2, "--store has no effect"),
+        ([SMALL, "--tokenizer", "x", "--url", "http://127.0.0.1:9"], 2, "--tokenizer has no effect"),
+        ([SMALL, *store, "--api-key", "x"], 2, "--url"),
+        ([SMALL, "--api-key", "a\nb", "--url", "http://127.0.0.1:9"], 2, "printable"),
+        ([SMALL, *store, "-o", "-"], 2, "-o must name a file"),
+        ([SMALL, *store, "-o", ""], 2, "-o must name a file"),
+    ):
+        assert main(["view", *arguments]) == code, arguments
+        assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.html"))
+    assert main(["view", SMALL, *store]) == 0
+    assert (tmp_path / f"{SMALL}.html").exists()
+
+
+def test_a_session_without_turns_has_a_page(tmp_path: Path) -> None:
+    url = f"sqlite://{tmp_path / 'empty.db'}"
+
+    async def save() -> None:
+        async with opened(url, LIMITS) as store:
+            await store.save_session(Session(id="empty", created=1.0, used=1.0))
+
+    asyncio.run(save())
+    out = tmp_path / "page.html"
+    assert main(["view", "empty", "--store", url, "-o", str(out)]) == 0
+    assert _data(out.read_text())["trees"]["empty"]["turns"] == []
