@@ -1,0 +1,115 @@
+"""Rules that keep tests from failing by chance, held by reading the tests' own syntax trees.
+
+A test of `make test` asserts no upper bound on wall time, sleeps for at most 50 ms, and uses no port that was
+closed before. The campaign measures and waits on purpose, so only its engines are looked at.
+"""
+
+import ast
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+_TESTS = Path(__file__).parents[1]
+_CLOCKS = {"monotonic", "perf_counter", "time", "process_time", "elapsed", "total_seconds"}
+_LONGEST_SLEEP_S = 0.05
+_FILES = sorted(
+    file for layer in ("unit", "contract", "acceptance", "support") for file in (_TESTS / layer).rglob("*.py")
+)
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _trees() -> Iterator[tuple[str, ast.AST]]:
+    for file in _FILES:
+        yield str(file.relative_to(_TESTS)), ast.parse(file.read_text())
+
+
+def _name(node: ast.AST) -> str:
+    return getattr(node, "attr", "") or getattr(node, "id", "")
+
+
+def _reads_clock(node: ast.AST, names: set[str]) -> bool:
+    return any(
+        (isinstance(part, ast.Call) and _name(part.func) in _CLOCKS)
+        or (isinstance(part, ast.Attribute) and part.attr == "elapsed")
+        or (isinstance(part, ast.Name) and part.id in names)
+        for part in ast.walk(node)
+    )
+
+
+def _bounds_on_time(function: ast.AST) -> Iterator[int]:
+    names = {
+        _name(target)
+        for part in ast.walk(function)
+        if isinstance(part, ast.Assign) and _reads_clock(part.value, set())
+        for target in part.targets
+    } - {""}
+    for part in ast.walk(function):
+        if isinstance(part, ast.Assert):
+            for compared in ast.walk(part.test):
+                if isinstance(compared, ast.Compare) and _bounded(compared, names):
+                    yield part.lineno
+
+
+def _bounded(compared: ast.Compare, names: set[str]) -> bool:
+    sides = [compared.left, *compared.comparators]
+    return any(
+        _reads_clock(smaller, names)
+        for (left, right), operator in zip(pairwise(sides), compared.ops, strict=True)
+        for smaller in ([left] if isinstance(operator, ast.Lt | ast.LtE) else [])
+        + ([right] if isinstance(operator, ast.Gt | ast.GtE) else [])
+    )
+
+
+def _long_sleeps(tree: ast.AST) -> Iterator[int]:
+    for part in ast.walk(tree):
+        if isinstance(part, ast.Call) and _name(part.func) == "sleep" and part.args:
+            length = part.args[0]
+            if isinstance(length, ast.Constant) and float(str(length.value)) > _LONGEST_SLEEP_S:
+                yield part.lineno
+
+
+def test_no_assertion_bounds_wall_time() -> None:
+    found = {}
+    for name, tree in _trees():
+        functions = [part for part in ast.walk(tree) if isinstance(part, _FUNCTIONS)]
+        found[name] = sorted({line for function in functions for line in _bounds_on_time(function)})
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_no_sleep_is_longer_than_50_ms() -> None:
+    found = {name: list(_long_sleeps(tree)) for name, tree in _trees()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_no_port_is_closed_before_it_is_used() -> None:
+    """`tests.support.ports.held_port` keeps a port bound."""
+    names = {name: {_name(part) for part in ast.walk(tree)} for name, tree in _trees()}
+    assert [name for name, used in names.items() if "free_port" in used] == []
+
+
+def test_engines_are_started_in_one_place() -> None:
+    trees = {file: ast.parse(file.read_text()) for file in _TESTS.rglob("*.py")}
+    calls = {
+        file.name
+        for file, tree in trees.items()
+        for part in ast.walk(tree)
+        if isinstance(part, ast.Call) and _name(part.func) == "EngineProcess"
+    }
+    assert calls == {"conftest.py"}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f():\n    began = monotonic()\n    assert monotonic() - began < 2", [3]),
+        ("def f():\n    took = perf_counter() - 1\n    assert 0 < 2 > took", [3]),
+        ("def f():\n    began = monotonic()\n    assert monotonic() - began > 2", []),
+        ("def f():\n    assert answer.elapsed.total_seconds() <= 1", [2]),
+    ],
+)
+def test_the_rule_on_time(source: str, found: list[int]) -> None:
+    assert sorted(set(_bounds_on_time(ast.parse(source)))) == found
