@@ -21,7 +21,7 @@ from proxy.turn.usual_chunk import UsualChunk
 _QUIET_S = 0.05
 """A stream to which nothing was added for so long has no event on its way from an engine that is paused."""
 _USAGE_S = 0.05
-"""How long the event that ends the last turn waits for the usage, which vLLM sends directly after it."""
+"""vLLM sends the usage directly after the event that ends the last turn."""
 
 
 class RecordedStream:
@@ -40,6 +40,8 @@ class RecordedStream:
         attempt: Attempt,
         cleanup: AsyncExitStack,
         tag: WeightTag,
+        *,
+        usage_s: float = _USAGE_S,
     ) -> None:
         """A stream that is about to be sent.
 
@@ -47,6 +49,7 @@ class RecordedStream:
             tag: learns where in the stream the weights changed.
             response: its chunks end where events end, as those of `Fleet.send` do.
             cleanup: closed with the response.
+            usage_s: how long the event that ends the last turn waits for the usage.
         """
         self.status = response.status
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
@@ -59,6 +62,7 @@ class RecordedStream:
         self._recording = recording
         self._attempt = attempt
         self._cleanup = cleanup
+        self._usage_s = usage_s
         self._sent: list[bytes] | None = [] if attempt.wants_body else None
         """The bytes kept for a retry; None if they are too long, or if no retry is possible."""
         self._sent_bytes = 0
@@ -146,7 +150,7 @@ class RecordedStream:
                     if self._reader.has_ended:
                         yield self._sendable()
                         if self._reader.awaits_usage:
-                            self._held_until = self._held_until or monotonic() + _USAGE_S
+                            self._held_until = self._held_until or monotonic() + self._usage_s
                         else:
                             yield self._record_ended()
                 if (visible := self._redactor.redact(event, usual)) is not None:

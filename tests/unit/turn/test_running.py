@@ -1,3 +1,5 @@
+"""Running requests are cut off when the process stops, and end with the error `Stopping`."""
+
 import asyncio
 
 import pytest
@@ -6,20 +8,25 @@ from proxy.errors import Stopping
 from proxy.turn.running import RunningRequests
 
 
-async def _never(running: RunningRequests, entered: asyncio.Event) -> None:
-    with running.cuttable():
-        entered.set()
-        await asyncio.Event().wait()
-
-
-async def _started(running: RunningRequests) -> "asyncio.Task[None]":
+async def _started(running: RunningRequests, error: Exception | None = None) -> "asyncio.Task[None]":
+    """A request that waits in a block, and raises `error` on its way out."""
     entered = asyncio.Event()
-    task = asyncio.create_task(_never(running, entered))
+
+    async def wait() -> None:
+        with running.cuttable():
+            entered.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                if error is not None:
+                    raise error
+
+    task = asyncio.create_task(wait())
     await entered.wait()
     return task
 
 
-async def test_running_requests_are_cut() -> None:
+async def test_running_requests_are_cut_and_later_ones_refused() -> None:
     running = RunningRequests()
     tasks = [await _started(running) for _ in range(3)]
     assert running.cut() == 3
@@ -30,13 +37,8 @@ async def test_running_requests_are_cut() -> None:
         assert task.cancelling() == 0
     assert running.stopping
     assert running.cut() == 0
-
-
-async def test_later_requests_are_refused() -> None:
-    running = RunningRequests()
-    running.cut()
-    with pytest.raises(Stopping):
-        await _never(running, asyncio.Event())
+    with pytest.raises(Stopping), running.cuttable():
+        raise AssertionError("entered")
 
 
 async def test_blocks_that_ended_are_not_cut() -> None:
@@ -59,18 +61,7 @@ async def test_a_client_that_leaves_meanwhile_wins() -> None:
 
 async def test_an_error_on_the_way_out_stays() -> None:
     running = RunningRequests()
-    entered = asyncio.Event()
-
-    async def fails() -> None:
-        with running.cuttable():
-            entered.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                raise ValueError
-
-    task = asyncio.create_task(fails())
-    await entered.wait()
+    task = await _started(running, ValueError())
     running.cut()
     with pytest.raises(ValueError):
         await task

@@ -15,23 +15,28 @@ from proxy.turn.stream import RecordedStream
 from tests.support.recording import chat_request, rendered_plan, user
 from tests.unit.turn.bodies import NOTHING, chunk, encoded, end, piece
 
+_Block = bytes | float | Exception | asyncio.Event
 _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": ping\n\n"
+_LONG_S = 60.0
 
 
 class _Response:
-    """The response of an engine: blocks of whole events, pauses in seconds, and how it breaks off."""
+    """The response of an engine: blocks of whole events, pauses in seconds, waits, and how it breaks off."""
 
-    def __init__(self, *blocks: bytes | float | Exception) -> None:
-        self.status = 200
-        self.headers: list[tuple[bytes, bytes]] = []
+    status = 200
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    def __init__(self, blocks: tuple[_Block, ...]) -> None:
         self._blocks = blocks
 
     async def chunks(self) -> AsyncIterator[bytes]:
         for block in self._blocks:
             if isinstance(block, Exception):
                 raise block
-            if isinstance(block, float):
+            if isinstance(block, asyncio.Event):
+                await block.wait()
+            elif isinstance(block, float):
                 await asyncio.sleep(block)
             else:
                 yield block
@@ -45,6 +50,7 @@ class _Recording:
 
     def __init__(self, log: list[Any]) -> None:
         self.plan = rendered_plan([user("Hi")])
+        self.completions: list[Completion] = []
         self._log = log
 
     async def add(self, completion: Completion) -> None:
@@ -54,6 +60,7 @@ class _Recording:
         if completion.choices:
             number, cached = len(completion.choices), completion.cached_tokens
             self._log.append(number if cached is None else (number, cached))
+            self.completions.append(completion)
 
 
 def _event(*choices: Any, **fields: Any) -> bytes:
@@ -69,101 +76,103 @@ _A, _B, _C = (_event(piece(text=text)) for text in "abc")
 _END = _event(end())
 _SENT_END = _event(end(ids=None))
 _USAGE = _event(usage={"completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 384}})
+_ERROR = b'data: {"error":{"message":"no"}}\n\n'
 _BROKEN = EngineBroken("the connection broke")
 
 
-def _stream(log: list[Any], *blocks: bytes | float | Exception, choices: int = 1) -> RecordedStream:
+def _stream(
+    recording: _Recording, *blocks: _Block, choices: int = 1, usage_s: float = _LONG_S
+) -> RecordedStream:
     return RecordedStream(
-        cast(Any, _Response(*blocks)),
+        cast(Any, _Response(blocks)),
         chat_request(visible=NOTHING, choices=choices),
-        cast(Any, _Recording(log)),
+        cast(Any, recording),
         cast(Any, SimpleNamespace(wants_body=False, abandon=lambda: None)),
         AsyncExitStack(),
         WeightTag(None, stream=True),
+        usage_s=usage_s,
     )
 
 
-async def _log(*blocks: bytes | float | Exception, choices: int = 1) -> list[Any]:
-    """What happens, in order: the bytes that are sent, and the number of choices that are recorded."""
+async def _log(*blocks: _Block, choices: int = 1, usage_s: float = _LONG_S) -> list[Any]:
+    """What happens, in order: the bytes that are sent, and the number of choices that are recorded.
+
+    An event among the blocks is set when the end of the turn was sent.
+    """
     log: list[Any] = []
-    stream = _stream(log, *blocks, choices=choices)
+    stream = _stream(_Recording(log), *blocks, choices=choices, usage_s=usage_s)
     try:
         async for sent in stream.chunks():
             log += [sent]
+            for block in blocks:
+                if isinstance(block, asyncio.Event) and _SENT_END in sent:
+                    block.set()
     except EngineBroken as error:
         log.append(type(error))
     return log
 
 
-async def test_events_that_arrive_together_are_sent_together() -> None:
-    log = await _log(_A, _B + _COMMENT + _C, _END + _DONE)
-    assert log == [_sent("a"), _sent("b") + _COMMENT + _sent("c"), 1, _SENT_END + _DONE]
-
-
-async def test_events_before_the_end_of_a_turn_do_not_wait_for_the_record() -> None:
-    log = await _log(_A + _B + _END + _DONE)
-    assert log == [_sent("a", "b"), 1, _SENT_END + _DONE]
-
-
-async def test_events_before_one_that_is_not_a_chunk_are_sent() -> None:
-    log = await _log(_A + _B + b"data: {\n\n" + _C)
-    assert log == [_sent("a", "b"), 1, EngineBroken]
-
-
-async def test_a_stream_that_ends_before_its_turn_is_sent_and_recorded() -> None:
-    assert await _log(_A + _B) == [_sent("a", "b"), 1, EngineBroken]
-
-
-async def test_a_block_that_shows_nothing_sends_nothing() -> None:
-    silent = _event(piece(text=None))
-    assert await _log(_A, silent, silent + silent, _END) == [_sent("a"), 1, _SENT_END]
+@pytest.mark.parametrize(
+    "blocks, log",
+    [
+        ((_A, _B + _COMMENT + _C, _END + _DONE), [_sent("a"), _sent("b") + _COMMENT + _sent("c"), 1,
+                                                  _SENT_END + _DONE]),
+        ((_A + _B + _END + _DONE,), [_sent("a", "b"), 1, _SENT_END + _DONE]),
+        ((_A + _B + b"data: {\n\n" + _C,), [_sent("a", "b"), 1, EngineBroken]),
+        ((_A + _B,), [_sent("a", "b"), 1, EngineBroken]),
+        ((_A, _event(piece(text=None)), _event(piece(text=None)) * 2, _END), [_sent("a"), 1, _SENT_END]),
+    ],
+    ids=["apart", "together", "not-a-chunk", "before-its-turn", "empty"],
+)  # fmt: skip
+async def test_what_arrived_together_is_sent_together_and_a_turn_recorded_before_its_end(
+    blocks: tuple[_Block, ...], log: list[Any]
+) -> None:
+    assert await _log(*blocks) == log
 
 
 @pytest.mark.parametrize(
     "blocks",
     [
         (_END + _USAGE + _DONE,),
-        (_END, _USAGE, _DONE),
         (_END, 0.001, _COMMENT, _USAGE + _DONE),
         (_END + _COMMENT + _USAGE, _DONE),
     ],
-    ids=["together", "apart", "after-a-comment", "with-a-comment"],
+    ids=["together", "after-a-comment", "with-a-comment"],
 )
-async def test_the_usage_that_follows_a_turn_is_recorded_with_it(blocks: tuple[bytes | float, ...]) -> None:
+async def test_the_usage_that_follows_a_turn_is_recorded_with_it(blocks: tuple[_Block, ...]) -> None:
     log = await _log(_A, *blocks)
     assert log[:2] == [_sent("a"), (1, 384)]
     assert b"".join(log[2:]).replace(_COMMENT, b"") == _SENT_END + _DONE
 
 
 @pytest.mark.parametrize(
-    "blocks, after",
+    "late, blocks, after",
     [
-        ((0.2, _USAGE, _DONE), [_DONE]),
-        ((_event(), _DONE), [_DONE]),
-        ((_DONE,), [_DONE]),
-        ((), []),
-        ((_BROKEN,), [EngineBroken]),
-        ((0.2, _BROKEN), [EngineBroken]),
-        ((b"data: {\n\n",), [EngineBroken]),
-        ((b'data: {"error":{"message":"no"}}\n\n',), [b'data: {"error":{"message":"no"}}\n\n']),
+        (True, (_USAGE, _DONE), [_DONE]),
+        (False, (_event(), _DONE), [_DONE]),
+        (False, (_DONE,), [_DONE]),
+        (False, (), []),
+        (False, (_BROKEN,), [EngineBroken]),
+        (True, (_BROKEN,), [EngineBroken]),
+        (False, (b"data: {\n\n",), [EngineBroken]),
+        (False, (_ERROR,), [_ERROR]),
     ],
     ids=["late", "without-it", "none", "end", "broken", "broken-later", "no-chunk", "error"],
 )
 async def test_a_turn_is_recorded_and_sent_without_its_usage(
-    blocks: tuple[bytes | float | Exception, ...], after: list[Any]
+    late: bool, blocks: tuple[_Block, ...], after: list[Any]
 ) -> None:
-    [first, recorded, *sent] = await _log(_A, _END, *blocks)
-    assert (first, recorded) == (_sent("a"), 1)
-    assert [part for part in sent if not isinstance(part, bytes)] == [
-        part for part in after if not isinstance(part, bytes)
-    ]
-    texts = b"".join(part for part in [_SENT_END, *after] if isinstance(part, bytes))
-    assert b"".join(part for part in sent if isinstance(part, bytes)) == texts
+    waits = (asyncio.Event(),) if late else ()
+    log = await _log(_A, _END, *waits, *blocks, usage_s=0.0 if late else _LONG_S)
+    assert log[:2] == [_sent("a"), 1]
+    assert [part for part in log if part is EngineBroken] == [part for part in after if part is EngineBroken]
+    sent, expected = ([part for part in parts if isinstance(part, bytes)] for parts in (log[2:], after))
+    assert b"".join(sent) == b"".join([_SENT_END, *expected])
 
 
 async def test_comments_do_not_prolong_the_wait() -> None:
-    comments = [part for _ in range(20) for part in (0.02, _COMMENT)]
-    log = await _log(_END, *comments, _USAGE + _DONE)
+    comments = [part for _ in range(20) for part in (0.004, _COMMENT)]
+    log = await _log(_END, *comments, _USAGE + _DONE, usage_s=0.01)
     assert log[0] == 1
     assert len(log) > 10  # the comments after the wait are sent one by one
 
@@ -173,28 +182,25 @@ async def test_a_chunk_without_choices_at_the_beginning_is_not_the_usage() -> No
 
 
 async def test_only_the_last_choice_waits_for_the_usage() -> None:
-    first, last = _event(end(index=0)), _event(end(index=1))
-    log = await _log(first, 0.2, last, _USAGE, _DONE, choices=2)
+    ends = [_event(end(index=index)) for index in (0, 1)]
+    log = await _log(ends[0], asyncio.Event(), ends[1], _USAGE, _DONE, choices=2)
     assert [part for part in log if not isinstance(part, bytes)] == [1, (1, 384)]
     assert log[0] == 1 and log[2] == (1, 384)
 
 
 async def test_a_piece_after_the_end_of_its_choice_is_not_recorded() -> None:
-    log: list[Any] = []
-    stream = _stream(log, _A, _END + _B, _USAGE + _DONE)
-    recorded: list[Completion] = []
-    cast(Any, stream)._recording.add_later = recorded.append
-    await stream.read()
-    [[choice]] = [completion.choices for completion in recorded if completion.choices]
+    recording = _Recording([])
+    await _stream(recording, _A, _END + _B, _USAGE + _DONE).read()
+    [[choice]] = [completion.choices for completion in recording.completions]
     assert choice.message["content"] == "a"
 
 
-@pytest.mark.parametrize("after_s", [0.01, 0.1])
-async def test_a_client_that_leaves_while_the_usage_is_awaited(after_s: float) -> None:
+@pytest.mark.parametrize("usage_s", [_LONG_S, 0.0])
+async def test_a_client_that_leaves_while_the_usage_is_awaited_or_later(usage_s: float) -> None:
     log: list[Any] = []
-    stream = _stream(log, _A, _END, 30.0, _USAGE)
+    stream = _stream(_Recording(log), _A, _END, asyncio.Event(), _USAGE, usage_s=usage_s)
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(after_s):
+        async with asyncio.timeout(0.01):
             await stream.read()
     await stream.aclose()
     assert log == [1]
