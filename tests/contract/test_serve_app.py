@@ -17,7 +17,7 @@ from proxy.fleet.membership import MembershipError, normalise_upstream, resolve_
 from proxy.settings import SettingsError
 from tests.support.utils import wait_until
 
-pytest.importorskip("ray", reason="scripts/install-ray installs it")
+pytest.importorskip("ray", reason="scripts/install-programs ray installs it")
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
