@@ -1,7 +1,7 @@
 """Planted faults: each changes one function of the product, and the test that is named for it must fail.
 
-`faults.yaml` has the list. A fault that no longer applies, or whose test passes with it, is a failure: no test shows
-what it stands for. `make campaign PART=mutants` runs this file.
+`faults.yaml` has the list. A fault that no longer applies, or whose test passes with it, is a failure: then
+no test shows what it stands for. `make campaign PART=mutants` runs this file.
 """
 
 import ast
