@@ -2,13 +2,10 @@
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
-import yaml
 from prometheus_client import Gauge
 
 from proxy.metrics import Metrics
@@ -74,17 +71,6 @@ def test_every_manifest_is_valid(folder: Path, version: str) -> None:
 def test_the_example_of_the_secret_is_valid() -> None:
     [secret] = read_manifests(_KUBERNETES / "secret.example.yaml")
     kubernetes_validate.validate(secret, _VERSIONS[-1], strict=True)
-
-
-@pytest.mark.parametrize("folder", _FOLDERS, ids=lambda path: str(path.relative_to(_KUBERNETES)))
-def test_kustomize_composes_the_same(folder: Path) -> None:
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        pytest.skip("needs kubectl")
-    command = [kubectl, "kustomize", str(folder)]
-    rendered = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    expected = {name_of(each): each for each in yaml.safe_load_all(rendered)}
-    assert {name_of(each): each for each in compose(folder)} == expected
 
 
 @every_overlay

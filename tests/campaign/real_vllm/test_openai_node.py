@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "neighbours" / "openai_node.mjs"
 
 pytestmark = pytest.mark.skipif(
     not (FOLDER / "node_modules").exists() or shutil.which("node") is None,
-    reason="scripts/install-neighbours openai-node was not run, or there is no node",
+    reason="scripts/install-programs openai-node was not run, or there is no node",
 )
 
 

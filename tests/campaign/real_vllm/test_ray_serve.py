@@ -25,7 +25,7 @@ from tests.campaign.real_vllm.ray_cluster import Cluster, run_cluster
 from tests.support.redis_server import run_redis
 from tests.support.utils import wait_until
 
-pytest.importorskip("ray", reason="scripts/install-ray installs it")
+pytest.importorskip("ray", reason="scripts/install-programs ray installs it")
 # a cluster starts processes that import a lot, and Ray gives its own a low priority
 pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
 

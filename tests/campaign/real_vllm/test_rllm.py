@@ -14,7 +14,7 @@ PYTHON = Path(__file__).parents[3] / ".cache" / "rllm-model-gateway" / "bin" / "
 SCRIPT = Path(__file__).parent / "neighbours" / "rllm_traces.py"
 
 pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason="scripts/install-neighbours rllm-model-gateway was not run"
+    not PYTHON.exists(), reason="scripts/install-programs rllm-model-gateway was not run"
 )
 
 

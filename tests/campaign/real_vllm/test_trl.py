@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[3] / ".cache" / "trl-1.10"
 SCRIPT = Path(__file__).parent / "neighbours" / "trl_1_10.py"
 
 pytestmark = pytest.mark.skipif(
-    not (FOLDER / "trl").exists(), reason="scripts/install-neighbours trl-1.10 was not run"
+    not (FOLDER / "trl").exists(), reason="scripts/install-programs trl-1.10 was not run"
 )
 
 

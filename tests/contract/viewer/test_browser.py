@@ -106,7 +106,7 @@ async def test_page_has_the_window_of_its_options(
         assert seen == [width, dark, touch]
 
 
-@pytest.mark.skipif(not axe_is_installed(), reason="no axe-core: run scripts/install-browser")
+@pytest.mark.skipif(not axe_is_installed(), reason="no axe-core: run scripts/install-programs axe-core")
 async def test_accessibility_violations_name_the_rule_and_the_element(site: str, open_page: OpenPage) -> None:
     async with open_page(site) as viewer:
         await viewer.open()
@@ -116,7 +116,7 @@ async def test_accessibility_violations_name_the_rule_and_the_element(site: str,
         assert await viewer.accessibility_violations() == ["image-alt (critical): img"]
 
 
-@pytest.mark.skipif(bool(missing_program()) or not axe_is_installed(), reason="run scripts/install-browser")
+@pytest.mark.skipif(bool(missing_program()) or not axe_is_installed(), reason="no axe-core")
 def test_installation_does_nothing_where_everything_is_installed() -> None:
     run = subprocess.run([_INSTALL], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

@@ -144,7 +144,7 @@ async def test_sessions_of_the_list_are_compared(viewer: Viewer) -> None:
 
 @pytest.mark.parametrize("page_options", [PageOptions(), DARK], ids=["light", "dark"])
 @pytest.mark.parametrize("fragment", ["#/", "#/compare/small/-/hostile/-"], ids=["list", "compare"])
-@pytest.mark.skipif(not axe_is_installed(), reason="no axe-core: run scripts/install-browser")
+@pytest.mark.skipif(not axe_is_installed(), reason="no axe-core: run scripts/install-programs axe-core")
 async def test_axe_finds_no_serious_fault(viewer: Viewer, fragment: str) -> None:
     await viewer.open(fragment)
     await viewer.page.wait_for_selector(".list-row, .column .token")

@@ -314,7 +314,7 @@ async def test_an_open_session_grows(
 
 @pytest.mark.parametrize("page_options", [PageOptions(), DARK, PHONE], ids=["light", "dark", "phone"])
 @pytest.mark.parametrize("view", ["conversation", "tokens", "plots"])
-@pytest.mark.skipif(not axe_is_installed(), reason="no axe-core: run scripts/install-browser")
+@pytest.mark.skipif(not axe_is_installed(), reason="no axe-core: run scripts/install-programs axe-core")
 async def test_axe_finds_no_serious_fault(viewer: Viewer, small: SmallSession, view: str) -> None:
     await viewer.open(f"#/s/{SMALL}/{small.aborted.id}/{view}")
     await viewer.page.wait_for_selector({"tokens": ".token.sampled", "plots": ".plot"}.get(view, ".message"))

@@ -17,7 +17,7 @@ from proxy.fleet.membership import MembershipError, normalise_upstream, resolve_
 from proxy.settings import SettingsError
 from tests.support.utils import wait_until
 
-pytest.importorskip("ray", reason="scripts/install-ray installs it")
+pytest.importorskip("ray", reason="scripts/install-programs ray installs it")
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
@@ -25,7 +25,7 @@ from proxy import serve_engines, serve_metrics
 from proxy.serve_app import Arguments, build
 from proxy.serve_engines import ENGINES, ActorEngines, EngineArguments
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _URL = {"upstreams": "http://127.0.0.1:8000,http://127.0.0.1:8001"}
 _SHARED = {"store": "redis://127.0.0.1:6379/0"}
 
