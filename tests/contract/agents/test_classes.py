@@ -20,15 +20,14 @@ _TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": 
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: TinyModel) -> Iterator[FakeVllm]:
-    with FakeVllm(tiny_model) as fake:
-        yield fake
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite://{tmp_path_factory.mktemp('classes') / 'rollouts.db'}"
 
 
-@pytest.fixture
-def client(engine: FakeVllm, shared_url: str) -> Iterator[httpx.Client]:
-    """A client of a proxy over each kind of store that processes share."""
-    with run_proxy([engine], store=shared_url, model_aliases=["*haiku*=tiny"]) as client:
+@pytest.fixture(scope="module")
+def client(tiny_model: TinyModel, store: str) -> Iterator[httpx.Client]:
+    aliases = ["*haiku*=tiny"]
+    with FakeVllm(tiny_model) as engine, run_proxy([engine], store=store, model_aliases=aliases) as client:
         yield client
 
 
@@ -41,8 +40,10 @@ def _send(client: httpx.Client, messages: list[Message], session: str, **more: A
     return message
 
 
-def _stated(client: httpx.Client, session: str) -> None:
-    """Two main turns, a summary after them, a sub-agent, and one that this started."""
+@pytest.fixture
+def stated(client: httpx.Client) -> str:
+    """A session of two main turns, a summary after them, a sub-agent, and one that this started."""
+    session = secrets.token_hex(6)
     messages = [user(secrets.token_hex(4))]
     for text in ("More", "Summarise"):
         messages += [_send(client, messages, session, headers={_CLASS: "main"}), user(text)]
@@ -50,6 +51,7 @@ def _stated(client: httpx.Client, session: str) -> None:
     for agent, parent in (("a1", ""), ("a2", "a1")):
         headers = {_CLASS: "subagent", _AGENT: agent, "x-claude-code-parent-agent-id": parent}
         _send(client, [user(secrets.token_hex(4))], session, headers=headers)
+    return session
 
 
 def _get(client: httpx.Client, path: str, **query: Any) -> Any:
@@ -58,10 +60,8 @@ def _get(client: httpx.Client, path: str, **query: Any) -> Any:
     return answer.json()
 
 
-def test_the_tree_has_the_agents(client: httpx.Client) -> None:
-    name = secrets.token_hex(6)
-    _stated(client, name)
-    tree = _get(client, f"/v1/sessions/{name}")
+def test_the_tree_has_the_agents(client: httpx.Client, stated: str) -> None:
+    tree = _get(client, f"/v1/sessions/{stated}")
     main_agent, first, second = tree["agents"]
     assert (main_agent["id"], main_agent["parent"], main_agent["turns"]) == (None, None, 3)
     assert main_agent["classes"] == ["main", "compaction"]
@@ -71,10 +71,8 @@ def test_the_tree_has_the_agents(client: httpx.Client) -> None:
     assert tree["turns"][4]["parent_agent"] == "a1"
 
 
-def test_samples_and_feed_of_some_classes(client: httpx.Client) -> None:
-    name = secrets.token_hex(6)
-    _stated(client, name)
-    path = f"/v1/sessions/{name}/samples"
+def test_samples_and_feed_of_some_classes(client: httpx.Client, stated: str) -> None:
+    path = f"/v1/sessions/{stated}/samples"
     whole = _get(client, path)["samples"]
     assert [sample["request_class"] for sample in whole] == ["compaction", "subagent", "subagent"]
     [main_sample] = _get(client, path, **{"class": "main"})["samples"]
@@ -82,14 +80,12 @@ def test_samples_and_feed_of_some_classes(client: httpx.Client) -> None:
     assert len(_get(client, path, **{"class": ["main", "subagent"]})["samples"]) == 3
     assert _get(client, path, **{"class": "unknown"})["samples"] == []
 
-    client.post(f"/v1/sessions/{name}/reward", json={"reward": 1.0})
+    client.post(f"/v1/sessions/{stated}/reward", json={"reward": 1.0})
     start = {"limit": 1000, "after": "0"}
-    found = {
-        each["rollout"]: each for each in _get(client, "/v1/samples", **start, **{"class": "main"})["data"]
-    }
-    assert [sample["leaf"] for sample in found[name]["samples"]] == [main_sample["leaf"]]
+    found = {row["rollout"]: row for row in _get(client, "/v1/samples", **start, **{"class": "main"})["data"]}
+    assert [sample["leaf"] for sample in found[stated]["samples"]] == [main_sample["leaf"]]
     others = _get(client, "/v1/samples", **start, **{"class": "workflow"})["data"]
-    assert name not in [each["rollout"] for each in others]
+    assert stated not in [each["rollout"] for each in others]
 
 
 def test_what_structure_proves(client: httpx.Client) -> None:
@@ -107,16 +103,11 @@ def test_what_structure_proves(client: httpx.Client) -> None:
     assert [sample["leaf"] for sample in unknown] == [turns[0]["id"]]
 
 
-@pytest.mark.parametrize(
-    "classes, count", [([], 3), (["main"], 1), (["main", "subagent"], 3), (["other"], 0)]
-)
-def test_the_export(engine: FakeVllm, tmp_path: Path, classes: list[str], count: int) -> None:
-    store, out = f"sqlite://{tmp_path / 'kept.db'}", tmp_path / "out.jsonl"
-    with run_proxy([engine], store=store) as client:
-        _stated(client, "s")
-    flags = [word for name in classes for word in ("--class", name)]
+@pytest.mark.parametrize("flags, count", [([], 3), (["--class", "main"], 1), (["--class", "other"], 0)])
+def test_the_export(stated: str, store: str, tmp_path: Path, flags: list[str], count: int) -> None:
+    out = tmp_path / "out.jsonl"
     assert main(["export", "--store", store, "--out", str(out), *flags]) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = [row for row in map(json.loads, out.read_text().splitlines()) if row["rollout"] == stated]
     assert len(rows) == count
-    if classes == ["main"]:
+    if count == 1:
         assert rows[0]["request_class"] == "main" and rows[0]["agent"] == ""

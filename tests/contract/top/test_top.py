@@ -7,21 +7,20 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from io import StringIO
-from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.samples import Sample
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from proxy.cli import main
-from proxy.ports import free_port
+from proxy.top.command import _views
 from proxy.top.snapshot import Snapshot, quantile
 from proxy.top.view import render
-from tests.support.fake_vllm import Canned, FakeVllm
+from tests.support.fake_vllm import FakeVllm
+from tests.support.ports import held_port
 from tests.support.scraping import Scrape
 from tests.support.talk import CHAT, Talk, user
 from tests.support.tiny_model import TinyModel
@@ -35,18 +34,19 @@ def _top(client: httpx.Client, capsys: Capture, *flags: str) -> str:
     return capsys.readouterr().out
 
 
-def test_once(
-    talk: Callable[..., Talk], client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel, capsys: Capture
-) -> None:
+def _text(view: RenderableType) -> str:
+    console = Console(width=160, file=StringIO(), record=True)
+    console.print(view)
+    return console.export_text()
+
+
+def test_once(talk: Callable[..., Talk], client: httpx.Client, fake: FakeVllm, capsys: Capture) -> None:
     conversation = talk(headers={"x-session-id": "the-session"})
     conversation.ask()
     conversation.follow(user("And?"))
     seen = _top(client, capsys)
-    lines = seen.splitlines()
-    [replica] = [line for line in lines if line.startswith(fake.url)]
-    assert re.search(r"ready +tiny +chat +ready +0 +\d+$", replica.rstrip())
-    [session] = [line for line in lines if line.startswith("the-session")]
-    assert re.search(r"the-session +2 ", session)
+    assert re.search(rf"(?m)^{fake.url} .*ready +tiny +chat +ready +0 +\d+ *$", seen)
+    assert re.search(r"(?m)^the-session +2 ", seen)
     scrape = Scrape(client)
     for kind in ("reused", "appended", "rendered"):
         assert re.search(rf"{kind} {scrape.value('prompt_ids_total', kind=kind):,.0f} \(\d+%\)", seen)
@@ -54,30 +54,22 @@ def test_once(
     assert f"extended {scrape.value('prompts_total', source='extended'):,.0f}" in seen
 
 
-def test_with_and_without_a_key(tiny_model: TinyModel, capsys: Capture) -> None:
+def test_keys_and_a_replica_that_is_down(tiny_model: TinyModel, capsys: Capture) -> None:
     with FakeVllm(tiny_model) as fake, run_proxy([fake], api_key=["k"], store="memory:") as client:
         headers = {"authorization": "Bearer k", "x-session-id": "mine"}
         client.post(CHAT, json={"messages": [user("Hi")]}, headers=headers)
         assert "pass --api-key KEY" in _top(client, capsys)
         assert re.search(r"(?m)^mine +1 ", _top(client, capsys, "--api-key", "k"))
-
-
-def test_a_replica_that_is_down(tiny_model: TinyModel, capsys: Capture) -> None:
-    with FakeVllm(tiny_model) as fake, run_proxy([fake], store="memory:") as client:
         fake.healthy = False
         wait_until(lambda: client.get("/ready").status_code == 503)
-        seen = _top(client, capsys)
-        assert re.search(rf"(?m)^{fake.url} +down .*/health", seen)
+        assert re.search(rf"(?m)^{fake.url} +down .*/health", _top(client, capsys, "--api-key", "k"))
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://127.0.0.1:9/v1/"])
-def test_once_without_a_proxy(url: str, capsys: Capture) -> None:
-    assert main(["top", "--once", "--url", url]) == 1
-    assert "nothing responds at http://127.0.0.1:9:" in capsys.readouterr().out
-
-
-def test_server_that_is_not_a_tokenproxy(mortal: FakeVllm, capsys: Capture) -> None:
-    assert main(["top", "--once", "--url", mortal.url]) == 1
+def test_once_without_a_proxy(fake: FakeVllm, capsys: Capture) -> None:
+    with held_port() as port:
+        assert main(["top", "--once", "--url", f"http://127.0.0.1:{port}/v1/"]) == 1
+    assert f"nothing responds at http://127.0.0.1:{port}:" in capsys.readouterr().out
+    assert main(["top", "--once", "--url", fake.url]) == 1
     assert "is not a tokenproxy: GET /ready returned 404" in capsys.readouterr().out
 
 
@@ -91,38 +83,33 @@ def test_wrong_use(flags: list[str], capsys: Capture) -> None:
     assert "tokenproxy" in capsys.readouterr().err
 
 
-@contextmanager
-def _running(url: str, output: int) -> Iterator[None]:
-    command = [sys.executable, "-m", "proxy.cli", "top", "--url", url, "--interval", "0.1"]
-    with subprocess.Popen(
-        command, stdout=output, env={**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "50"}
-    ) as process:
-        try:
-            yield
-            process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
+class _Breakable(httpx.AsyncHTTPTransport):
+    """Connections to a proxy that can be down."""
+
+    down = True
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self.down:
+            raise httpx.ConnectError("refused")
+        return await super().handle_async_request(request)
 
 
-def test_it_keeps_trying(tiny_model: TinyModel, tmp_path: Path) -> None:
-    port = free_port("127.0.0.1")
-    url, log = f"http://127.0.0.1:{port}", tmp_path / "out"
-    with FakeVllm(tiny_model) as fake, log.open("wb") as file, _running(url, file.fileno()):
-        fake.canned["/v1/models"] = Canned(b'{"data": []}')  # no model, no tokenizer to load
-        wait_until(lambda: f"nothing responds at {url}" in log.read_text())
-        command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", fake.url, "--port", str(port)]
-        with subprocess.Popen([*command, "--store", "memory:"], stderr=subprocess.DEVNULL) as process:
-            try:
-                wait_until(lambda: re.search(rf"(?m)^{fake.url} +ready", log.read_text()))
-            finally:
-                process.kill()
-        wait_until(lambda: "the values below are old; trying again" in log.read_text())
-    assert re.search(rf"trying again.*{fake.url} +ready", log.read_text(), re.DOTALL)
+async def test_it_keeps_trying(client: httpx.Client, fake: FakeVllm) -> None:
+    transport, url = _Breakable(), str(client.base_url).rstrip("/")
+    async with httpx.AsyncClient(transport=transport) as breakable:
+        views = _views(breakable, url, 0.0)
+        assert f"nothing responds at {url}: refused" in _text(await anext(views))
+        transport.down = False
+        assert re.search(rf"(?m)^{fake.url} +ready", _text(await anext(views)))
+        transport.down = True
+        old = _text(await anext(views))
+    assert re.search(rf"the values below are old; trying again.*{fake.url} +ready", old, re.DOTALL)
 
 
-def test_in_a_terminal(client: httpx.Client, fake: FakeVllm) -> None:
-    ours, its = pty.openpty()
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_loop(client: httpx.Client, fake: FakeVllm, terminal: bool) -> None:
+    """On a screen of its own in a terminal; elsewhere one view after the other."""
+    ours, its = pty.openpty() if terminal else os.pipe()
     seen = bytearray()
 
     def shows(words: str) -> bool:
@@ -130,27 +117,28 @@ def test_in_a_terminal(client: httpx.Client, fake: FakeVllm) -> None:
             seen.extend(os.read(ours, 65536))
         return words.encode() in seen
 
-    try:
-        with _running(str(client.base_url).rstrip("/"), its):
+    command = [sys.executable, "-m", "proxy.cli", "top", "--url", str(client.base_url), "--interval", "0.1"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "50"}
+    with subprocess.Popen(command, stdout=its, env=environment) as process:
+        try:
             wait_until(lambda: shows(fake.url))
             wait_until(lambda: shows("requests/s"))  # the second look has speeds
-    finally:
-        os.close(its)
-        os.close(ours)
-    assert b"\x1b[?1049h" in seen  # on a screen of its own
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            os.close(its)
+            os.close(ours)
+    assert (b"\x1b[?1049h" in seen) is terminal
 
 
 def test_speeds_between_two_looks() -> None:
-    now = _snapshot(10.0, {"requests_total": 50.0})
-    console = Console(width=160, record=True, file=StringIO())
-    console.print(render("u", now, _snapshot(5.0, {"requests_total": 30.0})))
-    text = console.export_text()
+    def look(at: float, count: float) -> Snapshot:
+        samples = {"requests_total": [Sample("tokenproxy_requests_total", {}, count)]}
+        return Snapshot(at, [], [], "", samples)
+
+    text = _text(render("u", look(10.0, 50.0), look(5.0, 30.0)))
     assert "requests/s" in text and "4.0" in text
-
-
-def _snapshot(at: float, values: dict[str, float]) -> Snapshot:
-    samples = {name: [Sample(f"tokenproxy_{name}", {}, value)] for name, value in values.items()}
-    return Snapshot(at, [], [], "", samples)
 
 
 def _histogram(at: float, counts: dict[str, float]) -> Snapshot:

@@ -32,31 +32,30 @@ def test_claude() -> None:
     assert plain["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8100"  # the SDK adds /v1
     assert full["ANTHROPIC_BASE_URL"] == "https://proxy.example/sessions/run-7"
     assert (plain["ANTHROPIC_AUTH_TOKEN"], full["ANTHROPIC_AUTH_TOKEN"]) == (NO_KEY, "KEY")
-    models = {value for name, value in full.items() if name.endswith("_MODEL")}
-    assert models == {'org/"m"'}
+    assert {value for name, value in full.items() if name.endswith("_MODEL")} == {'org/"m"'}
     assert {"ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"} <= full.keys()
     assert full["ANTHROPIC_API_KEY"] is None  # a user's own key never reaches the proxy
     assert (full["CLAUDE_CODE_MAX_CONTEXT_TOKENS"], full["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == ("8192", "2048")
     assert "CLAUDE_CODE_MAX_OUTPUT_TOKENS" not in plain
-    large = claude_variables(Target("http://a", "m", 10**6))
-    assert large["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "32000"
+    assert claude_variables(Target("http://a", "m", 10**6))["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "32000"
 
 
 def test_codex(state: Path) -> None:
     variables = codex_variables(_FULL)
     home = Path(str(variables["CODEX_HOME"]))
     assert home.parent == state / "codex"
-    config = tomllib.loads((home / "config.toml").read_text())
+    text = (home / "config.toml").read_text()
+    config = tomllib.loads(text)
     assert (config["model"], config["model_context_window"]) == ('org/"m"', 8192)
     provider = config["model_providers"][config["model_provider"]]
-    assert provider["base_url"] == "https://proxy.example/v1"
-    assert provider["wire_api"] == "responses"
+    assert (provider["base_url"], provider["wire_api"]) == ("https://proxy.example/v1", "responses")
     assert variables[provider["env_key"]] == "KEY"
     assert variables[provider["env_http_headers"]["X-Session-ID"]] == "run-7"
-    assert '"KEY"' not in (home / "config.toml").read_text()
+    assert '"KEY"' not in text
+    assert codex_variables(_PLAIN)["TOKENPROXY_SESSION"] is None
 
 
-def test_codex_keeps_its_folder_and_what_it_wrote_there(state: Path) -> None:
+def test_codex_keeps_its_folder_and_what_it_wrote_there() -> None:
     homes = [codex_variables(target)["CODEX_HOME"] for target in (_FULL, _PLAIN, _FULL)]
     assert homes[0] == homes[2] != homes[1]
     other_session = Target(_FULL.url, _FULL.model, 8192, "run-8", "OTHER")
@@ -72,21 +71,14 @@ def test_codex_keeps_its_folder_and_what_it_wrote_there(state: Path) -> None:
     assert [each.name for each in file.parent.iterdir()] == ["config.toml"]
 
 
-def test_codex_without_a_session_sends_no_name() -> None:
-    assert codex_variables(_PLAIN)["TOKENPROXY_SESSION"] is None
-
-
-def test_openai() -> None:
+def test_openai_and_opencode() -> None:
     variables = openai_variables(_FULL)
     base = "https://proxy.example/sessions/run-7/v1"
     assert (variables["OPENAI_BASE_URL"], variables["OPENAI_API_BASE"]) == (base, base)
     assert openai_variables(_PLAIN)["OPENAI_API_KEY"] == NO_KEY
-
-
-def test_opencode() -> None:
     config = json.loads(str(opencode_variables(_FULL)["OPENCODE_CONFIG_CONTENT"]))
     provider = config["provider"]["tokenproxy"]
-    assert provider["options"] == {"baseURL": "https://proxy.example/sessions/run-7/v1", "apiKey": "KEY"}
+    assert provider["options"] == {"baseURL": base, "apiKey": "KEY"}
     assert provider["models"]['org/"m"']["limit"] == {"context": 8192, "output": 2048}
     assert config["model"] == 'tokenproxy/org/"m"'
 
