@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,24 +20,22 @@ def needs(program: Path) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not program.exists(), reason=f"run scripts/install-programs {program.name}")
 
 
-def run_program(
-    url: str, home: Path, session: str, *command: str, more: Mapping[str, str] | None = None
-) -> str:
+def run_program(url: str, home: Path, session: str, program: Path, *arguments: str) -> str:
     """What a program prints that `tokenproxy run` starts; it must end well.
-
-    It has a home of its own, which is also its working directory.
 
     Args:
         url: the proxy.
-        more: environment variables.
+        home: its home and its working directory.
+        arguments: what to do; it may do everything.
     """
-    home.mkdir(exist_ok=True)
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-    environment = {**kept, "HOME": str(home), "XDG_STATE_HOME": str(home / "state"), **(more or {})}
+    path = f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    how = ["exec", "--skip-git-repo-check", "-s", "danger-full-access"] if program == CODEX else ["-p"]
+    run = [sys.executable, "-m", "proxy.cli", "run", "--url", url, "--session", session]
     process = subprocess.Popen(
-        [sys.executable, "-m", "proxy.cli", "run", "--url", url, "--session", session, "--", *command],
+        [*run, "--", str(program), *how, *arguments],
         cwd=home,
-        env={**environment, "PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        env={**kept, "HOME": str(home), "XDG_STATE_HOME": str(home / "state"), "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -48,9 +45,9 @@ def run_program(
     try:
         printed, errors = process.communicate(timeout=_PATIENCE_S)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                process.pid, signal.SIGKILL
-            )  # the program too, which a killed parent would leave behind
+        with contextlib.suppress(
+            ProcessLookupError
+        ):  # the program too, which a killed parent would leave behind
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, printed + errors
     return printed

@@ -1,11 +1,11 @@
 """What a session must hold after a program worked against a scripted engine."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from proxy.client import Client
-from tests.support.scripted_engine import Sampled, Script
+from tests.campaign.agents.scripted_engine import Script
 
 Turn = dict[str, Any]
 _Generation = tuple[tuple[int, ...], tuple[int, ...]]
@@ -40,7 +40,9 @@ def check_recorded(url: str, session: str, script: Script, *, killed: bool = Fal
     sampled = Counter((tuple(each.prompt), each.sent) for each in script.sampled if each.sent)
     if killed:
         sampled = _as_arrived(sampled, recorded)
-    assert Counter(recorded) == sampled, (_lengths(sampled), _lengths(recorded))
+    assert Counter(recorded) == sampled, [
+        [tuple(map(len, each)) for each in of] for of in (sampled, recorded)
+    ]
     leaves = whole.keys() - {turn["parent"] for turn in turns}
     by_leaf = {sample["leaf"]: sample["prompt_ids"] + sample["completion_ids"] for sample in samples.samples}
     assert by_leaf == {leaf: whole[leaf] for leaf in leaves}
@@ -55,18 +57,3 @@ def _as_arrived(sampled: Counter[_Generation], recorded: Sequence[_Generation]) 
         found = [(p, c) for p, c in recorded if p == prompt and c == ids[: len(c)]]
         arrived[max(found, key=lambda each: len(each[1]), default=(prompt, ids))] += 1
     return arrived
-
-
-def _lengths(generations: Iterable[_Generation]) -> list[tuple[int, int]]:
-    """How many ids the prompts and completions have."""
-    return [(len(prompt), len(completion)) for prompt, completion in generations]
-
-
-def roots(turns: list[Turn]) -> list[tuple[str, str | None]]:
-    """Class and reason of each turn that continues none, in order."""
-    return [(turn["request_class"], turn["reason"]) for turn in turns if turn["parent"] is None]
-
-
-def cut(script: Script) -> list[Sampled]:
-    """The generations that were not sent to their end."""
-    return [sampled for sampled in script.sampled if sampled.sent != sampled.ids]

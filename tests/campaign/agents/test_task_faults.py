@@ -1,21 +1,25 @@
 """Claude Code and Codex while engines and connections break: the task ends, and nothing sampled is lost."""
 
+import contextlib
+import socket
+import struct
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.campaign.agents.installed import CLAUDE, CODEX, needs, run_program
-from tests.campaign.agents.recorded import check_recorded, cut
-from tests.campaign.agents.relay import relay
+from tests.campaign.agents.recorded import check_recorded
+from tests.campaign.agents.scripted_engine import Call, Script, ScriptedEngine, Step
 from tests.support.fake_vllm import Canned, error_body
-from tests.support.scripted_engine import Script, ScriptedEngine, Step, call
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
-
-pytestmark = pytest.mark.slow
 
 _TASK = "Begin the task."
 _PROGRAMS = pytest.mark.parametrize(
@@ -27,58 +31,46 @@ _PROGRAMS = pytest.mark.parametrize(
 )
 _CUT_AT = 12
 """The event at which an answer ends, after eleven ids."""
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    """The folder of a program."""
-    folder = tmp_path / "home"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("alpha\n")
-    return folder
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER of zero seconds: closing is a reset."""
 
 
 def _script(program: Path, *faults: dict[str, Any]) -> Script:
     """Two calls; the answer with the second one meets the faults, one after another."""
+
+    def shell(command: str) -> tuple[Call]:
+        if program == CLAUDE:
+            return (("Bash", {"command": command, "description": "Work"}),)
+        return (("exec_command", {"cmd": command}),)
+
     return Script(
         [
-            Step(_TASK, f"I look.\n{_shell(program, 'cat notes.txt')}"),
+            Step(_TASK, "I look.\n", shell("cat notes.txt")),
             Step("omega", "All is done."),
-            Step("alpha", f"I write.\n{_shell(program, 'echo omega >> done.txt; cat done.txt')}", faults),
+            Step("alpha", "I write.\n", shell("echo omega >> done.txt; cat done.txt"), faults),
         ]
     )
 
 
-def _shell(program: Path, command: str) -> str:
-    if program == CLAUDE:
-        return call("Bash", command=command, description="Work")
-    return call("exec_command", cmd=command)
-
-
 def _run(program: Path, url: str, home: Path) -> None:
     """Run the task to its end."""
-    if program == CLAUDE:
-        command = [str(CLAUDE), "-p", _TASK, "--allowedTools", "Bash"]
-    else:
-        flags = ["--skip-git-repo-check", "-s", "danger-full-access"]
-        command = [str(CODEX), "exec", *flags, _TASK]
-    assert "All is done." in run_program(url, home, "task", *command)
+    flags = ["--allowedTools", "Bash"] if program == CLAUDE else []
+    assert "All is done." in run_program(url, home, "task", program, _TASK, *flags)
     assert (home / "done.txt").read_text() == "omega\n"
 
 
-def _check(url: str, script: Script, cuts: int, *, killed: bool = False) -> None:
+def _check(client: httpx.Client, script: Script, cuts: int, *, killed: bool = False) -> None:
     """Each answer was sampled once, and once more for each that was cut; each cut one is a branch.
 
     Args:
         cuts: how many answers ended after their first ids.
         killed: see `check_recorded`.
     """
-    turns = check_recorded(url, "task", script, killed=killed)
+    turns = check_recorded(str(client.base_url), "task", script, killed=killed)
     first, second, last = (turn for turn in turns if turn["finish_reason"] != "abort")
     assert [turn["parent"] for turn in (first, second, last)] == [None, first["id"], second["id"]]
     aborted = [turn for turn in turns if turn["finish_reason"] == "abort"]
-    assert len(aborted) == cuts
-    assert all(turn["parent"] == first["id"] for turn in aborted)
+    assert [turn["parent"] for turn in aborted] == [first["id"]] * cuts
 
 
 @_PROGRAMS
@@ -87,10 +79,9 @@ def test_answers_that_are_cut(task_model: TinyModel, home: Path, program: Path, 
     # Claude Code asks for no stream after one that broke
     script = _script(program, {"break_at": _CUT_AT, "how": how}, {"break_at": 0, "how": how})
     with ScriptedEngine(task_model, script) as engine, run_proxy([engine], store="memory:") as client:
-        url = str(client.base_url)
-        _run(program, url, home)
-        assert len(cut(script)) == 2
-        _check(url, script, 1)
+        _run(program, str(client.base_url), home)
+        assert len(script.cut) == 2
+        _check(client, script, 1)
 
 
 @_PROGRAMS
@@ -101,15 +92,14 @@ def test_an_engine_that_is_killed_and_started_again(task_model: TinyModel, home:
         run_proxy([engine], store="memory:") as client,
         ThreadPoolExecutor(1) as threads,
     ):
-        url = str(client.base_url)
-        running = threads.submit(_run, program, url, home)
+        running = threads.submit(_run, program, str(client.base_url), home)
         wait_until(lambda: engine.held or running.done(), 60.0)
         time.sleep(0.5)  # the proxy reads what is on its way
         engine.kill()
         wait_until(lambda: client.get("/ready").status_code == 503)
         with ScriptedEngine(task_model, script, port=engine.port):
             running.result()
-        _check(url, script, 1, killed=True)
+        _check(client, script, 1, killed=True)
 
 
 @_PROGRAMS
@@ -120,24 +110,65 @@ def test_requests_that_the_engine_refuses_for_a_while(
     refused = {"error": Canned(error_body("busy", "ServiceUnavailableError", None, 503), 503)}
     script = _script(program, refused, refused)
     with ScriptedEngine(task_model, script) as engine, run_proxy([engine], store="memory:") as client:
-        url = str(client.base_url)
-        _run(program, url, home)
-        _check(url, script, 0)
+        _run(program, str(client.base_url), home)
+        _check(client, script, 0)
+
+
+@contextmanager
+def _losing(client: httpx.Client, text: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """A relay before the proxy that resets a program's connection in place of the first bytes with a text.
+
+    What follows them is still read: the proxy's client did not leave. Yields its URL, and what was lost.
+    """
+    lost: list[bytes] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                program, _ = listener.accept()
+                proxy = socket.create_connection((client.base_url.host, client.base_url.port or 80))
+                threading.Thread(target=forward, args=(program, proxy), daemon=True).start()
+                threading.Thread(target=give_back, args=(proxy, program), daemon=True).start()
+
+    def forward(program: socket.socket, proxy: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while piece := program.recv(65_536):
+                proxy.sendall(piece)
+
+    def give_back(proxy: socket.socket, program: socket.socket) -> None:
+        whole = True
+        with contextlib.suppress(OSError):
+            while piece := proxy.recv(65_536):
+                if text in piece and not lost:
+                    lost.append(piece)
+                    whole = False
+                    program.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                    program.shutdown(socket.SHUT_RD)
+                    program.close()
+                if whole:
+                    program.sendall(piece)
+        proxy.close()
+        program.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", lost
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 @_PROGRAMS
 def test_an_answer_that_is_lost_on_its_way(task_model: TinyModel, home: Path, program: Path) -> None:
     """Neither program tells that it repeats a request: both answers are recorded, the second is continued."""
     script = _script(program)
+    text = b"message_start" if program == CLAUDE else b"response.created"
     with (
         ScriptedEngine(task_model, script) as engine,
         run_proxy([engine], store="memory:") as client,
-        relay(str(client.base_url)) as lossy,
+        _losing(client, text) as (url, losses),
     ):
-        lossy.lost = b"message_start" if program == CLAUDE else b"response.created"
-        _run(program, lossy.url, home)
+        _run(program, url, home)
         turns = check_recorded(str(client.base_url), "task", script)
-    assert lossy.times == 1
+    assert len(losses) == 1
     lost, first, second, last = turns
     assert (lost["parent"], first["parent"]) == (None, None)
     assert [turn["parent"] for turn in (second, last)] == [first["id"], second["id"]]

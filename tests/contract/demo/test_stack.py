@@ -1,0 +1,131 @@
+"""EngineProcess with a small program in place of vLLM: real processes and a real port."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.demo import children
+from proxy.demo.children import end_group, group_members
+from proxy.demo.errors import EngineStartError
+from proxy.demo.stack import STANDARD_FLAGS, EngineProcess
+
+_STUBBORN = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+# A parent and a child in one process group, like an API server and its engine; the child ignores SIGTERM.
+_SERVER = """
+import subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+child = subprocess.Popen([sys.executable, "-c", sys.argv[2]], stdout=subprocess.PIPE)
+child.stdout.readline()
+print("(APIServer pid=7) INFO 11-21 03:26:35 [core.py:133] Ready to serve", flush=True)
+print("\\u2588\\u2580", flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+class _FakeEngineProcess(EngineProcess):
+    """Runs `code` in place of vLLM, with the port and `_STUBBORN` as its arguments."""
+
+    def __init__(self, code: str, **options: Any) -> None:
+        super().__init__(Path("model"), **options)
+        self._code = code
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-c", self._code, self.url.rsplit(":", 1)[1], _STUBBORN]
+
+
+def test_stop_ends_all_processes_of_the_group() -> None:
+    engine = _FakeEngineProcess(_SERVER)
+    engine.stop()  # does nothing before the start
+    with engine:
+        engine.wait_ready(progress=lambda line: None)
+        group = engine.pid
+        assert group is not None
+        assert urllib.request.urlopen(f"{engine.url}/health").status == 200
+        assert engine.last_log_line() == "Ready to serve"
+        assert len(group_members(group)) == 2
+        with pytest.raises(RuntimeError, match="already"):
+            engine.start()
+        engine.stop(grace_s=0.1)
+        assert group_members(group) == []
+    assert engine.pid is None
+
+
+def test_a_server_that_ends_or_never_listens(tmp_path: Path) -> None:
+    """The error has the end of its log, which is kept in the given file."""
+    log = tmp_path / "logs" / "vllm.log"
+    with (
+        _FakeEngineProcess("import sys; sys.exit('unknown flag --nonsense')", log_file=log) as engine,
+        pytest.raises(EngineStartError, match=r"code 1(.|\n)*unknown flag --nonsense"),
+    ):
+        engine.wait_ready(progress=lambda line: None)
+    assert log.read_text() == "unknown flag --nonsense\n"
+    with (
+        _FakeEngineProcess("import signal; signal.pause()") as engine,
+        pytest.raises(EngineStartError, match="not ready after 0 s"),
+    ):
+        engine.wait_ready(timeout_s=0, progress=lambda line: None)
+
+
+def test_a_port_in_use_and_a_host_of_another_machine_are_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        engine = _FakeEngineProcess("", port=taken.getsockname()[1])
+        with pytest.raises(EngineStartError, match="choose another port"):
+            engine.start()
+    with pytest.raises(EngineStartError, match=r"192\.0\.2\.254.*no free port"):
+        _FakeEngineProcess("", host="192.0.2.254").start()
+
+
+@pytest.mark.parametrize(
+    "plugin, module", [(True, ["proxy.cli", "vllm"]), (False, ["proxy.demo.stock_vllm"])]
+)
+def test_command_and_environment(monkeypatch: pytest.MonkeyPatch, plugin: bool, module: list[str]) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    flags, variables = ["--max-model-len", "512"], {"OMP_NUM_THREADS": "7"}
+    engine = EngineProcess(
+        Path("model"), port=1, plugin=plugin, extra_flags=flags, extra_environment=variables
+    )
+    command, environment = engine._command(), engine._environment()
+    assert command[: 3 + len(module)] == [sys.executable, "-m", *module, "model"]
+    assert command[-2:] == flags
+    assert set(STANDARD_FLAGS) < set(command)
+    assert environment["VLLM_PLUGINS"] == ("another" if plugin else "")
+    assert environment["OMP_NUM_THREADS"] == "7"
+    assert Path(environment["PYTHONPATH"].split(os.pathsep)[0], "proxy", "demo").is_dir()
+
+
+def test_interrupted_stop_sends_sigkill_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", _STUBBORN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+
+        def interrupt(_group: int) -> list[int]:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(children, "group_members", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            end_group(process.pid, grace_s=60)
+        assert process.wait(timeout=10) == -signal.SIGKILL

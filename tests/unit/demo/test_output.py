@@ -1,0 +1,133 @@
+"""What the demo prints, its tools, and its chat template."""
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from proxy.demo.checkpoint import TEMPLATE_FILE
+from proxy.demo.conversation import Conversation, Turn, common_prefix
+from proxy.demo.progress import Heartbeat, shorten
+from proxy.demo.table import WIDTH, render, summary
+from proxy.demo.tools import TOOLS, call_tool
+
+
+def _turn(number: int, before: int = 0, reused: int = 0, prompt: int = 100, cached: int | None = 64) -> Turn:
+    return Turn(number, "answer", prompt, 48, before, reused, cached, 1.0, "stop", 0)
+
+
+_EXACT = Conversation("token route", (_turn(1), _turn(2, 148, 148, 170)))
+_DRIFTED = Conversation("stock chat route", (_turn(1), _turn(2, 148, 103, 160, None)))
+_SHORT = Conversation("token route", (_turn(1),))
+
+
+def _rows(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines() if line[:4].strip().isdigit()]
+
+
+def test_the_table() -> None:
+    text = render(_EXACT, _DRIFTED)
+    assert _rows(text) == [
+        "1 answer | 100 0 100 - 64 48 1.0 | 100 0 100 - 64 48 1.0",
+        "2 answer | 170 148 22 yes 64 48 1.0 | 160 103 57 NO ? 48 1.0",
+    ]
+    assert text.splitlines()[-2:] == [
+        "token route: 1 of 1 follow-up turns exact (100%)",
+        "stock chat route: 0 of 1 follow-up turns exact (0%), 1 drifted",
+    ]
+    assert summary(_SHORT) == "token route: no follow-up turns"
+    assert _rows(render(_EXACT, _SHORT))[1].count("|") == 2  # turns of the shorter one are blank
+    assert _rows(render(_SHORT, _EXACT))[1].split("|")[1].strip() == ""
+
+
+def test_large_numbers_fit_the_terminal_width() -> None:
+    large = Turn(12, "answer", 131_072, 999, 131_072, 131_072, 131_072, 99.9, "stop", 0)
+    text = render(*[Conversation("stock chat route", (large, large))] * 2)
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
+    assert "131072 " in text and "99.9 " in text
+
+
+@pytest.mark.parametrize(
+    "left, right, length", [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 9, 3], 1), ([1], [1], 1)]
+)
+def test_common_prefix(left: list[int], right: list[int], length: int) -> None:
+    assert common_prefix(left, right) == common_prefix(right, left) == length
+
+
+def test_heartbeat() -> None:
+    lines: list[str] = []
+    with Heartbeat(lines.append, "waiting"):
+        pass
+    assert lines == []  # the block was short
+    reported = threading.Event()
+
+    def report(line: str) -> None:
+        lines.append(line)
+        reported.set()
+
+    with Heartbeat(report, "waiting", lambda: "a", interval_s=0.01):
+        reported.wait()
+    assert lines[0] == "waiting (0 s) a"
+    assert (shorten("abcdef", 6), shorten("abcdefg", 6)) == ("abcdef", "abcde…")
+
+
+@pytest.mark.parametrize("operator, value", [("+", 25), ("-", 11), ("*", 126)])
+def test_calculator(operator: str, value: int) -> None:
+    result = call_tool("calculator", json.dumps({"a": 18, "operator": operator, "b": 7}))
+    assert json.loads(result) == {"value": value}
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("calculator", '{"a": 18, "operator": "*"'),
+        ("calculator", "[]"),
+        ("calculator", '{"a": 1, "operator": "^", "b": 2}'),
+        ("calculator", '{"a": "x", "operator": "-", "b": "y"}'),
+        ("get_weather", "{}"),
+        ("search", "{}"),
+    ],
+)
+def test_invalid_calls_return_an_error_result(name: str, arguments: str) -> None:
+    error = json.loads(call_tool(name, arguments))["error"]
+    assert ("unknown tool" in error) == (name not in [tool["function"]["name"] for tool in TOOLS])
+
+
+_USER = {"role": "user", "content": "hi"}
+_ARGUMENTS = {"a": 1, "operator": "+", "b": 2}
+_CALL_TEXT = f'<tool_call>\n{{"name": "calculator", "arguments": {json.dumps(_ARGUMENTS)}}}\n</tool_call>'
+
+
+def _rendered(*messages: dict[str, Any], **options: Any) -> str:
+    """The text as transformers renders it."""
+    template = TEMPLATE_FILE.read_text()
+    [text], _ = render_jinja_template(conversations=[list(messages)], chat_template=template, **options)
+    return str(text)
+
+
+def test_the_template_without_and_with_tools() -> None:
+    assert _rendered(_USER, add_generation_prompt=True) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    text = _rendered({"role": "system", "content": "Be brief."}, _USER, tools=list(TOOLS))
+    assert text.startswith("<|im_start|>system\nBe brief.\n\n")
+    assert text.count("<|im_start|>system") == 1
+    assert text.index("<tools>\n{") < text.index('"get_weather"') < text.index('"calculator"')
+
+
+@pytest.mark.parametrize("content, before", [(None, ""), ("", ""), ("Well.", "Well.\n")])
+@pytest.mark.parametrize("arguments", [_ARGUMENTS, json.dumps(_ARGUMENTS)], ids=["object", "string"])
+def test_the_template_renders_calls_and_results(content: str | None, before: str, arguments: Any) -> None:
+    calls = [{"function": {"name": "calculator", "arguments": arguments}}] * 2
+    assistant = {"role": "assistant", "content": content, "tool_calls": calls}
+    results = [{"role": "tool", "content": "3", "tool_call_id": name} for name in "ab"]
+    assert _rendered(_USER, assistant, *results).endswith(
+        f"<|im_start|>assistant\n{before}{_CALL_TEXT}\n{_CALL_TEXT}<|im_end|>\n"
+        "<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n"
+    )
+    text = _rendered(_USER, {"role": "assistant", "content": "Well.", "tool_calls": []})
+    assert text.endswith("<|im_start|>assistant\nWell.<|im_end|>\n")
