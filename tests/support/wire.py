@@ -1,10 +1,8 @@
 """A client of raw bytes: what it sends need not be HTTP."""
 
 import asyncio
-import json
-from contextlib import nullcontext
+import contextlib
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +31,6 @@ class Answer:
             body = body[length + 2 :]
         return b"".join(pieces)
 
-    @property
-    def json(self) -> Any:
-        """The body of the last response, parsed."""
-        return json.loads(self.body)
-
 
 async def send(
     address: tuple[str, int],
@@ -53,26 +46,16 @@ async def send(
         half_close: end the own side after the last byte, for a server that would wait for more.
         connecting: how many may connect at once; what a server has not accepted yet is limited.
     """
-    async with asyncio.timeout(patience_s):
-        async with connecting or nullcontext():
-            reader, writer = await asyncio.open_connection(*address)
-        try:
-            return Answer(await _exchange(reader, writer, data, half_close))
-        finally:
-            writer.close()
-
-
-async def _exchange(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes, half_close: bool
-) -> bytes:
     received = bytearray()
-    try:
-        writer.write(data)
-        if half_close:
-            await writer.drain()
-            writer.write_eof()
-        while piece := await reader.read(65536):
-            received += piece
-    except ConnectionError:
-        pass  # a server may refuse what it does not want to read to its end
-    return bytes(received)
+    async with asyncio.timeout(patience_s):
+        async with connecting or contextlib.nullcontext():
+            reader, writer = await asyncio.open_connection(*address)
+        # a server may refuse what it does not want to read to its end
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+            writer.write(data)
+            if half_close:
+                await writer.drain()
+                writer.write_eof()
+            while piece := await reader.read(65536):
+                received += piece
+    return Answer(bytes(received))

@@ -131,7 +131,7 @@ def _new_messages(prompt: str) -> str:
 
 def _reply(model: TinyModel, step: Step, group: str) -> Reply:
     """The sampling of a step."""
-    sampled = [(piece, {"content": piece}) for piece in _pieces(step.text)]
+    sampled: list[tuple[str, dict[str, Any]]] = [(piece, {"content": piece}) for piece in _pieces(step.text)]
     calls: list[dict[str, Any]] = []
     for index, (name, values) in enumerate(step.calls):
         arguments = json.dumps(values).replace("$1", group)

@@ -13,8 +13,6 @@ from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
-
 _CHAT, _TOKENS = "/v1/chat/completions", "/v1/chat/completions/tokens"
 _HI = [{"role": "user", "content": "Hi"}]
 _STAGES = ("sends its body", "sent its body", "waits for the response", "reads a stream")

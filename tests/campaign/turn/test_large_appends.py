@@ -14,8 +14,6 @@ from tests.support.proxy_process import ProxyProcess, run_proxy_process
 from tests.support.tiny_model import END, TinyModel
 from tests.support.utils import send_and_keep, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
-
 _PATH = "/v1/chat/completions/tokens"
 _MIB = 2**20
 

@@ -35,7 +35,8 @@ _json = st.recursive(
 _near_misses = st.sampled_from(
     [
         *([1.5], ["1"], [2**31], [-1], [[1]], [{"version": 1, "start": 0}], [{"index": []}]),
-        *({"content": value} for value in (None, [{}], [{"logprob": None}], [{"logprob": float("nan")}])),
+        *({"content": None}, {"content": [{}]}),
+        *({"content": [{"logprob": None}]}, {"content": [{"logprob": float("nan")}]}),
     ]
 )
 

@@ -24,7 +24,7 @@ def _streamed(*chunks: Body, expected: int = 1, odd: str = "") -> Completion:
     return reader.rest()
 
 
-def _read(stream: bool, odd: str = "", top: Body | None = None, **fields: Any) -> Completion:
+def _read(stream: bool, odd: str = "", top: Any = None, **fields: Any) -> Completion:
     """A completion of one choice, whole or as a stream of one chunk; `top` and `fields` replace its own."""
     if stream:
         body = {"prompt_token_ids": [5, 6], "usage": _USAGE, **(top or {})}
