@@ -5,7 +5,7 @@ A name that an engine serves, base model or adapter, is never mapped.
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -14,7 +14,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.turn.request import ChatRequest
 from proxy.types import Fields
 
-UNKNOWN_S = 1.0
+_UNKNOWN_S = 1.0
 """How long a name counts as not served until the engines are asked again: it may name a new adapter."""
 _MOST_NAMES = 256
 
@@ -44,11 +44,14 @@ def parse_alias(text: str) -> ModelAlias:
 class ModelAliases:
     """The setting `model_aliases`. One per application."""
 
-    def __init__(self, aliases: Sequence[ModelAlias] = ()) -> None:
+    def __init__(
+        self, aliases: Sequence[ModelAlias] = (), *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`aliases`: of those whose pattern matches, the first decides."""
         self._aliases = aliases
+        self._clock = clock
         self._asked: dict[str, float] = {}
-        """When the engines said that they do not serve a name, on the clock of `time.monotonic`."""
+        """When the engines said that they do not serve a name, on `clock`."""
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -98,11 +101,11 @@ class ModelAliases:
     async def _serves(self, name: str, fleet: Fleet) -> bool:
         if any(replica.capabilities and name in replica.capabilities.models for replica in fleet.replicas):
             return True
-        if time.monotonic() < self._asked.get(name, -math.inf) + UNKNOWN_S:
+        if self._clock() < self._asked.get(name, -math.inf) + _UNKNOWN_S:
             return False
         if await fleet.ask(lambda replica: replica.serves(name)):
             return True
         if len(self._asked) >= _MOST_NAMES:
             self._asked.clear()
-        self._asked[name] = time.monotonic()
+        self._asked[name] = self._clock()
         return False

@@ -3,86 +3,64 @@
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
 from proxy.settings import SettingsError, load_settings
-from proxy.turn.model_aliases import ModelAlias, parse_alias
+from proxy.turn.model_aliases import ModelAlias, ModelAliases, parse_alias
 from tests.support.fake_vllm import FakeVllm, Variant
 from tests.support.talk import CHAT, GENERATE, user
 from tests.support.tiny_model import TinyModel
-from tests.support.utils import run_proxy
+from tests.support.utils import Pair, run_proxy
 
-_ALIASES = ["haiku=adapter", "claude-*=tiny", "adapter=tiny", "late*=tiny"]
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model: TinyModel) -> Iterator[FakeVllm]:
-    with FakeVllm(tiny_model, Variant.SCALE_OUT) as fake:
-        yield fake
+_HI = [user("Hi")]
 
 
 @pytest.fixture(scope="module")
-def client(engine: FakeVllm) -> Iterator[httpx.Client]:
-    with run_proxy([engine], model_aliases=_ALIASES, store="memory:") as client:
-        yield client
-
-
-def _ask(client: httpx.Client, engine: FakeVllm, model: str | None, **fields: Any) -> tuple[str, Any]:
-    """The model that the engine was asked for, and the response."""
-    session = secrets.token_hex(4)
-    named = {} if model is None else {"model": model}
-    body = {**named, "messages": [user("Hi")], **fields}
-    answer = client.post(CHAT, json=body, headers={"x-session-id": session})
-    assert answer.status_code == 200, answer.text
-    [turn] = client.get(f"/v1/sessions/{session}").json()["turns"]
-    seen = [each.json for each in engine.requests if each.path == CHAT]
-    assert turn["model"] == seen[-1].get("model", "tiny")
-    return seen[-1].get("model", ""), turn
+def served(tiny_model: TinyModel) -> Iterator[Pair]:
+    aliases = ["haiku=adapter", "claude-*=tiny", "adapter=tiny"]
+    with (
+        FakeVllm(tiny_model, Variant.SCALE_OUT) as engine,
+        run_proxy([engine], model_aliases=aliases, store="memory:") as client,
+    ):
+        yield Pair(engine, client)
 
 
 @pytest.mark.parametrize(
-    "named, served",
+    "named, served_by",
     [
-        ("haiku", "adapter"),
-        ("claude-sonnet-9", "tiny"),
-        ("tiny", "tiny"),
-        ("adapter", "adapter"),  # adapters stay what they are
-        (None, ""),
+        ({"model": "haiku"}, "adapter"),
+        ({"model": "claude-sonnet-9"}, "tiny"),
+        ({"model": "adapter"}, "adapter"),  # what is served is no alias
+        ({}, None),
     ],
 )
 def test_the_served_model_gets_the_request(
-    client: httpx.Client, engine: FakeVllm, named: str | None, served: str
+    served: Pair, named: dict[str, str], served_by: str | None
 ) -> None:
-    model, turn = _ask(client, engine, named)
-    assert model == served
-    assert turn["requested_model"] == (named if named and named != served else None)
+    session, asked = secrets.token_hex(4), named.get("model")
+    served.client.post(CHAT, json={**named, "messages": _HI}, headers={"x-session-id": session})
+    assert served.fake.last(CHAT).json.get("model") == served_by
+    [turn] = served.client.get(f"/v1/sessions/{session}").json()["turns"]
+    assert turn["model"] == (served_by or "tiny")
+    assert turn["requested_model"] == (asked if asked != served_by else None)
 
 
-def test_an_override_is_mapped_too(client: httpx.Client, engine: FakeVllm) -> None:
+def test_an_override_is_mapped_too(served: Pair) -> None:
     name = secrets.token_hex(4)
-    client.post("/v1/sessions", json={"id": name, "overrides": {"model": "haiku"}})
-    client.post(CHAT, json={"model": "tiny", "messages": [user("Hi")]}, headers={"x-session-id": name})
-    assert client.get(f"/v1/sessions/{name}").json()["turns"][0]["model"] == "adapter"
+    served.client.post("/v1/sessions", json={"id": name, "overrides": {"model": "haiku"}})
+    served.client.post(CHAT, json={"model": "tiny", "messages": _HI}, headers={"x-session-id": name})
+    assert served.client.get(f"/v1/sessions/{name}").json()["turns"][0]["model"] == "adapter"
 
 
-def test_one_name_and_another_are_one_conversation(client: httpx.Client) -> None:
+def test_one_name_and_another_are_one_conversation(served: Pair) -> None:
     messages = [user(f"Hi {secrets.token_hex(6)}")]
-    first = client.post(CHAT, json={"model": "claude-a", "messages": messages}).json()
+    first = served.client.post(CHAT, json={"model": "claude-a", "messages": messages}).json()
     messages += [first["choices"][0]["message"], user("More")]
-    second = client.post(CHAT, json={"model": "claude-b", "messages": messages})
+    second = served.client.post(CHAT, json={"model": "claude-b", "messages": messages})
     assert second.headers["x-prompt-source"] == "extended"
-
-
-def test_an_adapter_that_is_loaded_later_is_served(
-    client: httpx.Client, engine: FakeVllm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("proxy.turn.model_aliases.UNKNOWN_S", 0.0)
-    assert _ask(client, engine, "late-1")[0] == "tiny"
-    engine.names.append("late-1")
-    assert _ask(client, engine, "late-1")[0] == "late-1"
 
 
 @pytest.mark.parametrize(
@@ -91,41 +69,35 @@ def test_an_adapter_that_is_loaded_later_is_served(
         ("/v1/completions", {"prompt": "Hi"}),
         (GENERATE, {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4}}),
         ("/v1/chat/completions/tokens", {"prompt_ids": [1, 2]}),
-        ("/tokenize", {"messages": [user("Hi")]}),
+        ("/tokenize", {"messages": _HI}),
         ("/v1/embeddings", {"input": "Hi"}),
     ],
 )
-def test_every_inference_route(client: httpx.Client, engine: FakeVllm, path: str, body: Any) -> None:
-    engine.requests.clear()
-    client.post(path, json={**body, "model": "claude-x"})
-    posted = [seen.json for seen in engine.requests if seen.body]
+def test_every_inference_route(served: Pair, path: str, body: Any) -> None:
+    served.fake.requests.clear()
+    served.client.post(path, json={**body, "model": "claude-x"})
+    posted = [seen.json for seen in served.fake.requests if seen.body]
     assert posted and {fields["model"] for fields in posted} == {"tiny"}
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"model": 5}', b'{"model": "claude'])
-def test_what_cannot_be_read_is_passed_on(client: httpx.Client, engine: FakeVllm, body: bytes) -> None:
-    engine.requests.clear()
-    client.post("/v1/embeddings", content=body)
-    assert [seen.body for seen in engine.requests if seen.path == "/v1/embeddings"] == [body]
+def test_what_cannot_be_read_is_passed_on(served: Pair, body: bytes) -> None:
+    served.client.post("/v1/embeddings", content=body)
+    assert served.fake.last("/v1/embeddings").body == body
 
 
-def test_without_aliases_the_engine_is_not_asked(pair: Any) -> None:
-    pair.fake.requests.clear()
-    pair.client.post(CHAT, json={"model": "nobody", "messages": [user("Hi")]})
-    seen = [each.json for each in pair.fake.requests if each.path == CHAT]
-    assert seen[-1]["model"] == "nobody"
+def test_without_aliases_the_engine_decides(pair: Pair) -> None:
+    pair.client.post(CHAT, json={"model": "nobody", "messages": _HI})
+    assert pair.fake.last().json["model"] == "nobody"
 
 
 @pytest.mark.parametrize(
     "pattern, name, matches",
     [
-        ("*", "anything", True),
         ("*haiku*", "claude-haiku-4-5", True),
-        ("claude-*", "claude-3", True),
         ("claude-*", "a-claude-3", False),
         ("a[1m]", "a[1m]", True),
         ("a[1m]", "a1", False),
-        ("a?", "a?", True),
         ("a?", "ab", False),
         ("haiku", "Haiku", False),
     ],
@@ -134,19 +106,27 @@ def test_patterns(pattern: str, name: str, matches: bool) -> None:
     assert ModelAlias(pattern, "m").matches(name) is matches
 
 
-@pytest.mark.parametrize("text", ["", "haiku", "=m", "haiku=", " = "])
-def test_what_is_no_alias(text: str) -> None:
-    with pytest.raises(ValueError, match="NAME=MODEL"):
-        parse_alias(text)
+async def test_an_adapter_that_is_loaded_later_is_served() -> None:
+    """The engines are asked again after a while."""
+    now, asked, served = [0.0], [], [False]
+
+    async def ask(question: object) -> bool:
+        asked.append(now[0])
+        return served[0]
+
+    fleet: Any = SimpleNamespace(replicas=[], ask=ask)
+    aliases = ModelAliases([ModelAlias("late*", "tiny")], clock=lambda: now[0])
+    names = []
+    for now[0], served[0] in ((0.0, False), (0.9, True), (1.0, True)):
+        names.append(await aliases.served_name("late-1", fleet))
+    assert (names, asked) == (["tiny", "tiny", "late-1"], [0.0, 1.0])
 
 
-def test_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = ["haiku=org/model=1", "*=m"]
+def test_the_setting(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("model_aliases: {haiku: org/model=1, '*': m}\n")
-    assert load_settings(file).model_aliases == expected
-    monkeypatch.setenv("TOKENPROXY_MODEL_ALIASES", "haiku=org/model=1,*=m")
-    assert load_settings().model_aliases == expected
-    assert parse_alias(expected[0]) == ModelAlias("haiku", "org/model=1")
-    with pytest.raises(SettingsError, match=r"model_aliases: .*NAME=MODEL"):
-        load_settings(model_aliases=["haiku"])
+    assert load_settings(file).model_aliases == ["haiku=org/model=1", "*=m"]
+    assert parse_alias("haiku=org/model=1") == ModelAlias("haiku", "org/model=1")
+    for wrong in ("haiku", "=m", "haiku=", " = "):
+        with pytest.raises(SettingsError, match=r"model_aliases: .*NAME=MODEL"):
+            load_settings(model_aliases=[wrong])
