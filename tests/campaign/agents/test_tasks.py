@@ -6,10 +6,12 @@ breaks, and a history so long that the program summarises it.
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from tests.campaign.agents.installed import CLAUDE, CODEX, needs, run_program
 from tests.campaign.agents.recorded import Turn, check_recorded
 from tests.campaign.agents.scripted_engine import Call, Script, ScriptedEngine, Step
+from tests.support.talk import CHAT
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
 
@@ -63,8 +65,10 @@ _CODEX_STEPS = [
 ]
 
 
-def _work(model: TinyModel, home: Path, steps: list[Step], program: Path, *flags: str) -> list[Turn]:
-    """Run the task to its end; returns its turns."""
+def _work(
+    model: TinyModel, home: Path, steps: list[Step], program: Path, *flags: str
+) -> tuple[list[Turn], dict[str, Any]]:
+    """Run the task to its end; returns its turns, and the first request that the engine got."""
     script = Script(steps)
     with ScriptedEngine(model, script) as engine, run_proxy([engine], store="memory:") as client:
         url = str(client.base_url)
@@ -73,7 +77,8 @@ def _work(model: TinyModel, home: Path, steps: list[Step], program: Path, *flags
     assert (home / "notes.txt").read_text() == "alpha\ngamma\n"
     assert (home / "done.txt").read_text() == "finished\n"
     assert len(script.cut) == 1
-    return turns
+    assert "x-anthropic-billing-header" not in script.sampled[0].new
+    return turns, next(seen.json for seen in engine.seen(CHAT) if seen.json.get("max_tokens") != 1)
 
 
 def _roots(turns: list[Turn]) -> list[tuple[str, str | None]]:
@@ -90,7 +95,8 @@ def _calls(turns: list[Turn]) -> Counter[str]:
 @needs(CLAUDE)
 def test_claude_code(task_model: TinyModel, home: Path) -> None:
     flags = [_TASK, "--allowedTools", "Bash,Read,Edit,Write,Agent"]
-    turns = _work(task_model, home, _CLAUDE_STEPS, CLAUDE, *flags)
+    turns, request = _work(task_model, home, _CLAUDE_STEPS, CLAUDE, *flags)
+    assert request["max_tokens"] == ScriptedEngine.max_model_len // 4
     assert _roots(turns) == [("main", "first_turn"), ("subagent", "first_turn"), ("main", "history_edited")]
     assert [turn["request_class"] for turn in turns].count("compaction") == 1
     assert _calls(turns) == {"Bash": 6, "Read": 1, "Edit": 1, "Agent": 1, "Write": 1}
@@ -99,7 +105,8 @@ def test_claude_code(task_model: TinyModel, home: Path) -> None:
 @needs(CODEX)
 def test_codex(task_model: TinyModel, home: Path) -> None:
     flags = ["-c", "model_auto_compact_token_limit=20000", _TASK]
-    turns = _work(task_model, home, _CODEX_STEPS, CODEX, *flags)
+    turns, request = _work(task_model, home, _CODEX_STEPS, CODEX, *flags)
+    assert "web_search" not in str(request["tools"])
     # the request for a summary has no tools
     assert _roots(turns) == [
         ("main", "first_turn"),
@@ -109,33 +116,3 @@ def test_codex(task_model: TinyModel, home: Path) -> None:
     ]
     agents = {"multi_agent_v1__spawn_agent": 1, "multi_agent_v1__wait_agent": 1}
     assert _calls(turns) == {"exec_command": 8, **agents}
-
-
-def _go_on(
-    model: TinyModel, home: Path, program: Path, *commands: list[str]
-) -> tuple[ScriptedEngine, Script]:
-    """Two commands hold one conversation, which is one chain of turns."""
-    script = Script([Step("Name a colour", "Turquoise."), Step("Another", "Magenta.")])
-    with ScriptedEngine(model, script) as engine, run_proxy([engine], store="memory:") as client:
-        url = str(client.base_url)
-        for command, answer in zip(commands, ("Turquoise.", "Magenta."), strict=True):
-            assert answer in run_program(url, home, "run-7", program, *command)
-        first, second = check_recorded(url, "run-7", script)
-    assert second["parent"] == first["id"]
-    assert (first["request_class"], second["request_class"]) == ("main", "main")
-    return engine, script
-
-
-@needs(CLAUDE)
-def test_claude_code_goes_on(task_model: TinyModel, home: Path) -> None:
-    bare = ["--bare", "--system-prompt", "You are terse.", "--tools", ""]
-    commands = (["Name a colour", *bare], ["--continue", "Another", *bare])
-    engine, script = _go_on(task_model, home, CLAUDE, *commands)
-    assert engine.last().json["max_tokens"] == engine.max_model_len // 4
-    assert "x-anthropic-billing-header" not in script.sampled[0].new
-
-
-@needs(CODEX)
-def test_codex_goes_on(task_model: TinyModel, home: Path) -> None:
-    engine, _ = _go_on(task_model, home, CODEX, ["Name a colour"], ["resume", "--last", "Another"])
-    assert "web_search" not in str(engine.last().json["tools"])

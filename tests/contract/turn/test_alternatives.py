@@ -1,4 +1,4 @@
-"""The most probable tokens at each sampled id, and the length of the cached prefix, are recorded with the turn."""
+"""The most probable tokens at each sampled id, and how many prompt ids were cached, are recorded."""
 
 import json
 

@@ -12,7 +12,6 @@ Body = dict[str, Any]
 
 NOTHING = Visible(ids=False, logprobs=False)
 ODD = "@odd@"
-EVERYTHING = Visible(ids=True, logprobs=True, usage=True, running_usage=True)
 
 
 def encoded(value: object, odd: str = "null", *, spaced: bool = False) -> bytes:

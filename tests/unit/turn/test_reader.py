@@ -14,7 +14,7 @@ from proxy.turn.reader import StreamReader, read_completion
 from tests.unit.turn.bodies import ODD, Body, chunk, encoded, end, logprobs_of, piece, whole, whole_choice
 
 _BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-_USAGE = {"completion_tokens": 2}
+_HI = {"role": "assistant", "content": "hi"}
 
 
 def _streamed(*chunks: Body, expected: int = 1, odd: str = "") -> Completion:
@@ -27,12 +27,16 @@ def _streamed(*chunks: Body, expected: int = 1, odd: str = "") -> Completion:
 def _read(stream: bool, odd: str = "", top: Any = None, **fields: Any) -> Completion:
     """A completion of one choice, whole or as a stream of one chunk; `top` and `fields` replace its own."""
     if stream:
-        body = {"prompt_token_ids": [5, 6], "usage": _USAGE, **(top or {})}
+        body = {"prompt_token_ids": [5, 6], "usage": {"completion_tokens": 2}, **(top or {})}
         last = end(**{"ids": [7, 2], "delta": {"content": "hi"}, **fields})
         completion = _streamed(chunk(last, **body), odd=odd)
     else:
         completion = read_completion(encoded(whole(whole_choice(**fields), **(top or {})), odd))
-    _can_be_stored(completion)
+    for choice in completion.choices:  # it can be stored
+        msgspec.json.encode(choice.message)
+        msgspec.msgpack.encode((choice.finish_reason, choice.stop_reason, choice.weight_versions))
+        pack_ids(choice.ids or ())
+        pack_logprobs(choice.logprobs or ())
     return completion
 
 
@@ -40,12 +44,9 @@ def _problem(completion: Completion) -> Problem | None:
     return untrainable_reason(completion, completion.choices[0], b"", media=False)
 
 
-def _can_be_stored(completion: Completion) -> None:
-    for choice in completion.choices:
-        msgspec.json.encode(choice.message)
-        msgspec.msgpack.encode((choice.finish_reason, choice.stop_reason, choice.weight_versions))
-        pack_ids(choice.ids or ())
-        pack_logprobs(choice.logprobs or ())
+def _indices(completion: Completion) -> list[tuple[int, str]]:
+    """The index of each choice, and the name of its evidence that could not be read."""
+    return [(choice.index, choice.unreadable) for choice in completion.choices]
 
 
 # --- sound completions
@@ -58,17 +59,22 @@ def test_a_whole_completion(spaced: bool) -> None:
     completion = read_completion(encoded(whole(choice), spaced=spaced))
     assert completion.prompt_ids == (b"[5, 6]" if spaced else b"[5,6]")
     assert completion.completion_tokens == 2
-    assert completion.choices == [
-        SampledChoice(
-            message={"role": "assistant", "content": "hi"},
-            ids=[7, 2],
-            logprobs=[-0.5, -0.25],
-            finish_reason="stop",
-            stop_reason="</s>",
-            weight_versions=(WeightSpan("3", 0, 1), WeightSpan("b", 1, 2)),
-            routed_experts="AAAA",
-        )
-    ]
+    weights = (WeightSpan("3", 0, 1), WeightSpan("b", 1, 2))
+    expected = SampledChoice(0, _HI, [7, 2], [-0.5, -0.25], "stop", "</s>", weight_versions=weights)
+    expected.routed_experts = "AAAA"
+    assert completion.choices == [expected]
+    assert _problem(completion) is None
+
+
+def test_a_stream() -> None:
+    completion = _streamed(
+        chunk(piece(ids=None, delta={"role": "assistant", "content": ""}), prompt_token_ids=[5, 6]),
+        chunk(piece(text="h", ids=[7, 8]), usage={"completion_tokens": 2}),
+        chunk(end(stop_reason=2, ids=[2], delta={"content": "i"}), usage={"completion_tokens": 3}),
+        chunk(usage={"completion_tokens": 3}),
+    )
+    expected = SampledChoice(0, _HI, [7, 8, 2], [-0.5] * 3, "stop", stop_reason=2, counted=3)
+    assert completion == Completion(b"[5,6]", [expected])
     assert _problem(completion) is None
 
 
@@ -76,15 +82,12 @@ def test_few_ids_that_were_parsed_are_packed() -> None:
     body = encoded(whole(whole_choice()))
     assert read_completion(body).packed_prompt == pack_ids([5, 6])
     assert read_completion(body, sent=b"[5,6]").packed_prompt is None
-
-
-@pytest.mark.parametrize("last", [[1, 2], list(range(20_000))], ids=["as sent", "many ids"])
-def test_packed_ids_are_those_of_the_last_echo(last: list[int]) -> None:
-    reader = StreamReader(sent=b"[1,2]")
-    for ids in ([5, 6], last):
-        reader.read(encoded(chunk(piece(), prompt_token_ids=ids)))
-    completion = reader.rest()
-    assert (completion.prompt_ids, completion.packed_prompt) == (encoded(last), None)
+    for last in ([1, 2], list(range(20_000))):  # as sent; many
+        reader = StreamReader(sent=b"[1,2]")
+        for ids in ([5, 6], last):
+            reader.read(encoded(chunk(piece(), prompt_token_ids=ids)))
+        completion = reader.rest()
+        assert (completion.prompt_ids, completion.packed_prompt) == (encoded(last), None)
 
 
 def test_a_completion_without_evidence() -> None:
@@ -93,21 +96,6 @@ def test_a_completion_without_evidence() -> None:
     (choice,) = completion.choices
     assert (completion.prompt_ids, completion.completion_tokens) == (None, None)
     assert (choice.ids, choice.logprobs, choice.unreadable) == (None, None, "")
-
-
-def test_a_stream() -> None:
-    role = {"role": "assistant", "content": ""}
-    completion = _streamed(
-        chunk(piece(ids=None, delta=role), prompt_token_ids=[5, 6]),
-        chunk(piece(text="h", ids=[7, 8]), usage={"completion_tokens": 2}),
-        chunk(piece(text="i", ids=[9]), usage={"completion_tokens": 3}),
-        chunk(end(stop_reason=2, ids=[2]), usage={"completion_tokens": 4}),
-        chunk(usage={"completion_tokens": 4}),
-    )
-    message = {"role": "assistant", "content": "hi"}
-    expected = SampledChoice(0, message, [7, 8, 9, 2], [-0.5] * 4, "stop", stop_reason=2, counted=4)
-    assert completion == Completion(b"[5,6]", [expected])
-    assert _problem(completion) is None
 
 
 def test_a_choice_is_returned_once_when_it_ends() -> None:
@@ -127,22 +115,16 @@ def test_a_choice_is_returned_once_when_it_ends() -> None:
 
 
 def test_a_stream_that_breaks_off() -> None:
+    """Usage counts the ids of a single choice only."""
     reader = StreamReader(expected=2)
-    reader.read(encoded(chunk(piece(0), end(1))))
-    assert [choice.finish_reason for choice in reader.rest().choices] == [ABORTED, "stop"]
-    assert reader.rest().choices == []
-    assert not reader.complete
-
-
-def test_usage_counts_only_a_single_choice() -> None:
-    completion = _streamed(
-        chunk(piece(0), piece(1), usage={"completion_tokens": 9}),
-        chunk(end(0), usage={"completion_tokens": 2}),
-        chunk(end(1)),
-        expected=2,
-    )
-    assert [choice.counted for choice in completion.choices] == [2, None]
-    assert completion.completion_tokens is None
+    reader.read(encoded(chunk(piece(0), piece(1), usage={"completion_tokens": 9})))
+    reader.read(encoded(chunk(end(1), usage={"completion_tokens": 2})))
+    reader.read(encoded({"error": "gone", "choices": [end(ids=[9])], "prompt_token_ids": [1]}))
+    choices = reader.rest().choices
+    assert [(choice.finish_reason, choice.counted) for choice in choices] == [(ABORTED, None), ("stop", 2)]
+    assert [choice.ids for choice in choices] == [[7], [7, 2]]
+    assert reader.rest() == Completion()
+    assert reader.failed and not reader.complete
 
 
 @pytest.mark.parametrize(
@@ -153,7 +135,6 @@ def test_usage_counts_only_a_single_choice() -> None:
         ({"content": "h"}, None),
         ({"reasoning": "h"}, None),
         ("text", None),
-        (7, None),
     ],
 )
 def test_text_without_ids_makes_the_ids_worthless(delta: object, ids: list[int] | None) -> None:
@@ -169,33 +150,22 @@ def test_pieces_of_a_message_are_joined() -> None:
         {"role": "assistant", "content": "a", "reasoning": "so ", "reasoning_content": "so "},
         {"content": None, "reasoning": "it", "reasoning_content": "it", "refusal": "no"},
         {"content": "b", "tool_calls": [{**call(1, name="g", arguments=""), "id": "two"}]},
-        {"tool_calls": [{**call(0, name="f"), "id": "one", "type": "function"}]},
-        {"tool_calls": [call(0, arguments='{"x')]},
+        {"tool_calls": [{**call(0, name="f", arguments='{"x'), "id": "one", "type": "function"}]},
         {"tool_calls": [call(0, arguments='":1}'), {"index": 1, "id": ""}]},
     ]
     completion = _streamed(*[chunk(piece(delta=delta)) for delta in deltas])
+    functions = [{"name": "f", "arguments": '{"x":1}'}, {"name": "g", "arguments": ""}]
+    calls = [
+        {"type": "function", "function": functions[at], "id": name} for at, name in enumerate(("one", "two"))
+    ]
+    thoughts = {"reasoning": "so it", "reasoning_content": "so it", "refusal": "no"}
     assert completion.choices[0].message == {
         "role": "assistant",
         "content": "ab",
-        "reasoning": "so it",
-        "reasoning_content": "so it",
-        "refusal": "no",
-        "tool_calls": [
-            {"type": "function", "function": {"name": "f", "arguments": '{"x":1}'}, "id": "one"},
-            {"type": "function", "function": {"name": "g", "arguments": ""}, "id": "two"},
-        ],
+        **thoughts,
+        "tool_calls": calls,
     }
 
-
-def test_an_error_of_the_engine_is_passed_over() -> None:
-    completion = _streamed(
-        chunk(piece()),
-        {"error": "gone", "choices": [end(ids=[9])], "prompt_token_ids": [1]},
-    )
-    assert (completion.prompt_ids, completion.choices[0].ids) == (None, [7])
-
-
-# --- the echoed prompt
 
 _ELSEWHERE: dict[str, Body] = {
     "in a choice": whole(whole_choice(prompt_token_ids=[9]), prompt_token_ids=None),
@@ -214,42 +184,42 @@ def test_only_the_completions_own_prompt_counts(body: Body) -> None:
     assert completion.choices[0].unreadable == ""
 
 
-# --- odd evidence
+# --- odd shapes
 
 _ODD_IDS = (
-    '["7"]', '["]","["]', "[7.5]", "[null]", "[-2]", "[2147483648]", f"[{'1' * 5000}]", "[1e999]", "[[7]]",
-    "[NaN]", '"7"', "7", "false", '{"0":7}', '"\\ud800"',
-)  # fmt: skip
+    '["]","["]',
+    "[7.5]",
+    "[null]",
+    "[-2]",
+    "[2147483648]",
+    f"[{'1' * 5000}]",
+    "[[7]]",
+    "[NaN]",
+    '"7"',
+    "false",
+)
 _ODD_EVIDENCE: dict[str, tuple[str, ...]] = {
     "token_ids": _ODD_IDS,
     "prompt_token_ids": (*_ODD_IDS, "[5,,6]", "[05,6]"),
     "logprobs": (
-        '"-0.5"',
-        "[-0.5]",
-        '{"content":{"logprob":-0.5}}',
-        '{"content":[null]}',
-        '{"content":[{"logprob":null}]}',
-        '{"content":[{"logprob":true}]}',
-        '{"content":[{"token":"t"}]}',
+        *("[-0.5]", '{"content":[null]}', '{"content":[{"logprob":null}]}', '{"content":[{"token":"t"}]}'),
         f'{{"content":[{{"logprob":-1{"0" * 400}}}]}}',
     ),
-    "index": ('"0"', "-1", "0.5", "65536", "1" * 5000, "NaN", "true"),
+    "index": ('"0"', "-1", "65536", "1" * 5000, "NaN"),
 }
 
 
 @_BOTH
 @pytest.mark.parametrize("name, odd", [(name, odd) for name in _ODD_EVIDENCE for odd in _ODD_EVIDENCE[name]])
 def test_odd_evidence_is_named_and_the_rest_is_read(name: str, odd: str, stream: bool) -> None:
-    if name == "prompt_token_ids":
-        completion = _read(stream, odd, {name: ODD})
-    else:
-        completion = _read(stream, odd, **{name: ODD})
+    fields = {name: ODD}
+    completion = _read(stream, odd, fields) if name == "prompt_token_ids" else _read(stream, odd, **fields)
     (choice,) = completion.choices
-    assert choice.unreadable == name
+    assert (choice.index, choice.unreadable) == (0, name)
     assert completion.prompt_ids == (None if name == "prompt_token_ids" else b"[5,6]")
     assert choice.ids == (None if name == "token_ids" else [7, 2])
     assert (choice.logprobs is None) == (name == "logprobs")
-    assert (choice.index, choice.message["content"], choice.finish_reason) == (0, "hi", "stop")
+    assert (choice.message["content"], choice.finish_reason) == ("hi", "stop")
     assert _problem(completion) is Problem.UNREADABLE_EVIDENCE
 
 
@@ -272,49 +242,36 @@ def test_logprobs_that_are_not_finite(stream: bool, odd: str) -> None:
     assert _problem(completion) is Problem.LOGPROBS_NOT_FINITE
 
 
-@pytest.mark.parametrize("missing", [{}, {"index": None}])
-def test_the_index_of_an_only_choice_may_be_missing(missing: Body) -> None:
-    without, last = ({k: v for k, v in one.items() if k != "index"} for one in (whole_choice(), end()))
-    for completion in (read_completion(encoded(whole(without | missing))), _streamed(chunk(last | missing))):
-        assert [(choice.index, choice.unreadable) for choice in completion.choices] == [(0, "")]
-
-
 @pytest.mark.parametrize(
     "given, read",
     [
+        ([None], [(0, "")]),
         ([None, 0, None], [(1, "index"), (0, ""), (2, "index")]),
         ([1, 1, 0], [(1, ""), (2, "index"), (0, "")]),
         ([ODD, 0], [(1, "index"), (0, "")]),
     ],
 )
 def test_choices_of_a_whole_completion_get_unique_indices(given: list[Any], read: Any) -> None:
-    completion = read_completion(encoded(whole(*map(whole_choice, given)), '"0"'))
-    assert [(choice.index, choice.unreadable) for choice in completion.choices] == read
+    assert _indices(read_completion(encoded(whole(*map(whole_choice, given)), '"0"'))) == read
 
 
 def test_indices_of_a_stream_that_are_not_sure() -> None:
+    assert _indices(_streamed(chunk(end(None)))) == [(0, "")]
     completion = _streamed(chunk(end(None)), chunk(end(1)), expected=2)
-    assert [(choice.index, choice.unreadable) for choice in completion.choices] == [(0, "index"), (1, "")]
+    assert _indices(completion) == [(0, "index"), (1, "")]
     completion = _streamed(chunk(piece(1), piece(1)), chunk(end(1)), chunk(end(0)), expected=2)
-    assert [(choice.index, choice.unreadable) for choice in completion.choices] == [(1, "index"), (0, "")]
-    (choice,) = _streamed(chunk(end(0), end(None))).choices
-    assert choice.unreadable == "index"
+    assert _indices(completion) == [(1, "index"), (0, "")]
+    assert _indices(_streamed(chunk(end(0), end(None)))) == [(0, "index")]
 
-
-# --- odd fields that are no evidence
 
 _OPTIONAL: dict[str, tuple[str, ...]] = {
-    "stop_reason": ("[]", "true", "1.5", "NaN", "1" * 30),
-    "routed_experts": ("{}", "[[1]]", "7"),
+    "stop_reason": ("[]", "true", "NaN", "1" * 30),
+    "routed_experts": ("{}", "7"),
     "weight_versions": (
-        '"v"',
-        "[1]",
-        '[{"version":"v"}]',
-        '[{"version":"v","start":-1,"end":1}]',
-        '[{"version":true,"start":0,"end":1}]',
+        *('"v"', "[1]", '[{"version":"v"}]', '[{"version":"v","start":-1,"end":1}]'),
         f'[{{"version":{"1" * 5000},"start":0,"end":1}}]',
     ),
-    "unknown": ("NaN", "1e999", "1" * 5000, '"\\ud800"', '{"\\udfff":"\\ud800"}'),
+    "unknown": ("NaN", "1" * 5000, '{"\\udfff":"\\ud800"}'),
 }
 
 
@@ -326,7 +283,7 @@ def test_an_odd_optional_field_is_left_out(stream: bool, name: str, odd: str) ->
     assert _problem(completion) is None
 
 
-@pytest.mark.parametrize("odd", ['"hi"', "[]", "7"])
+@pytest.mark.parametrize("odd", ['"hi"', "[]"])
 def test_an_odd_message_is_left_out(odd: str) -> None:
     assert _read(False, odd, message=ODD) == _read(False, message={})
     (choice,) = _read(True, odd, delta=ODD).choices
@@ -334,7 +291,7 @@ def test_an_odd_message_is_left_out(odd: str) -> None:
 
 
 @_BOTH
-@pytest.mark.parametrize("odd", ['"2"', "[]", '{"completion_tokens":"2"}', '{"completion_tokens":-2}'])
+@pytest.mark.parametrize("odd", ['"2"', '{"completion_tokens":"2"}', '{"completion_tokens":-2}'])
 def test_malformed_usage_is_ignored(stream: bool, odd: str) -> None:
     completion = _read(stream, odd, {"usage": ODD})
     (choice,) = completion.choices
@@ -343,7 +300,7 @@ def test_malformed_usage_is_ignored(stream: bool, odd: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "odd, reason", [("7", NO_REASON), ('["stop"]', NO_REASON), ("0", None), ("[]", None), ('""', None)]
+    "odd, reason", [("7", NO_REASON), ('["stop"]', NO_REASON), ("0", None), ("[]", None)]
 )
 def test_an_odd_finish_reason_ends_a_choice_unless_it_is_empty(odd: str, reason: str | None) -> None:
     (choice,) = _read(False, odd, finish_reason=ODD).choices
@@ -356,49 +313,42 @@ def test_an_odd_finish_reason_ends_a_choice_unless_it_is_empty(odd: str, reason:
 _ODD_CALLS: dict[str, str] = {
     "an object": '{"index":0}',
     "strings": '["f",null,7,[]]',
-    "index of null": '[{"index":null,"id":"a"}]',
-    "indices of different kinds": '[{"index":"0"},{"index":1},{"index":[]},{"index":true}]',
+    "odd indices": '[{"index":"0"},{"index":1},{"index":[]},{"index":true}]',
     "an odd identity": '[{"index":0,"id":7,"type":{}}]',
-    "an odd function": '[{"index":0,"function":"f"},{"index":1,"function":[1]}]',
-    "an odd name": '[{"index":0,"function":{"name":7,"arguments":{"x":1}}}]',
+    "odd functions": '[{"index":0,"function":"f"},{"index":1,"function":{"name":7,"arguments":{"x":1}}}]',
 }
 
 
 @_BOTH
 @pytest.mark.parametrize("odd", _ODD_CALLS.values(), ids=_ODD_CALLS)
 def test_odd_tool_calls(odd: str, stream: bool) -> None:
-    calls = {"role": "assistant", "content": "hi", "tool_calls": ODD}
-    (choice,) = _read(stream, odd, **{"delta" if stream else "message": calls}).choices
+    (choice,) = _read(stream, odd, **{"delta" if stream else "message": {**_HI, "tool_calls": ODD}}).choices
     assert (choice.ids, choice.unreadable, choice.message["content"]) == ([7, 2], "", "hi")
     for call in choice.message.get("tool_calls", []) if stream else []:
         assert (call["type"], type(call["function"])) == ("function", dict)
 
 
-@pytest.mark.parametrize("odd", ['"a"', "null", '{"0":{"token_ids":[7]}}', "NaN"])
+@pytest.mark.parametrize("odd", ['"a"', "null", "NaN"])
 def test_choices_that_are_not_a_list_or_hold_no_object(odd: str) -> None:
     completion = read_completion(encoded(whole(choices=ODD), odd))
     assert (completion.prompt_ids, completion.choices) == (b"[5,6]", [])
     assert _streamed({**chunk(), "choices": ODD}, odd=odd).choices == []
-    odd = "[]" if odd.startswith("{") else odd
     (choice,) = read_completion(encoded(whole(ODD, whole_choice(1)), odd)).choices
     assert (choice.index, choice.ids, choice.unreadable) == (1, [7, 2], "")
     assert [choice.ids for choice in _streamed(chunk(ODD, end()), odd=odd).choices] == [[2]]
 
 
 def test_bytes_that_are_not_utf_8() -> None:
-    body = encoded(whole(whole_choice(message={"content": "@"})), "")
-    completion = read_completion(body.replace(b"@", b"\xff"))
-    assert completion.choices[0].message == {"content": "\N{REPLACEMENT CHARACTER}"}
-    assert _problem(completion) is None
+    body = encoded(whole(whole_choice(message={"content": "@"}))).replace(b"@", b"\xff")
+    assert read_completion(body).choices[0].message == {"content": "\N{REPLACEMENT CHARACTER}"}
 
 
 _NESTED = encoded(whole(usage="3", more=ODD), "[" * 700 + "]" * 700)
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"<html>", b"[{}]", b'"a"', b"NaN", b'{"choices":[', b"{}{}", b"[" * 100_000, _NESTED],
-    ids=range(9),
-)  # fmt: skip
+    "body", [b"", b"[{}]", b"NaN", b'{"choices":[', b"{}{}", b"[" * 100_000, _NESTED], ids=range(7)
+)
 def test_completion_that_is_not_an_object(body: bytes) -> None:
     for read in (read_completion, StreamReader().read):
         with pytest.raises(EngineBroken, match="the engine's response is not a chat completion"):
@@ -413,15 +363,14 @@ _BATCH = Batch((b"[5,6]", b""), 2)
 def _text_choice(index: int, **fields: Any) -> Body:
     """A choice of the completions route, whole or a piece."""
     logprobs = {"tokens": ["h", "i"], "token_logprobs": [-0.5, -0.25], "top_logprobs": [], "text_offset": []}
-    return {
+    choice = {
         "index": index,
         "text": "hi",
         "logprobs": logprobs,
         "finish_reason": "stop",
         "token_ids": [7, 2],
-        "prompt_token_ids": [5, 6] if index < 2 else [8],
-        **fields,
     }
+    return {**choice, "prompt_token_ids": [5, 6] if index < 2 else [8], **fields}
 
 
 def _texts(*choices: Body, counted: int = 8) -> bytes:
@@ -434,78 +383,60 @@ def test_each_choice_has_its_prompt(counted: int, of_part: int) -> None:
     completion = read_completion(_texts(*map(_text_choice, range(4)), counted=counted), batch=_BATCH)
     assert [choice.prompt_ids for choice in completion.choices] == [b"[5,6]"] * 2 + [b"[8]"] * 2
     assert completion.prompt_ids is None
-    message = {"role": "assistant", "content": "hi"}
-    last = SampledChoice(3, message, [7, 2], [-0.5, -0.25], "stop", prompt_ids=b"[8]")
-    assert completion.choices[3] == last
+    assert completion.choices[3] == SampledChoice(3, _HI, [7, 2], [-0.5, -0.25], "stop", prompt_ids=b"[8]")
     parts = completion.by_prompt(_BATCH)
     assert {position: part.prompt_ids for position, part in parts.items()} == {0: b"[5,6]", 1: b"[8]"}
     assert [[choice.index for choice in parts[at].choices] for at in (0, 1)] == [[0, 1], [2, 3]]
     assert [parts[at].completion_tokens for at in (0, 1)] == [of_part, of_part]
+    (choice,) = read_completion(_texts(_text_choice(0, token_ids=None)), batch=_BATCH).choices
+    assert choice.ids is None  # text without ids
 
 
-def test_the_first_echo_of_a_prompt_is_that_of_its_choices() -> None:
+def test_pieces_of_texts_are_joined_and_the_first_echo_of_a_prompt_is_that_of_its_choices() -> None:
     """vLLM's streams echo a prompt once, with the choice that comes first."""
     reader = StreamReader(4, batch=_BATCH)
     for index in (1, 0, 3, 2):
         echo = {1: [5, 6], 3: [8]}.get(index)
-        reader.read(_texts(_text_choice(index, prompt_token_ids=echo)))
+        for text, ids, reason in (("h", [7], None), ("i", [], None), ("", [2], "length")):
+            part = {"text": text, "token_ids": ids, "finish_reason": reason, "prompt_token_ids": echo}
+            reader.read(_texts(_text_choice(index, **part, logprobs={"token_logprobs": [-0.5] * len(ids)})))
     assert reader.complete
-    echoes = {choice.index: choice.prompt_ids for choice in reader.ended().choices}
-    assert echoes == {0: b"[5,6]", 1: b"[5,6]", 2: b"[8]", 3: b"[8]"}
-
-
-def test_a_stream_of_texts_is_joined() -> None:
-    reader = StreamReader(2, batch=Batch((b"[5,6]",), 2))
-    for text, ids, reason in (("h", [7], None), ("i", [], None), ("", [2], "length")):
-        logprobs = {"token_logprobs": [-0.5] * len(ids)}
-        part = _text_choice(1, text=text, token_ids=ids, finish_reason=reason, logprobs=logprobs)
-        reader.read(_texts(part))
-    [choice] = reader.ended().choices
-    assert (choice.ids, choice.logprobs, choice.finish_reason) == ([7, 2], [-0.5, -0.5], "length")
-    assert choice.message == {"role": "assistant", "content": "hi"}
+    choices = sorted(reader.ended().choices, key=lambda choice: choice.index)
+    assert [choice.prompt_ids for choice in choices] == [b"[5,6]", b"[5,6]", b"[8]", b"[8]"]
+    for choice in choices:
+        assert (choice.ids, choice.logprobs, choice.finish_reason) == ([7, 2], [-0.5, -0.5], "length")
+        assert choice.message == _HI
 
 
 @_BOTH
 @pytest.mark.parametrize(
     "name, odd",
-    [
-        ("token_ids", ["7"]),
-        ("logprobs", {"token_logprobs": [None, -0.5]}),
-        ("prompt_token_ids", ["5"]),
-    ],
+    [("token_ids", ["7"]), ("logprobs", {"token_logprobs": [None, -0.5]}), ("prompt_token_ids", ["5"])],
 )
 def test_odd_evidence_of_one_choice_is_named(name: str, odd: object, stream: bool) -> None:
-    body = _texts(_text_choice(0, **{name: odd}), _text_choice(2))
+    body, reader = _texts(_text_choice(0, **{name: odd}), _text_choice(2)), StreamReader(4, batch=_BATCH)
     if stream:
-        reader = StreamReader(4, batch=_BATCH)
         reader.read(body)
-        completion = reader.rest()
-    else:
-        completion = read_completion(body, batch=_BATCH)
-    assert [choice.unreadable for choice in completion.choices] == [name, ""]
-    assert completion.choices[1].ids == [7, 2]
-
-
-def test_whole_text_without_ids_makes_the_ids_unknown() -> None:
-    completion = read_completion(_texts(_text_choice(0, token_ids=None)), batch=_BATCH)
-    assert completion.choices[0].ids is None
+    completion = reader.rest() if stream else read_completion(body, batch=_BATCH)
+    assert [(choice.unreadable, choice.ids == [7, 2]) for choice in completion.choices] == [
+        (name, name != "token_ids"),
+        ("", True),
+    ]
 
 
 @_BOTH
 def test_a_response_of_generate(stream: bool) -> None:
     logprobs = {"content": [{"token_id": token, "logprob": -0.5, "rank": 1} for token in (7, 2)]}
-    parts: list[Body] = [{"token_ids": [7], "sampling_mask": [[7, 8]], "logprobs": None}]
+    parts: list[Body] = [{"token_ids": [7], "sampling_mask": [[7, 8]]}]
     parts += [{"token_ids": [2], "sampling_mask": [[2]], "logprobs": logprobs, "finish_reason": "stop"}]
-    if stream:
-        reader = StreamReader()
-        for part in parts:
-            reader.read(encoded({"choices": [{"index": 0, **part}], "prompt_token_ids": [5, 6]}))
-        completion = reader.ended()
-    else:
-        whole_part = {**parts[1], "token_ids": [7, 2], "sampling_mask": [[7, 8], [2]]}
-        completion = read_completion(encoded({"choices": [whole_part], "prompt_token_ids": [5, 6]}))
+    if not stream:
+        parts = [{**parts[1], "token_ids": [7, 2], "sampling_mask": [[7, 8], [2]]}]
+    bodies = [encoded({"choices": [{"index": 0, **part}], "prompt_token_ids": [5, 6]}) for part in parts]
+    reader = StreamReader()
+    for body in bodies:
+        reader.read(body)
+    completion = reader.ended() if stream else read_completion(bodies[0])
     [sampled] = completion.choices
-    assert completion.prompt_ids == b"[5,6]"
-    assert (sampled.ids, sampled.logprobs) == ([7, 2], [-0.5, -0.5])
+    assert (completion.prompt_ids, sampled.ids, sampled.logprobs) == (b"[5,6]", [7, 2], [-0.5, -0.5])
     assert sampled.sampling_mask == [[7, 8], [2]]
     assert sampled.message == {"role": "assistant", "content": None}

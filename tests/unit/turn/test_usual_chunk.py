@@ -108,24 +108,6 @@ def test_the_chunks_of_vllm_are_cut(fields: Body) -> None:
     _check(data)
 
 
-def test_a_chunk_is_cut() -> None:
-    assert _cut(encoded(_chunk(_choice()))) == (
-        b'{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1763683200,"model":"m","choices":'
-        b'[{"index":0,"delta":{"content":"Hi"},"logprobs":null,"finish_reason":null,"token_ids":null}]}'
-    )
-
-
-def test_a_chunk_of_one_id_is_read_without_parsing() -> None:
-    reader = StreamReader()
-    role = {"role": "assistant", "content": ""}
-    reader.read(encoded(_chunk(_choice(delta=role, token_ids=[], logprobs=None))))
-    for text, token_id in (("\n", 74), ("é", 75)):
-        assert reader.add(_usual(_choice(delta={"content": text}, token_ids=[token_id])))
-    [read] = reader.rest().choices
-    assert (read.message["content"], read.ids, read.logprobs) == ("\né", [74, 75], [-0.5, -0.5])
-    assert read.counted == 1
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -140,12 +122,6 @@ def test_a_chunk_of_one_id_is_read_without_parsing() -> None:
 )
 def test_chunks_that_are_parsed_to_be_read(fields: Body) -> None:
     assert _usual(_choice(**fields)).piece() is None
-
-
-def test_reasoning_is_left_to_the_parser() -> None:
-    hides = Visible(ids=False, logprobs=False, reasoning=False)
-    assert _cut(encoded(_chunk(_choice())), hides) is not None
-    assert _cut(encoded(_chunk(_choice(delta={"reasoning": "so"}))), hides) is None
 
 
 # --- any shape
