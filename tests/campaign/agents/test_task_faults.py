@@ -1,13 +1,7 @@
 """Claude Code and Codex while engines and connections break: the task ends, and nothing sampled is lost."""
 
-import contextlib
-import socket
-import struct
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +25,6 @@ _PROGRAMS = pytest.mark.parametrize(
 )
 _CUT_AT = 12
 """The event at which an answer ends, after eleven ids."""
-_RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER of zero seconds: closing is a reset."""
 
 
 def _script(program: Path, *faults: dict[str, Any]) -> Script:
@@ -112,63 +104,3 @@ def test_requests_that_the_engine_refuses_for_a_while(
     with ScriptedEngine(task_model, script) as engine, run_proxy([engine], store="memory:") as client:
         _run(program, str(client.base_url), home)
         _check(client, script, 0)
-
-
-@contextmanager
-def _losing(client: httpx.Client, text: bytes) -> Iterator[tuple[str, list[bytes]]]:
-    """A relay before the proxy that resets a program's connection in place of the first bytes with a text.
-
-    What follows them is still read: the proxy's client did not leave. Yields its URL, and what was lost.
-    """
-    lost: list[bytes] = []
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                program, _ = listener.accept()
-                proxy = socket.create_connection((client.base_url.host, client.base_url.port or 80))
-                threading.Thread(target=forward, args=(program, proxy), daemon=True).start()
-                threading.Thread(target=give_back, args=(proxy, program), daemon=True).start()
-
-    def forward(program: socket.socket, proxy: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while piece := program.recv(65_536):
-                proxy.sendall(piece)
-
-    def give_back(proxy: socket.socket, program: socket.socket) -> None:
-        whole = True
-        with contextlib.suppress(OSError):
-            while piece := proxy.recv(65_536):
-                if text in piece and not lost:
-                    lost.append(piece)
-                    whole = False
-                    program.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                    program.shutdown(socket.SHUT_RD)
-                    program.close()
-                if whole:
-                    program.sendall(piece)
-        proxy.close()
-        program.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", lost
-        listener.shutdown(socket.SHUT_RDWR)
-
-
-@_PROGRAMS
-def test_an_answer_that_is_lost_on_its_way(task_model: TinyModel, home: Path, program: Path) -> None:
-    """Neither program tells that it repeats a request: both answers are recorded, the second is continued."""
-    script = _script(program)
-    text = b"message_start" if program == CLAUDE else b"response.created"
-    with (
-        ScriptedEngine(task_model, script) as engine,
-        run_proxy([engine], store="memory:") as client,
-        _losing(client, text) as (url, losses),
-    ):
-        _run(program, url, home)
-        turns = check_recorded(str(client.base_url), "task", script)
-    assert len(losses) == 1
-    lost, first, second, last = turns
-    assert (lost["parent"], first["parent"]) == (None, None)
-    assert [turn["parent"] for turn in (second, last)] == [first["id"], second["id"]]

@@ -34,8 +34,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
 
-    def log_message(self, *arguments):
-        pass
+    log_message = lambda *arguments: None
 
 child = subprocess.Popen([sys.executable, "-c", sys.argv[2]], stdout=subprocess.PIPE)
 child.stdout.readline()
