@@ -83,12 +83,8 @@ _TOKENIZE: list[Body] = [
     {"prompt_ids": [1, 74, 75, 2], "append_messages": _HI, "return_token_strs": True},
     {"messages": _HI, "required_prefix_token_ids": [1, 74, 2]},
 ]
-_SESSION = {
-    "id": "run-1",
-    "defaults": {"temperature": 1},
-    "overrides": {"max_tokens": 4},
-    "metadata": {"k": ["v"]},
-}
+_SESSION: Body = {"id": "run-1", "defaults": {"temperature": 1}, "metadata": {"k": ["v"]}}
+_SESSION |= {"overrides": {"max_tokens": 4}}
 _REWARDS: list[Body] = [{"reward": 1.0}, {"rewards": {"": 0.5}}, {"reward": 1, "turn": "t"}]
 _NAMES = ["run-1", "run-2", "session-1", "default"]
 
@@ -126,59 +122,32 @@ _JUNK: list[Any] = [
     *("user", "assistant", "tool", "developer"),
 ]
 """Values of every type, and the edges of those that mean something somewhere."""
-_FIELDS = [
-    *_words(
-        "stream n model messages tools prompt_ids tokens append_messages stop echo chat_template reward turn"
-    ),
-    *_words(
-        "chat_template_kwargs documents reasoning_effort kv_transfer_params truncate_prompt_tokens system"
-    ),
-    *_words(
-        "add_generation_prompt continue_final_message return_token_ids required_prefix_token_ids logprobs"
-    ),
-    *_words(
-        "stream_options include_reasoning defaults overrides max_tokens prompt token_ids sampling_params id"
-    ),
-    *_words("prompt_embeds use_beam_search features suffix thinking metadata temperature ä"),
-    *("\x00", ""),
-]
+_FIELDS = _words(
+    """stream n model messages tools prompt_ids tokens append_messages stop echo chat_template reward turn
+    chat_template_kwargs documents reasoning_effort kv_transfer_params truncate_prompt_tokens system thinking
+    add_generation_prompt continue_final_message return_token_ids required_prefix_token_ids logprobs features
+    stream_options include_reasoning defaults overrides max_tokens prompt token_ids sampling_params id suffix
+    prompt_embeds use_beam_search metadata temperature ä"""
+)
+_FIELDS += ["\x00", ""]
 _BYTES = [b"", b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\r\n\r\n", b"0\r\n\r\n", b"[" * 2000]
 _BYTES += [word.encode() for word in _words(r""" " { } [ , : \u NaN - 1e999 /* ' """)]
-_SEGMENTS = [
-    *_words(
-        "%00 %2F %2e%2e .. . // % %zz %ff %C3%A4 ;a=b ? ?? ?a=%ff&a # v1 v1/v1 sessions sessions//v1 ~ @ :"
-    ),
-    *_words("sessions/%20/v1/models ?limit=-1 ?limit=nan ?limit=1e9 ?before=x ?before=nan:x ?before=1:%00"),
-    *_words(r"?ids=maybe ?layout=none ?shared=never chat completions tokens samples reward ' \ |"),
-    *("x" * 300, "x" * 9000),
-]
+_SEGMENTS = _words(
+    r"""%00 %2F %2e%2e .. . // % %zz %ff %C3%A4 ;a=b ? ?? ?a=%ff&a # v1 v1/v1 sessions sessions//v1
+    sessions/%20/v1/models ?limit=-1 ?limit=nan ?limit=1e9 ?before=x ?before=nan:x ?before=1:%00 ?ids=maybe
+    ?layout=none ?shared=never chat completions tokens samples reward ~ @ : ' \ |"""
+)
+_SEGMENTS += ["x" * 300, "x" * 9000]
 _HEADERS = [
-    *(
-        b"x-session-id: " + name
-        for name in (b"run-1", b"", b"..", b"a b", b"\xff", b"x" * 300, b"a/b", b"%00")
-    ),
+    *(b"x-session-id: " + name for name in (b"run-1", b"", b"..", b"a b", b"\xff", b"x" * 300, b"%00")),
     *(b"idempotency-key: " + key for key in (b"k1", b"", b"\xe4", b"k" * 5000)),
     *(b"x-stainless-retry-count: " + count for count in (b"1", b"-1", b"many", b"9" * 5000, b"\xb2")),
     *(b"authorization: " + value for value in (b"Bearer x", b"Bearer", b"", b"Basic \xff", b"x" * 5000)),
     *(b"content-length: " + length for length in (b"3", b"-1", b"x", b"99999999999999999999")),
-    *(
-        b"content-type: text/plain",
-        b"content-type: \xff",
-        b"expect: 100-continue",
-        b"host: ",
-        b"host: a\r\nhost: b",
-    ),
+    *(b"content-type: text/plain", b"content-type: \xff", b"expect: 100-continue", b"host: ", b": empty"),
     *(b"connection: upgrade\r\nupgrade: websocket", b"accept-encoding: gzip, br", b"content-encoding: gzip"),
     *(b"transfer-encoding: gzip", b"te: trailers", b"trailer: x", b"upgrade: h2c", b"range: bytes=0-"),
-    *(
-        b"x-y: \x80\xff",
-        b"\xffname: x",
-        b"x y: z",
-        b": empty",
-        b"no colon",
-        b"a\x00b: c",
-        b"x: " + b"y" * 20000,
-    ),
+    *(b"x-y: \x80\xff", b"\xffname: x", b"x y: z", b"no colon", b"a\x00b: c", b"x: " + b"y" * 20000),
 ]
 _FRAMINGS = ["plain", "plain", "plain", "chunked", "bad chunk", "short", "pipelined", "raw"]
 _NEVER = frozenset({500, 502, 503, 504})
