@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +23,12 @@ from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, run_server, wait_until
 
 _HEALTH = b"GET /health HTTP/1.1\r\nhost: proxy\r\n\r\n"
-_LIMITS = {"head_timeout_s": 0.1, "body_timeout_s": 0.1, "head_limit_bytes": 4096, "body_limit_bytes": 1000}
+_LIMITS: dict[str, Any] = {
+    "head_timeout_s": 0.1,
+    "body_timeout_s": 0.1,
+    "head_limit_bytes": 4096,
+    "body_limit_bytes": 1000,
+}
 
 
 @pytest.fixture(scope="module", params=["httptools", "h11"])
@@ -47,7 +53,7 @@ def strict(engine: FakeVllm, parser: str) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def usual(engine: FakeVllm, parser: str) -> Iterator[httpx.Client]:
     """A proxy with the default limits, which asks for a key."""
-    settings = {"api_key": "secret", "host": "0.0.0.0", "connections_per_address": 5}
+    settings: dict[str, Any] = {"api_key": "secret", "host": "0.0.0.0", "connections_per_address": 5}
     with run_proxy([engine], store="memory:", http_parser=parser, **settings) as client:
         yield client
 
@@ -233,7 +239,7 @@ def test_tls(engine: FakeVllm, tmp_path: Path, parser: str) -> None:
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     command += ["-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
     subprocess.run([*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
-    served = {"upstreams": [engine.url], "store": "memory:", "http_parser": parser}
+    served: dict[str, Any] = {"upstreams": [engine.url], "store": "memory:", "http_parser": parser}
     settings = Settings(**served, tls_cert=cert, tls_key=key)
     with run_server(create_app(settings), **connection_options(settings)) as url:
         assert url.startswith("https://")

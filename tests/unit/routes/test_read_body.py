@@ -24,7 +24,10 @@ class _Client:
 
     async def receive(self) -> dict[str, object]:
         self.now += self._seconds
-        return next(self._messages, None) or await asyncio.Event().wait() or {}
+        for message in self._messages:
+            return message
+        await asyncio.Event().wait()
+        raise AssertionError("nothing sets the event")
 
     def clock(self) -> float:
         return self.now
