@@ -100,6 +100,7 @@ async def test_a_slow_server_is_not_waited_for(port: int) -> None:
     [
         ("http://other.example/x", "not loaded from 'other.example'"),
         ("http://badimages.example/x", "not loaded from"),
+        ("http://badsub.example/x", "not loaded from"),
         ("ftp://images.example/x", "http"),
         ("http://user:key@images.example/x", "credentials"),
         ("http://images.example:1/x", "could not be loaded"),
@@ -111,7 +112,7 @@ async def test_urls_that_are_not_loaded(url: str, problem: str) -> None:
         return "127.0.0.1"
 
     with pytest.raises(InvalidImage, match=problem):
-        await ImageFetcher(["images.example"], 100, 5.0, local).fetch(url)
+        await ImageFetcher(["images.example", ".sub.example"], 100, 5.0, local).fetch(url)
 
 
 @pytest.mark.parametrize(

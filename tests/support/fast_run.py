@@ -1,4 +1,4 @@
-"""The pytest plugin of the unit and contract layers: no torch, no vLLM, and fewer random examples.
+"""The pytest plugin of the unit and contract layers: no torch, no vLLM, and few examples, always the same.
 
 torch and vLLM cannot be imported, even if they are installed. So the fast tests behave alike after `make dev`
 and after `make install`, and after the latter they start sooner: transformers imports torch wherever it is

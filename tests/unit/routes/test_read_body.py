@@ -24,7 +24,11 @@ class _Client:
 
     async def receive(self) -> dict[str, object]:
         self.now += self._seconds
-        return next(self._messages, None) or await asyncio.Event().wait() or {}
+        await asyncio.sleep(0)  # a time that is over cancels here
+        for message in self._messages:
+            return message
+        await asyncio.Event().wait()
+        raise AssertionError("nothing sets the event")
 
     def clock(self) -> float:
         return self.now
