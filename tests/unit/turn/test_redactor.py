@@ -138,7 +138,7 @@ def test_error_of_the_engine_is_passed_on_and_evidence_next_to_it_hidden(visible
 
 # --- odd shapes
 
-_PARTS: dict[str, tuple[list[Any], list[Any]]] = {
+_PARTS: dict[str, tuple[Any, Any]] = {
     "choices that are no list": (ODD, ODD),
     "a choice that is no object": ([ODD, piece(text=None)], [ODD, piece(text=None, **_HIDDEN)]),
     "a message that is no object": (
