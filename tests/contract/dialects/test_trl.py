@@ -179,16 +179,6 @@ def test_a_body_that_is_no_object(client: httpx.Client) -> None:
     assert client.post(GENERATE, content=b"[1]").json()["error"]["param"] == "body"
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/init_communicator/", "/update_named_param/", "/batch_update_named_params/", "/close_communicator/"],
-)
-def test_weights_of_trls_own_server(client: httpx.Client, path: str) -> None:
-    response = client.post(path, json={"name": "w"})
-    assert (response.status_code, response.json()["error"]["code"]) == (501, "trl_weights")
-    assert "upgrade TRL" in response.json()["error"]["message"]
-
-
 def test_health_with_a_slash(client: httpx.Client) -> None:
     assert client.get("/health/").status_code == 200
 
