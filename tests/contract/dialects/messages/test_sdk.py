@@ -1,6 +1,5 @@
 """The official SDK parses every answer: sync and async, whole, as events, and by its streaming helpers."""
 
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anthropic
@@ -10,7 +9,7 @@ from anthropic.types import Message
 from tests.support.message_shapes import SHAPES, Shape
 from tests.support.utils import Pair
 
-pytestmark = [pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)]
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def _kwargs(shape: Shape) -> dict[str, Any]:
@@ -21,13 +20,6 @@ def _kwargs(shape: Shape) -> dict[str, Any]:
 @pytest.fixture
 def sync(pair: Pair) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="any", max_retries=0)
-
-
-@pytest.fixture
-async def unsync(pair: Pair) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    url = str(pair.client.base_url)
-    async with anthropic.AsyncAnthropic(base_url=url, auth_token="any", max_retries=0) as client:
-        yield client
 
 
 def _check(message: Message, shape: Shape) -> None:
@@ -52,6 +44,7 @@ def _check(message: Message, shape: Shape) -> None:
                 )
 
 
+@every_shape
 def test_create(pair: Pair, sync: anthropic.Anthropic, shape: Shape) -> None:
     pair.fake.replies.append(shape.reply)
     message = sync.messages.create(**_kwargs(shape))
@@ -60,46 +53,14 @@ def test_create(pair: Pair, sync: anthropic.Anthropic, shape: Shape) -> None:
     assert pair.fake.last().json["max_tokens"] <= 4096
 
 
-def test_create_stream(pair: Pair, sync: anthropic.Anthropic, shape: Shape) -> None:
-    pair.fake.replies.append(shape.reply)
-    kinds = [event.type for event in sync.messages.create(**_kwargs(shape), stream=True)]
-    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
-    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(shape.blocks)
-
-
+@every_shape
 def test_stream(pair: Pair, sync: anthropic.Anthropic, shape: Shape) -> None:
     pair.fake.replies.append(shape.reply)
     with sync.messages.stream(**_kwargs(shape)) as stream:
         _check(stream.get_final_message(), shape)
 
 
-async def test_create_async(pair: Pair, unsync: anthropic.AsyncAnthropic, shape: Shape) -> None:
-    pair.fake.replies.append(shape.reply)
-    _check(await unsync.messages.create(**_kwargs(shape)), shape)
-
-
-async def test_stream_async(pair: Pair, unsync: anthropic.AsyncAnthropic, shape: Shape) -> None:
-    pair.fake.replies.append(shape.reply)
-    async with unsync.messages.stream(**_kwargs(shape)) as stream:
-        texts = [text async for text in stream.text_stream]
-        message = await stream.get_final_message()
-    _check(message, shape)
-    assert "".join(texts) == "".join(block.text for block in message.content if block.type == "text")
-
-
-@pytest.mark.parametrize("helper", [False, True], ids=["create", "stream"])
-def test_beta(pair: Pair, sync: anthropic.Anthropic, shape: Shape, helper: bool) -> None:
-    pair.fake.replies.append(shape.reply)
-    call: Callable[..., Any] = sync.beta.messages.stream if helper else sync.beta.messages.create
-    if helper:
-        with call(**_kwargs(shape)) as stream:
-            message = stream.get_final_message()
-    else:
-        message = call(**_kwargs(shape))
-    assert tuple(block.type for block in message.content) == shape.blocks
-    assert pair.fake.last().path == "/v1/chat/completions"
-
-
+@every_shape
 def test_count_tokens(pair: Pair, sync: anthropic.Anthropic, shape: Shape) -> None:
     """Equal to the number of ids that the same request has."""
     left_out = ("temperature", "top_p", "top_k", "stop_sequences", "metadata", "service_tier", "max_tokens")
@@ -107,3 +68,23 @@ def test_count_tokens(pair: Pair, sync: anthropic.Anthropic, shape: Shape) -> No
     counted = sync.messages.count_tokens(**kwargs).input_tokens
     pair.fake.replies.append(shape.reply)
     assert sync.messages.create(**_kwargs(shape)).usage.input_tokens == counted
+
+
+async def test_the_async_client(pair: Pair) -> None:
+    shape, url = SHAPES["thinking and a call"], str(pair.client.base_url)
+    async with anthropic.AsyncAnthropic(base_url=url, auth_token="any", max_retries=0) as client:
+        pair.fake.replies.extend([shape.reply] * 2)
+        _check(await client.messages.create(**_kwargs(shape)), shape)
+        async with client.messages.stream(**_kwargs(shape)) as stream:
+            texts = [text async for text in stream.text_stream]
+            _check(await stream.get_final_message(), shape)
+    assert "".join(texts) == "Ah."
+
+
+def test_the_beta_client(pair: Pair, sync: anthropic.Anthropic) -> None:
+    shape = SHAPES["thinking and a call"]
+    pair.fake.replies.extend([shape.reply] * 2)
+    with sync.beta.messages.stream(**_kwargs(shape)) as stream:
+        streamed = stream.get_final_message()
+    for message in (streamed, sync.beta.messages.create(**_kwargs(shape))):
+        assert tuple(block.type for block in message.content) == shape.blocks

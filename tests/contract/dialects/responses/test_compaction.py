@@ -92,7 +92,9 @@ def test_a_compacted_conversation_of_stored_responses(client: httpx.Client, fake
     assert said == ["Hi, stored", summary_message("The user said hi."), "And?"]
 
 
-@pytest.mark.parametrize("reply", [Reply((END,), message={"content": " "}), Reply(SPLIT, finish="abort")])
+@pytest.mark.parametrize(
+    "reply", [Reply((END,), message={"content": " "}), Reply(SPLIT, finish="abort")], ids=["empty", "aborted"]
+)
 def test_a_summary_that_was_not_written(client: httpx.Client, fake: FakeVllm, reply: Reply) -> None:
     asked = {"model": "tiny", "input": [_user("Hi"), _TRIGGER]}
     fake.replies.append(reply)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.contract.dialects.responses.dialogue import FUNCTION, Dialogue, result, sdk
-from tests.support.fake_vllm import Reply
+from tests.contract.dialects.responses.dialogue import FUNCTION, Dialogue, engine_body, result, sdk
+from tests.support.fake_vllm import Reply, as_rendered, tools_as_rendered
 from tests.support.talk import call, sent_ids
 from tests.support.tiny_model import END, TinyModel
 from tests.support.utils import EVERY_SPELLING, Pair
@@ -53,9 +53,6 @@ def test_four_turns_with_reasoning_and_calls(
 
 def _rendered(made: Dialogue) -> list[int]:
     """The prompt of a first turn, as the engine rendered it."""
-    from tests.contract.dialects.responses.dialogue import engine_body
-    from tests.support.fake_vllm import as_rendered, tools_as_rendered
-
     body = engine_body(made.pair.fake)
     return made.model.render(as_rendered(body["messages"]), tools=tools_as_rendered(body.get("tools")))
 
@@ -78,17 +75,17 @@ def test_what_clients_send_back(pair: Pair, tiny_model: TinyModel, client: dict[
     made.follow([_user("more")], [_user("more")], Reply(SPLIT))
 
 
-def test_an_empty_turn(pair: Pair, tiny_model: TinyModel) -> None:
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [((END,), {"content": ""}), (SPLIT[:3], {"content": None, "reasoning": "so"})],
+    ids=["empty", "cut in its reasoning"],
+)
+def test_a_turn_without_text(
+    pair: Pair, tiny_model: TinyModel, ids: tuple[int, ...], message: dict[str, Any]
+) -> None:
     made = Dialogue(pair, tiny_model)
-    made.ask([_user("Hi, say nothing")], Reply((END,), message={"content": ""}))
-    made.ids = [*_rendered(made), END]
-    made.follow([_user("more")], [_user("more")], Reply(SPLIT))
-
-
-def test_a_turn_that_was_cut_in_its_reasoning(pair: Pair, tiny_model: TinyModel) -> None:
-    made = Dialogue(pair, tiny_model)
-    made.ask([_user("Hi, think")], Reply(SPLIT[:3], message={"content": None, "reasoning": "so"}))
-    made.ids = [*_rendered(made), *SPLIT[:3]]
+    made.ask([_user(f"Hi, say nothing {ids}")], Reply(ids, message=message))
+    made.ids = [*_rendered(made), *ids]
     made.follow([_user("more")], [_user("more")], Reply(SPLIT))
 
 
@@ -97,8 +94,6 @@ def test_instructions_of_a_previous_response_do_not_stay(pair: Pair, tiny_model:
     made.ask([_user("Hi, briefly")], Reply(SPLIT))
     made.fields = {"instructions": "Be long."}
     made.ask([_user("more")], Reply(SPLIT))
-    from tests.contract.dialects.responses.dialogue import engine_body
-
     assert [message["content"] for message in engine_body(pair.fake)["messages"]] == [
         "Be long.", "Hi, briefly", "hello", "more",
     ]  # fmt: skip
@@ -111,23 +106,6 @@ def test_the_chat_route_continues_a_response(pair: Pair, tiny_model: TinyModel) 
     messages = [_user("Hi, both ways"), {"role": "assistant", "content": response.output_text}, _user("more")]
     answer = pair.client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages})
     assert answer.headers["x-prompt-source"] == "extended"
-
-
-def test_session_fields_apply_under_their_chat_names(pair: Pair) -> None:
-    client = pair.client
-    session = {
-        "id": "bounded",
-        "defaults": {"temperature": 0.25, "top_p": 0.5},
-        "overrides": {"max_tokens": 5},
-    }
-    client.post("/v1/sessions", json=session)
-    asking = sdk(client, default_headers={"x-session-id": "bounded"})
-    asking.responses.create(model="tiny", input="Hi", max_output_tokens=100, top_p=0.75)
-    from tests.contract.dialects.responses.dialogue import engine_body
-
-    body = engine_body(pair.fake)
-    assert (body["max_tokens"], body["temperature"], body["top_p"]) == (5, 0.25, 0.75)
-    assert client.get("/v1/sessions/bounded").json()["turn_count"] == 1
 
 
 def test_the_echoed_item_decides_between_equal_texts(pair: Pair, tiny_model: TinyModel) -> None:

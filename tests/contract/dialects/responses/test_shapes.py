@@ -23,30 +23,19 @@ _SPACE = {"type": "namespace", "name": "mcp", "description": "d", "tools": [FUNC
 
 SHAPES: dict[str, dict[str, Any]] = {
     "text": {"input": "Hi"},
-    "a message": {"input": [_HI]},
     "parts": {"input": [{"role": "user", "content": [_TEXT, _TEXT]}]},
-    "a message with its type": {"input": [{"type": "message", "role": "user", "content": [_TEXT]}]},
-    "a system message": {"input": [{"role": "system", "content": "Be brief."}, _HI]},
-    "a developer message": {"input": [{"role": "developer", "content": [_TEXT]}, _HI]},
-    "instructions": {"input": "Hi", "instructions": "Be brief."},
     "instructions and developer": {
         "instructions": "Be brief.",
         "input": [{"role": "developer", "content": "x"}, _HI],
     },
-    "an assistant's text": {"input": [_HI, {"role": "assistant", "content": "Hello"}, _HI]},
     "an assistant's output": {"input": [_HI, output_text("Hello", id="msg_1", status="completed"), _HI]},
     "a refusal": {
         "input": [_HI, {**output_text(""), "content": [{"type": "refusal", "refusal": "no"}]}, _HI]
     },
-    "a call and its result": {"input": [_HI, _CALL, _RESULT], "tools": [FUNCTION]},
     "a result of parts": {"input": [_HI, _CALL, {**_RESULT, "output": [_TEXT]}]},
-    "parallel calls": {
-        "input": [_HI, _CALL, {**_CALL, "call_id": "c2"}, _RESULT, {**_RESULT, "call_id": "c2"}]
-    },
     "interleaved calls": {
         "input": [_HI, _CALL, _RESULT, {**_CALL, "call_id": "c2"}, {**_RESULT, "call_id": "c2"}]
     },
-    "reasoning": {"input": [_HI, _REASONING, output_text("Hello"), _HI]},
     "reasoning with content": {
         "input": [
             _HI,
@@ -69,41 +58,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "input": [_HI, _CUSTOM, {"type": "custom_tool_call_output", "call_id": "c1", "output": "ok"}],
         "tools": [{"type": "custom", "name": "sh", "description": "d", "format": {"type": "text"}}],
     },
-    "functions": {
-        "input": "Hi",
-        "tools": [FUNCTION, {**FUNCTION, "name": "g", "description": "d", "strict": True}],
-    },
-    "a namespace": {"input": "Hi", "tools": [_SPACE]},
     "a call of a namespace": {"input": [_HI, {**_CALL, "namespace": "mcp"}, _RESULT], "tools": [_SPACE]},
-    "web search": {"input": "Hi", "tools": [{"type": "web_search"}, FUNCTION]},
-    "image generation": {"input": "Hi", "tools": [{"type": "image_generation"}]},
-    "a choice": {"input": "Hi", "tools": [FUNCTION], "tool_choice": "auto"},
-    "no choice": {"input": "Hi", "tools": [FUNCTION], "tool_choice": "none"},
-    "a required choice": {"input": "Hi", "tools": [FUNCTION], "tool_choice": "required"},
     "a named choice": {"input": "Hi", "tools": [FUNCTION], "tool_choice": {"type": "function", "name": "f"}},
-    "one call at a time": {"input": "Hi", "tools": [FUNCTION], "parallel_tool_calls": False},
     "a schema": {
         "input": "Hi",
         "text": {"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA, "strict": True}},
     },
-    "any object": {"input": "Hi", "text": {"format": {"type": "json_object"}}},
-    "verbosity": {"input": "Hi", "text": {"format": {"type": "text"}, "verbosity": "low"}},
-    "a limit": {"input": "Hi", "max_output_tokens": 64},
-    "sampling": {"input": "Hi", "temperature": 0.5, "top_p": 0.9},
+    "sampling": {"input": "Hi", "temperature": 0.5, "top_p": 0.9, "max_output_tokens": 64},
     "log-probabilities": {"input": "Hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]},
-    "effort": {"input": "Hi", "reasoning": {"effort": "low"}},
     "a summary": {"input": "Hi", "reasoning": {"effort": "medium", "summary": "auto"}},
-    "metadata": {"input": "Hi", "metadata": {"a": "b"}, "user": "u", "safety_identifier": "s"},
-    "caches": {
+    "what has no effect": {
         "input": "Hi",
-        "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h",
+        "metadata": {"a": "b"},
         "service_tier": "auto",
+        "truncation": "auto",
+        "stream_options": {"include_obfuscation": False},
+        "background": False,
     },
-    "truncation": {"input": "Hi", "truncation": "auto"},
-    "not stored": {"input": "Hi", "store": False},
-    "stream options": {"input": "Hi", "stream_options": {"include_obfuscation": False}},
-    "not in the background": {"input": "Hi", "background": False},
     "vLLM's own fields": {
         "input": "Hi",
         "extra_body": {"top_k": 5, "seed": 1, "chat_template_kwargs": {"enable_thinking": False}},
@@ -141,10 +112,6 @@ def _plain(response: Any) -> dict[str, Any]:
     return shown
 
 
-def test_there_are_40_shapes() -> None:
-    assert len(SHAPES) >= 40
-
-
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_shape_is_answered_whole_and_as_a_stream(
     client: httpx.Client, fake: FakeVllm, shape: dict[str, Any]
@@ -169,7 +136,7 @@ def test_a_shape_is_answered_whole_and_as_a_stream(
 def test_the_async_sdk(client: httpx.Client, fake: FakeVllm) -> None:
     async def ask() -> None:
         asking = async_sdk(client)
-        for shape in list(SHAPES.values())[::6]:
+        for shape in list(SHAPES.values())[-2:]:
             fake.replies.append(_REPLY)
             made = await asking.responses.create(model="tiny", **shape)
             fake.replies.append(_REPLY)
