@@ -362,6 +362,8 @@ def test_a_session_that_is_deleted_while_its_turn_runs_gets_no_turn(pair: Pair, 
         pair.fake.release()
         assert _last_event(answer.read()).startswith(caller.form.ended)
     assert caller.client.get(session).status_code == 404
+    caller.post()
+    assert len(caller.client.get(f"{session}/samples").json()["samples"]) == 1
 
 
 # --- tenants, engines

@@ -1,119 +1,135 @@
-"""Groups of rollouts that begin alike: each keeps its own tree, and its own reward."""
+"""Groups of rollouts that begin alike: each keeps its own tree; nothing is guessed or lost."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
-from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.talk import CHAT, Message, Talk, user
-from tests.support.tiny_model import END, TinyModel
-from tests.support.utils import Pair, run_proxy
+from tests.support.fake_vllm import Reply
+from tests.support.talk import CHAT, Talk, appended_after, sent_ids, user
+from tests.support.tiny_model import END
+from tests.support.utils import send_and_keep, wait_until
 
+Make = Callable[..., Talk]
 SPLIT = (74, 71, 78, 78, 81, END)
-_SESSIONS = "/v1/sessions"
+_SAME = {"content": "same"}
 
 
-@pytest.fixture(params=["memory", "sqlite", "two proxies"])
-def pairs_of(request: pytest.FixtureRequest, tiny_model: TinyModel, tmp_path: Path) -> Iterator[list[Pair]]:
-    """One proxy, or two with one store."""
-    store = "memory:" if request.param == "memory" else f"sqlite://{tmp_path}/turns.db"
-    with FakeVllm(tiny_model) as engine:
-        if request.param == "two proxies":
-            with run_proxy([engine], store=store) as one, run_proxy([engine], store=store) as two:
-                yield [Pair(engine, one), Pair(engine, two)]
-        else:
-            with run_proxy([engine], store=store) as client:
-                yield [Pair(engine, client)]
-
-
-def _ask(pair: Pair, messages: list[Message]) -> tuple[str, str, Message]:
-    """Session, source and message of one turn."""
-    answer = pair.client.post(CHAT, json={"messages": messages})
-    assert answer.status_code == 200, answer.text
-    message: Message = answer.json()["choices"][0]["message"]
-    return answer.headers["x-session-id"], answer.headers["x-prompt-source"], message
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.parametrize("size, turns", [(1000, 2), (50, 5)])
-def test_members_with_equal_answers_have_as_many_samples_and_rewards(
-    pairs_of: list[Pair], size: int, turns: int
-) -> None:
-    """No member names a session, all get equal texts and equal ids; the turns of all members interleave."""
-
-    def turn(number: int, messages: list[Message]) -> tuple[str, str, Message]:
-        return _ask(pairs_of[number % len(pairs_of)], messages)
-
-    messages, sessions = [user("Hi")], list[str]()
-    with ThreadPoolExecutor(16) as pool:
-        for index in range(turns):
-            answers = list(pool.map(lambda n: turn(n, messages), range(size)))  # noqa: B023
-            sessions = [session for session, _, _ in answers]
-            assert len(set(sessions)) == size
-            assert {source for _, source, _ in answers} == {"extended" if index else "rendered"}
-            messages = [*messages, answers[0][2], user("more")]
-        client = pairs_of[0].client
-
-        def reward(number: int) -> bool:
-            body = {"reward": float(number)}
-            return "warning" in client.post(f"{_SESSIONS}/{sessions[number]}/reward", json=body).json()
-
-        assert all(pool.map(reward, range(size)))
-        samples = list(
-            pool.map(lambda name: client.get(f"{_SESSIONS}/{name}/samples").json()["samples"], sessions)
-        )
-    assert [len(each) for each in samples] == [1] * size
-    assert [each[0]["reward"] for each in samples] == [float(number) for number in range(size)]
-    assert {len(each[0]["turns"]) for each in samples} == {turns}
-    assert all(each[0]["ambiguous"] for each in samples)
-
-
-def test_two_rollouts_with_equal_text_and_ids_stay_two_trees(talk: Callable[..., Talk]) -> None:
+def _twins(talk: Make) -> tuple[Talk, Talk, set[str]]:
+    """Two conversations with equal texts and ids, and their sessions."""
     one, two = talk(), talk()
     two.messages = list(one.messages)
     sessions = {made.ask(reply=Reply(SPLIT)).session for made in (one, two)}
     assert len(sessions) == 2
-    continued = {made.follow(user("more"), reply=Reply(SPLIT)).session for made in (one, two)}
-    assert continued == sessions
-    for made in (one, two):
-        made.follow(user("And?"))
-    for name in sessions:
-        turns = one.pair.client.get(f"{_SESSIONS}/{name}").json()["turns"]
-        assert [turn["parent"] for turn in turns] == [None, turns[0]["id"], turns[1]["id"]]
+    return one, two, sessions
 
 
-def test_third_continuation_of_two_equal_rollouts_reuses_the_ids_in_a_rollout_of_its_own(
-    talk: Callable[..., Talk],
-) -> None:
-    one, two = talk(), talk()
-    two.messages = list(one.messages)
-    sessions = {made.ask(reply=Reply(SPLIT)).session for made in (one, two)}
+def test_members_of_a_group_have_as_many_samples_and_rewards(talk: Make) -> None:
+    """No member names a session, all get equal texts and equal ids, and ask at the same time."""
+    client, messages, sessions = talk().pair.client, talk().messages, list[str]()
+    with ThreadPoolExecutor(8) as pool:
+        for source in ("rendered", "extended", "extended"):
+            body = {"messages": messages}
+            answers = list(pool.map(lambda _: client.post(CHAT, json=body), range(24)))  # noqa: B023
+            sessions = [answer.headers["x-session-id"] for answer in answers]
+            assert len(set(sessions)) == 24
+            assert {answer.headers["x-prompt-source"] for answer in answers} == {source}
+            messages = [*messages, answers[0].json()["choices"][0]["message"], user("more")]
+    for number, name in enumerate(sessions):
+        body = {"reward": float(number)}
+        assert "warning" in client.post(f"/v1/sessions/{name}/reward", json=body).json()
+        [sample] = client.get(f"/v1/sessions/{name}/samples").json()["samples"]
+        assert (sample["reward"], len(sample["turns"]), sample["ambiguous"]) == (number, 3, True)
+
+
+def test_third_continuation_of_two_equal_rollouts_is_a_rollout_of_its_own(talk: Make) -> None:
+    one, two, sessions = _twins(talk)
     third = talk()
     third.messages, third.ids = list(one.messages), list(one.ids)
-    for made in (one, two):
-        made.follow(user("more"))
-    answered = third.follow(user("other"))
-    assert answered.session not in sessions
+    assert {made.follow(user("more")).session for made in (one, two)} == sessions
+    assert third.follow(user("other")).session not in sessions
     third.follow(user("more"))
+    for name in sessions:
+        turns = one.pair.client.get(f"/v1/sessions/{name}").json()["turns"]
+        assert [turn["parent"] for turn in turns] == [None, turns[0]["id"]]
 
 
-def test_retry_after_a_failure_continues_the_same_rollout(talk: Callable[..., Talk]) -> None:
-    """What was claimed for a request that failed is free again."""
-    one, two = talk(), talk()
-    two.messages = list(one.messages)
-    sessions = {made.ask(reply=Reply(SPLIT)).session for made in (one, two)}
+def test_what_was_claimed_for_a_request_that_failed_is_free_again(talk: Make) -> None:
+    one, two, sessions = _twins(talk)
     one.pair.fake.replies.append(Reply(break_at=0, how="head"))
     body = {"messages": [*one.messages, user("more")]}
     assert one.pair.client.post(CHAT, json=body).status_code == 502
     assert {made.follow(user("more")).session for made in (one, two)} == sessions
 
 
-def test_reward_of_an_unambiguous_rollout_has_no_warning(talk: Callable[..., Talk]) -> None:
+def test_what_was_claimed_for_a_client_that_left_is_free_again(talk: Make) -> None:
+    one, two, sessions = _twins(talk)
+    fake = one.pair.fake
+    fake.replies.append(Reply(SPLIT, hold_at=0))
+    body = json.dumps({"messages": [*one.messages, user("more")]}).encode()
+    with send_and_keep(one.pair.client.base_url, CHAT, body):
+        wait_until(lambda: fake.held)
+    wait_until(lambda: fake.aborted)
+    assert {made.follow(user("more")).session for made in (one, two)} == sessions
+
+
+def test_reward_of_an_unambiguous_rollout_has_no_warning(talk: Make) -> None:
     made = talk()
     session = made.ask(reply=Reply(SPLIT)).session
     made.follow(user("more"))
-    answer = made.pair.client.post(f"{_SESSIONS}/{session}/reward", json={"reward": 1.0})
+    answer = made.pair.client.post(f"/v1/sessions/{session}/reward", json={"reward": 1.0})
     assert "warning" not in answer.json()
+
+
+@pytest.mark.parametrize("others", [1, 20])
+def test_choices_with_equal_text_are_ambiguous_among_any_number_of_others(talk: Make, others: int) -> None:
+    made = talk()
+    question = list(made.messages)
+    first = made.ask(
+        reply=Reply((80, 81, END), message=_SAME, others=(Reply((90, END), message=_SAME),)), n=2
+    )
+    for number in range(others):
+        talk(messages=list(question)).ask(reply=Reply((100 + number, END), message=_SAME))
+    made.headers = {"x-session-id": first.session}
+    assert made.ask(user("more")).reason == "ambiguous"
+
+
+@pytest.mark.parametrize("silent", [1, 20])
+def test_turns_without_ids_do_not_hide_other_candidates(talk: Make, silent: int) -> None:
+    made = talk()
+    question = list(made.messages)
+    replies = [Reply((80 + number, END), message=_SAME) for number in range(2 + silent)]
+    for number, reply in enumerate(replies):
+        made = talk(messages=list(question))
+        made.ask(reply=reply if number < 2 else replace(reply, silent=("ids",)))
+    assert made.ask(user("more")).reason == "ambiguous"
+
+
+def test_a_session_may_be_named_while_its_first_turn_streams(talk: Make) -> None:
+    made = talk()
+    client, fake = made.pair.client, made.pair.fake
+    fake.replies.append(Reply(SPLIT, hold_at=2))
+    with client.stream("POST", CHAT, json={"messages": made.messages, "stream": True}) as response:
+        headers = {"x-session-id": response.headers["x-session-id"]}
+        assert client.post(CHAT, json={"messages": [user("Other")]}, headers=headers).status_code == 200
+        fake.release()
+        response.read()
+    made.headers = headers
+    made.messages.append({"role": "assistant", "content": made.model.decode(list(SPLIT))})
+    assert made.ask(user("more")).prompt["source"] == "extended"
+
+
+def test_turn_whose_ids_differ_from_its_messages_is_not_found_by_them(talk: Make) -> None:
+    made = talk()
+    made.ask(reply=Reply(SPLIT))
+    other = [*made.ids, *appended_after(made.model, made.ids, [user("AAA")])]
+    made.messages.append(user("BBB"))
+    made.pair.fake.replies.append(Reply((80, END), message={"content": "zzz"}))
+    body = {"messages": made.messages, "prompt_ids": other}
+    assert made.pair.client.post(f"{CHAT}/tokens", json=body).status_code == 200
+    made.messages.append({"role": "assistant", "content": "zzz"})
+    made.ask(user("more"))
+    sent = sent_ids(made.pair.fake)
+    assert sent is None or sent[: len(other)] != other

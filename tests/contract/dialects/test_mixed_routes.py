@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.fake_vllm import Reply
 from tests.support.talk import CHAT, Message, Talk, appended_after, sent_ids, user
-from tests.support.tiny_model import END, TinyModel
-from tests.support.utils import EVERY_SPELLING, Pair, run_proxy
+from tests.support.tiny_model import END
+from tests.support.utils import EVERY_SPELLING
 
 Make = Callable[..., Talk]
 SPLIT = (74, 71, 78, 78, 81, END)
@@ -35,11 +35,8 @@ def _with_ids(made: Talk, *new: Message, reply: Reply | None = None, append: boo
 
 @EVERY_SPELLING
 @pytest.mark.parametrize("append", [False, True])
-@pytest.mark.parametrize("session", [False, True])
-def test_chat_turns_continue_turns_of_the_token_route(talk: Make, append: bool, session: bool) -> None:
+def test_chat_turns_continue_turns_of_the_token_route(talk: Make, append: bool) -> None:
     made = talk()
-    if session:
-        made.headers = {"x-session-id": made.messages[0]["content"].replace(" ", "-")}
     first = made.ask(reply=Reply(SPLIT))
     for _ in range(2):
         response = _with_ids(made, user("more"), append=append)
@@ -47,15 +44,6 @@ def test_chat_turns_continue_turns_of_the_token_route(talk: Make, append: bool, 
         assert made.follow(user("And?"), reply=Reply(SPLIT)).session == first.session
     turns = made.pair.client.get(f"/v1/sessions/{first.session}").json()["turns"]
     assert [turn["parent"] for turn in turns] == [None, *(turn["id"] for turn in turns[:-1])]
-
-
-def test_first_turn_of_the_token_route_is_continued_by_the_chat_route(talk: Make) -> None:
-    made = talk()
-    made.pair.fake.replies.append(Reply(SPLIT))
-    answer = made.pair.client.post(_TOKENS, json={"messages": made.messages}).json()
-    made.ids = [*answer["prompt_token_ids"], *SPLIT]
-    made.messages.append(answer["choices"][0]["message"])
-    made.follow(user("more"))
 
 
 def test_ids_that_render_the_messages_are_proved(talk: Make) -> None:
@@ -87,15 +75,3 @@ def test_ids_alone_are_not_recorded_without_a_session(talk: Make) -> None:
     made = talk()
     response = made.pair.client.post(_TOKENS, json={"prompt_ids": [5, 6]})
     assert "x-session-id" not in response.headers
-
-
-def test_recording_of_the_token_route_can_be_turned_off(tiny_model: TinyModel) -> None:
-    with (
-        FakeVllm(tiny_model) as engine,
-        run_proxy([engine], store="memory:", record_token_route=False) as client,
-    ):
-        made = Talk(Pair(engine, client), tiny_model, headers={"x-session-id": "s"})
-        made.ask(reply=Reply(SPLIT))
-        response = _with_ids(made, user("more"))
-        assert "x-turn-id" not in response.headers
-        assert len(client.get("/v1/sessions/s").json()["turns"]) == 1

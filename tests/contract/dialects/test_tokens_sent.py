@@ -5,8 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.fake_vllm import FakeVllm, Variant
-from tests.support.tiny_model import TinyModel
+from tests.support.fake_vllm import FakeVllm
 from tests.support.utils import run_proxy
 
 _TOKENS = "/v1/chat/completions/tokens"
@@ -47,7 +46,6 @@ def test_transfer_parameters_are_kept(client: httpx.Client, fake: FakeVllm) -> N
 @pytest.mark.parametrize(
     "history, append, arrives",
     [
-        (None, None, [{"role": "user", "content": ""}]),
         (None, _NEXT, [{"role": "user", "content": ""}]),
         (_HISTORY, None, _HISTORY),
         (_HISTORY, _NEXT, _HISTORY + _NEXT),
@@ -70,20 +68,6 @@ def test_first_turn_is_sent_unchanged(client: httpx.Client, fake: FakeVllm) -> N
     client.post(_TOKENS, json={"messages": messages, "temperature": 0})
     requested = {"return_token_ids": True, "logprobs": True}
     assert fake.last().json == {"messages": messages, "temperature": 0, **requested}
-
-
-def test_headers_reach_the_engine_and_come_back(client: httpx.Client, fake: FakeVllm) -> None:
-    client.post(_TOKENS, json={"tokens": _PROMPT}, headers={"x-request-id": "7", "x-session-id": "s"})
-    assert (fake.last().header("x-request-id"), fake.last().header("x-session-id")) == (b"7", b"s")
-
-
-def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
-    with FakeVllm(tiny_model, Variant.NEITHER) as engine, run_proxy([engine]) as client:
-        refused = client.post(_TOKENS, json={"tokens": _PROMPT})
-        assert refused.status_code == 501
-        assert refused.json()["error"]["code"] == "no_token_in"
-        assert "--enable-scale-out" in refused.json()["error"]["message"]
-        assert client.post(_TOKENS, json={"messages": _NEXT}).status_code == 200
 
 
 def test_an_engine_with_another_template(mortal: FakeVllm, tmp_path: Path) -> None:
