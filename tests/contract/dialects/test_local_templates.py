@@ -48,22 +48,19 @@ def _appended(talk: Talk, answered_ids: list[int], *new: dict[str, Any]) -> str:
 def test_whole_history_is_rendered_if_the_suffix_depends_on_it(start: Start) -> None:
     talk = start(COUNTS_MESSAGES)
     talk.ask(reply=Reply((74, 75, END)))
-    for count in (3, 5, 7):
+    for count in (3, 5):
         text = _appended(talk, list(talk.ids), user("more"))
         assert text == f"\n<|im_start|>user\nmore<|im_end|>\n{count}<|im_start|>assistant\n"
 
 
 def test_without_the_history_only_proved_templates_are_answered(start: Start) -> None:
     body = {"prompt_ids": [1, 74, END], "append_messages": _NEW}
-    refused = start(COUNTS_MESSAGES).pair.client.post(_TOKENS, json=body)
+    client = start(COUNTS_MESSAGES).pair.client
+    [engine] = client.get("/ready").json()["engines"]
+    assert engine["template"]["after_messages"] == "whole history"
+    refused = client.post(_TOKENS, json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (501, "template_unsupported")
     assert "earlier messages decide" in refused.json()["error"]["message"]
-
-
-def test_ready_reports_what_the_template_depends_on(start: Start) -> None:
-    [engine] = start(COUNTS_MESSAGES).pair.client.get("/ready").json()["engines"]
-    assert engine["template"]["after_messages"] == "whole history"
-    assert "earlier messages decide" in engine["template"]["reason"]
 
 
 def test_audit_finds_a_difference_that_the_proof_missed(start: Start) -> None:
