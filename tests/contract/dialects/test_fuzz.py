@@ -11,10 +11,12 @@ import jinja2
 import pytest
 from aiohttp import web
 
-from tests.contract.dialects.responses.test_shapes import SHAPES as RESPONSES
 from tests.support.fake_vllm import error_body
 from tests.support.message_shapes import SHAPES as MESSAGES
 from tests.support.utils import Pair
+from tests.unit.dialects.messages.test_conversation import CASES as CONVERSATIONS
+from tests.unit.dialects.responses.test_items import CASES as INPUTS
+from tests.unit.dialects.responses.test_request import FIELDS
 
 _JUNK: list[Any] = [
     *(None, True, False, 0, -1, 1.5, 10**30, 2**63, "", "x", "\x00", "\ud83d", "auto", "none", "resp_1"),
@@ -53,23 +55,21 @@ class Fuzzed:
         return json.dumps({**body, "stream": chance.random() < 0.3 or body.get("stream")}).encode()
 
 
-def _without_extras(fields: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in fields.items() if not name.startswith("extra_")}
-    return {**kept, **fields.get("extra_body", {})}
-
-
 FUZZED = {
     "messages": Fuzzed(
         ("/v1/messages", "/v1/messages?beta=true", "/v1/messages/count_tokens"),
         [
-            {"max_tokens": 8, **_without_extras(shape.fields), "messages": shape.messages}
-            for shape in MESSAGES.values()
+            *({"messages": messages, "max_tokens": 8} for messages, _ in CONVERSATIONS.values()),
+            *({"messages": shape.messages, "max_tokens": 8, **shape.fields} for shape in MESSAGES.values()),
         ],
         ("message_stop",),
     ),
     "responses": Fuzzed(
         ("/v1/responses", "/v1/responses", "/v1/responses/compact"),
-        [_without_extras(shape) for shape in RESPONSES.values()],
+        [
+            *({"input": items} for items, _ in INPUTS.values()),
+            *({"input": "Hi", **fields} for fields, _ in FIELDS.values()),
+        ],
         ("response.completed", "response.incomplete", "response.failed"),
     ),
 }

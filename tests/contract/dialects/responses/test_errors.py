@@ -76,18 +76,6 @@ def test_a_stream_that_breaks(client: httpx.Client, fake: FakeVllm) -> None:
         stream.get_final_response()
 
 
-def test_bad_requests_name_their_field(client: httpx.Client) -> None:
-    for fields, param in (
-        ({"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "item_reference", "id": {}}]}, "input[0].id"),
-        ({"input": "Hi", "background": True}, "background"),
-        ({"input": "Hi", "n": "x", "max_output_tokens": []}, "max_output_tokens"),
-    ):
-        refused = client.post("/v1/responses", json={"model": "tiny", **fields})
-        error = refused.json()["error"]
-        assert (refused.status_code, error["type"], error["param"]) == (400, "BadRequestError", param)
-
-
 @pytest.mark.parametrize("field", [b"metadata", b"x"])
 def test_bodies_that_are_not_utf8(client: httpx.Client, field: bytes) -> None:
     """Also in values that the response repeats, or that nobody reads."""

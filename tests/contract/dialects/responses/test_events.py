@@ -1,5 +1,6 @@
 """The events of a stream: their order, their ids, and what OpenAI's SDK makes of them."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -53,10 +54,6 @@ _REASONING = [
     "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
     "content_part.done", "output_item.done",
 ]  # fmt: skip
-_SUMMARY = [
-    "output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta",
-    "reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done",
-]  # fmt: skip
 
 
 def test_a_turn_of_all_kinds(client: httpx.Client, fake: FakeVllm) -> None:
@@ -64,32 +61,15 @@ def test_a_turn_of_all_kinds(client: httpx.Client, fake: FakeVllm) -> None:
     events = _stream(client, tools=_TOOLS)
     calls = ["output_item.added", *_CALL, "output_item.added", *_CALL]
     assert _kinds(events) == ["created", "in_progress", *_REASONING, *_MESSAGE, *calls, "completed"]
-    assert [event["output_index"] for event in events if event["type"] == "response.output_item.added"] == [
-        0, 1, 2, 3,
-    ]  # fmt: skip
-
-
-def test_reasoning_as_a_summary(client: httpx.Client, fake: FakeVllm) -> None:
-    fake.replies.append(Reply(HELLO, message={"reasoning": "so", "content": "well"}))
-    events = _stream(client, reasoning={"summary": "auto"})
-    assert _kinds(events) == ["created", "in_progress", *_SUMMARY, *_MESSAGE, "completed"]
-    [reasoning, _] = events[-1]["response"]["output"]
-    assert reasoning["summary"] == [{"type": "summary_text", "text": "so"}] and "content" not in reasoning
-
-
-def test_ids_are_equal_wherever_they_appear(client: httpx.Client, fake: FakeVllm) -> None:
-    fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
-    events = _stream(client, tools=_TOOLS)
     added = [event["item"]["id"] for event in events if event["type"] == "response.output_item.added"]
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert added == [item["id"] for item in done] and len(set(added)) == 4
     assert events[-1]["response"]["output"] == done
-    for event in events:
-        if "item_id" in event:
-            assert event["item_id"] == added[event["output_index"]]
-    assert {event["response"]["id"] for event in events if "response" in event} == {
-        events[0]["response"]["id"]
-    }
+    assert all(event["item_id"] == added[event["output_index"]] for event in events if "item_id" in event)
+    assert len({event["response"]["id"] for event in events if "response" in event}) == 1
+    usage = events[-1]["response"]["usage"]
+    assert (usage["output_tokens"], usage["total_tokens"]) == (6, usage["input_tokens"] + 6)
+    assert usage["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
 
 
 def test_an_empty_answer_is_an_empty_message(client: httpx.Client, fake: FakeVllm) -> None:
@@ -129,17 +109,6 @@ def test_a_turn_that_is_cut(client: httpx.Client, fake: FakeVllm, own_limit: boo
     assert engine_body(fake).get("max_tokens") == (3 if own_limit else None)
 
 
-def test_usage(client: httpx.Client, fake: FakeVllm) -> None:
-    fake.replies.append(Reply(HELLO))
-    streamed = _stream(client)[-1]["response"]["usage"]
-    fake.replies.append(Reply(HELLO))
-    assert client.post("/v1/responses", json={"input": "Hi"}).json()["usage"] == streamed
-    assert streamed["output_tokens"] == 6
-    assert streamed["total_tokens"] == streamed["input_tokens"] + 6
-    assert streamed["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
-    assert streamed["output_tokens_details"] == {"reasoning_tokens": 0}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
     fake.replies.append(Reply(HELLO))
@@ -175,17 +144,31 @@ def _checked(response: Any) -> None:
     ]
 
 
-def test_the_sdk_accumulates_a_stream(client: httpx.Client, fake: FakeVllm) -> None:
-    fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
-    texts, arguments = [], []
-    with sdk(client).responses.stream(model="tiny", input="Hi", tools=_TOOLS) as stream:
-        for event in stream:
-            if event.type == "response.output_text.delta":
-                texts.append(event.snapshot)
-            elif event.type == "response.function_call_arguments.delta":
-                arguments.append(event.snapshot)
-        _checked(stream.get_final_response())
-    assert texts[-1] == "well" and arguments == ["{}", '{"b": 1}']
+def test_the_async_sdk(client: httpx.Client, fake: FakeVllm) -> None:
+    """And as Codex sends it, with tools that are left out and fields without effect."""
+    asked: Item = {
+        "model": "tiny",
+        "input": [
+            {"type": "message", "role": "developer", "content": "x"},
+            {"role": "user", "content": "Hi"},
+        ],
+        "tools": [*_TOOLS, {"type": "web_search", "external_web_access": False}],
+        "reasoning": {"effort": "low"},
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+        "prompt_cache_key": "01a2",
+        "extra_body": {"client_metadata": {"session_id": "01a2"}},
+    }
+
+    async def ask() -> None:
+        asking = async_sdk(client)
+        fake.replies.extend([Reply(HELLO, message=_TURN, finish="tool_calls")] * 2)
+        async with asking.responses.stream(**asked) as stream:
+            _checked(await stream.get_final_response())
+        _checked(await asking.responses.create(**asked))
+        await asking.close()
+
+    asyncio.run(ask())
 
 
 class Answer(BaseModel):

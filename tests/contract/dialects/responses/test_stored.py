@@ -72,13 +72,6 @@ def test_a_response_that_is_not_stored(client: httpx.Client, stream: bool) -> No
         asking.responses.create(model="tiny", **more)
 
 
-def test_a_stream_is_stored_before_it_ends(client: httpx.Client) -> None:
-    asking = sdk(client)
-    for event in asking.responses.create(model="tiny", input="Hi", stream=True):
-        if event.type == "response.completed":
-            assert asking.responses.retrieve(event.response.id).output == event.response.output
-
-
 def test_several_proxies_share_the_responses(mortal: FakeVllm, tiny_model: TinyModel, tmp_path: Path) -> None:
     url = f"sqlite://{tmp_path / 'rollouts.db'}"
     with run_proxy([mortal], store=url) as one, run_proxy([mortal], store=url) as two:
@@ -147,13 +140,6 @@ def test_names_of_other_documents_are_no_responses(client: httpx.Client, fake: F
         body = {"model": "tiny", "input": items, "previous_response_id": compaction["id"]}
         error = _error(client.post("/v1/responses", json=body), 400)
         assert error["code"] == "previous_response_not_found"
-
-
-def test_a_limit_of_bytes(mortal: FakeVllm) -> None:
-    with run_proxy([mortal], store="memory:", stored_response_bytes=4000) as client:
-        names = [_answer(client, input="Hi")["id"] for _ in range(8)]
-        found = [client.get(f"/v1/responses/{name}").status_code for name in names]
-        assert found[0] == 404 and found[-1] == 200
 
 
 def test_a_store_that_does_not_respond(mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def _converted(*messages: Message, system: Any = None, merges_system: bool = Fal
 
 
 _CACHED = {"cache_control": {"type": "ephemeral"}}
-_CASES: dict[str, tuple[list[Message], list[Message]]] = {
+CASES: dict[str, tuple[list[Message], list[Message]]] = {
     "a text": ([_user("Hi")], [_user("Hi")]),
     "a block is its text": ([_user(_text("Hi"))], [_user("Hi")]),
     "cache_control is ignored": ([_user(_text("Hi", **_CACHED))], [_user("Hi")]),
@@ -118,7 +118,7 @@ _CASES: dict[str, tuple[list[Message], list[Message]]] = {
 }
 
 
-@pytest.mark.parametrize("case", _CASES.values(), ids=_CASES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_messages(case: tuple[list[Message], list[Message]]) -> None:
     messages, expected = case
     assert _converted(*messages) == expected

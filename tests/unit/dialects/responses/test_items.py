@@ -52,7 +52,7 @@ def _tool(call: str, content: Any = "ok") -> Item:
     return {"role": "tool", "tool_call_id": call, "content": content}
 
 
-_CASES: dict[str, tuple[list[Item], list[Item]]] = {
+CASES: dict[str, tuple[list[Item], list[Item]]] = {
     "texts": (
         [{"role": "user", "content": "a"}, {"type": "message", "role": "system", "content": "b"}],
         [_user("a"), {"role": "system", "content": "b"}],
@@ -171,7 +171,7 @@ _CASES: dict[str, tuple[list[Item], list[Item]]] = {
 }
 
 
-@pytest.mark.parametrize("items, messages", _CASES.values(), ids=_CASES)
+@pytest.mark.parametrize("items, messages", CASES.values(), ids=CASES)
 def test_messages(items: list[Item], messages: list[Item]) -> None:
     assert messages_of([], items, {})[0] == messages
 

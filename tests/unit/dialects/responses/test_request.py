@@ -25,7 +25,7 @@ def _chat(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: msgspec.json.decode(value) for name, value in chat_fields(request).items()}
 
 
-_FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing": ({}, {}),
     "as they are": (
         {"model": "m", "temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["x"], "top_k": 5, "user": "u"},
@@ -103,7 +103,7 @@ _FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("fields, expected", _FIELDS.values(), ids=_FIELDS)
+@pytest.mark.parametrize("fields, expected", FIELDS.values(), ids=FIELDS)
 def test_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     assert _chat(fields) == expected
 
