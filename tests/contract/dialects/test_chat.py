@@ -81,16 +81,6 @@ def test_spellings_of_one_message(talk: Make, other: Message) -> None:
         made.follow(user("more"))
 
 
-@pytest.mark.parametrize("content", [None, "", [], ...])
-def test_contents_without_text(talk: Make, content: Any) -> None:
-    made = talk()
-    made.ask(reply=Reply(SPLIT, message={"content": None, "tool_calls": [_CALL]}))
-    made.messages[-1]["content"] = content
-    if content is ...:
-        del made.messages[-1]["content"]
-    made.follow(result(_CALL, "1"))
-
-
 _EDITS: dict[str, Message] = {
     "text": {"content": "ha"},
     "reasoning": {"reasoning": "so, no"},
@@ -124,13 +114,6 @@ def test_ids_before_an_edited_turn_are_kept(talk: Make, edit: Message, depth: in
     made.follow(user("Go on"))
 
 
-def test_tool_calls_in_another_order(talk: Make) -> None:
-    made, calls = talk(), [call(), call()]
-    made.ask(reply=Reply(SPLIT, message={"tool_calls": calls}))
-    made.messages[-1]["tool_calls"] = calls[::-1]
-    assert made.ask(result(calls[0], "1"), result(calls[1], "2")).reason == "no_match"
-
-
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_edited_message_ends_the_reuse_of_ids(talk: Make, at: int) -> None:
     """System prompt, question, tool result."""
@@ -162,40 +145,6 @@ def test_messages_that_the_engine_merges_into_the_first_are_rendered(talk: Make)
     answered = made.ask(kind, user("And?"))
     assert (answered.sent, answered.reason) == (None, "template_unsupported")
     made.follow(user("Go on"))
-
-
-# --- the reason is the true one
-
-
-_TOOLS = [{"type": "function", "function": {"name": "f", "description": "d"}}]
-_CHANGES: dict[str, tuple[Message, Message, str]] = {
-    "tools": ({"tools": _TOOLS}, {}, "tools_changed"),
-    "arguments": ({}, {"chat_template_kwargs": {"a": 1}}, "template_kwargs_changed"),
-    "true for 1": (
-        {"chat_template_kwargs": {"a": 1}},
-        {"chat_template_kwargs": {"a": True}},
-        "template_kwargs_changed",
-    ),
-    "model": ({}, {"model": "adapter"}, "model_changed"),
-}
-
-
-@pytest.mark.parametrize("before, after, reason", _CHANGES.values(), ids=_CHANGES)
-@pytest.mark.parametrize("session", ["none", "told"])
-def test_changed_fields_other_than_messages_are_reported(
-    talk: Make, before: Message, after: Message, reason: str, session: str
-) -> None:
-    made = talk(fields=before)
-    first = made.ask(reply=Reply(SPLIT))
-    if session == "told":
-        made.headers["x-session-id"] = first.session
-    made.fields = after
-    answered = made.ask(user("more"))
-    assert (answered.sent, answered.prompt["source"], answered.reason) == (None, "rendered", reason)
-    made.follow(user("more"))
-
-
-# --- several at once
 
 
 @EVERY_SPELLING
@@ -232,17 +181,6 @@ def test_tool_call_ids_distinguish_equal_text_with_different_ids(talk: Make) -> 
     two.follow(result(calls[1], "1"))
 
 
-def test_equal_text_with_different_ids_is_rendered_if_ambiguous(talk: Make) -> None:
-    one, two = talk(), talk()
-    two.messages = list(one.messages)
-    one.ask(reply=Reply((*HI, END), message={"content": "same"}))
-    two.ask(reply=Reply(SPLIT, message={"content": "same"}))
-    before = _counter(two, "tokenproxy_ambiguous_prompts_total")
-    answered = two.ask(user("more"))
-    assert (answered.sent, answered.reason, answered.prompt["candidates"]) == (None, "ambiguous", "2")
-    assert _counter(two, "tokenproxy_ambiguous_prompts_total") == before + 1
-
-
 _TOLD_APART: dict[str, tuple[Message, Message]] = {
     "white space": ({"content": "same"}, {"content": "same "}),
     "reasoning": ({"content": "same", "reasoning": "so"}, {"content": "same"}),
@@ -265,13 +203,6 @@ def test_the_spelling_of_the_client_decides(
         two.follow(user("more"))
     assert one.follow(user("And?")).prompt["candidates"] == "2"
     assert two.follow(user("And?")).prompt["candidates"] == "2"
-
-
-def _counter(made: Talk, name: str) -> float:
-    for line in made.pair.client.get("/metrics").text.splitlines():
-        if line.startswith(name):
-            return float(line.rpartition(" ")[2])
-    return 0.0
 
 
 @EVERY_SPELLING

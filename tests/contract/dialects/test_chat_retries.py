@@ -92,14 +92,6 @@ def test_a_group_of_equal_requests_of_which_one_failed(talk: Make) -> None:
     assert _in_session(made, body, x_stainless_retry_count="1").headers["x-turn-id"] in turns
 
 
-def test_members_of_a_group_without_sessions_get_their_own_answers(talk: Make) -> None:
-    """Though one of them is retried by its SDK."""
-    made = talk()
-    body = {"messages": made.messages}
-    turns = [_post(made, body, x_stainless_retry_count=count).headers["x-turn-id"] for count in "0101"]
-    assert len(set(turns)) == 4
-
-
 @EVERY_SPELLING
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_retry_of_a_request_whose_client_left(talk: Make, stream: bool) -> None:
@@ -153,14 +145,6 @@ def test_waiting_retry_runs_if_the_first_request_fails(talk: Make) -> None:
         other = pool.submit(_post, made, body, idempotency_key=key)
         made.pair.fake.release()
         assert (first.result().status_code, other.result().status_code) == (502, 200)
-
-
-def test_answers_are_not_shared_between_sessions(talk: Make) -> None:
-    made = talk()
-    body, name = {"messages": made.messages}, made.messages[0]["content"][3:]
-    one = _post(made, body, x_session_id=f"one-{name}", x_stainless_retry_count="1")
-    two = _post(made, body, x_session_id=f"two-{name}", x_stainless_retry_count="1")
-    assert one.headers["x-turn-id"] != two.headers["x-turn-id"]
 
 
 @pytest.mark.parametrize(

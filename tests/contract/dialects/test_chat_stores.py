@@ -11,7 +11,7 @@ import pytest
 from proxy.history.store import Limits, StoreError
 from proxy.stores.memory import MemoryStore
 from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.talk import CHAT, Talk, user
+from tests.support.talk import Talk, user
 from tests.support.tiny_model import END, TinyModel
 from tests.support.utils import Pair, run_proxy, wait_until
 
@@ -42,15 +42,6 @@ def test_two_proxies_with_one_store(mortal: FakeVllm, tiny_model: TinyModel, dat
         assert made.ask(user("more")).prompt["source"] == "rendered"
 
 
-def test_a_retry_through_the_other_proxy(mortal: FakeVllm, database: str) -> None:
-    with run_proxy([mortal], store=database) as one, run_proxy([mortal], store=database) as two:
-        body = {"messages": [user("Hi")]}
-        headers = {"x-session-id": "s", "x-stainless-retry-count": "0"}
-        first = one.post(CHAT, json=body, headers=headers)
-        again = two.post(CHAT, json=body, headers={**headers, "x-stainless-retry-count": "1"})
-        assert (again.content, again.headers["x-request-replayed"]) == (first.content, "true")
-
-
 def test_a_proxy_that_was_restarted(mortal: FakeVllm, tiny_model: TinyModel, database: str) -> None:
     with run_proxy([mortal], store=database) as client:
         talk = Talk(Pair(mortal, client), tiny_model)
@@ -62,18 +53,6 @@ def test_a_proxy_that_was_restarted(mortal: FakeVllm, tiny_model: TinyModel, dat
         edited.messages[1]["reasoning"] = "no"
         assert edited.ask(user("more")).reason == "history_edited"
         talk.follow(user("more"))
-
-
-def test_full_store_reports_evicted_conversations(mortal: FakeVllm, tiny_model: TinyModel) -> None:
-    with run_proxy([mortal], store="memory:", store_max_bytes=4000) as client:
-        pair = Pair(mortal, client)
-        old, named = Talk(pair, tiny_model), Talk(pair, tiny_model, headers={"x-session-id": "s"})
-        for made in (old, named, *(Talk(pair, tiny_model) for _ in range(12))):
-            made.ask(reply=Reply(SPLIT))
-        for made in (old, named):
-            answered = made.ask(user("more"))
-            assert (answered.sent, answered.reason) == (None, "evicted")
-            made.follow(user("more"))
 
 
 class _Failing:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.fake_vllm import Canned, Reply, data_of
 from tests.support.talk import CHAT, Message, Talk, call, result, user
 from tests.support.tiny_model import END
-from tests.support.utils import EVERY_SPELLING, send_and_keep, wait_until
+from tests.support.utils import EVERY_SPELLING, wait_until
 
 Make = Callable[..., Talk]
 SPLIT = (74, 71, 78, 78, 81, END)
@@ -104,19 +104,6 @@ def test_what_was_sampled_for_a_client_that_left_can_be_continued(talk: Make) ->
 
 def _ids_of(turn: dict[str, Any]) -> list[int]:
     return [*turn["appended_ids"], *turn["completion_ids"]]
-
-
-def test_a_client_that_leaves_before_a_whole_answer(talk: Make) -> None:
-    made = talk()
-    made.ask(reply=Reply(SPLIT))
-    before = list(made.messages)
-    body = json.dumps({"messages": [*made.messages, user("more")]}).encode()
-    made.pair.fake.replies.append(Reply((90, END), hold_at=0))
-    with send_and_keep(made.pair.client.base_url, CHAT, body):
-        wait_until(lambda: made.pair.fake.running)
-    wait_until(lambda: made.pair.fake.aborted == 1)
-    made.messages = before
-    made.follow(user("more"))
 
 
 _STREAM = [

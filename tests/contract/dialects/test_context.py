@@ -37,12 +37,6 @@ def test_ids_beyond_the_context_never_reach_the_engine(
     assert _reached(fake) == 0
 
 
-def test_ids_that_the_engine_truncates_reach_it(client: httpx.Client, fake: FakeVllm) -> None:
-    fields = {"prompt_ids": [5] * (MAX_MODEL_LEN + 1), "truncate_prompt_tokens": 100}
-    client.post(TOKENS, json=fields)
-    assert _reached(fake) == 1
-
-
 @pytest.mark.parametrize(
     "content",
     ["a" * 9000, [{"type": "text", "text": "a" * 9000}], [{"type": "text", "text": "é\\n" * 9000}]],
@@ -64,10 +58,6 @@ def test_prompt_and_appended_messages_count_together(client: httpx.Client, tiny_
     assert client.post(TOKENS, json={"prompt_ids": most, **appended}).status_code == 200
     error = _error(client.post(TOKENS, json={"prompt_ids": [5, *most], **appended}))
     assert f"contains {MAX_MODEL_LEN + 1} input tokens" in error["message"]
-
-
-def test_white_space_that_a_template_may_strip_is_counted_when_it_is_rendered(client: httpx.Client) -> None:
-    _error(client.post(TOKENS, json={"prompt_ids": [END], "append_messages": [user("a" + " " * 9000)]}))
 
 
 def test_a_conversation_that_outgrew_the_context_is_refused(talk: Callable[..., Talk]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.fake_vllm import Reply
-from tests.support.talk import CHAT, Talk, appended_after, sent_ids, user
+from tests.support.talk import CHAT, Talk, user
 from tests.support.tiny_model import END
 from tests.support.utils import send_and_keep, wait_until
 
@@ -119,17 +119,3 @@ def test_a_session_may_be_named_while_its_first_turn_streams(talk: Make) -> None
     made.headers = headers
     made.messages.append({"role": "assistant", "content": made.model.decode(list(SPLIT))})
     assert made.ask(user("more")).prompt["source"] == "extended"
-
-
-def test_turn_whose_ids_differ_from_its_messages_is_not_found_by_them(talk: Make) -> None:
-    made = talk()
-    made.ask(reply=Reply(SPLIT))
-    other = [*made.ids, *appended_after(made.model, made.ids, [user("AAA")])]
-    made.messages.append(user("BBB"))
-    made.pair.fake.replies.append(Reply((80, END), message={"content": "zzz"}))
-    body = {"messages": made.messages, "prompt_ids": other}
-    assert made.pair.client.post(f"{CHAT}/tokens", json=body).status_code == 200
-    made.messages.append({"role": "assistant", "content": "zzz"})
-    made.ask(user("more"))
-    sent = sent_ids(made.pair.fake)
-    assert sent is None or sent[: len(other)] != other

@@ -32,15 +32,6 @@ def test_template_kwargs_of_any_name_leave_tools_and_model_in_the_key(
     assert (answered.sent, answered.reason) == (None, reason)
 
 
-@pytest.mark.parametrize("name", ["finish_reason", "last_id"])
-def test_template_kwargs_of_any_name_are_variables_of_the_template(talk: Make, name: str) -> None:
-    made = talk(fields={"chat_template_kwargs": {name: "x"}})
-    made.ask(reply=Reply(SPLIT))
-    made.follow(user("more"))
-    made.fields = {"chat_template_kwargs": {name: "y"}}
-    assert made.ask(user("And?")).reason == "template_kwargs_changed"
-
-
 @pytest.mark.parametrize("name", ["truncation", "chat_template"])
 def test_template_kwargs_that_are_arguments_of_the_rendering_are_left_to_the_engine(
     talk: Make, name: str
@@ -73,13 +64,6 @@ def test_turn_with_given_ids_is_not_found_by_an_empty_message(talk: Make) -> Non
     answer = response.json()["choices"][0]["message"]
     made.messages, made.headers = [user(""), answer], {"x-session-id": "empty"}
     assert made.ask(user("more")).sent is None
-
-
-def test_turn_with_a_truncated_prompt_is_not_continued(talk: Make) -> None:
-    made = talk()
-    made.ask(reply=Reply(SPLIT), truncate_prompt_tokens=5)
-    answered = made.ask(user("more"))
-    assert (answered.sent, answered.prompt["source"]) == (None, "rendered")
 
 
 def test_session_named_like_a_generated_one_belongs_to_the_client(talk: Make) -> None:

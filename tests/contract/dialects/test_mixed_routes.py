@@ -69,9 +69,3 @@ def test_ids_that_are_not_those_of_the_messages_are_never_continued_by_their_tex
     made.messages.append(answer.json()["choices"][0]["message"])
     answered = made.ask(user("And?"))
     assert answered.sent is None or answered.sent[: len(prompt)] != prompt
-
-
-def test_ids_alone_are_not_recorded_without_a_session(talk: Make) -> None:
-    made = talk()
-    response = made.pair.client.post(_TOKENS, json={"prompt_ids": [5, 6]})
-    assert "x-session-id" not in response.headers

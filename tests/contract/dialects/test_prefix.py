@@ -1,16 +1,15 @@
 """`required_prefix_token_ids` on the chat route."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.fake_vllm import FakeVllm, Reply, Variant
-from tests.support.talk import CHAT, GENERATE, Talk, call, result, sent_ids, user
+from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.talk import CHAT, GENERATE, Talk, sent_ids, user
 from tests.support.tiny_model import END, VOCAB_SIZE, TinyModel
-from tests.support.utils import EVERY_SPELLING, run_proxy
+from tests.support.utils import EVERY_SPELLING
 
 Make = Callable[..., Talk]
 SPLIT = (74, 71, 78, 78, 81, END)
@@ -51,23 +50,6 @@ def test_the_prefix_is_kept(
     assert not any(_FIELD.encode() in seen.body for seen in generated)
 
 
-def test_tools_and_template_arguments_count(
-    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
-) -> None:
-    function = {"name": "f", "description": None, "parameters": None}
-    tools = [{"type": "function", "function": function}]
-    one = call()
-    turn = {"role": "assistant", "content": "", "tool_calls": [one]}
-    messages = [user("Hi"), turn, result(one, "1")]
-    prefix = [*tiny_model.render(messages[:1], tools=tools), *SPLIT]
-    kwargs = {"enable_thinking": False}
-    body = {"messages": messages, "tools": tools, "chat_template_kwargs": kwargs, _FIELD: prefix}
-    assert client.post(CHAT, json=body).status_code == 200
-    as_objects = json.loads(json.dumps(messages))
-    as_objects[1]["tool_calls"][0]["function"]["arguments"] = {}
-    assert sent_ids(fake) == _expected(tiny_model, prefix, as_objects, tools=tools, **kwargs)
-
-
 @pytest.mark.parametrize("prefix", [[], "1", [True], [VOCAB_SIZE]], ids=str)
 def test_prefixes_that_are_none(client: httpx.Client, prefix: Any) -> None:
     answer = client.post(CHAT, json={"messages": [*_HISTORY, user("more")], _FIELD: prefix})
@@ -84,15 +66,6 @@ def test_null_is_no_prefix(talk: Make) -> None:
     made = talk()
     made.ask(reply=Reply(SPLIT))
     made.follow(user("more"), required_prefix_token_ids=None)
-
-
-def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
-    with (
-        FakeVllm(tiny_model, Variant.NEITHER) as engine,
-        run_proxy([engine], store="memory:") as client,
-    ):
-        answer = client.post(CHAT, json={"messages": [*_HISTORY, user("more")], _FIELD: [5, *SPLIT]})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_token_in")
 
 
 def test_its_turn_is_recorded_and_continued(talk: Make) -> None:

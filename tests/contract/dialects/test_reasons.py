@@ -21,8 +21,8 @@ SPLIT = (74, 71, 78, 78, 81, END)
 _MORE = user("more")
 _IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 _ANSWER = Canned(b'{"choices": []}', headers={"content-type": "application/json"})
-_NOT_HERE = {"no_ids"}
-"""Reasons of the token route alone."""
+_NOT_HERE = {"no_ids", "text_prompt"}
+"""Reasons of the token route and of completions."""
 
 
 @pytest.fixture
@@ -237,11 +237,6 @@ def test_store_unavailable(other: Callable[..., Talk], monkeypatch: pytest.Monke
 
     monkeypatch.setattr(MemoryStore, "find", fail)
     assert _second(other()).reason == "store_unavailable"
-
-
-def test_text_prompt(talk: Callable[..., Talk]) -> None:
-    answer = talk().pair.client.post("/v1/completions", json={"prompt": "hello"})
-    assert answer.headers["x-prompt-reason"] == "text_prompt"
 
 
 def test_none_is_left_out() -> None:

@@ -103,11 +103,3 @@ def test_sessions_need_a_credential_wherever_inference_does(
     for path in (CHAT, "/chat/completions"):
         refused = tenants.pair.client.post(path, headers=headers, json={"messages": [user("Hi")]})
         assert refused.status_code == 401
-
-
-def test_all_clients_are_one_tenant_without_keys(talk: Any) -> None:
-    made = talk()
-    made.headers = {"authorization": "Bearer one"}
-    made.ask(reply=Reply(SPLIT))
-    made.headers = {"authorization": "Bearer two"}
-    made.follow(user("more"))

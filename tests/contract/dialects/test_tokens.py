@@ -4,7 +4,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm, data_of
+from tests.support.fake_vllm import FakeVllm, data_of
 from tests.support.tiny_model import END, HI, VOCAB_SIZE, TinyModel
 from tests.support.utils import EVERY_SPELLING
 from tokenization import ChatTokenizer
@@ -40,13 +40,6 @@ def test_ids_in_and_ids_out(client: httpx.Client, name: str) -> None:
     assert answer.status_code == 200
     assert _ids(answer, False) == (_PROMPT, [*HI, END])
     assert _headers(answer) == {"source": "given", "reused": "3", "appended": "0", "reason": "ids_given"}
-
-
-def test_whole_floats_are_ids(client: httpx.Client) -> None:
-    """As in vLLM."""
-    answer = client.post(_TOKENS, json={"prompt_ids": [1.0, 74, 75.0]})
-    assert _ids(answer, False) == (_PROMPT, [*HI, END])
-    assert _headers(answer)["reused"] == "3"
 
 
 @EVERY_SPELLING
@@ -106,8 +99,6 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a negative id": ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
     "nested": ({"prompt_ids": [[1, 2]]}, "prompt_ids"),
     "out of vocabulary": ({"tokens": [1, VOCAB_SIZE]}, "tokens"),
-    "beyond any integer type": ({"tokens": [1, 10**30]}, "tokens"),
-    "too many": ({"prompt_token_ids": [5] * (MAX_MODEL_LEN + 1)}, "prompt_token_ids"),
     "nothing": ({}, "prompt_ids"),
     "twice": ({"prompt_ids": [1], "tokens": [1]}, "tokens"),
     "twice, in vLLM's own place": (
@@ -119,16 +110,10 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a history that is none": ({"prompt_ids": [1], "messages": [5], "append_messages": _NEXT}, "messages"),
     "messages that are none": ({"prompt_ids": [1], "messages": "Hi"}, "messages"),
     "append without ids": ({"append_messages": _NEXT}, "prompt_ids"),
-    "append with messages": ({"messages": _HISTORY, "append_messages": _NEXT}, "prompt_ids"),
     "append of nothing": ({"prompt_ids": [1], "append_messages": []}, "append_messages"),
     "append of a text": ({"prompt_ids": [1], "append_messages": "Hi"}, "append_messages"),
-    "append without a role": ({"prompt_ids": [1], "append_messages": [{"content": "a"}]}, "append_messages"),
     "append refused by the template": (
         {"prompt_ids": [1], "append_messages": [{"role": "nobody", "content": "a"}]},
-        "append_messages",
-    ),
-    "append of calls that are none": (
-        {"prompt_ids": [1], "append_messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]},
         "append_messages",
     ),
     "append with a template": (
@@ -142,10 +127,6 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
     "append that continues": (
         {"prompt_ids": [1], "append_messages": _NEXT, "continue_final_message": True},
         "continue_final_message",
-    ),
-    "append with tools that are none": (
-        {"prompt_ids": [1], "append_messages": _NEXT, "tools": {"a": 1}},
-        "tools",
     ),
     "echo": ({"prompt_ids": [1], "echo": True}, "echo"),
 }
@@ -184,12 +165,6 @@ def test_values_that_are_nested_too_deeply(client: httpx.Client, name: str) -> N
     deep = "[" * 100_000 + "]" * 100_000
     body = f'{{"prompt_ids": [1], "{name}": {deep}}}'
     assert client.post(_TOKENS, content=body.encode()).status_code == 400
-
-
-def test_an_id_of_many_digits(client: httpx.Client) -> None:
-    """Python refuses to read numbers of more than 4300 digits."""
-    body = b'{"append_messages": [{"role": "user", "content": "a"}], "prompt_ids": [1, %s]}' % (b"9" * 5000)
-    assert client.post(_TOKENS, content=body).status_code == 400
 
 
 def test_nothing_of_a_bad_request_reaches_the_engine(client: httpx.Client, fake: FakeVllm) -> None:

@@ -56,11 +56,6 @@ def test_each_prompt_has_its_images_or_none(vision: httpx.Client, engine: FakeVi
     }
 
 
-def test_images_of_text(vision: httpx.Client) -> None:
-    answer = _post(vision, GENERATE, prompts=["<|endoftext|>hi", "hi"], images=[[WIDE], []])
-    assert answer["prompt_ids"] == [[*ids_of_image(WIDE), *HI], list(HI)]
-
-
 def test_images_in_messages(vision: httpx.Client, engine: FakeVision) -> None:
     """TRL's client sends them as base64 in parts of type `image_pil`."""
     kinds = [
@@ -77,23 +72,11 @@ def test_images_in_messages(vision: httpx.Client, engine: FakeVision) -> None:
     assert first[start : start + len(image)] == image
 
 
-def test_a_session_goes_on_with_its_images(vision: httpx.Client) -> None:
-    path = "/sessions/trl-images/v1/generate/"
-    first = _post(vision, path, prompts=[[1, PLACEHOLDER, 74]], images=[[RED]])
-    following = [*first["prompt_ids"][0], *first["completion_ids"][0], 75]
-    assert _post(vision, path, prompts=[following])["prompt_ids"] == [following]
-    [sample] = vision.get("/v1/sessions/trl-images/samples").json()["samples"]
-    assert (len(sample["turns"]), len(sample["images"]), len(sample["image_data"])) == (2, 1, 1)
-
-
 _WRONG: dict[str, tuple[list[Any], list[Any], str]] = {
     "too many": ([[1, PLACEHOLDER]], [[RED, RED]], "images[0]"),
     "too few": ([[1], [1, PLACEHOLDER, 5, PLACEHOLDER]], [None, [RED]], "images[1]"),
-    "none": ([[1], [1, PLACEHOLDER]], [None, None], "images[1]"),
-    "an empty list": ([[1, PLACEHOLDER]], [[]], "images[0]"),
     "without a placeholder in the text": (["hi"], [[RED]], "images[0]"),
     "no image": ([[1, PLACEHOLDER]], [["AAAA"]], "images[0]"),
-    "no base64": ([[1], [1, PLACEHOLDER]], [None, ["?"]], "images[1]"),
     "from the web": ([[1, PLACEHOLDER]], [["http://127.0.0.1/x.png"]], "images[0]"),
 }
 

@@ -153,13 +153,6 @@ def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
         events.until_done()
 
 
-def test_a_turn_that_the_engine_did_not_end_says_why(pair: Pair) -> None:
-    pair.fake.replies.append(Reply((74, 71), finish="abort"))
-    text = pair.client.post(_PATH, json={**_BODY, "stream": True}).text
-    assert text.endswith('before it was complete (abort)"}}\n\n') and "event: error" in text
-    assert "message_delta" not in text
-
-
 _NO_UTF8 = [
     b'"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{"a":"\xff"}}]}]',
     b'"messages":[{"role":"user","content":"a"}],"tools":[{"name":"f","input_schema":{"\xff":1}}]',

@@ -1,6 +1,5 @@
 """Conversations of Anthropic's clients stay exact: prompts begin with the ids read and sampled before."""
 
-import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,9 +11,9 @@ import httpx
 import pytest
 
 from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.message_shapes import assistant, user
+from tests.support.message_shapes import user
 from tests.support.talk import sent_ids
-from tests.support.tiny_model import END, TinyModel, make_tiny_model
+from tests.support.tiny_model import END, make_tiny_model
 from tests.support.utils import EVERY_SPELLING, Pair, run_proxy
 
 Fields = dict[str, Any]
@@ -141,51 +140,6 @@ def test_arguments_that_clients_write_anew(talk: Talk, sampled: str, sent: Field
     assert talk.headers.get("x-prompt-reason") == why
 
 
-def test_cached_parts_roll_forward(talk: Talk) -> None:
-    """Clients mark the last block of each request, and write other texts as strings."""
-    _first(talk)
-    for text in ("a", "b", "c"):
-        talk.messages = [_unmarked(message) for message in talk.messages]
-        talk.ask(user({"type": "text", "text": text, **_CACHED}))
-
-
-def _unmarked(message: Fields) -> Fields:
-    content = message["content"]
-    if isinstance(content, str) or message["role"] == "assistant":
-        return message
-    return {**message, "content": content[0]["text"]}
-
-
-def test_the_attribution_block_does_not_matter(talk: Talk) -> None:
-    def system(count: int) -> list[Fields]:
-        header = f"x-anthropic-billing-header: cc_version=2.1; cch={count};"
-        return [{"type": "text", "text": header}, {"type": "text", "text": "Be brief."}]
-
-    talk.fields["system"] = system(0)
-    _first(talk)
-    for count in (1, 2):
-        talk.fields["system"] = system(count)
-        talk.ask(user("more"))
-
-
-@pytest.mark.parametrize("dropped", [True, False])
-def test_thinking_that_is_not_sent_back(talk: Talk, dropped: bool) -> None:
-    _first(talk, reply=Reply(_SPLIT, message={"reasoning": "so, so"}))
-    if dropped:
-        talk.messages[-1]["content"] = talk.messages[-1]["content"][1:]
-    talk.ask(user("more"))
-
-
-def test_system_messages_inside_stay_where_they_are(talk: Talk) -> None:
-    reminder = {"role": "system", "content": [{"type": "text", "text": "Be kind."}]}
-    _first(talk, reminder)
-    talk.ask(user("more"), reminder)
-    talk.ask(user("and more"))
-    assert [message["role"] for message in talk.fake.last().json["messages"]] == [
-        *("user", "system", "assistant", "user", "system", "assistant", "user")
-    ]
-
-
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """A model whose template refuses system messages after the first message."""
@@ -207,17 +161,3 @@ def test_system_messages_join_the_users_where_the_template_refuses_them(strict: 
     ]
     assert messages[0]["content"] == "pBe kind."
     assert [message["content"] for message in messages[-2:]] == ["and more\n\nBe kind.", "again"]
-
-
-def test_an_assistant_message_at_the_end_is_rendered(pair: Pair) -> None:
-    body = {"model": "tiny", "max_tokens": 9, "messages": [user("Hi"), assistant("I")]}
-    answer = pair.client.post("/v1/messages", content=json.dumps(body))
-    assert answer.status_code == 200 and answer.json()["usage"]["input_tokens"] > 0
-
-
-def test_clients_get_the_name_back_that_they_sent(tiny_model: TinyModel) -> None:
-    body = {"model": "claude-haiku", "max_tokens": 9, "messages": [user("Hi")]}
-    with FakeVllm(tiny_model) as fake, run_proxy([fake], store="memory:", model_aliases=["*=tiny"]) as client:
-        answer = client.post("/v1/messages", json=body)
-        assert (answer.json()["model"], fake.last().json["model"]) == ("claude-haiku", "tiny")
-        assert client.post("/v1/messages/count_tokens", json=body).is_success

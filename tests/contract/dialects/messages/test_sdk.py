@@ -79,12 +79,3 @@ async def test_the_async_client(pair: Pair) -> None:
             texts = [text async for text in stream.text_stream]
             _check(await stream.get_final_message(), shape)
     assert "".join(texts) == "Ah."
-
-
-def test_the_beta_client(pair: Pair, sync: anthropic.Anthropic) -> None:
-    shape = SHAPES["thinking and a call"]
-    pair.fake.replies.extend([shape.reply] * 2)
-    with sync.beta.messages.stream(**_kwargs(shape)) as stream:
-        streamed = stream.get_final_message()
-    for message in (streamed, sync.beta.messages.create(**_kwargs(shape))):
-        assert tuple(block.type for block in message.content) == shape.blocks

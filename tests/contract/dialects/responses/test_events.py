@@ -12,6 +12,7 @@ from tests.contract.dialects.responses.dialogue import (
     FUNCTION,
     Event,
     Item,
+    async_sdk,
     engine_body,
     events_of,
     sdk,

@@ -74,20 +74,6 @@ def test_what_clients_send_back(pair: Pair, tiny_model: TinyModel, client: dict[
     made.follow([_user("more")], [_user("more")], Reply(SPLIT))
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [((END,), {"content": ""}), (SPLIT[:3], {"content": None, "reasoning": "so"})],
-    ids=["empty", "cut in its reasoning"],
-)
-def test_a_turn_without_text(
-    pair: Pair, tiny_model: TinyModel, ids: tuple[int, ...], message: dict[str, Any]
-) -> None:
-    made = Dialogue(pair, tiny_model)
-    made.ask([_user(f"Hi, say nothing {ids}")], Reply(ids, message=message))
-    made.ids = [*_rendered(made), *ids]
-    made.follow([_user("more")], [_user("more")], Reply(SPLIT))
-
-
 def test_instructions_of_a_previous_response_do_not_stay(pair: Pair, tiny_model: TinyModel) -> None:
     made = Dialogue(pair, tiny_model, {"instructions": "Be brief."}, stores=True)
     made.ask([_user("Hi, briefly")], Reply(SPLIT))

@@ -1,7 +1,6 @@
 """Stored responses: continued, read, listed, deleted, and found by their own tenant only."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,11 +9,11 @@ import pytest
 
 from proxy.history.store import StoreError
 from proxy.stores.memory_documents import MemoryDocuments
-from tests.contract.dialects.responses.dialogue import FUNCTION, Dialogue, engine_body, result, sdk
+from tests.contract.dialects.responses.dialogue import FUNCTION, engine_body, result, sdk
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import call
-from tests.support.tiny_model import END, TinyModel
-from tests.support.utils import Pair, run_proxy
+from tests.support.tiny_model import END
+from tests.support.utils import run_proxy
 
 SPLIT = (74, 71, 78, 78, 81, END)
 _CALLING = Reply(
@@ -70,19 +69,6 @@ def test_a_response_that_is_not_stored(client: httpx.Client, stream: bool) -> No
     more = {"previous_response_id": response.id, "input": "more", "stream": stream}
     with pytest.raises(openai.BadRequestError):
         asking.responses.create(model="tiny", **more)
-
-
-def test_several_proxies_share_the_responses(mortal: FakeVllm, tiny_model: TinyModel, tmp_path: Path) -> None:
-    url = f"sqlite://{tmp_path / 'rollouts.db'}"
-    with run_proxy([mortal], store=url) as one, run_proxy([mortal], store=url) as two:
-        made = Dialogue(Pair(mortal, one), tiny_model, {"tools": [FUNCTION]}, stores=True)
-        first = made.ask([_user("Hi")], _CALLING)
-        made.pair = Pair(mortal, two)
-        made.ids = []
-        second = made.ask([result(first.output[-1], "ok")], Reply(SPLIT))
-        made.pair = Pair(mortal, one)
-        made.follow([_user("more")], [_user("more")], Reply(SPLIT))
-        assert two.get(f"/v1/responses/{second.id}").json()["previous_response_id"] == first.id
 
 
 def test_responses_of_other_tenants_are_not_found(mortal: FakeVllm) -> None:

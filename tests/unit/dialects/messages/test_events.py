@@ -15,21 +15,11 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
         [_ROLE, chunk(content="a"), chunk(content="b"), _END],
         ["0 text", "0 text: a", "0 text: b", "0 stop"],
     ),
-    "nothing": ([_ROLE, _END], ["0 text", "0 stop"]),
     "no chunk at all": ([], ["0 text", "0 stop"]),
     "thinking, then text": (
         [_ROLE, chunk(reasoning="a"), chunk(reasoning_content="b"), chunk(content="c"), _END],
         ["0 thinking", "0 thinking: a", "0 thinking: b", f"0 signature: {_SIGNATURE}", "0 stop",
          "1 text", "1 text: c", "1 stop"],
-    ),
-    "thinking alone": (
-        [_ROLE, chunk(reasoning="a"), chunk("length")],
-        ["0 thinking", "0 thinking: a", f"0 signature: {_SIGNATURE}", "0 stop"],
-    ),
-    "thinking and text of one chunk": (
-        [chunk("stop", reasoning="a", content="b")],
-        ["0 thinking", "0 thinking: a", f"0 signature: {_SIGNATURE}", "0 stop",
-         "1 text", "1 text: b", "1 stop"],
     ),
     "a call in pieces": (
         [_ROLE, chunk(tool_calls=[call(0, "c1", "look")]), chunk(tool_calls=[call(0, arguments='{"a"')]),
@@ -45,10 +35,6 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
          chunk(tool_calls=[call(1, arguments="{}")]), _END],
         ["0 text", "0 text: x", "0 stop", "1 tool_use", "1 input_json: {}", "1 stop",
          "2 tool_use", "2 input_json: {}", "2 stop"],
-    ),
-    "a name that is repeated with every piece": (
-        [chunk(tool_calls=[call(0, "c1", "look", "{")]), chunk(tool_calls=[call(0, None, "look", "}")])],
-        ["0 tool_use", "0 input_json: {", "0 input_json: }", "0 stop"],
     ),
     "a call without arguments": (
         [chunk("tool_calls", tool_calls=[call(0, "c1", "look")])],
@@ -70,11 +56,6 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
         [chunk(tool_calls=[call(0, "c1", "look", "{")]), chunk(content="x"),
          chunk(tool_calls=[call(0, arguments="}")]), chunk(content="y"), _END],
         ["0 tool_use", "0 input_json: {", "0 input_json: }", "0 stop", "1 text", "1 text: xy", "1 stop"],
-    ),
-    "white space between calls": (
-        [chunk(tool_calls=[call(0, "c1", "look", "{}")]), chunk(content="\n"),
-         chunk(tool_calls=[call(1, "c2", "look", "{}")]), _END],
-        ["0 tool_use", "0 input_json: {}", "0 stop", "1 tool_use", "1 input_json: {}", "1 stop"],
     ),
     "white space and text between calls": (
         [chunk(tool_calls=[call(0, "c1", "look", "{}")]), chunk(content="\n"),
