@@ -116,23 +116,6 @@ def test_requests_are_served_if_the_store_fails(
     made.follow(user("more"))
 
 
-@pytest.mark.parametrize("method", ["add", "find", "path", "session", "responses", "keep_response"])
-def test_each_store_call_may_fail_alone(
-    failing: tuple[_Failing, Callable[..., Talk], httpx.Client], method: str
-) -> None:
-    store, talk, client = failing
-    made = talk(headers={"x-session-id": "s", "idempotency-key": "k"})
-    made.ask(reply=Reply(SPLIT))
-    store.broken = frozenset({method})
-    made.headers = {"x-session-id": "s", "idempotency-key": "l"}
-    made.ask(user("more"))
-    made.headers["idempotency-key"] = "m"
-    made.ask(user("more"))
-    assert "tokenproxy_store_errors_total 0.0" not in client.get("/metrics").text or method == "path"
-    store.broken = frozenset()
-    wait_until(lambda: client.get("/ready").json()["store"]["state"] == "ok")
-
-
 @pytest.mark.parametrize("held", [{"add"}, {"find", "add", "session", "pin", "responses", "keep_response"}])
 def test_a_store_that_hangs_costs_a_request_its_time_only(
     failing: tuple[_Failing, Callable[..., Talk], httpx.Client], held: set[str]

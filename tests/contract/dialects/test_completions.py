@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, data_of, error_body
+from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm, Reply, data_of
 from tests.support.tiny_model import END, HI, VOCAB_SIZE, TinyModel
 
 ROUTE = "/v1/completions"
@@ -184,16 +184,6 @@ def test_equal_rollouts_are_each_continued_once(client: httpx.Client) -> None:
     assert {answer.headers["x-session-id"] for answer in answers[:2]} == group
     assert answers[2].headers["x-session-id"] not in group
     assert answers[0].headers["x-prompt-candidates"] == "2"
-
-
-def test_a_failed_request_gives_back_what_it_claimed(client: httpx.Client, fake: FakeVllm) -> None:
-    prompt = fresh()
-    group = {client.post(ROUTE, json={"prompt": prompt}).headers["x-session-id"] for _ in range(2)}
-    following = [*prompt, *_SAMPLED, 9]
-    fake.replies.append(Reply(error=Canned(error_body("no", "BadRequestError", None, 400), 400)))
-    assert client.post(ROUTE, json={"prompt": [following, following]}).status_code == 400
-    answers = [client.post(ROUTE, json={"prompt": following}) for _ in range(2)]
-    assert {answer.headers["x-session-id"] for answer in answers} == group
 
 
 # --- requests out of the ordinary

@@ -322,7 +322,7 @@ def test_fields_of_the_session_have_their_chat_names(pair: Pair, caller: Caller)
     if caller.form.name == "generate":
         asked = {"sampling_params": asked}
     assert caller.post({**caller.first, **asked}).status_code == 200
-    body = pair.fake.requests[-1].json
+    [body] = [seen.json for seen in pair.fake.requests if seen.path in (CHAT, GENERATE, COMPLETIONS)]
     sampling = body.get("sampling_params", body)
     assert {name: sampling[name] for name in ("max_tokens", "temperature", "top_p")} == {
         "max_tokens": 7,

@@ -74,3 +74,141 @@ def test_its_turn_is_recorded_and_continued(talk: Make) -> None:
     made.ask(reply=Reply(SPLIT))
     made.ask(user("more"), reply=Reply(SPLIT), required_prefix_token_ids=made.ids)
     made.follow(user("more"))
+
+
+ASKING = {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": True}
+"""The fields with which NeMo-Gym requests ids on messages."""
+NAMES = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+ASKED = user("What does Gym ask?")
+"""A text of no other test, because tests share one store."""
+FIRST, SECOND = (74, 71, 78, 78, 81, END), (90, END)
+
+
+def _ask(client: httpx.Client, messages: list[Any], **fields: Any) -> httpx.Response:
+    return client.post(CHAT, json={"messages": messages, **fields})
+
+
+def _message(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 200, response.text
+    message: dict[str, Any] = response.json()["choices"][0]["message"]
+    return message
+
+
+@EVERY_SPELLING
+def test_each_turn_begins_with_the_ids_on_the_last_message(client: httpx.Client, fake: FakeVllm) -> None:
+    """The client keeps whole messages; nothing but them carries the ids."""
+    messages: list[Any] = [ASKED]
+    before: list[int] = []
+    for reply in (FIRST, SECOND, FIRST):
+        fake.replies.append(Reply(reply))
+        response = _ask(client, messages, **ASKING)
+        message = _message(response)
+        assert message["prompt_token_ids"][: len(before)] == before
+        assert message["generation_token_ids"] == list(reply)
+        assert len(message["generation_log_probs"]) == len(reply)
+        if before:
+            assert sent_ids(fake) == message["prompt_token_ids"]
+            assert response.headers["x-prompt-source"] == "given"
+            assert response.headers["x-prompt-reused"] == str(len(before))
+        before = [*message["prompt_token_ids"], *reply]
+        messages += [message, user("more")]
+    generated = [seen.body for seen in fake.requests if seen.path in (CHAT, GENERATE)]
+    assert not any(name.encode() in body for body in generated for name in NAMES[1:])
+
+
+def _turn(model: TinyModel, **fields: Any) -> dict[str, Any]:
+    prompt = model.render([ASKED])
+    ids = {"prompt_token_ids": prompt, "generation_token_ids": list(FIRST)}
+    return {"role": "assistant", "content": "hello", **ids, "generation_log_probs": [-0.5] * 6, **fields}
+
+
+def test_messages_after_the_ids_are_rendered(
+    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
+) -> None:
+    """A later assistant message without ids is a part of the prompt, not of the prefix."""
+    turn = _turn(tiny_model)
+    later = [user("more"), {"role": "assistant", "content": "written by hand"}, user("and more")]
+    assert _ask(client, [ASKED, turn, *later]).status_code == 200
+    plain = [ASKED, {"role": "assistant", "content": "hello"}]
+    appended = tiny_model.render([*plain, *later])[len(tiny_model.render(plain, False)) - 1 :]
+    assert sent_ids(fake) == [*turn["prompt_token_ids"], *FIRST, *appended]
+
+
+def test_the_field_of_the_request_decides(
+    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
+) -> None:
+    prefix = [*tiny_model.render([ASKED]), *SECOND]
+    body = [ASKED, _turn(tiny_model), user("more")]
+    assert _ask(client, body, required_prefix_token_ids=prefix).status_code == 200
+    assert (sent_ids(fake) or [])[: len(prefix)] == prefix
+
+
+@pytest.mark.parametrize("nothing", [dict.fromkeys(NAMES), {"role": "user"}])
+def test_null_and_other_roles_are_no_prefix(
+    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel, nothing: dict[str, Any]
+) -> None:
+    response = _ask(client, [ASKED, _turn(tiny_model, **nothing), user("more")])
+    assert response.status_code == 200, response.text
+    assert response.headers.get("x-prompt-reason") != "prefix_given"
+
+
+_WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no prompt": ({"prompt_token_ids": None}, "prompt_token_ids"),
+    "fractions": ({"generation_token_ids": [1.5]}, "generation_token_ids"),
+    "no completion": ({"generation_token_ids": None}, "generation_token_ids"),
+    "text as log-probabilities": ({"generation_log_probs": ["-1"]}, "generation_log_probs"),
+    "out of vocabulary": ({"prompt_token_ids": [10**9]}, "prompt_token_ids"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "name"), _WRONG.values(), ids=_WRONG)
+def test_wrong_ids_name_the_message_and_the_field(
+    client: httpx.Client, tiny_model: TinyModel, wrong: dict[str, Any], name: str
+) -> None:
+    messages = [ASKED, _turn(tiny_model, **wrong), user("more")]
+    response = client.post(CHAT, json={"messages": messages})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == f"messages[1].{name}"
+    assert f"messages[1].{name}" in error["message"] or "vocabulary" in error["message"]
+
+
+def test_an_edited_history_is_refused(client: httpx.Client, tiny_model: TinyModel) -> None:
+    response = _ask(client, [user("Ho ho ho"), _turn(tiny_model), user("more")])
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "prefix_mismatch")
+
+
+def test_images_next_to_ids_are_refused(client: httpx.Client, tiny_model: TinyModel) -> None:
+    """With media an engine ignores the ids and renders."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    more = {"role": "user", "content": [image]}
+    response = _ask(client, [ASKED, _turn(tiny_model), more])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+
+
+def test_tokenize_reads_them_too(client: httpx.Client, tiny_model: TinyModel) -> None:
+    turn = _turn(tiny_model, routed_experts="nrlre1:uint8:1x1x1:AA==")
+    prefix = [*turn["prompt_token_ids"], *FIRST]
+    tokens = client.post("/tokenize", json={"messages": [ASKED, turn, user("more")]}).json()["tokens"]
+    assert tokens[: len(prefix)] == prefix
+    assert len(tokens) > len(prefix)
+
+
+_NOT_ASKING: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "no number of them": {"logprobs": True, "return_tokens_as_token_ids": True},
+    "no log-probabilities": {**ASKING, "logprobs": False},
+    "hidden reasoning": {**ASKING, "include_reasoning": False},
+}
+
+
+@pytest.mark.parametrize("fields", _NOT_ASKING.values(), ids=_NOT_ASKING)
+def test_other_requests_get_the_usual_message(client: httpx.Client, fields: dict[str, Any]) -> None:
+    message = _message(_ask(client, [ASKED], **fields))
+    assert not message.keys() & set(NAMES)
+
+
+def test_incomplete_evidence_stays_off_the_message(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(FIRST, logprobs_short=1))
+    message = _message(_ask(client, [ASKED], **ASKING))
+    assert not message.keys() & set(NAMES)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -9,10 +10,11 @@ import pytest
 
 from proxy.dialects.trl import TrlAnswer
 from proxy.errors import EngineBroken
+from tests.support.fake_vision import PLACEHOLDER, FakeVision, ids_of_image, picture
 from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm, Reply
 from tests.support.talk import CHAT, user
-from tests.support.tiny_model import END, TinyModel
-from tests.support.utils import EVERY_SPELLING
+from tests.support.tiny_model import END, HI, TinyModel
+from tests.support.utils import EVERY_SPELLING, run_proxy
 
 GENERATE, BATCH_CHAT = "/generate/", "/chat/"
 REPLY = (74, 71, END)
@@ -179,3 +181,75 @@ def test_completions_without_evidence_are_errors(body: bytes) -> None:
     """A trainer must not get a batch in which ids are missing."""
     with pytest.raises(EngineBroken):
         TrlAnswer(logprobs=True).add(body)
+
+
+RED, WIDE = picture("red"), picture("blue", 30)
+DATA_URL = f"data:image/png;base64,{WIDE}"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: TinyModel) -> Iterator[FakeVision]:
+    with FakeVision(tiny_model) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def vision(engine: FakeVision) -> Iterator[httpx.Client]:
+    with run_proxy([engine]) as client:
+        yield client
+
+
+def test_each_prompt_has_its_images_or_none(vision: httpx.Client, engine: FakeVision) -> None:
+    single = [1, PLACEHOLDER, 74]
+    already = [1, *ids_of_image(RED), 74, PLACEHOLDER]
+    prompts = [single, [1, 75], already, single]
+    images = [[RED], None, [RED, DATA_URL], [DATA_URL]]
+    answer = _post(vision, GENERATE, prompts=prompts, images=images, n=2)
+    assert answer["prompt_ids"] == [
+        [1, *ids_of_image(RED), 74],
+        [1, 75],
+        [1, *ids_of_image(RED), 74, *ids_of_image(WIDE)],
+        [1, *ids_of_image(WIDE), 74],
+    ]
+    assert answer["completion_ids"] == [[*HI, END]] * 8
+    assert [len(each) for each in answer["logprobs"]] == [len(HI) + 1] * 8
+    sent = [seen.json for seen in engine.seen("/inference/v1/generate") if seen.json.get("content_parts")]
+    assert [1, PLACEHOLDER, 74] in [body["token_ids"] for body in sent]
+    assert {part["url"].rpartition(",")[2] for body in sent[-3:] for part in body["content_parts"]} == {
+        RED,
+        WIDE,
+    }
+
+
+def test_images_in_messages(vision: httpx.Client, engine: FakeVision) -> None:
+    """TRL's client sends them as base64 in parts of type `image_pil`."""
+    kinds = [
+        {"type": "image_pil", "image_pil": RED},
+        {"type": "image_pil", "image_pil": f"data:image/png;base64,{RED}"},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{RED}"}},
+    ]
+    messages = [[{"role": "user", "content": [kind, {"type": "text", "text": "hi"}]}] for kind in kinds]
+    answer = _post(vision, BATCH_CHAT, messages=messages)
+    first, *others = answer["prompt_ids"]
+    assert others == [first, first]
+    image = ids_of_image(RED)
+    start = first.index(image[0])
+    assert first[start : start + len(image)] == image
+
+
+_WRONG_IMAGES: dict[str, tuple[list[Any], list[Any], str]] = {
+    "too many": ([[1, PLACEHOLDER]], [[RED, RED]], "images[0]"),
+    "too few": ([[1], [1, PLACEHOLDER, 5, PLACEHOLDER]], [None, [RED]], "images[1]"),
+    "without a placeholder in the text": (["hi"], [[RED]], "images[0]"),
+    "no image": ([[1, PLACEHOLDER]], [["AAAA"]], "images[0]"),
+    "from the web": ([[1, PLACEHOLDER]], [["http://127.0.0.1/x.png"]], "images[0]"),
+}
+
+
+@pytest.mark.parametrize(("prompts", "images", "param"), _WRONG_IMAGES.values(), ids=_WRONG_IMAGES)
+def test_wrong_images_are_named(
+    vision: httpx.Client, prompts: list[Any], images: list[Any], param: str
+) -> None:
+    response = vision.post(GENERATE, json={"prompts": prompts, "images": images})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    assert f"`{param}" in response.json()["error"]["message"]

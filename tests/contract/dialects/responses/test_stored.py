@@ -110,11 +110,6 @@ def test_references_to_items(client: httpx.Client, fake: FakeVllm) -> None:
     assert _error(more, 400)["param"] == "input[0].id"
 
 
-def test_a_stored_response_is_not_streamed(client: httpx.Client) -> None:
-    made = _answer(client, input="Hi")
-    assert _error(client.get(f"/v1/responses/{made['id']}?stream=true"), 400)["param"] == "stream"
-
-
 def test_names_of_other_documents_are_no_responses(client: httpx.Client, fake: FakeVllm) -> None:
     fake.replies.append(Reply(SPLIT))
     made = _answer(client, input=[_user("Hi"), {"type": "compaction_trigger"}])

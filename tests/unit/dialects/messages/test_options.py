@@ -187,10 +187,3 @@ def test_a_wrong_field_is_named(param: str, fields: dict[str, Any]) -> None:
         _options(**fields)
     assert refused.value.param == param
     assert param in refused.value.message
-
-
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'"x"', b"\xff", b"5", b"[" * 3000])
-def test_a_body_that_is_no_json_object(body: bytes) -> None:
-    with pytest.raises(BadRequest) as refused:
-        read_turn(body)
-    assert refused.value.param == "body"

@@ -1,4 +1,4 @@
-"""Templates for which the last turn does not decide what follows it, and the time before that is proved."""
+"""Templates whose last turn does not decide what follows, or that leave out thinking of earlier turns."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.talk import CHAT, Talk, user
+from tests.support.talk import CHAT, Talk, call, result, user
 from tests.support.tiny_model import END, TinyModel, make_tiny_model
-from tests.support.tiny_templates import COUNTS_MESSAGES, LOCAL, LOOKS_FOR_A_LENGTH, REFUTING_TEXT
+from tests.support.tiny_templates import COUNTS_MESSAGES, LOOKS_FOR_A_LENGTH, REFUTING_TEXT
 from tests.support.utils import Pair, run_proxy, wait_until
 from tokenization import ChatTokenizer
 from tokenization.locality import Proof
@@ -111,9 +111,88 @@ def test_requests_before_the_proof_is_complete(
         talk.follow(user("more"))
 
 
-def test_a_proof_is_made_once_for_all_proxies(start: Start, tmp_path: Path) -> None:
-    start(LOCAL)
-    [proof] = (tmp_path / "proofs").iterdir()
-    made = proof.stat().st_mtime_ns
-    start(LOCAL)
-    assert [path.stat().st_mtime_ns for path in (tmp_path / "proofs").iterdir()] == [made]
+_SHOWN = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+_CHAT = (
+    "{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{}{{{{ m.content }}}}"
+    "{{% for c in m.tool_calls or [] %}}[{{{{ c.function.name }}}}]{{% endfor %}}<|im_end|>\n{{% endfor %}}"
+    "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
+)
+_ALWAYS, _NEVER = _CHAT.format(_SHOWN), _CHAT.format("")
+_AFTER_LAST_USER = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    + _CHAT.format("{% if loop.index0 > ns.last %}" + _SHOWN + "{% endif %}")
+)
+
+
+def _thought(index: int, **message: Any) -> Reply:
+    ids = (90 + index, 74, END)
+    return Reply(ids, message={"content": f"It is {index}.", "reasoning": f"thought {index}", **message})
+
+
+def _reasons(talk: Talk, turns: int = 2) -> list[str]:
+    """The reasons of the turns after the first, each after a user message."""
+    talk.ask(reply=_thought(0))
+    return [talk.ask(user(f"more {n}"), reply=_thought(n)).reason for n in range(1, turns + 1)]
+
+
+@pytest.mark.parametrize(
+    "template, reasons",
+    [
+        (_ALWAYS, ["", ""]),
+        (_NEVER, ["thinking_dropped"] * 2),
+        (_AFTER_LAST_USER, ["thinking_dropped"] * 2),
+    ],
+)
+def test_the_view_of_the_template_is_followed(start: Start, template: str, reasons: list[str]) -> None:
+    talk = start(template, thinking_policy="template")
+    assert _reasons(talk) == reasons
+
+
+def test_thinking_stays_while_tools_are_called(start: Start) -> None:
+    """A template that drops it at the next user message keeps it before: these turns are one sample."""
+    talk = start(_AFTER_LAST_USER, thinking_policy="template")
+    calls = [call(), call()]
+    talk.ask(reply=_thought(0, tool_calls=[calls[0]]))
+    assert talk.ask(result(calls[0], "4"), reply=_thought(1, tool_calls=[calls[1]])).reason == ""
+    assert talk.ask(result(calls[1], "5"), reply=_thought(2)).reason == ""
+    assert talk.ask(user("more"), reply=_thought(3)).reason == "thinking_dropped"
+
+
+def test_a_client_that_drops_the_thinking_gets_the_view_of_the_template(start: Start) -> None:
+    talk = start(_ALWAYS, thinking_policy="template")
+    talk.ask(reply=_thought(0))
+    del talk.messages[-1]["reasoning"]
+    assert talk.ask(user("more")).reason == ""
+
+
+def test_sessions_choose(start: Start) -> None:
+    talk = start(_NEVER)
+    assert _reasons(talk, 1) == [""]  # by default all is kept
+    talk = Talk(talk.pair, talk.model)
+    talk.headers["x-session-id"] = "chosen"
+    described = {"id": "chosen", "defaults": {"thinking_policy": "template"}}
+    assert talk.pair.client.post("/v1/sessions", json=described).is_success
+    assert _reasons(talk, 1) == ["thinking_dropped"]
+    assert len(talk.pair.client.get("/v1/sessions/chosen/samples").json()["samples"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(CHAT, "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input")]
+)
+def test_requests_of_every_format_choose(start: Start, path: str, name: str) -> None:
+    talk = start(_NEVER)
+    fields = {"model": "tiny", "thinking_policy": "template"} | ({"max_tokens": 9} if name != "input" else {})
+    talk.pair.fake.replies.append(_thought(0))
+    said = [user("Hi")]
+    answer = talk.pair.client.post(path, json={**fields, name: said}).json()
+    said += answer.get("output") or [{"role": "assistant", "content": _content(answer)}]
+    second = talk.pair.client.post(path, json={**fields, name: [*said, user("more")]})
+    assert second.headers["x-prompt-reason"] == "thinking_dropped"
+    assert not [seen for seen in talk.pair.fake.requests if b"thinking_policy" in seen.body]
+    refused = talk.pair.client.post(path, json={**fields, name: said, "thinking_policy": "drop"})
+    assert refused.status_code == 400 and "thinking_policy" in refused.text
+
+
+def _content(answer: dict[str, Any]) -> Any:
+    return answer["choices"][0]["message"]["content"] if "choices" in answer else answer["content"]
