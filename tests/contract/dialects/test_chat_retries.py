@@ -15,7 +15,6 @@ from tests.support.utils import EVERY_SPELLING, send_and_keep, wait_until
 
 Make = Callable[..., Talk]
 _AGAIN = {"x-stainless-retry-count": "1"}
-_BROKEN = Reply(error=Canned(error_body("broken", "InternalServerError", None, 500), 500))
 
 
 def _turns(made: Talk, answer: httpx.Response) -> list[dict[str, Any]]:
@@ -53,22 +52,13 @@ def test_a_retry_in_a_session_is_known_by_its_count(talk: Make, again: str) -> N
     assert _requests(made) == len(_turns(made, first)) == 1
 
 
-def test_equal_request_that_is_not_a_retry_runs_again(talk: Make) -> None:
-    made = talk()
-    body = {"messages": made.messages}
-    one, two = _post(made, body), _post(made, body)
-    assert one.headers["x-turn-id"] != two.headers["x-turn-id"]
-    assert _requests(made) == 2
-
-
-@pytest.mark.parametrize("status", [500, 429, 409])
 @pytest.mark.parametrize("headers", [{}, {"idempotency_key": "k"}])
-def test_a_request_that_failed_runs_anew(talk: Make, status: int, headers: dict[str, str]) -> None:
+def test_a_request_that_failed_runs_anew(talk: Make, headers: dict[str, str]) -> None:
     made = talk()
     headers = {name: f"{value}-{made.messages[0]['content']}" for name, value in headers.items()}
     body = {"messages": made.messages}
-    made.pair.fake.replies.append(Reply(error=Canned(error_body("broken", "Error", None, status), status)))
-    assert _in_session(made, body, **headers).status_code == status
+    made.pair.fake.replies.append(Reply(error=Canned(error_body("busy", "Error", None, 429), 429)))
+    assert _in_session(made, body, **headers).status_code == 429
     answer = _in_session(made, body, **headers, x_stainless_retry_count="1")
     assert (answer.status_code, "x-request-replayed" in answer.headers) == (200, False)
     assert len(_turns(made, answer)) == 1
@@ -94,16 +84,6 @@ def test_a_retry_of_a_request_whose_client_left(talk: Make, stream: bool) -> Non
     assert answer.headers["x-prompt-source"] == "extended"
 
 
-def test_an_idempotency_key_belongs_to_its_path_and_body(talk: Make) -> None:
-    made = talk()
-    body, key = {"messages": made.messages}, {"idempotency-key": made.messages[0]["content"]}
-    first = _post(made, body, **key)
-    for path, changed in ((CHAT, {**body, "temperature": 0}), (f"{CHAT}/tokens", body)):
-        refused = made.pair.client.post(path, json=changed, headers=key)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "Idempotency-Key")
-    assert _post(made, body).headers["x-turn-id"] != first.headers["x-turn-id"]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_repeated_key_waits_for_the_first_response(talk: Make, stream: bool) -> None:
     made = talk()
@@ -117,15 +97,3 @@ def test_repeated_key_waits_for_the_first_response(talk: Make, stream: bool) -> 
         made.pair.fake.release()
         assert {other.result().content for other in others} == {first.result().content}
     assert _requests(made) == 1
-
-
-def test_waiting_retry_runs_if_the_first_request_fails(talk: Make) -> None:
-    made = talk()
-    body, key = {"messages": made.messages}, made.messages[0]["content"]
-    made.pair.fake.replies.append(Reply(hold_at=0, break_at=0, how="head"))
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(_post, made, body, idempotency_key=key)
-        wait_until(lambda: made.pair.fake.running)
-        other = pool.submit(_post, made, body, idempotency_key=key)
-        made.pair.fake.release()
-        assert (first.result().status_code, other.result().status_code) == (502, 200)

@@ -154,18 +154,3 @@ def test_a_client_cannot_change_a_session_before_its_turns_are_recorded(
     store.held = frozenset()
     wait_until(lambda: client.get("/ready").json()["store"]["state"] == "ok")
     assert client.post("/v1/sessions/s/reward", json={"reward": 1.0}).status_code == 200
-
-
-def test_queued_turns_do_not_disambiguate_equal_texts(
-    failing: tuple[_Failing, Callable[..., Talk], httpx.Client],
-) -> None:
-    store, talk, _ = failing
-    made = talk()
-    question = made.messages
-    made.ask(reply=Reply(SPLIT, message={"content": "same"}))
-    store.held = frozenset({"add"})
-    other = talk(messages=question)
-    other.ask(reply=Reply((80, 81, END), message={"content": "same"}))
-    answered = other.ask(user("more"))
-    assert (answered.sent, answered.reason) == (None, "ambiguous")
-    store.held = frozenset()

@@ -174,18 +174,6 @@ def test_a_prompt_that_begins_with_a_turns_ids_continues_it(
     assert sample["loss_mask"] == [1, 1, 1, *[0] * added, 1, 1, 1]
 
 
-def test_equal_rollouts_are_each_continued_once(client: httpx.Client) -> None:
-    """Two members of a group sampled the same: two requests that continue them go to one each."""
-    prompt = fresh()
-    group = {client.post(ROUTE, json={"prompt": prompt}).headers["x-session-id"] for _ in range(2)}
-    assert len(group) == 2
-    following = [*prompt, *_SAMPLED, 9]
-    answers = [client.post(ROUTE, json={"prompt": following}) for _ in range(3)]
-    assert {answer.headers["x-session-id"] for answer in answers[:2]} == group
-    assert answers[2].headers["x-session-id"] not in group
-    assert answers[0].headers["x-prompt-candidates"] == "2"
-
-
 # --- requests out of the ordinary
 
 
@@ -210,8 +198,6 @@ def test_special_requests_pass_unrecorded(
 
 _ODD = {
     "prompt_mismatch": Reply(echo=(5, 6)),
-    "no_prompt_ids": Reply(silent=("prompt",)),
-    "no_logprobs": Reply(silent=("logprobs",)),
     "usage_mismatch": Reply(miscounted=1),
 }
 
@@ -250,17 +236,6 @@ def test_bad_overrides(client: httpx.Client) -> None:
     for field in ("prompt", "token_ids"):
         answer = client.post("/v1/sessions", json={"overrides": {field: [1]}})
         assert answer.json()["error"]["param"] == f"overrides.{field}"
-
-
-def test_the_class_of_a_request_is_recorded(client: httpx.Client) -> None:
-    headers = {**in_session(), "x-claude-code-request-class": "subagent"}
-    client.post(ROUTE, json={"prompt": fresh()}, headers=headers)
-    client.post(
-        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]}, headers=headers
-    )
-    session = headers["x-session-id"]
-    assert [turn["request_class"] for turn in turns(client, session)] == ["subagent"] * 2
-    assert [s["turns"][0]["request_class"] for s in samples(client, session)] == ["subagent"] * 2
 
 
 def _metric(client: httpx.Client, line: str) -> float:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -55,17 +54,6 @@ def test_turn_with_given_ids_is_not_found_by_its_text(talk: Make, session: dict[
     made.ask(reply=Reply(SPLIT), kv_transfer_params={"prompt_token_ids": [5, 6]})
     answered = made.ask(user("more"))
     assert (answered.sent, answered.prompt["source"]) == (None, "rendered")
-
-
-def test_turn_with_given_ids_is_not_found_by_an_empty_message(talk: Make) -> None:
-    """The engine is given an empty message next to ids where the client gave none."""
-    made = talk()
-    response = made.pair.client.post(
-        f"{CHAT}/tokens", json={"prompt_ids": [5, 6]}, headers={"x-session-id": "empty"}
-    )
-    answer = response.json()["choices"][0]["message"]
-    made.messages, made.headers = [user(""), answer], {"x-session-id": "empty"}
-    assert made.ask(user("more")).sent is None
 
 
 def test_session_named_like_a_generated_one_belongs_to_the_client(talk: Make) -> None:
@@ -196,9 +184,6 @@ def test_ids_that_are_not_those_of_the_messages_are_never_continued_by_their_tex
     assert answered.sent is None or answered.sent[: len(prompt)] != prompt
 
 
-_SAME = {"content": "same"}
-
-
 def _twins(talk: Make) -> tuple[Talk, Talk, set[str]]:
     """Two conversations with equal texts and ids, and their sessions."""
     one, two = talk(), talk()
@@ -263,30 +248,6 @@ def test_reward_of_an_unambiguous_rollout_has_no_warning(talk: Make) -> None:
     made.follow(user("more"))
     answer = made.pair.client.post(f"/v1/sessions/{session}/reward", json={"reward": 1.0})
     assert "warning" not in answer.json()
-
-
-@pytest.mark.parametrize("others", [1, 20])
-def test_choices_with_equal_text_are_ambiguous_among_any_number_of_others(talk: Make, others: int) -> None:
-    made = talk()
-    question = list(made.messages)
-    first = made.ask(
-        reply=Reply((80, 81, END), message=_SAME, others=(Reply((90, END), message=_SAME),)), n=2
-    )
-    for number in range(others):
-        talk(messages=list(question)).ask(reply=Reply((100 + number, END), message=_SAME))
-    made.headers = {"x-session-id": first.session}
-    assert made.ask(user("more")).reason == "ambiguous"
-
-
-@pytest.mark.parametrize("silent", [1, 20])
-def test_turns_without_ids_do_not_hide_other_candidates(talk: Make, silent: int) -> None:
-    made = talk()
-    question = list(made.messages)
-    replies = [Reply((80 + number, END), message=_SAME) for number in range(2 + silent)]
-    for number, reply in enumerate(replies):
-        made = talk(messages=list(question))
-        made.ask(reply=reply if number < 2 else replace(reply, silent=("ids",)))
-    assert made.ask(user("more")).reason == "ambiguous"
 
 
 def test_a_session_may_be_named_while_its_first_turn_streams(talk: Make) -> None:

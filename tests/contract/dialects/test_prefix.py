@@ -122,18 +122,6 @@ def _turn(model: TinyModel, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "hello", **ids, "generation_log_probs": [-0.5] * 6, **fields}
 
 
-def test_messages_after_the_ids_are_rendered(
-    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
-) -> None:
-    """A later assistant message without ids is a part of the prompt, not of the prefix."""
-    turn = _turn(tiny_model)
-    later = [user("more"), {"role": "assistant", "content": "written by hand"}, user("and more")]
-    assert _ask(client, [ASKED, turn, *later]).status_code == 200
-    plain = [ASKED, {"role": "assistant", "content": "hello"}]
-    appended = tiny_model.render([*plain, *later])[len(tiny_model.render(plain, False)) - 1 :]
-    assert sent_ids(fake) == [*turn["prompt_token_ids"], *FIRST, *appended]
-
-
 def test_the_field_of_the_request_decides(
     client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
 ) -> None:
@@ -196,7 +184,6 @@ def test_tokenize_reads_them_too(client: httpx.Client, tiny_model: TinyModel) ->
 
 _NOT_ASKING: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "no number of them": {"logprobs": True, "return_tokens_as_token_ids": True},
     "no log-probabilities": {**ASKING, "logprobs": False},
     "hidden reasoning": {**ASKING, "include_reasoning": False},
 }

@@ -1,6 +1,5 @@
 """Every reason that the chat route can give is provoked here, and none is left out."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -243,19 +242,3 @@ def test_none_is_left_out() -> None:
     named = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert set(Reason) <= named | _OF_ONE_PROXY.keys() | _NOT_HERE
     assert _OF_ONE_PROXY.keys() <= set(Reason)
-
-
-@pytest.mark.parametrize("odd", [["a"], [2**31], {}])
-def test_turn_whose_ids_could_not_be_read_is_not_continued(talk: Callable[..., Talk], odd: Any) -> None:
-    """A whole response with text but without ids: no turn is continued from its prompt alone."""
-    made = talk()
-    message = {"role": "assistant", "content": "hello"}
-    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": odd}
-    body = {"choices": [choice], "prompt_token_ids": made.rendered({"messages": made.messages})}
-    headers = {"content-type": "application/json"}
-    made.pair.fake.canned[CHAT] = Canned(json.dumps(body).encode(), headers=headers)
-    assert made.pair.client.post(CHAT, json={"messages": made.messages}).status_code == 200
-    made.pair.fake.canned.clear()
-    made.messages.append(message)
-    answered = made.ask(user("more"))
-    assert (answered.sent, answered.reason) == (None, "unusable_turn")

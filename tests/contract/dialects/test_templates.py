@@ -6,13 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT, Talk, call, result, user
 from tests.support.tiny_model import END, TinyModel, make_tiny_model
-from tests.support.tiny_templates import COUNTS_MESSAGES, LOOKS_FOR_A_LENGTH, REFUTING_TEXT
+from tests.support.tiny_templates import COUNTS_MESSAGES
 from tests.support.utils import Pair, run_proxy, wait_until
 from tokenization import ChatTokenizer
 from tokenization.locality import Proof
@@ -61,23 +60,6 @@ def test_without_the_history_only_proved_templates_are_answered(start: Start) ->
     refused = client.post(_TOKENS, json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (501, "template_unsupported")
     assert "earlier messages decide" in refused.json()["error"]["message"]
-
-
-def test_audit_finds_a_difference_that_the_proof_missed(start: Start) -> None:
-    talk = start(LOOKS_FOR_A_LENGTH, audit_share=1e-9)
-    talk.messages = [user(REFUTING_TEXT)]
-    talk.ask(reply=Reply((74, 75, END)))
-    # the first append of a kind of conversation is audited, after it was answered
-    assert "hidden" not in _appended(talk, list(talk.ids), user("more"))
-    wait_until(lambda: _audits(talk.pair.client, "different") == 1)
-    assert "hidden" in _appended(talk, list(talk.ids), user("more"))
-    assert _audits(talk.pair.client, "same") == 0
-
-
-def _audits(client: httpx.Client, result: str) -> float:
-    lines = client.get("/metrics").text.splitlines()
-    name = f'tokenproxy_append_audits_total{{result="{result}"}} '
-    return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), 0.0)
 
 
 def test_requests_before_the_proof_is_complete(

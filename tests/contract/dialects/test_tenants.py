@@ -54,15 +54,6 @@ def tenants(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[T
         yield Tenants(Pair(engine, client), tiny_model)
 
 
-def test_conversations_are_not_matched_across_tenants(tenants: Tenants) -> None:
-    one, two = tenants.talk("one"), tenants.talk("two")
-    one.ask(reply=Reply(SPLIT))
-    two.messages = list(one.messages)
-    answered = two.ask(user("more"))
-    assert (answered.sent, answered.reason) == (None, "no_match")
-    one.follow(user("more"))
-
-
 def test_lists_samples_and_trees_show_only_the_tenants_sessions(tenants: Tenants) -> None:
     session = tenants.talk("one").ask(reply=Reply(SPLIT)).session
     named = tenants.talk("one", "s").ask(reply=Reply(SPLIT)).session

@@ -95,14 +95,6 @@ def test_sampling_parameters_reach_the_engine(client: httpx.Client, fake: FakeVl
     assert {name: body[name] for name in wanted} == wanted
 
 
-def test_defaults_are_those_of_trl(client: httpx.Client, fake: FakeVllm) -> None:
-    response = client.post(GENERATE, json={"prompts": [[1, 74]]})
-    assert response.status_code == 200
-    body = _sent(fake)[-1]
-    wanted = {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 16}
-    assert {name: body[name] for name in wanted} == wanted
-
-
 def test_many_prompts(client: httpx.Client) -> None:
     prompts = [[1, 74, 75 + index % 5] for index in range(300)]
     assert _post(client, GENERATE, prompts=prompts)["prompt_ids"] == prompts

@@ -60,16 +60,6 @@ def test_stream(pair: Pair, sync: anthropic.Anthropic, shape: Shape) -> None:
         _check(stream.get_final_message(), shape)
 
 
-@every_shape
-def test_count_tokens(pair: Pair, sync: anthropic.Anthropic, shape: Shape) -> None:
-    """Equal to the number of ids that the same request has."""
-    left_out = ("temperature", "top_p", "top_k", "stop_sequences", "metadata", "service_tier", "max_tokens")
-    kwargs = {name: value for name, value in _kwargs(shape).items() if name not in left_out}
-    counted = sync.messages.count_tokens(**kwargs).input_tokens
-    pair.fake.replies.append(shape.reply)
-    assert sync.messages.create(**_kwargs(shape)).usage.input_tokens == counted
-
-
 async def test_the_async_client(pair: Pair) -> None:
     shape, url = SHAPES["thinking and a call"], str(pair.client.base_url)
     async with anthropic.AsyncAnthropic(base_url=url, auth_token="any", max_retries=0) as client:

@@ -73,13 +73,6 @@ def test_a_turn_of_all_kinds(client: httpx.Client, fake: FakeVllm) -> None:
     assert usage["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
 
 
-def test_an_empty_answer_is_an_empty_message(client: httpx.Client, fake: FakeVllm) -> None:
-    """A client that sends it back sends a turn."""
-    fake.replies.append(Reply((END,), message={"content": ""}))
-    [item] = _stream(client)[-1]["response"]["output"]
-    assert (item["type"], item["content"][0]["text"]) == ("message", "")
-
-
 def test_a_custom_tool(client: httpx.Client, fake: FakeVllm) -> None:
     reply = Reply(HELLO, message={"content": None, "tool_calls": [call("sh", '{"input": "ls é"}', "c1")]})
     for stream in (False, True):

@@ -74,16 +74,6 @@ def test_what_clients_send_back(pair: Pair, tiny_model: TinyModel, client: dict[
     made.follow([_user("more")], [_user("more")], Reply(SPLIT))
 
 
-def test_instructions_of_a_previous_response_do_not_stay(pair: Pair, tiny_model: TinyModel) -> None:
-    made = Dialogue(pair, tiny_model, {"instructions": "Be brief."}, stores=True)
-    made.ask([_user("Hi, briefly")], Reply(SPLIT))
-    made.fields = {"instructions": "Be long."}
-    made.ask([_user("more")], Reply(SPLIT))
-    assert [message["content"] for message in engine_body(pair.fake)["messages"]] == [
-        "Be long.", "Hi, briefly", "hello", "more",
-    ]  # fmt: skip
-
-
 def test_the_echoed_item_decides_between_equal_texts(pair: Pair, tiny_model: TinyModel) -> None:
     """Two conversations got equal texts and other ids: each continues its own."""
     talks = [Dialogue(pair, tiny_model) for _ in range(2)]

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from proxy.dialects.responses.request import chat_fields, read_request
-from proxy.dialects.responses.tools import flat_name, unwrapped_input, wrapped_input
+from proxy.dialects.responses.tools import unwrapped_input, wrapped_input
 from proxy.errors import BadRequest
 
 _F = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
@@ -171,11 +171,3 @@ def test_inputs_of_custom_tools_come_back(text: str) -> None:
 @pytest.mark.parametrize("arguments", ["", "{", "[]", '{"input": 1}', '{"other": "x"}'])
 def test_arguments_that_hold_no_input_are_shown_as_they_are(arguments: str) -> None:
     assert unwrapped_input(arguments) == arguments
-
-
-def test_an_input_with_half_a_character_can_be_sent() -> None:
-    assert unwrapped_input('{"input": "a \\ud83d"}') == "a ?"
-
-
-def test_names_of_namespaces_are_those_of_vllm() -> None:
-    assert flat_name("mcp", "f") == "mcp__f"
