@@ -161,6 +161,13 @@ def test_wrong_ids_name_the_message_and_the_field(
     assert f"messages[1].{name}" in error["message"] or "vocabulary" in error["message"]
 
 
+def test_an_empty_completion_is_a_turn(client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel) -> None:
+    turn = _turn(tiny_model, generation_token_ids=[], generation_log_probs=[])
+    assert _ask(client, [ASKED, turn, user("more")]).status_code == 200
+    prompt = turn["prompt_token_ids"]
+    assert (sent_ids(fake) or [])[: len(prompt) + 1] == [*prompt, END]
+
+
 def test_an_edited_history_is_refused(client: httpx.Client, tiny_model: TinyModel) -> None:
     response = _ask(client, [user("Ho ho ho"), _turn(tiny_model), user("more")])
     assert (response.status_code, response.json()["error"]["code"]) == (400, "prefix_mismatch")

@@ -106,9 +106,14 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an image with ids": ({"prompt_ids": [1], "messages": _IMAGE}, "messages"),
     "an image to append": ({"prompt_ids": [1], "append_messages": _IMAGE}, "append_messages"),
+    "a part of no type": (
+        {"prompt_ids": [1], "messages": [{"role": "user", "content": [{"type": ["text"]}]}]},
+        "messages",
+    ),
     "a history that is none": ({"prompt_ids": [1], "messages": [5], "append_messages": _NEXT}, "messages"),
     "messages that are none": ({"prompt_ids": [1], "messages": "Hi"}, "messages"),
     "append without ids": ({"append_messages": _NEXT}, "prompt_ids"),
+    "append of nothing": ({"prompt_ids": [1], "append_messages": []}, "append_messages"),
     "append of a text": ({"prompt_ids": [1], "append_messages": "Hi"}, "append_messages"),
     "append with a template": (
         {"prompt_ids": [1], "append_messages": _NEXT, "chat_template": "{{ messages }}"},

@@ -95,6 +95,11 @@ def test_sampling_parameters_reach_the_engine(client: httpx.Client, fake: FakeVl
     assert {name: body[name] for name in wanted} == wanted
 
 
+def test_no_log_probabilities(client: httpx.Client) -> None:
+    answer = _post(client, GENERATE, prompts=[[1, 74]], logprobs=None)
+    assert (answer["logprobs"], answer["logprob_token_ids"]) == (None, None)
+
+
 def test_many_prompts(client: httpx.Client) -> None:
     prompts = [[1, 74, 75 + index % 5] for index in range(300)]
     assert _post(client, GENERATE, prompts=prompts)["prompt_ids"] == prompts
@@ -110,6 +115,7 @@ _WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "text as temperature": (GENERATE, {"prompts": [[1]], "temperature": "hot"}, "temperature"),
     "unknown": (GENERATE, {"prompts": [[1]], "generation_kwargs": {"a": 1}}, "generation_kwargs.a"),
     "wrong inside": (GENERATE, {"prompts": [[1]], "generation_kwargs": {"n": "2"}}, "generation_kwargs.n"),
+    "images of messages": (GENERATE, {"prompts": [[user("Hi")]], "images": [["AA=="]]}, "images[0]"),
     "too few images": (GENERATE, {"prompts": [[1], [2]], "images": [None]}, "images"),
     "images of a model without": (
         GENERATE,

@@ -44,6 +44,17 @@ def test_arguments_in_pieces() -> None:
     assert [event["delta"] for event in events if event["type"].endswith("delta")] == ['{"a"', ": 1}"]
 
 
+def test_a_name_after_the_id() -> None:
+    output, events = _output(_call(0, "c1"), _call(0, None, "f"), _call(0, None, None, "{}"))
+    assert [(item["call_id"], item["name"]) for item in output.items] == [("c1", "f")]
+    assert events[0]["item"]["name"] == "f"
+
+
+def test_nothing_is_an_empty_message() -> None:
+    """A client that sends it back sends a turn."""
+    assert _shown(_output()[0]) == [("message", "")]
+
+
 def test_a_call_without_an_id_gets_one() -> None:
     output, _ = _output(_call(0, None, "f", "{}"))
     assert output.items[0]["call_id"]

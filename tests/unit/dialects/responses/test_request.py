@@ -52,6 +52,10 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"include": ["message.output_text.logprobs"]},
         {"logprobs": True},
     ),
+    "any object": (
+        {"text": {"format": {"type": "json_object"}}},
+        {"response_format": {"type": "json_object"}},
+    ),
     "a function": (
         {"tools": [_F], "tool_choice": "auto", "parallel_tool_calls": False},
         {"tools": [_CHAT_F], "tool_choice": "auto", "parallel_tool_calls": False},
@@ -116,6 +120,7 @@ def test_a_compaction_keeps_the_tools_and_calls_none() -> None:
 
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no input": ({"input": None}, "input"),
+    "empty input": ({"input": []}, "input"),
     "input": ({"input": 1}, "input"),
     "background": ({"background": True}, "background"),
     "a conversation": ({"conversation": "conv_1"}, "conversation"),
