@@ -8,7 +8,7 @@ import pytest
 from proxy.settings import Settings
 from tests.support.fake_vllm import Reply, Variant
 from tests.support.talk import Message, Talk, call, result, user
-from tests.support.tiny_model import END, HI
+from tests.support.tiny_model import END
 from tests.support.utils import EVERY_SPELLING, Pair, run_app, wait_until
 
 Make = Callable[..., Talk]
@@ -158,18 +158,6 @@ def test_each_choice_can_be_continued(talk: Make, stream: bool) -> None:
     for ids, message in zip([SPLIT, others[0].ids, others[1].ids], answered.messages, strict=True):
         made.messages = [made.messages[0], message]
         made.follow(user("more"), expected=[*prompt, *ids])
-
-
-def test_session_distinguishes_equal_text_with_different_ids(talk: Make) -> None:
-    one, two = talk(), talk()
-    two.messages = list(one.messages)
-    one.headers["x-session-id"], two.headers["x-session-id"] = (
-        f"{made}-{one.messages[0]['content'][3:]}" for made in ("one", "two")
-    )
-    one.ask(reply=Reply((*HI, END), message={"content": "same"}))
-    two.ask(reply=Reply(SPLIT, message={"content": "same"}))
-    for made in (one, two, one, two):
-        assert "candidates" not in made.follow(user("more")).prompt
 
 
 @EVERY_SPELLING

@@ -242,14 +242,6 @@ def test_what_was_claimed_for_a_client_that_left_is_free_again(talk: Make) -> No
     assert {made.follow(user("more")).session for made in (one, two)} == sessions
 
 
-def test_reward_of_an_unambiguous_rollout_has_no_warning(talk: Make) -> None:
-    made = talk()
-    session = made.ask(reply=Reply(SPLIT)).session
-    made.follow(user("more"))
-    answer = made.pair.client.post(f"/v1/sessions/{session}/reward", json={"reward": 1.0})
-    assert "warning" not in answer.json()
-
-
 def test_a_session_may_be_named_while_its_first_turn_streams(talk: Make) -> None:
     made = talk()
     client, fake = made.pair.client, made.pair.fake

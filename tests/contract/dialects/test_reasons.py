@@ -8,10 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.history.store import StoreError
 from proxy.history.vocabulary import Reason
-from proxy.stores.memory import MemoryStore
-from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, Variant
+from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
 from tests.support.talk import CHAT, Answered, Message, Talk, assembled, call, result, sent_ids, user
 from tests.support.tiny_model import CHATML, END, TinyModel, make_tiny_model
 from tests.support.utils import Pair, run_proxy
@@ -20,8 +18,11 @@ SPLIT = (74, 71, 78, 78, 81, END)
 _MORE = user("more")
 _IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 _ANSWER = Canned(b'{"choices": []}', headers={"content-type": "application/json"})
-_NOT_HERE = {"no_ids", "text_prompt"}
-"""Reasons of the token route and of completions."""
+_NOT_HERE = {
+    *("no_ids", "text_prompt", "prefix_given", "no_token_in", "context_overflow", "thinking_dropped"),
+    *("store_unavailable", "tokenizer_mismatch"),
+}
+"""Reasons that tests of other files provoke."""
 
 
 @pytest.fixture
@@ -122,29 +123,8 @@ def test_ends_with_assistant(talk: Callable[..., Talk]) -> None:
     assert (answered.sent, answered.reason) == (None, "ends_with_assistant")
 
 
-def test_prefix_given(talk: Callable[..., Talk], client: httpx.Client) -> None:
-    made = talk()
-    made.ask(reply=Reply(SPLIT))
-    before, ids = _counted(client, "given", "prefix_given"), made.ids
-    answered = made.ask(_MORE, required_prefix_token_ids=ids)
-    assert answered.sent is not None
-    assert answered.sent[: len(ids)] == ids
-    assert (answered.reason, answered.prompt["source"]) == ("prefix_given", "given")
-    assert _counted(client, "given", "prefix_given") == before + 1
-
-
-def test_no_token_in(other: Callable[..., Talk]) -> None:
-    assert _second(other(variant=Variant.NEITHER)).reason == "no_token_in"
-
-
 def test_no_tokenizer(other: Callable[..., Talk], tmp_path: Path) -> None:
     assert _second(other(tokenizer=str(tmp_path))).reason == "no_tokenizer"
-
-
-def test_tokenizer_mismatch(other: Callable[..., Talk], tmp_path: Path) -> None:
-    template = tmp_path / "other.jinja"
-    template.write_text("{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}")
-    assert _second(other(chat_template=template)).reason == "tokenizer_mismatch"
 
 
 def test_tokenizer_unchecked(other: Callable[..., Talk]) -> None:
@@ -210,32 +190,9 @@ def test_rendering_changed(other: Callable[..., Talk], names: tuple[str, ...]) -
         assert (answered.reason, answered.sent is None) == (reason, bool(reason))
 
 
-def test_context_overflow(other: Callable[..., Talk]) -> None:
-    """More was sampled than the client got back, as where a template strips thinking."""
-    made = other(overflow="render")
-    made.ask(reply=Reply((*[74] * MAX_MODEL_LEN, END), message={"content": "short"}))
-    answered = made.ask(_MORE)
-    assert (answered.sent, answered.reason) == (None, "context_overflow")
-
-
-def test_thinking_dropped(other: Callable[..., Talk]) -> None:
-    made = other(thinking_policy="template")
-    made.ask(reply=Reply(SPLIT, message={"content": "hello", "reasoning": "so"}))
-    answered = made.ask(_MORE)
-    assert (answered.sent, answered.reason) == (None, "thinking_dropped")
-
-
 def test_evicted(other: Callable[..., Talk]) -> None:
     made = other(store_max_bytes=1)
     assert _second(made).reason == "evicted"
-
-
-def test_store_unavailable(other: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(*args: object) -> None:
-        raise StoreError("out of order")
-
-    monkeypatch.setattr(MemoryStore, "find", fail)
-    assert _second(other()).reason == "store_unavailable"
 
 
 def test_none_is_left_out() -> None:

@@ -168,7 +168,6 @@ def test_log_probabilities_are_sorted_and_not_a_number_is_null() -> None:
     "body",
     [
         b"[]",
-        b'{"choices": 1}',
         b'{"choices": [{"token_ids": [7]}]}',
         b'{"prompt_token_ids": [1], "choices": [{"token_ids": null}]}',
         b'{"prompt_token_ids": [1], "choices": [{"token_ids": [7], "logprobs": null}]}',

@@ -1,10 +1,13 @@
 """The events of a stream: their order, and what each block and the end of the message say."""
 
+import json
 from typing import Any
 
+import msgspec
 import pytest
 
-from proxy.dialects.chat_parts import Chat
+from proxy.dialects.chat_parts import Chat, decode_chat
+from proxy.dialects.messages.events import MessagesTranslation
 from tests.support.chunks import SIGNER, TURN, call, chunk, events, outline
 
 _SIGNATURE = SIGNER.sign("", TURN)
@@ -170,3 +173,50 @@ def test_further_choices_are_left_out() -> None:
     other = chunk(content="b")
     other.choices[0].index = 1
     assert outline(events(chunk(content="a"), other, chunk("stop"))) == ["0 text", "0 text: a", "0 stop"]
+
+
+def _answer(message: dict[str, Any] | None, finish: str = "stop", stop: Any = None) -> dict[str, Any]:
+    choices = [] if message is None else [{"message": message, "finish_reason": finish, "stop_reason": stop}]
+    usage = {"prompt_tokens": 9, "completion_tokens": 3}
+    chat = decode_chat(msgspec.json.encode({"id": "chat-1", "choices": choices, "usage": usage}))
+    translation = MessagesTranslation("claude")
+    translation.turn_id, translation.signer = TURN, SIGNER
+    answer: dict[str, Any] = json.loads(translation.whole(chat))
+    return answer
+
+
+def _call(arguments: str | None, identity: str = "call_c1c1c1c1c1c1c1c1") -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def _use(arguments: Any, identity: str = "call_c1c1c1c1c1c1c1c1") -> dict[str, Any]:
+    return {"type": "tool_use", "id": identity, "name": "look", "input": arguments}
+
+
+_TEXT = {"type": "text", "text": "a"}
+_THINKING = {
+    "type": "thinking",
+    "thinking": "so",
+    "signature": SIGNER.sign("", TURN),
+}
+
+
+@pytest.mark.parametrize(
+    "message, content",
+    [
+        ({"content": "a"}, [_TEXT]),
+        ({"content": None}, [{"type": "text", "text": ""}]),
+        (None, [{"type": "text", "text": ""}]),
+        ({"content": "a", "reasoning": "so"}, [_THINKING, _TEXT]),
+        ({"reasoning_content": "so"}, [_THINKING]),
+        (
+            {"content": "a", "tool_calls": [_call('{"b": 1, "a": 2}'), _call("{}", "call_c2c2c2c2c2c2c2c2")]},
+            [_TEXT, _use({"b": 1, "a": 2}), _use({}, "call_c2c2c2c2c2c2c2c2")],
+        ),
+        ({"tool_calls": [_call('{"a": ')]}, [_use({})]),
+        ({"tool_calls": [_call("[1]")]}, [_use({})]),
+        ({"tool_calls": [_call(None)]}, [_use({})]),
+    ],
+)
+def test_content(message: dict[str, Any] | None, content: list[Any]) -> None:
+    assert _answer(message)["content"] == content
