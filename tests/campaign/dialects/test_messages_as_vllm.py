@@ -21,7 +21,6 @@ from tokenization import InvalidMessages
 from tokenization.check import load_for_check
 from tokenization.system_messages import takes_later_system
 
-pytestmark = pytest.mark.slow
 _TEMPLATES = template_files()
 _OTHER = "texts around a call and thinking"
 """They are one text here."""

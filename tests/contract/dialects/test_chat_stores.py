@@ -84,7 +84,7 @@ def failing(
 ) -> Iterator[tuple[_Failing, Callable[..., Talk], httpx.Client]]:
     store = _Failing(MemoryStore(Limits()))
     monkeypatch.setattr("proxy.services.make_store", lambda url, limits: store)
-    with run_proxy([mortal], store="memory:", store_timeout_s=0.1) as client:
+    with run_proxy([mortal], store="memory:", store_timeout_s=0.3) as client:
         yield store, lambda **fields: Talk(Pair(mortal, client), tiny_model, **fields), client
 
 

@@ -157,16 +157,19 @@ def _last_event(content: bytes) -> bytes:
     return content.removesuffix(b"\n\n").rpartition(b"\n\n")[2]
 
 
+def _generations(fake: FakeVllm) -> list[tuple[str, Body]]:
+    """Path and body of each generation, without those of one id by which the proxy examines an engine."""
+    found = [(seen.path, seen.json) for seen in fake.requests if seen.path in (CHAT, GENERATE, COMPLETIONS)]
+    return [(path, body) for path, body in found if body.get("sampling_params", body).get("max_tokens") != 1]
+
+
 def _sent(fake: FakeVllm) -> list[int]:
     """The ids of the last prompt that the engine was given."""
-    [*_, seen] = [seen for seen in fake.requests if seen.path in (CHAT, GENERATE, COMPLETIONS)]
-    body = seen.json
-    found: list[int] = {
-        CHAT: lambda: body["kv_transfer_params"]["prompt_token_ids"],
-        GENERATE: lambda: body["token_ids"],
-        COMPLETIONS: lambda: body["prompt"],
-    }[seen.path]()
-    return found
+    path, body = _generations(fake)[-1]
+    if path == CHAT:
+        body = body["kv_transfer_params"]
+    ids: list[int] = body[{CHAT: "prompt_token_ids", GENERATE: "token_ids", COMPLETIONS: "prompt"}[path]]
+    return ids
 
 
 def _message(form: Format, answer: httpx.Response) -> str:
@@ -322,7 +325,7 @@ def test_fields_of_the_session_have_their_chat_names(pair: Pair, caller: Caller)
     if caller.form.name == "generate":
         asked = {"sampling_params": asked}
     assert caller.post({**caller.first, **asked}).status_code == 200
-    [body] = [seen.json for seen in pair.fake.requests if seen.path in (CHAT, GENERATE, COMPLETIONS)]
+    [(_, body)] = _generations(pair.fake)
     sampling = body.get("sampling_params", body)
     assert {name: sampling[name] for name in ("max_tokens", "temperature", "top_p")} == {
         "max_tokens": 7,
@@ -340,7 +343,7 @@ def test_bodies_that_are_no_json_object(pair: Pair, caller: Caller, body: bytes)
     answer = caller.client.post(caller.form.path, content=body)
     assert answer.status_code == 400
     assert _message(caller.form, answer)
-    assert not [seen for seen in pair.fake.requests if seen.method == "POST"]
+    assert _generations(pair.fake) == []
 
 
 @each_format
