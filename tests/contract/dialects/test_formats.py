@@ -321,7 +321,7 @@ def test_a_retry_is_answered_once(pair: Pair, caller: Caller, stream: bool) -> N
 def test_fields_of_the_session_have_their_chat_names(pair: Pair, caller: Caller) -> None:
     fields = {"overrides": {"max_tokens": 7}, "defaults": {"temperature": 0.5, "top_p": 0.1}}
     caller.client.post("/v1/sessions", json={"id": caller.headers["x-session-id"], **fields})
-    asked = {"top_p": 0.9}
+    asked: Body = {"top_p": 0.9}
     if caller.form.name == "generate":
         asked = {"sampling_params": asked}
     assert caller.post({**caller.first, **asked}).status_code == 200

@@ -205,8 +205,8 @@ def test_members_of_a_group_have_as_many_samples_and_rewards(talk: Make) -> None
             assert {answer.headers["x-prompt-source"] for answer in answers} == {source}
             messages = [*messages, answers[0].json()["choices"][0]["message"], user("more")]
     for number, name in enumerate(sessions):
-        body = {"reward": float(number)}
-        assert "warning" in client.post(f"/v1/sessions/{name}/reward", json=body).json()
+        reward = client.post(f"/v1/sessions/{name}/reward", json={"reward": float(number)})
+        assert "warning" in reward.json()
         [sample] = client.get(f"/v1/sessions/{name}/samples").json()["samples"]
         assert (sample["reward"], len(sample["turns"]), sample["ambiguous"]) == (number, 3, True)
 
