@@ -1,14 +1,12 @@
 """`/v1/responses`: turns in the format of OpenAI's Responses, and the responses that are stored."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
 from proxy.dialects.responses.dialect import COMPACT_PATH, PATH, CompactDialect, ResponsesDialect
-from proxy.dialects.responses.ids import input_item_id, is_response_id
-from proxy.dialects.responses.items import listed
-from proxy.dialects.responses.records import ResponseRecord, output_of, recall
+from proxy.dialects.responses.ids import is_response_id
+from proxy.dialects.responses.records import ResponseRecord, recall
 from proxy.dialects.responses.request import read_request
 from proxy.errors import BadRequest, EngineUnavailable, NotFound
 from proxy.history.store import StoreError, session_id
@@ -16,13 +14,12 @@ from proxy.http import Request, Response, query_value
 from proxy.routes.base import Route
 from proxy.routes.large_bodies import parsed
 from proxy.routes.scopes import KeyScope
-from proxy.routes.store_route import StoreRoute, number
+from proxy.routes.store_route import StoreRoute
 from proxy.routes.turns import serve_dialect
 from proxy.turn.services import Services
 
 _RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 """Names of fields of a chat completion to those of the request that it was made of."""
-_LISTED_AT_MOST = 100
 
 
 class Responses(Route):
@@ -82,24 +79,7 @@ class _Stored:
         return True
 
 
-class _StoredRoute(StoreRoute):
-    """Base of the routes of one stored response."""
-
-    def needed_scope(self, method: str, path: str) -> KeyScope | None:
-        """See `Route.needed_scope`: who may sample may also read and delete what was sampled."""
-        return KeyScope.INFERENCE
-
-    async def _record(self, request: Request, services: Services) -> tuple[str, ResponseRecord]:
-        """The id and the record of the response that a path names. Raises NotFound, StoreError."""
-        name = _name(request)
-        document = session_id(request.tenant, name)
-        found = await services.history.store.documents.read([document])
-        if document not in found:
-            raise _unknown(name)
-        return name, msgspec.json.decode(found[document], type=ResponseRecord)
-
-
-class OneResponse(_StoredRoute):
+class OneResponse(StoreRoute):
     """Reads or deletes a stored response."""
 
     # vLLM's own template, letter for letter: a plugin's route replaces the one with an equal template
@@ -107,81 +87,24 @@ class OneResponse(_StoredRoute):
     methods = ("GET", "DELETE")
     summary = "A stored response"
 
+    def needed_scope(self, method: str, path: str) -> KeyScope | None:
+        """See `Route.needed_scope`: who may sample may also read and delete what was sampled."""
+        return KeyScope.INFERENCE
+
     async def reply(self, request: Request, services: Services) -> tuple[int, object]:
         """GET: the response as its client got it. DELETE: `{"id", "object", "deleted"}`."""
+        name = _name(request)
+        document = session_id(request.tenant, name)
         if request.method == "DELETE":
-            name = _name(request)
-            if not await services.history.store.documents.delete(session_id(request.tenant, name)):
+            if not await services.history.store.documents.delete(document):
                 raise _unknown(name)
             return 200, {"id": name, "object": "response", "deleted": True}
         if query_value(request, "stream", "false") == "true":
             raise BadRequest("`stream` is not supported: a stored response is complete", param="stream")
-        _, record = await self._record(request, services)
-        return 200, record.response
-
-
-class CancelResponse(_StoredRoute):
-    """Refuses to cancel a response: only a response in the background can be cancelled."""
-
-    path = "/v1/responses/{response_id}/cancel"
-    summary = "Refused: no response runs in the background"
-
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
-        """400 for every stored response."""
-        await self._record(request, services)
-        raise BadRequest(
-            "Cannot cancel a synchronous response: close the connection of a response that still streams",
-            param="background",
-        )
-
-
-class InputItems(_StoredRoute):
-    """Lists the input of a stored response."""
-
-    path = "/v1/responses/{response_id}/input_items"
-    methods = ("GET",)
-    summary = "The input items of a stored response"
-
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
-        """`?limit=20&order=desc&after=ID`: the items of its request, and those of the responses before it."""
-        limit = number("limit", query_value(request, "limit", "20"))
-        if not 1 <= limit <= _LISTED_AT_MOST:
-            raise BadRequest(f"`limit` must be between 1 and {_LISTED_AT_MOST}", param="limit")
-        order = query_value(request, "order", "desc")
-        if order not in ("asc", "desc"):
-            raise BadRequest("`order` must be asc or desc", param="order")
-        items = await self._items(request, services)
-        if order == "desc":
-            items.reverse()
-        if after := query_value(request, "after", ""):
-            places = [index for index, item in enumerate(items) if item["id"] == after]
-            if not places:
-                raise BadRequest(f"`after` names no item of this response: {after!r}", param="after")
-            items = items[places[0] + 1 :]
-        page = items[: int(limit)]
-        return 200, {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > len(page),
-        }
-
-    async def _items(self, request: Request, services: Services) -> list[dict[str, Any]]:
-        """All input items, the first one first."""
-        name, record = await self._record(request, services)
-        before = await _Stored(request, services).read(record.chain)
-        items: list[dict[str, Any]] = []
-        for earlier in record.chain:
-            if earlier in before:
-                previous = msgspec.json.decode(before[earlier], type=ResponseRecord)
-                items += _listed(earlier, previous)
-                items += output_of(previous)
-        return items + _listed(name, record)
-
-
-def _listed(name: str, record: ResponseRecord) -> list[dict[str, Any]]:
-    return [listed(item, input_item_id(name, index)) for index, item in enumerate(record.input)]
+        found = await services.history.store.documents.read([document])
+        if document not in found:
+            raise _unknown(name)
+        return 200, msgspec.json.decode(found[document], type=ResponseRecord).response
 
 
 def _name(request: Request) -> str:

@@ -11,7 +11,7 @@ from proxy.routes.engine_admin import engine_admin_routes
 from proxy.routes.feed import FeedAcknowledge, FeedConsumers, FeedSamples, OneFeedConsumer
 from proxy.routes.messages import MessagesRoute
 from proxy.routes.passthrough import PassThrough
-from proxy.routes.responses import CancelResponse, CompactResponses, InputItems, OneResponse, Responses
+from proxy.routes.responses import CompactResponses, OneResponse, Responses
 from proxy.routes.session_end import FinishSession, SessionEnd
 from proxy.routes.sessions import OneSession, SessionReward, Sessions, SessionSamples, SessionTraces
 from proxy.routes.status import Health, MetricsPage, Ready, Root
@@ -41,8 +41,6 @@ def all_routes() -> list[Route]:
         Responses(),
         CompactResponses(),
         OneResponse(),
-        CancelResponse(),
-        InputItems(),
         Tokenize(),
         Sessions(),
         OneSession(),

@@ -3,38 +3,23 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
 
 import msgspec
 
 from proxy.dialects.trl import Prompt, TrlAnswer, parse_batch, turn_of
-from proxy.dialects.trl_scores import ScoredSequence, ScoresRequest, parse_scores_request, scores_answer
 from proxy.engine.discovery import fetch
-from proxy.errors import ApiError, EngineBroken, Unsupported
+from proxy.errors import ApiError, EngineBroken
 from proxy.fields import join, parse
-from proxy.fleet.routing import Routing, body_digest
 from proxy.history.store_time import store_time
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
 from proxy.routes.large_bodies import parsed
-from proxy.routes.scopes import KeyScope
 from proxy.routes.session_names import session_fields
-from proxy.turn.request import EngineRoute
 from proxy.turn.serve import serve_turn
 from proxy.turn.services import Services
 
-T = TypeVar("T")
-
 _AT_ONCE = 256
 """Prompts of one batch that are served at the same time: vLLM's default for `--max-num-seqs`."""
-_SCORED_AT_ONCE = 8
-"""Sequences of one batch that are scored at the same time: a response may have tens of megabytes."""
-_REFUSED = {
-    "/init_communicator": "joins TRL's own group of processes",
-    "/update_named_param": "receives weights from TRL's own group of processes",
-    "/batch_update_named_params": "receives weights from TRL's own group of processes",
-    "/close_communicator": "leaves TRL's own group of processes",
-}
 
 
 class TrlBatch(Route):
@@ -60,7 +45,7 @@ class TrlBatch(Route):
             with store_time(self.store_seconds or services.store_timeout_s):
                 return await serve_turn(turn, services)
 
-        responses = Responses(batch.prompts, serve, _AT_ONCE)
+        responses = Responses(batch.prompts, serve)
         refused = await responses.collect()
         if refused is not None:
             return refused
@@ -74,15 +59,13 @@ class TrlBatch(Route):
         return BytesResponse(200, list(JSON_HEADERS), await services.in_thread(answer))
 
 
-class Responses(Generic[T]):
+class Responses:
     """The responses to a batch. The first failure ends it: the requests that still run are cancelled."""
 
-    def __init__(self, batch: Sequence[T], serve: Callable[[T], Awaitable[Response]], at_once: int) -> None:
-        """`at_once`: the most requests that run at the same time."""
+    def __init__(self, batch: Sequence[Prompt], serve: Callable[[Prompt], Awaitable[Response]]) -> None:
         self.bodies = [b""] * len(batch)
         """Those of the responses, in the order of the batch."""
         self._waiting = iter(enumerate(batch))
-        self._at_once = at_once
         self._serve = serve
         self._failed: ApiError | Response | None = None
 
@@ -92,7 +75,7 @@ class Responses(Generic[T]):
         Raises:
             ApiError: one of them cannot be served.
         """
-        workers = [asyncio.create_task(self._work()) for _ in range(min(self._at_once, len(self.bodies)))]
+        workers = [asyncio.create_task(self._work()) for _ in range(min(_AT_ONCE, len(self.bodies)))]
         try:
             while workers and self._failed is None:
                 done, pending = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
@@ -134,47 +117,6 @@ async def _tokenise(prompt: Prompt, request: Request, services: Services) -> Pro
     return replace(prompt, raw=bytes(tokens))
 
 
-class TrlScores(Route):
-    """The log-probabilities of given sequences; nothing is recorded."""
-
-    path = "/get_sequence_logprobs"
-    summary = "The log-probabilities of given sequences, for TRL up to 1.10"
-
-    async def answer(self, request: Request, services: Services, /) -> Response:
-        """`{"logprobs", "logprob_token_ids"}`, or arrays in base64 with `"response_format": "binary"`."""
-        scored = await parsed(request, services, lambda: parse_scores_request(parse(request.body)))
-        answer = scores_answer(scored)
-
-        async def serve(index: int) -> Response:
-            response = await _score(scored, scored.sequences[index], request, services)
-            if response.status >= 400:
-                return response
-            body = await _read(response)
-            # at once: what is kept of a completion is much smaller than the completion
-            await services.in_thread(lambda: answer.add(index, body))
-            return BytesResponse(200, [], b"")
-
-        refused = await Responses(range(len(scored.sequences)), serve, _SCORED_AT_ONCE).collect()
-        if refused is not None:
-            return refused
-        return BytesResponse(200, list(JSON_HEADERS), await services.in_thread(answer.body))
-
-
-async def _score(
-    scored: ScoresRequest, sequence: ScoredSequence, request: Request, services: Services
-) -> Response:
-    """The engine's completion of one sequence."""
-    body = scored.body_for_engine(sequence)
-    headers = [pair for pair in request.headers if pair[0] not in (b"accept-encoding", b"content-length")]
-    call = Request("POST", EngineRoute.COMPLETIONS, headers, body, repeatable=True)
-    routing = Routing(
-        ids=sequence.count,
-        tenant=request.tenant,
-        digest=lambda: body_digest(EngineRoute.COMPLETIONS, body),
-    )
-    return await services.fleet.send(lambda replica: replica.engine.send(call), routing)
-
-
 async def _read(response: Response) -> bytes:
     try:
         return await response.read()
@@ -182,25 +124,6 @@ async def _read(response: Response) -> bytes:
         await response.aclose()
 
 
-class TrlWeights(Route):
-    """A weight route of `trl vllm-serve`, which no stock vLLM can serve."""
-
-    needs_tenant = False
-    key_scope = KeyScope.ADMIN
-
-    def __init__(self, path: str) -> None:
-        self.path = path  # type: ignore[misc]
-
-    async def answer(self, request: Request, services: Services, /) -> Response:
-        """Always a 501."""
-        raise Unsupported(
-            f"{self.path} {_REFUSED[self.path]}, which only `trl vllm-serve` has. TRL 1.11 and later update "
-            "weights by vLLM's own routes (/init_weight_transfer_engine, /update_weights): upgrade TRL",
-            code="trl_weights",
-        )
-
-
 def trl_routes() -> list[Route]:
     """An instance of each of these routes."""
-    batches: list[Route] = [TrlBatch("/generate", "prompts"), TrlBatch("/chat", "messages")]
-    return [*batches, TrlScores(), *(TrlWeights(path) for path in _REFUSED)]
+    return [TrlBatch("/generate", "prompts"), TrlBatch("/chat", "messages")]

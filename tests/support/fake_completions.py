@@ -33,7 +33,7 @@ def completed_of(
                     "finish_reason": one.finish_reason,
                     "stop_reason": one.stop,
                     "token_ids": one.told if with_ids and "ids" not in one.silent else None,
-                    "prompt_logprobs": prompt_logprobs_of(prompt, asked.get("prompt_logprobs")),
+                    "prompt_logprobs": None,
                     "prompt_token_ids": echoed(one, prompt) if with_ids else None,
                     "routed_experts": one.routed_experts,
                 }
@@ -41,22 +41,6 @@ def completed_of(
     sampled = sum(len(one.ids) + one.miscounted for reply in replies for one in reply.choices(n))
     usage = _usage(sum(map(len, prompts)), sampled)
     return {**_fixed(asked), "choices": choices, "system_fingerprint": "vllm", "usage": usage}
-
-
-def prompt_logprobs_of(prompt: Sequence[int], top: int | None) -> list[Any] | None:
-    """Of each id but the first: the ids from 7 on are the most probable, and the id itself is there, too."""
-    if top is None:
-        return None
-    ranked = {7 + rank: rank + 1 for rank in range(top)}
-
-    def position(token: int) -> dict[str, Any]:
-        ranks = {token: ranked.get(token, 99), **ranked}
-        return {
-            str(each): {"logprob": -rank / 4, "rank": rank, "decoded_token": "x"}
-            for each, rank in ranks.items()
-        }
-
-    return [None, *map(position, prompt[1:])]
 
 
 def completed_chunks_of(

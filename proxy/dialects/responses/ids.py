@@ -63,7 +63,7 @@ class Names:
 
 
 def input_item_id(response: str, index: int) -> str:
-    """The id of an input item that its client gave none, in the list of a stored response's input."""
+    """The id of an input item that its client gave none, in a compacted conversation."""
     return f"in_{response.removeprefix(_RESPONSE)}_{index}"
 
 

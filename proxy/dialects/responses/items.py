@@ -13,7 +13,6 @@ between the calls of one turn.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -188,20 +187,6 @@ def as_input(value: object) -> list[Item]:
     for index, item in enumerate(value):
         item_kind(item, f"input[{index}]")
     return value
-
-
-def listed(item: Item, name: str) -> dict[str, Any]:
-    """An input item as the list of a stored response's input shows it.
-
-    Args:
-        name: its id, if it has none.
-    """
-    shown = {"id": name, "type": item_kind(item, "input"), **item}
-    if isinstance(shown.get("content"), str) and shown["type"] == "message":
-        kind = "output_text" if shown.get("role") == "assistant" else "input_text"
-        part = {"type": kind, "text": shown["content"]}
-        shown["content"] = [part if kind == "input_text" else {**part, "annotations": []}]
-    return shown
 
 
 def encode(messages: list[Item]) -> msgspec.Raw:

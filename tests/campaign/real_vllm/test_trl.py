@@ -31,34 +31,6 @@ def _check_logprobs(result: dict[str, Any], most: int) -> None:
             assert sum(map(math.exp, values)) <= 1.001
 
 
-def _check_scores(server: Served, results: dict[str, Any]) -> None:
-    """Both formats hold what TRL's current client gets from `/v1/completions`.
-
-    Sequences are sent one at a time, because which prompts share a step of an engine changes its numbers.
-    """
-    fields = {"max_tokens": 1, "prompt_logprobs": 3}
-    with server.http() as http:
-        answers = [http.post("/v1/completions", json={"prompt": each, **fields}).json() for each in PROMPTS]
-    choices = [answer["choices"][0] for answer in answers]
-    for row, (choice, sequence, start) in enumerate(zip(choices, PROMPTS, (1, 2), strict=True)):
-        found = choice["prompt_logprobs"][start:]
-        ranked = [sorted(each.items(), key=lambda item: item[1]["rank"]) for each in found]
-        tokens = [[int(token) for token, _ in each] for each in ranked]
-        values = [[score["logprob"] for _, score in each] for each in ranked]
-        own = [[each[str(token)]["logprob"]] for token, each in zip(sequence[start:], found, strict=True)]
-        whole, binary = results["scores"], results["binary scores"]
-        assert whole["logprob_token_ids"][row] == tokens
-        assert binary["logprob_token_ids"][row] == [each[:3] for each in tokens]
-        assert binary["actual_token_ids"][row] == [[token] for token in sequence[start:]]
-        for ours, theirs in (
-            (whole["logprobs"][row], values),
-            (binary["logprobs"][row], [each[:3] for each in values]),
-            (binary["actual_logprobs"][row], own),
-        ):
-            flat = [value for each in ours for value in each]
-            assert flat == pytest.approx([value for each in theirs for value in each], abs=0.05)
-
-
 @every_spelling
 async def test_the_client_of_trl_1_10(server: Served, model: Path) -> None:
     results = await run_program(sys.executable, SCRIPT, FOLDER, server.url, model)
@@ -66,8 +38,6 @@ async def test_the_client_of_trl_1_10(server: Served, model: Path) -> None:
     assert ids["prompt_ids"] == PROMPTS
     assert len(ids["completion_ids"]) == 2 * len(PROMPTS)
     _check_logprobs(ids, 4)
-
-    _check_scores(server, results)
     text = results["text"]
     with server.http() as http:
         rendered = [

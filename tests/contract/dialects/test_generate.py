@@ -1,6 +1,5 @@
 """Generate: tokens in, tokens out, with weight versions and sampling masks; other fields untouched."""
 
-import secrets
 from typing import Any
 
 import httpx
@@ -41,50 +40,21 @@ def test_ids_are_recorded_with_their_weights_and_masks(
 
 
 @every_way
-def test_a_prompt_that_begins_with_a_turns_ids_continues_it(client: httpx.Client, stream: bool) -> None:
-    body = {**_asked(), "stream": stream}
-    first = client.post(ROUTE, json=body)
-    following = [*body["token_ids"], *_SAMPLED, 9, 9]
-    second = client.post(ROUTE, json={**body, "token_ids": following})
-    # the two routes share what they recorded
-    third = client.post("/v1/completions", json={"prompt": [*following, *_SAMPLED, 8]})
-    sessions = {answer.headers["x-session-id"] for answer in (first, second, third)}
-    assert len(sessions) == 1
-    assert len(samples(client, sessions.pop())[0]["turns"]) == 3
-
-
-@every_way
-@pytest.mark.parametrize("logprobs", [None, 0, 2])
-@pytest.mark.parametrize("ids", [False, True])
-@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("mode", ["tokens", "text"])
 def test_client_gets_what_it_requested(
-    client: httpx.Client,
-    fake: FakeVllm,
-    logprobs: int | None,
-    ids: bool,
-    usage: bool,
-    mode: str,
-    stream: bool,
+    client: httpx.Client, fake: FakeVllm, logprobs: int | None, extras: bool, mode: str, stream: bool
 ) -> None:
     sampling = {"n": 2, **({"logprobs": logprobs} if logprobs is not None else {})}
     body = {**_asked(**sampling), "stream": stream, "output_mode": mode}
-    body |= {"return_token_ids": True} if ids else {}
-    body |= {"stream_options": {"include_usage": True}} if usage and stream else {}
+    if extras:
+        body |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
     ours, engines = client.post(ROUTE, json=body), httpx.post(fake.url + ROUTE, json=body)
     if stream:
         assert list(data_of(ours.content)) == list(data_of(engines.content))
     else:
         assert ours.json() == engines.json()
-
-
-def test_an_error_in_a_stream_is_passed_on(client: httpx.Client, fake: FakeVllm) -> None:
-    first = b'data: {"choices":[{"index":0,"token_ids":[7]}],"usage":null}\n\n'
-    error = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
-    kind = {"content-type": "text/event-stream"}
-    fake.canned[ROUTE] = Canned(first + error + b"data: [DONE]\n\n", headers=kind)
-    answer = client.post(ROUTE, json={**_asked(), "stream": True})
-    assert list(data_of(answer.content)) == list(data_of(first + error))
 
 
 def test_unknown_fields_are_passed_on(client: httpx.Client, fake: FakeVllm) -> None:
@@ -115,22 +85,17 @@ def test_turns_with_media_are_recorded_and_not_trained(
     [
         ({"token_ids": None}, "token_ids"),
         ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [-1]}, "token_ids"),
-        ({"token_ids": "1"}, "token_ids"),
         ({"token_ids": [[1]]}, "token_ids"),
         ({"token_ids": [5] * (MAX_MODEL_LEN + 1)}, "token_ids"),
         ({"token_ids": [VOCAB_SIZE]}, "token_ids"),
         ({"sampling_params": 5}, "sampling_params"),
         ({"sampling_params": [1]}, "sampling_params"),
-        ({"model": 5}, "model"),
-        ({"model": "nobody"}, "model"),
     ],
     ids=str,
 )
 def test_bad_requests(client: httpx.Client, fields: Body, param: str) -> None:
     answer = client.post(ROUTE, json={**_asked(), **fields})
-    assert answer.status_code == (404 if fields.get("model") == "nobody" else 400)
-    assert answer.json()["error"]["param"] == param
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("status", [403, 404])
@@ -142,17 +107,6 @@ def test_an_engine_without_the_route_answers_itself(
     answer = client.post(ROUTE, json=_asked())
     assert (answer.status_code, answer.json()) == (status, {"detail": "not here"})
     assert "x-turn-id" not in answer.headers
-
-
-def test_sessions_set_sampling_parameters(client: httpx.Client, fake: FakeVllm) -> None:
-    session = f"s-{secrets.token_hex(8)}"
-    set_fields = {"defaults": {"top_p": 0.5, "priority": 3}, "overrides": {"temperature": 0.9}}
-    client.post("/v1/sessions", json={"id": session, **set_fields})
-    client.post(ROUTE, json=_asked(), headers={"x-session-id": session})
-    sent = fake.last(ROUTE).json
-    assert sent["sampling_params"] == {"temperature": 0.9, "top_p": 0.5, "logprobs": 0}
-    assert sent["priority"] == 3
-    assert turns(client, session)[0]["temperature"] == 0.9
 
 
 @every_way

@@ -1,5 +1,6 @@
 """What decides whether ids may be reused: each of these once let ids of one scope into another."""
 
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -9,18 +10,16 @@ import httpx
 import pytest
 
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
-from tests.support.talk import CHAT, Message, Talk, user
+from tests.support.talk import CHAT, Message, Talk, appended_after, sent_ids, user
 from tests.support.tiny_model import END, TinyModel
-from tests.support.utils import Pair, run_proxy, wait_until
+from tests.support.utils import EVERY_SPELLING, Pair, run_proxy, send_and_keep, wait_until
 
 Make = Callable[..., Talk]
 SPLIT = (74, 71, 78, 78, 81, END)
 _TOOLS = [{"type": "function", "function": {"name": "f", "description": "d"}}]
 
-_ODD_NAMES = ["add_generation_prompt", "continue_final_message", "finish_reason", "history", "new_messages"]
 
-
-@pytest.mark.parametrize("name", _ODD_NAMES)
+@pytest.mark.parametrize("name", ["add_generation_prompt", "finish_reason"])
 @pytest.mark.parametrize(
     "change, reason", [({"tools": _TOOLS}, "tools_changed"), ({"model": "adapter"}, "model_changed")]
 )
@@ -34,16 +33,7 @@ def test_template_kwargs_of_any_name_leave_tools_and_model_in_the_key(
     assert (answered.sent, answered.reason) == (None, reason)
 
 
-@pytest.mark.parametrize("name", ["finish_reason", "history", "new_messages", "last_id"])
-def test_template_kwargs_of_any_name_are_variables_of_the_template(talk: Make, name: str) -> None:
-    made = talk(fields={"chat_template_kwargs": {name: "x"}})
-    made.ask(reply=Reply(SPLIT))
-    made.follow(user("more"))
-    made.fields = {"chat_template_kwargs": {name: "y"}}
-    assert made.ask(user("And?")).reason == "template_kwargs_changed"
-
-
-@pytest.mark.parametrize("name", ["truncation", "chat_template", "tokenize", "padding"])
+@pytest.mark.parametrize("name", ["truncation", "chat_template"])
 def test_template_kwargs_that_are_arguments_of_the_rendering_are_left_to_the_engine(
     talk: Make, name: str
 ) -> None:
@@ -62,24 +52,6 @@ def test_turn_with_given_ids_is_not_found_by_its_text(talk: Make, session: dict[
     if session:
         made.headers = {"x-session-id": made.messages[0]["content"].replace(" ", "-")}
     made.ask(reply=Reply(SPLIT), kv_transfer_params={"prompt_token_ids": [5, 6]})
-    answered = made.ask(user("more"))
-    assert (answered.sent, answered.prompt["source"]) == (None, "rendered")
-
-
-def test_turn_with_given_ids_is_not_found_by_an_empty_message(talk: Make) -> None:
-    """The engine is given an empty message next to ids where the client gave none."""
-    made = talk()
-    response = made.pair.client.post(
-        f"{CHAT}/tokens", json={"prompt_ids": [5, 6]}, headers={"x-session-id": "empty"}
-    )
-    answer = response.json()["choices"][0]["message"]
-    made.messages, made.headers = [user(""), answer], {"x-session-id": "empty"}
-    assert made.ask(user("more")).sent is None
-
-
-def test_turn_with_a_truncated_prompt_is_not_continued(talk: Make) -> None:
-    made = talk()
-    made.ask(reply=Reply(SPLIT), truncate_prompt_tokens=5)
     answered = made.ask(user("more"))
     assert (answered.sent, answered.prompt["source"]) == (None, "rendered")
 
@@ -151,3 +123,134 @@ def _running(pair: Pair, messages: list[Message]) -> Iterator[Callable[[], httpx
         future = pool.submit(lambda: pair.client.post(CHAT, json={"messages": messages}))
         wait_until(lambda: pair.fake.running)
         yield future.result
+
+
+_TOKENS = f"{CHAT}/tokens"
+
+
+def _with_ids(made: Talk, *new: Message, reply: Reply | None = None, append: bool = False) -> Any:
+    """A turn on the token route, as verifiers sends it: ids that it made itself, and all messages."""
+    script = reply or Reply(SPLIT)
+    made.pair.fake.replies.append(script)
+    appended = appended_after(made.model, made.ids, new)
+    body: dict[str, Any] = {"prompt_ids": [*made.ids, *appended], "messages": [*made.messages, *new]}
+    if append:
+        body = {"prompt_ids": made.ids, "messages": made.messages, "append_messages": list(new)}
+    response = made.pair.client.post(_TOKENS, json=body, headers=made.headers)
+    assert response.status_code == 200, response.text
+    made.pair.fake.replies.clear()
+    sent = sent_ids(made.pair.fake)
+    assert sent == [*made.ids, *appended]
+    made.ids = [*sent, *script.ids]
+    made.messages = [*made.messages, *new, response.json()["choices"][0]["message"]]
+    return response
+
+
+@EVERY_SPELLING
+@pytest.mark.parametrize("append", [False, True])
+def test_chat_turns_continue_turns_of_the_token_route(talk: Make, append: bool) -> None:
+    made = talk()
+    first = made.ask(reply=Reply(SPLIT))
+    for _ in range(2):
+        response = _with_ids(made, user("more"), append=append)
+        assert response.headers["x-session-id"] == first.session
+        assert made.follow(user("And?"), reply=Reply(SPLIT)).session == first.session
+    turns = made.pair.client.get(f"/v1/sessions/{first.session}").json()["turns"]
+    assert [turn["parent"] for turn in turns] == [None, *(turn["id"] for turn in turns[:-1])]
+
+
+def test_ids_that_render_the_messages_are_proved(talk: Make) -> None:
+    made = talk()
+    made.pair.fake.replies.append(Reply(SPLIT))
+    prompt = made.model.render(made.messages)
+    answer = made.pair.client.post(_TOKENS, json={"prompt_ids": prompt, "messages": made.messages})
+    made.ids = [*prompt, *SPLIT]
+    made.messages.append(answer.json()["choices"][0]["message"])
+    made.follow(user("more"))
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_ids_that_are_not_those_of_the_messages_are_never_continued_by_their_text(
+    talk: Make, history: bool
+) -> None:
+    made = talk()
+    if history:
+        made.ask(reply=Reply(SPLIT))
+        made.messages.append(user("more"))
+    prompt = [*made.ids, 5, 6, 7]
+    answer = made.pair.client.post(_TOKENS, json={"prompt_ids": prompt, "messages": made.messages})
+    made.messages.append(answer.json()["choices"][0]["message"])
+    answered = made.ask(user("And?"))
+    assert answered.sent is None or answered.sent[: len(prompt)] != prompt
+
+
+def _twins(talk: Make) -> tuple[Talk, Talk, set[str]]:
+    """Two conversations with equal texts and ids, and their sessions."""
+    one, two = talk(), talk()
+    two.messages = list(one.messages)
+    sessions = {made.ask(reply=Reply(SPLIT)).session for made in (one, two)}
+    assert len(sessions) == 2
+    return one, two, sessions
+
+
+def test_members_of_a_group_have_as_many_samples_and_rewards(talk: Make) -> None:
+    """No member names a session, all get equal texts and equal ids, and ask at the same time."""
+    client, messages, sessions = talk().pair.client, talk().messages, list[str]()
+    with ThreadPoolExecutor(8) as pool:
+        for source in ("rendered", "extended", "extended"):
+            body = {"messages": messages}
+            answers = list(pool.map(lambda _: client.post(CHAT, json=body), range(24)))  # noqa: B023
+            sessions = [answer.headers["x-session-id"] for answer in answers]
+            assert len(set(sessions)) == 24
+            assert {answer.headers["x-prompt-source"] for answer in answers} == {source}
+            messages = [*messages, answers[0].json()["choices"][0]["message"], user("more")]
+    for number, name in enumerate(sessions):
+        reward = client.post(f"/v1/sessions/{name}/reward", json={"reward": float(number)})
+        assert "warning" in reward.json()
+        [sample] = client.get(f"/v1/sessions/{name}/samples").json()["samples"]
+        assert (sample["reward"], len(sample["turns"]), sample["ambiguous"]) == (number, 3, True)
+
+
+def test_third_continuation_of_two_equal_rollouts_is_a_rollout_of_its_own(talk: Make) -> None:
+    one, two, sessions = _twins(talk)
+    third = talk()
+    third.messages, third.ids = list(one.messages), list(one.ids)
+    assert {made.follow(user("more")).session for made in (one, two)} == sessions
+    assert third.follow(user("other")).session not in sessions
+    third.follow(user("more"))
+    for name in sessions:
+        turns = one.pair.client.get(f"/v1/sessions/{name}").json()["turns"]
+        assert [turn["parent"] for turn in turns] == [None, turns[0]["id"]]
+
+
+def test_what_was_claimed_for_a_request_that_failed_is_free_again(talk: Make) -> None:
+    one, two, sessions = _twins(talk)
+    one.pair.fake.replies.append(Reply(break_at=0, how="head"))
+    body = {"messages": [*one.messages, user("more")]}
+    assert one.pair.client.post(CHAT, json=body).status_code == 502
+    assert {made.follow(user("more")).session for made in (one, two)} == sessions
+
+
+def test_what_was_claimed_for_a_client_that_left_is_free_again(talk: Make) -> None:
+    one, two, sessions = _twins(talk)
+    fake = one.pair.fake
+    fake.replies.append(Reply(SPLIT, hold_at=0))
+    body = json.dumps({"messages": [*one.messages, user("more")]}).encode()
+    with send_and_keep(one.pair.client.base_url, CHAT, body):
+        wait_until(lambda: fake.held)
+    wait_until(lambda: fake.aborted)
+    assert {made.follow(user("more")).session for made in (one, two)} == sessions
+
+
+def test_a_session_may_be_named_while_its_first_turn_streams(talk: Make) -> None:
+    made = talk()
+    client, fake = made.pair.client, made.pair.fake
+    fake.replies.append(Reply(SPLIT, hold_at=2))
+    with client.stream("POST", CHAT, json={"messages": made.messages, "stream": True}) as response:
+        headers = {"x-session-id": response.headers["x-session-id"]}
+        assert client.post(CHAT, json={"messages": [user("Other")]}, headers=headers).status_code == 200
+        fake.release()
+        response.read()
+    made.headers = headers
+    made.messages.append({"role": "assistant", "content": made.model.decode(list(SPLIT))})
+    assert made.ask(user("more")).prompt["source"] == "extended"

@@ -1,16 +1,15 @@
 """`required_prefix_token_ids` on the chat route."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.fake_vllm import FakeVllm, Reply, Variant
-from tests.support.talk import CHAT, GENERATE, Talk, call, result, sent_ids, user
+from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.talk import CHAT, GENERATE, Talk, sent_ids, user
 from tests.support.tiny_model import END, VOCAB_SIZE, TinyModel
-from tests.support.utils import EVERY_SPELLING, run_proxy
+from tests.support.utils import EVERY_SPELLING
 
 Make = Callable[..., Talk]
 SPLIT = (74, 71, 78, 78, 81, END)
@@ -28,7 +27,7 @@ def _expected(model: TinyModel, prefix: list[int], messages: list[Any], **kwargs
 
 @EVERY_SPELLING
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("sampled", [SPLIT, (*SPLIT[:-1],), (90, END)])
+@pytest.mark.parametrize("sampled", [SPLIT, SPLIT[:-1]])
 def test_the_prefix_is_kept(
     client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel, sampled: tuple[int, ...], stream: bool
 ) -> None:
@@ -51,46 +50,9 @@ def test_the_prefix_is_kept(
     assert not any(_FIELD.encode() in seen.body for seen in generated)
 
 
-def test_tools_and_template_arguments_count(
-    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
-) -> None:
-    function = {"name": "f", "description": None, "parameters": None}
-    tools = [{"type": "function", "function": function}]
-    one = call()
-    turn = {"role": "assistant", "content": "", "tool_calls": [one]}
-    messages = [user("Hi"), turn, result(one, "1")]
-    prefix = [*tiny_model.render(messages[:1], tools=tools), *SPLIT]
-    kwargs = {"enable_thinking": False}
-    body = {"messages": messages, "tools": tools, "chat_template_kwargs": kwargs, _FIELD: prefix}
-    assert client.post(CHAT, json=body).status_code == 200
-    as_objects = json.loads(json.dumps(messages))
-    as_objects[1]["tool_calls"][0]["function"]["arguments"] = {}
-    assert sent_ids(fake) == _expected(tiny_model, prefix, as_objects, tools=tools, **kwargs)
-
-
-@pytest.mark.parametrize("requested", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
-def test_ids_are_returned_only_if_requested(
-    client: httpx.Client, tiny_model: TinyModel, requested: bool, stream: bool
-) -> None:
-    prefix = [*tiny_model.render(_HISTORY[:1]), *SPLIT]
-    body = {"messages": [*_HISTORY, user("more")], _FIELD: prefix, "stream": stream}
-    text = client.post(CHAT, json={**body, **({"return_token_ids": True} if requested else {})}).text
-    assert ('"prompt_token_ids":[' in text.replace(" ", "")) is requested
-
-
-_BAD: dict[str, dict[str, Any]] = {
-    "empty": {_FIELD: []},
-    "text": {_FIELD: "1"},
-    "a boolean": {_FIELD: [True]},
-    "out of vocabulary": {_FIELD: [VOCAB_SIZE]},
-    "beyond any integer": {_FIELD: [10**30]},
-}
-
-
-@pytest.mark.parametrize("fields", _BAD.values(), ids=_BAD)
-def test_prefixes_that_are_none(client: httpx.Client, fields: dict[str, Any]) -> None:
-    answer = client.post(CHAT, json={"messages": [*_HISTORY, user("more")], **fields})
+@pytest.mark.parametrize("prefix", [[], "1", [True], [VOCAB_SIZE]], ids=str)
+def test_prefixes_that_are_none(client: httpx.Client, prefix: Any) -> None:
+    answer = client.post(CHAT, json={"messages": [*_HISTORY, user("more")], _FIELD: prefix})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, _FIELD)
 
 
@@ -106,15 +68,6 @@ def test_null_is_no_prefix(talk: Make) -> None:
     made.follow(user("more"), required_prefix_token_ids=None)
 
 
-def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
-    with (
-        FakeVllm(tiny_model, Variant.NEITHER) as engine,
-        run_proxy([engine], store="memory:") as client,
-    ):
-        answer = client.post(CHAT, json={"messages": [*_HISTORY, user("more")], _FIELD: [5, *SPLIT]})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_token_in")
-
-
 def test_its_turn_is_recorded_and_continued(talk: Make) -> None:
     """A conversation does not fall apart because one of its requests brought the ids along."""
     made = talk()
@@ -123,11 +76,133 @@ def test_its_turn_is_recorded_and_continued(talk: Make) -> None:
     made.follow(user("more"))
 
 
-def test_a_retry_of_it_is_answered_once(talk: Make) -> None:
-    made = talk()
-    prefix = [*made.model.render(made.messages), *SPLIT]
-    body = {"messages": [*made.messages, _HISTORY[1], user("more")], _FIELD: prefix}
-    headers = {"idempotency-key": made.messages[0]["content"]}
-    first, second = (made.pair.client.post(CHAT, json=body, headers=headers) for _ in range(2))
-    assert first.status_code == 200
-    assert second.headers.get("x-request-replayed") == "true"
+ASKING = {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": True}
+"""The fields with which NeMo-Gym requests ids on messages."""
+NAMES = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+ASKED = user("What does Gym ask?")
+"""A text of no other test, because tests share one store."""
+FIRST, SECOND = (74, 71, 78, 78, 81, END), (90, END)
+
+
+def _ask(client: httpx.Client, messages: list[Any], **fields: Any) -> httpx.Response:
+    return client.post(CHAT, json={"messages": messages, **fields})
+
+
+def _message(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 200, response.text
+    message: dict[str, Any] = response.json()["choices"][0]["message"]
+    return message
+
+
+@EVERY_SPELLING
+def test_each_turn_begins_with_the_ids_on_the_last_message(client: httpx.Client, fake: FakeVllm) -> None:
+    """The client keeps whole messages; nothing but them carries the ids."""
+    messages: list[Any] = [ASKED]
+    before: list[int] = []
+    for reply in (FIRST, SECOND, FIRST):
+        fake.replies.append(Reply(reply))
+        response = _ask(client, messages, **ASKING)
+        message = _message(response)
+        assert message["prompt_token_ids"][: len(before)] == before
+        assert message["generation_token_ids"] == list(reply)
+        assert len(message["generation_log_probs"]) == len(reply)
+        if before:
+            assert sent_ids(fake) == message["prompt_token_ids"]
+            assert response.headers["x-prompt-source"] == "given"
+            assert response.headers["x-prompt-reused"] == str(len(before))
+        before = [*message["prompt_token_ids"], *reply]
+        messages += [message, user("more")]
+    generated = [seen.body for seen in fake.requests if seen.path in (CHAT, GENERATE)]
+    assert not any(name.encode() in body for body in generated for name in NAMES[1:])
+
+
+def _turn(model: TinyModel, **fields: Any) -> dict[str, Any]:
+    prompt = model.render([ASKED])
+    ids = {"prompt_token_ids": prompt, "generation_token_ids": list(FIRST)}
+    return {"role": "assistant", "content": "hello", **ids, "generation_log_probs": [-0.5] * 6, **fields}
+
+
+def test_the_field_of_the_request_decides(
+    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
+) -> None:
+    prefix = [*tiny_model.render([ASKED]), *SECOND]
+    body = [ASKED, _turn(tiny_model), user("more")]
+    assert _ask(client, body, required_prefix_token_ids=prefix).status_code == 200
+    assert (sent_ids(fake) or [])[: len(prefix)] == prefix
+
+
+@pytest.mark.parametrize("nothing", [dict.fromkeys(NAMES), {"role": "user"}])
+def test_null_and_other_roles_are_no_prefix(
+    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel, nothing: dict[str, Any]
+) -> None:
+    response = _ask(client, [ASKED, _turn(tiny_model, **nothing), user("more")])
+    assert response.status_code == 200, response.text
+    assert response.headers.get("x-prompt-reason") != "prefix_given"
+
+
+_WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no prompt": ({"prompt_token_ids": None}, "prompt_token_ids"),
+    "fractions": ({"generation_token_ids": [1.5]}, "generation_token_ids"),
+    "no completion": ({"generation_token_ids": None}, "generation_token_ids"),
+    "text as log-probabilities": ({"generation_log_probs": ["-1"]}, "generation_log_probs"),
+    "out of vocabulary": ({"prompt_token_ids": [10**9]}, "prompt_token_ids"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "name"), _WRONG.values(), ids=_WRONG)
+def test_wrong_ids_name_the_message_and_the_field(
+    client: httpx.Client, tiny_model: TinyModel, wrong: dict[str, Any], name: str
+) -> None:
+    messages = [ASKED, _turn(tiny_model, **wrong), user("more")]
+    response = client.post(CHAT, json={"messages": messages})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == f"messages[1].{name}"
+    assert f"messages[1].{name}" in error["message"] or "vocabulary" in error["message"]
+
+
+def test_an_empty_completion_is_a_turn(client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel) -> None:
+    turn = _turn(tiny_model, generation_token_ids=[], generation_log_probs=[])
+    assert _ask(client, [ASKED, turn, user("more")]).status_code == 200
+    prompt = turn["prompt_token_ids"]
+    assert (sent_ids(fake) or [])[: len(prompt) + 1] == [*prompt, END]
+
+
+def test_an_edited_history_is_refused(client: httpx.Client, tiny_model: TinyModel) -> None:
+    response = _ask(client, [user("Ho ho ho"), _turn(tiny_model), user("more")])
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "prefix_mismatch")
+
+
+def test_images_next_to_ids_are_refused(client: httpx.Client, tiny_model: TinyModel) -> None:
+    """With media an engine ignores the ids and renders."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    more = {"role": "user", "content": [image]}
+    response = _ask(client, [ASKED, _turn(tiny_model), more])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+
+
+def test_tokenize_reads_them_too(client: httpx.Client, tiny_model: TinyModel) -> None:
+    turn = _turn(tiny_model, routed_experts="nrlre1:uint8:1x1x1:AA==")
+    prefix = [*turn["prompt_token_ids"], *FIRST]
+    tokens = client.post("/tokenize", json={"messages": [ASKED, turn, user("more")]}).json()["tokens"]
+    assert tokens[: len(prefix)] == prefix
+    assert len(tokens) > len(prefix)
+
+
+_NOT_ASKING: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "no log-probabilities": {**ASKING, "logprobs": False},
+    "hidden reasoning": {**ASKING, "include_reasoning": False},
+}
+
+
+@pytest.mark.parametrize("fields", _NOT_ASKING.values(), ids=_NOT_ASKING)
+def test_other_requests_get_the_usual_message(client: httpx.Client, fields: dict[str, Any]) -> None:
+    message = _message(_ask(client, [ASKED], **fields))
+    assert not message.keys() & set(NAMES)
+
+
+def test_incomplete_evidence_stays_off_the_message(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.replies.append(Reply(FIRST, logprobs_short=1))
+    message = _message(_ask(client, [ASKED], **ASKING))
+    assert not message.keys() & set(NAMES)

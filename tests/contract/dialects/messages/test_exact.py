@@ -1,6 +1,5 @@
 """Conversations of Anthropic's clients stay exact: prompts begin with the ids read and sampled before."""
 
-import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,11 +9,12 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from anthropic.types import Message
 
 from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.message_shapes import assistant, user
+from tests.support.message_shapes import SHAPES, Shape, user
 from tests.support.talk import sent_ids
-from tests.support.tiny_model import END, TinyModel, make_tiny_model
+from tests.support.tiny_model import END, make_tiny_model
 from tests.support.utils import EVERY_SPELLING, Pair, run_proxy
 
 Fields = dict[str, Any]
@@ -141,65 +141,6 @@ def test_arguments_that_clients_write_anew(talk: Talk, sampled: str, sent: Field
     assert talk.headers.get("x-prompt-reason") == why
 
 
-@pytest.mark.parametrize("messages", ['["ID"]', '{"a": "ID"}', '[{"role": "user", "content": "ID"}, 1]'])
-def test_the_id_of_a_call_in_what_are_no_messages(pair: Pair, talk: Talk, messages: str) -> None:
-    """The engine refuses it, on every route."""
-    talk.fields["tools"] = [_LOOK]
-    content = _first(talk, reply=_calling("functions.look:0", text=None))
-    body = f'{{"model": "tiny", "messages": {messages.replace("ID", content[-1]["id"])}}}'
-    assert pair.client.post("/v1/chat/completions", content=body).status_code == 400
-
-
-def test_cached_parts_roll_forward(talk: Talk) -> None:
-    """Clients mark the last block of each request, and write other texts as strings."""
-    _first(talk)
-    for text in ("a", "b", "c"):
-        talk.messages = [_unmarked(message) for message in talk.messages]
-        talk.ask(user({"type": "text", "text": text, **_CACHED}))
-
-
-def _unmarked(message: Fields) -> Fields:
-    content = message["content"]
-    if isinstance(content, str) or message["role"] == "assistant":
-        return message
-    return {**message, "content": content[0]["text"]}
-
-
-def test_the_attribution_block_does_not_matter(talk: Talk) -> None:
-    def system(count: int) -> list[Fields]:
-        header = f"x-anthropic-billing-header: cc_version=2.1; cch={count};"
-        return [{"type": "text", "text": header}, {"type": "text", "text": "Be brief."}]
-
-    talk.fields["system"] = system(0)
-    _first(talk)
-    for count in (1, 2):
-        talk.fields["system"] = system(count)
-        talk.ask(user("more"))
-
-
-@pytest.mark.parametrize("dropped", [True, False])
-def test_thinking_that_is_not_sent_back(talk: Talk, dropped: bool) -> None:
-    _first(talk, reply=Reply(_SPLIT, message={"reasoning": "so, so"}))
-    if dropped:
-        talk.messages[-1]["content"] = talk.messages[-1]["content"][1:]
-    talk.ask(user("more"))
-
-
-def test_an_answer_that_is_cut(talk: Talk) -> None:
-    _first(talk, reply=Reply(_SPLIT[:3]))
-    talk.ask(user("more"))
-
-
-def test_system_messages_inside_stay_where_they_are(talk: Talk) -> None:
-    reminder = {"role": "system", "content": [{"type": "text", "text": "Be kind."}]}
-    _first(talk, reminder)
-    talk.ask(user("more"), reminder)
-    talk.ask(user("and more"))
-    assert [message["role"] for message in talk.fake.last().json["messages"]] == [
-        *("user", "system", "assistant", "user", "system", "assistant", "user")
-    ]
-
-
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """A model whose template refuses system messages after the first message."""
@@ -223,40 +164,63 @@ def test_system_messages_join_the_users_where_the_template_refuses_them(strict: 
     assert [message["content"] for message in messages[-2:]] == ["and more\n\nBe kind.", "again"]
 
 
-def test_session_fields_have_their_chat_names(pair: Pair, talk: Talk) -> None:
-    name = f"s-{secrets.token_hex(4)}"
-    fields = {"overrides": {"max_tokens": 7}, "defaults": {"temperature": 0.5, "top_p": 0.1}}
-    assert pair.client.post("/v1/sessions", json={"id": name, **fields}).is_success
-    body = {"model": "tiny", "max_tokens": 900, "top_p": 0.9, "messages": [user("Hi")]}
-    answer = pair.client.post(f"/sessions/{name}/v1/messages?beta=true", json=body)
-    assert answer.headers["x-session-id"] == name
-    sent = pair.fake.last().json
-    assert (sent["max_tokens"], sent["temperature"], sent["top_p"]) == (7, 0.5, 0.9)
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-def test_a_retry_is_answered_once(pair: Pair) -> None:
-    body = {"model": "tiny", "max_tokens": 9, "messages": [user(f"Hi {secrets.token_hex(6)}")]}
-    keyed = {"idempotency-key": secrets.token_hex(8)}
-    for stream in (False, True):
-        sent = {**body, "stream": stream}
-        first, second = (
-            pair.client.post("/v1/messages", json=sent, headers={**keyed, "x-kind": str(stream)})
-            for _ in range(2)
-        )
-        assert second.headers["x-request-replayed"] == "true"
-        assert first.content == second.content
-        keyed = {"idempotency-key": secrets.token_hex(8)}
+def _kwargs(shape: Shape) -> dict[str, Any]:
+    # the SDK warns that the thinking of some models is deprecated, by their names
+    return {"model": "tiny", "max_tokens": 2048, **shape.fields, "messages": shape.messages}
 
 
-def test_an_assistant_message_at_the_end_is_rendered(pair: Pair, tiny_model: TinyModel) -> None:
-    body = {"model": "tiny", "max_tokens": 9, "messages": [user("Hi"), assistant("I")]}
-    answer = pair.client.post("/v1/messages", content=json.dumps(body))
-    assert answer.status_code == 200 and answer.json()["usage"]["input_tokens"] > 0
+@pytest.fixture
+def sync(pair: Pair) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="any", max_retries=0)
 
 
-def test_clients_get_the_name_back_that_they_sent(tiny_model: TinyModel) -> None:
-    body = {"model": "claude-haiku", "max_tokens": 9, "messages": [user("Hi")]}
-    with FakeVllm(tiny_model) as fake, run_proxy([fake], store="memory:", model_aliases=["*=tiny"]) as client:
-        answer = client.post("/v1/messages", json=body)
-        assert (answer.json()["model"], fake.last().json["model"]) == ("claude-haiku", "tiny")
-        assert client.post("/v1/messages/count_tokens", json=body).is_success
+def _check(message: Message, shape: Shape) -> None:
+    assert tuple(block.type for block in message.content) == shape.blocks
+    assert message.stop_reason == shape.stop_reason
+    assert (message.type, message.role, message.id[:4]) == ("message", "assistant", "msg_")
+    assert message.model == shape.fields.get("model", "tiny")
+    usage = message.usage
+    assert usage.input_tokens > 0 and usage.output_tokens == len(shape.reply.ids)
+    assert (usage.cache_read_input_tokens, usage.cache_creation_input_tokens) == (0, 0)
+    sampled = shape.reply.message
+    for block in message.content:
+        match block.type:
+            case "tool_use":
+                assert block.input == {"where": "up"} and block.id.startswith("call_")
+            case "thinking":
+                assert block.thinking == sampled["reasoning"] and block.signature
+            case "text":
+                assert (
+                    block.text == (sampled.get("content") or "hello"[: len(shape.reply.ids)])
+                    or not block.text
+                )
+
+
+@every_shape
+def test_create(pair: Pair, sync: anthropic.Anthropic, shape: Shape) -> None:
+    pair.fake.replies.append(shape.reply)
+    message = sync.messages.create(**_kwargs(shape))
+    _check(message, shape)
+    assert message._request_id
+    assert pair.fake.last().json["max_tokens"] <= 4096
+
+
+@every_shape
+def test_stream(pair: Pair, sync: anthropic.Anthropic, shape: Shape) -> None:
+    pair.fake.replies.append(shape.reply)
+    with sync.messages.stream(**_kwargs(shape)) as stream:
+        _check(stream.get_final_message(), shape)
+
+
+async def test_the_async_client(pair: Pair) -> None:
+    shape, url = SHAPES["thinking and a call"], str(pair.client.base_url)
+    async with anthropic.AsyncAnthropic(base_url=url, auth_token="any", max_retries=0) as client:
+        pair.fake.replies.extend([shape.reply] * 2)
+        _check(await client.messages.create(**_kwargs(shape)), shape)
+        async with client.messages.stream(**_kwargs(shape)) as stream:
+            texts = [text async for text in stream.text_stream]
+            _check(await stream.get_final_message(), shape)
+    assert "".join(texts) == "Ah."

@@ -92,7 +92,9 @@ def test_a_compacted_conversation_of_stored_responses(client: httpx.Client, fake
     assert said == ["Hi, stored", summary_message("The user said hi."), "And?"]
 
 
-@pytest.mark.parametrize("reply", [Reply((END,), message={"content": " "}), Reply(SPLIT, finish="abort")])
+@pytest.mark.parametrize(
+    "reply", [Reply((END,), message={"content": " "}), Reply(SPLIT, finish="abort")], ids=["empty", "aborted"]
+)
 def test_a_summary_that_was_not_written(client: httpx.Client, fake: FakeVllm, reply: Reply) -> None:
     asked = {"model": "tiny", "input": [_user("Hi"), _TRIGGER]}
     fake.replies.append(reply)
@@ -114,21 +116,4 @@ def test_a_summary_that_cannot_be_kept(mortal: FakeVllm, monkeypatch: pytest.Mon
         mortal.replies.extend([_SUMMARY] * 2)
         assert client.post("/v1/responses", json=asked).status_code == 503
         stream = client.post("/v1/responses", json={**asked, "stream": True}).content
-    events = events_of(stream.partition(b"event: error")[0])
-    assert [event["type"] for event in events] == [
-        f"response.{name}" for name in ("created", "in_progress", "failed")
-    ]
-    assert events[-1]["response"]["error"]["code"] == "server_error"
-
-
-def test_summaries_of_other_tenants_are_not_found(mortal: FakeVllm) -> None:
-    with run_proxy([mortal], store="memory:", api_key=["one", "two"]) as client:
-        one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
-        mortal.replies.append(_SUMMARY)
-        asked = {"model": "tiny", "input": [_user("Hi"), _TRIGGER]}
-        item = client.post("/v1/responses", json=asked, headers=one).json()["output"][0]
-        more = {"model": "tiny", "input": [item, _user("And?")]}
-        refused = client.post("/v1/responses", json=more, headers=two)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == "input[0].encrypted_content"
-        assert client.post("/v1/responses", json=more, headers=one).status_code == 200
+    assert events_of(stream.partition(b"event: error")[0])[-1]["type"] == "response.failed"

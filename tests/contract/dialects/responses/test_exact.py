@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.contract.dialects.responses.dialogue import FUNCTION, Dialogue, result, sdk
-from tests.support.fake_vllm import Reply
-from tests.support.talk import call, sent_ids
+from tests.contract.dialects.responses.dialogue import FUNCTION, Dialogue, engine_body, result
+from tests.support.fake_vllm import Reply, as_rendered, tools_as_rendered
+from tests.support.talk import call
 from tests.support.tiny_model import END, TinyModel
 from tests.support.utils import EVERY_SPELLING, Pair
 
@@ -53,9 +53,6 @@ def test_four_turns_with_reasoning_and_calls(
 
 def _rendered(made: Dialogue) -> list[int]:
     """The prompt of a first turn, as the engine rendered it."""
-    from tests.contract.dialects.responses.dialogue import engine_body
-    from tests.support.fake_vllm import as_rendered, tools_as_rendered
-
     body = engine_body(made.pair.fake)
     return made.model.render(as_rendered(body["messages"]), tools=tools_as_rendered(body.get("tools")))
 
@@ -63,7 +60,6 @@ def _rendered(made: Dialogue) -> list[int]:
 _CLIENTS: dict[str, dict[str, Any]] = {
     "reasoning as a summary": {"fields": {"reasoning": {"summary": "auto"}}},
     "without ids": {"strip_ids": True},
-    "a summary without ids": {"fields": {"reasoning": {"summary": "auto"}}, "strip_ids": True},
 }
 
 
@@ -78,58 +74,6 @@ def test_what_clients_send_back(pair: Pair, tiny_model: TinyModel, client: dict[
     made.follow([_user("more")], [_user("more")], Reply(SPLIT))
 
 
-def test_an_empty_turn(pair: Pair, tiny_model: TinyModel) -> None:
-    made = Dialogue(pair, tiny_model)
-    made.ask([_user("Hi, say nothing")], Reply((END,), message={"content": ""}))
-    made.ids = [*_rendered(made), END]
-    made.follow([_user("more")], [_user("more")], Reply(SPLIT))
-
-
-def test_a_turn_that_was_cut_in_its_reasoning(pair: Pair, tiny_model: TinyModel) -> None:
-    made = Dialogue(pair, tiny_model)
-    made.ask([_user("Hi, think")], Reply(SPLIT[:3], message={"content": None, "reasoning": "so"}))
-    made.ids = [*_rendered(made), *SPLIT[:3]]
-    made.follow([_user("more")], [_user("more")], Reply(SPLIT))
-
-
-def test_instructions_of_a_previous_response_do_not_stay(pair: Pair, tiny_model: TinyModel) -> None:
-    made = Dialogue(pair, tiny_model, {"instructions": "Be brief."}, stores=True)
-    made.ask([_user("Hi, briefly")], Reply(SPLIT))
-    made.fields = {"instructions": "Be long."}
-    made.ask([_user("more")], Reply(SPLIT))
-    from tests.contract.dialects.responses.dialogue import engine_body
-
-    assert [message["content"] for message in engine_body(pair.fake)["messages"]] == [
-        "Be long.", "Hi, briefly", "hello", "more",
-    ]  # fmt: skip
-
-
-def test_the_chat_route_continues_a_response(pair: Pair, tiny_model: TinyModel) -> None:
-    """Turns are recorded as those of every wire format."""
-    pair.fake.replies.append(Reply(SPLIT))
-    response = sdk(pair.client).responses.create(model="tiny", input="Hi, both ways")
-    messages = [_user("Hi, both ways"), {"role": "assistant", "content": response.output_text}, _user("more")]
-    answer = pair.client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages})
-    assert answer.headers["x-prompt-source"] == "extended"
-
-
-def test_session_fields_apply_under_their_chat_names(pair: Pair) -> None:
-    client = pair.client
-    session = {
-        "id": "bounded",
-        "defaults": {"temperature": 0.25, "top_p": 0.5},
-        "overrides": {"max_tokens": 5},
-    }
-    client.post("/v1/sessions", json=session)
-    asking = sdk(client, default_headers={"x-session-id": "bounded"})
-    asking.responses.create(model="tiny", input="Hi", max_output_tokens=100, top_p=0.75)
-    from tests.contract.dialects.responses.dialogue import engine_body
-
-    body = engine_body(pair.fake)
-    assert (body["max_tokens"], body["temperature"], body["top_p"]) == (5, 0.25, 0.75)
-    assert client.get("/v1/sessions/bounded").json()["turn_count"] == 1
-
-
 def test_the_echoed_item_decides_between_equal_texts(pair: Pair, tiny_model: TinyModel) -> None:
     """Two conversations got equal texts and other ids: each continues its own."""
     talks = [Dialogue(pair, tiny_model) for _ in range(2)]
@@ -139,10 +83,6 @@ def test_the_echoed_item_decides_between_equal_texts(pair: Pair, tiny_model: Tin
         made.ids = [*_rendered(made), *sampled]
     for made in reversed(talks):
         made.follow([_user("more")], [_user("more")], Reply(SPLIT))
-    stripped = Dialogue(pair, tiny_model, items=[_user("Hi, twice the same")], strip_ids=True)
-    stripped.items.append({"type": "message", "role": "assistant", "content": "same"})
-    stripped.ask([_user("more")], Reply(SPLIT))
-    assert sent_ids(pair.fake) is None
 
 
 def test_ids_of_calls_that_repeat_are_unique_for_clients(pair: Pair, tiny_model: TinyModel) -> None:

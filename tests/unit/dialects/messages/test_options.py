@@ -75,23 +75,6 @@ def test_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     assert _options(**fields) == expected
 
 
-@pytest.mark.parametrize(
-    "choice, expected",
-    [
-        ({"type": "auto"}, "auto"),
-        ({"type": "any"}, "required"),
-        ({"type": "none"}, "none"),
-        ({"type": "tool", "name": "look"}, _named("look")),
-    ],
-)
-@pytest.mark.parametrize("parallel", [None, False, True])
-def test_the_choice_between_tools(choice: dict[str, Any], expected: Any, parallel: bool | None) -> None:
-    disabled = {} if parallel is None else {"disable_parallel_tool_use": not parallel}
-    made = _options(tools=[_LOOK], tool_choice={**choice, **disabled})
-    assert made["tool_choice"] == expected
-    assert made["parallel_tool_calls"] is (parallel is not False)
-
-
 def test_disabled_thinking_is_an_effort_that_the_template_knows() -> None:
     assert _options("low", thinking={"type": "disabled"}) == {"reasoning_effort": "low"}
 
@@ -187,10 +170,3 @@ def test_a_wrong_field_is_named(param: str, fields: dict[str, Any]) -> None:
         _options(**fields)
     assert refused.value.param == param
     assert param in refused.value.message
-
-
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'"x"', b"\xff", b"5", b"[" * 3000])
-def test_a_body_that_is_no_json_object(body: bytes) -> None:
-    with pytest.raises(BadRequest) as refused:
-        read_turn(body)
-    assert refused.value.param == "body"

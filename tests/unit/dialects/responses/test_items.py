@@ -52,7 +52,7 @@ def _tool(call: str, content: Any = "ok") -> Item:
     return {"role": "tool", "tool_call_id": call, "content": content}
 
 
-_CASES: dict[str, tuple[list[Item], list[Item]]] = {
+CASES: dict[str, tuple[list[Item], list[Item]]] = {
     "texts": (
         [{"role": "user", "content": "a"}, {"type": "message", "role": "system", "content": "b"}],
         [_user("a"), {"role": "system", "content": "b"}],
@@ -65,10 +65,6 @@ _CASES: dict[str, tuple[list[Item], list[Item]]] = {
         [{"role": "user", "content": [{"type": "input_image", "image_url": "data:x", "detail": "low"}]}],
         [_user([{"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}}])],
     ),
-    "an image without detail": (
-        [{"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]}],
-        [_user([{"type": "image_url", "image_url": {"url": "data:x"}}])],
-    ),
     "a turn of all kinds": (
         [_reasoning("r"), _text("t"), _call("1"), _call("2"), _result("1"), _result("2")],
         [
@@ -78,17 +74,11 @@ _CASES: dict[str, tuple[list[Item], list[Item]]] = {
         ],
     ),
     "an assistant's plain text": ([{"role": "assistant", "content": "t"}], [_assistant(content="t")]),
-    "several texts of one message": (
-        [{"role": "assistant", "content": [{"type": "output_text", "text": t} for t in "ab"]}],
-        [_assistant(content="ab")],
-    ),
     "an empty message": ([_text("")], [_assistant(content="")]),
-    "a message without parts": ([{"role": "assistant", "content": []}], [_assistant(content="")]),
     "a refusal": (
         [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
         [_assistant(refusal="no")],
     ),
-    "a call alone": ([_call("1")], [_assistant(tool_calls=[_chat_call("1")])]),
     "two texts are two turns": ([_text("a"), _text("b")], [_assistant(content="a"), _assistant(content="b")]),
     "reasoning after a text is the next turn": (
         [_text("a"), _reasoning("r"), _text("b")],
@@ -98,20 +88,7 @@ _CASES: dict[str, tuple[list[Item], list[Item]]] = {
         [_text("a"), _call("1"), _text("b"), _result("1")],
         [_assistant(content="ab", tool_calls=[_chat_call("1")]), _tool("1")],
     ),
-    "turns apart by results": (
-        [_call("1"), _result("1"), _reasoning("r"), _call("2"), _result("2")],
-        [
-            _assistant(tool_calls=[_chat_call("1")]),
-            _tool("1"),
-            _assistant(reasoning="r", tool_calls=[_chat_call("2")]),
-            _tool("2"),
-        ],
-    ),
     "ids of one turn join texts": ([_text("a", ONE, 0), _text("b", ONE, 2)], [_assistant(content="ab")]),
-    "ids of one turn join reasoning": (
-        [_text("a", ONE, 0), _reasoning("r", ONE)],
-        [_assistant(content="a", reasoning="r")],
-    ),
     "ids of two turns part items": (
         [_text("a", ONE), _call("1", TWO)],
         [_assistant(content="a"), _assistant(tool_calls=[_chat_call("1")])],
@@ -120,15 +97,6 @@ _CASES: dict[str, tuple[list[Item], list[Item]]] = {
         [_call("1", ONE), _result("1"), _call("2", ONE), _result("2")],
         [_assistant(tool_calls=[_chat_call("1"), _chat_call("2")]), _tool("1"), _tool("2")],
     ),
-    "results between the calls of two turns": (
-        [_call("1", ONE), _result("1"), _call("2", TWO), _result("2")],
-        [
-            _assistant(tool_calls=[_chat_call("1")]),
-            _tool("1"),
-            _assistant(tool_calls=[_chat_call("2")]),
-            _tool("2"),
-        ],
-    ),
     "encrypted content names the turn too": (
         [_text("a", ONE, 0), _reasoning("r", encrypted_content=Names(ONE).encrypted(1))],
         [_assistant(content="a", reasoning="r")],
@@ -136,10 +104,6 @@ _CASES: dict[str, tuple[list[Item], list[Item]]] = {
     "reasoning as a summary": (
         [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "content": None}],
         [_assistant(reasoning="s")],
-    ),
-    "content before a summary": (
-        [_reasoning("r", summary=[{"type": "summary_text", "text": "s"}])],
-        [_assistant(reasoning="r")],
     ),
     "reasoning of which nothing is left": (
         [{"type": "reasoning", "summary": [], "encrypted_content": "another server's"}, _text("a")],
@@ -171,7 +135,7 @@ _CASES: dict[str, tuple[list[Item], list[Item]]] = {
 }
 
 
-@pytest.mark.parametrize("items, messages", _CASES.values(), ids=_CASES)
+@pytest.mark.parametrize("items, messages", CASES.values(), ids=CASES)
 def test_messages(items: list[Item], messages: list[Item]) -> None:
     assert messages_of([], items, {})[0] == messages
 
@@ -185,16 +149,10 @@ def test_a_compaction_is_its_summary(kind: str) -> None:
 
 _REFUSED: dict[str, tuple[Any, str]] = {
     "no list": (5, "input"),
-    "no object": (["a"], "input[0]"),
     "no type": ([{}], "input[0].type"),
-    "a type that is no text": ([{"type": 1}], "input[0].type"),
     "an unknown type": ([{"type": "web_search_call", "id": "x"}], "input[0].type"),
-    "a local shell": ([{"type": "local_shell_call", "id": "x"}], "input[0].type"),
     "a role": ([{"role": "critic", "content": "a"}], "input[0].role"),
-    "a role that is no text": ([{"role": 1, "content": "a"}], "input[0].role"),
     "no content": ([{"role": "user"}], "input[0].content"),
-    "content": ([{"role": "user", "content": 1}], "input[0].content"),
-    "a part": ([{"role": "user", "content": ["a"]}], "input[0].content[0]"),
     "a file": ([{"role": "user", "content": [{"type": "input_file"}]}], "input[0].content[0].type"),
     "an image's file": (
         [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}],
@@ -209,9 +167,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
         "input[0].content[0].text",
     ),
     "a call without a name": ([{**_call("1"), "name": None}], "input[0].name"),
-    "a call without an id": ([{**_call("1"), "call_id": None}], "input[0].call_id"),
     "arguments that are no text": ([{**_call("1"), "arguments": {}}], "input[0].arguments"),
-    "a result without a call": ([{"type": "function_call_output", "output": ""}], "input[0].call_id"),
     "a result without output": ([{"type": "function_call_output", "call_id": "1"}], "input[0].output"),
     "another server's compaction": (
         [{"type": "compaction", "encrypted_content": "gAAAA"}],

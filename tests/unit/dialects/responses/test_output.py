@@ -50,6 +50,11 @@ def test_a_name_after_the_id() -> None:
     assert events[0]["item"]["name"] == "f"
 
 
+def test_nothing_is_an_empty_message() -> None:
+    """A client that sends it back sends a turn."""
+    assert _shown(_output()[0]) == [("message", "")]
+
+
 def test_a_call_without_an_id_gets_one() -> None:
     output, _ = _output(_call(0, None, "f", "{}"))
     assert output.items[0]["call_id"]
@@ -71,17 +76,6 @@ def test_a_call_that_goes_on_after_the_next_one() -> None:
 def test_a_text_after_a_call() -> None:
     output, _ = _output(MessagePart(content="a"), _call(0, "c", "f", "{}"), MessagePart(content="\n"))
     assert _shown(output) == [("message", "a"), ("function_call", "{}"), ("message", "\n")]
-
-
-def test_reasoning_after_a_text() -> None:
-    output, _ = _output(MessagePart(content="a"), MessagePart(reasoning="r"), MessagePart(content="b"))
-    assert _shown(output) == [("message", "a"), ("reasoning", "r"), ("message", "b")]
-
-
-def test_empty_pieces_open_nothing() -> None:
-    output, events = _output(MessagePart(content="", reasoning=""), MessagePart(), MessagePart(content="a"))
-    assert _shown(output) == [("message", "a")]
-    assert events[0]["type"] == "response.output_item.added"
 
 
 def test_a_refusal() -> None:

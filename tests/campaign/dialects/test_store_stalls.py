@@ -18,7 +18,6 @@ from tests.support.redis_cluster import run_cluster
 from tests.support.redis_server import RedisServer
 from tests.support.utils import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.waits]
 _AT_ONCE = 80
 _STALL_S = 1.0
 """What a store may cost a request."""

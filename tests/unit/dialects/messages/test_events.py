@@ -1,10 +1,13 @@
 """The events of a stream: their order, and what each block and the end of the message say."""
 
+import json
 from typing import Any
 
+import msgspec
 import pytest
 
-from proxy.dialects.chat_parts import Chat
+from proxy.dialects.chat_parts import Chat, decode_chat
+from proxy.dialects.messages.events import MessagesTranslation
 from tests.support.chunks import SIGNER, TURN, call, chunk, events, outline
 
 _SIGNATURE = SIGNER.sign("", TURN)
@@ -15,21 +18,11 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
         [_ROLE, chunk(content="a"), chunk(content="b"), _END],
         ["0 text", "0 text: a", "0 text: b", "0 stop"],
     ),
-    "nothing": ([_ROLE, _END], ["0 text", "0 stop"]),
     "no chunk at all": ([], ["0 text", "0 stop"]),
     "thinking, then text": (
         [_ROLE, chunk(reasoning="a"), chunk(reasoning_content="b"), chunk(content="c"), _END],
         ["0 thinking", "0 thinking: a", "0 thinking: b", f"0 signature: {_SIGNATURE}", "0 stop",
          "1 text", "1 text: c", "1 stop"],
-    ),
-    "thinking alone": (
-        [_ROLE, chunk(reasoning="a"), chunk("length")],
-        ["0 thinking", "0 thinking: a", f"0 signature: {_SIGNATURE}", "0 stop"],
-    ),
-    "thinking and text of one chunk": (
-        [chunk("stop", reasoning="a", content="b")],
-        ["0 thinking", "0 thinking: a", f"0 signature: {_SIGNATURE}", "0 stop",
-         "1 text", "1 text: b", "1 stop"],
     ),
     "a call in pieces": (
         [_ROLE, chunk(tool_calls=[call(0, "c1", "look")]), chunk(tool_calls=[call(0, arguments='{"a"')]),
@@ -45,10 +38,6 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
          chunk(tool_calls=[call(1, arguments="{}")]), _END],
         ["0 text", "0 text: x", "0 stop", "1 tool_use", "1 input_json: {}", "1 stop",
          "2 tool_use", "2 input_json: {}", "2 stop"],
-    ),
-    "a name that is repeated with every piece": (
-        [chunk(tool_calls=[call(0, "c1", "look", "{")]), chunk(tool_calls=[call(0, None, "look", "}")])],
-        ["0 tool_use", "0 input_json: {", "0 input_json: }", "0 stop"],
     ),
     "a call without arguments": (
         [chunk("tool_calls", tool_calls=[call(0, "c1", "look")])],
@@ -70,11 +59,6 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
         [chunk(tool_calls=[call(0, "c1", "look", "{")]), chunk(content="x"),
          chunk(tool_calls=[call(0, arguments="}")]), chunk(content="y"), _END],
         ["0 tool_use", "0 input_json: {", "0 input_json: }", "0 stop", "1 text", "1 text: xy", "1 stop"],
-    ),
-    "white space between calls": (
-        [chunk(tool_calls=[call(0, "c1", "look", "{}")]), chunk(content="\n"),
-         chunk(tool_calls=[call(1, "c2", "look", "{}")]), _END],
-        ["0 tool_use", "0 input_json: {}", "0 stop", "1 tool_use", "1 input_json: {}", "1 stop"],
     ),
     "white space and text between calls": (
         [chunk(tool_calls=[call(0, "c1", "look", "{}")]), chunk(content="\n"),
@@ -189,3 +173,50 @@ def test_further_choices_are_left_out() -> None:
     other = chunk(content="b")
     other.choices[0].index = 1
     assert outline(events(chunk(content="a"), other, chunk("stop"))) == ["0 text", "0 text: a", "0 stop"]
+
+
+def _answer(message: dict[str, Any] | None, finish: str = "stop", stop: Any = None) -> dict[str, Any]:
+    choices = [] if message is None else [{"message": message, "finish_reason": finish, "stop_reason": stop}]
+    usage = {"prompt_tokens": 9, "completion_tokens": 3}
+    chat = decode_chat(msgspec.json.encode({"id": "chat-1", "choices": choices, "usage": usage}))
+    translation = MessagesTranslation("claude")
+    translation.turn_id, translation.signer = TURN, SIGNER
+    answer: dict[str, Any] = json.loads(translation.whole(chat))
+    return answer
+
+
+def _call(arguments: str | None, identity: str = "call_c1c1c1c1c1c1c1c1") -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def _use(arguments: Any, identity: str = "call_c1c1c1c1c1c1c1c1") -> dict[str, Any]:
+    return {"type": "tool_use", "id": identity, "name": "look", "input": arguments}
+
+
+_TEXT = {"type": "text", "text": "a"}
+_THINKING = {
+    "type": "thinking",
+    "thinking": "so",
+    "signature": SIGNER.sign("", TURN),
+}
+
+
+@pytest.mark.parametrize(
+    "message, content",
+    [
+        ({"content": "a"}, [_TEXT]),
+        ({"content": None}, [{"type": "text", "text": ""}]),
+        (None, [{"type": "text", "text": ""}]),
+        ({"content": "a", "reasoning": "so"}, [_THINKING, _TEXT]),
+        ({"reasoning_content": "so"}, [_THINKING]),
+        (
+            {"content": "a", "tool_calls": [_call('{"b": 1, "a": 2}'), _call("{}", "call_c2c2c2c2c2c2c2c2")]},
+            [_TEXT, _use({"b": 1, "a": 2}), _use({}, "call_c2c2c2c2c2c2c2c2")],
+        ),
+        ({"tool_calls": [_call('{"a": ')]}, [_use({})]),
+        ({"tool_calls": [_call("[1]")]}, [_use({})]),
+        ({"tool_calls": [_call(None)]}, [_use({})]),
+    ],
+)
+def test_content(message: dict[str, Any] | None, content: list[Any]) -> None:
+    assert _answer(message)["content"] == content

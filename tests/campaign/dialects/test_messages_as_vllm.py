@@ -15,13 +15,12 @@ from proxy.errors import BadRequest
 from tests.support.message_shapes import SHAPES, assistant, user
 from tests.support.templates.families import template_files
 from tests.support.tiny_templates import LOCAL
-from tests.unit.dialects.messages.test_conversation import _CASES as CONVERSATIONS
+from tests.unit.dialects.messages.test_conversation import CASES as CONVERSATIONS
 from tests.unit.dialects.messages.test_options import _WRONG as WRONG
 from tokenization import InvalidMessages
 from tokenization.check import load_for_check
 from tokenization.system_messages import takes_later_system
 
-pytestmark = pytest.mark.slow
 _TEMPLATES = template_files()
 _OTHER = "texts around a call and thinking"
 """They are one text here."""

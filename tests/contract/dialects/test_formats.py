@@ -1,0 +1,441 @@
+"""What every wire format promises: exact turns, retries, records of broken turns, errors of its own."""
+
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant, error_body
+from tests.support.message_shapes import user
+from tests.support.talk import CHAT, GENERATE, appended_after
+from tests.support.tiny_model import END, TinyModel
+from tests.support.utils import Pair, run_proxy, wait_until
+
+COMPLETIONS = "/v1/completions"
+SPLIT = (74, 71, 78, 78, 81, END)
+"""Of "hello", an id for each letter: a tokenizer gives three."""
+_NEW = [5, 9]
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A wire format: its requests, and how its streams end."""
+
+    name: str
+    path: str
+    first: Callable[[str], Body]
+    """A conversation's first request, of a text that nobody else sends."""
+    more: Callable[[Body, list[int]], Body]
+    """The request after it; the ids are all that were read and sampled."""
+    ended: bytes = b"data: [DONE]"
+    """How the last event of a complete stream begins."""
+    failed: bytes = b'data: {"error":'
+    """How the last event of a broken stream begins."""
+    translated: bool = False
+    """Whether it is another format than that of the engine."""
+    text: bool = True
+    """Whether it sends messages after the first turn, whose ids the proxy finds."""
+
+
+def _ids(text: str) -> list[int]:
+    return [3 + byte % 200 for byte in text.encode()]
+
+
+def _said(first: Body) -> list[Body]:
+    return [*first["messages"], {"role": "assistant", "content": "hello"}, user("more")]
+
+
+_FORMATS = {
+    each.name: each
+    for each in (
+        Format(
+            "chat",
+            CHAT,
+            lambda text: {"messages": [user(text)]},
+            lambda first, ids: {"messages": _said(first)},
+        ),
+        Format(
+            "tokens",
+            f"{CHAT}/tokens",
+            lambda text: {"messages": [user(text)]},
+            lambda first, ids: {"prompt_ids": ids, "append_messages": [user("more")]},
+        ),
+        Format(
+            "messages",
+            "/v1/messages",
+            lambda text: {"model": "tiny", "max_tokens": 99, "messages": [user(text)]},
+            lambda first, ids: {**first, "messages": _said(first)},
+            ended=b"event: message_stop",
+            failed=b'event: error\ndata: {"type":"error"',
+            translated=True,
+        ),
+        Format(
+            "responses",
+            "/v1/responses",
+            lambda text: {"input": [user(text)]},
+            lambda first, ids: {"input": _said({"messages": first["input"]})},
+            ended=b"event: response.completed",
+            failed=b"event: error\n",
+            translated=True,
+        ),
+        Format(
+            "completions",
+            COMPLETIONS,
+            lambda text: {"prompt": _ids(text)},
+            lambda first, ids: {"prompt": [*ids, *_NEW]},
+            text=False,
+        ),
+        Format(
+            "generate",
+            GENERATE,
+            lambda text: {"token_ids": _ids(text), "sampling_params": {}},
+            lambda first, ids: {"token_ids": [*ids, *_NEW], "sampling_params": {}},
+            text=False,
+        ),
+    )
+}
+_NEEDS = {"completions": [Variant.CHAT], "generate": [Variant.SCALE_OUT]}
+every_format = pytest.mark.parametrize(
+    ("pair", "form"),
+    [
+        pytest.param(variant, form, id=f"{form.name}-{variant}")
+        for form in _FORMATS.values()
+        for variant in _NEEDS.get(form.name, [Variant.CHAT, Variant.SCALE_OUT])
+    ],
+    indirect=["pair"],
+)
+each_format = pytest.mark.parametrize(
+    ("pair", "form"),
+    [
+        pytest.param(_NEEDS.get(form.name, [Variant.CHAT])[0], form, id=form.name)
+        for form in _FORMATS.values()
+    ],
+    indirect=["pair"],
+)
+every_way = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+@dataclass
+class Caller:
+    """A client of one format with a session of its own."""
+
+    client: httpx.Client
+    form: Format
+    headers: dict[str, str]
+    first: Body
+
+    def post(self, body: Body | None = None, *, stream: bool = False, **headers: str) -> httpx.Response:
+        """The first request, or another one."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = {**(body or self.first), "stream": stream}
+        return self.client.post(self.form.path, json=sent, headers={**self.headers, **named})
+
+    def turns(self) -> list[Body]:
+        """What the session recorded."""
+        answer = self.client.get(
+            f"/v1/sessions/{self.headers['x-session-id']}?ids=true", headers=self.headers
+        )
+        found: list[Body] = answer.json().get("turns", [])
+        return found
+
+
+def _caller(client: httpx.Client, form: Format) -> Caller:
+    name = secrets.token_hex(8)
+    return Caller(client, form, {"x-session-id": name}, form.first(f"Hi {name}"))
+
+
+@pytest.fixture
+def caller(pair: Pair, form: Format) -> Caller:
+    return _caller(pair.client, form)
+
+
+def _last_event(content: bytes) -> bytes:
+    return content.removesuffix(b"\n\n").rpartition(b"\n\n")[2]
+
+
+def _generations(fake: FakeVllm) -> list[tuple[str, Body]]:
+    """Path and body of each generation, without those of one id by which the proxy examines an engine."""
+    found = [(seen.path, seen.json) for seen in fake.requests if seen.path in (CHAT, GENERATE, COMPLETIONS)]
+    return [(path, body) for path, body in found if body.get("sampling_params", body).get("max_tokens") != 1]
+
+
+def _sent(fake: FakeVllm) -> list[int]:
+    """The ids of the last prompt that the engine was given."""
+    path, body = _generations(fake)[-1]
+    if path == CHAT:
+        body = body["kv_transfer_params"]
+    ids: list[int] = body[{CHAT: "prompt_token_ids", GENERATE: "token_ids", COMPLETIONS: "prompt"}[path]]
+    return ids
+
+
+def _message(form: Format, answer: httpx.Response) -> str:
+    """The message of an error, in the format's own envelope."""
+    body = answer.json()
+    assert (body.get("type") == "error") is (form.name == "messages")
+    message: str = body["error"]["message"]
+    return message
+
+
+def _refusing(status: int, message: str = "not like this") -> Reply:
+    body = error_body(message, "SomeError", None, status)
+    return Reply(error=Canned(body, status, {"content-type": "application/json"}))
+
+
+@every_way
+@every_format
+def test_a_turn_continues_the_ids_of_the_turn_before(
+    pair: Pair, caller: Caller, tiny_model: TinyModel, stream: bool
+) -> None:
+    pair.fake.replies.extend([Reply(SPLIT), Reply(SPLIT)])
+    first = caller.post(stream=stream)
+    assert first.status_code == 200, first.text
+    [turn] = caller.turns()
+    assert turn["completion_ids"] == list(SPLIT)
+    before = [*turn["appended_ids"], *SPLIT]
+    second = caller.post(caller.form.more(caller.first, before), stream=stream)
+    appended = appended_after(tiny_model, before, [user("more")]) if caller.form.text else _NEW
+    assert _sent(pair.fake) == [*before, *appended]
+    assert second.headers["x-session-id"] == first.headers["x-session-id"]
+    assert second.headers["x-prompt-source"] == ("extended" if caller.form.text else "given")
+    assert not stream or _last_event(second.content).startswith(caller.form.ended)
+    url = f"/v1/sessions/{caller.headers['x-session-id']}/samples"
+    [sample] = caller.client.get(url).json()["samples"]
+    assert [*sample["prompt_ids"], *sample["completion_ids"]] == [*before, *appended, *SPLIT]
+    assert sample["loss_mask"] == [*[1] * len(SPLIT), *[0] * len(appended), *[1] * len(SPLIT)]
+    assert [value is None for value in sample["logprobs"]] == [not kept for kept in sample["loss_mask"]]
+
+
+@every_format
+def test_the_first_event_arrives_while_the_engine_is_at_work(pair: Pair, caller: Caller) -> None:
+    pair.fake.replies.append(Reply(SPLIT, hold_at=2))
+    sent = {**caller.first, "stream": True}
+    with caller.client.stream("POST", caller.form.path, json=sent) as answer:
+        chunks = answer.iter_raw()
+        assert next(chunks).startswith((b"data: {", b"event: "))
+        assert pair.fake.running == 1
+        pair.fake.release()
+        content = b"".join(chunks)
+    assert _last_event(content).startswith(caller.form.ended)
+    assert pair.fake.aborted == 0
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "inside"])
+@every_format
+def test_a_stream_that_breaks_ends_with_an_error_and_is_recorded(
+    pair: Pair, caller: Caller, how: Any
+) -> None:
+    pair.fake.replies.append(Reply(SPLIT, break_at=3, how=how))
+    content = caller.post(stream=True).content
+    assert _last_event(content).startswith(caller.form.failed)
+    assert caller.form.ended not in content
+    wait_until(caller.turns)
+    [turn] = caller.turns()
+    assert turn["finish_reason"] == "abort"
+    assert turn["completion_ids"] == list(SPLIT[: len(turn["completion_ids"])]) != []
+
+
+@every_format
+def test_a_client_that_leaves_has_what_was_sampled_recorded(pair: Pair, caller: Caller) -> None:
+    pair.fake.replies.append(Reply(SPLIT, hold_at=3))
+    sent = {**caller.first, "stream": True}
+    with caller.client.stream("POST", caller.form.path, json=sent, headers=caller.headers):
+        wait_until(lambda: pair.fake.held)
+    wait_until(caller.turns)
+    [turn] = caller.turns()
+    assert turn["finish_reason"] == "abort"
+    assert turn["completion_ids"] == list(SPLIT[: len(turn["completion_ids"])])
+    wait_until(lambda: pair.fake.aborted == 1)
+
+
+_BREAKS = [(True, "close"), *((False, how) for how in ("close", "reset", "head", "inside", "chunked"))]
+
+
+@pytest.mark.parametrize(("stream", "how"), _BREAKS)
+@each_format
+def test_an_answer_that_breaks_before_the_client_has_any_of_it(
+    pair: Pair, caller: Caller, stream: bool, how: Any
+) -> None:
+    """Where no head had come it is sent once more, since nothing of it had reached the client."""
+    pair.fake.replies.extend([Reply(break_at=0, how=how)] * 2)
+    answer = caller.post(stream=stream)
+    assert answer.status_code == 502
+    assert _message(caller.form, answer)
+
+
+@every_way
+@each_format
+def test_an_engine_that_hangs_up(pair: Pair, caller: Caller, stream: bool) -> None:
+    pair.fake.hang_up = lambda seen: seen.method == "POST"
+    answer = caller.post(stream=stream)
+    assert answer.status_code == 502
+    assert _message(caller.form, answer)
+
+
+@every_way
+@pytest.mark.parametrize("status", [400, 404, 429])
+@each_format
+def test_the_engines_refusal_is_passed_on(pair: Pair, caller: Caller, status: int, stream: bool) -> None:
+    pair.fake.replies.extend([_refusing(status)] * 2)
+    answer = caller.post(stream=stream)
+    assert (answer.status_code, _message(caller.form, answer)) == (status, "not like this")
+    assert caller.turns() == []
+
+
+@every_way
+@pytest.mark.parametrize("finish", ["abort", "error"])
+@each_format
+def test_a_turn_that_the_engine_did_not_end_runs_anew_in_a_retry(
+    pair: Pair, caller: Caller, finish: str, stream: bool
+) -> None:
+    """As for a change of weights. A client of a translated format would take it for the whole answer."""
+    pair.fake.replies.extend([Reply(SPLIT[:2], finish=finish), Reply(SPLIT)])
+    key = secrets.token_hex(8)
+    first = caller.post(stream=stream, idempotency_key=key)
+    if caller.form.translated:
+        assert first.status_code == (200 if stream else 502)
+        assert caller.form.ended not in first.content
+    else:
+        assert finish in first.text
+    second = caller.post(stream=stream, idempotency_key=key)
+    assert (second.status_code, "x-request-replayed" in second.headers) == (200, False)
+    assert [turn["finish_reason"] for turn in caller.turns()] == [finish, "stop"]
+
+
+@every_way
+@each_format
+def test_a_retry_is_answered_once(pair: Pair, caller: Caller, stream: bool) -> None:
+    key = secrets.token_hex(8)
+    first, second = (caller.post(stream=stream, idempotency_key=key) for _ in range(2))
+    assert second.headers["x-request-replayed"] == "true" and "x-request-replayed" not in first.headers
+    assert (second.status_code, second.content) == (200, first.content)
+    for name in ("x-turn-id", "x-session-id", "x-prompt-source", "content-type"):
+        assert second.headers[name] == first.headers[name]
+    assert len(caller.turns()) == 1
+
+
+@each_format
+def test_fields_of_the_session_have_their_chat_names(pair: Pair, caller: Caller) -> None:
+    fields = {"overrides": {"max_tokens": 7}, "defaults": {"temperature": 0.5, "top_p": 0.1}}
+    caller.client.post("/v1/sessions", json={"id": caller.headers["x-session-id"], **fields})
+    asked: Body = {"top_p": 0.9}
+    if caller.form.name == "generate":
+        asked = {"sampling_params": asked}
+    assert caller.post({**caller.first, **asked}).status_code == 200
+    [(_, body)] = _generations(pair.fake)
+    sampling = body.get("sampling_params", body)
+    assert {name: sampling[name] for name in ("max_tokens", "temperature", "top_p")} == {
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+    }
+
+
+_NO_OBJECTS = [b"", b"{", b"[1]", b"null", b"\xff", b"[" * 5000]
+
+
+@pytest.mark.parametrize("body", _NO_OBJECTS, ids=lambda body: body[:3])
+@each_format
+def test_bodies_that_are_no_json_object(pair: Pair, caller: Caller, body: bytes) -> None:
+    answer = caller.client.post(caller.form.path, content=body)
+    assert answer.status_code == 400
+    assert _message(caller.form, answer)
+    assert _generations(pair.fake) == []
+
+
+@each_format
+def test_a_model_that_is_not_served(pair: Pair, caller: Caller) -> None:
+    answer = caller.post({**caller.first, "model": "nobody"})
+    assert answer.status_code == 404
+    assert "nobody" in _message(caller.form, answer)
+
+
+@each_format
+def test_a_session_that_is_deleted_while_its_turn_runs_gets_no_turn(pair: Pair, caller: Caller) -> None:
+    caller.post()
+    pair.fake.replies.append(Reply(SPLIT, hold_at=2))
+    sent = {**caller.first, "stream": True}
+    with caller.client.stream("POST", caller.form.path, json=sent, headers=caller.headers) as answer:
+        wait_until(lambda: pair.fake.held)
+        session = f"/v1/sessions/{caller.headers['x-session-id']}"
+        assert caller.client.delete(session).status_code == 200
+        pair.fake.release()
+        assert _last_event(answer.read()).startswith(caller.form.ended)
+    assert caller.client.get(session).status_code == 404
+    caller.post()
+    assert len(caller.client.get(f"{session}/samples").json()["samples"]) == 1
+
+
+# --- tenants, engines
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny_model: TinyModel) -> Iterator[Pair]:
+    """A proxy that knows two keys."""
+    with (
+        FakeVllm(tiny_model, Variant.SCALE_OUT) as engine,
+        run_proxy([engine], store="memory:", api_key=["one", "two"]) as client,
+    ):
+        yield Pair(engine, client)
+
+
+@pytest.mark.parametrize("form", _FORMATS.values(), ids=_FORMATS)
+def test_nothing_of_a_tenant_reaches_another(keyed: Pair, form: Format) -> None:
+    """Equal sessions, keys of retries and requests: each has turns of its own."""
+    one = _caller(keyed.client, form)
+    refused = one.post()
+    assert (refused.status_code, bool(_message(form, refused))) == (401, True)
+    two = Caller(keyed.client, form, {**one.headers, "authorization": "Bearer two"}, one.first)
+    one.headers["authorization"] = "Bearer one"
+    key = secrets.token_hex(8)
+    keyed.fake.replies.extend([Reply(SPLIT)] * 2)
+    first, second = (each.post(idempotency_key=key) for each in (one, two))
+    assert "x-request-replayed" not in second.headers
+    [own], [other] = one.turns(), two.turns()
+    assert (own["id"], other["id"]) == (first.headers["x-turn-id"], second.headers["x-turn-id"])
+    assert own["id"] != other["id"] and other["parent"] is None
+    two.client.delete(f"/v1/sessions/{two.headers['x-session-id']}", headers=two.headers)
+    sent = form.more(one.first, [*own["appended_ids"], *own["completion_ids"]])
+    for each, parent in ((two, None), (one, own["id"])):
+        each.post(sent)
+        assert each.turns()[-1]["parent"] == parent
+
+
+def test_no_engine(tiny_model: TinyModel) -> None:
+    with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:") as client:
+        engine.kill()
+        wait_until(lambda: client.get("/ready").status_code == 503)
+        for form in _FORMATS.values():
+            answer = _caller(client, form).post()
+            assert answer.status_code == 503 and answer.headers["retry-after"].isdigit()
+            assert _message(form, answer)
+
+
+def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
+    """Turns are rendered; only a request that brings ids is refused."""
+    with FakeVllm(tiny_model, Variant.NEITHER) as engine, run_proxy([engine], store="memory:") as client:
+        for name in ("chat", "tokens", "messages", "responses"):
+            caller = _caller(client, _FORMATS[name])
+            engine.replies.append(Reply(SPLIT))
+            assert caller.post().status_code == 200
+            answer = caller.post(caller.form.more(caller.first, [5, 6]))
+            if name == "tokens":
+                assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_token_in")
+                assert "--enable-scale-out" in answer.json()["error"]["message"]
+            else:
+                assert answer.headers["x-prompt-reason"] == "no_token_in"
+
+
+@pytest.mark.parametrize("name", ["tokens", "completions", "generate"])
+def test_recording_of_ids_can_be_turned_off(tiny_model: TinyModel, name: str) -> None:
+    with (
+        FakeVllm(tiny_model, Variant.SCALE_OUT) as engine,
+        run_proxy([engine], store="memory:", record_token_route=False) as client,
+    ):
+        caller = _caller(client, _FORMATS[name])
+        answer = caller.post(caller.form.more(caller.first, [1, 74]))
+        assert answer.status_code == 200 and "x-turn-id" not in answer.headers
+        assert caller.turns() == []

@@ -1,0 +1,180 @@
+"""Templates whose last turn does not decide what follows, or that leave out thinking of earlier turns."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.talk import CHAT, Talk, call, result, user
+from tests.support.tiny_model import END, TinyModel, make_tiny_model
+from tests.support.tiny_templates import COUNTS_MESSAGES
+from tests.support.utils import Pair, run_proxy, wait_until
+from tokenization import ChatTokenizer
+from tokenization.locality import Proof
+
+_TOKENS = f"{CHAT}/tokens"
+_NEW = [user("And then?")]
+Start = Callable[..., Talk]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Makes a conversation with an engine that runs with a template, and a proxy before it."""
+    with ExitStack() as stack:
+
+        def made(template: str, **settings: Any) -> Talk:
+            model = make_tiny_model(tmp_path / "model", template)
+            engine = stack.enter_context(FakeVllm(model))
+            options = {"store": "memory:", "proof_folder": tmp_path / "proofs", **settings}
+            return Talk(Pair(engine, stack.enter_context(run_proxy([engine], **options))), model)
+
+        yield made
+
+
+def _appended(talk: Talk, answered_ids: list[int], *new: dict[str, Any]) -> str:
+    """The text that was appended to the ids of the turn before."""
+    answered = talk.ask(*new)
+    assert answered.prompt["source"] == "extended"
+    assert answered.sent is not None
+    assert answered.sent[: len(answered_ids)] == answered_ids
+    return ChatTokenizer.load(talk.model.folder).decode(answered.sent[len(answered_ids) :])
+
+
+def test_whole_history_is_rendered_if_the_suffix_depends_on_it(start: Start) -> None:
+    talk = start(COUNTS_MESSAGES)
+    talk.ask(reply=Reply((74, 75, END)))
+    for count in (3, 5):
+        text = _appended(talk, list(talk.ids), user("more"))
+        assert text == f"\n<|im_start|>user\nmore<|im_end|>\n{count}<|im_start|>assistant\n"
+
+
+def test_without_the_history_only_proved_templates_are_answered(start: Start) -> None:
+    body = {"prompt_ids": [1, 74, END], "append_messages": _NEW}
+    client = start(COUNTS_MESSAGES).pair.client
+    [engine] = client.get("/ready").json()["engines"]
+    assert engine["template"]["after_messages"] == "whole history"
+    refused = client.post(_TOKENS, json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (501, "template_unsupported")
+    assert "earlier messages decide" in refused.json()["error"]["message"]
+
+
+def test_requests_before_the_proof_is_complete(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the history it is exact; without, the client is told to try again."""
+    go_on, prove = threading.Event(), ChatTokenizer.prove
+
+    def later(tokenizer: ChatTokenizer, folder: Path | None = None) -> Proof:
+        assert go_on.wait(20)
+        return prove(tokenizer, folder)
+
+    monkeypatch.setattr(ChatTokenizer, "prove", later)
+    monkeypatch.setattr("tests.support.utils._examined", lambda engine: engine.get("append") == "ready")
+    body = {"prompt_ids": [1, 74, END], "append_messages": _NEW}
+    with (
+        FakeVllm(tiny_model) as engine,
+        run_proxy([engine], store="memory:", proof_folder=tmp_path / "proofs") as client,
+    ):
+        talk = Talk(Pair(engine, client), tiny_model)
+        talk.ask()
+        talk.follow(user("more"))
+        refused = client.post(_TOKENS, json=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+        assert refused.json()["error"]["code"] == "template_unproved"
+        assert client.get("/ready").status_code == 200
+        history = [user("Hi"), {"role": "assistant", "content": "h"}]
+        assert client.post(_TOKENS, json={**body, "messages": history}).status_code == 200
+        go_on.set()
+        wait_until(lambda: client.post(_TOKENS, json=body).status_code == 200)
+        talk.follow(user("more"))
+
+
+_SHOWN = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+_CHAT = (
+    "{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{}{{{{ m.content }}}}"
+    "{{% for c in m.tool_calls or [] %}}[{{{{ c.function.name }}}}]{{% endfor %}}<|im_end|>\n{{% endfor %}}"
+    "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
+)
+_ALWAYS, _NEVER = _CHAT.format(_SHOWN), _CHAT.format("")
+_AFTER_LAST_USER = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    + _CHAT.format("{% if loop.index0 > ns.last %}" + _SHOWN + "{% endif %}")
+)
+
+
+def _thought(index: int, **message: Any) -> Reply:
+    ids = (90 + index, 74, END)
+    return Reply(ids, message={"content": f"It is {index}.", "reasoning": f"thought {index}", **message})
+
+
+def _reasons(talk: Talk, turns: int = 2) -> list[str]:
+    """The reasons of the turns after the first, each after a user message."""
+    talk.ask(reply=_thought(0))
+    return [talk.ask(user(f"more {n}"), reply=_thought(n)).reason for n in range(1, turns + 1)]
+
+
+@pytest.mark.parametrize(
+    "template, reasons",
+    [
+        (_ALWAYS, ["", ""]),
+        (_NEVER, ["thinking_dropped"] * 2),
+        (_AFTER_LAST_USER, ["thinking_dropped"] * 2),
+    ],
+)
+def test_the_view_of_the_template_is_followed(start: Start, template: str, reasons: list[str]) -> None:
+    talk = start(template, thinking_policy="template")
+    assert _reasons(talk) == reasons
+
+
+def test_thinking_stays_while_tools_are_called(start: Start) -> None:
+    """A template that drops it at the next user message keeps it before: these turns are one sample."""
+    talk = start(_AFTER_LAST_USER, thinking_policy="template")
+    calls = [call(), call()]
+    talk.ask(reply=_thought(0, tool_calls=[calls[0]]))
+    assert talk.ask(result(calls[0], "4"), reply=_thought(1, tool_calls=[calls[1]])).reason == ""
+    assert talk.ask(result(calls[1], "5"), reply=_thought(2)).reason == ""
+    assert talk.ask(user("more"), reply=_thought(3)).reason == "thinking_dropped"
+
+
+def test_a_client_that_drops_the_thinking_gets_the_view_of_the_template(start: Start) -> None:
+    talk = start(_ALWAYS, thinking_policy="template")
+    talk.ask(reply=_thought(0))
+    del talk.messages[-1]["reasoning"]
+    assert talk.ask(user("more")).reason == ""
+
+
+def test_sessions_choose(start: Start) -> None:
+    talk = start(_NEVER)
+    assert _reasons(talk, 1) == [""]  # by default all is kept
+    talk = Talk(talk.pair, talk.model)
+    talk.headers["x-session-id"] = "chosen"
+    described = {"id": "chosen", "defaults": {"thinking_policy": "template"}}
+    assert talk.pair.client.post("/v1/sessions", json=described).is_success
+    assert _reasons(talk, 1) == ["thinking_dropped"]
+    assert len(talk.pair.client.get("/v1/sessions/chosen/samples").json()["samples"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(CHAT, "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input")]
+)
+def test_requests_of_every_format_choose(start: Start, path: str, name: str) -> None:
+    talk = start(_NEVER)
+    fields = {"model": "tiny", "thinking_policy": "template"} | ({"max_tokens": 9} if name != "input" else {})
+    talk.pair.fake.replies.append(_thought(0))
+    said = [user("Hi")]
+    answer = talk.pair.client.post(path, json={**fields, name: said}).json()
+    said += answer.get("output") or [{"role": "assistant", "content": _content(answer)}]
+    second = talk.pair.client.post(path, json={**fields, name: [*said, user("more")]})
+    assert second.headers["x-prompt-reason"] == "thinking_dropped"
+    assert not [seen for seen in talk.pair.fake.requests if b"thinking_policy" in seen.body]
+    refused = talk.pair.client.post(path, json={**fields, name: said, "thinking_policy": "drop"})
+    assert refused.status_code == 400 and "thinking_policy" in refused.text
+
+
+def _content(answer: dict[str, Any]) -> Any:
+    return answer["choices"][0]["message"]["content"] if "choices" in answer else answer["content"]

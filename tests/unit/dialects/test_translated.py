@@ -1,0 +1,149 @@
+"""A stream in another format says something while the engine is silent, because clients give up."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from proxy.dialects.messages.events import MessagesTranslation
+from proxy.dialects.responses.answer import ResponsesTranslation
+from proxy.dialects.responses.request import read_request
+from proxy.dialects.translated import Translation, serve_early
+from proxy.errors import EngineUnavailable
+from proxy.http import JSON_HEADERS, BytesResponse, Response
+from proxy.routes.sending import send_events
+from proxy.turn.running import RunningRequests
+from tests.support.chunks import TURN, chunk
+from tests.support.fake_vllm import error_body
+
+_SILENCE_S = 0.01
+
+
+async def _store(name: str, content: bytes) -> bool:
+    return True
+
+
+def _messages() -> Translation:
+    return MessagesTranslation("claude")
+
+
+def _responses() -> Translation:
+    return ResponsesTranslation(read_request(b'{"input": "Hi", "stream": true}'), [], [], _store)
+
+
+class _Engine:
+    """A streamed turn whose response, and whose second chunk, wait for a test."""
+
+    status = 200
+
+    def __init__(self) -> None:
+        self.headers = [(b"content-type", b"text/event-stream"), (b"x-turn-id", TURN.encode())]
+        self.responds, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.closed = False
+
+    async def serve(self) -> Response:
+        await self.responds.wait()
+        return self
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield b"data: " + msgspec.json.encode(chunk(content="a")) + b"\n\n"
+        await self.goes_on.wait()
+        yield b"data: " + msgspec.json.encode(chunk("stop", content="b")) + b"\n\ndata: [DONE]\n\n"
+
+    async def read(self) -> bytes:
+        raise AssertionError("a stream is not read as a whole")
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def _kinds(content: bytes) -> list[str]:
+    lines = content.decode().split("\n")
+    return [line.partition("event: ")[2] or line[2:] for line in lines if line.startswith(("event", ": "))]
+
+
+@pytest.mark.parametrize(
+    ("translation", "first", "alive", "last"),
+    [(_messages(), "message_start", "ping", "message_stop"),
+     (_responses(), "response.created", "keep-alive", "response.completed")],
+    ids=["messages", "responses"],
+)  # fmt: skip
+async def test_a_stream_begins_before_its_engine_responds_and_is_kept_alive(
+    translation: Translation, first: str, alive: str, last: str
+) -> None:
+    engine, sent = _Engine(), list[bytes]()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        kinds = _kinds(b"".join(sent))
+        if kinds.count(alive) >= 1:
+            engine.responds.set()
+        if kinds.count(alive) >= 2:
+            engine.goes_on.set()
+
+    response = await serve_early(engine.serve, translation, _SILENCE_S)
+    await send_events(response, "/", send, RunningRequests())
+    await response.aclose()
+    kinds = _kinds(b"".join(sent))
+    assert (kinds[0], kinds[-1], kinds.count(first), engine.closed) == (first, last, 1, True)
+
+
+_TOO_LONG = "This model's maximum context length is 80 tokens"
+
+
+@pytest.mark.parametrize(
+    ("translation", "status", "message", "expected"),
+    [
+        (_messages, 400, "no", b'"type":"invalid_request_error","message":"no"'),
+        (_responses, 400, "no", b'"code":"invalid_prompt"'),
+        (_responses, 400, _TOO_LONG, b'"code":"context_length_exceeded"'),
+        (_responses, 429, "no", b'"code":"rate_limit_exceeded"'),
+    ],
+)
+async def test_an_error_after_the_stream_began_is_its_last_event(
+    translation: Any, status: int, message: str, expected: bytes
+) -> None:
+    responds = asyncio.Event()
+
+    async def serve() -> Response:
+        await responds.wait()
+        return BytesResponse(status, list(JSON_HEADERS), error_body(message, "X", None, status))
+
+    response = await serve_early(serve, translation(), 0)
+    responds.set()
+    content = await response.read()
+    assert response.status == 200
+    assert expected in content.split(b"\n\n")[-2]
+
+
+async def test_a_turn_that_fails_after_the_stream_began_ends_it() -> None:
+    responds = asyncio.Event()
+
+    async def serve() -> Response:
+        await responds.wait()
+        raise EngineUnavailable("no engine")
+
+    response = await serve_early(serve, _responses(), 0)
+    responds.set()
+    blocks = []
+    with pytest.raises(EngineUnavailable):
+        async for block in response.chunks():
+            blocks.append(block)  # noqa: PERF401 - what came before the error counts
+    assert _kinds(b"".join(blocks))[-1] == "response.failed"
+
+
+async def test_a_client_that_leaves_before_the_engine_responds_ends_the_turn() -> None:
+    engine, ended = _Engine(), asyncio.Event()
+
+    async def serve() -> Response:
+        try:
+            return await engine.serve()
+        finally:
+            ended.set()
+
+    response = await serve_early(serve, _messages(), 0)
+    await asyncio.sleep(0)
+    await response.aclose()
+    assert ended.is_set()
