@@ -14,7 +14,6 @@ from tests.support.templates.sample import sample_names
 from tests.support.templates.shapes import SHAPES, Message
 
 
-@pytest.mark.slow
 def test_recorded_content_formats_are_those_of_vllm() -> None:
     """If this fails, run `python -m tests.support.templates.record_formats`."""
     templates = [*corpus(("trl",)), *map(fetched_template, sample_names())]
@@ -22,7 +21,6 @@ def test_recorded_content_formats_are_those_of_vllm() -> None:
     assert recorded == detected_digests(templates)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("parts", [True, False], ids=["parts", "text"])
 def test_messages_are_converted_as_vllm_converts_them(parts: bool) -> None:
     for shape in [*SHAPES, *FURTHER_SHAPES]:
@@ -30,7 +28,6 @@ def test_messages_are_converted_as_vllm_converts_them(parts: bool) -> None:
         assert convert(messages, parts=parts) == _converted_by_vllm(messages, parts), shape.name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("parts", [True, False], ids=["parts", "text"])
 def test_developer_messages_are_folded_as_vllm_folds_them(parts: bool) -> None:
     from vllm.renderers.hf import _consolidate_system_messages, _convert_developer_to_system

@@ -2,7 +2,7 @@
 
 The conversion is that of vLLM 0.32 (`parse_chat_messages` and `safe_apply_chat_template`). vLLM decides
 from the syntax tree of a template whether it takes content as text or as parts. Its decisions are recorded
-in `takes_parts.txt`, one digest per line; a slow test compares both with vLLM itself.
+in `takes_parts.txt`, one digest per line; the campaign compares both with vLLM itself.
 """
 
 import copy
@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tests.support.templates.corpus import digest
 from tests.support.templates.shapes import Message
@@ -22,18 +22,6 @@ Tools = list[dict[str, Any]]
 
 class TemplateRefuses(Exception):
     """The template raises an error for these messages."""
-
-
-class Renderer(Protocol):
-    """Renders a conversation to text, as an engine would."""
-
-    def render(self, messages: Sequence[Message], tools: Tools | None, kwargs: Mapping[str, Any]) -> str:
-        """The text of a conversation. `kwargs` holds `add_generation_prompt`.
-
-        Raises:
-            TemplateRefuses: the template raises an error.
-        """
-        ...
 
 
 @functools.cache
@@ -48,13 +36,18 @@ def recorded_digests() -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class EngineRenderer:
+class Renderer:
     """vLLM's conversion, then the `apply_chat_template` of a transformers tokenizer."""
 
     tokenizer: Any
     template: str
 
     def render(self, messages: Sequence[Message], tools: Tools | None, kwargs: Mapping[str, Any]) -> str:
+        """The text of a conversation. `kwargs` holds `add_generation_prompt`.
+
+        Raises:
+            TemplateRefuses: the template raises an error.
+        """
         converted = convert(messages, parts=takes_parts(self.template))
         if not _takes_developer(self.template):
             converted = fold_developer(converted)

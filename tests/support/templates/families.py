@@ -22,183 +22,137 @@ class Family:
     bos: str | None = None
     plain: str = ""
     """Added tokens that are not special."""
+    alternate: str | None = "<|endoftext|>"
+    """Another stop token that the model may sample instead of its own."""
     rstrip: str = ""
     """Tokens that absorb the white space after them."""
-    alternate: str | None = None
-    """Another stop token that the model may sample instead of its own."""
 
 
 _QWEN = "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|>"
 _TOOLS_AND_THINK = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>"
 _LLAMA3 = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>"
+_LLAMA3_BOS = "<|begin_of_text|>"
+_COHERE = "<BOS_TOKEN> <EOS_TOKEN> <|END_OF_TURN_TOKEN|>"
+_COHERE_PLAIN = "<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|>"
 _GEMMA4 = (
     "<bos> <eos> <|turn> <turn|> <|channel> <channel|> <|think|> <|tool> <tool|> <|tool_call> <tool_call|> "
     '<|tool_response> <tool_response|> <|"|> <|image|>'
 )
 
 FAMILIES = (
-    Family(
-        "Qwen 2.5",
-        "qwen2_5 qwen2_5_vl",
-        special=_QWEN,
-        plain="<tool_call> </tool_call>",
-        eos="<|im_end|>",
-        alternate="<|endoftext|>",
-    ),
-    Family(
-        "Qwen 3",
-        "qwen3 qwen3_instruct_2507 qwen3_vl",
-        special=_QWEN,
-        plain=_TOOLS_AND_THINK,
-        eos="<|im_end|>",
-        alternate="<|endoftext|>",
-    ),
+    Family("Qwen 2.5", "qwen2_5 qwen2_5_vl", _QWEN, "<|im_end|>", plain="<tool_call> </tool_call>"),
+    Family("Qwen 3", "qwen3 qwen3_instruct_2507 qwen3_vl", _QWEN, "<|im_end|>", plain=_TOOLS_AND_THINK),
     Family(
         "Qwen 3.5 to 3.8",
         "qwen3_5_nothink qwen3_5_think qwen3_6 qwen3_8",
-        special=_QWEN,
+        _QWEN,
+        "<|im_end|>",
         plain=_TOOLS_AND_THINK,
-        eos="<|im_end|>",
-        alternate="<|endoftext|>",
     ),
     Family(
         "Nemotron 3",
         "nemotron_3_nano nemotron_3_super nemotron_3_ultra nemotron_3_5_lightning",
-        special="<s> </s> <|im_start|> <|im_end|>",
-        plain=_TOOLS_AND_THINK,
-        eos="<|im_end|>",
+        "<s> </s> <|im_start|> <|im_end|>",
+        "<|im_end|>",
         bos="<s>",
+        plain=_TOOLS_AND_THINK,
         alternate="</s>",
     ),
     Family(
         "LFM2",
         "lfm2 lfm2_v2 lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl",
-        special="<|startoftext|> <|endoftext|> <|im_start|> <|im_end|> <|tool_list_start|> <|tool_list_end|> "
+        "<|startoftext|> <|endoftext|> <|im_start|> <|im_end|> <|tool_list_start|> <|tool_list_end|> "
         "<|tool_call_start|> <|tool_call_end|> <|tool_response_start|> <|tool_response_end|>",
-        plain="<think> </think>",
-        eos="<|im_end|>",
+        "<|im_end|>",
         bos="<|startoftext|>",
-        alternate="<|endoftext|>",
+        plain="<think> </think>",
     ),
-    Family(
-        "Llama 3",
-        "llama3",
-        special=_LLAMA3,
-        eos="<|end_of_text|>",
-        bos="<|begin_of_text|>",
-        alternate="<|end_of_text|>",
-    ),
+    Family("Llama 3", "llama3", _LLAMA3, "<|end_of_text|>", _LLAMA3_BOS, alternate="<|end_of_text|>"),
     Family(
         "Llama 3.1, 3.2",
         "llama3_1 llama3_2",
-        special=f"{_LLAMA3} <|eom_id|> <|python_tag|>",
-        eos="<|eot_id|>",
-        bos="<|begin_of_text|>",
+        f"{_LLAMA3} <|eom_id|> <|python_tag|>",
+        "<|eot_id|>",
+        _LLAMA3_BOS,
         alternate="<|end_of_text|>",
     ),
     Family(
         "DeepSeek",
         "deepseekv3 deepseek_r1_distill",
-        special="<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜> <|EOT|>",
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜> <|EOT|>",
+        "<｜end▁of▁sentence｜>",
+        bos="<｜begin▁of▁sentence｜>",
         plain="<｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> "
         "<｜tool▁call▁end｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> "
         "<｜tool▁output▁end｜> <｜tool▁sep｜> <think> </think>",
-        eos="<｜end▁of▁sentence｜>",
-        bos="<｜begin▁of▁sentence｜>",
         alternate="<|EOT|>",
     ),
     Family(
         "GLM 4",
         "glm4moe",
-        special="<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>",
+        "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>",
+        "<|endoftext|>",
         plain=f"{_TOOLS_AND_THINK} <arg_key> </arg_key> <arg_value> </arg_value> /nothink",
-        eos="<|endoftext|>",
-        alternate="<|endoftext|>",
     ),
     Family(
         "GPT-OSS",
         "gptoss",
-        special="<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> "
-        "<|message|> <|call|>",
-        eos="<|return|>",
+        "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> <|message|> "
+        "<|call|>",
+        "<|return|>",
         bos="<|startoftext|>",
-        alternate="<|endoftext|>",
     ),
     Family(
         "Gemma 1 to 3",
         "gemma gemma3",
-        special="<bos> <eos> <start_of_turn> <end_of_turn> <start_of_image>",
-        eos="<eos>",
-        bos="<bos>",
+        "<bos> <eos> <start_of_turn> <end_of_turn> <start_of_image>",
+        "<eos>",
+        "<bos>",
         alternate="<eos>",
     ),
     Family(
         "Gemma 4",
         "gemma4 gemma4_v3 gemma4_v4 gemma4_v5 diffusion_gemma",
-        special=_GEMMA4,
-        eos="<eos>",
-        bos="<bos>",
+        _GEMMA4,
+        "<eos>",
+        "<bos>",
         alternate="<eos>",
     ),
-    Family(
-        "Gemma 4, first release",
-        "gemma4_v2",
-        special=_GEMMA4,
-        eos="<eos>",
-        bos="<bos>",
-        alternate="<eos>",
-    ),
-    Family(
-        "Cohere",
-        "cohere",
-        special="<BOS_TOKEN> <EOS_TOKEN> <|END_OF_TURN_TOKEN|>",
-        plain="<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|>",
-        eos="<|END_OF_TURN_TOKEN|>",
-        bos="<BOS_TOKEN>",
-        alternate="<EOS_TOKEN>",
-    ),
+    Family("Gemma 4, first release", "gemma4_v2", _GEMMA4, "<eos>", "<bos>", alternate="<eos>"),
+    Family("Cohere", "cohere", _COHERE, "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", _COHERE_PLAIN, "<EOS_TOKEN>"),
     Family(
         "Cohere 2",
         "cohere2",
-        special="<BOS_TOKEN> <EOS_TOKEN> <|END_OF_TURN_TOKEN|>",
-        plain="<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|> <|START_RESPONSE|> "
-        "<|END_RESPONSE|>",
-        eos="<|END_OF_TURN_TOKEN|>",
-        bos="<BOS_TOKEN>",
+        _COHERE,
+        "<|END_OF_TURN_TOKEN|>",
+        "<BOS_TOKEN>",
+        plain=f"{_COHERE_PLAIN} <|START_RESPONSE|> <|END_RESPONSE|>",
         alternate="<EOS_TOKEN>",
     ),
     Family(
         "Phi 3",
         "phi3 phi3_5",
-        special="<s> </s> <|endoftext|> <|system|> <|user|> <|assistant|> <|end|>",
-        rstrip="</s> <|system|> <|user|> <|assistant|> <|end|>",
-        eos="<|endoftext|>",
+        "<s> </s> <|endoftext|> <|system|> <|user|> <|assistant|> <|end|>",
+        "<|endoftext|>",
         bos="<s>",
-        alternate="<|endoftext|>",
+        rstrip="</s> <|system|> <|user|> <|assistant|> <|end|>",
     ),
     Family(
         "Muse Glimmer",
         "muse_glimmer",
-        special="<|begin_of_text|> <|end_of_text|> <|start|> <|message|> <|eot|> <|eom|>",
-        eos="<|eot|>",
+        "<|begin_of_text|> <|end_of_text|> <|start|> <|message|> <|eot|> <|eom|>",
+        "<|eot|>",
         bos="<|begin_of_text|>",
         alternate="<|end_of_text|>",
     ),
     Family(
         "Idefics 3, SmolVLM",
         "idefics3 smolvlm",
-        special="<|begin_of_text|> <|end_of_text|> <|im_start|> <end_of_utterance> <image> "
-        "<fake_token_around_image>",
-        eos="<end_of_utterance>",
+        "<|begin_of_text|> <|end_of_text|> <|im_start|> <end_of_utterance> <image> <fake_token_around_image>",
+        "<end_of_utterance>",
         alternate="<|end_of_text|>",
     ),
-    Family(
-        "LLaVA-NeXT",
-        "llava_next",
-        special="<unk> <s> </s> <image> <pad>",
-        eos="</s>",
-        bos="<s>",
-    ),
+    Family("LLaVA-NeXT", "llava_next", "<unk> <s> </s> <image> <pad>", "</s>", "<s>", alternate=None),
 )
 
 FAMILY_OF = {name: family for family in FAMILIES for name in family.templates.split()}
