@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.templates.corpus import corpus
 from tests.support.templates.families import template_files
 from tokenization import ChatTokenizer, InvalidMessages
 from tokenization.check import load_for_check
@@ -149,12 +150,16 @@ def _body(source: random.Random) -> dict[str, Any]:
     return {"messages": messages, **source.choice(_REQUESTS)}
 
 
-@pytest.mark.parametrize("name", _TEMPLATES)
-def test_rendered_text(name: str) -> None:
+def test_content_format_of_every_template() -> None:
     from vllm.renderers import hf
 
-    source = _TEMPLATES[name].read_text()
-    assert detect_content_format(source) == hf._detect_content_format(source, default="string")
+    for template in corpus():
+        expected = hf._detect_content_format(template.text, default="string")
+        assert detect_content_format(template.text) == expected, template.name
+
+
+@pytest.mark.parametrize("name", _TEMPLATES)
+def test_rendered_text(name: str) -> None:
     _compare(load_for_check(str(_TEMPLATES[name])), random.Random(name), _LISTS_PER_TEMPLATE)
 
 

@@ -20,10 +20,10 @@ from tests.support.templates.conversations import (
     shapes_of,
     variables_of,
 )
-from tests.support.templates.engine import Renderer, TemplateRefuses
 from tests.support.templates.laws import Kind, kind_of_difference, malformed
 from tests.support.templates.oracle import Oracle, Reason, Undecided
 from tests.support.templates.pairing import Pairing
+from tests.support.templates.renderer import Renderer, TemplateRefuses
 from tests.support.templates.sampling import (
     COMMON_ENDINGS,
     ENDINGS,
@@ -71,7 +71,7 @@ class Trial:
     def start(cls, pairing: Pairing, folder: Path) -> "Trial":
         """Write the pairing's tokenizer to a folder and load it from there."""
         template, tokens = pairing.template, pairing.stand_in()
-        renderer = Renderer(tokens.tokenizer, template.text)
+        renderer = Renderer(tokens.tokenizer)
         oracle = Oracle(renderer, tokens.tokenizer, _reads_generation_prompt(renderer))
         stops = _stops(oracle, tokens)
         if tokens.eos_is_a_guess:

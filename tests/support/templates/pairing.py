@@ -9,8 +9,8 @@ import functools
 from dataclasses import dataclass
 
 from tests.support.templates.corpus import FETCHED, ChatTemplate, corpus
-from tests.support.templates.engine import Renderer, TemplateRefuses
 from tests.support.templates.families import FAMILY_OF, Family
+from tests.support.templates.renderer import Renderer, TemplateRefuses
 from tests.support.templates.shapes import SHAPES, TOOLS
 from tests.support.templates.stand_in import StandIn, declared, guessed
 
@@ -71,7 +71,7 @@ class Pairing:
 
 def _renderings(template: ChatTemplate) -> list[str]:
     """What a template prints for common conversations."""
-    renderer = Renderer(guessed(template).tokenizer, template.text)
+    renderer = Renderer(guessed(template).tokenizer)
     texts = []
     for shape in SHAPES:
         tools = TOOLS if shape.with_tools else None

@@ -1,7 +1,5 @@
 import pytest
 
-from tests.support.templates.engine import takes_parts
-from tests.support.templates.families import template_files
 from tokenization.content_format import ContentFormat, detect_content_format
 
 _MACRO = "{% macro show(text) %}{% for part in text %}{{ part.text }}{% endfor %}{% endmacro %}"
@@ -37,9 +35,3 @@ def _loop(body: str, messages: str = "messages") -> str:
 )
 def test_format_is_the_one_that_vllm_detects(source: str, expected: ContentFormat) -> None:
     assert detect_content_format(source) == expected
-
-
-@pytest.mark.parametrize("name", template_files())
-def test_format_of_real_templates(name: str) -> None:
-    source = template_files()[name].read_text("utf-8")
-    assert detect_content_format(source) == ("openai" if takes_parts(source) else "string")
