@@ -68,8 +68,8 @@ def test_english_text_is_bounded_closely() -> None:
 
 def test_no_more_is_looked_at_than_enough() -> None:
     bound = _bounds(byte_level())
-    looked_at = bound.fewest("the weather " * 2**18, 1000)
-    assert 1000 < looked_at < bound.fewest("the weather " * 2**18) / 4
+    looked_at = bound.fewest("the weather " * 2**20, 1000)
+    assert 1000 < looked_at < bound.fewest("the weather " * 2**20) / 4
 
 
 def test_white_space_that_a_template_may_strip_is_not_counted() -> None:

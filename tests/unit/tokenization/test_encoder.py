@@ -99,7 +99,7 @@ def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_long_text_is_tokenised_no_further_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, text = _encoder("bytes"), "a b " * (PIECE // 2)
+    encoder, text = _encoder("bytes"), "a b " * PIECE
     encoded: list[int] = []
     encode = encoder._encode
 
