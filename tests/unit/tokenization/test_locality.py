@@ -1,5 +1,6 @@
 """What the proof finds out about small templates, each with one dependence."""
 
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,9 +66,14 @@ _CONDITIONS = {
 }
 
 
+def _proof(template: str, max_seconds: float = math.inf) -> Proof:
+    tokenizer = tokenizer_with(template)
+    return locality.prove(tokenizer._discovery, tokenizer._template.syntax, max_seconds)
+
+
 @pytest.mark.parametrize("condition, history", _CONDITIONS.items())
 def test_condition_on_the_history_is_found(condition: str, history: str) -> None:
-    proof = tokenizer_with(_prompt_if(condition)).prove()
+    proof = _proof(_prompt_if(condition))
     assert (proof.after_results, proof.after_messages) == (HISTORY, HISTORY)
     assert _EARLIER in proof.reason and history in proof.reason
 
@@ -124,7 +130,7 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
 
 @pytest.mark.parametrize("template, results, messages, reason", _TEMPLATES.values(), ids=_TEMPLATES)
 def test_locality_of_a_template(template: str, results: Locality, messages: Locality, reason: str) -> None:
-    proof = tokenizer_with(template).prove()
+    proof = _proof(template)
     assert (proof.after_results, proof.after_messages) == (results, messages), proof.reason
     assert re.search(reason, proof.reason)
 
@@ -138,8 +144,7 @@ def test_proof_tells_results_from_other_messages() -> None:
 
 
 def test_proof_that_takes_too_long_is_given_up() -> None:
-    tokenizer = tokenizer_with(_CHATML)
-    proof = locality.prove(tokenizer._discovery, tokenizer._template.syntax, -1.0)
+    proof = _proof(_CHATML, max_seconds=-1.0)
     assert proof == Proof(HISTORY, HISTORY, "the proof was not complete after -1 s", complete=False)
 
 
