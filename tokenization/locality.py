@@ -128,20 +128,21 @@ class Tails(Protocol[Tail]):
         ...
 
 
-def prove(tails: Tails[Any], syntax: Syntax) -> Proof:
-    """Prove which messages determine the text after a turn. Takes up to `MAX_SECONDS` of CPU time."""
+def prove(tails: Tails[Any], syntax: Syntax, max_seconds: float = MAX_SECONDS) -> Proof:
+    """Prove which messages determine the text after a turn. Takes up to `max_seconds` of CPU time."""
     if not syntax.parsed:
         return _not_local("its source cannot be parsed")
     if len(syntax.strings) > _MAX_STRINGS:
         return _not_local(f"its source compares with {len(syntax.strings)} strings, too many to try")
     if max(syntax.numbers, default=0) > _MAX_NUMBER:
         return _not_local(f"its source compares with a number above {_MAX_NUMBER}, too large to try")
-    return _Prover(tails).prove(_cases(syntax))
+    return _Prover(tails, max_seconds).prove(_cases(syntax))
 
 
 class _Prover:
-    def __init__(self, tails: Tails[Any]) -> None:
+    def __init__(self, tails: Tails[Any], max_seconds: float) -> None:
         self._tails = tails
+        self._max_seconds = max_seconds
         self._in_turn: dict[str, Any] = {}
         """The tail after the last turn alone, by step and options; None if the template refuses the turn."""
         self._tried: set[bool] = set()
@@ -152,8 +153,8 @@ class _Prover:
     def prove(self, cases: Iterator[_Case]) -> Proof:
         began = time.thread_time()
         for history, step, options in cases:
-            if time.thread_time() - began > MAX_SECONDS:
-                reason = f"the proof was not complete after {MAX_SECONDS:.0f} s"
+            if time.thread_time() - began > self._max_seconds:
+                reason = f"the proof was not complete after {self._max_seconds:.0f} s"
                 return Proof(Locality.HISTORY, Locality.HISTORY, reason, complete=False)
             if self._found[step.after_results] is not Locality.HISTORY:
                 self._compare(history, step, options)

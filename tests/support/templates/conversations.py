@@ -9,7 +9,10 @@ import jinja2.nodes
 from tests.support.templates.corpus import ChatTemplate
 from tests.support.templates.shapes import (
     ANSWER,
+    ANSWERED,
+    CALLED,
     EARLIER,
+    LATE,
     NEXT,
     ONE_CALL,
     QUESTION,
@@ -28,24 +31,12 @@ from tests.support.templates.shapes import (
 
 _ROLES = frozenset(
     {
-        *("system", "user", "assistant", "tool", "developer", "function", "model", "ipython"),
-        *(
-            "text",
-            "image",
-            "audio",
-            "video",
-            "string",
-            "array",
-            "object",
-            "type",
-            "role",
-            "content",
-            "name",
-            "id",
-        ),
+        *("system", "user", "assistant", "tool", "developer", "function", "model", "ipython", "role", "name"),
+        *("text", "image", "audio", "video", "string", "array", "object", "type", "content", "id"),
         *("tool_calls", "function_call", "arguments", "parameters", "description"),
     }
 )
+"""Names of roles, fields and types."""
 _SEARCHES = ("startswith", "endswith", "find", "split", "replace", "count")
 """Methods of texts that take a text to look for."""
 _MAX_CONSTANTS = 6
@@ -68,89 +59,49 @@ _NO_SWITCH = frozenset(
 """Variables that every renderer sets, and arguments of `apply_chat_template` itself."""
 
 
-def _group(group: str, name: str, history: list[Message], new: list[Message]) -> Shape:
-    calls = any(message.get("tool_calls") for message in [*history, *new])
-    return Shape(group, name, history, new, with_tools=calls)
-
-
 _NO_ARGUMENTS = assistant(
     "", tool_calls=[{"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}]
 )
 _SAME_IDS = assistant("", tool_calls=[call(1, "Zürich"), call(1, "Oslo", "clock")])
-_ROUND = [assistant("", tool_calls=[call(4, "Bern")]), result(4, "12 °C")]
+_BERN = [assistant("", tool_calls=[call(4, "Bern")]), result(4, "12 °C")]
+_SAME_ID = [QUESTION, assistant("", tool_calls=[call(1, "Bern")]), result(1, "12 °C")]
+_DEVELOPER = {**SYSTEM, "role": "developer"}
+_KIND = {"role": "developer", "content": "Be kind."}
+_I_LOOK = {**ONE_CALL, "content": "I look."}
 
 FURTHER_SHAPES = (
-    _group("roles", "developer", [{**SYSTEM, "role": "developer"}, QUESTION, assistant(ANSWER)], [NEXT]),
-    _group(
-        "roles",
-        "system and developer",
-        [SYSTEM, {"role": "developer", "content": "Be kind."}, QUESTION, assistant(ANSWER)],
-        [NEXT],
-    ),
-    _group(
-        "roles",
-        "developer, call",
-        [{**SYSTEM, "role": "developer"}, QUESTION, ONE_CALL],
-        [WEATHER_RESULT],
-    ),
-    _group(
-        "roles",
+    Shape("developer", [_DEVELOPER, *ANSWERED], [NEXT]),
+    Shape("system and developer", [SYSTEM, _KIND, *ANSWERED], [NEXT]),
+    Shape("developer, call", [_DEVELOPER, *CALLED], [WEATHER_RESULT]),
+    Shape(
         "system in the middle",
         [QUESTION, assistant("Sunny."), SYSTEM, user("Sure?"), assistant(ANSWER)],
         [NEXT],
     ),
-    _group(
-        "roles",
-        "new system message",
-        [QUESTION, assistant(ANSWER)],
-        [{"role": "system", "content": "Be newly brief."}, NEXT],
-    ),
-    _group(
-        "roles",
+    Shape("new system message", ANSWERED, [{"role": "system", "content": "Be newly brief."}, NEXT]),
+    Shape(
         "users in a row",
         [QUESTION, user("In Celsius."), assistant(ANSWER)],
         [user("newer thanks"), NEXT],
     ),
-    _group(
-        "later rounds",
-        "call in a fourth round",
-        [*EARLIER, *_ROUND, *copy.deepcopy(_ROUND), ONE_CALL],
-        [WEATHER_RESULT],
-    ),
-    _group(
-        "later rounds",
-        "the same id in each round",
-        [QUESTION, assistant("", tool_calls=[call(1, "Bern")]), result(1, "12 °C"), ONE_CALL],
-        [WEATHER_RESULT],
-    ),
-    _group(
-        "later rounds",
+    Shape("call in a fourth round", [*EARLIER, *_BERN, *copy.deepcopy(_BERN), ONE_CALL], [WEATHER_RESULT]),
+    Shape("the same id in each round", [*_SAME_ID, ONE_CALL], [WEATHER_RESULT]),
+    Shape(
         "a round after a call and an answer",
-        [*EARLIER, assistant("Yes, it is late."), QUESTION, TWO_CALLS],
+        [*EARLIER, LATE, QUESTION, TWO_CALLS],
         [WEATHER_RESULT, result(2, "newclock says nine")],
     ),
-    _group("tool results", "call, null content", [QUESTION, {**ONE_CALL, "content": None}], [WEATHER_RESULT]),
-    _group("tool results", "call without arguments", [QUESTION, _NO_ARGUMENTS], [WEATHER_RESULT]),
-    _group(
-        "tool results",
+    Shape("call, null content", [QUESTION, {**ONE_CALL, "content": None}], [WEATHER_RESULT]),
+    Shape("call without arguments", [QUESTION, _NO_ARGUMENTS], [WEATHER_RESULT]),
+    Shape(
         "content, reasoning and call",
-        [QUESTION, {**ONE_CALL, "content": "I look.", "reasoning_content": REASONING}],
+        [QUESTION, {**_I_LOOK, "reasoning_content": REASONING}],
         [WEATHER_RESULT],
     ),
-    _group(
-        "tool results",
-        "content and call, then result and user",
-        [QUESTION, {**ONE_CALL, "content": "I look."}],
-        [WEATHER_RESULT, NEXT],
-    ),
-    _group("parallel calls", "one result is missing", [QUESTION, TWO_CALLS], [WEATHER_RESULT]),
-    _group("parallel calls", "all results are missing", [QUESTION, TWO_CALLS], [NEXT]),
-    _group(
-        "parallel calls",
-        "equal ids",
-        [QUESTION, _SAME_IDS],
-        [WEATHER_RESULT, result(1, "newclock says nine")],
-    ),
+    Shape("content and call, then result and user", [QUESTION, _I_LOOK], [WEATHER_RESULT, NEXT]),
+    Shape("one result is missing", [QUESTION, TWO_CALLS], [WEATHER_RESULT]),
+    Shape("all results are missing", [QUESTION, TWO_CALLS], [NEXT]),
+    Shape("equal ids", [QUESTION, _SAME_IDS], [WEATHER_RESULT, result(1, "newclock says nine")]),
 )
 """Conversations for every template of the corpus, next to `SHAPES`."""
 
@@ -165,17 +116,13 @@ def shapes_of(template: ChatTemplate) -> list[Shape]:
     shapes = [*SHAPES, *FURTHER_SHAPES]
     for constant in _constants(template):
         system = {"role": "system", "content": f"{constant} Be brief. {constant}"}
-        shapes.append(
-            Shape("roles", f"system says {constant!r}", [system, QUESTION, assistant(ANSWER)], [NEXT])
-        )
+        shapes.append(Shape(f"system says {constant!r}", [system, *ANSWERED], [NEXT]))
     number = _largest_number(template)
     if number > 3:
         chat: list[Message] = []
         for index in range(number // 2 + 1):
             chat += [user(f"Question {index}?"), assistant(f"Answer {index}.")]
-        shapes.append(
-            Shape("later rounds", f"{len(chat)} messages", [*chat, QUESTION, assistant(ANSWER)], [NEXT])
-        )
+        shapes.append(Shape(f"{len(chat)} messages", [*chat, *ANSWERED], [NEXT]))
     return shapes
 
 

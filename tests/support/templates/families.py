@@ -1,11 +1,11 @@
-# ruff: noqa: RUF001 - DeepSeek spells its tokens with full-width bars
-"""The chat templates in the package `trl` and the models they belong to, as data.
+"""The chat templates in the package `trl` and the models they belong to, as data in `families.toml`.
 
-The package has copies from model repositories, and no tokenizers. So this module declares the parts of each
+The package has copies from model repositories, and no tokenizers. So the data declare the parts of each
 model's tokenizer that matter: special tokens, added tokens that are not special, and the EOS token.
 """
 
 import importlib.metadata
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,178 +28,8 @@ class Family:
     """Another stop token that the model may sample instead of its own."""
 
 
-_QWEN = "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|>"
-_TOOLS_AND_THINK = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>"
-_LLAMA3 = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>"
-_GEMMA4 = (
-    "<bos> <eos> <|turn> <turn|> <|channel> <channel|> <|think|> <|tool> <tool|> <|tool_call> <tool_call|> "
-    '<|tool_response> <tool_response|> <|"|> <|image|>'
-)
-
-FAMILIES = (
-    Family(
-        "Qwen 2.5",
-        "qwen2_5 qwen2_5_vl",
-        special=_QWEN,
-        plain="<tool_call> </tool_call>",
-        eos="<|im_end|>",
-        alternate="<|endoftext|>",
-    ),
-    Family(
-        "Qwen 3",
-        "qwen3 qwen3_instruct_2507 qwen3_vl",
-        special=_QWEN,
-        plain=_TOOLS_AND_THINK,
-        eos="<|im_end|>",
-        alternate="<|endoftext|>",
-    ),
-    Family(
-        "Qwen 3.5 to 3.8",
-        "qwen3_5_nothink qwen3_5_think qwen3_6 qwen3_8",
-        special=_QWEN,
-        plain=_TOOLS_AND_THINK,
-        eos="<|im_end|>",
-        alternate="<|endoftext|>",
-    ),
-    Family(
-        "Nemotron 3",
-        "nemotron_3_nano nemotron_3_super nemotron_3_ultra nemotron_3_5_lightning",
-        special="<s> </s> <|im_start|> <|im_end|>",
-        plain=_TOOLS_AND_THINK,
-        eos="<|im_end|>",
-        bos="<s>",
-        alternate="</s>",
-    ),
-    Family(
-        "LFM2",
-        "lfm2 lfm2_v2 lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl",
-        special="<|startoftext|> <|endoftext|> <|im_start|> <|im_end|> <|tool_list_start|> <|tool_list_end|> "
-        "<|tool_call_start|> <|tool_call_end|> <|tool_response_start|> <|tool_response_end|>",
-        plain="<think> </think>",
-        eos="<|im_end|>",
-        bos="<|startoftext|>",
-        alternate="<|endoftext|>",
-    ),
-    Family(
-        "Llama 3",
-        "llama3",
-        special=_LLAMA3,
-        eos="<|end_of_text|>",
-        bos="<|begin_of_text|>",
-        alternate="<|end_of_text|>",
-    ),
-    Family(
-        "Llama 3.1, 3.2",
-        "llama3_1 llama3_2",
-        special=f"{_LLAMA3} <|eom_id|> <|python_tag|>",
-        eos="<|eot_id|>",
-        bos="<|begin_of_text|>",
-        alternate="<|end_of_text|>",
-    ),
-    Family(
-        "DeepSeek",
-        "deepseekv3 deepseek_r1_distill",
-        special="<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜> <|EOT|>",
-        plain="<｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> "
-        "<｜tool▁call▁end｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> "
-        "<｜tool▁output▁end｜> <｜tool▁sep｜> <think> </think>",
-        eos="<｜end▁of▁sentence｜>",
-        bos="<｜begin▁of▁sentence｜>",
-        alternate="<|EOT|>",
-    ),
-    Family(
-        "GLM 4",
-        "glm4moe",
-        special="<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>",
-        plain=f"{_TOOLS_AND_THINK} <arg_key> </arg_key> <arg_value> </arg_value> /nothink",
-        eos="<|endoftext|>",
-        alternate="<|endoftext|>",
-    ),
-    Family(
-        "GPT-OSS",
-        "gptoss",
-        special="<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> "
-        "<|message|> <|call|>",
-        eos="<|return|>",
-        bos="<|startoftext|>",
-        alternate="<|endoftext|>",
-    ),
-    Family(
-        "Gemma 1 to 3",
-        "gemma gemma3",
-        special="<bos> <eos> <start_of_turn> <end_of_turn> <start_of_image>",
-        eos="<eos>",
-        bos="<bos>",
-        alternate="<eos>",
-    ),
-    Family(
-        "Gemma 4",
-        "gemma4 gemma4_v3 gemma4_v4 gemma4_v5 diffusion_gemma",
-        special=_GEMMA4,
-        eos="<eos>",
-        bos="<bos>",
-        alternate="<eos>",
-    ),
-    Family(
-        "Gemma 4, first release",
-        "gemma4_v2",
-        special=_GEMMA4,
-        eos="<eos>",
-        bos="<bos>",
-        alternate="<eos>",
-    ),
-    Family(
-        "Cohere",
-        "cohere",
-        special="<BOS_TOKEN> <EOS_TOKEN> <|END_OF_TURN_TOKEN|>",
-        plain="<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|>",
-        eos="<|END_OF_TURN_TOKEN|>",
-        bos="<BOS_TOKEN>",
-        alternate="<EOS_TOKEN>",
-    ),
-    Family(
-        "Cohere 2",
-        "cohere2",
-        special="<BOS_TOKEN> <EOS_TOKEN> <|END_OF_TURN_TOKEN|>",
-        plain="<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|> <|START_RESPONSE|> "
-        "<|END_RESPONSE|>",
-        eos="<|END_OF_TURN_TOKEN|>",
-        bos="<BOS_TOKEN>",
-        alternate="<EOS_TOKEN>",
-    ),
-    Family(
-        "Phi 3",
-        "phi3 phi3_5",
-        special="<s> </s> <|endoftext|> <|system|> <|user|> <|assistant|> <|end|>",
-        rstrip="</s> <|system|> <|user|> <|assistant|> <|end|>",
-        eos="<|endoftext|>",
-        bos="<s>",
-        alternate="<|endoftext|>",
-    ),
-    Family(
-        "Muse Glimmer",
-        "muse_glimmer",
-        special="<|begin_of_text|> <|end_of_text|> <|start|> <|message|> <|eot|> <|eom|>",
-        eos="<|eot|>",
-        bos="<|begin_of_text|>",
-        alternate="<|end_of_text|>",
-    ),
-    Family(
-        "Idefics 3, SmolVLM",
-        "idefics3 smolvlm",
-        special="<|begin_of_text|> <|end_of_text|> <|im_start|> <end_of_utterance> <image> "
-        "<fake_token_around_image>",
-        eos="<end_of_utterance>",
-        alternate="<|end_of_text|>",
-    ),
-    Family(
-        "LLaVA-NeXT",
-        "llava_next",
-        special="<unk> <s> </s> <image> <pad>",
-        eos="</s>",
-        bos="<s>",
-    ),
-)
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+FAMILIES = tuple(Family(**fields) for fields in _DATA["family"])
 
 FAMILY_OF = {name: family for family in FAMILIES for name in family.templates.split()}
 """The family of each template of `trl`."""

@@ -1,7 +1,6 @@
 """What holds for every answer of `append`, whatever the template; and what is wrong with a wrong answer."""
 
 import re
-from collections.abc import Sequence
 from enum import StrEnum
 
 from tests.support.templates.marks import content_of, words_of
@@ -21,15 +20,8 @@ class Kind(StrEnum):
     NOT_APPENDED = "an answer, although the rendering does not print the new messages after the turn"
     NEW_REPEATED = "a new message is repeated"
     TURN_REPEATED = "text of the sampled turn is appended"
-    SECOND_STOP = "a second stop token"
-    CALL_SYNTAX = "call syntax after the stop token"
-    EXTRA_BEFORE_NEW = "extra text before the new messages"
-    CLOSE_MISSING = "the close is missing"
-    OPENER_MISSING = "the opener of the next message is missing"
-    SEPARATOR_MISSING = "text between the stop token and the new messages is missing"
-    HEADER = "other text before the new messages"
-    GENERATION_PROMPT = "another generation prompt"
-    NEW_PRINTED_OTHERWISE = "other text among the new messages"
+    BEFORE_NEW = "other text before the new messages: their opener, the close, call syntax, a second stop"
+    AFTER_NEW = "other text among the new messages, or another generation prompt"
 
 
 def malformed(appended: Appended, ids: list[int]) -> Kind | None:
@@ -47,51 +39,17 @@ def broken_law(shape: Shape, text: str) -> Kind | None:
     for word in set(words_of(shape.new)):
         whole = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)")
         expected, found = len(whole.findall(spoken)), len(whole.findall(text))
-        if found < expected:
-            return Kind.NEW_MISSING
-        if found > expected:
-            return Kind.NEW_REPEATED
+        if found != expected:
+            return Kind.NEW_MISSING if found < expected else Kind.NEW_REPEATED
     content = content_of(shape.history[-1])
     return Kind.TURN_REPEATED if content and content in text else None
 
 
-def kind_of_difference(
-    shape: Shape, ending: str, text: str, expected: str, stops: Sequence[str], syntax: str
-) -> Kind:
-    """What is wrong with an appended text that is not the expected one.
-
-    Args:
-        stops: the stop tokens of the model.
-        syntax: the end of the turn's own text: the syntax that ends its call.
-    """
+def kind_of_difference(shape: Shape, text: str, expected: str) -> Kind:
+    """What is wrong with an appended text whose ids are not the expected ones."""
     if text == expected:
         return Kind.OTHER_IDS
     if broken := broken_law(shape, text):
         return broken
-    words = words_of(shape.new)
-    head, expected_head = (whole[: _first(whole, words)] for whole in (text, expected))
-    if head != expected_head:
-        return _kind_of_head(ending, head, expected_head, stops, syntax)
-    foot, expected_foot = (whole[_last(whole, words) :] for whole in (text, expected))
-    return Kind.GENERATION_PROMPT if foot != expected_foot else Kind.NEW_PRINTED_OTHERWISE
-
-
-def _kind_of_head(ending: str, head: str, expected: str, stops: Sequence[str], syntax: str) -> Kind:
-    if head.endswith(expected):
-        extra = head.removesuffix(expected)
-        if syntax.strip() and syntax.strip() in extra:
-            return Kind.CALL_SYNTAX
-        return Kind.SECOND_STOP if any(stop in extra for stop in stops) else Kind.EXTRA_BEFORE_NEW
-    if expected.endswith(head):
-        if ending == "own stop":
-            return Kind.SEPARATOR_MISSING
-        return Kind.OPENER_MISSING if ending == "other stop" else Kind.CLOSE_MISSING
-    return Kind.HEADER
-
-
-def _first(text: str, words: Sequence[str]) -> int:
-    return min(text.find(word) for word in words)
-
-
-def _last(text: str, words: Sequence[str]) -> int:
-    return max(text.rfind(word) + len(word) for word in words)
+    heads = {whole[: min(map(whole.find, words_of(shape.new)))] for whole in (text, expected)}
+    return Kind.BEFORE_NEW if len(heads) > 1 else Kind.AFTER_NEW

@@ -9,7 +9,7 @@ reason, and `append` is called all the same: see `unshown`.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from tests.support.templates.conversations import (
     shapes_of,
     variables_of,
 )
-from tests.support.templates.engine import EngineRenderer, Renderer, TemplateRefuses
 from tests.support.templates.laws import Kind, kind_of_difference, malformed
 from tests.support.templates.oracle import Oracle, Reason, Undecided
 from tests.support.templates.pairing import Pairing
+from tests.support.templates.renderer import Renderer, TemplateRefuses
 from tests.support.templates.sampling import (
     COMMON_ENDINGS,
     ENDINGS,
@@ -39,9 +39,6 @@ from tests.support.templates.unshown import Unshown
 from tests.support.templates.verdicts import Finding, Result, Verdict
 from tokenization import Appended, ChatTokenizer, TokenizationError
 
-RendererFactory = Callable[[StandIn, str], Renderer]
-"""Makes the oracle's renderer from a tokenizer and a template, for example one that asks a running engine."""
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -52,10 +49,6 @@ class Cell:
     """A key of `ENDINGS`."""
     variables: str
     """A key of `Trial.variables`."""
-
-
-def plain_renderer(tokens: StandIn, template: str) -> Renderer:
-    return EngineRenderer(tokens.tokenizer, template)
 
 
 @dataclass
@@ -75,12 +68,10 @@ class Trial:
     _turns: dict[tuple[str, str], Turn | Undecided] = field(default_factory=dict)
 
     @classmethod
-    def start(
-        cls, pairing: Pairing, folder: Path, make_renderer: RendererFactory = plain_renderer
-    ) -> "Trial":
+    def start(cls, pairing: Pairing, folder: Path) -> "Trial":
         """Write the pairing's tokenizer to a folder and load it from there."""
         template, tokens = pairing.template, pairing.stand_in()
-        renderer = make_renderer(tokens, template.text)
+        renderer = Renderer(tokens.tokenizer)
         oracle = Oracle(renderer, tokens.tokenizer, _reads_generation_prompt(renderer))
         stops = _stops(oracle, tokens)
         if tokens.eos_is_a_guess:
@@ -146,10 +137,8 @@ class Trial:
         ids = self.prompt_ids(cell, turn, sampled)
         results = []
         for history in (True, False):
-            answer = self._append(cell, sampled, ids, history)
-            finding = (
-                answer if isinstance(answer, Finding) else self._compare(cell, turn, sampled, ids, answer)
-            )
+            answer = self.append(cell, sampled, ids, history)
+            finding = answer if isinstance(answer, Finding) else self._compare(cell, sampled, ids, answer)
             results.append(self._result(cell, history, finding))
         return results
 
@@ -162,7 +151,7 @@ class Trial:
         ids = ids or self.oracle.encode("Hi")
         results = []
         for history in (True, False):
-            answer = self._append(cell, sampled, ids, history)
+            answer = self.append(cell, sampled, ids, history)
             if not isinstance(answer, Finding):
                 finding = unshown.judge(ids, answer)
             else:
@@ -170,9 +159,7 @@ class Trial:
             results.append(self._result(cell, history, finding))
         return results
 
-    def _compare(
-        self, cell: Cell, turn: Turn, sampled: Sampled, ids: list[int], appended: Appended
-    ) -> Finding:
+    def _compare(self, cell: Cell, sampled: Sampled, ids: list[int], appended: Appended) -> Finding:
         """The verdict on an answer if the ids are given."""
         if error := malformed(appended, ids):
             return Finding(Verdict.WRONG, error)
@@ -184,12 +171,12 @@ class Trial:
         if cut_off and text.lstrip() == expected.lstrip():
             # whether the white space before the close is part of the call's syntax is not shown
             return Finding(Verdict.EXACT)
-        kind = kind_of_difference(cell.shape, cell.ending, text, expected, self.stops, turn.end.tail)
-        if text == expected:
+        kind = kind_of_difference(cell.shape, text, expected)
+        if kind is Kind.OTHER_IDS:
             return Finding(Verdict.WRONG, kind, f"{new_ids} instead of {sampled.expected}: {text!r}")
         return Finding(Verdict.WRONG, kind, f"appended {text!r} instead of {expected!r}")
 
-    def _append(self, cell: Cell, sampled: Sampled, ids: list[int], history: bool) -> Appended | Finding:
+    def append(self, cell: Cell, sampled: Sampled, ids: list[int], history: bool) -> Appended | Finding:
         """The answer; or the finding on the error."""
         kwargs = dict(self.variables[cell.variables])
         try:

@@ -21,7 +21,7 @@ the turn, or if it is printed between two calls of one turn.
 Where no such token is printed, or only one that opens the turns of all roles, the model samples EOS, which is
 no part of the text.
 
-Where a step has no result, `Undecided` tells why. Nothing of the package under test is used.
+Where a step has no result, `Undecided` tells why.
 """
 
 import itertools
@@ -32,8 +32,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from tests.support.templates.engine import Renderer, TemplateRefuses
 from tests.support.templates.marks import MARKS, content_of, marked, marks_a_name, words_of
+from tests.support.templates.renderer import Renderer, TemplateRefuses
 from tests.support.templates.shapes import Message, Shape
 from tests.support.templates.template_tokens import TemplateTokens, Token, stem
 

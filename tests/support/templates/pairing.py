@@ -8,11 +8,9 @@ guessed.
 import functools
 from dataclasses import dataclass
 
-import pytest
-
 from tests.support.templates.corpus import FETCHED, ChatTemplate, corpus
-from tests.support.templates.engine import EngineRenderer, TemplateRefuses
 from tests.support.templates.families import FAMILY_OF, Family
+from tests.support.templates.renderer import Renderer, TemplateRefuses
 from tests.support.templates.shapes import SHAPES, TOOLS
 from tests.support.templates.stand_in import StandIn, declared, guessed
 
@@ -34,15 +32,6 @@ _REAL = {
     "gptoss": "tokenizer-gptoss",
 }
 """Templates of `trl` and the folders of their models' tokenizers."""
-FAST_SAMPLE = frozenset(
-    {
-        *("qwen3", "gptoss", "glm4moe", "llama3_2", "deepseekv3", "cohere2", "phi3"),
-        *("gemma4_v5 on gemma_like", "phi3 on llama2_like", "llava_next on mistral_like"),
-    }
-)
-"""Names of the pairings in `make test-fast`: they cover each vocabulary and each way to end a turn."""
-
-
 REAL_GROUP = "with real tokenizers"
 
 
@@ -82,7 +71,7 @@ class Pairing:
 
 def _renderings(template: ChatTemplate) -> list[str]:
     """What a template prints for common conversations."""
-    renderer = EngineRenderer(guessed(template).tokenizer, template.text)
+    renderer = Renderer(guessed(template).tokenizer)
     texts = []
     for shape in SHAPES:
         tools = TOOLS if shape.with_tools else None
@@ -117,13 +106,3 @@ def all_pairings() -> list[Pairing]:
 def pairing(name: str) -> Pairing:
     """The pairing of a template of `trl`, by name."""
     return next(pairing for pairing in trl_pairings() if pairing.name == name)
-
-
-EVERY_PAIRING = pytest.mark.parametrize(
-    "pairing",
-    [
-        pytest.param(each, id=each.name, marks=() if each.name in FAST_SAMPLE else pytest.mark.slow)
-        for each in trl_pairings()
-    ],
-)
-"""Parametrises a test with the pairings of `trl`; those outside the sample are marked as slow."""

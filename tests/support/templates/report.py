@@ -1,7 +1,7 @@
 """Runs the matrix, counts its cells and reports what is wrong, by template and kind.
 
 python -m tests.support.templates.report  every template, the report into a file
-python -m tests.support.templates.report --only qwen3 --limit 5  five templates with `qwen3` in their names
+python -m tests.support.templates.report --only qwen3  the templates with `qwen3` in their names
 python -m tests.support.templates.report --write  every template, the table into docs/templates.md
 """
 
@@ -30,7 +30,7 @@ BEGIN, END = "<!-- templates: made by `make templates` -->", "<!-- end of templa
 OUTPUT = Path(tempfile.gettempdir()) / "matrix-report.txt"
 _COLUMNS = (Verdict.EXACT, Verdict.REFUSED, Verdict.WRONG, Verdict.EXCLUDED)
 _FINDINGS = (Verdict.WRONG, Verdict.UNCHECKED)
-_EXAMPLES = 2
+_EXAMPLES = 20
 _PROGRESS_SECONDS = 10
 
 Count = Counter[tuple[str, bool, Verdict]]
@@ -88,9 +88,9 @@ def put_into(page: str, summary: str) -> str:
     return f"{before}{BEGIN}\n{summary}\n{END}{after}"
 
 
-def report(results: Sequence[Result], examples: int = _EXAMPLES) -> str:
-    """The findings as text: counts, kinds over all templates, then kinds by template with examples."""
-    return "\n".join([*_totals(results), "", *_kinds(results), "", *_by_template(results, examples)]) + "\n"
+def report(results: Sequence[Result]) -> str:
+    """The findings as text: counts, then kinds with examples."""
+    return "\n".join([*_totals(results), "", *_kinds(results)]) + "\n"
 
 
 def _row(title: str, groups: Sequence[str], counts: Count) -> list[str]:
@@ -106,78 +106,41 @@ def _totals(results: Sequence[Result]) -> list[str]:
     lines = []
     for history in (True, False):
         counts = Counter(result.verdict for result in results if result.history is history)
-        lines.append(
-            f"{_where(history)}: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)
-        )
+        shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)
+        lines.append(f"{_where(history)}: {shown}")
     return lines
 
 
 def _kinds(results: Sequence[Result]) -> list[str]:
-    lines = []
-    for verdict in (*_FINDINGS, Verdict.REFUSED, Verdict.EXCLUDED):
-        for history in (True, False):
-            chosen = [result for result in results if (result.verdict, result.history) == (verdict, history)]
-            pairings: dict[str, set[str]] = defaultdict(set)
-            for result in chosen:
-                pairings[result.finding.kind].add(result.pairing)
-            lines.append(f"{verdict}, {_where(history)}: {len(chosen)} cells")
-            for kind, number in Counter(result.finding.kind for result in chosen).most_common():
-                lines.append(f"    {number:6} in {len(pairings[kind]):3} templates: {kind}")
-    return lines
-
-
-def _by_template(results: Sequence[Result], examples: int) -> list[str]:
-    """Templates with the most findings first; in each the kinds, with examples."""
-    groups: dict[str, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    """What was found how often and in how many templates; of what is wrong or unchecked, a few examples."""
+    kinds: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for result in results:
-        if result.verdict in _FINDINGS:
-            kind = f"{result.verdict} {_where(result.history)}: {result.finding.kind}"
-            groups[result.pairing][kind].append(result)
+        if result.verdict is not Verdict.EXACT:
+            kinds[f"{result.verdict}, {_where(result.history)}", result.finding.kind].append(result)
     lines = []
-    for pairing, kinds in sorted(groups.items(), key=lambda item: -sum(map(len, item[1].values()))):
-        lines.append(f"== {pairing}")
-        for kind, found in sorted(kinds.items(), key=lambda item: -len(item[1])):
-            lines.append(f"  {len(found)} {kind}")
-            for result in found[:examples]:
-                lines.append(f"      {result.shape} | {result.ending} | {result.variables}")
-                lines.append(f"        {result.finding.detail}")
+    for (verdict, kind), found in sorted(kinds.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        templates = {result.pairing for result in found}
+        lines.append(f"{verdict}: {len(found)} cells in {len(templates)} templates: {kind}")
+        if found[0].verdict in _FINDINGS:
+            lines += [f"    {result.cell}\n        {result.finding.detail}" for result in found[:_EXAMPLES]]
     return lines
 
 
-def chosen_pairings(only: str, limit: int | None, *, spread: bool = False) -> list[Pairing]:
-    """The pairings whose names contain `only`, at most `limit`; from all over them if `spread`."""
-    pairings = [pairing for pairing in all_pairings() if only.lower() in pairing.name.lower()]
-    if limit is None or limit >= len(pairings):
-        return pairings
-    return pairings[:: max(1, len(pairings) // limit)][:limit] if spread else pairings[:limit]
-
-
-def _parser() -> argparse.ArgumentParser:
+def main() -> None:
+    """Run the chosen templates and write the report."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--only", default="", metavar="NAME", help="templates with NAME in their names")
-    parser.add_argument("--limit", type=int, metavar="N", help="at most N templates")
-    parser.add_argument("--spread", action="store_true", help="take the N templates from all over the corpus")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--examples", type=int, default=_EXAMPLES, help="cells to show of each kind")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"default: {OUTPUT}")
     parser.add_argument("--write", action="store_true", help=f"write the table into docs/{PAGE.name} too")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the chosen templates and write the report."""
-    options = _parser().parse_args(arguments)
+    options = parser.parse_args()
     log = functools.partial(print, file=sys.stderr, flush=True)
-    pairings = chosen_pairings(options.only, options.limit, spread=options.spread)
-    results = run(pairings, options.processes, log)
-    text = report(results, options.examples)
-    options.output.write_text(text)
+    pairings = [pairing for pairing in all_pairings() if options.only.lower() in pairing.name.lower()]
+    results = run(pairings, os.cpu_count() or 1, log)
+    text = report(results)
+    OUTPUT.write_text(text)
     if options.write:
         PAGE.write_text(put_into(PAGE.read_text(), table(count(results))))
-    # the rest of the report is long
-    print("\n".join(text.split("\n==")[0].splitlines()))
-    print(f"the whole report is in {options.output}")
+    print(text + f"the report is in {OUTPUT}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tests.support.templates.engine import Renderer, TemplateRefuses
 from tests.support.templates.marks import MARKS
+from tests.support.templates.renderer import Renderer, TemplateRefuses
 from tests.support.templates.shapes import TOOLS, Message, call
 
 _GENERATION = {"add_generation_prompt": True}

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.support.templates.engine import TemplateRefuses
 from tests.support.templates.laws import Kind, broken_law, malformed
 from tests.support.templates.marks import words_of
 from tests.support.templates.oracle import Oracle, Reason, Undecided
+from tests.support.templates.renderer import TemplateRefuses
 from tests.support.templates.sampling import ENDINGS, Sampled, Turn, applies
 from tests.support.templates.shapes import ANSWER, Message, Shape, assistant, call
 from tests.support.templates.verdicts import Finding, Verdict

@@ -73,8 +73,8 @@ def test_no_more_is_looked_at_than_enough() -> None:
 
 
 def test_white_space_that_a_template_may_strip_is_not_counted() -> None:
-    assert _bounds(byte_level()).fewest_in_json(b" " * 10_000) == 0
-    assert _bounds(byte_level()).fewest_in_json(rb"\n" * 10_000) == 0
+    for blanks in (b" ", rb"\n"):
+        assert _bounds(byte_level()).fewest_in_json(blanks * 10_000) == 0
 
 
 def test_white_space_that_an_added_token_matches_is_not_counted() -> None:

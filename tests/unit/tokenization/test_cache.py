@@ -7,28 +7,6 @@ from tokenization.cache import BoundedCache, CacheInfo
 from tokenization.errors import InvalidMessages, TemplateUnsupported, TokenizationError
 
 
-def test_hits_and_misses_are_counted() -> None:
-    cache: BoundedCache[str, int] = BoundedCache(8)
-    assert [cache.get_or_make("a", lambda: 1), cache.get_or_make("a", lambda: 2)] == [1, 1]
-    assert cache.info() == CacheInfo(hits=1, misses=1, size=1, max_size=8)
-
-
-def test_least_recently_used_entry_is_evicted() -> None:
-    cache: BoundedCache[str, int] = BoundedCache(2)
-    for key in ("a", "b", "a", "c"):
-        cache.get_or_make(key, lambda: 1)
-    recomputed = [key for key in ("a", "c", "b") if cache.get_or_make(key, lambda: 2) == 2]
-    assert recomputed == ["b"]
-    assert cache.info().size == 2
-
-
-def test_errors_are_not_cached_by_default() -> None:
-    cache: BoundedCache[str, int] = BoundedCache(2)
-    with pytest.raises(ZeroDivisionError):
-        cache.get_or_make("a", lambda: 1 // 0)
-    assert cache.get_or_make("a", lambda: 1) == 1
-
-
 class _Refusing:
     """A computation that raises an error, and counts its calls."""
 
@@ -40,6 +18,15 @@ class _Refusing:
     def __call__(self) -> int:
         self.calls += 1
         raise self.kind(self.message)
+
+
+def test_least_recently_used_entry_is_evicted_and_hits_are_counted() -> None:
+    cache: BoundedCache[str, int] = BoundedCache(2)
+    for key in ("a", "b", "a", "c"):
+        cache.get_or_make(key, lambda: 1)
+    recomputed = [key for key in ("a", "c", "b") if cache.get_or_make(key, lambda: 2) == 2]
+    assert recomputed == ["b"]
+    assert cache.info() == CacheInfo(hits=3, misses=4, size=2, max_size=2)
 
 
 def test_errors_of_the_given_types_are_cached() -> None:
@@ -55,13 +42,16 @@ def test_errors_of_the_given_types_are_cached() -> None:
     assert cache.get_or_make("a", refusing, (TokenizationError,)) == 1
 
 
-def test_other_errors_are_not_cached() -> None:
+@pytest.mark.parametrize("kind, message", [(ZeroDivisionError, ""), (InvalidMessages, "x" * 100_000)])
+def test_errors_of_other_types_and_with_long_messages_are_not_cached(
+    kind: type[Exception], message: str
+) -> None:
+    refusing = _Refusing(kind, message)
     cache: BoundedCache[str, int] = BoundedCache(2)
-    refusing = _Refusing(ZeroDivisionError)
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(refusing.kind):
             cache.get_or_make("a", refusing, (TokenizationError,))
-    assert refusing.calls == 2
+    assert (refusing.calls, cache.info().size) == (2, 0)
 
 
 def test_cached_errors_are_evicted_like_values() -> None:
@@ -73,37 +63,21 @@ def test_cached_errors_are_evicted_like_values() -> None:
     assert (refusing.calls, cache.info().size) == (4, 2)
 
 
-def test_cached_error_is_a_new_object_each_time() -> None:
+def test_cached_error_is_a_new_object_that_keeps_nothing_of_the_failed_call_alive() -> None:
     """An object that is raised again grows its traceback each time."""
     cache: BoundedCache[str, int] = BoundedCache(2)
-    raised = []
-    for _ in range(4):
-        with pytest.raises(InvalidMessages) as caught:
-            cache.get_or_make("a", _Refusing(InvalidMessages), (TokenizationError,))
-        raised.append(caught.value)
-    assert len({id(error) for error in raised}) == 4
-    assert all(error.__context__ is None and error.__cause__ is None for error in raised)
-
-
-def test_cached_error_keeps_nothing_of_the_failed_call_alive() -> None:
-    cache: BoundedCache[str, int] = BoundedCache(2)
     refusing = _Refusing(InvalidMessages)
-    with pytest.raises(InvalidMessages) as caught:
-        cache.get_or_make("a", refusing, (TokenizationError,))
+    raised = []
+    for _ in range(3):
+        with pytest.raises(InvalidMessages) as caught:
+            cache.get_or_make("a", refusing, (TokenizationError,))
+        raised.append(caught.value)
+    assert len({id(error) for error in raised}) == 3
+    assert all(error.__context__ is None and error.__cause__ is None for error in raised)
     call = weakref.ref(refusing)
-    del refusing, caught
+    del refusing, caught, raised
     gc.collect()
     assert call() is None
-    assert cache.info().size == 1
-
-
-def test_errors_with_long_messages_are_not_cached() -> None:
-    cache: BoundedCache[str, int] = BoundedCache(2)
-    refusing = _Refusing(InvalidMessages, "x" * 100_000)
-    for _ in range(2):
-        with pytest.raises(InvalidMessages):
-            cache.get_or_make("a", refusing, (TokenizationError,))
-    assert (refusing.calls, cache.info().size) == (2, 0)
 
 
 def test_large_values_are_not_cached() -> None:

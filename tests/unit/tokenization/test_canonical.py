@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenization import InvalidMessages
-from tokenization.canonical import CanonicalMessage, canonical, chain, extend, start
+from tokenization.canonical import canonical, chain, extend, start
 from tokenization.lossless_json import MAX_DEPTH
 
 Json = dict[str, Any]
@@ -44,7 +44,7 @@ def _variants(make: Callable[[Any], Json], *values: object) -> list[Json]:
     return [make(value) for value in values]
 
 
-def _call_with_x(value: str) -> Json:
+def _with_x(value: str) -> Json:
     """A turn with a call whose only argument `x` is `value`, a JSON text."""
     return _calls(f'{{"x": {value}}}')
 
@@ -53,6 +53,7 @@ def _nested(depth: int, inside: str = "") -> str:
     return "[" * depth + inside + "]" * depth
 
 
+_CUSTOM = {"type": "custom", "custom": {"name": "f", "input": "x"}, "id": "1"}
 SAME: list[list[Json]] = [
     # content
     [{"role": "assistant"}, *_variants(_turn, "", None, [], [""], [_text("")], [_text(None)])],
@@ -62,12 +63,7 @@ SAME: list[list[Json]] = [
     _variants(_turn, "a", [{"type": "refusal", "refusal": "a"}], [{"type": "thinking", "thinking": "a"}]),
     _variants(_user, "a\nb", ["a", "b"], [_text("a"), _text("b")], ["a", _text(None), "b"]),
     _variants(_user, ["a\nb", _image("x"), "c"], ["a", "b", _image("x"), _text("c")]),
-    [
-        _user([_image("x")]),
-        _user([_image("x", detail=None)]),
-        _user([{"image_url": {"url": "x"}, "type": "image_url", "uuid": None}]),
-        _user([{**_image("x"), "cache_control": {"type": "ephemeral"}}]),
-    ],
+    _variants(_user, [_image("x")], [_image("x", detail=None)], [{**_image("x"), "cache_control": {"x": 1}}]),
     # fields that are absent, and fields that reach no prompt
     [
         _turn("a"),
@@ -79,65 +75,46 @@ SAME: list[list[Json]] = [
     # reasoning
     [
         _turn("a", reasoning="r"),
-        _turn("a", reasoning_content="r"),
         _turn("a", reasoning=None, reasoning_content="r"),
-        _turn("a", reasoning="r", reasoning_content="r"),
-        _turn("a", reasoning="r", reasoning_content=None),
+        _turn("a", reasoning="r", reasoning_content="s"),
     ],
     # tool calls
     [
         _calls('{"x": 1, "y": [1, {"a": null, "b": "\\u00e9"}]}'),
-        _calls('{"y":[1,{"b":"é","a":null}],"x":1}'),
-        _calls('\n{ "y" : [ 1 , { "b" : "\\u00E9" , "a" : null } ] ,\t"x" : 1 }\n'),
-        _calls({"x": 1, "y": [1, {"b": "é", "a": None}]}),
-        _calls({"y": (1, {"a": None, "b": "é"}), "x": 1}),
+        _calls('\n{ "y" : [ 1 , { "b" : "é" , "a" : null } ] ,\t"x" : 1 }\n'),
+        _calls({"y": (1, {"b": "é", "a": None}), "x": 1}),
     ],
     _variants(_calls, "{}", " { } ", {}, "", None),
-    [*_variants(_call_with_x, "1.0", "1.00", "10e-1"), _calls({"x": 1.0})],
-    _variants(_call_with_x, "0", "-0"),
-    [_call_with_x(str(2**90)), _calls({"x": 2**90})],
+    [*_variants(_with_x, "1.0", "1.00", "10e-1"), _calls({"x": 1.0})],
+    _variants(_with_x, "0", "-0"),
+    [_with_x(str(2**90)), _calls({"x": 2**90})],
     _variants(_calls, '"\\ud83d\\ude00"', '"😀"'),
-    _variants(_calls, "[1, 2]", "[1,2]", [1, 2]),
     _variants(_calls, _nested(MAX_DEPTH), _nested(MAX_DEPTH, " ")),
-    _variants(_calls, '["' + "[" * 200 + '"]', '[ "' + "[" * 200 + '" ]'),
     _variants(_calls, '["' + '\\"[' * 200 + '"]', '[ "' + '\\"[' * 200 + '" ]'),
     _variants(_calls, "[" + "[]," * 200 + "1]", "[" + "[ ], " * 200 + "1]"),
     [
-        _turn(tool_calls=[_call("{}")]),
-        _turn(tool_calls=[_call("{}", type=None)]),
-        _turn(tool_calls=[{"id": "1", "function": {"name": "f"}}]),
-        _turn(tool_calls=[_call("{}", index=0)]),
         _turn(tool_calls=(_call("{}"),)),
+        _turn(tool_calls=[_call("{}", type=None, index=0)]),
+        _turn(tool_calls=[{"id": "1", "function": {"name": "f"}}]),
     ],
-    _variants(
-        lambda call: _turn(tool_calls=[call]),
-        {"type": "custom", "custom": {"name": "f", "input": "x"}, "id": "1"},
-        {"id": "1", "type": "custom", "custom": {"input": "x", "name": "f"}, "function": None},
-    ),
+    [_turn(tool_calls=[_CUSTOM]), _turn(tool_calls=[{"function": None, **_CUSTOM}])],
 ]
 """Each group holds spellings of one message."""
 
 DIFFERENT: list[list[Json]] = [
     # text
-    _variants(_user, "", "a", "a ", " a", "a\n", "A", "a\nb", "a b", "a\r\nb", "a\x00", "null", "[]"),
-    _variants(_user, "é", "e\u0301"),
+    _variants(_user, "", "a", "a ", " a", "a\n", "A", "a\nb", "a\r\nb", "null", "[]", "é", "e\u0301"),
     _variants(_user, "\ud83d\ude00", "😀", "\ud83d", "\ude00\ud83d"),
     _variants(_user, ["a", ""], ["a"], ["", "a"], ["a", "", ""]),
-    _variants(_turn, "a", "a ", "\na"),
     # roles
-    _variants(
-        lambda role: {"role": role, "content": "a"},
-        *("system", "developer", "user", "assistant", "tool", "User", "user "),
-    ),
+    _variants(lambda role: {"role": role, "content": "a"}, "system", "developer", "user", "tool", "User"),
     # a text that looks like a part, a call or an encoding differs from it
     _variants(_user, '[{"type": "text", "text": "a"}]', [_text("a")]),
     _variants(_user, "s1:a", "a", "s1:as1:b", ["s1:a", "s1:b"]),
     [_turn("a", name="bc"), _turn("ab", name="c"), _turn("abc", name=""), _turn("abc")],
     [_turn("a"), _turn("b"), *(_turn("a", **{key: "b"}) for key in ("reasoning", "refusal", "name", "task"))],
-    [_turn("", reasoning='b","content":"a'), _turn("a", reasoning="b")],
+    [_turn("", reasoning='b","content":"a'), _turn("a", reasoning="b"), _turn("a", reasoning="b ")],
     [_turn("<think>r</think>a"), _turn("a", reasoning="r")],
-    # reasoning
-    [_turn("a"), _turn("a", reasoning="r"), _turn("a", reasoning="s"), _turn("a", reasoning="r ")],
     [_turn("a", reasoning="", reasoning_content="r"), _turn("a", reasoning="r")],
     # other parts
     _variants(
@@ -147,22 +124,17 @@ DIFFERENT: list[list[Json]] = [
         [_image("x", detail="low")],
         [_image("x"), _image("x")],
         ["x"],
-        [],
         ["", _image("x")],
         ["a", _image("x")],
         [_image("x"), "a"],
         [{"type": "audio_url", "audio_url": {"url": "x"}}],
         [{"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}],
-        [{"type": "input_audio", "input_audio": {"data": "x", "format": "mp3"}}],
         [{**_image("x"), "uuid": "1"}],
         [{**_image("x"), "uuid": "2"}],
         [_text("x", uuid="1", image_url="x")],
         [_text("x", uuid="1", image_url="y")],
         [{"image_url": "x"}],
-        [{"image_url": "y"}],
         [{"text": "a", "image_url": "x"}],
-        [{"text": "a", "image_url": "y"}],
-        [{"type": "tool_reference", "name": "x"}],
         [{"type": ["text"], "text": "x"}],
     ),
     # names and ids
@@ -176,77 +148,46 @@ DIFFERENT: list[list[Json]] = [
         [_call("{}")],
         [_call("{}", id="2")],
         [_call("{}", id=None)],
-        [_call("{}", id=1)],
         [_call("{}", type="custom")],
         [_call("{}", function={"name": "g", "arguments": "{}"})],
-        [_call("{}", function={"arguments": "{}"})],
-        [_call("{}"), _call("{}")],
         [_call("{}"), _call("{}", id="2")],
         [_call("{}", id="2"), _call("{}")],
     ),
     [_calls('{"x":1}', "{}"), _calls("{}", '{"x":1}'), _calls('{"x":1}{}')],
     # arguments that are JSON
-    _variants(_call_with_x, "1", "1.0", "1.5", "-1", "0", "0.0", "-0.0", "true", "false", "null", "{}", '""'),
-    _variants(
-        _call_with_x,
-        "[]",
-        "[1]",
-        "[null]",
-        "[[]]",
-        "[[],[]]",
-        "[[[]]]",
-        "[1,2]",
-        "[2,1]",
-        "[[1],2]",
-        "[1,[2]]",
-    ),
-    _variants(
-        _call_with_x, '"1"', '"1.0"', '"true"', '"null"', '" "', '"a"', '"a "', r'"\n"', r'"\\n"', '"{}"'
-    ),
+    _variants(_with_x, "1", "1.0", "-1", "0", "0.0", "-0.0", "true", "false", "null", "{}", '""', '"1"'),
+    _variants(_with_x, "[]", "[1]", "[null]", "[[]]", "[[],[]]", "[[[]]]", "[1,2]", "[2,1]", "[[1],2]"),
+    _variants(_with_x, '" "', '"a"', '"a "', r'"\n"', r'"\\n"', '"{}"'),
     _variants(_calls, '{"x": 1}', '{"y": 1}', '{"x": 1, "y": 1}', "{}", '{"": 1}', '"x"', "1"),
-    _variants(_calls, *({"x": number} for number in (2**64, 2**64 + 1, float(2**64), 0))),
-    _variants(_calls, {"x": 10**5000}, {"x": 10**5000 + 1}),
+    _variants(
+        _calls, *({"x": number} for number in (2**64, 2**64 + 1, float(2**64), 10**5000, 10**5000 + 1))
+    ),
     _variants(_calls, r'"\ud83d"', r'"\ude00"', r'"\ud83d\ude00"', '"\ud83d\ude00"'),
     # arguments that are not JSON, or that lose information when parsed: the text counts
-    _variants(_calls, "{'x': False}", "{'x': false}", "{'x':False}", '{"x": False}', '{"x": false}', " "),
-    _variants(_calls, "abc", '"abc"', "abc ", "\ufeff{}", "{}"),
+    _variants(_calls, "{'x': False}", "{'x':False}", '{"x": False}', '{"x": false}', " ", "\ufeff{}", "{}"),
+    _variants(_calls, "abc", '"abc"', "abc "),
     _variants(_calls, '{"x":1,"x":2}', '{"x":2,"x":2}', '{"x":2}', '{"x": 2, "x": 2}', r'{"x":2,"\u0078":2}'),
-    _variants(_call_with_x, "NaN", "NaN ", "Infinity", "-Infinity", "1e400", "1e400 ", "1e401", "-1e400"),
+    _variants(_with_x, "NaN", "NaN ", "Infinity", "-Infinity", "1e400", "1e400 ", "1e401", "-1e400"),
     _variants(_calls, "1" * 5000, "1" * 4999 + "2", " " + "1" * 5000),
     _variants(_calls, _nested(MAX_DEPTH + 1), _nested(MAX_DEPTH + 1, " "), _nested(MAX_DEPTH)),
-    _variants(_calls, _nested(100_000), _nested(100_000, "1")),
     _variants(_calls, *('"[' * 1000 + end for end in ("", "\\", '\\"'))),
 ]
 """Each group holds messages that all differ."""
 
 INVALID: list[tuple[Any, str]] = [
-    ("text", "message 3 must be an object"),
-    (None, "message 3 must be an object"),
-    ([], "message 3 must be an object"),
-    ({}, "message 3 needs a role"),
-    ({"content": "a"}, "message 3 needs a role"),
-    ({"role": "", "content": "a"}, "message 3 needs a role"),
-    ({"role": None}, "message 3 needs a role"),
-    ({"role": 5}, "message 3 needs a role"),
-    (_user(5), "content of message 3 must be a string or a list of parts"),
-    (_user(False), "content of message 3"),
-    (_user(_text("a")), "content of message 3"),
+    *((message, "message 3 must be an object") for message in ("text", None)),
+    *((message, "message 3 needs a role") for message in ({"content": "a"}, {"role": ""}, {"role": 5})),
+    *((_user(content), "content of message 3 must be a string or a list") for content in (5, _text("a"))),
     (_user([5]), "message 3 holds a part of type 'int'"),
-    (_user([None]), "message 3 holds a part of type 'NoneType'"),
     (_user([_text(5)]), "a text part in message 3 holds no text"),
     (_user([{"type": "refusal", "refusal": ["no"]}]), "a text part in message 3 holds no text"),
     (_user([{"type": "image_pil", "image_pil": object()}]), "type 'object' is not JSON"),
     (_user([{"type": "image_url", 1: "a"}]), "names in an object must be strings"),
     (_turn(tool_calls="f"), "tool calls of message 3 must be a list"),
-    (_turn(tool_calls={}), "tool calls of message 3 must be a list"),
-    (_turn(tool_calls=5), "tool calls of message 3 must be a list"),
     (_turn(tool_calls=["f"]), "tool calls of message 3 must be objects with a function"),
     (_turn(tool_calls=[{"id": "1"}]), "tool calls of message 3 must be objects with a function"),
-    (_turn(tool_calls=[{"function": "f"}]), "tool calls of message 3 must be objects with a function"),
-    (_calls({"x": {1, 2}}), "type 'set' is not JSON"),
     (_calls({"x": b"a"}), "type 'bytes' is not JSON"),
     (_calls({1: "a"}), "names in an object must be strings"),
-    (_turn(name=object()), "type 'object' is not JSON"),
 ]
 
 
@@ -265,15 +206,12 @@ def test_different_messages_differ(messages: list[Json]) -> None:
     "leaves",
     [
         ["", "s", "s0:", "s1:"],
-        ["", {}, {"": ""}, {"": {}}],
-        [[], [[]], [[], []], ""],
-        [None, "n", True, "t", False, "f"],
-        [1, 31, False, -1, 1.0, "1"],
-        [0.0, -0.0, 0, 1e22, 10**22],
+        [[], [[]], [[], []], {}, {"": ""}],
+        [None, "n", True, "t", 1, 31, 1.0],
     ],
 )
 def test_encoding_of_lists_is_unambiguous(leaves: list[Any]) -> None:
-    values = [values for length in range(5) for values in itertools.product(leaves, repeat=length)]
+    values = [values for length in range(4) for values in itertools.product(leaves, repeat=length)]
     assert len({canonical(_calls(list(items))).strict for items in values}) == len(values)
 
 
@@ -285,87 +223,16 @@ def test_invalid_messages_are_rejected(message: Any, error: str) -> None:
 
 def test_parsed_values_may_be_nested_at_any_depth() -> None:
     deep: list[Any] = []
-    for _ in range(100_000):
+    for _ in range(20_000):
         deep = [deep]
     digests = {canonical(_calls({"x": value})).strict for value in (deep, [deep])}
     assert len(digests | {canonical(_user([{"type": "audio", "x": deep}])).strict}) == 3
     assert canonical(_turn(reasoning=deep)).loose == canonical(_turn()).strict
 
 
-def test_depth_of_the_call_stack_does_not_change_digests() -> None:
-    def called_from(depth: int) -> CanonicalMessage:
-        return called_from(depth - 1) if depth else canonical(_calls(_nested(MAX_DEPTH, " ")))
-
-    assert called_from(500) == canonical(_calls(_nested(MAX_DEPTH)))
-
-
 def test_unclosed_strings_take_linear_time() -> None:
     # with quadratic time this test runs into its timeout
     canonical(_calls("[" * 200 + '"' + '\\"' * 1_000_000 + "\\"))
-
-
-# ---- the loose digest ----
-
-
-@pytest.mark.parametrize(
-    "recorded, sent",
-    [
-        (_turn("a", reasoning="r"), _turn("a")),
-        (_turn("a", reasoning="r"), _turn("a", reasoning_content="")),
-        (_turn("\n\na ", reasoning="r"), _turn("a")),
-        (_turn("\n\na ", reasoning="r\n"), _turn("a", reasoning_content="r")),
-        (_turn("\n\na"), _turn([_text("a")])),
-        (_turn("\n", tool_calls=[_call('{"x": 1}')]), _turn(None, tool_calls=[_call('{"x":1}')])),
-        (_turn(" ", reasoning="r"), {"role": "assistant"}),
-        (_turn([_image("x"), " "], reasoning="r"), _turn([_image("x"), " "])),
-        (_turn("a", reasoning="\n"), _turn("a")),
-    ],
-)
-def test_loose_ignores_stripped_content_and_missing_reasoning(recorded: Json, sent: Json) -> None:
-    original, copied = canonical(recorded), canonical(sent)
-    assert copied.strict != original.strict
-    assert copied.loose == original.loose
-    assert copied.is_copy_of(original)
-
-
-@pytest.mark.parametrize(
-    "recorded, sent",
-    [
-        (_turn("a", reasoning="r"), _turn("a", reasoning="s")),
-        (_turn("a"), _turn("a", reasoning="r")),
-    ],
-)
-def test_edited_reasoning_is_not_a_copy(recorded: Json, sent: Json) -> None:
-    assert canonical(sent).loose == canonical(recorded).loose
-    assert not canonical(sent).is_copy_of(canonical(recorded))
-
-
-@pytest.mark.parametrize(
-    "recorded, sent",
-    [
-        (_turn("a b"), _turn("a  b")),
-        (_turn("a"), _turn("b")),
-        (_turn("a", refusal="r"), _turn("a")),
-        (_turn("a", refusal="r"), _turn("a", refusal="r ")),
-        (_calls("abc"), _calls("abc ")),
-        (_calls('{"x": "a"}'), _calls('{"x": "a "}')),
-        (_user("a"), _user("a ")),
-        (_user("a"), {**_user("a"), "reasoning": "r"}),
-        ({"role": "tool", "content": "a\n"}, {"role": "tool", "content": "a"}),
-        ({"role": "system", "content": "a\n"}, {"role": "system", "content": "a"}),
-        (_turn([" a", _image("x")]), _turn(["a", _image("x")])),
-    ],
-)
-def test_loose_differs_after_other_edits(recorded: Json, sent: Json) -> None:
-    assert canonical(sent).loose != canonical(recorded).loose
-    assert not canonical(sent).is_copy_of(canonical(recorded))
-
-
-def test_loose_equals_strict_if_there_is_nothing_to_ignore() -> None:
-    for message in (_user(" a "), _turn("a"), _calls("{}"), {**_user("a"), "reasoning": "r"}):
-        digests = canonical(message)
-        assert digests.loose == digests.strict
-        assert digests.reasoning == b""
 
 
 def test_digests_are_stable() -> None:
@@ -376,6 +243,96 @@ def test_digests_are_stable() -> None:
     assert digests.reasoning.hex() == "518ed53b2d4ee54f936e563825865053"
     assert start().hex() == "daa743d46245bdb44ac663436768aa01"
     assert extend(start(), digests.strict).hex() == "e83e9132e1c4e5585a9204ba30b1b398"
+
+
+# ---- the loose digest ----
+
+
+@pytest.mark.parametrize(
+    "recorded, sent",
+    [
+        (_turn("a", reasoning="r"), _turn("a")),
+        (_turn("\n\na ", reasoning="r\n"), _turn("a", reasoning_content="r")),
+        (_turn("\n\na"), _turn([_text("a")])),
+        (_turn("\n", tool_calls=[_call('{"x": 1}')]), _turn(None, tool_calls=[_call('{"x":1}')])),
+        (_turn([_image("x"), " "], reasoning="r"), _turn([_image("x"), " "])),
+        (_turn("a", reasoning="\n"), _turn("a")),
+        # JSON.stringify(JSON.parse(text)), which clients in JavaScript do with the arguments of calls
+        (_with_x("1.0"), _with_x("1")),
+        (_with_x("1e20"), _with_x(str(10**20))),
+        (_with_x("[[2.50, 3.0]]"), _with_x("[[2.5, 3]]")),
+    ],
+)
+def test_stripped_content_missing_reasoning_and_whole_floats_make_a_copy(recorded: Json, sent: Json) -> None:
+    original, copied = canonical(recorded), canonical(sent)
+    assert copied.strict != original.strict
+    assert copied.loose == original.loose
+    assert copied.is_copy_of(original)
+
+
+@pytest.mark.parametrize(
+    "recorded, sent, loose",
+    [
+        # the loose digest ignores reasoning, so `is_copy_of` compares it
+        (_turn("a", reasoning="r"), _turn("a", reasoning="s"), True),
+        (_turn("a"), _turn("a", reasoning="r"), True),
+        (_turn("a b"), _turn("a  b"), False),
+        (_turn("a", refusal="r"), _turn("a"), False),
+        (_calls("abc"), _calls("abc "), False),
+        (_calls('{"x": "a"}'), _calls('{"x": "a "}'), False),
+        *((_with_x("1.0"), _with_x(edited), False) for edited in ("1.5", "2", "true", '"1"')),
+        (_user("a"), _user("a "), False),
+        (_user("a"), {**_user("a"), "reasoning": "r"}, False),
+        ({"role": "tool", "content": "a\n"}, {"role": "tool", "content": "a"}, False),
+        (_turn([" a", _image("x")]), _turn(["a", _image("x")]), False),
+    ],
+)
+def test_other_edits_make_no_copy(recorded: Json, sent: Json, loose: bool) -> None:
+    assert (canonical(sent).loose == canonical(recorded).loose) is loose
+    assert not canonical(sent).is_copy_of(canonical(recorded))
+
+
+def test_loose_equals_strict_if_there_is_nothing_to_ignore() -> None:
+    for message in (_user(" a "), _turn("a"), _calls("{}"), {**_user("a"), "reasoning": "r"}):
+        digests = canonical(message)
+        assert digests.loose == digests.strict
+        assert digests.reasoning == b""
+
+
+# ---- tool calls that a client repaired ----
+
+_CUT_OFF = '{"city": "Par'
+
+
+@pytest.mark.parametrize(
+    "recorded, sent, repaired",
+    [
+        ([_CUT_OFF], [{"city": "Par"}], True),
+        ([_CUT_OFF], [_CUT_OFF], False),
+        (['{"a": 1.0}', _CUT_OFF], ['{"a":1}', "{}"], True),
+        (['{"a": 1}', _CUT_OFF], ['{"a":2}', "{}"], None),
+        ([_CUT_OFF], ['{"city": "Pa'], None),
+        (["null"], ["{}"], True),
+        (["[1]"], ["[1]"], False),
+        (["[1]"], ["[2]"], None),
+        (['{"a": 1}'], ['{"a": 2}'], None),
+    ],
+)
+def test_an_object_in_place_of_other_arguments_is_a_repair(
+    recorded: list[object], sent: list[object], repaired: bool | None
+) -> None:
+    before, after = canonical(_calls(*recorded)), canonical(_calls(*sent))
+    assert before.without_arguments == after.without_arguments != b""
+    assert after.repairs(before.arguments) is repaired
+
+
+def test_without_arguments_ignores_only_arguments_and_reasoning() -> None:
+    plain = canonical(_calls("{}")).without_arguments
+    assert canonical({**_calls('{"a": 1}'), "reasoning": "so"}).without_arguments == plain
+    renamed = _turn(tool_calls=[_call("{}", function={"name": "g", "arguments": "{}"})])
+    assert canonical(renamed).without_arguments != plain
+    assert canonical({**_calls("{}"), "content": "text"}).without_arguments != plain
+    assert canonical(_turn("text")).without_arguments == b""
 
 
 # ---- the digest of a conversation ----
@@ -389,11 +346,7 @@ SECOND_TOOL = {"type": "function", "function": {"name": "g"}}
 @pytest.mark.parametrize(
     "first, second",
     [
-        ({}, {"tools": None}),
-        ({}, {"tools": []}),
-        ({}, {"template_kwargs": None}),
-        ({}, {"template_kwargs": {}}),
-        ({}, {"model": None, "session": None}),
+        ({}, {"tools": [], "template_kwargs": {}, "model": None, "session": None}),
         ({"tools": [TOOL]}, {"tools": (copy.deepcopy(TOOL),)}),
         ({"template_kwargs": {"a": 1, "b": 2}}, {"template_kwargs": {"b": 2, "a": 1}}),
     ],
@@ -409,7 +362,6 @@ def test_different_arguments_of_start() -> None:
         {"tools": [TOOL_WITH_KEYS_SWAPPED]},
         {"tools": [TOOL, SECOND_TOOL]},
         {"tools": [SECOND_TOOL, TOOL]},
-        {"tools": [{**TOOL, "strict": None}]},
         *_variants(lambda value: {"template_kwargs": {"a": value}}, None, True, 1, 1.0, "1", [], {}, ""),
         {"template_kwargs": {"a": {"x": 1, "y": 2}}},
         {"template_kwargs": {"a": {"y": 2, "x": 1}}},
@@ -434,7 +386,8 @@ def test_chain_equals_repeated_extend() -> None:
     digest = start(tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s")
     links = [digest := extend(digest, canonical(message).strict) for message in MESSAGES]
     assert chain(MESSAGES, tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s") == links
-    assert chain([], tools=None, template_kwargs=None) == []
+    with pytest.raises(InvalidMessages, match="message 1 needs a role"):
+        chain([_user("a"), {"content": "a"}], tools=None, template_kwargs=None)
 
 
 def test_loose_chain_matches_where_the_strict_chain_does_not() -> None:
@@ -445,135 +398,69 @@ def test_loose_chain_matches_where_the_strict_chain_does_not() -> None:
     assert loose[0] == loose[1] == strict[1]
 
 
-def test_chain_reports_the_index_of_an_invalid_message() -> None:
-    with pytest.raises(InvalidMessages, match="message 1 needs a role"):
-        chain([_user("a"), {"content": "a"}], tools=None, template_kwargs=None)
-
-
 # ---- properties of all messages ----
 
-_ANY_TEXT = st.text(st.characters(exclude_categories=()))
 _SHORT = st.text("ab \n", max_size=3)
-_NUMBERS = (
-    st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([0, 1, 0.0, 1.0])
-)
-_JSON = st.recursive(
-    st.none() | st.booleans() | _NUMBERS | _ANY_TEXT,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_SHORT, inner, max_size=4),
-    max_leaves=12,
-)
-_OBJECTS = st.dictionaries(_SHORT | _ANY_TEXT, _JSON, max_size=4)
 _SEEDS = st.randoms(use_true_random=False)
+_CALL = st.tuples(
+    _SHORT, _SHORT, st.dictionaries(_SHORT, st.sampled_from([0, False, 0.0, None, ""]), max_size=2)
+)
 _PLAIN = st.fixed_dictionaries(
     {
         "role": st.sampled_from(["user", "assistant", "tool"]),
-        "content": _SHORT,
-        "reasoning": _SHORT,
-        "refusal": _SHORT,
-        "name": st.none() | _SHORT,
-        "tool_call_id": st.none() | _SHORT,
-        "tool_calls": st.lists(
-            st.tuples(
-                _SHORT,
-                _SHORT,
-                st.dictionaries(_SHORT, st.sampled_from([0, False, 0.0, None, ""]), max_size=2),
-            ),
-            max_size=2,
-        ),
+        **dict.fromkeys(["content", "reasoning", "refusal"], _SHORT),
+        **dict.fromkeys(["name", "tool_call_id"], st.none() | _SHORT),
+        "tool_calls": st.lists(_CALL, max_size=2),
     }
 )
 """Messages in a normal form, in which each message has one spelling."""
 
 
-def _shuffled(value: Any, rng: random.Random) -> Any:
-    if isinstance(value, dict):
-        keys = list(value)
-        rng.shuffle(keys)
-        return {key: _shuffled(value[key], rng) for key in keys}
-    return [_shuffled(item, rng) for item in value] if isinstance(value, list) else value
-
-
-def _respelled(value: Any, rng: random.Random) -> Any:
-    """A JSON value with its keys shuffled: as a value, or as JSON text in a random style."""
-    value = _shuffled(value, rng)
-    if rng.random() < 0.3:
-        return value
+def _respelled(value: Json, rng: random.Random) -> Any:
+    """Arguments with their keys shuffled: as a value, or as JSON text in a random style."""
+    value = dict(rng.sample(list(value.items()), len(value)))
     separators = rng.choice([(",", ":"), (", ", ": "), ("\n,", "\t:\r")])
-    # with escapes, a pair of surrogates would be parsed as one character
-    return json.dumps(value, indent=rng.choice([None, 0, 2]), separators=separators, ensure_ascii=False)
+    return rng.choice([value, json.dumps(value, indent=rng.choice([None, 2]), separators=separators)])
 
 
 def _spelled(plain: Json, rng: random.Random) -> Json:
     """A random spelling of a message in normal form."""
-    message: Json = {"role": plain["role"], "unknown": rng.random()}
     texts = plain["content"].split("\n")
-    spellings: list[Any] = [
-        plain["content"],
-        texts,
-        [_text(text) for text in texts],
-        [_text(plain["content"])],
-    ]
-    message["content"] = rng.choice(spellings if plain["content"] else [*spellings, None, []])
-    message[rng.choice(["reasoning", "reasoning_content"])] = plain["reasoning"] or rng.choice(["", None])
-    message["refusal"] = plain["refusal"] or rng.choice(["", None])
-    message |= {
-        key: plain[key] for key in ("name", "tool_call_id") if plain[key] is not None or rng.random() < 0.5
-    }
+    spellings: list[Any] = [plain["content"], texts, [_text(text) for text in texts]]
     calls: list[Json] = [
-        {
-            "id": call_id,
-            "function": {"name": name, "arguments": _respelled(arguments, rng)},
-            "index": rng.random(),
-        }
+        {"id": call_id, "index": 0, "function": {"name": name, "arguments": _respelled(arguments, rng)}}
         for call_id, name, arguments in plain["tool_calls"]
     ]
-    message["tool_calls"] = calls or rng.choice([None, calls])
-    return _shuffled(message, rng) if rng.random() < 0.5 else message
+    return {
+        **plain,
+        "unknown": rng.random(),
+        "content": rng.choice(spellings if plain["content"] else [*spellings, None, []]),
+        "reasoning": None,
+        rng.choice(["reasoning", "reasoning_content"]): plain["reasoning"] or rng.choice(["", None]),
+        "refusal": plain["refusal"] or rng.choice(["", None]),
+        "tool_calls": calls or rng.choice([None, calls]),
+    }
 
 
-def _as_json(plain: Json) -> str:
+def _as_json(plain: object) -> str:
     return json.dumps(plain, sort_keys=True)
 
 
-@given(_OBJECTS, _SEEDS)
-def test_spelling_of_arguments_does_not_change_digests(arguments: Json, rng: random.Random) -> None:
-    assert canonical(_calls(_respelled(arguments, rng))) == canonical(_calls(arguments))
-
-
-@given(_OBJECTS, _OBJECTS)
-def test_different_arguments_have_different_digests(first: Json, second: Json) -> None:
-    same = json.dumps(first, sort_keys=True, ensure_ascii=False) == json.dumps(
-        second, sort_keys=True, ensure_ascii=False
-    )
-    assert (canonical(_calls(first)) == canonical(_calls(second))) == same
-
-
-@given(_PLAIN, _PLAIN, _SEEDS)
-def test_messages_are_equal_exactly_if_their_normal_forms_are(
-    first: Json, second: Json, rng: random.Random
+@given(st.lists(_PLAIN, min_size=1, max_size=4), _PLAIN, st.data())
+def test_an_edit_changes_the_chain_from_its_place_on(
+    plain: list[Json], replacement: Json, data: st.DataObject
 ) -> None:
-    assert canonical(_spelled(first, rng)) == canonical(_spelled(first, rng))
-    assert (canonical(_spelled(first, rng)) == canonical(_spelled(second, rng))) == (
-        _as_json(first) == _as_json(second)
-    )
-
-
-@given(_PLAIN, _PLAIN, st.data())
-def test_change_of_any_field_changes_the_digests(first: Json, second: Json, data: st.DataObject) -> None:
-    field = data.draw(st.sampled_from(sorted(first)))
-    changed = {**first, field: second[field]}
-    rng = data.draw(_SEEDS)
-    equal = canonical(_spelled(first, rng)) == canonical(_spelled(changed, rng))
-    assert equal == (_as_json(first) == _as_json(changed))
-
-
-def _in_javascript(value: Any) -> Any:
-    """A JSON value as JavaScript writes it, in which all numbers are floats."""
-    if isinstance(value, dict):
-        return {key: _in_javascript(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_in_javascript(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """A chain finds the longest common prefix, however its messages are spelled."""
+    index, rng = data.draw(st.integers(0, len(plain) - 1)), data.draw(_SEEDS)
+    field = data.draw(st.sampled_from(sorted(replacement)))
+    changed = data.draw(st.sampled_from([replacement, {**plain[index], field: replacement[field]}]))
+    chains = [
+        chain([_spelled(message, rng) for message in messages], tools=None, template_kwargs=None)
+        for messages in (plain, [*plain[:index], changed, *plain[index + 1 :]])
+    ]
+    equal = [left == right for left, right in zip(*chains, strict=True)]
+    same = _as_json(plain[index]) == _as_json(changed)
+    assert equal == [True] * index + [same] * (len(plain) - index)
 
 
 @given(_PLAIN, _PLAIN, _SEEDS)
@@ -584,79 +471,30 @@ def test_loose_is_strict_of_stripped_content_without_reasoning(
         if plain["role"] != "assistant":
             return plain
         calls = [
-            (call_id, name, _in_javascript(arguments)) for call_id, name, arguments in plain["tool_calls"]
+            (call_id, name, {key: 0 if type(value) is float else value for key, value in arguments.items()})
+            for call_id, name, arguments in plain["tool_calls"]
         ]
         return {**plain, "content": plain["content"].strip(), "reasoning": "", "tool_calls": calls}
 
     first, second = canonical(_spelled(plain, rng)), canonical(_spelled(other_plain, rng))
     assert first.loose == canonical(_spelled(stripped(plain), rng)).strict
-    same = _as_json(stripped(plain)) == _as_json(stripped(other_plain))
-    assert (first.loose == second.loose) == same
-    if first.strict == second.strict:
-        assert first == second
-        assert first.is_copy_of(second)
+    assert (first.loose == second.loose) == (_as_json(stripped(plain)) == _as_json(stripped(other_plain)))
     if first.is_copy_of(second):
         assert first.loose == second.loose
 
 
-@given(st.lists(_PLAIN, max_size=5), st.integers(0, 5), st.booleans(), _SEEDS)
-def test_chain_of_a_prefix_is_a_prefix_of_the_chain(
-    plain: list[Json], cut: int, loose: bool, rng: random.Random
-) -> None:
-    def chain_of(messages: list[Json]) -> list[bytes]:
-        spelled = [_spelled(message, rng) for message in messages]
-        return chain(spelled, tools=[TOOL], template_kwargs={}, loose=loose)
-
-    assert chain_of(plain[:cut]) == chain_of(plain)[:cut]
-
-
-@given(st.lists(_PLAIN, min_size=1, max_size=5), _PLAIN, st.data())
-def test_edit_changes_the_chain_from_its_place_on(
-    plain: list[Json], replacement: Json, data: st.DataObject
-) -> None:
-    index = data.draw(st.integers(0, len(plain) - 1))
-    rng = data.draw(_SEEDS)
-    edited = [*plain[:index], replacement, *plain[index + 1 :]]
-    chains = [
-        chain([_spelled(message, rng) for message in messages], tools=None, template_kwargs=None)
-        for messages in (plain, edited)
-    ]
-    equal = [left == right for left, right in zip(*chains, strict=True)]
-    equal_from_index = _as_json(plain[index]) == _as_json(replacement)
-    assert equal == [True] * index + [equal_from_index] * (len(plain) - index)
-
-
-_NAMES = ["type", "text", "uuid", "image_url", "refusal", "thinking", "cache_control", "function", "name"]
-_WORDS = st.sampled_from(
-    ["user", "assistant", "developer", "text", "refusal", "thinking", "function", "image_url", "{"]
-)
+_NAMES = ["type", "text", "uuid", "image_url", "refusal", "cache_control", "function", "arguments"]
 _WILD = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | _ANY_TEXT | _WORDS | st.binary(max_size=2),
+    st.none() | st.booleans() | st.floats() | st.text(st.characters(exclude_categories=())) | st.binary(),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
         | st.dictionaries(st.sampled_from(_NAMES) | st.integers() | st.text(), inner, max_size=4)
     ),
 )
-_WILD_PARTS = st.lists(
-    st.dictionaries(st.sampled_from(["type", "text", "uuid", "image_url"]), _WORDS | _WILD)
-)
-_WILD_CALLS = st.lists(
-    st.fixed_dictionaries({"function": st.dictionaries(st.sampled_from(["name", "arguments"]), _WILD)})
-)
-_WILD_MESSAGES = st.fixed_dictionaries(
-    {"role": _WORDS},
-    optional={
-        "content": _WILD_PARTS | _WILD,
-        "tool_calls": _WILD_CALLS | _WILD,
-        **dict.fromkeys(
-            ["name", "reasoning", "reasoning_content", "refusal", "tools", "tool_call_id"], _WILD
-        ),
-    },
-)
+_FIELDS = ("content", "tool_calls", "name", "reasoning", "reasoning_content", "refusal", "tools")
 
 
-@given(_WILD_MESSAGES | _WILD)
+@given(st.fixed_dictionaries({"role": st.just("assistant")}, optional=dict.fromkeys(_FIELDS, _WILD)) | _WILD)
 def test_any_value_has_digests_or_raises_invalid_messages(message: Any) -> None:
     before = repr(message)
     try:
@@ -667,68 +505,3 @@ def test_any_value_has_digests_or_raises_invalid_messages(message: Any) -> None:
     if digests is not None:
         assert digests == canonical(copy.deepcopy(message))
         assert (len(digests.strict), len(digests.loose), len(digests.reasoning) in (0, 16)) == (16, 16, True)
-
-
-# ---- tool calls that a client repaired ----
-
-_CUT_OFF = '{"city": "Par'
-
-
-def _turn_with_calls(*arguments: object) -> dict[str, Any]:
-    calls = [
-        {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": text}}
-        for n, text in enumerate(arguments)
-    ]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
-
-
-@pytest.mark.parametrize(
-    "recorded, sent, repaired",
-    [
-        ([_CUT_OFF], ['{"city": "Par"}'], True),
-        ([_CUT_OFF], [{"city": "Par"}], True),
-        ([_CUT_OFF], [_CUT_OFF], False),
-        (['{"a": 1}', _CUT_OFF], ['{"a":1}', "{}"], True),
-        (['{"a": 1}', _CUT_OFF], ['{"a":2}', "{}"], None),
-        ([_CUT_OFF], ['{"city": "Pa'], None),
-        (["null"], ["{}"], True),
-        (["[1]"], [{}], True),
-        (["[1]"], ["[1]"], False),
-        (["[1]"], ["[2]"], None),
-        (['{"a": 1.0}', _CUT_OFF], ['{"a": 1}', "{}"], True),
-        (['{"a": 1}'], ['{"a": 2}'], None),
-        (['{"a": 1}'], ['{ "a" : 1 }'], False),
-    ],
-)
-def test_an_object_in_place_of_other_arguments_is_a_repair(
-    recorded: list[object], sent: list[object], repaired: bool | None
-) -> None:
-    before, after = canonical(_turn_with_calls(*recorded)), canonical(_turn_with_calls(*sent))
-    assert before.without_arguments == after.without_arguments != b""
-    assert after.repairs(before.arguments) is repaired
-
-
-def test_without_arguments_ignores_only_arguments_and_reasoning() -> None:
-    plain = canonical(_turn_with_calls("{}")).without_arguments
-    renamed = _turn_with_calls("{}")
-    renamed["tool_calls"][0]["function"]["name"] = "g"
-    assert canonical(renamed).without_arguments != plain
-    assert canonical({**_turn_with_calls("{}"), "content": "text"}).without_arguments != plain
-    assert canonical({**_turn_with_calls("{}"), "reasoning": "so"}).without_arguments == plain
-    assert canonical({"role": "assistant", "content": "text"}).without_arguments == b""
-
-
-@pytest.mark.parametrize(
-    "recorded, sent",
-    [("1.0", "1"), ("1e3", "1000"), ("-0.0", "0"), ("1e20", str(10**20)), ("[[2.50, 3.0]]", "[[2.5, 3]]")],
-)
-def test_numbers_that_javascript_writes(recorded: str, sent: str) -> None:
-    """JSON.stringify(JSON.parse(text)), which clients in JavaScript do with the arguments of calls."""
-    before, after = canonical(_call_with_x(recorded)), canonical(_call_with_x(sent))
-    assert after.is_copy_of(before)
-    assert after.strict != before.strict
-
-
-@pytest.mark.parametrize("edited", ["1.5", "2", "true", '"1"', "null"])
-def test_other_numbers_are_edits(edited: str) -> None:
-    assert not canonical(_call_with_x(edited)).is_copy_of(canonical(_call_with_x("1.0")))

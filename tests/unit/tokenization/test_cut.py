@@ -91,12 +91,9 @@ def _turn(**fields: Any) -> list[dict[str, Any]]:
     return [_user("Hi"), {"role": "assistant", "content": "Hello.", **fields}]
 
 
-def _turn_with_calls(count: int = 1) -> list[dict[str, Any]]:
-    calls = [
-        {"id": f"c{index}", "type": "function", "function": {"name": "f", "arguments": {"q": "x"}}}
-        for index in range(count)
-    ]
-    return _turn(content="", tool_calls=calls)
+def _turn_with_calls() -> list[dict[str, Any]]:
+    call = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": {"q": "x"}}}
+    return _turn(content="", tool_calls=[call])
 
 
 _RESULT = {"role": "tool", "tool_call_id": "c0", "content": "sun"}
@@ -133,7 +130,6 @@ def tokenizers() -> dict[str, ChatTokenizer]:
         ),
         "json parts": tokenizer_with(_JSON_PARTS),
         "repeated": tokenizer_with(_REPEATED, special=[*SPECIAL, "<|sep|>"]),
-        "plain stop": tokenizer_with(_CHATML, special=["<|im_start|>", "<|eos|>"], plain=["<|im_end|>"]),
     }
 
 
@@ -151,146 +147,74 @@ _PLAIN_REST = "user: And? END<|im_end|>assistant: "
 _LENGTH = {"finish_reason": "length"}
 _STOP_STRING = {"stop_reason": "END"}
 
-# (tokenizer, history, new messages, text sampled last, how it ended): the texts of close and suffix
-_CASES: dict[str, tuple[str, Any, Any, str, dict[str, Any], str, str]] = {
-    "own stop": ("chatml", _turn(), _user(), "<|im_end|>", {}, "", _CHATML_REST),
-    "own stop, as length": ("chatml", _turn(), _user(), "<|im_end|>", _LENGTH, "", _CHATML_REST),
-    "length": ("chatml", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _CHATML_REST),
-    "abort": ("chatml", _turn(), _user(), "o", {"finish_reason": "abort"}, "<|im_end|>", _CHATML_REST),
-    "stop string": ("chatml", _turn(), _user(), "o", _STOP_STRING, "<|im_end|>", _CHATML_REST),
-    "opening of a message, as length": (
-        "chatml", _turn(), _user(), "<|im_start|>", _LENGTH, "<|im_end|>", _CHATML_REST
+# (tokenizer, text sampled last, how it ended): the texts of close and suffix
+_AFTER_TEXT: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
+    "own stop": ("chatml", "<|im_end|>", {}, "", _CHATML_REST),
+    "length": ("chatml", "o", _LENGTH, "<|im_end|>", _CHATML_REST),
+    "abort": ("chatml", "o", {"finish_reason": "abort"}, "<|im_end|>", _CHATML_REST),
+    "alternate stop": ("chatml", "<|eos|>", {}, "", _CHATML_REST),
+    "stop that opens the next message": ("header", "<|user|>", {}, "", "<|user|>" + _HEADER_REST),
+    "close before a header": ("header", "<|im_end|>", {}, "", "<|user|>" + _HEADER_REST),
+    "one token for both": ("both", "<|im_end|>", {}, "", _BOTH_REST),
+    "one token for both, as length": ("both", "o", _LENGTH, "<|im_end|>", _BOTH_REST),
+    "line feed, as length": (
+        "line feed", "\n", _LENGTH, "\n<|im_end|>", _CHATML_REST.replace("And?", "And?\n")
     ),
-    "alternate stop": ("chatml", _turn(), _user(), "<|eos|>", {}, "", _CHATML_REST),
-    "stop that opens the next message": (
-        "header", _turn(), _user(), "<|user|>", {}, "", "<|user|>" + _HEADER_REST
-    ),
-    "close before a header": ("header", _turn(), _user(), "<|im_end|>", {}, "", "<|user|>" + _HEADER_REST),
-    "one token for both": ("both", _turn(), _user(), "<|im_end|>", {}, "", _BOTH_REST),
-    "alternate stop, one token for both": ("both", _turn(), _user(), "<|eos|>", {}, "", _BOTH_REST),
-    "one token for both, as length": ("both", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _BOTH_REST),
-    "stop that is not special": ("plain stop", _turn(), _user(), "<|im_end|>", {}, "", _CHATML_REST),
-    "stop that is not special, as length": (
-        "plain stop", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _CHATML_REST
-    ),
-    "alternate stop, as length": ("chatml", _turn(), _user(), "<|eos|>", _LENGTH, "<|im_end|>", _CHATML_REST),
-    "alternate stop before two messages": (
-        "chatml", _turn(), [_user("a"), _user("b")], "<|eos|>", {},
-        "", "\n<|im_start|>user\na<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n",
-    ),
-    "line feed, as length": ("line feed", _turn(), _user(), "\n", _LENGTH, "\n<|im_end|>",
-        "\n<|im_start|>user\nAnd?\n<|im_end|>\n<|im_start|>assistant\n"),
-    "stop after a line feed": ("line feed", _turn(), _user(), "<|im_end|>", {}, "",
-        "\n<|im_start|>user\nAnd?\n<|im_end|>\n<|im_start|>assistant\n"),
-    "call": ("hermes", _turn_with_calls(), _RESULT, "<|im_end|>", {}, "", _HERMES_REST),
-    "call, as length": ("hermes", _turn_with_calls(), _RESULT, "}", _LENGTH, "<|im_end|>", _HERMES_REST),
-    "call, as length after its syntax": (
-        "hermes", _turn_with_calls(2), _RESULT, "</tool_call>", _LENGTH, "<|im_end|>", _HERMES_REST
-    ),
-    "call with an alternate stop": ("hermes", _turn_with_calls(2), _RESULT, "<|eos|>", {}, "", _HERMES_REST),
-    "call that stops with its syntax": (
-        "hermes with stops", _turn_with_calls(), _RESULT, "</tool_call>", {}, "<|im_end|>", _HERMES_REST
-    ),
-    "no close": ("glm", _turn(), _user(), "<|user|>", {}, "", _GLM_USER),
-    "no close, as length": ("glm", _turn(), _user(), "o", _LENGTH, "", "<|user|>" + _GLM_USER),
-    "no close, stop as length": ("glm", _turn(), _user(), "<|user|>", _LENGTH, "", _GLM_USER),
-    "no close, alternate stop": ("glm", _turn(), _user(), "<|eos|>", {}, "", "<|user|>" + _GLM_USER),
-    "no close, stop of another role": (
-        "glm", _turn(), _user(), "<|observation|>", {}, "", "<|user|>" + _GLM_USER
-    ),
-    "no close, call": ("glm", _turn_with_calls(), _RESULT, "<|observation|>", {}, "", _GLM_RESULT),
-    "no close, call as length": (
-        "glm", _turn_with_calls(), _RESULT, "</tool_call>", _LENGTH, "", "<|observation|>" + _GLM_RESULT
-    ),
-    "replaced stop": ("gptoss", _turn(), _user(), "<|return|>", {}, "", _GPTOSS_USER),
-    "replaced stop, as length": ("gptoss", _turn(), _user(), "<|return|>", _LENGTH, "", _GPTOSS_USER),
-    "stop of earlier turns": ("gptoss", _turn(), _user(), "<|end|>", {}, "", _GPTOSS_USER),
-    "replaced stop, length": ("gptoss", _turn(), _user(), "o", _LENGTH, "<|end|>", _GPTOSS_USER),
-    "call with its own close": ("gptoss", _turn_with_calls(), _RESULT, "<|call|>", {}, "", _GPTOSS_RESULT),
-    "call with its own close, as length": (
-        "gptoss", _turn_with_calls(), _RESULT, "}", _LENGTH, "<|call|>", _GPTOSS_RESULT
-    ),
-    "second call that is not printed": (
-        "gptoss", _turn_with_calls(2), _RESULT, "<|call|>", {}, "", _GPTOSS_RESULT
-    ),
-    "second call that is not printed, as length": (
-        "gptoss", _turn_with_calls(2), _RESULT, "}", _LENGTH, "<|call|>", _GPTOSS_RESULT
-    ),
-    "both tokens of a close": ("two tokens", _turn(), _user(), "<|im_end|>", {}, "", _TWO_REST),
-    "first token of a close": ("two tokens", _turn(), _user(), "<|answered|>", {}, "<|im_end|>", _TWO_REST),
-    "first token of a close, as length": (
-        "two tokens", _turn(), _user(), "<|answered|>", _LENGTH, "<|im_end|>", _TWO_REST
-    ),
-    "no token of a close": (
-        "two tokens", _turn(), _user(), "o", _LENGTH, "<|answered|><|im_end|>", _TWO_REST
-    ),
-    "alternate stop for two tokens": ("two tokens", _turn(), _user(), "<|eos|>", {}, "", _TWO_REST),
-    "after a message of the template": (
-        "announced", _turn(), _user(), "o", _LENGTH, "<|answered|><|im_end|>", _TWO_REST
-    ),
-    "after a message of the template, alternate stop": (
-        "announced", _turn(), _user(), "<|eos|>", {}, "", _TWO_REST
-    ),
-    "text with the other stop": ("other stop", _turn(), _user(), "<|answered|>", {}, "", _OTHER_REST),
-    "text with the stop of calls": ("other stop", _turn(), _user(), "<|called|>", {}, "", _OTHER_REST),
-    "call with the other stop": (
-        "other stop", _turn_with_calls(), _RESULT, "<|called|>", {}, "", _OTHER_RESULT
-    ),
-    "call with the stop of texts": (
-        "other stop", _turn_with_calls(), _RESULT, "<|answered|>", {}, "", _OTHER_RESULT
-    ),
-    "call with the other stop, as length": (
-        "other stop", _turn_with_calls(), _RESULT, "}", _LENGTH, "<|im_end|><|called|>", _OTHER_RESULT
-    ),
-    "call with two stops": (
-        "two stops", _turn_with_calls(), _RESULT, "<|called|>", {}, "<|im_end|>", _OTHER_RESULT
-    ),
-    "call with two stops, as length": (
-        "two stops", _turn_with_calls(), _RESULT, "}", _LENGTH, "<|called|><|im_end|>", _OTHER_RESULT
-    ),
-    "parts as JSON, as length": (
-        "json parts", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _PARTS_REST
-    ),
+    "no close": ("glm", "<|user|>", {}, "", _GLM_USER),
+    "no close, as length": ("glm", "o", _LENGTH, "", "<|user|>" + _GLM_USER),
+    "no close, stop of another role": ("glm", "<|observation|>", {}, "", "<|user|>" + _GLM_USER),
+    "replaced stop": ("gptoss", "<|return|>", {}, "", _GPTOSS_USER),
+    "stop of earlier turns": ("gptoss", "<|end|>", {}, "", _GPTOSS_USER),
+    "replaced stop, length": ("gptoss", "o", _LENGTH, "<|end|>", _GPTOSS_USER),
+    "first token of a close": ("two tokens", "<|answered|>", {}, "<|im_end|>", _TWO_REST),
+    "no token of a close": ("two tokens", "o", _LENGTH, "<|answered|><|im_end|>", _TWO_REST),
+    "alternate stop for two tokens": ("two tokens", "<|eos|>", {}, "", _TWO_REST),
+    "after a message of the template, alternate stop": ("announced", "<|eos|>", {}, "", _TWO_REST),
+    "text with the other stop": ("other stop", "<|answered|>", {}, "", _OTHER_REST),
+    "parts as JSON, as length": ("json parts", "o", _LENGTH, "<|im_end|>", _PARTS_REST),
     "a token twice in the close": (
-        "repeated", _turn(), _user(), "o", _LENGTH, "<|sep|>message<|sep|><|im_end|>", _REPEATED_REST
+        "repeated", "o", _LENGTH, "<|sep|>message<|sep|><|im_end|>", _REPEATED_REST
     ),
-    "a token twice in the close, stop": (
-        "repeated", _turn(), _user(), "<|im_end|>", {}, "", _REPEATED_REST
+    "ignored add_generation_prompt, as length": ("always prompts", "o", _LENGTH, "<|im_end|>", _CHATML_REST),
+    "plain text in a close, as length": ("plain close", "o", _LENGTH, " END<|im_end|>", _PLAIN_REST),
+}  # fmt: skip
+_AFTER_CALLS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
+    "call": ("hermes", "<|im_end|>", {}, "", _HERMES_REST),
+    "call, as length": ("hermes", "}", _LENGTH, "<|im_end|>", _HERMES_REST),
+    "call that stops with its syntax": ("hermes with stops", "</tool_call>", {}, "<|im_end|>", _HERMES_REST),
+    "no close, call": ("glm", "<|observation|>", {}, "", _GLM_RESULT),
+    "no close, call as length": ("glm", "</tool_call>", _LENGTH, "", "<|observation|>" + _GLM_RESULT),
+    "call with its own close": ("gptoss", "<|call|>", {}, "", _GPTOSS_RESULT),
+    "call with its own close, as length": ("gptoss", "}", _LENGTH, "<|call|>", _GPTOSS_RESULT),
+    "call with the other stop": ("other stop", "<|called|>", {}, "", _OTHER_RESULT),
+    "call with the other stop, as length": (
+        "other stop", "}", _LENGTH, "<|im_end|><|called|>", _OTHER_RESULT
     ),
-    "ignored add_generation_prompt": ("always prompts", _turn(), _user(), "<|im_end|>", {}, "", _CHATML_REST),
-    "ignored add_generation_prompt, as length": (
-        "always prompts", _turn(), _user(), "o", _LENGTH, "<|im_end|>", _CHATML_REST
-    ),
-    "plain text in a close": ("plain close", _turn(), _user(), "<|im_end|>", {}, "", _PLAIN_REST),
-    "plain text in a close, as length": (
-        "plain close", _turn(), _user(), "o", _LENGTH, " END<|im_end|>", _PLAIN_REST
-    ),
+    "call with two stops, as length": ("two stops", "}", _LENGTH, "<|called|><|im_end|>", _OTHER_RESULT),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, history, new, last, how, close, rest", _CASES.values(), ids=_CASES)
-def test_cut(
-    tokenizers: dict[str, ChatTokenizer],
-    name: str,
-    history: Any,
-    new: Any,
-    last: str,
-    how: dict[str, Any],
-    close: str,
-    rest: str,
+@pytest.mark.parametrize("name, last, how, close, rest", _AFTER_TEXT.values(), ids=_AFTER_TEXT)
+def test_cut_after_text(
+    tokenizers: dict[str, ChatTokenizer], name: str, last: str, how: dict[str, Any], close: str, rest: str
 ) -> None:
-    messages = new if isinstance(new, list) else [new]
-    tokenizer = tokenizers[name]
-    assert appended_text(tokenizer, last, messages, history=history, **how) == (close, rest)
+    texts = appended_text(tokenizers[name], last, [_user()], history=_turn(), **how)
+    assert texts == (close, rest)
+
+
+@pytest.mark.parametrize("name, last, how, close, rest", _AFTER_CALLS.values(), ids=_AFTER_CALLS)
+def test_cut_after_calls(
+    tokenizers: dict[str, ChatTokenizer], name: str, last: str, how: dict[str, Any], close: str, rest: str
+) -> None:
+    texts = appended_text(tokenizers[name], last, [_RESULT], history=_turn_with_calls(), **how)
+    assert texts == (close, rest)
 
 
 @pytest.mark.parametrize(
     "content, text",
     [
-        *[(None, ""), ("", ""), ([], ""), ([{"type": "text", "text": ""}], ""), (" \n", " \n")],
-        (["a", "b"], "a\nb"),
-        ([{"type": "refusal", "refusal": "no"}], "no"),
-        ([{"type": "thinking", "thinking": "hm"}, {"type": "input_text", "text": "a"}], "hm\na"),
+        *[(None, ""), ([], ""), ([{"type": "text", "text": ""}], ""), (" \n", " \n"), (["a", "b"], "a\nb")],
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "refusal", "refusal": "no"}], "hm\nno"),
     ],
 )
 @pytest.mark.parametrize("role", ["user", "assistant"])
@@ -340,21 +264,9 @@ def test_call_of_which_the_end_is_not_shown_is_refused() -> None:
         tokenizer.continuation(0, [_RESULT], history=_turn_with_calls())
 
 
-@pytest.mark.parametrize("backend", [gemma_like, llama2_like, mistral_like])
-@pytest.mark.parametrize("last", ["<|im_end|>", "<|eos|>"])
-def test_ids_after_a_stop_equal_those_of_the_whole_rendering(backend: Any, last: str) -> None:
-    """SentencePiece vocabularies encode text after a token differently from text at the start."""
-    tokenizer = tokenizer_with(_CHATML, backend=backend())
-    whole = tokenizer.render([*_turn(), _user()])
-    ids = tokenizer.continuation(token_id(tokenizer, last), [_user()]).suffix_ids
-    end = token_id(tokenizer, "<|im_end|>")
-    assert whole[-len(ids) - 1 :] == [end, *ids]
-
-
 @pytest.mark.parametrize("backend", [None, gemma_like, llama2_like, mistral_like])
-@pytest.mark.parametrize("how", [{}, _LENGTH])
-def test_text_without_a_token_at_its_start_is_exact_or_refused(backend: Any, how: dict[str, Any]) -> None:
-    """Some SentencePiece vocabularies put a space before a text that is encoded alone."""
+def test_text_without_a_token_at_its_start_is_exact_or_refused(backend: Any) -> None:
+    """SentencePiece vocabularies encode text after a token differently from text at the start."""
     tokenizer = tokenizer_with(_PLAIN_CLOSE.replace(" END", "END"), backend=backend and backend())
     whole = tokenizer.render([*_turn(), _user()])
     end = token_id(tokenizer, "<|im_end|>")
@@ -363,8 +275,8 @@ def test_text_without_a_token_at_its_start_is_exact_or_refused(backend: Any, how
     last = tokenizer.encode("Hello.")[-1]
     if backend in (llama2_like, mistral_like):
         with pytest.raises(TemplateUnsupported, match="puts a space before 'END"):
-            tokenizer.continuation(last, [_user()], **how)
+            tokenizer.continuation(last, [_user()])
     else:
-        continuation = tokenizer.continuation(last, [_user()], **how)
+        continuation = tokenizer.continuation(last, [_user()])
         ids = continuation.close_ids + continuation.suffix_ids
         assert whole[-len(ids) :] == list(ids)

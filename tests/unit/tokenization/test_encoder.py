@@ -1,6 +1,5 @@
 import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,17 +11,8 @@ from tokenization.errors import InvalidMessages, TemplateUnsupported
 from tokenization.limit import Limit, Stopped, TooManyIds
 from tokenization.pieces import PIECE
 
-_THREADS, _SECONDS = 32, 1.5
-_WORDS = (
-    "weather",
-    "Zürich",
-    "四 °C",
-    "🙂",
-    "<|im_start|>",
-    "<|im_end|>",
-    "def answer():\n    return 42\n",
-    "  ",
-)
+_THREADS = 8
+_WORDS = ("weather", "Zürich", "四 °C", "🙂", "<|im_start|>", "<|im_end|>", "def answer():\n    return 42\n")
 
 
 def _encoder(tokenizer: str) -> Encoder:
@@ -40,24 +30,20 @@ def _texts(count: int) -> list[str]:
 
 def test_threads_that_share_an_encoder_get_the_results_of_one_thread() -> None:
     """A tokenizer that threads share must not fail with "Already borrowed", nor mix up their texts."""
-    alone, shared, texts = _encoder("bytes"), _encoder("bytes"), _texts(256)
-    ids = [alone.encode(text) for text in texts]
-    decoded, strings = [alone.decode(each) for each in ids], [alone.token_strings(each) for each in ids]
+    alone, shared, texts = _encoder("bytes"), _encoder("bytes"), _texts(64)
     barrier = threading.Barrier(_THREADS)
 
-    def work(first: int) -> int:
-        barrier.wait()
-        number, deadline = first, time.monotonic() + _SECONDS
-        while time.monotonic() < deadline:
-            index = number % len(texts)
-            assert shared.encode(texts[index]) == ids[index]
-            assert shared.decode(ids[index]) == decoded[index]
-            assert shared.token_strings(ids[index]) == strings[index]
-            number += 1
-        return number - first
+    def results(encoder: Encoder) -> list[object]:
+        ids = [encoder.encode(text) for text in texts]
+        return [ids, [encoder.decode(each) for each in ids], [encoder.token_strings(each) for each in ids]]
 
+    def work(_number: int) -> list[object]:
+        barrier.wait()
+        return results(shared)
+
+    expected = results(alone)
     with ThreadPoolExecutor(_THREADS) as threads:
-        assert all(threads.map(work, range(_THREADS)))
+        assert all(found == expected for found in threads.map(work, range(_THREADS)))
 
 
 @pytest.mark.parametrize("tokenizer", VOCABULARIES)
@@ -69,14 +55,11 @@ def test_results_are_those_of_a_plain_tokenizer(tokenizer: str) -> None:
         assert encoder.decode(ids) == plain.decode(ids, skip_special_tokens=False)
 
 
-def test_special_tokens_are_decoded() -> None:
+def test_special_tokens_are_decoded_and_ids_without_a_token_are_empty() -> None:
     encoder = _encoder("bytes")
     text = "<|im_start|>user\nthe weather<|im_end|>"
     assert encoder.decode(encoder.encode(text)) == text
-
-
-def test_token_strings_are_empty_for_ids_without_a_token() -> None:
-    assert _encoder("bytes").token_strings([10**6]) == [""]
+    assert encoder.token_strings([10**6]) == [""]
 
 
 def test_truncation_and_padding_of_the_description_are_ignored() -> None:
@@ -93,14 +76,13 @@ def test_half_of_a_surrogate_pair_is_rejected() -> None:
 
 
 def test_a_text_that_is_encoded_in_pieces_has_the_ids_of_the_whole() -> None:
-    text = " ".join(_texts(3000))
-    assert len(text) > 3 * PIECE
+    text = " ".join(_texts(1500))
+    assert len(text) > 2 * PIECE
     assert _encoder("bytes").encode(text) == _encoder("bytes")._encode(text)
 
 
-@pytest.mark.parametrize("tokenizer", VOCABULARIES)
-def test_a_limit_is_the_number_of_ids_that_a_text_may_have(tokenizer: str) -> None:
-    encoder, text = _encoder(tokenizer), " ".join(_texts(50))
+def test_a_limit_is_the_number_of_ids_that_a_text_may_have() -> None:
+    encoder, text = _encoder("gemma_like"), " ".join(_texts(50))
     ids = encoder.encode(text)
     assert encoder.encode(text, Limit(len(ids))) == ids
     with pytest.raises(TooManyIds) as raised:
@@ -134,13 +116,13 @@ def test_a_long_text_is_tokenised_no_further_than_its_limit(monkeypatch: pytest.
 def test_tokenising_stops_when_the_caller_left() -> None:
     answers = iter([False, True])
     with pytest.raises(Stopped):
-        _encoder("bytes").encode("a b " * PIECE, Limit(stopped=lambda: next(answers)))
+        _encoder("bytes").encode("a b " * (PIECE // 2), Limit(stopped=lambda: next(answers)))
     assert list(answers) == []
 
 
 def test_a_text_too_long_to_be_encoded_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenization.encoder.MAX_PIECE", PIECE + 100)
     encoder = _encoder("bytes")
-    assert len(encoder.encode("a b " * PIECE)) > PIECE
+    assert len(encoder.encode("a b " * (PIECE // 2))) > PIECE
     with pytest.raises(TemplateUnsupported, match="send less text"):
         encoder.encode("a" * (PIECE + 101))

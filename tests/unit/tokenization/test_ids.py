@@ -21,9 +21,17 @@ def _dumps(value: object, spelling: dict[str, Any]) -> bytes:
     return json.dumps(value, **spelling).encode()
 
 
-@given(_IDS, _SPELLINGS)
-def test_check_returns_the_number_of_ids(values: list[int], spelling: dict[str, Any]) -> None:
-    assert ids.check(_dumps(values, spelling)) == len(values)
+@given(_IDS, st.lists(st.integers(0, 2**31)), _SPELLINGS)
+def test_ids_are_checked_joined_and_written(
+    values: list[int], more: list[int], spelling: dict[str, Any]
+) -> None:
+    raw = _dumps(values, spelling)
+    assert ids.check(raw) == len(values)
+    joined = ids.join(raw, more)
+    assert json.loads(joined) == values + more
+    assert joined.startswith(raw[:-1])
+    assert ids.compact(raw) == ids.dump(values) == _dumps(values, {"separators": (",", ":")})
+    assert ids.count_compact(raw) == (len(values) if raw == ids.dump(values) else 0)
 
 
 @given(_JSON | st.lists(_JSON), _SPELLINGS)
@@ -36,30 +44,27 @@ def test_check_accepts_only_arrays_of_ids(value: Any, spelling: dict[str, Any]) 
             ids.check(raw)
 
 
-@pytest.mark.parametrize(
-    "raw, message",
-    [
-        (b"[]", "must not be empty"),
-        (b"[ \n]", "must not be empty"),
-        (b"7", "must be a list of integers"),
-        (b'"[7]"', "must be a list of integers"),
-        (b'{"7": 7}', "must be a list of integers"),
-        (b'["7"]', "not strings"),
-        (b"[1, true]", "not booleans"),
-        (b"[false]", "not booleans"),
-        (b"[1, null]", "not null"),
-        (b"[1.0]", "not floats"),
-        (b"[1e3]", "not floats"),
-        (b"[1E3]", "not floats"),
-        (b"[-1]", "no negative ids"),
-        (b"[[1]]", "must be a flat list"),
-        (b"[1, []]", "must be a flat list"),
-        (b"[{}]", "must be a flat list"),
-    ],
-)
-def test_check_reports_what_is_wrong(raw: bytes, message: str) -> None:
-    with pytest.raises(InvalidIds, match=message):
-        ids.check(raw)
+_WRONG = [
+    (b"[ \n]", "must not be empty"),
+    (b"7", "must be a list of integers"),
+    (b'{"7": 7}', "must be a list of integers"),
+    (b'["7"]', "not strings"),
+    (b"[1, true]", "not booleans"),
+    (b"[false]", "not booleans"),
+    (b"[1, null]", "not null"),
+    (b"[1.5]", "not floats"),
+    (b"[1, 1e300]", "not floats"),
+    (b"[-1]", "no negative ids"),
+    (b"[1, []]", "must be a flat list"),
+    (b"[{}]", "must be a flat list"),
+]
+
+
+@pytest.mark.parametrize("raw, message", _WRONG)
+def test_checks_report_what_is_wrong(raw: bytes, message: str) -> None:
+    for check in (ids.check, ids.check_whole):
+        with pytest.raises(InvalidIds, match=message):
+            check(raw)
 
 
 @pytest.mark.parametrize(
@@ -70,37 +75,21 @@ def test_check_reports_what_is_wrong(raw: bytes, message: str) -> None:
         (b"[2147483648.0]", b"[2147483648]"),
     ],
 )
-def test_whole_floats_are_ids(raw: bytes, whole: bytes) -> None:
+def test_whole_floats_are_ids_where_that_is_allowed(raw: bytes, whole: bytes) -> None:
     assert ids.check_whole(raw) == (whole, whole.count(b",") + 1)
+    with pytest.raises(InvalidIds, match="not floats"):
+        ids.check(raw)
+    integers = b"[1, 2]"
+    assert ids.check_whole(integers)[0] is integers
 
 
 @pytest.mark.parametrize(
     "raw, message",
-    [
-        (b"[1.5]", "not floats"),
-        (b"[1, 1e300]", "not floats"),
-        (b"[1e400]", "not floats"),
-        (b"[9007199254740993.0]", "not floats"),
-        (b"[-1.0]", "no negative ids"),
-        (b"[true, 1.0]", "not booleans"),
-        (b'["1.0"]', "not strings"),
-        (b"[]", "must not be empty"),
-        (b"7.0", "must be a list"),
-    ],
+    [(b"[1e400]", "not floats"), (b"[9007199254740993.0]", "not floats"), (b"[-1.0]", "no negative ids")],
 )
-def test_other_floats_are_none(raw: bytes, message: str) -> None:
+def test_other_floats_are_no_ids(raw: bytes, message: str) -> None:
     with pytest.raises(InvalidIds, match=message):
         ids.check_whole(raw)
-
-
-def test_integers_are_not_copied() -> None:
-    raw = b"[1, 2]"
-    assert ids.check_whole(raw)[0] is raw
-
-
-@given(st.lists(st.integers(0, 2**63), min_size=1), _SPELLINGS)
-def test_last_returns_the_last_id(values: list[int], spelling: dict[str, Any]) -> None:
-    assert ids.last(_dumps(values, spelling)) == values[-1]
 
 
 @pytest.mark.parametrize("digits", [30, 5000])
@@ -108,34 +97,6 @@ def test_last_rejects_numbers_with_too_many_digits(digits: int) -> None:
     """Python itself refuses to parse integers of more than 4300 digits: hence 5000."""
     with pytest.raises(InvalidIds, match="beyond the vocabulary"):
         ids.last(b"[1, " + b"9" * digits + b" ]")
-
-
-@given(_IDS, st.lists(st.integers(0, 2**31)), _SPELLINGS)
-def test_join_copies_the_first_ids_and_appends_more(
-    values: list[int], more: list[int], spelling: dict[str, Any]
-) -> None:
-    raw = _dumps(values, spelling)
-    joined = ids.join(raw, more)
-    assert json.loads(joined) == values + more
-    assert joined.startswith(raw[:-1])
-
-
-@given(st.lists(st.integers(0, 2**70)))
-def test_dump_writes_json(values: list[int]) -> None:
-    assert json.loads(ids.dump(values)) == values
-
-
-@pytest.mark.parametrize("raw", [b"[1,2]", b"[ 1,\t2 ]", b"[1\n,\r\n2]"])
-def test_compact_removes_white_space(raw: bytes) -> None:
-    assert ids.compact(raw) == b"[1,2]"
-
-
-@given(st.lists(st.integers(0, 2**40), max_size=5), _SPELLINGS, st.integers(0, 40_000))
-def test_count_compact(values: list[int], spelling: dict[str, Any], more: int) -> None:
-    values = values + [0, 10, 205] * (more // 3)
-    raw = _dumps(values, spelling)
-    compact = raw == _dumps(values, {"separators": (",", ":")})
-    assert ids.count_compact(raw) == (len(values) if compact else 0)
 
 
 @given(st.text("[]0123456789,-. ", max_size=12))
@@ -150,7 +111,7 @@ def test_count_compact_accepts_only_json(text: str) -> None:
 
 
 @pytest.mark.parametrize("broken", [b",,", b",07,", b",a,", b", ,", b",-1,", b",[1],"])
-@pytest.mark.parametrize("before", [32_760, 32_765, 32_766, 32_767, 32_768, 65_535])
+@pytest.mark.parametrize("before", [32_765, 32_766, 32_767, 32_768])
 def test_count_compact_finds_what_is_broken_anywhere(broken: bytes, before: int) -> None:
     raw = b"[" + (b"12345," * 20_000)[: before - 1].rstrip(b",") + b"9" + broken + b"8" * 30_000 + b"]"
     assert ids.count_compact(raw) == 0
@@ -158,8 +119,10 @@ def test_count_compact_finds_what_is_broken_anywhere(broken: bytes, before: int)
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1), _SPELLINGS)
-def test_pack(values: list[int], spelling: dict[str, Any]) -> None:
-    assert ids.pack(_dumps(values, spelling)) == struct.pack(f"<{len(values)}i", *values)
+def test_last_and_pack(values: list[int], spelling: dict[str, Any]) -> None:
+    raw = _dumps(values, spelling)
+    assert ids.last(raw) == values[-1]
+    assert ids.pack(raw) == struct.pack(f"<{len(values)}i", *values)
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"[2147483648]", b"[1,99999999999999999999999]", b"[1.5]", b"[-1]"])

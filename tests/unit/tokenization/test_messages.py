@@ -13,37 +13,33 @@ def _call(arguments: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "message, expected",
     [
-        ({"content": "a"}, {"content": "a"}),
         ({"content": None}, {"content": ""}),
-        ({}, {"content": ""}),
         (
             {"content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]},
             {"content": "a\nb"},
         ),
-        ({"content": ["a", {"text": "b"}]}, {"content": "a\nb"}),
         ({"content": [{"type": "refusal", "refusal": "no"}]}, {"content": "no"}),
         ({"content": "a", "name": "n", "tool_call_id": "t"}, {"content": "a", "name": "n"}),
         ({"content": "a", "audio": None, "tool_calls": []}, {"content": "a"}),
-        ({"content": "a", "reasoning": "r"}, {"content": "a", "reasoning": "r", "reasoning_content": "r"}),
         (
             {"content": "a", "reasoning_content": "r"},
             {"content": "a", "reasoning": "r", "reasoning_content": "r"},
         ),
         ({"tool_calls": [_call('{"x": 1}')]}, {"content": "", "tool_calls": [_call({"x": 1})]}),
-        ({"tool_calls": [_call({"x": 1})]}, {"content": "", "tool_calls": [_call({"x": 1})]}),
         ({"tool_calls": [_call("")]}, {"content": "", "tool_calls": [_call({})]}),
-        ({"tool_calls": [_call(None)]}, {"content": "", "tool_calls": [_call({})]}),
         ({"tool_calls": [_call("{not json")]}, {"content": "", "tool_calls": [_call({})]}),
     ],
 )
 def test_conversion(message: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert for_template([{"role": "assistant", **message}]) == [{"role": "assistant", **expected}]
+    message = {"role": "assistant", **message}
+    before = repr(message)
+    assert for_template([message]) == [{"role": "assistant", **expected}]
+    assert repr(message) == before
 
 
 @pytest.mark.parametrize(
     "message, text, parts",
     [
-        ({"role": "user", "content": "a"}, "a", [{"type": "text", "text": "a"}]),
         ({"role": "user", "content": ""}, "", [{"type": "text", "text": ""}]),
         ({"role": "user", "content": None}, "", []),
         (
@@ -56,18 +52,12 @@ def test_conversion(message: dict[str, Any], expected: dict[str, Any]) -> None:
             ],
         ),
         ({"role": "tool", "content": ["a", "", "b"]}, "a\nb", "a\n\nb"),
-        ({"role": "tool", "content": []}, "", ""),
         (
             {"role": "tool", "content": ["a", {"type": "tool_reference", "name": "f"}]},
             "a\nf",
             [{"type": "text", "text": "a"}, {"type": "tool_reference", "name": "f"}],
         ),
         ({"role": "system", "content": "x-anthropic-billing-header: cch=1"}, "", []),
-        (
-            {"role": "system", "content": "x-anthropic-billing-header: cch=1\nBe brief."},
-            "Be brief.",
-            [{"type": "text", "text": "Be brief."}],
-        ),
         (
             {"role": "system", "content": ["x-anthropic-billing-header: cch=1", "Be brief."]},
             "Be brief.",
@@ -119,7 +109,6 @@ _USER = {"role": "user", "content": "Hi"}
     "messages, expected",
     [
         ([_BRIEF, _KIND, _USER], "Be brief.\n\nBe\nkind."),
-        ([_USER, _KIND], "Be\nkind."),
         ([_KIND, _USER, {"role": "developer", "content": ""}, _BRIEF], "Be\nkind.\n\nBe brief."),
     ],
 )
@@ -133,13 +122,10 @@ def test_system_messages_are_merged_for_templates_without_developer(
     assert [message["role"] for message in kept] == [message["role"] for message in messages]
 
 
-def test_single_developer_message_at_the_start_keeps_its_fields() -> None:
+def test_system_messages_stay_in_place_where_nothing_is_merged() -> None:
     [first, _] = for_template([_KIND, _USER], parts=True, developer=False)
     texts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind."}]
     assert first == {"role": "system", "content": texts, "name": "n"}
-
-
-def test_system_messages_stay_in_place_without_a_developer_message() -> None:
     converted = for_template([_BRIEF, _USER, _BRIEF], developer=False)
     assert [message["role"] for message in converted] == ["system", "user", "system"]
 
@@ -160,27 +146,16 @@ def test_new_messages_that_change_the_start(
     assert changes_start(new, history) == expected
 
 
-def test_input_messages_are_not_changed() -> None:
-    message = {"role": "assistant", "tool_calls": [_call('{"x": 1}')]}
-    for_template([message])
-    assert message == {"role": "assistant", "tool_calls": [_call('{"x": 1}')]}
-
-
 @pytest.mark.parametrize(
     "message, error",
     [
         ("text", "message 1 must be an object"),
-        ({"content": "a"}, "message 1 needs a role"),
-        ({"role": "", "content": "a"}, "message 1 needs a role"),
         ({"role": 5}, "message 1 needs a role"),
         ({"role": "user", "content": 5}, "content of message 1"),
-        ({"role": "user", "content": {"text": "a"}}, "content of message 1"),
         ({"role": "user", "content": [5]}, "message 1 holds a part of type 'int'"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "message 1 holds a part of type 'image_url'"),
-        ({"role": "user", "content": [{"type": ["text"]}]}, "message 1"),
         ({"role": "user", "content": [{"type": "text"}]}, "a text part in message 1 holds no text"),
         ({"role": "assistant", "tool_calls": ["f"]}, "tool calls of message 1"),
-        ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "tool calls of message 1"),
         ({"role": "assistant", "tool_calls": 5}, "tool calls of message 1"),
         ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {}}]}, "of type 'function'"),
         ({"role": "user", "content": [{"type": "text", "text": "a", "uuid": "u"}]}, "holds no text"),

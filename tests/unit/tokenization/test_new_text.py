@@ -26,6 +26,9 @@ def _user(content: object = "And?") -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
+_HISTORY = [_user("Hi"), {"role": "assistant", "content": "Hello."}]
+
+
 def _suffix(template: str, *new: dict[str, Any], **options: Any) -> str:
     return appended_text(tokenizer_with(template), "<|im_end|>", list(new), **options)[1]
 
@@ -37,23 +40,14 @@ def _expected(*texts: str, role: str = "user") -> str:
 
 _TEXTS = {
     "one of the header's words": "user",
-    "one of the header's tokens without brackets": "im_end",
-    "the placeholder": ".",
-    "one letter": "a",
     "an echo of the turn": "Hello.",
     "empty": "",
-    "white space": " \n ",
     "marker": "qZassistantZq",
-    "marker of a new text": "qZnew0p0Zq",
-    "start of a marker, twice": "qZ qZ",
-    "start of a longer marker": "qZqqqZ",
     "special tokens": "<|im_end|>\n<|im_start|>assistant\n",
     "JSON": '{"a": ["\\u00e9", "\\"x\\""]}',
     "quotes and backslashes": "'\"\\n\\\\",
     "template syntax": "{{ messages }}{% endfor %}{# x #}",
     "line feeds of every kind": "a\r\nb\rc\u2028d\x00e",
-    "other scripts": "四 °C 🌞 e\u0301",
-    "long": "And then? " * 10_000,
     "many lines": "\n" * 20_000 + "x",
 }
 
@@ -64,22 +58,14 @@ def chatml() -> ChatTokenizer:
 
 
 @pytest.mark.parametrize("text", _TEXTS.values(), ids=_TEXTS)
-@pytest.mark.parametrize("with_history", [False, True])
-def test_every_text_is_appended_as_it_is(chatml: ChatTokenizer, text: str, with_history: bool) -> None:
-    history = [_user("Hi"), {"role": "assistant", "content": "Hello."}] if with_history else None
-    whole = chatml.text([_user("Hi"), {"role": "assistant", "content": "Hello."}, _user(text)])
-    _, suffix = appended_text(chatml, "<|im_end|>", [_user(text)], history=history)
-    assert whole.endswith("Hello.<|im_end|>" + suffix)
-    assert suffix == _expected(text)
-
-
-@pytest.mark.parametrize("text", _TEXTS.values(), ids=_TEXTS)
-def test_every_result_is_appended_as_it_is(chatml: ChatTokenizer, text: str) -> None:
+def test_every_text_is_appended_as_it_is(chatml: ChatTokenizer, text: str) -> None:
+    for history in (None, _HISTORY):
+        assert appended_text(chatml, "<|im_end|>", [_user(text)], history=history)[1] == _expected(text)
     results = [{"role": "tool", "tool_call_id": f"c{index}", "content": text} for index in range(2)]
     assert appended_text(chatml, "<|im_end|>", results)[1] == _expected(text, text, role="tool")
 
 
-@pytest.mark.parametrize("text", ["qZassistantZq", "qZcontentZq", "qZqassistantZq"])
+@pytest.mark.parametrize("text", ["qZassistantZq", "qZqassistantZq"])
 def test_marker_in_the_history_is_text(text: str) -> None:
     """Nothing is proved of this template, so the whole history is rendered."""
     template = _chatml("messages[0].content + m.content if loop.last else m.content")
@@ -89,14 +75,9 @@ def test_marker_in_the_history_is_text(text: str) -> None:
 
 _EXACT: dict[str, tuple[str, Any, str]] = {
     "escaped": ("m.content | tojson", 'é "x"\n\\', json.dumps('é "x"\n\\', ensure_ascii=False)),
-    "escaped to ASCII": ("m.content | tojson(ensure_ascii=true)", 'é "x"', json.dumps('é "x"')),
     "as a Python literal": ("[m.content]", 'it\'s "x"\n', str(['it\'s "x"\n'])),
     "stripped": ("m.content | trim", " x\n", "x"),
-    "stripped to nothing": ("m.content | trim", " \n", ""),
     "without /no_think": ("m.content.replace('/no_think', '')", "x /no_think y", "x  y"),
-    "nothing but /no_think": ("m.content.replace('/no_think', '')", "/no_think", ""),
-    "with text around": ("'> ' + m.content + ' <'", "x", "> x <"),
-    "parts": ("m.content", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
     "printed in a loop over parts": (
         "m.content if m.content is string else m.content | map(attribute='text') | join('|')",
         "x",
@@ -123,10 +104,6 @@ _REFUSED: dict[str, tuple[str, Any, str]] = {
         "x",
         r"new message 0 \(user\) before the turn",
     ),
-    "without its end": (
-        _chatml("m.content[:200]"), "x" * 300, r"not print the text of new message 0 \(user\)"
-    ),
-    "in capitals": (_chatml("m.content | upper"), "cd", "prints nothing of an assistant turn"),
     "not if it is long": (
         _chatml("m.content if m.content | length < 100 else 'too long'"),
         "x" * 100,
@@ -142,9 +119,8 @@ _REFUSED: dict[str, tuple[str, Any, str]] = {
 
 @pytest.mark.parametrize("template, text, error", _REFUSED.values(), ids=_REFUSED)
 def test_text_that_is_not_printed_once_is_refused(template: str, text: str, error: str) -> None:
-    history = [_user("Hi"), {"role": "assistant", "content": "Hello."}]
     with pytest.raises(TemplateUnsupported, match=error):
-        tokenizer_with(template).continuation(0, [_user(text)], history=history)
+        tokenizer_with(template).continuation(0, [_user(text)], history=_HISTORY)
 
 
 def test_reasoning_of_a_new_turn_may_be_left_out() -> None:
@@ -157,24 +133,16 @@ def test_reasoning_of_a_new_turn_may_be_left_out() -> None:
     )
 
 
-def test_every_new_text_is_looked_for() -> None:
+def test_every_new_text_and_part_is_looked_for() -> None:
     template = _chatml("m.content if loop.last or m.role != 'user'")
-    history = [_user("Hi"), {"role": "assistant", "content": "Hello."}]
-    assert _suffix(template, _user("a"), history=history) == _expected("a")
+    assert _suffix(template, _user("a"), history=_HISTORY) == _expected("a")
     with pytest.raises(TemplateUnsupported, match=r"new message 0 \(user\) 0 times"):
-        tokenizer_with(template).continuation(0, [_user("a"), _user("b")], history=history)
-
-
-def test_every_part_is_looked_for() -> None:
-    template = _chatml("m.content if m.content is string else m.content[0].text")
+        tokenizer_with(template).continuation(0, [_user("a"), _user("b")], history=_HISTORY)
+    first_part = _chatml("m.content if m.content is string else m.content[0].text")
+    takes_parts = "{% for m in messages %}{% for p in m.content %}{% endfor %}{% endfor %}"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    tokenizer = tokenizer_with(
-        "{% for m in messages %}{% for p in m.content %}{% endfor %}{% endfor %}" + template
-    )
     with pytest.raises(TemplateUnsupported, match=r"new message 0 \(user\) 0 times"):
-        tokenizer.continuation(
-            0, [_user(parts)], history=[_user("Hi"), {"role": "assistant", "content": "Hello."}]
-        )
+        tokenizer_with(takes_parts + first_part).continuation(0, [_user(parts)], history=_HISTORY)
 
 
 _CALL = "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.arguments | tojson }}{% endfor %}"
@@ -209,16 +177,8 @@ def test_arguments_of_a_new_turn_may_have_any_form() -> None:
     for arguments in ({"a": [1, None]}, "{}", "", '{"q": "\\ud83c\\udf1e"}', "not JSON"):
         call = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": arguments}}
         new = [_user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-        whole = tokenizer.text([_user("Hi"), {"role": "assistant", "content": "Hello."}, *new])
+        whole = tokenizer.text([*_HISTORY, *new])
         assert whole.endswith("Hello.<|im_end|>" + appended_text(tokenizer, "<|im_end|>", new)[1])
-
-
-@pytest.mark.parametrize("new", [["x"], [None], [_user(), 3], "x", [{"content": "x"}], [_user({"a": "b"})]])
-def test_messages_that_are_malformed_raise_their_error(chatml: ChatTokenizer, new: Any) -> None:
-    with pytest.raises(InvalidMessages):
-        chatml.continuation(0, new)
-    with pytest.raises(InvalidMessages):
-        chatml.continuation(0, new, history=[_user("Hi"), {"role": "assistant", "content": "Hello."}])
 
 
 def test_deep_nesting_raises_an_error_of_the_package(chatml: ChatTokenizer) -> None:

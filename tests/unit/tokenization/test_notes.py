@@ -8,17 +8,11 @@ from tests.support.templates.families import template_files
 from tokenization import ChatTokenizer
 from tokenization.check import load_for_check
 
-_QUESTION = {"role": "user", "content": "Weather?"}
-_NEXT = [{"role": "user", "content": "And then?"}]
 
-
-def _turn_with_call(arguments: str) -> dict[str, Any]:
+def _turn(arguments: str | None = None, **fields: Any) -> dict[str, Any]:
     function = {"name": "weather", "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
-    }
+    calls = [{"id": "call00000", "type": "function", "function": function}] if arguments else None
+    return {"role": "assistant", "content": "Sun.", "tool_calls": calls, **fields}
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +23,12 @@ def qwen() -> ChatTokenizer:
 @pytest.mark.parametrize(
     "turn, expected",
     [
-        ({"role": "assistant", "content": "Sun."}, ()),
-        ({"role": "assistant", "content": "Sun.", "reasoning": "Let me see."}, ("thinking_stripped",)),
-        ({"role": "assistant", "content": "Sun.", "reasoning_content": "Hm."}, ("thinking_stripped",)),
-        (_turn_with_call('{"city": "Paris"}'), ()),
-        (_turn_with_call('{"city":   "Paris"}'), ("arguments_rewritten",)),
+        (_turn(), ()),
+        (_turn(reasoning="Let me see."), ("thinking_stripped",)),
+        (_turn('{"city": "Paris"}', content=""), ()),
+        (_turn('{"city":   "Paris"}', content=""), ("arguments_rewritten",)),
     ],
 )
 def test_notes(qwen: ChatTokenizer, turn: dict[str, Any], expected: tuple[str, ...]) -> None:
-    assert qwen.append([5], _NEXT, history=[_QUESTION, turn]).notes == expected
-
-
-def test_replaced_stop_token_is_noted() -> None:
-    gptoss = load_for_check(str(template_files()["gptoss"]))
-    # the template prints <|end|> in its place when messages follow
-    stop_ids = gptoss.encode("<|return|>")
-    appended = gptoss.append(stop_ids, _NEXT, history=[_QUESTION, {"role": "assistant", "content": "Sun."}])
-    assert appended.notes == ("turn_end_rewritten",)
-    assert appended.close_ids == []
+    new = [{"role": "user", "content": "And then?"}]
+    assert qwen.append([5], new, history=[{"role": "user", "content": "Weather?"}, turn]).notes == expected

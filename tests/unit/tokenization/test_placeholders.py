@@ -26,11 +26,6 @@ def test_single_and_expanded_placeholders_give_the_same_prompt(image: list[int])
     assert collapse(whole, _PAD, spans) == single
 
 
-def test_images_of_several_sizes() -> None:
-    small, large = [7, _PAD, 7], [7, _PAD, _PAD, 7]
-    assert expand([_PAD, 1, *large], _PAD, [small, large])[0] == [*small, 1, *large]
-
-
 def test_adjacent_images() -> None:
     # two singles are also the beginning of one expanded image, but then the others are missing
     assert expand([1, _PAD, _PAD, 2], _PAD, [[_PAD] * 2, [_PAD] * 2])[0] == [1, *[_PAD] * 4, 2]

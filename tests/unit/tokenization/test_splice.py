@@ -52,7 +52,6 @@ def test_result_is_model_ids_stop_token_new_ids(
     "template_prefix, template, error",
     [
         ([11, 1001], [11, 1001, 21], "holds no stop token 2"),
-        ([], [], "holds no stop token 2"),
         ([11, 1001, 2], [11, 1002, 2, 21], "differently"),
         ([11, 1001, 2], [11, 1001], "differently"),
     ],
@@ -83,33 +82,21 @@ def _splice(
     )
 
 
-def test_sampled_text_may_differ_from_the_rendering(tokenizer: ChatTokenizer) -> None:
-    whole = tokenizer.render([_QUESTION, _ANSWER, _QUESTION])
-    rendered = tokenizer.render([_QUESTION, _ANSWER], add_generation_prompt=False)
-    after_stop = whole[len(rendered) - 1 :]
-    assert _splice(tokenizer, [74, 75], [_QUESTION, _ANSWER]) == [
-        *tokenizer.render([_QUESTION]),
-        74,
-        75,
-        END,
-        *after_stop,
-    ]
-
-
 def test_other_stop_token_replaces_the_one_of_the_template(tokenizer: ChatTokenizer) -> None:
     other_stop = next(number for number in range(END) if number != END)
     with_two_stops = replace(tokenizer, stop_ids=frozenset({END, other_stop}))
     spliced = _splice(with_two_stops, [74], [_QUESTION, _ANSWER], other_stop)
     prompt_length = len(tokenizer.render([_QUESTION]))
-    assert spliced[prompt_length : prompt_length + 2] == [74, other_stop]
-    assert spliced[prompt_length + 2] != END
+    whole = tokenizer.render([_QUESTION, _ANSWER, _QUESTION])
+    rendered = tokenizer.render([_QUESTION, _ANSWER], add_generation_prompt=False)
+    # the sampled text may differ from the rendering
+    assert spliced[prompt_length:] == [74, other_stop, *whole[len(rendered) - 1 :]]
 
 
 @pytest.mark.parametrize(
     "history",
     [
         [{**_QUESTION, "content": "What is the time?"}, _ANSWER],
-        [{"role": "system", "content": "Be brief."}, _QUESTION, _ANSWER],
         [_QUESTION, _ANSWER, _QUESTION, _ANSWER],
     ],
 )

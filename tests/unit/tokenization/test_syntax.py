@@ -6,10 +6,8 @@ from tokenization.syntax import Syntax, read_syntax
 
 _STRINGS = {
     "comparison": ("{% if m.content == 'x' %}{% endif %}", {"x"}),
-    "inequality in an output": ("{{ 'printed' if m.role != 'x' }}", {"x"}),
     "membership": ("{% if 'x' in m.content %}{% endif %}", {"x"}),
     "member of a list": ("{% if m.role in ['x', 'y'] %}{% endif %}", {"x", "y"}),
-    "member of a tuple": ("{% if m.role not in ('x', 'y') %}{% endif %}", {"x", "y"}),
     "member of a list with a variable": ("{% if m.role in ['x', name] %}{% endif %}", {"x"}),
     "set": ("{% set tag = 'x' %}{% if tag in m.content %}{% endif %}", {"x"}),
     "set block": ("{% set tag %}x{% endset %}{% if tag in m.content %}{% endif %}", {"x"}),
@@ -18,11 +16,8 @@ _STRINGS = {
     "list": ("{% set tags = ['x', ['y']] %}", {"x", "y"}),
     "dict": ("{% set tags = {'x': {'y': 'z'}} %}{{ tags[m.role] }}", {"x", "y", "z"}),
     "method startswith": ("{% if m.content.startswith('x') %}{% endif %}", {"x"}),
-    "method split": ("{{ m.content.split('x')[0] }}", {"x"}),
     "method replace": ("{{ m.content.replace('x', 'y') }}", {"x", "y"}),
-    "method get": ("{{ m.get('x') }}", {"x"}),
     "filter": ("{{ m.content | replace('x', '') }}", {"x", ""}),
-    "filter with a default": ("{{ m.name | default('x') }}", {"x"}),
     "test": ("{% if m.content is equalto 'x' %}{% endif %}", {"x"}),
     "argument of a macro": (
         "{% macro f(tag) %}{{ tag in m.content }}{% endmacro %}{{ f('x') }}{{ f(tag='y') }}",
@@ -30,7 +25,6 @@ _STRINGS = {
     ),
     "default of a macro": ("{% macro f(tag='x') %}{{ tag in m.content }}{% endmacro %}{{ f() }}", {"x"}),
     "loop over a list": ("{% for tag in ['x', 'y'] %}{{ tag in m.content }}{% endfor %}", {"x", "y"}),
-    "loop with a condition": ("{% for m in messages if m.role == 'x' %}{% endfor %}", {"x"}),
     "loop over a filter": (
         "{% for m in messages | selectattr('role', 'equalto', 'x') %}{% endfor %}",
         {"role", "equalto", "x"},
@@ -42,8 +36,6 @@ _STRINGS = {
         {"x"},
     ),
     "only printed": ("{{ 'x' }}{{ 'y' + m.content }}z", set()),
-    "printed in a loop": ("{% for m in messages %}{{ 'x' ~ m.role }}{% endfor %}", set()),
-    "name of a field": ("{{ m['role'] }}{{ m['a']['b'] }}", set()),
     "text of an error": ("{{ raise_exception('x' + m.role) }}{{ strftime_now('%d') }}", set()),
     "comment": ("{# {% if m.role == 'x' %} #}", set()),
 }
@@ -58,16 +50,12 @@ _NUMBERS = {
     "comparison": ("{% if loop.index > 20 %}{% endif %}", (20,)),
     "modulo": ("{% if loop.index0 % 2 == 1 %}{% endif %}", (1, 2)),
     "negative": ("{% if x == -3 %}{% endif %}", (3,)),
-    "slice": ("{{ messages[1:] }}{{ messages[-4:][:7] }}", (1, 4, 7)),
     "index": ("{{ messages[0].content }}{{ messages[-1].content }}", (0, 1)),
-    "set": ("{% set limit = 5 %}", (5,)),
     "folded": ("{% if messages | length > 5 * 5 %}{% endif %}", (25,)),
     "fraction": ("{% if messages | length > 20.5 %}{% endif %}", (21,)),
-    "test": ("{% if x is divisibleby 3 %}{% endif %}", (3,)),
     "argument": ("{% for i in range(9) %}{% endfor %}", (9,)),
     "huge": ("{% if x > 10 ** 400 %}{% endif %}", (10**400,)),
     "beyond a float": ("{% if x > 1e400 %}{% endif %}", ()),
-    "truth values": ("{% if x == true %}{% endif %}{% set y = false %}", ()),
     "only printed": ("{{ 12 }}", ()),
 }
 
@@ -100,11 +88,10 @@ def test_kwargs_have_the_constants_that_they_are_compared_with() -> None:
     [
         ("{{ strftime_now('%d %B') }}{% if x %}{{ strftime_now('%H') }}{% endif %}", ("%d %B", "%H")),
         ("{{ strftime_now(form) }}", ("%c %f",)),
-        ("{{ strftime_now() }}", ("%c %f",)),
         ("{% set now = strftime_now %}{{ now('%d') }}", ("%c %f",)),
         ("{{ strftime('%d') }}{{ 'strftime_now' }}", ()),
     ],
-    ids=["constants", "variable", "none", "other name", "no time"],
+    ids=["constants", "variable", "other name", "no time"],
 )
 def test_time_formats(source: str, formats: tuple[str, ...]) -> None:
     assert read_syntax(source).time_formats == formats
@@ -112,7 +99,7 @@ def test_time_formats(source: str, formats: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["{% if %}", "{{ 'x' == ", "{% unknown %}", "{% for m in messages %}", "{{ x | nofilter('a') }}"],
+    ["{% if %}", "{% unknown %}", "{{ x | nofilter('a') }}"],
 )
 def test_template_that_cannot_be_parsed_has_no_syntax(source: str) -> None:
     assert read_syntax(source) == Syntax((), (), (), {}, parsed=False)

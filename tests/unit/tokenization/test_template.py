@@ -32,42 +32,27 @@ def load(tiny_model: TinyModel) -> Load:
     [
         ("{{ 1 // 0 }}", "ZeroDivisionError: integer division or modulo by zero"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{% for i in range(1000000) %}{% endfor %}", "OverflowError: Range too big"),
-        ("{{ 2.0 ** 5000 }}", "OverflowError"),
         ("{{ messages.append(1) }}", "refuses the messages: "),
         ("{{ nothing.at_all }}", "'nothing' is undefined"),
-        ("{{ messages[0].content + 1 }}", "TypeError"),
-        ("{{ '%d' % 'a' }}", "TypeError"),
         ("{{ raise_exception('only two turns') }}", "refuses the messages: only two turns"),
         ("{% for %}", "cannot be compiled: line 1: "),
         ("\n{{ messages | no_such_filter }}", "cannot be compiled: line 2: No filter named"),
-        ("{{ messages is no_such_test }}", "cannot be compiled: line 1: No test named"),
-        ("{% no_such_tag %}", "cannot be compiled: line 1: "),
     ],
 )
-def test_errors_of_a_template_are_invalid_messages(
-    load: Load, tmp_path: Path, template: str, error: str
-) -> None:
+def test_errors_of_a_template_are_invalid_messages(load: Load, template: str, error: str) -> None:
     tokenizer = load(template)
     with pytest.raises(InvalidMessages, match=error):
         tokenizer.render([_USER])
     with pytest.raises(InvalidMessages):
         tokenizer.append([1], [_USER], history=[_USER, {"role": "assistant", "content": "Hi"}])
+
+
+def test_a_template_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
-    file.write_text(template)
+    file.write_text("{{ raise_exception('no') }}")
     report = check(load_for_check(str(file)))
     assert not report.exact
     assert all(shape.reason for shape in report.shapes)
-
-
-def test_text_larger_than_memory_is_a_typed_error(load: Load) -> None:
-    with pytest.raises(InvalidMessages, match="MemoryError"):
-        load("{{ 'x' * 10 ** 14 }}").render([_USER])
-
-
-def test_generation_blocks_are_part_of_the_language(load: Load) -> None:
-    text = load("{% generation %}{{ messages[0].content }}{% endgeneration %}").text([_USER])
-    assert text == "Hi"
 
 
 @pytest.mark.parametrize(
@@ -90,8 +75,9 @@ def test_fingerprint_covers_format_and_defaults(load: Load) -> None:
         load(_CHATML, content_format="openai"),
         load(_CHATML, default_template_kwargs={"a": 1}),
         plain.with_content_format("string"),
+        load(_CHATML + " "),
     ]
-    assert len({tokenizer.fingerprint for tokenizer in [plain, *others]}) == 4
+    assert len({tokenizer.fingerprint for tokenizer in [plain, *others]}) == 5
     assert plain.with_content_format(None).fingerprint == plain.fingerprint
 
 
@@ -100,9 +86,8 @@ def test_fingerprint_covers_format_and_defaults(load: Load) -> None:
     [
         ({}, "default-"),
         ({"effort": "low"}, "low-"),
-        ({"effort": None}, "default-"),
-        ({"effort": "auto", "other": "auto"}, "default-"),
-        ({"other": 0}, "default-0"),
+        ({"effort": None, "other": "auto"}, "default-"),
+        ({"effort": "auto", "other": 0}, "default-0"),
     ],
 )
 def test_defaults_apply_where_a_request_sets_nothing(
@@ -131,7 +116,6 @@ def test_template_is_chosen_by_tools_and_by_name(load: Load) -> None:
     "own, processor, merged",
     [
         ("a", None, "a"),
-        ("a", "a", "a"),
         (None, "b", "b"),
         ("a", "b", {"default": "b", "tool_use": "a"}),
         ({"default": "a", "tool_use": "t"}, "b", {"default": "b", "tool_use": "t"}),
@@ -150,14 +134,7 @@ def test_template_of_the_processor_is_loaded(tiny_model: TinyModel, tmp_path: Pa
     assert ChatTokenizer.load(tmp_path, "given").text([_USER]) == "given"
 
 
-def test_tools_reach_the_template_as_vllm_writes_them(load: Load) -> None:
-    tool = {"function": {"parameters": {}, "name": "f"}}
-    assert load("{{ tools | tojson }}").text([_USER], tools=[tool]) == (
-        '[{"type": "function", "function": {"name": "f", "description": null, "parameters": {}}}]'
-    )
-
-
-@pytest.mark.parametrize("history", [None, [_USER, _TURN], [_DEVELOPER, _USER, _TURN]])
+@pytest.mark.parametrize("history", [None, [_DEVELOPER, _USER, _TURN]])
 def test_developer_message_that_the_engine_merges_is_refused(load: Load, history: Any) -> None:
     tokenizer = load(_CHATML)
     assert "system\nBe brief.<|im_end|>\n<|im_start|>user" in tokenizer.text([_USER, _TURN, _DEVELOPER])
@@ -173,8 +150,6 @@ def test_system_message_is_refused_where_a_developer_message_makes_the_engine_me
     assert "system\nBe kind." in tokenizer.decode(appended.suffix_ids)
 
 
-@pytest.mark.parametrize("quote", ["'", '"'])
-def test_developer_message_is_appended_where_the_template_knows_it(load: Load, quote: str) -> None:
-    tokenizer = load(_CHATML + "{# " + quote + "developer" + quote + " #}")
-    appended = tokenizer.append([1], [_DEVELOPER, _USER])
-    assert "developer\nBe brief." in tokenizer.decode(appended.suffix_ids)
+def test_developer_message_is_appended_where_the_template_knows_it(load: Load) -> None:
+    appended = load(_CHATML + '{# "developer" #}').append([1], [_DEVELOPER, _USER])
+    assert "developer\nBe brief." in load(_CHATML).decode(appended.suffix_ids)

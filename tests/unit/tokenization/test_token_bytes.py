@@ -48,12 +48,8 @@ def test_a_part_of_a_character_is_its_bytes() -> None:
     ids = encoder.encode("🙂")
     spelled = [encoder.token_bytes([token])[token] for token in ids]
     assert len(ids) > 1 and b"".join(spelled) == "🙂".encode()
-    with pytest.raises(UnicodeDecodeError):
-        spelled[0].decode()
-
-
-def test_ids_without_a_token_are_missing() -> None:
-    assert _ENCODERS["bytes"].token_bytes([10**9]) == {}
+    assert encoder.token_bytes([10**9]) == {}
+    assert sorted(byte_alphabet().values()) == list(range(256))
 
 
 def _of(decoder: object, token: str) -> bytes:
@@ -88,7 +84,7 @@ def test_each_decoder(decoder: object, token: str, expected: bytes) -> None:
     assert _of(decoder, token) == expected
 
 
-_ADDED = ["\u2581\u2581", "\u0120", "<|im_end|>", "<\uff5cend\u2581of\uff5c>", "[SEP]", "\n\n", "end</w>"]
+_ADDED = ["\u2581\u2581", "\u0120", "<\uff5cend\u2581of\uff5c>", "\n\n", "end</w>"]
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
@@ -102,7 +98,3 @@ def test_an_added_token_is_what_the_decoder_makes_of_it(name: str, added: str) -
     assert decoded == b"".join(
         encoder.token_bytes([each])[each] for each in [*before, token, *before]
     ).decode().removeprefix("" if decoded.startswith(" ") else " ")
-
-
-def test_the_alphabet_has_every_byte_once() -> None:
-    assert sorted(byte_alphabet().values()) == list(range(256))

@@ -29,8 +29,6 @@ _SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
                 "defer_loading": True,
             },
         ),
-        ({"name": "f"}, {"name": "f"}),
-        ({"function": {"name": 5}}, {"function": {"name": 5}}),
         ("f", "f"),
     ],
 )

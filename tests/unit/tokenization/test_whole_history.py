@@ -23,17 +23,16 @@ def _history(count: int, turn: dict[str, Any]) -> list[dict[str, Any]]:
     return [message for _ in range(count) for message in (question, _ANSWERED)] + [question, turn]
 
 
-@pytest.mark.parametrize("proved", [True, False])
-@pytest.mark.parametrize("template", [CHATML, _NUMBERED], ids=["local", "numbered"])
+@pytest.mark.parametrize("template, proved", [(CHATML, False), (_NUMBERED, True), (_NUMBERED, False)])
 @pytest.mark.parametrize(
     "turn, new",
     [
-        (_ANSWERED, [{"role": "user", "content": "And then?"}]),
         (_ANSWERED, [{"role": "user", "content": "1"}, {"role": "user", "content": "12\n"}]),
-        (_CALLED, [{"role": "tool", "tool_call_id": "a", "content": "12"}]),
+        # the text of the turn again: its end is found where the turn is
+        (_ANSWERED, [{"role": "user", "content": "Yes.<|im_end|>\n<|im_start|>user\n7: Yes."}]),
         (_CALLED, [{"role": "tool", "tool_call_id": "a", "content": " 11: 12"}]),
     ],
-    ids=["user", "two users", "result", "result with a number"],
+    ids=["two users", "text of the turn", "result"],
 )
 def test_prompt_equals_a_rendering(
     tiny_model: TinyModel, proved: bool, template: str, turn: dict[str, Any], new: list[dict[str, Any]]
@@ -41,29 +40,12 @@ def test_prompt_equals_a_rendering(
     tokenizer = ChatTokenizer.load(tiny_model.folder, template)
     if proved:
         tokenizer.prove()
-    for count in (0, 1, 5, 60):
+    for count in (0, 3, 20):
         history = _history(count, turn)
         ids = tokenizer.render(history, add_generation_prompt=False)
         sampled = ids[: len(ids) - ids[::-1].index(END)]
         appended = tokenizer.append(sampled, new, history=history)
         assert appended.prompt_ids == tokenizer.render([*history, *new])
-
-
-def test_text_of_the_turn_in_the_new_message(tiny_model: TinyModel) -> None:
-    """The end of the turn is found where the turn is, not where the new message repeats it."""
-    tokenizer = ChatTokenizer.load(tiny_model.folder, _NUMBERED)
-    for text in ("Yes.", "Yes.<|im_end|>", "Yes.<|im_end|>\n<|im_start|>user\n7: Yes."):
-        history, new = _history(3, _ANSWERED), [{"role": "user", "content": text}]
-        ids = tokenizer.render(history, add_generation_prompt=False)
-        sampled = ids[: len(ids) - ids[::-1].index(END)]
-        appended = tokenizer.append(sampled, new, history=history)
-        assert appended.prompt_ids == tokenizer.render([*history, *new])
-
-
-def test_template_that_numbers_messages_is_not_local(tiny_model: TinyModel) -> None:
-    tokenizer = ChatTokenizer.load(tiny_model.folder, _NUMBERED)
-    tokenizer.prove()
-    assert not tokenizer.is_local([{"role": "user", "content": "And then?"}])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +78,7 @@ def test_marker_is_unpredictable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal conversations have different marks, and text like a mark makes no other candidate necessary."""
     candidates = Mock(wraps=random.getrandbits)
     monkeypatch.setattr(random, "getrandbits", candidates)
-    history = [{"role": "user", "content": "qZ" + "q" * 200_000}]
+    history = [{"role": "user", "content": "qZ" + "q" * 20_000}]
     assert len({unused_mark(history) for _ in range(20)}) == 20
     assert candidates.call_count == 20
 
@@ -112,18 +94,8 @@ def test_mark_that_the_conversation_holds_is_not_taken(monkeypatch: pytest.Monke
     assert candidates.call_count == 3
 
 
-@pytest.mark.parametrize(
-    "value", ["é 'x'\n\"", "\ud800", 3, 2.5, None, True, object()], ids=lambda value: type(value).__name__
-)
+@pytest.mark.parametrize("value", ["é 'x'\n\"", "\ud800", 2.5, None, object()], ids=ascii)
 def test_equal_values_have_equal_bytes(value: object) -> None:
     values = {"role": "user", "content": [value]}
     assert serialized(values) == serialized({"role": "us" + "er", "content": [value]})
     assert serialized(values) != serialized({"content": [value], "role": "user"})
-
-
-def test_texts_are_found_in_the_bytes_of_any_values() -> None:
-    class Text(str):
-        __slots__ = ()
-
-    for value in ("qZé", Text("qZé"), {"qZé": [()]}):
-        assert "qZé".encode() in serialized([value])

@@ -1,4 +1,4 @@
-"""Text rendered here equals text that vLLM's own code renders, where vLLM is installed.
+"""Text rendered here equals text that vLLM's own code renders.
 
 Each conversation takes vLLM's way from the JSON of a request to the text of the prompt: validation of the
 request, conversion of its messages, rendering. No engine is started.
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.templates.corpus import corpus
 from tests.support.templates.families import template_files
 from tokenization import ChatTokenizer, InvalidMessages
 from tokenization.check import load_for_check
 from tokenization.content_format import detect_content_format
 
-pytestmark = pytest.mark.slow
 _TEMPLATES = template_files()
 _LISTS_PER_TEMPLATE = 12
 _PRINT_ALL = "{{ messages | tojson }} {{ tools | tojson }} {{ enable_thinking }} {{ reasoning_effort }}"
@@ -150,23 +150,22 @@ def _body(source: random.Random) -> dict[str, Any]:
     return {"messages": messages, **source.choice(_REQUESTS)}
 
 
-@pytest.mark.parametrize("name", _TEMPLATES)
-def test_content_format(name: str) -> None:
-    hf = pytest.importorskip("vllm.renderers.hf")
-    source = _TEMPLATES[name].read_text()
-    assert detect_content_format(source) == hf._detect_content_format(source, default="string")
+def test_content_format_of_every_template() -> None:
+    from vllm.renderers import hf
+
+    for template in corpus():
+        expected = hf._detect_content_format(template.text, default="string")
+        assert detect_content_format(template.text) == expected, template.name
 
 
 @pytest.mark.parametrize("name", _TEMPLATES)
 def test_rendered_text(name: str) -> None:
-    pytest.importorskip("vllm.renderers.hf")
     _compare(load_for_check(str(_TEMPLATES[name])), random.Random(name), _LISTS_PER_TEMPLATE)
 
 
 @pytest.mark.parametrize("developer", _DEVELOPER)
 @pytest.mark.parametrize("content_format", _FORMATS)
 def test_everything_that_reaches_a_template(tmp_path: Path, content_format: str, developer: str) -> None:
-    pytest.importorskip("vllm.renderers.hf")
     file = tmp_path / "template.jinja"
     file.write_text(_PRINT_ALL + _FORMATS[content_format] + _DEVELOPER[developer])
     _compare(load_for_check(str(file)), random.Random(content_format + developer), 150)
