@@ -11,7 +11,8 @@ from proxy.server import run
 from proxy.settings import Settings
 from tests.support.crowd import Crowd, check_record, run_proxy_process, store_state
 from tests.support.fake_vllm import FakeVllm
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.ports import held_port
+from tests.support.redis_server import RedisServer
 from tests.support.utils import wait_until
 
 
@@ -23,9 +24,10 @@ def test_unusable_store_is_reported_before_serving(tmp_path: Path, caplog: pytes
 
 
 def test_a_required_store_that_does_not_respond(caplog: pytest.LogCaptureFixture) -> None:
-    store = f"redis://127.0.0.1:{free_port()}/0"
-    settings = Settings(upstreams=["http://127.0.0.1:1"], port=0, store=store, store_required=True)
-    assert run(settings) == 1
+    with held_port() as port:
+        store = f"redis://127.0.0.1:{port}/0"
+        settings = Settings(upstreams=["http://127.0.0.1:1"], port=0, store=store, store_required=True)
+        assert run(settings) == 1
     assert store in caplog.text and "is the server running" in caplog.text
 
 

@@ -5,38 +5,45 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from weakref import finalize
 
 import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from proxy import ports
+from tests.support.ports import held_port
 
 _PATIENCE_S = 20.0
 
 
-def free_port() -> int:
-    """A port where nobody listens."""
-    return ports.free_port("127.0.0.1")
+def redis_program() -> str:
+    """The server's program. Tests that need it are skipped if there is none."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        pytest.skip("no redis-server or valkey-server on the path: apt install redis-server")
+    return program
 
 
-@dataclass
 class RedisServer:
     """A server that can be stopped, killed, and started again on its port."""
 
-    folder: Path
-    options: tuple[str, ...] = ()
-    port: int = field(default_factory=free_port)
+    def __init__(self, folder: Path, options: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self.options = options
+        self._held = ExitStack()
+        finalize(self, self._held.close)
+        self.port = self.hold_port()
+
+    def hold_port(self) -> int:
+        """A port that belongs to this server as long as this object lives."""
+        return self._held.enter_context(held_port())
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        program = shutil.which("redis-server") or shutil.which("valkey-server")
-        if program is None:
-            pytest.fail("these tests start a Redis server: apt install redis-server", pytrace=False)
+        program = redis_program()
         fixed = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         with (self.folder / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(
