@@ -78,6 +78,34 @@ def run_redis(folder: Path, *options: str) -> Iterator[int]:
         server.kill()
 
 
+_SENTINEL = """
+port {port}
+bind 127.0.0.1
+sentinel monitor the-master 127.0.0.1 {master} {quorum}
+sentinel down-after-milliseconds the-master 2500
+sentinel failover-timeout the-master 2000
+"""
+
+
+@contextmanager
+def run_sentinel(folder: Path, master: int, quorum: int) -> Iterator[int]:
+    """A sentinel that watches the server on a port as `the-master`; yields its own port."""
+    config = folder / "sentinel.conf"
+    with held_port() as port, (folder / "sentinel.log").open("ab") as log:
+        config.write_text(_SENTINEL.format(port=port, master=master, quorum=quorum))
+        command = [redis_program(), str(config), "--sentinel"]
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+        try:
+            deadline = time.monotonic() + _PATIENCE_S
+            while not _answers(port):
+                assert time.monotonic() < deadline, (folder / "sentinel.log").read_text()
+                time.sleep(0.01)
+            yield port
+        finally:
+            process.kill()
+            process.wait()
+
+
 def _answers(port: int) -> bool:
     # by itself it would try again for seconds
     with redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client:

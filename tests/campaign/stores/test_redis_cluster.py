@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import redis
 from redis.crc import key_slot
 
 from proxy.history.store import Limits, Store, StoreError, StoreUnusable
@@ -103,50 +102,6 @@ async def _until_it_works(store: Store) -> None:
             await asyncio.sleep(0.1)
 
 
-async def _add_until(store: Store, stop: asyncio.Event, name: str, added: list[str]) -> None:
-    """Add turns in many rollouts; `added` gets those that were confirmed."""
-    number = 0
-    while not stop.is_set():
-        turn = make_turn(f"{name}{number % 40}", completion=b"")
-        with suppress(StoreError):
-            await add(store, turn, entry(turn.id, "ids"))
-            added.append(turn.id)
-        number += 1
-        await asyncio.sleep(0.002)
-
-
-def _takes_over(replica: RedisNode) -> bool:
-    """Whether a replica is a master now; else it is asked again, for a failover may be given up."""
-    if replica.call("ROLE")[0] == b"master":
-        return True
-    with suppress(redis.ResponseError):  # its link is not up yet, or a failover runs
-        replica.call("CLUSTER", "FAILOVER")
-    return False
-
-
-async def test_a_master_hands_over_to_its_replica(own_store: Store, own_cluster: RedisCluster) -> None:
-    stop = asyncio.Event()
-    added: list[list[str]] = [[], []]
-    adding = [
-        asyncio.create_task(_add_until(own_store, stop, name, to))
-        for name, to in zip("ab", added, strict=True)
-    ]
-    await asyncio.sleep(0.3)
-    master, replica = own_cluster.masters[0], own_cluster.replicas[0]
-    for demoted, promoted in ((master, replica), (replica, master)):
-        await asyncio.to_thread(wait_for, lambda: _takes_over(promoted))  # noqa: B023
-        await asyncio.to_thread(wait_for, lambda: demoted.call("ROLE")[0] == b"slave")  # noqa: B023
-    async with asyncio.timeout(_PATIENCE_S):
-        while sum(map(len, added)) < 100:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    stop.set()
-    await asyncio.gather(*adding)
-    turns = [turn for each in added for turn in each]
-    await _until_it_works(own_store)
-    for turn in turns:
-        assert [each.id for each in await own_store.path(turn)] == [turn]
-
-
 async def test_a_master_that_dies(tmp_path: Path) -> None:
     """Its replica takes over; turns that came meanwhile wait, and are recorded in the end."""
     with run_cluster(tmp_path, replicas=1, node_timeout_ms=600) as cluster:
@@ -172,28 +127,6 @@ async def test_a_master_that_dies(tmp_path: Path) -> None:
         for turn in (*turns, *later):
             assert await store.path(turn.id) == [turn]
         await store.aclose()
-
-
-async def test_part_of_the_cluster_is_down(tmp_path: Path) -> None:
-    """No search in all partitions finds only some; sessions of the others go on if the cluster lets them."""
-    options = ("--cluster-require-full-coverage", "no")
-    with run_cluster(tmp_path, *options, node_timeout_ms=5000) as cluster:
-        async with opened(cluster.url) as store:
-            turns = [make_turn(f"r{number}", completion=b"") for number in range(60)]
-            for turn in turns:
-                await add(store, turn, entry("k", "ids"))
-            cluster.masters[2].kill()
-            with pytest.raises(StoreError, match="cluster"):
-                await store.find([digest_of("k")])
-            with pytest.raises(StoreError):
-                await store.feed.read(0, limit=9)
-            worked = 0
-            for turn in turns:
-                with suppress(StoreError):
-                    assert await store.path(turn.id) == [turn]
-                    worked += 1
-            assert 30 <= worked <= 50
-            assert len(turns) - worked >= 10
 
 
 async def test_a_cluster_with_tls(tmp_path: Path) -> None:

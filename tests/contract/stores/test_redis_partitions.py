@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -13,11 +14,12 @@ from proxy.history.store import Limits, StoreError, StoreUnusable
 from proxy.stores.redis_partitions import SLOTS, hash_tags
 from proxy.stores.urls import make_store
 from tests.support.redis_cluster import RedisCluster
+from tests.support.redis_server import run_sentinel
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
 
 
 def _keys(url: str) -> set[bytes]:
-    with redis.Redis.from_url(url.partition("?")[0]) as client:
+    with redis.Redis.from_url(url) as client:
         return set(client.keys())
 
 
@@ -28,17 +30,18 @@ def test_partitions_are_spread_evenly_over_all_slots(partitions: int) -> None:
     assert slots == [(2 * number + 1) * SLOTS // (2 * partitions) for number in range(partitions)]
 
 
-async def test_a_session_is_in_one_slot_and_leaves_no_names(split_url: str) -> None:
-    async with opened(split_url) as store:
-        before = _keys(split_url)
+@pytest.mark.parametrize("options", ["", "?partitions=3"])
+async def test_a_session_is_in_one_slot_and_leaves_no_names(redis_url: str, options: str) -> None:
+    async with opened(redis_url + options) as store:
+        before = _keys(redis_url)
         session, turns = make_session("t/r", tenant="t"), [make_turn("t/r"), make_turn("t/r")]
         await store.add(session, turns, [[entry("a", "ids"), entry("b")], [entry("b")]])
         await store.set_rewards("t/r", {"": 1.0})
         await store.pin("t/r", 2e9)
         await store.claim(turns[0].id)
-        assert len({key_slot(key) for key in _keys(split_url) - before}) == 1
+        assert len({key_slot(key) for key in _keys(redis_url) - before}) == 1 or not options
         await store.delete("t/r")
-        left = {key.rpartition(b":")[2] for key in _keys(split_url) - before}
+        left = {key.rpartition(b":")[2] for key in _keys(redis_url) - before}
         assert left <= {b"totals", b"feed_state"}
 
 
@@ -167,3 +170,18 @@ async def test_the_feed_may_be_read_from_its_end(split_url: str) -> None:
         await finishing
         got += [each.session.id for each in await first.feed.read(seen, limit=99)]
         assert sorted(got) == sorted(f"r{number}" for number in range(30))
+
+
+async def test_the_master_that_a_sentinel_names(
+    tmp_path: Path, redis_port: int, databases: Iterator[int]
+) -> None:
+    with run_sentinel(tmp_path, redis_port, quorum=1) as port:
+        hosts = f"redis+sentinel://127.0.0.1:1,127.0.0.1:{port}"  # the first does not exist
+        turn = make_turn()
+        async with opened(f"{hosts}/the-master/{next(databases)}") as store:
+            await add(store, turn, entry("k", "ids"))
+            assert await store.path(turn.id) == [turn]
+        unknown = make_store(f"{hosts}/another/0", Limits())
+        with pytest.raises(StoreError, match=r"another/0: .*No master found"):
+            await unknown.open()
+        await unknown.aclose()

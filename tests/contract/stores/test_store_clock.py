@@ -97,20 +97,6 @@ async def test_a_clock_that_is_set_evicts_nothing_until_it_was_steady(
         assert (await store.evict()).rollouts == (days > 0)  # set back, it was used in the future
 
 
-@pytest.mark.parametrize("days", [30.0, -30.0])
-async def test_a_process_that_starts_after_the_clock_was_set(
-    shared_url: str, clock: Clock, days: float
-) -> None:
-    async with opened(shared_url, _LIMITS) as store:
-        await add(store, make_turn("r"))
-        await store.evict()
-    clock.set(days * _DAY)
-    async with opened(shared_url, _LIMITS) as store:
-        for _ in range(10):
-            assert await store.evict() == Evicted()
-            clock.wait(_DAY / 2)
-
-
 async def test_one_process_tells_the_others(shared_url: str, clock: Clock) -> None:
     async with opened(shared_url, _LIMITS) as first, opened(shared_url, _LIMITS) as other:
         await add(first, make_turn("r"))

@@ -1,7 +1,6 @@
 """What errors of stores say, and what they leave intact."""
 
 import asyncio
-import socket
 import sqlite3
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from proxy.stores.sqlite_threads import Database
 from proxy.stores.urls import STORE_URLS, make_store
 from tests.support.ports import held_port
 from tests.support.redis_server import run_redis
-from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
+from tests.support.store_utils import add, digest_of, entry, make_turn, opened
 
 
 @pytest.mark.parametrize(
@@ -137,15 +136,6 @@ async def test_a_file_of_another_program(tmp_path: Path) -> None:
     connection.close()
 
 
-async def test_a_closed_file(sqlite_url: str) -> None:
-    async with opened(sqlite_url) as store:
-        pass
-    with pytest.raises(StoreError, match="not open"):
-        await add(store, make_turn())
-    with pytest.raises(StoreError, match="not open"):
-        await store.turns("r")
-
-
 async def test_one_bad_write_spoils_no_other(tmp_path: Path) -> None:
     def prepare(connection: sqlite3.Connection) -> None:
         connection.execute("CREATE TABLE t (x INTEGER UNIQUE)")
@@ -172,15 +162,6 @@ async def test_a_caller_that_left_spoils_nothing(sqlite_url: str) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert [len(await store.turns(f"r{n}")) for n in range(1, 20, 2)] == [1] * 10
-
-
-async def test_closing_finishes_what_was_begun(sqlite_url: str) -> None:
-    async with opened(sqlite_url) as store:
-        tasks = [asyncio.ensure_future(add(store, make_turn(f"r{n}"))) for n in range(20)]
-        await asyncio.sleep(0)
-    await asyncio.gather(*tasks)
-    async with opened(sqlite_url) as store:
-        assert (await store.usage()).turns == 20
 
 
 async def test_no_server(tmp_path: Path) -> None:
@@ -218,29 +199,3 @@ async def test_idle_connections_that_the_server_closed(redis_url: str, redis_por
             client.client_kill_filter(_type="normal", skipme=True)
         for turn in turns:
             assert await store.path(turn.id) == [turn]
-
-
-async def test_a_port_that_speaks_something_else() -> None:
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        writer.close()
-
-    server = await asyncio.start_server(hang_up, "127.0.0.1", 0, family=socket.AF_INET)
-    async with server:
-        await _refused(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", "127.0.0.1")
-
-
-async def test_delete_leaves_no_names_on_the_server(redis_url: str) -> None:
-    async with opened(redis_url) as store:
-        session, turns = make_session(tenant="t", metadata=b'{"a":1}'), [make_turn(), make_turn()]
-        await store.add(session, turns, [[entry("a", "ids"), entry("b")], [entry("b")]])
-        await store.set_rewards("r", {"": 1.0})
-        await store.pin("r", 2e9)
-        await store.claim(turns[0].id)
-        await store.delete("r")
-    with redis.Redis.from_url(redis_url) as client:
-        assert sorted(client.keys()) == [
-            b"tokenproxy:feed_state",
-            b"tokenproxy:totals",
-            b"tokenproxy:version",
-        ]

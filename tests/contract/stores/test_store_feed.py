@@ -147,16 +147,6 @@ async def test_idle_rollouts_are_finished_in_the_order_of_their_use(whole_store:
     assert (await _read(whole_store))[-1] == ("b", 2)
 
 
-async def test_rollouts_used_at_one_time_are_all_finished(store: Store) -> None:
-    names = [f"r{number}" for number in range(7)]
-    await _add(store, *names)
-    for name in names:
-        await store.save_session(make_session(name, used=1234567.123456789))
-    for _ in range(7):
-        await store.feed.finish_idle(2e6, 2)
-    assert {name for name, _ in await _read(store)} == set(names)
-
-
 # --- consumers
 
 

@@ -175,16 +175,6 @@ async def test_eviction_goes_in_short_steps_one_at_a_time(
     assert all(step.rollouts + step.turns <= STEP + 1 for step in steps)
 
 
-async def test_concurrent_calls_keep_the_limit(whole_url: str) -> None:
-    async with opened(whole_url, Limits(max_bytes=_LIMIT)) as store:
-        evicted = await asyncio.gather(*(_add(store, f"r{number}", 1 + number % 5) for number in range(100)))
-        usage = await store.usage()
-        assert 0 < usage.size <= _LIMIT
-        assert usage.rollouts == 100 - sum(each.rollouts for each in evicted) == len(await _names(store))
-        assert usage.turns == 300 - sum(each.turns for each in evicted)
-        assert usage.size == sum(session.size for session in await store.sessions(limit=100))
-
-
 async def test_old_rollouts_are_evicted(url: str) -> None:
     async with opened(url, Limits(max_age_s=1000.0)) as store:
         turn = make_turn("again")
@@ -207,23 +197,6 @@ async def test_old_rollouts_are_evicted(url: str) -> None:
         await add(store, turn, entry("again", "ids"))
         found = (await store.find([digest_of("again")]))[digest_of("again")]
         assert found.total == 1 and found.groups[0].candidates[0].open
-
-
-async def test_many_old_rollouts_are_evicted(url: str) -> None:
-    async with opened(url, Limits(max_age_s=-1.0)) as store:
-        await asyncio.gather(*(_add(store, f"r{number}", 2) for number in range(300)))
-        assert (await store.evict()).turns == 600
-        assert await store.usage() == Usage(0, 0, 0)
-
-
-async def test_a_lower_limit_holds_after_evict(shared_url: str) -> None:
-    async with opened(shared_url) as store:
-        for number in range(30):
-            await _add(store, f"r{number:02}")
-    async with opened(shared_url, Limits(max_bytes=_LIMIT)) as store:
-        evicted = await store.evict()
-        assert evicted.rollouts == evicted.turns > 0
-        assert (await store.usage()).size <= _TARGET
 
 
 async def test_evicted_keys_are_forgotten_after_a_while(whole_url: str) -> None:
@@ -255,15 +228,6 @@ async def test_responses_keep_their_limit(whole_url: str) -> None:
         assert len(await store.responses(b"k")) == 4
         await store.keep_response(make_response(b"k", body=bytes(6000)))
         assert await store.responses(b"k") == []
-
-
-async def test_one_response_may_displace_many(whole_url: str) -> None:
-    async with opened(whole_url, Limits(response_bytes=200_000)) as store:
-        await asyncio.gather(*(store.keep_response(make_response(b"k")) for _ in range(600)))
-        assert len(await store.responses(b"k")) == 600
-        large = make_response(b"k", body=bytes(199_000))
-        await store.keep_response(large)
-        assert (await store.responses(b"k"))[0] == large and len(await store.responses(b"k")) < 30
 
 
 async def test_old_responses_are_dropped(url: str) -> None:

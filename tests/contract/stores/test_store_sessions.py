@@ -124,23 +124,6 @@ async def test_no_session_is_skipped_or_repeated_at_equal_use(store: Store, limi
     assert [name for page in pages for name in page] == ["newer", *sorted(names, reverse=True), "older"]
 
 
-async def test_a_cursor_need_not_be_a_session(store: Store) -> None:
-    for name in ("a", "c", "e"):
-        await store.save_session(make_session(name, used=5.0))
-    await store.save_session(make_session("old", used=4.0))
-
-    async def after(used: float, name: str) -> list[str]:
-        return [session.id for session in await store.sessions(limit=9, before=Cursor(used, name))]
-
-    assert await after(5.0, "d") == ["c", "a", "old"]
-    assert await after(5.0, "c") == ["a", "old"]
-    assert await after(5.0, "") == ["old"]
-    assert await after(4.5, "z") == ["old"]
-    assert await after(6.0, "a") == ["e", "c", "a", "old"]
-    await store.save_session(make_session("c", used=9.0))
-    assert await after(5.0, "c") == ["a", "old"]
-
-
 async def test_sessions_of_one_tenant(store: Store) -> None:
     for number in range(10):
         tenant = ["", "t", "u"][number % 3]

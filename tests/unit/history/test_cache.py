@@ -164,20 +164,6 @@ def test_turns_that_continue_each_other_are_held_once() -> None:
     assert (cache.size, cache.turn("0"), cache.turn("49")) == (0, None, None)
 
 
-def test_a_fork_is_held_apart() -> None:
-    cache = TurnCache(2**20)
-    first = _continued("first", None, [1], [2])
-    cache.put(first)
-    forks = [_continued(f"{number}", first, [3], [number]) for number in range(3)]
-    for fork in forks:
-        cache.put(fork, "first")
-    for turn in (first, *forks):
-        found = cache.turn(turn.id)
-        assert found is not None
-        assert found.ids == turn.ids
-    assert not first.begins(ids.dump([1, 22]))
-
-
 def test_a_chain_is_evicted_as_a_whole() -> None:
     cache = TurnCache(9_000)
     first = _continued("first", None, [1] * 100, [2])

@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.history.completion import Completion, SampledChoice, same_ids, untrainable_reason
+from proxy.history.completion import Completion, SampledChoice, untrainable_reason
 from proxy.history.vocabulary import Problem
 
 _SENT = b"[5,6]"
@@ -59,16 +59,3 @@ def test_problems(completion: Completion, problem: str) -> None:
 def test_any_prompt_of_rendered_messages_is_accepted(prompt: bytes, media: bool, problem: str | None) -> None:
     completion = _completion(2, prompt)
     assert untrainable_reason(completion, completion.choices[0], b"", media=media) == problem
-
-
-@pytest.mark.parametrize(
-    "left, right, same",
-    [
-        (b"[1,2]", b"[1, 2]", True),
-        (b"[1,2]", b"[1,2,3]", False),
-        (b"[12]", b"[1,2]", False),
-        (b"[]", b"[]", True),
-    ],
-)
-def test_same_ids(left: bytes, right: bytes, same: bool) -> None:
-    assert same_ids(left, right) is same_ids(right, left) is same

@@ -98,18 +98,6 @@ async def test_a_rollout_that_cannot_be_written_costs_no_other(
     assert len(await history.store.turns(plan.others[0].placement.session.id)) == 1
 
 
-async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: History) -> None:
-    plan = await history.planner.plan(_request([5], [6]), _MODEL)
-    recording = history.recorder.start(plan)
-    gone, kept = (prompt.placement.session.id for prompt in plan.prompts)
-    history.recorder.forget(gone)
-    choices = [
-        SampledChoice(at, {"role": "assistant"}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)
-    ]
-    await recording.add(Completion(None, choices, 2))
-    assert (await history.store.turns(gone), len(await history.store.turns(kept))) == ([], 1)
-
-
 async def test_a_store_that_does_not_respond_is_asked_once(
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,12 +213,3 @@ async def test_tenants_do_not_continue_each_other(history: History) -> None:
         assert (plan.placement.parent is not None) is found
     other = await history.planner.plan(_request([5, 6, 7, 8], tenant="a", model="other"), _MODEL)
     assert other.placement.parent is None
-
-
-@pytest.mark.parametrize(
-    "value, expected",
-    [(b"main", "main"), (b" main ", "main"), (b"x" * 200, "x" * 100), (b"\xe9", "é"), (b"", "")],
-)
-async def test_the_class_of_a_request(history: History, value: bytes, expected: str) -> None:
-    plan = await history.planner.plan(_request([5], headers=[(b"x-class", value)]), _MODEL)
-    assert plan.placement.origin.request_class == expected

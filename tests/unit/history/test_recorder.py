@@ -129,13 +129,6 @@ def test_unreadable_message_is_recorded_and_never_found(message: dict[str, Any])
     assert (new.entries, bool(found.entries)) == ([], True)
 
 
-def test_turn_that_may_not_be_found_has_no_entries() -> None:
-    plan = _plan()
-    plan = replace(plan, placement=replace(plan.placement, findable=False))
-    (new,) = new_turns(plan, Completion(b"[1]", [_sampled()], 2), None)
-    assert new.entries == []
-
-
 @pytest.mark.parametrize("odd", [[2**40], [-(2**40)], ["a"], [1.5]])
 def test_ids_that_cannot_be_packed_make_the_turn_untrainable(odd: list[Any]) -> None:
     (new,) = new_turns(_plan(), Completion(b"[1]", [_sampled(ids=odd, logprobs=[0.0])], 1), None)
@@ -180,12 +173,6 @@ async def test_recording_survives_the_cancellation_of_its_request(
     assert len(await history.store.turns("s")) == 1
 
 
-async def test_closing_waits_for_running_recordings(history: History) -> None:
-    history.recorder.start(_plan()).add_later(_completion())
-    await history.aclose()
-    assert len(await history.store.turns("s")) == 1
-
-
 async def test_store_that_fails_is_counted_and_fails_no_response(
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,10 +206,3 @@ async def test_recorded_turn_is_counted_and_cached(history: History) -> None:
     assert history.metrics.registry.get_sample_value("tokenproxy_turns_total", labels) == 1
     (turn,) = await history.store.turns("s")
     assert not recording.unrecorded and history.cache.turn(turn.id) is not None
-
-
-async def test_recording_twice_changes_nothing(history: History) -> None:
-    recording = history.recorder.start(_plan())
-    for _ in range(2):
-        await recording.add(_completion())
-    assert len(await history.store.turns("s")) == 1

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.history.store import IndexEntry
 from proxy.history.turn import Turn, WeightSpan, new_id, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from proxy.stores.packed import pack_entries, pack_turn, pack_turns, turn_size, unpack_entries, unpack_turn
+from proxy.stores.packed import pack_turn, pack_turns, turn_size, unpack_turn
 from tests.support.store_utils import make_turn
 
 _NUMBERS = st.integers(0, 2**31 - 1)
@@ -58,18 +57,6 @@ def test_a_damaged_turn_cannot_be_unpacked(damage: slice) -> None:
     del packed[damage]
     with pytest.raises(msgspec.DecodeError):
         unpack_turn(bytes(packed))
-
-
-def test_long_turns_are_compressed() -> None:
-    turn = make_turn(messages=b"[%s]" % (b'{"role": "user"},' * 1000))
-    assert len(pack_turn(turn)) < turn_size(turn) / 3
-
-
-@given(
-    st.lists(st.builds(IndexEntry, st.binary(min_size=16, max_size=16), st.binary(max_size=32)), unique=True)
-)
-def test_index_entries_come_back(entries: list[IndexEntry]) -> None:
-    assert unpack_entries(pack_entries(entries)) == entries
 
 
 def test_new_ids_sort_by_time() -> None:

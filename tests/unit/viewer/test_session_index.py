@@ -13,7 +13,7 @@ from proxy.history.turn import Turn, WeightSpan
 from proxy.stores.memory import MemoryStore
 from proxy.viewer import session_index
 from proxy.viewer.session_index import SessionIndex, SessionIndexes
-from proxy.viewer.session_query import Entry, ListQuery, Rewards, Sort, select
+from proxy.viewer.session_query import ListQuery, Rewards, Sort
 from proxy.viewer.summaries import Summary, summarize
 from tests.support.trees import child, root
 from tests.support.viewer.recordings import LIMITS
@@ -89,35 +89,6 @@ async def test_what_was_deleted_leaves_with_a_full_walk(
     monkeypatch.setattr(session_index, "FULL_WALK_S", 0.0)
     page = await index.page(ALL, 0, 9)
     assert [(row["id"], row["reward"]) for row in page["data"]] == [("a", None), ("c", None)]
-
-
-async def test_rewards_of_a_session_without_turns(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    await store.save_session(Session(id="a", created=1.0, used=1.0))
-    await _add(store, "b", _turns("b"))
-    index = SessionIndex(store, "")
-    assert (await index.page(ALL, 0, 2))["rewards"].values == []
-    for reward in (1.0, 2.0):
-        await store.set_rewards("a", {"": reward})
-        page = await index.page(ALL, 0, 2)
-        assert (page["rewards"].values, page["complete"]) == ([reward], True)
-    await store.set_rewards("a", {"": 3.0})
-    assert (await index.page(ListQuery(search="b"), 0, 2))["matching"] == 1  # which does not show it
-    monkeypatch.setattr(session_index, "FULL_WALK_S", 0.0)
-    await index.page(ListQuery(search="b"), 0, 2)
-    assert (await index.page(ListQuery(reward_min=3.0), 0, 2))["matching"] == 1
-
-
-async def test_many_pages_of_the_store_and_of_the_list(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_index, "_PAGE", 7)
-    for number in range(30):
-        await _add(store, f"s-{number:02}", _turns(f"s-{number:02}"))
-    index = SessionIndex(store, "")
-    newest_first = [f"s-{number:02}" for number in reversed(range(30))]
-    assert await _names(index) == newest_first
-    assert await _names(index, offset=10, limit=5) == newest_first[10:15]
-    assert await _names(index, offset=30) == []
-    await _add(store, "s-new", _turns("s-new"))
-    assert await _names(index) == ["s-new", *newest_first]
 
 
 async def test_each_request_works_for_a_while_and_the_next_goes_on(
@@ -266,18 +237,3 @@ async def test_large_sessions_are_read_one_by_one_and_summarised_in_threads(
     assert (counts[0], counts[-1]) == (1, 4)
     assert sorted(elsewhere) == [False, False, True, True]
     assert 3 in counts  # never both of the large ones
-
-
-@pytest.mark.parametrize("sort", [Sort.REWARD, Sort.USED])
-def test_the_plot_of_many_rewards_is_that_of_all(sort: Sort) -> None:
-    """Whatever the order of the list, and with the smallest and the largest of them."""
-    entries = [
-        Entry(str(each), str(each), True, False, 1.0, float(each), 1, 1, b"{}", reward=each / 3000)
-        for each in range(3001)
-    ]
-    rewards = select(entries, ListQuery(sort=sort)).rewards
-    assert rewards.count == 3001
-    assert rewards.mean == pytest.approx(0.5)
-    assert (len(rewards.values), rewards.values[0], rewards.values[-1]) == (1000, 0.0, 1.0)
-    assert rewards.values == sorted(rewards.values)
-    assert select([], ListQuery()).rewards == Rewards(0, 0.0, [])
