@@ -199,6 +199,17 @@ async def test_turns_are_recorded_later_parents_first(store: GuardedStore, inner
     assert ((await store.usage()).turns, store.health().queued_turns) == (210, 0)
 
 
+async def test_a_turn_waits_for_those_before_it(store: GuardedStore, inner: Patient) -> None:
+    """Also if the store works again: a child is not recorded before its parent."""
+    parent, child = _chain("r", 2)
+    inner.errors["add"] = _BROKEN
+    await add(store, parent)
+    inner.errors.clear()
+    await add(store, child)
+    await _well(store)
+    assert inner.added == [parent.id, child.id]
+
+
 async def test_turns_that_wait_are_found_as_if_they_were_recorded(
     store: GuardedStore, inner: Patient
 ) -> None:
@@ -214,7 +225,7 @@ async def test_turns_that_wait_are_found_as_if_they_were_recorded(
     assert set(found) == {digest_of("text"), digest_of(last.id)}
     assert found[digest_of("text")].total == len(found[digest_of("text")].groups) == 4
     (group,) = found[digest_of(last.id)].groups
-    assert [(each.turn, each.rollout) for each in group.candidates] == [(last.id, "r")]
+    assert [(each.turn, each.rollout, each.open) for each in group.candidates] == [(last.id, "r", False)]
     # the turn that one of them continues is not open, although the store does not know yet
     (group,) = (await store.find([digest_of(chain[1].id)]))[digest_of(chain[1].id)].groups
     assert not group.candidates[0].open

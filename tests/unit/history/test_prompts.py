@@ -15,7 +15,7 @@ from proxy.history.recorder import Recording
 from proxy.history.store import StoreError
 from proxy.history.store_time import spending, store_time
 from proxy.turn.request import ChatRequest, EngineRoute, GivenIds
-from tests.support.recording import chat_request, session_ref
+from tests.support.recording import assistant, chat_request, rendered_plan, session_ref, user
 from tokenization import ids
 
 _MODEL = ServedModel("m", None, max_model_len=100)
@@ -149,6 +149,25 @@ async def test_what_was_claimed_is_released_if_another_prompt_fails(
     await history.planner.release(plan)
     plan = await history.planner.plan(_request(following, following), _MODEL)
     assert len({prompt.placement.claimed for prompt in plan.prompts} - {None}) == 2
+
+
+async def test_what_was_claimed_is_released_if_the_plan_of_a_chat_fails(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = SampledChoice(0, assistant("a"), [6], [-0.5], "stop")
+    for _ in range(2):  # two rollouts with equal ids
+        await history.recorder.start(rendered_plan([user("Hi")])).add(Completion(b"[5]", [choice], 1))
+    request = chat_request([user("Hi"), assistant("a"), user("more")])
+
+    async def fail(*args: Any) -> PromptPlan:
+        raise asyncio.CancelledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(history.planner), "_plan_chat", fail)
+        with pytest.raises(asyncio.CancelledError):
+            await history.planner.plan(request, _MODEL)
+    plans = [await history.planner.plan(request, _MODEL) for _ in range(2)]
+    assert len({plan.placement.claimed for plan in plans} - {None}) == 2
 
 
 @pytest.mark.parametrize("named", [None, "r"])
