@@ -188,6 +188,7 @@ async def test_turns_are_recorded_later_parents_first(store: GuardedStore, inner
         assert list(dict.fromkeys(own)) == [turn.id for turn in chain]
         assert await store.turns(chain[0].rollout) == chain
     assert ((await store.usage()).turns, store.health().queued_turns) == (210, 0)
+    assert await store.evict() == Evicted()
 
 
 async def test_a_turn_waits_for_those_before_it(store: GuardedStore, inner: Patient) -> None:

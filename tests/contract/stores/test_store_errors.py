@@ -1,6 +1,7 @@
 """What errors of stores say, and what they leave intact."""
 
 import asyncio
+import socket
 import sqlite3
 from pathlib import Path
 
@@ -199,3 +200,22 @@ async def test_idle_connections_that_the_server_closed(redis_url: str, redis_por
             client.client_kill_filter(_type="normal", skipme=True)
         for turn in turns:
             assert await store.path(turn.id) == [turn]
+
+
+async def test_a_port_that_speaks_something_else() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0, family=socket.AF_INET)
+    async with server:
+        await _refused(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", "127.0.0.1")
+
+
+async def test_a_closed_file(sqlite_url: str) -> None:
+    async with opened(sqlite_url) as store:
+        pass
+    with pytest.raises(StoreError, match="not open"):
+        await add(store, make_turn())
+    with pytest.raises(StoreError, match="not open"):
+        await store.turns("r")

@@ -152,9 +152,9 @@ async def test_other_scope_does_not_match_and_is_reported(
     assert (match.turn, match.reason) == (None, reason)
 
 
-async def test_only_turns_of_a_rollout_match_where_one_is_named() -> None:
+@pytest.mark.parametrize("size", [3, 2 * FOUND_AT_MOST])
+async def test_only_turns_of_a_rollout_match_where_one_is_named(size: int) -> None:
     record = Record()
-    size = 2 * FOUND_AT_MOST  # more turns than are listed
     turns = [await record.add([user("Hi")], assistant("a"), [5], [6, n]) for n in range(size)]
     request = [user("Hi"), assistant("a"), _MORE]
     for new in turns[:: size - 1]:

@@ -232,3 +232,15 @@ async def test_tenants_do_not_continue_each_other(history: History) -> None:
         assert (plan.placement.parent is not None) is found
     other = await history.planner.plan(_request([5, 6, 7, 8], tenant="a", model="other"), _MODEL)
     assert other.placement.parent is None
+
+
+async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: History) -> None:
+    plan = await history.planner.plan(_request([5], [6]), _MODEL)
+    recording = history.recorder.start(plan)
+    gone, kept = (prompt.placement.session.id for prompt in plan.prompts)
+    history.recorder.forget(gone)
+    choices = [
+        SampledChoice(at, {"role": "assistant"}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)
+    ]
+    await recording.add(Completion(None, choices, 2))
+    assert (await history.store.turns(gone), len(await history.store.turns(kept))) == ([], 1)

@@ -181,3 +181,9 @@ async def test_recorded_turn_is_counted_and_cached(history: History) -> None:
     assert history.metrics.registry.get_sample_value("tokenproxy_turns_total", labels) == 1
     (turn,) = await history.store.turns("s")
     assert not recording.unrecorded and history.cache.turn(turn.id) is not None
+
+
+async def test_closing_waits_for_running_recordings(history: History) -> None:
+    history.recorder.start(_plan()).add_later(_completion())
+    await history.aclose()
+    assert len(await history.store.turns("s")) == 1
