@@ -21,8 +21,9 @@ SHORTEST_S = 0.02
 class FeedWatch:
     """Polls the end of the feed, as long as somebody waits. One per application."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, poll_s: float = POLL_S) -> None:
         self._store = store
+        self._poll_s = poll_s
         self._waiters: dict[asyncio.Future[None], int] = {}
         """Each with the end of the feed that its request has seen."""
         self._needed = asyncio.Event()
@@ -61,7 +62,7 @@ class FeedWatch:
                 continue
             await asyncio.sleep(SHORTEST_S)
             with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
+                async with asyncio.timeout(self._poll_s):
                     await self._now.wait()
             self._now.clear()
 

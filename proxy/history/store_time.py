@@ -10,7 +10,7 @@ Code outside of such a block is background work, with a limit for each call.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -29,19 +29,20 @@ _GRACE_S = 0.01
 class _StoreTime:
     """The remaining time of a request."""
 
-    __slots__ = ("left",)
+    __slots__ = ("clock", "left")
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self.left = seconds
+        self.clock = clock
 
 
 _of_request: ContextVar[_StoreTime | None] = ContextVar("store_time", default=None)
 
 
 @contextmanager
-def store_time(seconds: float) -> Iterator[None]:
+def store_time(seconds: float, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Limit the time that the block waits for the store; tasks that it creates share the limit."""
-    token = _of_request.set(_StoreTime(seconds))
+    token = _of_request.set(_StoreTime(seconds, clock))
     try:
         yield
     finally:
@@ -62,11 +63,11 @@ def spending() -> Iterator[float]:
     if store_time is None:
         yield BACKGROUND_S
         return
-    start = time.monotonic()
+    start = store_time.clock()
     try:
         yield max(store_time.left, 0.0)
     finally:
-        store_time.left -= time.monotonic() - start
+        store_time.left -= store_time.clock() - start
 
 
 async def within(seconds: float, work: Awaitable[T]) -> T:

@@ -34,7 +34,9 @@ class Breaker:
 class Backoff:
     """The waits between two trials: each twice as long as the one before, with a random part."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_s: float = FIRST_WAIT_S, longest_s: float = LONGEST_WAIT_S) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
         self._wait = 0.0
         self._healthy_since = 0.0
 
@@ -46,7 +48,7 @@ class Backoff:
 
     def next(self) -> float:
         """The wait after a trial that failed."""
-        self._wait = min(max(2 * self._wait, FIRST_WAIT_S), LONGEST_WAIT_S)
+        self._wait = min(max(2 * self._wait, self._first_s), self._longest_s)
         return self._wait * random.uniform(0.5, 1.0)
 
     def recovered(self) -> None:

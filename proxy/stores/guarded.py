@@ -24,7 +24,7 @@ from proxy.history.store import (
 )
 from proxy.history.turn import Turn
 from proxy.metrics import Metrics
-from proxy.stores.guarded_calls import GuardedCalls
+from proxy.stores.guarded_calls import GuardedCalls, GuardLimits
 from proxy.stores.guarded_documents import GuardedDocuments
 from proxy.stores.guarded_feed import GuardedFeed
 from proxy.stores.health import StoreHealth
@@ -37,11 +37,18 @@ log = logging.getLogger("tokenproxy")
 class GuardedStore:
     """A store that may stall, fail, or be missing at first."""
 
-    def __init__(self, store: Store, metrics: Metrics, *, required: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        metrics: Metrics,
+        *,
+        required: bool = False,
+        limits: GuardLimits = GuardLimits(),  # noqa: B008 - frozen
+    ) -> None:
         """`required`: whether `open` fails if the store does not respond."""
         self._store = store
         self._metrics = metrics
-        self._calls = GuardedCalls(store, metrics, required=required)
+        self._calls = GuardedCalls(store, metrics, required=required, limits=limits)
         self._late: set[asyncio.Task[None]] = set()
         self.feed = GuardedFeed(store.feed, self._calls, self._refuse_waiting)
         self.documents = GuardedDocuments(store.documents, self._calls)

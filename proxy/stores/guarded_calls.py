@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, TypeVarTuple
 
 from proxy.history.store import (
@@ -25,9 +26,9 @@ from proxy.history.store import (
 )
 from proxy.history.store_time import BACKGROUND_S, spending, within
 from proxy.metrics import Metrics
-from proxy.stores.breaker import Backoff, Breaker
+from proxy.stores.breaker import FIRST_WAIT_S, LONGEST_WAIT_S, Backoff, Breaker
 from proxy.stores.health import StoreHealth
-from proxy.stores.waiting import Waiting, WaitingTurns
+from proxy.stores.waiting import MOST_BYTES, MOST_TURNS, Waiting, WaitingTurns
 
 log = logging.getLogger("tokenproxy")
 
@@ -42,20 +43,34 @@ _PROBE = bytes(16)
 """A key under which nothing is."""
 
 
+@dataclass(frozen=True)
+class GuardLimits:
+    """How long a guarded store waits, in seconds, and how many turns it holds until they are recorded."""
+
+    start_s: float = START_S
+    close_s: float = CLOSE_S
+    first_wait_s: float = FIRST_WAIT_S
+    """From the first trial that fails to the second."""
+    longest_wait_s: float = LONGEST_WAIT_S
+    most_turns: int = MOST_TURNS
+    most_bytes: int = MOST_BYTES
+
+
 class GuardedCalls:
     """Makes the calls of one store. `open` comes first."""
 
-    def __init__(self, store: Store, metrics: Metrics, *, required: bool) -> None:
+    def __init__(self, store: Store, metrics: Metrics, *, required: bool, limits: GuardLimits) -> None:
         """`required`: whether `open` fails if the store does not respond."""
-        self.waiting = WaitingTurns()
+        self.waiting = WaitingTurns(limits.most_turns, limits.most_bytes)
         """The turns that the store did not take yet."""
         self._store = store
         self._metrics = metrics
         self._required = required
+        self._limits = limits
         self._reads, self._writes = Breaker(), Breaker()
         self._opening: asyncio.Future[None] | None = None
         self._is_open = False
-        self._backoff = Backoff()
+        self._backoff = Backoff(limits.first_wait_s, limits.longest_wait_s)
         self._recovery: asyncio.Task[None] | None = None
         """Runs while something is wrong."""
         self._since = 0.0
@@ -83,10 +98,11 @@ class GuardedCalls:
             StoreError: it is required, or can never be used.
         """
         self._opening = asyncio.ensure_future(self._store.open())
+        start_s = self._limits.start_s
         try:
-            await asyncio.wait({self._opening}, timeout=None if self._required else START_S)
+            await asyncio.wait({self._opening}, timeout=None if self._required else start_s)
             if not self._opening.done():
-                raise StoreStalled(f"the store did not open within {START_S:g} s")
+                raise StoreStalled(f"the store did not open within {start_s:g} s")
             self._opening.result()
         except StoreError as error:
             if self._required or isinstance(error, StoreUnusable):
@@ -103,7 +119,7 @@ class GuardedCalls:
         recovery = self._recovery
         if recovery is not None:
             if len(self.waiting):
-                await asyncio.wait({recovery}, timeout=CLOSE_S)
+                await asyncio.wait({recovery}, timeout=self._limits.close_s)
             recovery.cancel()
         if self._opening is not None:
             self._opening.cancel()
@@ -112,11 +128,11 @@ class GuardedCalls:
         if lost := len(self.waiting):
             log.error("%d turns are lost: the store did not take them before the process ended", lost)
         closing = asyncio.ensure_future(self._store.aclose())
-        await asyncio.wait({closing}, timeout=CLOSE_S)
+        await asyncio.wait({closing}, timeout=self._limits.close_s)
         if closing.done():
             closing.result()
         else:
-            log.error("the store did not close within %g s", CLOSE_S)
+            log.error("the store did not close within %g s", self._limits.close_s)
 
     async def read(self, call: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
         """The result of a call that changes nothing.

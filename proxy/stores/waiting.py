@@ -38,7 +38,9 @@ class Waiting:
 class WaitingTurns:
     """A bounded queue, and an index of what is in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_turns: int = MOST_TURNS, most_bytes: int = MOST_BYTES) -> None:
+        self._most_turns = most_turns
+        self._most_bytes = most_bytes
         self._records: dict[int, tuple[Waiting, int]] = {}
         """With the bytes of each, in the order in which they came."""
         self._number = 0
@@ -75,7 +77,7 @@ class WaitingTurns:
         if all(turn.id in self._turns for turn in record.turns):
             return True
         size = record.size
-        if len(self._turns) + len(record.turns) > MOST_TURNS or self._size + size > MOST_BYTES:
+        if len(self._turns) + len(record.turns) > self._most_turns or self._size + size > self._most_bytes:
             return False
         self._records[self._number] = (record, size)
         self._number += 1

@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 import httpx
 
+from proxy.ports import free_port
 from tests.support.child_environment import python_path_without_torch
 from tests.support.fake_vllm import FakeVllm
-from tests.support.redis_server import free_port
 from tests.support.talk import CHAT, user
 
 _ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ _PATIENCE_S = 60.0
 @contextmanager
 def run_proxy_process(engine: FakeVllm, store: str, log: Path, *flags: str) -> Iterator[httpx.Client]:
     """`tokenproxy serve` before an engine; yields a client of it, which knows its address as `base_url`."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", engine.url, "--port", str(port)]
     environment = {**os.environ, "PYTHONPATH": python_path_without_torch()}
     with log.open("ab") as file:

@@ -1,4 +1,4 @@
-"""A Redis cluster of the tests' own: masters, and replicas of them, on free ports."""
+"""A Redis cluster of the tests' own: masters, and replicas of them."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer
 
 _SLOTS = 16_384
 _PATIENCE_S = 30.0
@@ -22,10 +22,11 @@ class RedisNode(RedisServer):
 
     def __init__(self, folder: Path, *options: str, node_timeout_ms: int = 2000) -> None:
         folder.mkdir()
-        self.bus_port = free_port()
+        super().__init__(folder)
+        self.bus_port = self.hold_port()
         fixed = ("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port))
         times = ("--cluster-node-timeout", str(node_timeout_ms), "--repl-diskless-sync-delay", "0")
-        super().__init__(folder, (*fixed, *times, *options))
+        self.options = (*fixed, *times, *options)
 
     def call(self, *command: Any) -> Any:
         """The reply to a command."""

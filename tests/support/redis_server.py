@@ -5,38 +5,57 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from weakref import finalize
 
-import pytest
 import redis
+from _pytest.outcomes import Skipped
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from proxy import ports
+from tests.support.ports import held_port
 
 _PATIENCE_S = 20.0
 
 
-def free_port() -> int:
-    """A port where nobody listens."""
-    return ports.free_port("127.0.0.1")
+class NoRedisServer(Skipped):
+    """Skips a test, and is reported here instead of at the test: one line for all of them."""
+
+    @property
+    def _use_item_location(self) -> bool:
+        return False
+
+    @_use_item_location.setter
+    def _use_item_location(self, value: bool) -> None:
+        """pytest sets it where a fixture skips its tests."""
 
 
-@dataclass
+def redis_program() -> str:
+    """The server's program. Tests that need it are skipped if there is none."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        raise NoRedisServer("no redis-server or valkey-server on the path: apt install redis-server")
+    return program
+
+
 class RedisServer:
     """A server that can be stopped, killed, and started again on its port."""
 
-    folder: Path
-    options: tuple[str, ...] = ()
-    port: int = field(default_factory=free_port)
+    def __init__(self, folder: Path, options: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self.options = options
+        self._held = ExitStack()
+        finalize(self, self._held.close)
+        self.port = self.hold_port()
+
+    def hold_port(self) -> int:
+        """A port that belongs to this server as long as this object lives."""
+        return self._held.enter_context(held_port())
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        program = shutil.which("redis-server") or shutil.which("valkey-server")
-        if program is None:
-            pytest.fail("these tests start a Redis server: apt install redis-server", pytrace=False)
+        program = redis_program()
         fixed = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         with (self.folder / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -69,6 +88,34 @@ def run_redis(folder: Path, *options: str) -> Iterator[int]:
         yield server.port
     finally:
         server.kill()
+
+
+_SENTINEL = """
+port {port}
+bind 127.0.0.1
+sentinel monitor the-master 127.0.0.1 {master} {quorum}
+sentinel down-after-milliseconds the-master 2500
+sentinel failover-timeout the-master 2000
+"""
+
+
+@contextmanager
+def run_sentinel(folder: Path, master: int, quorum: int) -> Iterator[int]:
+    """A sentinel that watches the server on a port as `the-master`; yields its own port."""
+    config = folder / "sentinel.conf"
+    with held_port() as port, (folder / "sentinel.log").open("ab") as log:
+        config.write_text(_SENTINEL.format(port=port, master=master, quorum=quorum))
+        command = [redis_program(), str(config), "--sentinel"]
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+        try:
+            deadline = time.monotonic() + _PATIENCE_S
+            while not _answers(port):
+                assert time.monotonic() < deadline, (folder / "sentinel.log").read_text()
+                time.sleep(0.01)
+            yield port
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _answers(port: int) -> bool:

@@ -1,8 +1,10 @@
+"""Empty stores of each kind: in memory, in a SQLite file, on a Redis server, there split into partitions."""
+
 from collections.abc import AsyncIterator, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
-import redis
 
 from proxy.history.store import Store
 from tests.support.redis_cluster import RedisCluster, run_cluster
@@ -13,16 +15,26 @@ from tests.support.store_utils import opened
 @pytest.fixture(scope="session")
 def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A server for the whole run: to start one for each test would cost more than the tests."""
-    with run_redis(tmp_path_factory.mktemp("redis")) as port:
+    with run_redis(tmp_path_factory.mktemp("redis"), "--databases", "10000") as port:
         yield port
 
 
+@pytest.fixture(scope="session")
+def databases() -> Iterator[int]:
+    """Numbers of databases that no test used yet."""
+    return count(1)
+
+
 @pytest.fixture
-def redis_url(redis_port: int) -> str:
-    """The server, empty."""
-    with redis.Redis(port=redis_port) as client:
-        client.flushall()
-    return f"redis://127.0.0.1:{redis_port}/0"
+def redis_url(redis_port: int, databases: Iterator[int]) -> str:
+    """A database of the test's own."""
+    return f"redis://127.0.0.1:{redis_port}/{next(databases)}"
+
+
+@pytest.fixture
+def split_url(redis_url: str) -> str:
+    """A database of the test's own, with data in partitions as in a cluster."""
+    return f"{redis_url}?partitions=3"
 
 
 @pytest.fixture(scope="session")
@@ -40,12 +52,6 @@ def cluster_url(redis_cluster: RedisCluster) -> str:
 
 
 @pytest.fixture
-def cluster1_url(cluster_url: str) -> str:
-    """The cluster, empty, for data in one partition."""
-    return f"{cluster_url}?partitions=1"
-
-
-@pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
     return f"sqlite://{tmp_path}/folder/store.db"
 
@@ -54,27 +60,21 @@ def _url(kind: str, request: pytest.FixtureRequest) -> str:
     return "memory:" if kind == "memory" else str(request.getfixturevalue(f"{kind}_url"))
 
 
-@pytest.fixture(params=["memory", "sqlite", "redis", "cluster"])
+@pytest.fixture(params=["memory", "sqlite", "redis", "split"])
 def url(request: pytest.FixtureRequest) -> str:
     """The URL of an empty store of each kind."""
     return _url(request.param, request)
 
 
-@pytest.fixture(params=["memory", "sqlite", "redis", "cluster1"])
+@pytest.fixture(params=["memory", "sqlite", "redis"])
 def whole_url(request: pytest.FixtureRequest) -> str:
     """The URL of an empty store of each kind that keeps all rollouts in one place."""
     return _url(request.param, request)
 
 
-@pytest.fixture(params=["sqlite", "redis", "cluster"])
+@pytest.fixture(params=["sqlite", "redis", "split"])
 def shared_url(request: pytest.FixtureRequest) -> str:
     """The URL of an empty store of each kind that several processes can share."""
-    return _url(request.param, request)
-
-
-@pytest.fixture(params=["sqlite", "redis", "cluster1"])
-def shared_whole_url(request: pytest.FixtureRequest) -> str:
-    """The URL of an empty store of each kind for several processes that keeps all rollouts in one place."""
     return _url(request.param, request)
 
 

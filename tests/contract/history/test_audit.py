@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy.history.audit import MAX_WAITING, Auditor
+from proxy.history.audit import Auditor
 from proxy.metrics import Metrics
 from proxy.turn.request import Rendering
 from tests.support.tiny_model import TinyModel
@@ -71,13 +71,6 @@ def test_a_difference_ends_local_appends(
     assert later.prove(tmp_path).after_results is Locality.NEW
 
 
-def test_an_append_without_a_difference_is_counted(load: Load, auditor: Auditor, metrics: Metrics) -> None:
-    tokenizer = load(LOCAL)
-    auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering())
-    wait_until(lambda: _audited(metrics, "same") == 1)
-    assert tokenizer.is_local(_NEW)
-
-
 def test_the_first_append_of_each_kind_is_audited(load: Load, auditor: Auditor, metrics: Metrics) -> None:
     tokenizer = load(LOCAL)
     for _ in range(5):
@@ -87,14 +80,6 @@ def test_the_first_append_of_each_kind_is_audited(load: Load, auditor: Auditor, 
     wait_until(lambda: _audited(metrics, "same") == 4)
     auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering(add_generation_prompt=False))
     wait_until(lambda: _audited(metrics, "same") == 5)
-
-
-def test_with_a_share_of_one_each_append_is_audited(load: Load, metrics: Metrics) -> None:
-    tokenizer, auditor = load(LOCAL), Auditor(metrics, 1, None)
-    for number in range(MAX_WAITING):
-        auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering())
-        wait_until(lambda number=number: _audited(metrics, "same") == number + 1)  # type: ignore[misc]
-    auditor.close()
 
 
 @pytest.mark.parametrize("template, share", [(LOCAL, 0.0), (COUNTS_MESSAGES, 1.0)])

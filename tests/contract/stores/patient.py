@@ -1,11 +1,10 @@
-"""A store whose calls can be held up, or fail."""
+"""A store in memory whose calls can be held up, or fail."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from proxy.history.store import Limits
-from proxy.stores.guarded import GuardedStore
 from proxy.stores.memory import MemoryStore
 
 
@@ -15,9 +14,10 @@ class Patient:
     def __init__(self) -> None:
         self.store = MemoryStore(Limits())
         self.feed = _PatientPart(self, "feed")
-        self.documents = _PatientPart(self, "documents")
+        self.documents = _PatientPart(self, "document")
         self.held: set[str] = set()
-        """Methods whose calls wait until they are let go."""
+        """Methods whose calls wait until they are let go. The feed's are `feed_...`, those of documents
+        `document_...`."""
         self.errors: dict[str, Exception] = {}
         """What methods raise."""
         self.calls: list[str] = []
@@ -33,7 +33,7 @@ class Patient:
         async def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(name)
             while name in self.held:  # noqa: ASYNC110 - a test lets it go
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.002)
             if name in self.errors:
                 raise self.errors[name]
             if name == "add":
@@ -44,20 +44,12 @@ class Patient:
 
 
 class _PatientPart:
-    """The feed or the documents of a `Patient`: methods have their names after `feed_` or `document_`."""
+    """The feed or the documents of a `Patient`."""
 
-    def __init__(self, patient: Patient, part: str) -> None:
+    def __init__(self, patient: Patient, name: str) -> None:
         self._patient = patient
-        self._part = part
+        self._name = name
 
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        return self._patient.call(
-            f"{self._part.removesuffix('s')}_{name}", getattr(getattr(self._patient.store, self._part), name)
-        )
-
-
-async def well(store: GuardedStore) -> None:
-    """Wait until the store works again."""
-    async with asyncio.timeout(5):
-        while store.health().state != "ok":  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.005)
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        part = self._patient.store.feed if self._name == "feed" else self._patient.store.documents
+        return self._patient.call(f"{self._name}_{method}", getattr(part, method))

@@ -1,7 +1,7 @@
 """Documents of every store: whole values by their ids, within limits of bytes and age."""
 
 import asyncio
-from pathlib import Path
+import os
 
 import pytest
 
@@ -15,26 +15,17 @@ def _content(size: int, letter: str = "x") -> bytes:
     return b'{"x":"%s"}' % (letter.encode() * size)
 
 
-async def test_documents_are_read_by_their_ids(store: Store) -> None:
+async def test_documents_are_written_read_and_deleted_once(store: Store) -> None:
     documents = {"a": _content(1), "tenant/räume": _content(100_000, "y"), "c": b"{}"}
     for name, content in documents.items():
         await store.documents.keep(name, content)
+    await store.documents.keep("a", _content(2))
+    await store.evict()
     assert await store.documents.read(["tenant/räume", "a", "never", "c", "a"]) == documents
     assert await store.documents.read([]) == {}
-
-
-async def test_a_document_is_written_once(store: Store) -> None:
-    await store.documents.keep("a", _content(1))
-    await store.documents.keep("a", _content(2))
-    assert await store.documents.read(["a"]) == {"a": _content(1)}
-
-
-async def test_a_document_is_deleted_once(store: Store) -> None:
-    await store.documents.keep("a", _content(1))
-    await store.documents.keep("b", _content(2))
     deleted = await asyncio.gather(*(store.documents.delete("a") for _ in range(4)))
     assert sorted(deleted) == [False] * 3 + [True]
-    assert await store.documents.read(["a", "b"]) == {"b": _content(2)}
+    assert await store.documents.read(["a", "c"]) == {"c": b"{}"}
 
 
 async def test_the_oldest_documents_are_dropped_first(whole_url: str) -> None:
@@ -46,6 +37,9 @@ async def test_the_oldest_documents_are_dropped_first(whole_url: str) -> None:
         await store.documents.delete("d6")
         await store.documents.keep("more", _content(1000))
         assert list(await store.documents.read([*names, "more"])) == [*names[7:], "more"]
+        # one over the limit displaces none
+        await store.documents.keep("large", os.urandom(6000))
+        assert list(await store.documents.read([*names, "more", "large"])) == [*names[7:], "more"]
 
 
 async def test_one_document_may_displace_many(url: str) -> None:
@@ -58,46 +52,24 @@ async def test_one_document_may_displace_many(url: str) -> None:
         assert await store.documents.read(["large"]) == {"large": large}
 
 
-async def test_a_document_over_the_limit_displaces_none(whole_url: str) -> None:
-    async with opened(whole_url, Limits(document_bytes=2000)) as store:
-        await store.documents.keep("a", _content(1000))
-        await store.documents.keep("b", bytes(range(48, 91)) * 60)
-        assert list(await store.documents.read(["a", "b"])) == ["a"]
-
-
-async def test_a_store_may_hold_no_documents(url: str) -> None:
-    async with opened(url, Limits(document_bytes=0)) as store:
-        await store.documents.keep("a", _content(1))
-        assert await store.documents.read(["a"]) == {}
-
-
-async def test_old_documents_are_dropped(url: str) -> None:
-    async with opened(url, Limits(max_age_s=-1.0)) as store:
+@pytest.mark.parametrize("limits", [Limits(document_bytes=0), Limits(max_age_s=-1.0)])
+async def test_documents_beyond_a_limit_are_dropped(url: str, limits: Limits) -> None:
+    async with opened(url, limits) as store:
         await asyncio.gather(*(store.documents.keep(f"d{number}", b"{}") for number in range(600)))
         assert await store.documents.read(["d1"]) == {}
         assert await store.evict() == Evicted()
         assert not await store.documents.delete("d599")
 
 
-async def test_young_documents_stay(store: Store) -> None:
-    await store.documents.keep("a", b"{}")
-    await store.evict()
-    assert await store.documents.read(["a"]) == {"a": b"{}"}
-
-
 async def test_documents_are_those_of_all_processes(shared_url: str) -> None:
     async with opened(shared_url) as first, opened(shared_url) as second:
         await first.documents.keep("a", _content(9))
+        await first.documents.keep("b", b"{}")
         assert await second.documents.read(["a"]) == {"a": _content(9)}
         await second.documents.delete("a")
         assert await first.documents.read(["a"]) == {}
-
-
-async def test_documents_outlive_their_process(tmp_path: Path) -> None:
-    for expected in ({}, {"a": b"{}"}):
-        async with opened(f"sqlite://{tmp_path}/x.db") as store:
-            assert await store.documents.read(["a"]) == expected
-            await store.documents.keep("a", b"{}")
+    async with opened(shared_url) as later:
+        assert await later.documents.read(["a", "b"]) == {"b": b"{}"}
 
 
 async def test_a_damaged_document_is_an_error_of_the_store() -> None:

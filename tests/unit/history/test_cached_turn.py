@@ -51,7 +51,7 @@ def test_equal_ids_have_equal_digests_however_turns_divide_them() -> None:
 
 
 @pytest.mark.parametrize("problem", Problem)
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("at", [0, 2])
 def test_problem_of_a_turn_makes_it_and_all_after_it_unusable(problem: Problem, at: int) -> None:
     path = _path()
     path[at] = msgspec.structs.replace(path[at], problem=problem)

@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.history.completion import Completion, SampledChoice, same_ids, untrainable_reason
+from proxy.history.completion import Completion, SampledChoice, untrainable_reason
 from proxy.history.vocabulary import Problem
 
 _SENT = b"[5,6]"
@@ -52,29 +52,10 @@ def test_problems(completion: Completion, problem: str) -> None:
     assert found == (Problem(problem) if problem else None)
 
 
-def test_any_prompt_of_rendered_messages_is_accepted() -> None:
-    completion = _completion(2, b"[1,2,3]")
-    assert untrainable_reason(completion, completion.choices[0], b"", media=False) is None
-
-
-def test_empty_prompt_counts_as_missing() -> None:
-    completion = _completion(2, b"[]")
-    assert untrainable_reason(completion, completion.choices[0], b"", media=False) == "no_prompt_ids"
-
-
-def test_media_make_a_turn_untrainable() -> None:
-    completion = _completion()
-    assert untrainable_reason(completion, completion.choices[0], b"", media=True) == "media"
-
-
 @pytest.mark.parametrize(
-    "left, right, same",
-    [
-        (b"[1,2]", b"[1, 2]", True),
-        (b"[1,2]", b"[1,2,3]", False),
-        (b"[12]", b"[1,2]", False),
-        (b"[]", b"[]", True),
-    ],
+    ("prompt", "media", "problem"),
+    [(b"[1,2,3]", False, None), (b"[]", False, "no_prompt_ids"), (b"[1,2,3]", True, "media")],
 )
-def test_same_ids(left: bytes, right: bytes, same: bool) -> None:
-    assert same_ids(left, right) is same_ids(right, left) is same
+def test_any_prompt_of_rendered_messages_is_accepted(prompt: bytes, media: bool, problem: str | None) -> None:
+    completion = _completion(2, prompt)
+    assert untrainable_reason(completion, completion.choices[0], b"", media=media) == problem

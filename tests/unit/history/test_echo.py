@@ -23,7 +23,7 @@ def test_a_token_is_nothing_to_others() -> None:
     assert Signer(bytes(32)).read("a", token) is None
 
 
-@pytest.mark.parametrize("position", range(40))
+@pytest.mark.parametrize("position", [0, 20, 39])
 def test_a_changed_token_is_none(position: int) -> None:
     signer = Signer(_SECRET)
     token = signer.sign("", new_id())

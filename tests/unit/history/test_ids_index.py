@@ -52,14 +52,6 @@ def test_number_of_keys(count: int, most: int) -> None:
     assert all(late - early <= max(1, early // 16) for early, late in pairwise(found))
 
 
-def test_scopes_share_no_keys() -> None:
-    ids = pack_ids(_ids(20))
-    keys = [set(prefix_keys(scope, ids)) for scope in (_SCOPE, scope_of("t"), scope_of(None))]
-    assert not keys[0] & keys[1] and not keys[0] & keys[2]
-    whole = {entry.key for scope in (_SCOPE, scope_of("t")) for entry in ids_entries(scope, ids, b"d" * 16)}
-    assert len(whole) == 4
-
-
 def test_only_the_key_of_all_ids_names_them() -> None:
     prefix, whole = ids_entries(_SCOPE, pack_ids(_ids(20)), b"d" * 16)
     assert (prefix.ids, whole.ids) == (b"", b"d" * 16)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from tokenization import ids
 _MORE = user("more")
 
 
-@pytest.mark.parametrize("edited", [1, 2, 63, 64, 65, 66, 200, 1000])
+@pytest.mark.parametrize("edited", [1, 64, 65, 200])
 async def test_turn_before_many_unrecorded_ones_is_found(edited: int) -> None:
     record = Record()
     new = await record.add([user("Hi")], assistant("hello"), [5], [6])
@@ -30,7 +30,7 @@ async def test_turn_before_many_unrecorded_ones_is_found(edited: int) -> None:
     assert json.loads(match.turn.ids) == [5, 6]
 
 
-@pytest.mark.parametrize("kept", [1, 30, 64, 65, 99])
+@pytest.mark.parametrize("kept", [1, 65])
 async def test_longest_recorded_beginning_is_found_in_a_few_lookups(kept: int) -> None:
     record = Record()
     messages = [message for n in range(100) for message in (user(f"{n}"), assistant(f"answer {n}"))]
@@ -50,16 +50,7 @@ async def test_number_of_lookups_is_bounded_for_any_history() -> None:
     assert record.lookups <= 4
 
 
-async def test_longest_conversation_wins() -> None:
-    record = Record()
-    await record.add([user("Hi")], assistant("a"), [5], [6])
-    longer = await record.add([user("Hi"), assistant("a"), user("b")], assistant("c"), [7], [8])
-    match = await record.match([user("Hi"), assistant("a"), user("b"), assistant("c"), user("d")])
-    assert match.turn is not None
-    assert (match.turn.id, match.end) == (longer.turn.id, 3)
-
-
-@pytest.mark.parametrize("size", [2, FOUND_AT_MOST, FOUND_AT_MOST + 1, 64])
+@pytest.mark.parametrize("size", [2, FOUND_AT_MOST + 1])
 @pytest.mark.parametrize("reasoning", [True, False])
 async def test_spelling_of_the_client_decides_between_equal_texts(size: int, reasoning: bool) -> None:
     record = Record()
@@ -73,21 +64,14 @@ async def test_spelling_of_the_client_decides_between_equal_texts(size: int, rea
         assert (match.turn.id, match.candidates) == (new.turn.id, size)
 
 
-@pytest.mark.parametrize("size", [2, FOUND_AT_MOST + 3])
-async def test_equal_texts_with_different_ids_are_ambiguous(size: int) -> None:
-    record = Record()
-    for n in range(size):
-        await record.add([user("Hi")], assistant("a"), [5], [6, n])
-    match = await record.match([user("Hi"), assistant("a"), _MORE])
-    assert (match.turn, match.reason, match.candidates) == (None, Reason.AMBIGUOUS, size)
-
-
-async def test_one_different_turn_among_many_equal_ones_is_ambiguous() -> None:
+@pytest.mark.parametrize("equal", [1, 3 * FOUND_AT_MOST])
+async def test_one_different_turn_among_equal_ones_is_ambiguous(equal: int) -> None:
     record = Record()
     await record.add([user("Hi")], assistant("a"), [5], [7])
-    for _ in range(3 * FOUND_AT_MOST):
+    for _ in range(equal):
         await record.add([user("Hi")], assistant("a"), [5], [6])
-    assert (await record.match([user("Hi"), assistant("a"), _MORE])).reason == Reason.AMBIGUOUS
+    match = await record.match([user("Hi"), assistant("a"), _MORE])
+    assert (match.turn, match.reason, match.candidates) == (None, Reason.AMBIGUOUS, equal + 1)
 
 
 async def test_each_of_a_group_with_equal_ids_is_continued_once() -> None:
@@ -103,18 +87,29 @@ async def test_each_of_a_group_with_equal_ids_is_continued_once() -> None:
     assert (one_more.same_rollout, one_more.candidates) == (False, size)
 
 
-async def test_continued_turn_is_not_claimed_by_another_request() -> None:
-    record = Record()
-    first = await record.add([user("Hi")], assistant("a"), [5], [6])
-    second = await record.add([user("Hi")], assistant("a"), [5], [6])
-    messages = [user("Hi"), assistant("a"), _MORE]
-    await record.add(messages, assistant("b"), [5, 6, 7], [8], rollout=second.turn.rollout, parent=second)
-    match = await record.match([*messages[:2], user("other")])
-    assert match.turn is not None
-    assert (match.turn.id, match.claimed) == (first.turn.id, True)
+async def test_claim_of_a_request_that_leaves_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    record, claiming, go_on = Record(), asyncio.Event(), asyncio.Event()
+    turns = {(await record.add([user("Hi")], assistant("a"), [5], [6])).turn.id for _ in range(2)}
+    request, claim = [user("Hi"), assistant("a"), _MORE], record.store.claim
+
+    async def slow(turn: str) -> bool:
+        claiming.set()
+        await go_on.wait()
+        return await claim(turn)
+
+    monkeypatch.setattr(record.store, "claim", slow)
+    leaves = asyncio.create_task(record.match(request))
+    await claiming.wait()
+    leaves.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await leaves
+    matches = [await record.match(request) for _ in turns]
+    assert {match.turn.id for match in matches if match.turn and match.claimed} == turns
 
 
-async def test_fork_of_the_only_turn_stays_in_its_rollout() -> None:
+async def test_continued_turn_is_claimed_by_no_other_request() -> None:
+    """A fork of the only turn stays in its rollout; one of two equal turns is still to be continued."""
     record = Record()
     first = await record.add([user("Hi")], assistant("a"), [5], [6])
     messages = [user("Hi"), assistant("a"), _MORE]
@@ -122,6 +117,10 @@ async def test_fork_of_the_only_turn_stays_in_its_rollout() -> None:
     match = await record.match([*messages[:2], user("other")])
     assert match.turn is not None
     assert (match.turn.id, match.same_rollout, match.claimed) == (first.turn.id, True, False)
+    second = await record.add([user("Hi")], assistant("a"), [5], [6])
+    match = await record.match([*messages[:2], user("other")])
+    assert match.turn is not None
+    assert (match.turn.id, match.claimed) == (second.turn.id, True)
 
 
 async def test_sessions_and_tenants_see_their_own_turns_only() -> None:
@@ -153,23 +152,15 @@ async def test_other_scope_does_not_match_and_is_reported(
     assert (match.turn, match.reason) == (None, reason)
 
 
-async def test_only_turns_of_a_rollout_match_where_one_is_named() -> None:
+@pytest.mark.parametrize("size", [3, 2 * FOUND_AT_MOST])
+async def test_only_turns_of_a_rollout_match_where_one_is_named(size: int) -> None:
     record = Record()
-    turns = [await record.add([user("Hi")], assistant("a"), [5], [6, n]) for n in range(3)]
+    turns = [await record.add([user("Hi")], assistant("a"), [5], [6, n]) for n in range(size)]
     request = [user("Hi"), assistant("a"), _MORE]
-    for new in turns:
+    for new in turns[:: size - 1]:
         match = await record.match(request, rollout=new.turn.rollout)
         assert match.turn is not None and match.turn.id == new.turn.id
     assert (await record.match(request, rollout="other")).reason == Reason.NO_MATCH
-
-
-async def test_named_rollout_is_found_among_more_turns_than_are_listed() -> None:
-    record = Record()
-    first = await record.add([user("Hi")], assistant("a"), [5], [6])
-    for _ in range(2 * FOUND_AT_MOST):
-        await record.add([user("Hi")], assistant("a"), [5], [6])
-    match = await record.match([user("Hi"), assistant("a"), _MORE], rollout=first.turn.rollout)
-    assert match.turn is not None and match.turn.id == first.turn.id
 
 
 def _calling(arguments: object) -> dict[str, Any]:
@@ -182,26 +173,14 @@ def _calling(arguments: object) -> dict[str, Any]:
     [('{"a": "b"}', Reason.CALL_REPAIRED), ({"a": "b"}, Reason.CALL_REPAIRED), ('{"a": "b', None)],
 )
 async def test_call_that_the_client_completed_is_the_same_turn(sent: object, reason: Reason | None) -> None:
+    """One that it changed is an edit."""
     record = Record()
     new = await record.add([user("Hi")], _calling('{"a": "b'), [5], [6])
     match = await record.match([user("Hi"), _calling(sent), {"role": "tool", "content": "1"}])
     assert match.turn is not None
     assert (match.turn.id, match.reason) == (new.turn.id, reason)
-
-
-@pytest.mark.parametrize("recorded, sent", [('{"a": 1}', '{"a": 2}'), ('{"a": "b', '{"a": "x')])
-async def test_call_that_the_client_changed_is_an_edit(recorded: str, sent: str) -> None:
-    record = Record()
-    await record.add([user("Hi")], _calling(recorded), [5], [6])
-    match = await record.match([user("Hi"), _calling(sent), {"role": "tool", "content": "1"}])
-    assert match.turn is None
-
-
-async def test_turn_has_at_most_five_keys() -> None:
-    record = Record()
-    for message in (assistant("a", reasoning="so"), _calling('{"a": "b'), _calling("{}")):
-        new = await record.add([user("Hi")], message, [5], [6])
-        assert len({entry.key for entry in new.entries}) == len(new.entries) <= 5
+    edited = [user("Hi"), _calling('{"a": "x'), {"role": "tool", "content": "1"}]
+    assert (await record.match(edited)).turn is None
 
 
 def test_kinds_scopes_and_digests_give_different_keys() -> None:
@@ -216,34 +195,18 @@ def test_kinds_scopes_and_digests_give_different_keys() -> None:
     assert len(keys) == len(scopes) * 2 * 3
 
 
-@pytest.mark.parametrize(
-    "prompt, found",
-    [
-        ([5, 6, 7, 8], 1),
-        ([5, 6], 0),
-        ([5, 60], None),
-        ([5, 6, 7], 1),
-        ([5, 6, 70], 0),
-        ([5], None),
-        ([4, 5, 6], None),
-    ],
-)
-async def test_longest_prefix_of_ids(prompt: list[int], found: int | None) -> None:
-    record = Record()
-    turns = [
-        await record.add([user("a")], assistant("a"), [5], [6], scope_of("s")),
-        await record.add([user("b")], assistant("b"), [5, 6], [7], scope_of("s")),
-    ]
-    turn = await _longest_prefix(record, prompt)
-    assert turn == (None if found is None else turns[found].turn.id)
-
-
-async def test_longest_prefix_in_a_wide_rollout() -> None:
+async def test_longest_prefix_of_ids_in_a_wide_rollout() -> None:
     record = Record()
     first = await record.add([user("a")], assistant("a"), [5], [6], scope_of("s"))
+    longer = await record.add([user("b")], assistant("b"), [5, 6, 7], [8], scope_of("s"))
     for n in range(FOUND_AT_MOST + 4):
         await record.add([user(f"{n}")], assistant("a"), [9, n], [9], scope_of("s"))
-    assert await _longest_prefix(record, [5, 6, 7]) == first.turn.id
+    for prompt in ([5, 6, 7, 8, 9], [5, 6, 7, 8]):
+        assert await _longest_prefix(record, prompt) == longer.turn.id
+    for prompt in ([5, 6], [5, 6, 7], [5, 6, 7, 80]):
+        assert await _longest_prefix(record, prompt) == first.turn.id
+    for prompt in ([5, 60], [5], [4, 5, 6]):
+        assert await _longest_prefix(record, prompt) is None
     for beyond in (2**31, 2**63, 2**64, 10**30, 10**5000):
         assert await _longest_prefix(record, b"[5,6,%s,7]" % _digits(beyond)) == first.turn.id
         assert await _longest_prefix(record, b"[%s]" % _digits(beyond)) is None
@@ -260,42 +223,33 @@ async def _longest_prefix(record: Record, prompt: list[int] | bytes) -> str | No
     return turn.id if turn else None
 
 
+@pytest.mark.parametrize("sampled", [lambda n: [6, n], lambda n: [6]], ids=["other ids", "equal ids"])
 @pytest.mark.parametrize("size", [2, FOUND_AT_MOST + 3])
-async def test_the_turn_that_the_client_names_decides_between_equal_texts(size: int) -> None:
+async def test_the_turn_that_the_client_names_decides_between_equal_texts(
+    size: int, sampled: Callable[[int], list[int]]
+) -> None:
     record = Record()
-    turns = [await record.add([user("Hi")], assistant("a"), [5], [6, n]) for n in range(size)]
+    turns = [await record.add([user("Hi")], assistant("a"), [5], sampled(n)) for n in range(size)]
     for new in (turns[0], turns[-1], turns[size // 2]):
         match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: new.turn.id})
         assert match.turn is not None, match.reason
-        assert (match.turn.id, match.reason) == (new.turn.id, None)
-
-
-async def test_the_named_turn_decides_between_rollouts_with_equal_ids() -> None:
-    record = Record()
-    turns = [await record.add([user("Hi")], assistant("a"), [5], [6]) for _ in range(3)]
-    for new in turns:
-        match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: new.turn.id})
-        assert match.turn is not None and match.same_rollout
+        assert (match.turn.id, match.reason, match.same_rollout) == (new.turn.id, None, True)
         assert match.turn.rollout == new.turn.rollout
 
 
-@pytest.mark.parametrize("size", [1, 2, FOUND_AT_MOST + 3])
-async def test_a_named_turn_with_another_text_is_not_continued(size: int) -> None:
+@pytest.mark.parametrize(
+    ("text", "session"), [("b", None), ("a", "theirs")], ids=["of another text", "of another session"]
+)
+async def test_a_named_turn_that_is_another_is_not_continued(text: str, session: str | None) -> None:
     record = Record()
-    other = await record.add([user("Hi")], assistant("b"), [5], [7])
-    for n in range(size):
-        await record.add([user("Hi")], assistant("a"), [5], [6, n])
-    match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: other.turn.id})
-    assert match.turn is None if size > 1 else match.turn is not None and match.turn.id != other.turn.id
-
-
-async def test_a_named_turn_of_another_session_is_not_continued() -> None:
-    record = Record()
-    other = await record.add([user("Hi")], assistant("a"), [5], [7], scope_of("theirs"))
+    other = await record.add([user("Hi")], assistant(text), [5], [7], scope_of(session))
     for n in range(FOUND_AT_MOST + 3):
-        await record.add([user("Hi")], assistant("a"), [5], [6, n])
-    match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: other.turn.id})
-    assert (match.turn, match.reason) == (None, Reason.AMBIGUOUS)
+        new = await record.add([user("Hi")], assistant("a"), [5], [6, n])
+        match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: other.turn.id})
+        if n == 0:
+            assert match.turn is not None and match.turn.id == new.turn.id
+        else:
+            assert (match.turn, match.reason) == (None, Reason.AMBIGUOUS)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from proxy.history.recorder import Recording
 from proxy.history.store import StoreError
 from proxy.history.store_time import spending, store_time
 from proxy.turn.request import ChatRequest, EngineRoute, GivenIds
-from tests.support.recording import chat_request, session_ref
+from tests.support.recording import assistant, chat_request, rendered_plan, session_ref, user
 from tokenization import ids
 
 _MODEL = ServedModel("m", None, max_model_len=100)
@@ -98,18 +98,6 @@ async def test_a_rollout_that_cannot_be_written_costs_no_other(
     assert len(await history.store.turns(plan.others[0].placement.session.id)) == 1
 
 
-async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: History) -> None:
-    plan = await history.planner.plan(_request([5], [6]), _MODEL)
-    recording = history.recorder.start(plan)
-    gone, kept = (prompt.placement.session.id for prompt in plan.prompts)
-    history.recorder.forget(gone)
-    choices = [
-        SampledChoice(at, {"role": "assistant"}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)
-    ]
-    await recording.add(Completion(None, choices, 2))
-    assert (await history.store.turns(gone), len(await history.store.turns(kept))) == ([], 1)
-
-
 async def test_a_store_that_does_not_respond_is_asked_once(
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +149,25 @@ async def test_what_was_claimed_is_released_if_another_prompt_fails(
     await history.planner.release(plan)
     plan = await history.planner.plan(_request(following, following), _MODEL)
     assert len({prompt.placement.claimed for prompt in plan.prompts} - {None}) == 2
+
+
+async def test_what_was_claimed_is_released_if_the_plan_of_a_chat_fails(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = SampledChoice(0, assistant("a"), [6], [-0.5], "stop")
+    for _ in range(2):  # two rollouts with equal ids
+        await history.recorder.start(rendered_plan([user("Hi")])).add(Completion(b"[5]", [choice], 1))
+    request = chat_request([user("Hi"), assistant("a"), user("more")])
+
+    async def fail(*args: Any) -> PromptPlan:
+        raise asyncio.CancelledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(history.planner), "_plan_chat", fail)
+        with pytest.raises(asyncio.CancelledError):
+            await history.planner.plan(request, _MODEL)
+    plans = [await history.planner.plan(request, _MODEL) for _ in range(2)]
+    assert len({plan.placement.claimed for plan in plans} - {None}) == 2
 
 
 @pytest.mark.parametrize("named", [None, "r"])
@@ -227,10 +234,13 @@ async def test_tenants_do_not_continue_each_other(history: History) -> None:
     assert other.placement.parent is None
 
 
-@pytest.mark.parametrize(
-    "value, expected",
-    [(b"main", "main"), (b" main ", "main"), (b"x" * 200, "x" * 100), (b"\xe9", "é"), (b"", "")],
-)
-async def test_the_class_of_a_request(history: History, value: bytes, expected: str) -> None:
-    plan = await history.planner.plan(_request([5], headers=[(b"x-class", value)]), _MODEL)
-    assert plan.placement.origin.request_class == expected
+async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: History) -> None:
+    plan = await history.planner.plan(_request([5], [6]), _MODEL)
+    recording = history.recorder.start(plan)
+    gone, kept = (prompt.placement.session.id for prompt in plan.prompts)
+    history.recorder.forget(gone)
+    choices = [
+        SampledChoice(at, {"role": "assistant"}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)
+    ]
+    await recording.add(Completion(None, choices, 2))
+    assert (await history.store.turns(gone), len(await history.store.turns(kept))) == ([], 1)

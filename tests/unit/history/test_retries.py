@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from proxy.errors import BadRequest, EngineBroken, NotFound
+from proxy.errors import BadRequest, EngineBroken
 from proxy.history.retries import KEPT_BYTES, Attempt, EarlierResponse, Retries
 from proxy.history.store import Limits, StoreError
 from proxy.history.tasks import Tasks
@@ -71,13 +71,6 @@ async def test_other_requests_get_no_stored_response(retries: Retries, other: di
     assert await _run(retries, _request(**{"count": b"1", **other})) is None  # type: ignore[arg-type]
 
 
-async def test_retry_count_without_a_session_is_ignored(retries: Retries) -> None:
-    """Member B of a group never gets the response of member A."""
-    await _run(retries, _request(session=None))
-    assert await _run(retries, _request(session=None, count=b"1")) is None
-    assert not Attempt(retries, _request(session=None, count=b"1")).retriable
-
-
 @pytest.mark.parametrize("session", [None, _SESSION])
 async def test_idempotency_key_names_a_request(retries: Retries, session: str | None) -> None:
     assert await _run(retries, _request(b"k", b"", session=session)) is None
@@ -136,13 +129,6 @@ async def test_failed_request_blocks_no_retry(retries: Retries, named: bytes) ->
         async with retries.attempt(_request(named)):
             raise EngineBroken("x")
     assert await asyncio.wait_for(_run(retries, _request(named, b"1")), 5) is None
-
-
-async def test_refused_request_stores_no_response(retries: Retries) -> None:
-    with pytest.raises(NotFound):
-        async with retries.attempt(_request()):
-            raise NotFound("x")
-    assert await _kept(retries) == 0
 
 
 async def test_stream_settles_its_attempt_after_the_block(retries: Retries) -> None:

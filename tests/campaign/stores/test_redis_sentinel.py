@@ -1,34 +1,24 @@
 """A master that sentinels watch: it dies, its replica takes over, and the store goes on."""
 
 import asyncio
-import shutil
 import signal
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import redis
 
-from proxy.history.store import Limits, StoreError
+from proxy.history.store import Limits
 from proxy.metrics import Metrics
 from proxy.stores.guarded import GuardedStore
 from proxy.stores.urls import make_store
 from tests.support.redis_cluster import is_up_to_date, wait_for
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer, run_sentinel
 from tests.support.store_utils import add, digest_of, entry, make_turn, opened
 
 _PATIENCE_S = 30.0
-_CONFIG = """
-port {port}
-bind 127.0.0.1
-sentinel monitor the-master 127.0.0.1 {master} 2
-sentinel down-after-milliseconds the-master 2500
-sentinel failover-timeout the-master 2000
-"""
 
 
 @dataclass
@@ -42,22 +32,6 @@ class _Group:
         # the first does not exist: the others are asked
         hosts = ",".join(f"127.0.0.1:{port}" for port in (1, *self.sentinels))
         return f"redis+sentinel://{hosts}/the-master/0"
-
-
-@contextmanager
-def _sentinel(folder: Path, master: int) -> Iterator[int]:
-    port, program = free_port(), shutil.which("redis-server") or shutil.which("valkey-server")
-    assert program is not None
-    folder.mkdir()
-    config = folder / "sentinel.conf"
-    config.write_text(_CONFIG.format(port=port, master=master))
-    with (folder / "log").open("ab") as log:
-        process = subprocess.Popen([program, str(config), "--sentinel"], stdout=log, stderr=log, cwd=folder)
-    try:
-        yield port
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _ready(port: int) -> bool:
@@ -82,9 +56,10 @@ def group(tmp_path: Path) -> Iterator[_Group]:
             servers.append(server)
         with redis.Redis(port=servers[1].port) as client:
             wait_for(lambda: client.info("replication")["master_link_status"] == "up")
-        ports = [
-            stack.enter_context(_sentinel(tmp_path / f"s{number}", servers[0].port)) for number in range(3)
-        ]
+        ports = []
+        for number in range(3):
+            (folder := tmp_path / f"s{number}").mkdir()
+            ports.append(stack.enter_context(run_sentinel(folder, servers[0].port, quorum=2)))
         wait_for(lambda: all(map(_ready, ports)))
         yield _Group(servers[0], servers[1], ports)
 
@@ -99,10 +74,8 @@ async def test_a_master_that_dies(group: _Group) -> None:
     await asyncio.to_thread(wait_for, lambda: is_up_to_date(group.replica, group.master))
     group.master.send(signal.SIGKILL)
     later = [make_turn(f"s{number}", completion=b"") for number in range(20)]
-    start = time.monotonic()
     for turn in later:
         await add(store, turn, entry(turn.id, "ids"))
-    assert time.monotonic() - start < 10
     assert store.health().state != "ok" and store.health().queued_turns == 20
     async with asyncio.timeout(_PATIENCE_S):
         while store.health().state != "ok":  # noqa: ASYNC110
@@ -114,10 +87,3 @@ async def test_a_master_that_dies(group: _Group) -> None:
     async with opened(group.url) as other:
         assert (await other.usage()).turns == 70
         assert len(await other.find([digest_of(turn.id) for turn in turns])) == 50
-
-
-async def test_sentinels_that_do_not_know_the_master(group: _Group) -> None:
-    store = make_store(group.url.replace("the-master", "another"), Limits())
-    with pytest.raises(StoreError, match=r"another/0: .*No master found"):
-        await store.open()
-    await store.aclose()

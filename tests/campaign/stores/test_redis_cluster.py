@@ -1,0 +1,155 @@
+"""A cluster whose slots move, whose masters hand over or die, and one with TLS and users."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from redis.crc import key_slot
+
+from proxy.history.store import Limits, Store, StoreError, StoreUnusable
+from proxy.metrics import Metrics
+from proxy.stores.guarded import GuardedStore
+from proxy.stores.redis_partitions import SLOTS
+from proxy.stores.urls import make_store
+from tests.contract.stores.certificates import make_certificates
+from tests.contract.stores.test_redis_access import documented_rules, use_all
+from tests.support.ports import held_port
+from tests.support.redis_cluster import RedisCluster, RedisNode, is_up_to_date, run_cluster, wait_for
+from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
+
+_PATIENCE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    """A cluster whose slots and masters a test may change; the first master has a replica."""
+    with run_cluster(tmp_path_factory.mktemp("own"), replicas=1, node_timeout_ms=5000) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def own_store(own_cluster: RedisCluster) -> AsyncIterator[Store]:
+    """A store in the cluster of these tests, empty."""
+    own_cluster.clear()
+    async with opened(own_cluster.url) as store:
+        yield store
+
+
+async def _move(source: RedisNode, target: RedisNode, slot: int, share: float) -> None:
+    """Move a share of the keys of a slot."""
+    source_id, target_id = source.id, target.id
+    target.call("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
+    source.call("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
+    keys = source.call("CLUSTER", "GETKEYSINSLOT", slot, 10_000)
+    for key in keys[: int(share * len(keys))]:
+        source.call("MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
+
+
+def _owner(cluster: RedisCluster, slot: int) -> tuple[RedisNode, RedisNode]:
+    """The master that has a slot, and another one."""
+    first = next(i for i in range(3) if slot < (i + 1) * SLOTS // 3)
+    return cluster.masters[first], cluster.masters[(first + 1) % 3]
+
+
+async def test_a_slot_that_moves(own_store: Store, own_cluster: RedisCluster) -> None:
+    """While keys of a partition are on two servers it refuses all calls; after that nothing is missing."""
+    turns = [make_turn("r")]
+    turns.append(make_turn("r", parent=turns[0].id))
+    await own_store.add(make_session("r"), turns, [[entry("a", "x")], [entry("b", "y")]])
+    [key] = [key for key in own_cluster.keys() if key.endswith(b":rollout:r")]  # noqa: SIM118
+    slot = key_slot(key)
+    source, target = _owner(own_cluster, slot)
+    before = await own_store.find([digest_of("a"), digest_of("b")])
+    for share in (0.0, 0.4, 1.0):
+        await _move(source, target, slot, share)
+        for call in (
+            own_store.add(make_session("r"), [make_turn("r", parent=turns[1].id)], [[entry("c", "z")]]),
+            own_store.find([digest_of("a")]),
+            own_store.path(turns[1].id),
+            own_store.claim(turns[1].id),
+            own_store.session("r"),
+            own_store.evict(),
+            own_store.delete("r"),
+        ):
+            with pytest.raises(StoreError, match="slot being moved"):
+                await call
+    for node in own_cluster.masters:
+        node.call("CLUSTER", "SETSLOT", slot, "NODE", target.id)
+    assert await own_store.find([digest_of("a"), digest_of("b")]) == before
+    assert await own_store.path(turns[1].id) == turns
+    assert await own_store.claim(turns[1].id)
+    third = make_turn("r", parent=turns[1].id)
+    await own_store.add(make_session("r"), [third], [[entry("c", "z")]])
+    assert (await own_store.usage()).turns == 3
+    # another client begins with what the servers know now
+    async with opened(own_cluster.url) as other:
+        assert await other.path(third.id) == [*turns, third]
+    await _move(target, source, slot, 1.0)
+    for node in own_cluster.masters:
+        node.call("CLUSTER", "SETSLOT", slot, "NODE", source.id)
+    assert await own_store.path(third.id) == [*turns, third]
+
+
+async def _until_it_works(store: Store) -> None:
+    async with asyncio.timeout(_PATIENCE_S):
+        while True:
+            with suppress(StoreError):
+                await store.usage()
+                return
+            await asyncio.sleep(0.1)
+
+
+async def test_a_master_that_dies(tmp_path: Path) -> None:
+    """Its replica takes over; turns that came meanwhile wait, and are recorded in the end."""
+    with run_cluster(tmp_path, replicas=1, node_timeout_ms=600) as cluster:
+        metrics = Metrics()
+        store = GuardedStore(make_store(cluster.url, Limits()), metrics)
+        await store.open()
+        turns = [make_turn(f"r{number}", completion=b"") for number in range(60)]
+        for turn in turns:
+            await add(store, turn, entry(turn.id, "ids"))
+        master, replica = cluster.masters[0], cluster.replicas[0]
+        await asyncio.to_thread(wait_for, lambda: is_up_to_date(replica, master))
+        cluster.masters[0].send(signal.SIGKILL)
+        later = []
+        for number in range(60):
+            turn = make_turn(f"s{number}", completion=b"")
+            await add(store, turn, entry(turn.id, "ids"))
+            later.append(turn)
+        async with asyncio.timeout(_PATIENCE_S):
+            while store.health().queued_turns or store.health().state != "ok":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await _until_it_works(store)
+        assert store.health().lost_turns == 0
+        for turn in (*turns, *later):
+            assert await store.path(turn.id) == [turn]
+        await store.aclose()
+
+
+async def test_a_cluster_with_tls(tmp_path: Path) -> None:
+    certificates = make_certificates(tmp_path)
+    with held_port() as first, held_port() as second:
+        options = [certificates.options(port) for port in (first, second)]
+        with run_cluster(tmp_path, "--tls-cluster", "yes", each=options, masters=2):
+            url = f"rediss+cluster://localhost:{first}?ssl_ca_certs={certificates.authority}"
+            async with opened(url) as store:
+                turns = [make_turn(f"r{number}") for number in range(40)]
+                await asyncio.gather(*(add(store, turn, entry("k", "ids")) for turn in turns))
+                assert [await store.path(turn.id) for turn in turns] == [[turn] for turn in turns]
+
+
+async def test_a_user_with_the_documented_rights_in_a_cluster(tmp_path: Path) -> None:
+    with run_cluster(tmp_path, masters=2) as cluster:
+        for node in cluster.masters:
+            node.call("ACL", "SETUSER", "tokenproxy", *documented_rules().replace("PASSWORD", "word").split())
+        url = cluster.url.replace("//", "//tokenproxy:word@")
+        async with opened(url, Limits(max_bytes=60_000)) as store:
+            await use_all(store)
+        store = make_store(url.replace(":word@", ":secret@"), Limits())
+        with pytest.raises(StoreUnusable, match="check the user and the password") as raised:
+            await store.open()
+        assert "secret" not in str(raised.value)
+        await store.aclose()
