@@ -1,7 +1,11 @@
-"""Requests that no client should send: each gets an answer, and none of them a 500 of the proxy."""
+"""Requests that no client should send: each gets an answer, and none of them a 500 of the proxy.
+
+`tests/campaign/routes` tries every value in every field.
+"""
 
 import json
 import logging
+import random
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -10,37 +14,14 @@ import httpx
 import pytest
 
 from tests.support.fake_vllm import FakeVllm
-from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
 
 _HI: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
-_ODD = [
-    *(
-        "null",
-        "true",
-        "-1",
-        "1.5",
-        "1e400",
-        "NaN",
-        "Infinity",
-        "1" * 5000,
-        "2147483648",
-        "18446744073709551616",
-    ),
-    *(
-        '""',
-        '"a"',
-        '"\\ud800"',
-        '"\\u0000"',
-        "[]",
-        "[null]",
-        "[[]]",
-        "[{}]",
-        "[2147483648]",
-        "[true]",
-        '["1"]',
-    ),
-    *("{}", '{"a": 1}', "[" * 2000 + "]" * 2000, '{"a":' * 1500 + "1" + "}" * 1500, "[" + "9" * 30 + "]"),
+ODD = [
+    *("null", "true", "-1", "1.5", "1e400", "NaN", "Infinity", "1" * 5000, "2147483648"),
+    *("18446744073709551616", '""', '"a"', '"\\ud800"', '"\\u0000"', "[]", "[null]", "[[]]", "[{}]"),
+    *("[2147483648]", "[true]", '["1"]', "{}", '{"a": 1}', "[" + "9" * 30 + "]"),
+    *("[" * 2000 + "]" * 2000, '{"a":' * 1500 + "1" + "}" * 1500),
     *('[{"role": 1}]', '[{"role": "user", "content": NaN}]', '[{"role": "user", "content": [1]}]'),
     *('[{"role": "user", "content": "\\ud800"}]', '[{"role": "assistant", "tool_calls": {"a": 1}}]'),
     '[{"role": "assistant", "tool_calls": [{"id": 1, "function": {"name": 1, "arguments": "\\ud800"}}]}]',
@@ -64,7 +45,7 @@ _FIELDS: dict[str, tuple[list[dict[str, Any]], tuple[str, ...]]] = {
     "/v1/sessions": ([{}, {"id": "known"}], ("id", "defaults", "overrides", "metadata")),
     "/v1/sessions/known/reward": ([{"reward": 1}], ("reward", "rewards", "turn")),
 }
-_CASES = [
+CASES = [
     (path, base, field) for path, (bases, fields) in _FIELDS.items() for base in bases for field in fields
 ]
 
@@ -78,9 +59,9 @@ def nothing_unexpected(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def talked(tiny_model: TinyModel) -> Iterator[httpx.Client]:
+def talked(engine: FakeVllm) -> Iterator[httpx.Client]:
     """A client of a proxy that has a session with more turns than one look-up returns."""
-    with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:") as client:
+    with run_proxy([engine], store="memory:") as client:
         headers = {"x-session-id": "known"}
         for last in range(40):
             body = {"prompt_ids": [1, 74, 60 + last % 20, 61 + last % 19]}
@@ -88,22 +69,22 @@ def talked(tiny_model: TinyModel) -> Iterator[httpx.Client]:
         yield client
 
 
-def _with(base: dict[str, Any], field: str, odd: str) -> bytes:
+def send_odd(
+    client: httpx.Client, path: str, base: dict[str, Any], field: str, odd: str, session: bool
+) -> None:
+    """Send a request with an odd value in one field; it must get an answer."""
     fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in base.items() if name != field]
-    return f"{{{', '.join([*fields, f'{json.dumps(field)}: {odd}'])}}}".encode()
-
-
-def _answered(answer: httpx.Response) -> None:
-    assert "unexpected error in the proxy" not in answer.text
+    body = f"{{{', '.join([*fields, f'{json.dumps(field)}: {odd}'])}}}".encode()
+    answer = client.post(path, content=body, headers={"x-session-id": "known"} if session else {})
+    assert "unexpected error in the proxy" not in answer.text, (path, field, odd[:100])
     assert answer.text != "Internal Server Error"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path, base, field", _CASES, ids=[f"{path}-{field}" for path, _, field in _CASES])
-def test_odd_fields(talked: httpx.Client, path: str, base: dict[str, Any], field: str) -> None:
-    for odd in _ODD:
-        for headers in ({}, {"x-session-id": "known"}):
-            _answered(talked.post(path, content=_with(base, field, odd), headers=headers))
+def test_odd_fields(talked: httpx.Client) -> None:
+    chosen = random.Random(7)
+    for path, base, field in CASES:
+        for odd in chosen.sample(ODD, 3):
+            send_odd(talked, path, base, field, odd, session=chosen.random() < 0.5)
 
 
 @pytest.mark.parametrize("odd", ["2147483648", "18446744073709551616", "9" * 30])
@@ -116,14 +97,14 @@ def test_an_id_beyond_32_bits_in_a_long_session(talked: httpx.Client, before: st
 
 
 @pytest.mark.parametrize(
-    "body", [b"\xff", b"\xef\xbb\xbf{}", b"{}{}", b'{"a"', b"\x00", b"NaN", b"[" * 100_000, b'{"\\ud800": 1}']
+    "body", [b"", b"{", b"[]", b"\xff", b"\xef\xbb\xbf{}", b"{}{}", b"\x00", b"NaN", b"[" * 100_000]
 )
 def test_bodies_that_are_not_objects_are_refused(talked: httpx.Client, body: bytes) -> None:
-    for path in _FIELDS:
+    for path in ("/v1/chat/completions/tokens", "/tokenize", "/v1/sessions/known/reward"):
         answer = talked.post(path, content=body)
-        _answered(answer)
-        if path != "/v1/chat/completions" and body != b'{"\\ud800": 1}':
-            assert answer.status_code in (400, 201, 200), path
+        assert answer.status_code == 400, path
+        if path != "/v1/sessions/known/reward" or body:  # which may lack a body
+            assert answer.json()["error"]["param"] == "body", path
 
 
 def _raw(client: httpx.Client, *lines: bytes, body: bytes = b"") -> tuple[int, bytes]:
@@ -136,40 +117,24 @@ def _raw(client: httpx.Client, *lines: bytes, body: bytes = b"") -> tuple[int, b
     return int(answer.split(b" ", 2)[1]), answer
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/sessions", "/v1/sessions/known", "/v1/sessions/known/samples", "/ready"]
-)
-def test_odd_queries(talked: httpx.Client, path: str) -> None:
-    values = [
-        b"",
-        b"NaN",
-        b"1e400",
-        b"-1e400",
-        b"inf",
-        b"1" * 400,
-        b"%ed%a0%80",
-        b"%ff",
-        b"%00",
-        b"a:b",
-        b"1:",
-    ]
-    for name in (b"limit", b"before", b"ids", b"shared", b"layout", b""):
-        for value in (*values, b":", b"1:%ff", b"\xc3\xa9", b"a&a&&=", b"?#"):
-            status, answer = _raw(talked, b"GET %s?%s=%s HTTP/1.1" % (path.encode(), name, value))
+@pytest.mark.parametrize("path", [b"/v1/sessions", b"/v1/sessions/known/samples", b"/ready"])
+def test_odd_queries(talked: httpx.Client, path: bytes) -> None:
+    talked.post("/v1/sessions", json={"id": "short"})
+    path = path.replace(b"known", b"short")
+    values = [b"", b"NaN", b"1e400", b"inf", b"1" * 400, b"%ed%a0%80", b"%ff", b"%00", b"a:b", b"1:"]
+    for name in (b"limit", b"before", b"shared", b""):
+        for value in (*values, b"1:%ff", b"\xc3\xa9", b"a&a&&=", b"?#"):
+            status, answer = _raw(talked, b"GET %s?%s=%s HTTP/1.1" % (path, name, value))
             assert status in (200, 400), answer
 
 
 @pytest.mark.parametrize(
-    "name",
-    [b"x-session-id", b"idempotency-key", b"x-stainless-retry-count", b"content-type", b"authorization"],
+    "name", [b"x-session-id", b"idempotency-key", b"x-stainless-retry-count", b"content-type"]
 )
-@pytest.mark.parametrize(
-    "value",
-    [b"", b"  ", b"\xff", b"\xc3\xa9", b"a" * 5000, b"1e400", b"-1", b"Bearer", b"Basic \xff", b"a\tb"],
-)
-def test_odd_headers(talked: httpx.Client, name: bytes, value: bytes) -> None:
-    for path in (b"/v1/chat/completions", b"/v1/chat/completions/tokens", b"/tokenize", b"/v1/sessions"):
-        fields = {"prompt_ids": [1, 74]} if path.endswith(b"tokens") else {"messages": _HI}
-        body = json.dumps(fields).encode()
-        status, answer = _raw(talked, b"POST %s HTTP/1.1" % path, name + b": " + value, body=body)
-        assert status in (200, 201, 400, 409), answer
+def test_odd_headers(talked: httpx.Client, name: bytes) -> None:
+    for value in (b"", b"  ", b"\xff", b"\xc3\xa9", b"a" * 5000, b"1e400", b"-1", b"a\tb"):
+        for path in (b"/v1/chat/completions", b"/v1/chat/completions/tokens", b"/v1/sessions"):
+            fields = {"prompt_ids": [1, 74]} if path.endswith(b"tokens") else {"messages": _HI}
+            body = json.dumps(fields).encode()
+            status, answer = _raw(talked, b"POST %s HTTP/1.1" % path, name + b": " + value, body=body)
+            assert status in (200, 201, 400, 409), answer
