@@ -162,3 +162,26 @@ def test_an_announced_body_is_refused_before_it_is_sent(engine: FakeVllm) -> Non
         send_and_keep(client.base_url, "/tokenize", b"", announced=_LIMIT + 1) as connection,
     ):
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", b"\xef\xbb\xbf{}", b"{}{}", b"NaN", b"[" * 100_000]
+)
+def test_a_body_that_is_no_object_is_refused(client: httpx.Client, body: bytes) -> None:
+    for path in ("/v1/chat/completions/tokens", "/tokenize", "/v1/sessions/s/reward"):
+        answer = client.post(path, content=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body"), path
+
+
+@pytest.mark.parametrize("odd", ["2147483648", "18446744073709551616", "9" * 30])
+def test_an_id_beyond_32_bits_in_a_long_session(client: httpx.Client, name: str, odd: str) -> None:
+    """The session has more turns than one look-up returns."""
+    headers = {"x-session-id": name}
+    for last in range(40):
+        body = {"prompt_ids": [1, 74, 60 + last % 20, 61 + last % 19]}
+        assert client.post("/v1/chat/completions/tokens", json=body, headers=headers).status_code == 200
+    for ids in (odd, f"1,74,{odd}"):
+        content = f'{{"prompt_ids": [{ids}]}}'
+        answer = client.post("/v1/chat/completions/tokens", content=content, headers=headers)
+        assert answer.status_code == 400
+        assert "out of vocabulary" in answer.text or "digits" in answer.text or "beyond" in answer.text

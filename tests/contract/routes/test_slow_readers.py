@@ -1,6 +1,6 @@
 """A client that does not read its stream: the proxy holds a bounded buffer, and other requests do not wait.
 
-`tests/campaign/routes/test_slow_readers.py` has hundreds of such clients, and measures the memory.
+`tests/campaign/robustness/test_many_clients.py` has many such clients, and measures the memory.
 """
 
 import json
@@ -18,12 +18,12 @@ from tests.support.talk import CHAT, user
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
 
-BUFFERED_MIB = 2
+_BUFFERED_MIB = 2
 """What the proxy may hold for a client, at most: read from the engine, and not yet taken by the kernel."""
-EVENT = Reply(message={"content": "x" * 10_000})
+_EVENT = Reply(message={"content": "x" * 200_000})
 
 
-class LongStreams(FakeVllm):
+class _LongStreams(FakeVllm):
     """Its streams go on for `mib`, as fast as they are read."""
 
     def __init__(self, model: TinyModel, mib: int) -> None:
@@ -51,7 +51,7 @@ class LongStreams(FakeVllm):
 
 
 @contextmanager
-def send_and_read_nothing(url: httpx.URL, path: str, body: bytes) -> Iterator[socket.socket]:
+def _send_and_read_nothing(url: httpx.URL, path: str, body: bytes) -> Iterator[socket.socket]:
     """Send a request. The kernel takes in little of the answer: what is not read stays at the proxy."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -61,19 +61,19 @@ def send_and_read_nothing(url: httpx.URL, path: str, body: bytes) -> Iterator[so
         yield connection
 
 
-def kernel_bytes() -> int:
+def _kernel_bytes() -> int:
     """What the kernel takes in for both ends of the connection between engine and proxy, at most."""
     folder = Path("/proc/sys/net/ipv4")
     return sum(int((folder / name).read_text().split()[2]) for name in ("tcp_rmem", "tcp_wmem"))
 
 
 def test_a_client_that_reads_late_holds_a_bounded_buffer_and_gets_all(tiny_model: TinyModel) -> None:
-    bound = kernel_bytes() + BUFFERED_MIB * 2**20
-    engine = LongStreams(tiny_model, 2 * bound // 2**20)
+    bound = _kernel_bytes() + _BUFFERED_MIB * 2**20
+    engine = _LongStreams(tiny_model, bound // 2**20 + 2)
     with engine, run_proxy([engine], store="memory:") as client:
-        engine.replies.append(EVENT)
+        engine.replies.append(_EVENT)
         body = json.dumps({"messages": [user("late")], "stream": True}).encode()
-        with send_and_read_nothing(client.base_url, CHAT, body) as connection:
+        with _send_and_read_nothing(client.base_url, CHAT, body) as connection:
             wait_until(lambda: engine.running == 1)
             seen: list[int] = []
             while seen[-5:] != [engine.written.total()] * 5:
