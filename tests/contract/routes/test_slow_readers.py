@@ -20,7 +20,7 @@ from tests.support.utils import run_proxy, wait_until
 
 _BUFFERED_MIB = 2
 """What the proxy may hold for a client, at most: read from the engine, and not yet taken by the kernel."""
-_EVENT = Reply(message={"content": "x" * 200_000})
+_EVENT = Reply(message={"content": "x" * 20_000})
 
 
 class _LongStreams(FakeVllm):
@@ -82,6 +82,7 @@ def test_a_client_that_reads_late_holds_a_bounded_buffer_and_gets_all(tiny_model
                 assert client.post(CHAT, json=other).status_code == 200
             assert engine.running == 1
             assert seen[-1] < bound
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
             while engine.running:
                 assert connection.recv(2**20)
         assert engine.written.total() >= engine.streamed
