@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -25,7 +26,7 @@ _LIMIT = 1000
 @pytest.fixture(scope="module")
 def closed(engine: FakeVllm) -> Iterator[httpx.Client]:
     """A client of a proxy with a key, a page, hosts and small limits."""
-    limits = {"head_limit_bytes": 2048, "body_limit_bytes": _LIMIT}
+    limits: dict[str, Any] = {"head_limit_bytes": 2048, "body_limit_bytes": _LIMIT}
     with run_proxy(
         [engine], api_key="secret", cors_origins=_PAGE, allowed_hosts=_HOSTS, store="memory:", **limits
     ) as client:

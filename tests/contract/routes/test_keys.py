@@ -78,7 +78,7 @@ class Keyed:
 @pytest.fixture(scope="module")
 def keyed(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     file: Path = tmp_path_factory.mktemp("keys") / "keys.yaml"
-    keys = {scope: add_key(file, scope, [scope], "all") for scope in KeyScope}
+    keys = {str(scope): add_key(file, scope, [scope], "all") for scope in KeyScope}
     keys |= {"plain": "plain-key", "everything": "admin-key", "wrong": "nobody's"}
     settings: dict[str, Any] = {"api_key_file": file, "api_key": ["plain-key"], "admin_key": ["admin-key"]}
     with (

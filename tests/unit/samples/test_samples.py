@@ -138,7 +138,7 @@ def test_the_model_is_that_of_the_last_turn_and_the_logprobs_mode_that_of_all(
 
 
 def test_fields_of_the_session() -> None:
-    fields = {"tenant": "4f2a", "ambiguous": True, "metadata": b'{"task": 7}'}
+    fields: dict[str, Any] = {"tenant": "4f2a", "ambiguous": True, "metadata": b'{"task": 7}'}
     session = Session(id="4f2a/r", created=1.0, used=1.0, **fields)
     a = root("a", [1], [2], rollout="4f2a/r")
     bad = root("b", [1], [2], rollout="4f2a/r", problem="media")
