@@ -143,7 +143,7 @@ async def _read_nothing(address: tuple[str, int], data: bytes) -> socket.socket:
 async def test_clients_that_read_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
     """500 streams that pass through unread: each takes little memory, and others are served.
 
-    `tests/routes/test_slow_readers.py` has those that are recorded.
+    `tests/contract/routes/test_slow_readers.py` has those that are recorded.
     """
     with (
         FakeVllm(tiny_model) as engine,

@@ -4,7 +4,6 @@
 """
 
 import json
-import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -229,17 +228,6 @@ def test_metadata_select_rollouts(served: Feed) -> None:
     assert served.read(weight_version=["7", "8"])["data"] == []
 
 
-def test_few_that_fit_among_many(served: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "ENTRIES_AT_ONCE", 2)
-    monkeypatch.setattr(feed, "MOST_SCANNED", 4)
-    for number in range(6):
-        served.finish(f"r{number}", wanted=number == 5)
-    page = served.read(metadata="wanted=true")
-    assert (page["data"], page["more"]) == ([], True)
-    assert served.names(metadata="wanted=true", after=page["cursor"]) == ["r5"]
-    assert served.names(metadata="wanted=true", wait=10) == ["r5"]
-
-
 def test_layouts(served: Feed) -> None:
     served.finish("a")
     for layout in LAYOUTS:
@@ -350,28 +338,3 @@ def test_a_proxy_that_stops_does_not_wait(engine: FakeVllm) -> None:
         running.stopping = True
         answer = waiting.result(20)
         assert (answer.status_code, answer.json()["data"]) == (200, [])
-
-
-def test_readers_and_writers_at_once(served: Feed) -> None:
-    """Each reader gets every rollout, in one order."""
-    names = [f"r{number}" for number in range(20)]
-    for name in names:
-        served.turn(name)
-    read: dict[str, list[str]] = {"a": [], "b": []}
-
-    def consume(consumer: str) -> None:
-        while len(read[consumer]) < len(names):
-            page = served.read(consumer=consumer, wait=20, limit=7)
-            read[consumer] += [each["rollout"] for each in page["data"]]
-            served.acknowledge(consumer, page["cursor"])
-
-    readers = [threading.Thread(target=consume, args=(consumer,), daemon=True) for consumer in read]
-    for reader in readers:
-        reader.start()
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda name: served.reward(name, 1.0), names))
-    for reader in readers:
-        reader.join(30)
-        assert not reader.is_alive()
-    assert read["a"] == read["b"]
-    assert sorted(read["a"]) == sorted(names)

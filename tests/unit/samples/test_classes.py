@@ -153,7 +153,7 @@ def test_a_refused_leaf_leaves_the_wanted_turns_before_it() -> None:
     assert _masks(samples_of([b, c], {}, wanted=frozenset({"main"}))) == {}
 
 
-@settings(derandomize=True, max_examples=30)
+@settings(derandomize=True, max_examples=15)
 @given(random_trees(), st.data())
 def test_classes_divide_what_is_trained(drawn: Any, data: st.DataObject) -> None:
     """With one class at a time, the same ids are trained as with all, and each of them once."""

@@ -9,7 +9,7 @@ from proxy.samples.samples import Sample, samples_of
 from tests.support.trees import random_trees
 
 Tree = tuple[list[Turn], dict[str, float]]
-every_tree = settings(derandomize=True, max_examples=60)
+every_tree = settings(derandomize=True, max_examples=40)
 
 
 def _ids(turn: Turn, turns: dict[str, Turn]) -> list[int]:
