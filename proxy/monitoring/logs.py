@@ -8,7 +8,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -41,16 +42,31 @@ class RequestFields(logging.Filter):
         return True
 
 
+def _run_later(seconds: float, work: Callable[[], None]) -> None:
+    """Run work on a thread after a time. The end of the process does not wait for it."""
+    timer = threading.Timer(seconds, work)
+    timer.daemon = True
+    timer.start()
+
+
 class RepeatLimit(logging.Filter):
     """Lets REPEATS warnings or errors of one line of code through in WINDOW_S seconds, and counts the others.
 
     The number of lines left out is logged at the end of the window, even if no such line follows.
     """
 
-    def __init__(self, repeats: int = REPEATS, window_s: float = WINDOW_S) -> None:
+    def __init__(
+        self,
+        repeats: int = REPEATS,
+        window_s: float = WINDOW_S,
+        clock: Callable[[], float] = time.monotonic,
+        run_later: Callable[[float, Callable[[], None]], None] = _run_later,
+    ) -> None:
         super().__init__()
         self._repeats = repeats
         self._window_s = window_s
+        self._clock = clock
+        self._run_later = run_later
         self._windows: dict[tuple[str, str, int], _Window] = {}
         self._lock = threading.Lock()
 
@@ -58,7 +74,7 @@ class RepeatLimit(logging.Filter):
         """Whether a record is written."""
         if record.levelno < logging.WARNING or hasattr(record, "left_out"):
             return True
-        key, now = (record.name, record.pathname, record.lineno), time.monotonic()
+        key, now = (record.name, record.pathname, record.lineno), self._clock()
         with self._lock:
             window = self._windows.get(key)
             if window is None or now >= window.end:
@@ -68,10 +84,7 @@ class RepeatLimit(logging.Filter):
                 return True
             window.last = record
             if window.count == self._repeats + 1:
-                # a daemon, because the end of the process does not wait for a count
-                timer = threading.Timer(max(0.0, window.end - now), self._report, [window])
-                timer.daemon = True
-                timer.start()
+                self._run_later(max(0.0, window.end - now), partial(self._report, window))
             return False
 
     def _report(self, window: "_Window") -> None:

@@ -26,7 +26,13 @@ class Follower:
     """Reads the feed of a store and writes its samples, one JSON object a line."""
 
     def __init__(
-        self, store: Store, layout: Layout, selected: FeedFilter, shared: Shared, after: int
+        self,
+        store: Store,
+        layout: Layout,
+        selected: FeedFilter,
+        shared: Shared,
+        after: int,
+        poll_s: float = POLL_S,
     ) -> None:
         """Nothing is read yet. `after` is the position after which the first step reads."""
         self.position = after
@@ -36,6 +42,7 @@ class Follower:
         self._layout = layout
         self._selected = selected
         self._shared = shared
+        self._poll_s = poll_s
         self._stopped = asyncio.Event()
 
     def stop(self) -> None:
@@ -65,7 +72,7 @@ class Follower:
                 grown = works = False
             if not grown:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):
+                    async with asyncio.timeout(self._poll_s):
                         await self._stopped.wait()
 
     async def _step(self, file: BinaryIO) -> bool:

@@ -17,20 +17,16 @@ from proxy.client import (
     KeyRefused,
     NoResponse,
     ServerFailure,
-    TemporaryFailure,
-    TooManyRequests,
     UnknownResource,
     UnreadableResponse,
 )
-from proxy.client.calls import Address, FeedPosition, Patience
-from proxy.client.errors import error_of
 from proxy.key_command import add_key
-from proxy.ports import free_port
 from tests.contract.client.blocking import BlockingClient
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
+from tests.support.ports import held_port
 from tests.support.talk import user
 from tests.support.tiny_model import END, TinyModel
-from tests.support.utils import run_proxy
+from tests.support.utils import run_proxy, wait_until
 
 Open = Callable[..., Any]
 
@@ -38,11 +34,7 @@ Open = Callable[..., Any]
 @pytest.fixture(params=[Client, BlockingClient], ids=["blocking", "asyncio"])
 def open_client(request: pytest.FixtureRequest) -> Open:
     """Makes a client of either kind."""
-
-    def make(url: object, **options: Any) -> Any:
-        return request.param(str(url), **options)
-
-    return make
+    return lambda url, **options: request.param(str(url), **options)
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +44,9 @@ def engine(tiny_model: TinyModel) -> Iterator[FakeVllm]:
 
 
 @pytest.fixture
-def url(engine: FakeVllm) -> Iterator[str]:
-    """A proxy with an empty feed."""
-    with run_proxy([engine], store="memory:") as client:
-        yield str(client.base_url)
-
-
-@pytest.fixture
-def client(open_client: Open, url: str) -> Iterator[Any]:
-    with open_client(url) as client:
+def client(open_client: Open, engine: FakeVllm) -> Iterator[Any]:
+    """A client of a proxy with an empty feed."""
+    with run_proxy([engine], store="memory:") as http, open_client(http.base_url) as client:
         yield client
 
 
@@ -71,7 +57,9 @@ def _finish(client: Any, *names: str, **metadata: Any) -> None:
         client.set_reward(name, 1.0)
 
 
-def test_sessions(client: Any) -> None:
+def test_models_and_sessions(client: Any) -> None:
+    base, adapter = client.models()
+    assert {base.id: base.parent, adapter.id: adapter.parent} == {"tiny": None, "adapter": "tiny"}
     made = client.create_session("s", defaults={"temperature": 0.5}, metadata={"env": "math"})
     assert (made.id, made.defaults, made.turn_count) == ("s", {"temperature": 0.5}, 0)
     changed = client.create_session("s", metadata={"env": "code"})
@@ -82,19 +70,12 @@ def test_sessions(client: Any) -> None:
     assert (read.turn_count, read.reward, [each["id"] for each in read.turns]) == (1, None, [turn.turn])
     assert read.turns[0]["completion_ids"] == turn.completion_ids
     assert "completion_ids" not in client.session("s").turns[0]
-    assert client.end_session("s") is True
-    assert client.end_session("s") is False
+    assert (client.end_session("s"), client.end_session("s")) == (True, False)
     client.delete_session("s")
     with pytest.raises(UnknownResource) as missing:
         client.session("s")
     assert (missing.value.status, missing.value.code) == (404, "session_not_found")
     assert missing.value.message == "unknown session 's': never used, deleted, or evicted"
-
-
-def test_models(client: Any) -> None:
-    base, adapter = client.models()
-    assert {base.id: base.parent, adapter.id: adapter.parent} == {"tiny": None, "adapter": "tiny"}
-    assert {base.max_model_len, adapter.max_model_len} >= {None}
 
 
 def test_classes(client: Any) -> None:
@@ -111,8 +92,7 @@ def test_token_turns(client: Any, engine: FakeVllm) -> None:
     first = client.token_turn(messages=[user("Hi")], session="s", model="tiny", temperature=0.7)
     assert first.completion_ids == [74, 71, END]
     assert first.logprobs == pytest.approx([-74 / 8, -71 / 8, -END / 8])
-    assert (first.session, first.finish_reason) == ("s", "stop")
-    assert first.message["role"] == "assistant"
+    assert (first.session, first.finish_reason, first.message["role"]) == ("s", "stop", "assistant")
     second = client.token_turn(first.ids, [user("More")], session="s", logprobs=False)
     assert second.prompt_ids[: len(first.ids)] == first.ids
     assert len(second.prompt_ids) > len(first.ids)
@@ -150,7 +130,7 @@ def test_the_feed_page_by_page(client: Any) -> None:
     rest = client.read_feed("trainer", layout="trl", metadata={"env": "math"})
     assert [(each.rollout, each.metadata) for each in rest.data] == [("c", {"env": "math"})]
     assert "env_mask" in rest.data[0].samples[0]
-    assert client.read_feed(after=rest.cursor, wait_s=0.1).data == []
+    assert client.read_feed(after=rest.cursor, wait_s=0.05).data == []
     assert client.read_feed(weight_versions=["7"]).data == []
     [consumer] = client.consumers()
     assert (consumer.consumer, consumer.cursor, consumer.waiting) == ("trainer", first.cursor, 2)
@@ -162,6 +142,7 @@ def test_the_feed_page_by_page(client: Any) -> None:
 
 
 def test_the_feed_as_an_iterator(client: Any) -> None:
+    """What a consumer that is killed got and did not acknowledge comes again."""
     _finish(client, *"abcde")
     feed = client.feed("trainer", limit=2, wait_s=5)
     assert [next(feed).rollout for _ in range(3)] == ["a", "b", "c"]
@@ -169,12 +150,11 @@ def test_the_feed_as_an_iterator(client: Any) -> None:
     assert client.consumers()[0].waiting == 3
     assert [each.rollout for each in itertools.islice(client.feed("trainer", limit=2), 2)] == ["c", "d"]
     assert [next(feed).rollout for _ in range(2)] == ["d", "e"]
-    writer = threading.Timer(0.3, _finish, (client, "late"))
+    writer = threading.Timer(0.05, _finish, (client, "late"))
     writer.start()
     assert next(feed).rollout == "late"
     writer.join()
     assert client.consumers()[0].waiting == 1
-    assert [each.rollout for each in itertools.islice(client.feed("trainer"), 1)] == ["late"]
 
 
 def test_acknowledging_may_be_left_to_the_caller(client: Any) -> None:
@@ -189,26 +169,25 @@ def test_acknowledging_may_be_left_to_the_caller(client: Any) -> None:
 def test_filters_that_leave_out_much_are_acknowledged_too(client: Any) -> None:
     _finish(client, *"abc")
     feed = client.feed("trainer", wait_s=0.05, metadata={"env": "math"})
-    reader = threading.Timer(0.0, lambda: next(feed, None))
-    reader.daemon = True
+    reader = threading.Thread(target=lambda: next(feed, None), daemon=True)
     reader.start()
-    deadline = time.monotonic() + 10
-    while (listed := client.consumers()) == [] or listed[0].waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: [each.waiting for each in client.consumers()] == [0])
     _finish(client, "d", env="math")
-    reader.join(10)
+    reader.join(20)
     assert not reader.is_alive()
 
 
+# --- errors
+
+
 def test_a_proxy_that_is_down(open_client: Open) -> None:
-    with open_client(f"http://127.0.0.1:{free_port('127.0.0.1')}/v1") as client:
+    with held_port() as port, open_client(f"http://127.0.0.1:{port}/v1") as client:
         with pytest.raises(NoResponse, match=r"no response of http://127\.0\.0\.1:"):
             client.session("s")
         began = time.monotonic()
         with pytest.raises(NoResponse):
-            next(client.feed("trainer", patience_s=0.7))
-        assert 0.5 < time.monotonic() - began < 5
+            next(client.feed("trainer", patience_s=0.1))
+        assert time.monotonic() - began > 0.1
 
 
 def test_keys_and_scopes(open_client: Open, engine: FakeVllm, tmp_path: Any) -> None:
@@ -219,93 +198,34 @@ def test_keys_and_scopes(open_client: Open, engine: FakeVllm, tmp_path: Any) -> 
             client.read_feed()
         assert refused.value.code == "invalid_api_key"
         with open_client(http.base_url, api_key=reads) as client:
-            assert client.read_feed("c").data == []
             assert client.acknowledge("c", "0") == "0"
             with pytest.raises(AccessDenied) as lacking:
                 client.create_session("s")
             assert lacking.value.code == "insufficient_scope"
-        with open_client(http.base_url, api_key="all") as client:
-            assert client.create_session("s").id == "s"
 
 
-def test_errors_of_the_engine(client: Any, engine: FakeVllm) -> None:
+def test_errors_of_the_engine_and_of_another_server(client: Any, open_client: Open, engine: FakeVllm) -> None:
     engine.replies.append(Reply(error=Canned(b'{"error": {"message": "too long"}}', 400)))
     with pytest.raises(InvalidRequest, match="too long"):
         client.token_turn([1, 74])
     engine.replies.append(Reply(error=Canned(b"oops", 500)))
     with pytest.raises(ServerFailure):
         client.token_turn([1, 74])
-
-
-def test_a_response_of_another_server(open_client: Open, engine: FakeVllm) -> None:
-    with open_client(engine.url) as client, pytest.raises(ErrorResponse):
-        client.consumers()
+    with open_client(engine.url) as other, pytest.raises(ErrorResponse):
+        other.consumers()
     for canned in (
         Canned(b"<html>"),
         Canned(b'{"data": [], "cursor": "\xff", "more": false}'),
         Canned(b"{}", headers={"content-encoding": "gzip"}),
     ):
         engine.canned["/v1/samples"] = canned
-        with open_client(engine.url) as client, pytest.raises(UnreadableResponse, match=str(engine.port)):
-            client.read_feed()
+        with open_client(engine.url) as other, pytest.raises(UnreadableResponse, match=str(engine.port)):
+            other.read_feed()
     engine.reset()
 
 
-def test_every_page_of_a_feed_is_selected_by_the_same_weights() -> None:
-    position = FeedPosition("trainer", None, 0.0, True, {"weight_versions": iter(["7", "8"])})
-    for _ in range(2):
-        weights = [value for name, value in position.next_page().query if name == "weight_version"]
-        assert weights == ["7", "8"]
-
-
-def test_own_http_clients_stay_open(url: str) -> None:
+def test_own_http_clients_stay_open(engine: FakeVllm) -> None:
     with httpx.Client(trust_env=False) as http:
-        with Client(url, http=http) as client:
-            client.consumers()
-        assert http.get(f"{url}/health").status_code == 200
-
-
-@pytest.mark.parametrize(
-    "status, kind",
-    [
-        (400, InvalidRequest),
-        (401, KeyRefused),
-        (403, AccessDenied),
-        (404, UnknownResource),
-        (413, InvalidRequest),
-        (429, TooManyRequests),
-        (500, ServerFailure),
-        (503, TemporaryFailure),
-        (504, ServerFailure),
-    ],
-)
-def test_statuses(status: int, kind: type[ErrorResponse]) -> None:
-    body = {"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}
-    error = error_of(httpx.Response(status, json=body, headers={"retry-after": "2"}))
-    assert type(error) is kind
-    found = (error.message, error.status, error.param, error.code, error.retry_after_s)
-    assert found == ("m", status, "p", "c", 2.0)
-    assert str(error_of(httpx.Response(status, text="bad gateway"))) == "bad gateway"
-    assert str(status) in str(error_of(httpx.Response(status)))
-
-
-@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
-def test_base_urls(url: str) -> None:
-    assert Address(url, None).url == "http://h:1"
-
-
-def test_patience_ends_and_waits_as_long_as_the_proxy_asks() -> None:
-    now = [0.0]
-    patience = Patience(10.0, lambda: now[0])
-    pauses = []
-    error = TemporaryFailure("m", 503, retry_after_s=2.0)
-    for _ in range(3):
-        pauses.append(patience.pause(error))
-        now[0] += pauses[-1]
-    assert pauses == [2.0, 2.0, 2.0]
-    assert patience.pause(NoResponse("m")) == 4.0
-    now[0] = 10.0
-    with pytest.raises(TemporaryFailure):
-        patience.pause(error)
-    with pytest.raises(InvalidRequest):
-        Patience(10.0, lambda: 0.0).pause(InvalidRequest("m", 400))
+        with Client(engine.url, http=http) as client:
+            client.models()
+        assert http.get(f"{engine.url}/health").status_code == 200

@@ -1,10 +1,10 @@
 """Clients that many threads or tasks use at the same time."""
 
-import threading
+import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,50 +12,32 @@ import pytest
 from proxy.client import Client
 from tests.contract.client.blocking import BlockingClient
 
-_AT_ONCE = 150
-_MODELS = b'{"object": "list", "data": []}'
-
-
-class _Server(ThreadingHTTPServer):
-    """Responds to no request before all of them are there."""
-
-    request_queue_size = _AT_ONCE
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.all_there = threading.Barrier(_AT_ONCE)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: _Server
-
-    def do_GET(self) -> None:
-        try:
-            self.server.all_there.wait(30)
-        except threading.BrokenBarrierError:
-            self.send_error(504)
-            return
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(_MODELS)))
-        self.end_headers()
-        self.wfile.write(_MODELS)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Requests are not logged."""
+_AT_ONCE = 110
+"""More than the 100 requests that httpx sends at once by default."""
+_MODELS = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 12\r\n\r\n" + b'{"data": []}'
 
 
 @contextmanager
 def _serve() -> Iterator[str]:
-    with _Server() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    """A server that responds to no request before all of them are there."""
+    loop, all_there = asyncio.new_event_loop(), asyncio.Barrier(_AT_ONCE)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readline():
+            await reader.readuntil(b"\r\n\r\n")
+            await all_there.wait()
+            writer.write(_MODELS)
+        writer.close()
+
+    server = loop.run_until_complete(asyncio.start_server(answer, "127.0.0.1", 0, backlog=_AT_ONCE))
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 @pytest.mark.parametrize("make", [Client, BlockingClient], ids=["blocking", "asyncio"])

@@ -1,3 +1,5 @@
+"""Clients that leave: the engine stops sampling for them, and they are counted."""
+
 import asyncio
 import json
 from typing import Any
@@ -9,44 +11,47 @@ from proxy.app import create_app
 from proxy.settings import Settings
 from proxy.stores.memory import MemoryStore
 from tests.support.fake_vllm import FakeVllm, Reply, Variant
+from tests.support.scraping import Scrape, grown
 from tests.support.utils import run_server, send_and_keep, wait_until
 
 _TOKENS, _CHAT = "/v1/chat/completions/tokens", "/v1/chat/completions"
-_HI = [{"role": "user", "content": "Hi"}]
-_REQUESTS: dict[str, tuple[Variant, str, dict[str, Any]]] = {
-    "tokens, chat": (Variant.CHAT, _TOKENS, {"prompt_ids": [1, 74]}),
-    "tokens, generate": (Variant.SCALE_OUT, _TOKENS, {"prompt_ids": [1, 74]}),
-    "first turn": (Variant.CHAT, _TOKENS, {"messages": _HI}),
-    "passed through": (Variant.CHAT, _CHAT, {"messages": _HI}),
-}
-_EVERY_REQUEST = pytest.mark.parametrize(
-    "pair, path, body", _REQUESTS.values(), ids=_REQUESTS, indirect=["pair"]
+_HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+_IDS: dict[str, Any] = {"prompt_ids": [1, 74]}
+
+
+def _await_counted(client: httpx.Client, before: Scrape, path: str, status: str) -> None:
+    wait_until(lambda: grown(before, Scrape(client), "client_disconnects_total", route=path))
+    wait_until(lambda: Scrape(client).value("requests_in_flight") == 0)
+    wait_until(lambda: Scrape(client).value("replica_requests_in_flight") == 0)
+    assert grown(before, Scrape(client), "requests_total", route=path, status=status) == 1
+
+
+@pytest.mark.parametrize(
+    ("pair", "path", "body"),
+    [(Variant.CHAT, _TOKENS, _IDS), (Variant.SCALE_OUT, _TOKENS, _IDS), (Variant.CHAT, _CHAT, _HI)],
+    indirect=["pair"],
 )
-
-
-@_EVERY_REQUEST
-def test_a_client_that_leaves_a_stream(
-    fake: FakeVllm, client: httpx.Client, path: str, body: dict[str, Any]
+@pytest.mark.parametrize(
+    ("hold_at", "stream", "status"), [(0, False, "499"), (0, True, "499"), (1, True, "200")]
+)
+def test_a_client_that_leaves_before_or_inside_the_answer(
+    fake: FakeVllm,
+    client: httpx.Client,
+    path: str,
+    body: dict[str, Any],
+    hold_at: int,
+    stream: bool,
+    status: str,
 ) -> None:
-    fake.replies.append(Reply(hold_at=1))
-    with client.stream("POST", path, json={**body, "stream": True}) as answer:
-        chunks = answer.iter_raw()
-        assert next(chunks).startswith(b"data: {")
+    before = Scrape(client)
+    fake.replies.append(Reply(hold_at=hold_at))
+    with send_and_keep(client.base_url, path, json.dumps({**body, "stream": stream}).encode()) as connection:
+        wait_until(lambda: fake.running)
+        if hold_at:
+            assert connection.recv(1)  # the head, which comes with the first event
         assert (fake.running, fake.aborted) == (1, 0)
     wait_until(lambda: (fake.running, fake.aborted) == (0, 1))
-    assert client.post(path, json=body).status_code == 200
-
-
-@_EVERY_REQUEST
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_before_the_answer(
-    fake: FakeVllm, client: httpx.Client, path: str, body: dict[str, Any], stream: bool
-) -> None:
-    fake.replies.append(Reply(hold_at=0))
-    with send_and_keep(client.base_url, path, json.dumps({**body, "stream": stream}).encode()):
-        wait_until(lambda: fake.running)
-        assert fake.aborted == 0
-    wait_until(lambda: (fake.running, fake.aborted) == (0, 1))
+    _await_counted(client, before, path, status)
     assert client.post(path, json=body).status_code == 200
 
 
@@ -62,7 +67,7 @@ def test_a_client_that_leaves_while_the_store_is_slow(
 
     monkeypatch.setattr(MemoryStore, "save_session", never_saved)
     fake.replies.append(Reply(hold_at=1))
-    body = json.dumps({"messages": _HI, "stream": True}).encode()
+    body = json.dumps({**_HI, "stream": True}).encode()
     with run_server(create_app(Settings(upstreams=[fake.url], store="memory:"))) as url:
         with send_and_keep(httpx.URL(url), _CHAT, body):
             wait_until(lambda: reached)
@@ -71,15 +76,19 @@ def test_a_client_that_leaves_while_the_store_is_slow(
 
 
 def test_completed_request_is_not_aborted(fake: FakeVllm, client: httpx.Client) -> None:
+    before = Scrape(client)
     for stream in (False, True):
-        client.post(_TOKENS, json={"prompt_ids": [1, 74], "stream": stream})
+        client.post(_TOKENS, json={**_IDS, "stream": stream})
     wait_until(lambda: not fake.running)
     assert fake.aborted == 0
+    assert grown(before, Scrape(client), "client_disconnects_total") == 0
 
 
 def test_a_client_that_leaves_while_it_sends(fake: FakeVllm, client: httpx.Client) -> None:
-    body = json.dumps({"prompt_ids": [1, 74]}).encode()
+    before = Scrape(client)
+    body = json.dumps(_IDS).encode()
     with send_and_keep(client.base_url, _TOKENS, body, announced=len(body) + 1):
-        pass
+        wait_until(lambda: Scrape(client).value("requests_in_flight") == 1)
+    _await_counted(client, before, _TOKENS, "499")
     assert client.post(_TOKENS, content=body).status_code == 200
     assert len(fake.seen(_CHAT)) == 1

@@ -1,14 +1,15 @@
-"""What is checked before a request is routed: OPTIONS, CORS, the Host header, the size of the head."""
+"""What is checked before a request is routed: OPTIONS, CORS, the Host header, the sizes of head and body."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from proxy.routes.auth import OPEN_PATHS
 from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.talk import user
-from tests.support.tiny_model import TinyModel
+from tests.support.talk import CHAT, user
 from tests.support.utils import run_proxy, send_and_keep, wait_until
 
 _PAGE = "https://app.example.com"
@@ -18,32 +19,36 @@ _PREFLIGHT = {
     "access-control-request-method": "POST",
     "access-control-request-headers": "authorization,x-session-id",
 }
+_HOSTS = "Proxy.example.com,*.internal,::1,127.0.0.1"
+_LIMIT = 1000
 
 
 @pytest.fixture(scope="module")
-def cors(tiny_model: TinyModel) -> Iterator[httpx.Client]:
-    """A client of a proxy with keys, whose pages may be of one origin."""
-    with (
-        FakeVllm(tiny_model) as engine,
-        run_proxy([engine], api_key="secret", cors_origins=_PAGE, store="memory:") as client,
-    ):
+def closed(engine: FakeVllm) -> Iterator[httpx.Client]:
+    """A client of a proxy with a key, a page, hosts and small limits."""
+    limits: dict[str, Any] = {"head_limit_bytes": 2048, "body_limit_bytes": _LIMIT}
+    with run_proxy(
+        [engine], api_key="secret", cors_origins=_PAGE, allowed_hosts=_HOSTS, store="memory:", **limits
+    ) as client:
         yield client
 
 
-# --- OPTIONS
+def _bearer(key: str = "secret") -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+# --- OPTIONS and CORS
 
 
 @pytest.mark.parametrize(
-    "path, allowed",
+    ("path", "allowed"),
     [
-        ("/v1/chat/completions", "POST, OPTIONS"),
+        (CHAT, "POST, OPTIONS"),
         ("/sessions/s/v1/chat/completions", "POST, OPTIONS"),
         ("/v1/sessions", "POST, GET, OPTIONS"),
-        ("/sessions/a", "GET, DELETE, OPTIONS"),
         ("/health", "GET, HEAD, OPTIONS"),
         ("/v1/models", "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"),
         ("/pause", "POST, OPTIONS"),
-        ("/some/where", "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"),
     ],
 )
 def test_options_is_answered_here(client: httpx.Client, fake: FakeVllm, path: str, allowed: str) -> None:
@@ -53,38 +58,30 @@ def test_options_is_answered_here(client: httpx.Client, fake: FakeVllm, path: st
     assert [seen.path for seen in fake.requests if seen.method == "OPTIONS"] == []
 
 
-def test_options_with_keys_reaches_no_engine(mortal: FakeVllm) -> None:
-    with run_proxy([mortal], api_key="secret") as client:
-        before = len(mortal.requests)
-        for path in ("/pause", "/v1/models", "/v1/load_lora_adapter", "/anything"):
-            assert client.options(path).status_code == 204
-        assert "OPTIONS" not in {seen.method for seen in mortal.requests[before:]}
+def test_options_need_no_key_and_reach_no_engine(closed: httpx.Client, engine: FakeVllm) -> None:
+    before = len(engine.requests)
+    for path in ("/pause", "/v1/models", "/anything"):
+        assert closed.options(path).status_code == 204
+    assert "OPTIONS" not in {seen.method for seen in engine.requests[before:]}
 
 
-# --- CORS
+def test_preflights(closed: httpx.Client) -> None:
+    for path in (CHAT, "/sessions/s/v1/models"):
+        answer = closed.options(path, headers=_PREFLIGHT)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == _PAGE
+        assert "POST" in answer.headers["access-control-allow-methods"]
+        assert answer.headers["access-control-allow-headers"] == "authorization,x-session-id"
+    refused = closed.options("/v1/models", headers={**_PREFLIGHT, "origin": "https://evil.example"})
+    assert refused.status_code == 400
+    assert "access-control-allow-origin" not in refused.headers
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/sessions/s/v1/models"])
-def test_a_preflight_of_an_allowed_page(cors: httpx.Client, path: str) -> None:
-    answer = cors.options(path, headers=_PREFLIGHT)
-    assert answer.status_code == 200
-    assert answer.headers["access-control-allow-origin"] == _PAGE
-    assert "POST" in answer.headers["access-control-allow-methods"]
-    assert answer.headers["access-control-allow-headers"] == "authorization,x-session-id"
-
-
-def test_a_preflight_of_another_page(cors: httpx.Client) -> None:
-    answer = cors.options("/v1/models", headers={**_PREFLIGHT, "origin": "https://evil.example"})
-    assert answer.status_code == 400
-    assert "access-control-allow-origin" not in answer.headers
-
-
-@pytest.mark.parametrize("key, status", [("secret", 200), ("wrong", 401)])
-def test_answers_to_an_allowed_page_can_be_read(cors: httpx.Client, key: str, status: int) -> None:
+@pytest.mark.parametrize(("key", "status"), [("secret", 200), ("wrong", 401)])
+def test_answers_to_an_allowed_page_can_be_read(closed: httpx.Client, key: str, status: int) -> None:
     """Its errors too: a page that cannot read a 401 shows a network error."""
-    for path in ("/v1/chat/completions", "/sessions/s/v1/chat/completions"):
-        headers = {"origin": _PAGE, "authorization": f"Bearer {key}"}
-        answer = cors.post(path, json=_BODY, headers=headers)
+    for path in (CHAT, "/sessions/s/v1/chat/completions"):
+        answer = closed.post(path, json=_BODY, headers={"origin": _PAGE, **_bearer(key)})
         assert answer.status_code == status
         assert answer.headers.get_list("access-control-allow-origin") == [_PAGE]
         assert answer.headers["access-control-expose-headers"] == "*"
@@ -93,11 +90,9 @@ def test_answers_to_an_allowed_page_can_be_read(cors: httpx.Client, key: str, st
 
 def test_a_client_that_leaves_aborts_the_engine_with_every_door(mortal: FakeVllm) -> None:
     """No middleware hides the disconnect."""
-    settings = {"cors_origins": "*", "allowed_hosts": "proxy,127.0.0.1"}
-    with run_proxy([mortal], **settings) as client:
+    with run_proxy([mortal], cors_origins="*", allowed_hosts="proxy,127.0.0.1") as client:
         mortal.replies.append(Reply(hold_at=1))
-        body = b'{"messages": [{"role": "user", "content": "Hi"}], "stream": true}'
-        with send_and_keep(client.base_url, "/v1/chat/completions", body):
+        with send_and_keep(client.base_url, CHAT, json.dumps({**_BODY, "stream": True}).encode()):
             wait_until(lambda: mortal.running)
         wait_until(lambda: mortal.aborted)
 
@@ -105,50 +100,89 @@ def test_a_client_that_leaves_aborts_the_engine_with_every_door(mortal: FakeVllm
 # --- the Host header
 
 
-@pytest.fixture(scope="module")
-def hosts(tiny_model: TinyModel) -> Iterator[httpx.Client]:
-    with (
-        FakeVllm(tiny_model) as engine,
-        run_proxy(
-            [engine], allowed_hosts="Proxy.example.com,*.internal,::1,127.0.0.1", store="memory:"
-        ) as client,
-    ):
-        yield client
-
-
 @pytest.mark.parametrize(
-    "host", ["proxy.example.com", "PROXY.example.com:8100", "a.internal", "a.b.internal:1", "[::1]:8100"]
+    ("host", "allowed"),
+    [
+        *((host, True) for host in ("proxy.example.com", "PROXY.example.com:8100", "a.b.internal:1")),
+        *((host, True) for host in ("a.internal", "[::1]:8100")),
+        *((host, False) for host in ("evil.example", "internal", "xinternal", "proxy.example.com.evil")),
+        *((host, False) for host in ("", "::1", "proxy.example.com.")),
+    ],
 )
-def test_hosts_that_are_allowed(hosts: httpx.Client, host: str) -> None:
-    assert hosts.get("/v1/models", headers={"host": host}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "host",
-    ["evil.example", "internal", "proxy.example.com.evil", "xinternal", "", "::1", "proxy.example.com."],
-)
-def test_hosts_that_are_not(hosts: httpx.Client, host: str) -> None:
+def test_hosts(closed: httpx.Client, host: str, allowed: bool) -> None:
     for method in ("GET", "OPTIONS"):
-        answer = hosts.request(method, "/v1/models", headers={"host": host})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "host_not_allowed")
+        answer = closed.request(method, "/v1/models", headers={"host": host, **_bearer()})
+        assert answer.is_success == allowed
+        assert allowed or (answer.status_code, answer.json()["error"]["code"]) == (400, "host_not_allowed")
 
 
-@pytest.mark.parametrize("path", sorted(OPEN_PATHS))
-def test_health_checks_may_ask_by_address(hosts: httpx.Client, path: str) -> None:
-    assert hosts.get(path, headers={"host": "10.1.2.3:8100"}).status_code == 200
-    assert hosts.post(path, headers={"host": "10.1.2.3:8100"}).status_code == 400
+def test_health_checks_may_ask_by_address(closed: httpx.Client) -> None:
+    for path in sorted(OPEN_PATHS):
+        headers = {"host": "10.1.2.3:8100"}
+        assert closed.get(path, headers=headers).status_code == 200
+        assert closed.post(path, headers=headers).status_code == 400
 
 
-# --- the head
+# --- sizes
 
 
 @pytest.mark.parametrize("where", ["header", "path", "query"])
-def test_a_head_over_the_limit(mortal: FakeVllm, where: str) -> None:
-    with run_proxy([mortal], head_limit_bytes=2048) as client:
-        for size, status in ((1000, 200), (3000, 431)):
-            filler = "a" * size
-            path = {"header": "/health", "path": f"/{filler}", "query": f"/health?{filler}"}[where]
-            answer = client.get(path, headers={"x-filler": filler} if where == "header" else {})
-            assert answer.status_code in ((404,) if (where, status) == ("path", 200) else (status,))
-            if status == 431:
-                assert answer.json()["error"]["type"] == "RequestHeaderFieldsTooLargeError"
+def test_a_head_over_the_limit(closed: httpx.Client, where: str) -> None:
+    for size, status in ((1000, 403 if where == "path" else 200), (3000, 431)):
+        filler = "a" * size
+        path = {"header": "/health", "path": f"/{filler}", "query": f"/health?{filler}"}[where]
+        headers = {"x-filler": filler} if where == "header" else {}
+        answer = closed.get(path, headers={**headers, **_bearer()})
+        assert answer.status_code == status
+        assert status != 431 or answer.json()["error"]["type"] == "RequestHeaderFieldsTooLargeError"
+
+
+def _pieces(body: bytes) -> Iterator[bytes]:
+    for start in range(0, len(body), 100):
+        yield body[start : start + 100]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions/tokens", "/tokenize", "/v1/embeddings"])
+def test_a_body_over_the_limit(closed: httpx.Client, engine: FakeVllm, path: str, chunked: bool) -> None:
+    before = len(engine.seen(path))
+    for size, refused in [(_LIMIT, False), (_LIMIT + 1, True), (_LIMIT * 50, True)]:
+        body = json.dumps(_BODY).encode().ljust(size)
+        answer = closed.post(path, content=_pieces(body) if chunked else body, headers=_bearer())
+        assert (answer.status_code == 413) == refused
+        if refused:
+            error = answer.json()["error"]
+            assert (error["param"], error["type"]) == ("body", "RequestEntityTooLargeError")
+            assert "body_limit_bytes" in error["message"]
+    assert len(engine.seen(path)) - before <= 1
+
+
+def test_an_announced_body_is_refused_before_it_is_sent(engine: FakeVllm) -> None:
+    with (
+        run_proxy([engine], body_limit_bytes=_LIMIT) as client,
+        send_and_keep(client.base_url, "/tokenize", b"", announced=_LIMIT + 1) as connection,
+    ):
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", b"\xef\xbb\xbf{}", b"{}{}", b"NaN", b"[" * 100_000]
+)
+def test_a_body_that_is_no_object_is_refused(client: httpx.Client, body: bytes) -> None:
+    for path in ("/v1/chat/completions/tokens", "/tokenize", "/v1/sessions/s/reward"):
+        answer = client.post(path, content=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body"), path
+
+
+@pytest.mark.parametrize("odd", ["2147483648", "18446744073709551616", "9" * 30])
+def test_an_id_beyond_32_bits_in_a_long_session(client: httpx.Client, name: str, odd: str) -> None:
+    """The session has more turns than one look-up returns."""
+    headers = {"x-session-id": name}
+    for last in range(40):
+        body = {"prompt_ids": [1, 74, 60 + last % 20, 61 + last % 19]}
+        assert client.post("/v1/chat/completions/tokens", json=body, headers=headers).status_code == 200
+    for ids in (odd, f"1,74,{odd}"):
+        content = f'{{"prompt_ids": [{ids}]}}'
+        answer = client.post("/v1/chat/completions/tokens", content=content, headers=headers)
+        assert answer.status_code == 400
+        assert "out of vocabulary" in answer.text or "digits" in answer.text or "beyond" in answer.text

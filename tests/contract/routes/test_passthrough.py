@@ -1,4 +1,5 @@
 import gzip
+import random
 
 import httpx
 import pytest
@@ -6,23 +7,22 @@ import pytest
 from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.utils import run_proxy
 
-_JSON = {"content-type": "application/json"}
-
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"])
 def test_any_method_on_any_route(fake: FakeVllm, client: httpx.Client, method: str) -> None:
-    fake.canned["/some/where"] = Canned(b"answer", 202, {"x-answer": "yes"})
+    fake.canned["/some/a%252Fb%20c"] = Canned(b"answer", 202, {"x-answer": "yes"})
     body = b"\x00body\xff" if method in ("POST", "PUT", "PATCH", "DELETE") else b""
-    answer = client.request(method, "/some/where?a=1&b=%2F", content=body, headers={"x-question": "why"})
-    seen = fake.last("/some/where")
-    assert (seen.method, seen.target, seen.body) == (method, "/some/where?a=1&b=%2F", body)
+    target = "/some/a%252Fb%20c?a=1&b=%2F&c=%C3%A9+1"
+    answer = client.request(method, target, content=body, headers={"x-question": "why"})
+    seen = fake.last("/some/a%252Fb%20c")
+    assert (seen.method, seen.target, seen.body) == (method, target, body)
     assert seen.header("x-question") == b"why"
     assert (answer.status_code, answer.headers["x-answer"]) == (202, "yes")
     assert answer.content == (b"" if method == "HEAD" else b"answer")
     assert answer.headers["content-length"] == "6"
 
 
-@pytest.mark.parametrize("status", [200, 201, 204, 301, 304, 400, 404, 405, 422, 429, 500, 503])
+@pytest.mark.parametrize("status", [200, 204, 301, 304, 400, 404, 429, 500, 503])
 def test_any_status(fake: FakeVllm, client: httpx.Client, status: int) -> None:
     body = b"" if status in (204, 304) else b'{"detail": "as it is"}'
     fake.canned["/some/where"] = Canned(body, status, {"location": "/x", "retry-after": "9"})
@@ -31,31 +31,15 @@ def test_any_status(fake: FakeVllm, client: httpx.Client, status: int) -> None:
     assert (answer.headers["location"], answer.headers["retry-after"]) == ("/x", "9")
 
 
-def test_compressed_answers_stay_compressed(fake: FakeVllm, client: httpx.Client) -> None:
-    packed = gzip.compress(b'{"a": 1}')
-    fake.canned["/v1/models/x"] = Canned(packed, 200, {**_JSON, "content-encoding": "gzip"})
-    with client.stream("GET", "/v1/models/x") as answer:
+def test_compressed_and_large_bodies_stay_as_they_are(fake: FakeVllm, client: httpx.Client) -> None:
+    packed = gzip.compress(random.Random(7).randbytes(2**21))
+    encoded = {"content-encoding": "gzip"}
+    fake.canned["/anything"] = Canned(packed, 200, {"content-type": "application/json", **encoded})
+    with client.stream("POST", "/anything", content=packed, headers=encoded) as answer:
         assert b"".join(answer.iter_raw()) == packed
         assert answer.headers["content-encoding"] == "gzip"
-
-
-def test_compressed_requests_stay_compressed(fake: FakeVllm, client: httpx.Client) -> None:
-    packed = gzip.compress(b'{"a": 1}')
-    client.post("/anything", content=packed, headers={"content-encoding": "gzip"})
     assert fake.last("/anything").body == packed
     assert fake.last("/anything").header("content-encoding") == b"gzip"
-
-
-def test_large_bodies_both_ways(fake: FakeVllm, client: httpx.Client) -> None:
-    large = bytes(range(256)) * 8192
-    fake.canned["/anything"] = Canned(large, 200, {"content-type": "audio/wav"})
-    assert client.post("/anything", content=large).content == large
-    assert fake.last("/anything").body == large
-
-
-def test_percent_encoding_is_kept(fake: FakeVllm, client: httpx.Client) -> None:
-    client.get("/v1/files/a%252Fb%20c?q=%C3%A9+1&p=%2F")
-    assert fake.last("/v1/files/a%252Fb%20c").target == "/v1/files/a%252Fb%20c?q=%C3%A9+1&p=%2F"
 
 
 def test_stock_routes(fake: FakeVllm, client: httpx.Client) -> None:

@@ -1,30 +1,38 @@
-"""Aliases: every route of the proxy without `/v1`, with a trailing slash, and both."""
+"""Paths: aliases of routes, sessions in the path, and paths that are refused."""
 
 import json
+import secrets
+from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 
-from proxy.routes.paths import engine_path, fill, other_paths
+from proxy.app import create_app
 from proxy.routes.routes import all_routes
-from proxy.routes.session_prefix import WITHOUT_V1
+from proxy.settings import Settings
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
-from tests.support.talk import GENERATE
+from tests.support.talk import CHAT, GENERATE, Talk, user
+from tests.support.tiny_model import END
+from tests.support.utils import run_proxy, run_server, wait_until
 
-_MESSAGE = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "Hi"}]}
+_HI = {"messages": [user("Hi")]}
+_MESSAGE = {"model": "tiny", "max_tokens": 8, **_HI}
 _BODIES: dict[str, Any] = {
     "/v1/messages": _MESSAGE,
     "/v1/messages/count_tokens": _MESSAGE,
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    CHAT: _HI,
     "/v1/chat/completions/tokens": {"prompt_ids": [1, 74]},
     "/v1/completions": {"prompt": [1, 74]},
     "/inference/v1/generate": {"token_ids": [1, 74], "sampling_params": {}},
     "/v1/responses": {"input": "Hi"},
     "/v1/responses/compact": {"input": "Hi"},
     "/tokenize": {"prompt": "hello"},
+    "/v1/sessions": {"id": "aliased"},
     "/v1/sessions/{session}/reward": {"reward": 1},
     "/generate": {"prompts": [[1, 74]]},
+<<<<<<< HEAD
     "/chat": {"messages": [[{"role": "user", "content": "Hi"}]]},
     "/v1/samples/ack": {"consumer": "aliased", "cursor": "0"},
 }
@@ -38,52 +46,38 @@ _ALIASES = [
     pytest.param(method, route.path, alias, id=f"{method} {alias}")
     for route in _OURS
     for alias in route.aliases
+=======
+    "/chat": {"messages": [[user("Hi")]]},
+    "/get_sequence_logprobs": {"sequences": [[1, 74]], "prompt_lengths": [1]},
+    "/v1/samples/ack": {"consumer": "aliased", "cursor": "0"},
+}
+_STATUSES = {
+    "/v1/responses/{response_id}/cancel": 400,
+    "/viewer/sessions/{session}/tokens": 400,  # the session has no turn
+    "/viewer/sessions/{session}/drift": 400,
+    **dict.fromkeys(("/init_communicator", "/update_named_param", "/batch_update_named_params"), 501),
+    "/close_communicator": 501,
+}
+"""Of a route that does not answer 200."""
+_ALIASED = [
+    pytest.param(method, route.path, route.aliases, id=f"{method} {route.path}")
+    for route in all_routes()
+>>>>>>> routes
     for method in route.methods
-    if method != "DELETE"
-    # other tests use the same proxy, whose only replica must stay
-    if method == "GET" or not route.path.startswith("/admin/")
-    # which must not be paused either; tests/routes/test_scopes.py tries one
-    if not route.replaces_engine_route
+    if route.aliases and method != "DELETE" and not route.catches_all
+    # other tests use the same proxy, whose only replica must stay and not be paused
+    if (method == "GET" or not route.path.startswith("/admin/")) and not route.replaces_engine_route
 ]
 
 
-@pytest.mark.parametrize(
-    "path, under_v1, expected",
-    [
-        ("/v1/sessions", False, ["/sessions", "/v1/sessions/", "/sessions/"]),
-        ("/tokenize", True, ["/v1/tokenize", "/tokenize/", "/v1/tokenize/"]),
-        ("/health", False, ["/health/"]),
-    ],
-)
-def test_other_paths(path: str, under_v1: bool, expected: list[str]) -> None:
-    assert other_paths(path, under_v1=under_v1) == expected
-
-
-def test_every_route_has_aliases_and_no_two_share_one() -> None:
-    paths = [path for route in _OURS for path in (route.path, *route.aliases)]
-    assert len(set(paths)) == len(paths)
-    assert [route.path for route in _OURS if not route.aliases] == [
-        "/viewer",  # its files are named relative to it
-        "/viewer/",
-        "/",
-    ]
-
-
-def test_a_template_is_filled_percent_encoded() -> None:
-    assert (
-        fill("/v1/sessions/{session}/samples", {"session": "a~b:c@d+e=f"})
-        == "/v1/sessions/a~b:c@d+e=f/samples"
-    )
-    assert fill("/v1/sessions/{session}", {"session": "a/é"}) == "/v1/sessions/a%2F%C3%A9"
-
-
-@pytest.mark.parametrize("method, path, alias", _ALIASES)
+@pytest.mark.parametrize(("method", "path", "aliases"), _ALIASED)
 def test_an_alias_answers_as_the_route_does(
-    client: httpx.Client, fake: FakeVllm, method: str, path: str, alias: str
+    client: httpx.Client, fake: FakeVllm, method: str, path: str, aliases: list[str]
 ) -> None:
     fake.canned[GENERATE] = Canned(b'{"choices":[]}', headers={"content-type": "application/json"})
     client.post("/v1/sessions", json={"id": "aliased"})
     response = client.post("/v1/responses", json={"input": "Hi"}).json()["id"]
+<<<<<<< HEAD
     body = _BODIES.get(path)
     answers = [
         client.request(
@@ -109,76 +103,42 @@ def test_a_session_is_deleted_by_an_alias(client: httpx.Client) -> None:
     client.post("/sessions/", json={"id": "short-lived"})
     assert client.delete("/sessions/short-lived/").json()["deleted"] is True
     assert client.get("/v1/sessions/short-lived").status_code == 404
+=======
+    names = {"{session}": "aliased", "{response_id}": response, "{file}": "main.js"}
+    answers = []
+    for where in (path, *aliases):
+        for name, value in names.items():
+            where = where.replace(name, value)
+        query = {"session_id": "aliased"} if path == "/finish_session" else None
+        answers.append(client.request(method, where, json=_BODIES.get(path), params=query))
+    assert answers[0].status_code == _STATUSES.get(path, 200), answers[0].text
+    for answer in answers[1:]:
+        assert answer.status_code == answers[0].status_code, answer.text
+        if method != "HEAD" and answer.headers["content-type"] == "application/json":
+            found, expected = answer.json(), answers[0].json()
+            assert [*found] == [*expected] if isinstance(found, dict) else found == expected
+>>>>>>> routes
 
 
 @pytest.mark.parametrize("name", ["v1", "sessions", "samples", "chat"])
 def test_sessions_named_like_parts_of_paths(client: httpx.Client, name: str) -> None:
-    client.post("/v1/sessions", json={"id": name})
+    client.post("/sessions/", json={"id": name})
     for path in (f"/sessions/{name}", f"/v1/sessions/{name}/", f"/sessions/{name}/samples"):
         assert client.get(path).json()["id"] == name
-    assert client.delete(f"/sessions/{name}").status_code == 200
+    assert client.delete(f"/sessions/{name}/").json()["deleted"] is True
+    assert client.get(f"/v1/sessions/{name}").status_code == 404
 
 
-@pytest.mark.parametrize("alias", ["/chat/completions", "/v1/chat/completions/", "/chat/completions/"])
-def test_the_engine_sees_the_canonical_path(client: httpx.Client, fake: FakeVllm, alias: str) -> None:
-    client.post(f"{alias}?a=1", json=_BODIES["/v1/chat/completions"])
-    assert [seen.path for seen in fake.requests if seen.method == "POST"] == ["/v1/chat/completions"]
-
-
-def test_the_log_has_the_canonical_path(
+def test_engine_and_log_get_the_canonical_path(
     client: httpx.Client, fake: FakeVllm, caplog: pytest.LogCaptureFixture
 ) -> None:
+    for alias in ("/chat/completions", "/v1/chat/completions/", "/chat/completions/"):
+        client.post(f"{alias}?a=1", json=_HI)
+    assert {seen.path for seen in fake.requests if seen.method == "POST"} == {CHAT}
     fake.replies.append(Reply(break_at=1))
-    body = {**_BODIES["/v1/chat/completions"], "stream": True}
-    client.post("/chat/completions/?a=1", json=body)
-    assert "a stream of /v1/chat/completions?a=1 ends with an error" in caplog.text
-
-
-def test_a_query_reaches_the_route(client: httpx.Client) -> None:
+    client.post("/chat/completions/?a=1", json={**_HI, "stream": True})
+    assert f"a stream of {CHAT}?a=1 ends with an error" in caplog.text
     assert client.get("/sessions/?limit=0").json()["error"]["param"] == "limit"
-
-
-# --- the engine's own routes, in front
-
-
-@pytest.mark.parametrize(
-    "path, expected",
-    [
-        ("/models", "/v1/models"),
-        ("/models/", "/v1/models"),
-        ("/v1/models/", "/v1/models"),
-        ("/models/a%2Fb", "/v1/models/a%2Fb"),
-        ("/completions", "/v1/completions"),
-        ("/embeddings", "/v1/embeddings"),
-        ("/responses", "/v1/responses"),
-        ("/responses/resp_1/cancel/", "/v1/responses/resp_1/cancel"),
-        ("/messages", "/v1/messages"),
-        ("/messages/count_tokens", "/v1/messages/count_tokens"),
-        ("/audio/transcriptions", "/v1/audio/transcriptions"),
-        ("/chat/completions/batch", "/v1/chat/completions/batch"),
-        ("/v1/detokenize", "/detokenize"),
-        ("/v1/detokenize/", "/detokenize"),
-        ("/detokenize/", "/detokenize"),
-        ("/v1/models", "/v1/models"),
-        ("/v1", "/v1"),
-        ("/v1/", "/v1/"),
-        ("/", "/"),
-        ("", ""),
-        ("*", "*"),
-        ("/score", "/score"),
-        ("/v1/score", "/v1/score"),
-        ("/rerank", "/rerank"),
-        ("/pause", "/pause"),
-        ("/some/where/", "/some/where/"),
-        ("/v1/some/where/", "/v1/some/where/"),
-        ("/modelsx", "/modelsx"),
-        ("/v1/detokenize/x", "/v1/detokenize/x"),
-        ("//models", "//models"),
-        ("/v2/models", "/v2/models"),
-    ],
-)
-def test_engine_path(path: str, expected: str) -> None:
-    assert engine_path(path) == expected
 
 
 def test_routes_of_the_engine_without_v1(client: httpx.Client, fake: FakeVllm) -> None:
@@ -191,24 +151,41 @@ def test_routes_of_the_engine_without_v1(client: httpx.Client, fake: FakeVllm) -
 # --- with a session in the path
 
 
-def test_no_path_of_a_session_has_two_meanings() -> None:
-    aliases = [alias.split("/") for route in _OURS for alias in route.aliases]
-    following = {parts[3] for parts in aliases if parts[1:3] == ["sessions", "{session}"] and len(parts) > 3}
-    assert following == {"", "samples", "traces", "reward", "end"}
-    assert following.isdisjoint({*WITHOUT_V1, "v1"})
+@pytest.mark.parametrize("name", ["v1", "sessions", "a~b:c@d+e=f-g.h_i"])
+def test_a_base_url_is_a_header(
+    client: httpx.Client, fake: FakeVllm, talk: Callable[..., Talk], name: str
+) -> None:
+    made = talk(headers={"x-session-id": name})
+    first = made.ask(reply=Reply((74, 71, 78, 78, 81, END)))
+    fake.replies.append(Reply())
+    body = {"messages": [*made.messages, user("more")]}
+    # the path wins over a header
+    second = client.post(
+        f"/sessions/{quote(name, safe='')}{CHAT}", json=body, headers={"x-session-id": "other"}
+    )
+    assert (second.headers["x-prompt-source"], second.headers["x-session-id"]) == ("extended", name)
+    assert fake.last().header("x-session-id") == name.encode()
+    tree = client.get(f"/sessions/{name}/v1/sessions/{name}").json()
+    assert [turn["id"] for turn in tree["turns"][-2:]] == [first.turn, second.headers["x-turn-id"]]
+    client.delete(f"/v1/sessions/{name}")
+
+
+@pytest.mark.parametrize("bad", ["a%20b", "%C3%A9", "a" * 201])
+def test_names_that_are_none(client: httpx.Client, bad: str) -> None:
+    answer = client.post(f"/sessions/{bad}{CHAT}", json=_HI)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session")
 
 
 @pytest.mark.parametrize("prefix", ["/sessions/prefixed/v1", "/sessions/prefixed"])
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_routes_in_a_session(client: httpx.Client, fake: FakeVllm, prefix: str, slash: str) -> None:
-    for path in ("/v1/chat/completions", "/v1/chat/completions/tokens"):
+    for path in (CHAT, "/v1/chat/completions/tokens"):
         answer = client.post(f"{prefix}{path[3:]}{slash}", json=_BODIES[path])
         assert (answer.status_code, answer.headers["x-session-id"]) == (200, "prefixed"), answer.text
     assert client.post(f"{prefix}/tokenize{slash}", json={"prompt": "Hi"}).status_code == 200
-    assert client.get(f"{prefix}/models{slash}").json() == client.get("/v1/models").json()
-    assert {seen.path for seen in fake.requests if seen.header("x-session-id")} == {
-        *("/v1/chat/completions", "/tokenize", "/v1/models")
-    }
+    assert client.get(f"{prefix}/models{slash}?a=%20b").json() == client.get("/v1/models").json()
+    named = {seen.target for seen in fake.requests if seen.header("x-session-id") == b"prefixed"}
+    assert named == {CHAT, "/tokenize", "/v1/models?a=%20b"}
 
 
 @pytest.mark.parametrize("path", ["turns", "v1", "pause", "sessions", "x/y"])
@@ -219,39 +196,71 @@ def test_an_unknown_route_of_a_session(client: httpx.Client, fake: FakeVllm, pat
     assert [seen for seen in fake.requests if seen.path.startswith("/sessions")] == []
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+@pytest.mark.parametrize("root", ["/api", "/api/v1"])
+def test_behind_a_root_path(mortal: FakeVllm, root: str) -> None:
+    app = create_app(Settings(upstreams=[mortal.url], store="memory:", watch_interval_s=0.1))
+    with run_server(app, root_path=root) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        wait_until(lambda: client.get("/ready").status_code == 200)
+        assert client.post(f"/sessions/s{CHAT}", json=_HI).headers["x-session-id"] == "s"
+        assert client.get("/sessions/s/v1/models").json() == client.get("/v1/models").json()
+        assert client.get("/sessions/s/v1/sessions/s").json()["turn_count"] == 1
+
+
+# --- a session that a header or a key names
+
+
+def _session(client: httpx.Client, headers: dict[str, str]) -> str:
+    answer = client.post(CHAT, json={"messages": [user(f"Hi {secrets.token_hex(4)}")]}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-session-id"]
+
+
+def test_a_key_that_the_proxy_checked_names_no_session(mortal: FakeVllm) -> None:
+    alice = {"authorization": "Bearer ALICE"}
+    with run_proxy([mortal], session_from_key=True, api_key=["ALICE"], store="memory:") as client:
+        one, two = (_session(client, alice) for _ in range(2))
+        assert one != two and not one.startswith("key-")
+        assert _session(client, {**alice, "x-api-key": "session-run-7"}) == "session-run-7"
+        session = client.get("/v1/sessions/session-run-7", headers=alice).json()
+        assert (session["explicit"], session["turn_count"]) == (True, 1)
+
+
+def test_a_made_session_is_used_with_its_id_as_key(mortal: FakeVllm) -> None:
+    with run_proxy([mortal], session_from_key=True, store="memory:") as client:
+        made = client.post("/v1/sessions", json={"overrides": {"temperature": 0.25}}).json()["id"]
+        assert _session(client, {"authorization": f"Bearer {made}"}) == made
+    assert mortal.last(CHAT).json["temperature"] == 0.25
+
+
+def test_what_coding_agents_send_names_explicit_sessions(client: httpx.Client, name: str) -> None:
+    for header in ("x-claude-code-session-id", "session-id", "x-session-affinity"):
+        assert _session(client, {header: name}) == name
+    session = client.get(f"/v1/sessions/{name}").json()
+    assert (session["explicit"], session["turn_count"]) == (True, 3)
+
+
+# --- paths that are refused
+
+
 @pytest.mark.parametrize(
     "path",
     [
-        "/v1%2fsessions/q",
-        "/v1%2Fsessions%2Fq",
-        "/v1/sessions/a%2Fb",
-        "/v1/sessions%5cq",
-        "/v1\\sessions",
-        "/v1/../pause",
-        "/v1/%2e%2e/pause",
-        "/v1/.%2E/pause",
-        "/./pause",
-        "/v1/models/..",
-        "/sessions/s%2Fv1/a/b",
-        "/sessions/s/v1/a%2Fb",
-        "/sessions/s/v1/%2e%2e/pause",
-        "/sessions/%2e%2e/v1/models",
-        "/v1/models%00",
-        "/v1/models%0d%0aX: y",
+        *("/v1%2fsessions/q", "/v1%2Fsessions%2Fq", "/v1/sessions/a%2Fb", "/v1/sessions%5cq"),
+        *("/v1\\sessions", "/v1/../pause", "/v1/%2e%2e/pause", "/v1/.%2E/pause", "/./pause"),
+        *("/v1/models/..", "/sessions/s%2Fv1/a/b", "/sessions/s/v1/a%2Fb", "/sessions/s/v1/%2e%2e/pause"),
+        *("/sessions/%2e%2e/v1/models", "/v1/models%00", "/v1/models%0d%0aX:%20y"),
     ],
 )
 def test_a_path_that_can_be_read_in_two_ways_is_refused(
-    client: httpx.Client, fake: FakeVllm, method: str, path: str
+    client: httpx.Client, fake: FakeVllm, path: str
 ) -> None:
     """Routing looks at the decoded path, the engine gets the encoded one."""
-    sent = httpx.Request(method, client.base_url, extensions={"target": path.replace(" ", "%20").encode()})
     before = len(fake.requests)
-    answer = client.send(sent)
-    if path == "/v1/models%0d%0aX: y":  # no route of Starlette's matches a line break
-        assert answer.status_code in (400, 404)
-    else:
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_path"), answer.text
+    for method in ("GET", "POST", "OPTIONS"):
+        answer = client.send(httpx.Request(method, client.base_url, extensions={"target": path.encode()}))
+        # no route of Starlette's matches a line break
+        if "%0d" not in path or answer.status_code != 404:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_path"), answer.text
     assert [seen.path for seen in fake.requests[before:] if "health" not in seen.path] == []
 
 

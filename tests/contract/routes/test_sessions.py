@@ -45,90 +45,80 @@ def test_make_describe_and_delete(client: httpx.Client, name: str) -> None:
 def test_a_session_without_a_name_gets_one(client: httpx.Client) -> None:
     one, two = (client.post(_SESSIONS).json()["id"] for _ in range(2))
     assert one != two
-    assert client.post(_SESSIONS, json={}).status_code == 201
     assert _get(client, one)["explicit"] is True
+    error = client.get(f"{_SESSIONS}/nobody").json()["error"]
+    assert error["message"] == "unknown session 'nobody': never used, deleted, or evicted"
 
 
-@pytest.mark.parametrize("bad", ["", "a b", "a/b", "é", "a" * 201, "a\tb", "a%20b", "..", "."])
+@pytest.mark.parametrize("bad", ["a b", "a/b", "é", "a" * 201, "a\tb", "a%20b", "..", "."])
 def test_names_that_are_none(client: httpx.Client, bad: str) -> None:
-    made = client.post(_SESSIONS, json={"id": bad}) if bad else None
+    made = client.post(_SESSIONS, json={"id": bad})
     headers = {b"x-session-id": bad.encode()}
     refused = client.post(CHAT, json={"messages": [user("Hi")]}, headers=headers)
     for answer, param in [(made, "id"), (refused, "X-Session-ID")]:
-        if answer is not None:
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-_BAD: dict[str, tuple[str, str, Message, str]] = {
-    "defaults that are none": ("POST", "", {"defaults": 5}, "defaults"),
-    "overrides that are none": ("POST", "", {"overrides": []}, "overrides"),
-    "metadata that is none": ("POST", "", {"metadata": "a"}, "metadata"),
-    "a name that is none": ("POST", "", {"id": 5}, "id"),
-    "messages by default": ("POST", "", {"defaults": {"messages": []}}, "defaults.messages"),
-    "streams": ("POST", "", {"overrides": {"stream": True}}, "overrides.stream"),
-    "stream options": ("POST", "", {"overrides": {"stream_options": {}}}, "overrides.stream_options"),
-    "a limit of nothing": ("GET", "?limit=0", {}, "limit"),
-    "a limit too high": ("GET", "?limit=1001", {}, "limit"),
-    "an endless limit": ("GET", "?limit=inf", {}, "limit"),
-    "no limit": ("GET", "?limit=nan", {}, "limit"),
-    "a limit in words": ("GET", "?limit=ten", {}, "limit"),
-    "a time in words": ("GET", "?before=now", {}, "before"),
-    "samples shared by two": ("GET", "/{}/samples?shared=twice", {}, "shared"),
-    "an unknown layout": ("GET", "/{}/samples?layout=other", {}, "layout"),
-    "no reward": ("POST", "/{}/reward", {}, "reward"),
-    "an empty reward": ("POST", "/{}/reward", {"reward": None}, "reward"),
-    "a reward in words": ("POST", "/{}/reward", {"reward": "good"}, "reward"),
-    "a reward of an unknown turn": ("POST", "/{}/reward", {"reward": 1, "turn": "x"}, "turn"),
-    "rewards of unknown turns": ("POST", "/{}/reward", {"rewards": {"x": 1}}, "turn"),
-    "rewards that are none": ("POST", "/{}/reward", {"rewards": [1]}, "rewards"),
-    "a cursor without a time": ("GET", "?before=x:y", {}, "before"),
-    "a cursor that is not a number": ("GET", "?before=nan:y", {}, "before"),
-}
+_BAD: list[tuple[str, str, Message, str]] = [
+    ("POST", "", {"defaults": 5}, "defaults"),
+    ("POST", "", {"overrides": []}, "overrides"),
+    ("POST", "", {"metadata": "a"}, "metadata"),
+    ("POST", "", {"id": 5}, "id"),
+    ("POST", "", {"defaults": {"messages": []}}, "defaults.messages"),
+    ("POST", "", {"overrides": {"stream": True}}, "overrides.stream"),
+    ("GET", "?limit=0", {}, "limit"),
+    ("GET", "?limit=1001", {}, "limit"),
+    ("GET", "?limit=nan", {}, "limit"),
+    ("GET", "?limit=ten", {}, "limit"),
+    ("GET", "?before=now", {}, "before"),
+    ("GET", "?before=x:y", {}, "before"),
+    ("GET", "?before=nan:y", {}, "before"),
+    ("GET", "/{}/samples?shared=twice", {}, "shared"),
+    ("GET", "/{}/samples?layout=other", {}, "layout"),
+    ("POST", "/{}/reward", {}, "reward"),
+    ("POST", "/{}/reward", {"reward": None}, "reward"),
+    ("POST", "/{}/reward", {"reward": "good"}, "reward"),
+    ("POST", "/{}/reward", {"reward": 1, "turn": "x"}, "turn"),
+    ("POST", "/{}/reward", {"rewards": {"x": 1}}, "turn"),
+    ("POST", "/{}/reward", {"rewards": [1]}, "rewards"),
+]
 
 
-@pytest.mark.parametrize("method, path, body, param", _BAD.values(), ids=_BAD)
-def test_bad_requests(
-    client: httpx.Client, name: str, method: str, path: str, body: Message, param: str
-) -> None:
+def test_bad_requests(client: httpx.Client, name: str) -> None:
     client.post(_SESSIONS, json={"id": name})
-    answer = client.request(method, _SESSIONS + path.format(name), json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    for method, path, body, param in _BAD:
+        answer = client.request(method, _SESSIONS + path.format(name), json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (path, body)
 
 
-@pytest.mark.parametrize("by_number", [False, True])
-def test_the_list_goes_page_by_page(client: httpx.Client, name: str, by_number: bool) -> None:
+def test_the_list_goes_page_by_page(client: httpx.Client, name: str) -> None:
     names = [f"{name}-{index}" for index in range(5)]
-    for one in names:
-        client.post(_SESSIONS, json={"id": one})
-    listed: list[str] = []
-    query: dict[str, Any] = {"limit": 2}
-    while len(listed) < 5:
-        page = client.get(_SESSIONS, params=query).json()
-        assert page["object"] == "list"
-        listed += [one["id"] for one in page["data"]]
-        query["before"] = repr(page["data"][-1]["used"]) if by_number else page["next"]
-    assert listed[:5] == names[::-1]
-
-
-def test_the_last_page_has_no_next(client: httpx.Client, name: str) -> None:
-    client.post(_SESSIONS, json={"id": name})
-    everything = client.get(_SESSIONS, params={"limit": 1000}).json()
-    while everything["next"] is not None:  # other tests have sessions here too
-        everything = client.get(_SESSIONS, params={"limit": 1000, "before": everything["next"]}).json()
-    first = client.get(_SESSIONS, params={"limit": 1}).json()
-    assert first["next"] == f"{first['data'][0]['used']!r}:{name}"
-    oldest = everything["data"][-1]
+    for each in names:
+        client.post(_SESSIONS, json={"id": each})
+    for by_number in (False, True):
+        listed: list[str] = []
+        query: dict[str, Any] = {"limit": 2}
+        while len(listed) < 5:
+            page = client.get(_SESSIONS, params=query).json()
+            assert page["object"] == "list"
+            listed += [each["id"] for each in page["data"]]
+            query["before"] = repr(page["data"][-1]["used"]) if by_number else page["next"]
+        assert listed[:5] == names[::-1]
+    page = client.get(_SESSIONS, params={"limit": 1000}).json()
+    while page["next"] is not None:  # other tests have sessions here too
+        page = client.get(_SESSIONS, params={"limit": 1000, "before": page["next"]}).json()
+    oldest = page["data"][-1]
     after = client.get(_SESSIONS, params={"before": f"{oldest['used']!r}:{oldest['id']}"}).json()
     assert (after["data"], after["next"]) == ([], None)
 
 
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
-@pytest.mark.parametrize("body, param", [('{"reward": %s}', "reward"), ('{"rewards": {"": %s}}', "rewards")])
-def test_rewards_are_finite(client: httpx.Client, name: str, body: str, param: str, number: str) -> None:
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN"])
+def test_rewards_are_finite(client: httpx.Client, name: str, number: str) -> None:
     client.post(_SESSIONS, json={"id": name})
-    answer = client.post(f"{_SESSIONS}/{name}/reward", content=body % number)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] in (param, "body")  # NaN and Infinity are no JSON
+    for body, param in (('{"reward": %s}', "reward"), ('{"rewards": {"": %s}}', "rewards")):
+        answer = client.post(f"{_SESSIONS}/{name}/reward", content=body % number)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] in (param, "body")  # NaN is no JSON
     assert _get(client, name)["reward"] is None
 
 
@@ -152,11 +142,6 @@ def test_a_description_is_bounded(client: httpx.Client, name: str, field: str) -
 
 def _describe(client: httpx.Client, described: dict[str, Any]) -> httpx.Response:
     return client.post(_SESSIONS, content=json.dumps(described, separators=(",", ":")))
-
-
-def test_an_unknown_session_is_named(client: httpx.Client) -> None:
-    error = client.get(f"{_SESSIONS}/nobody").json()["error"]
-    assert error["message"] == "unknown session 'nobody': never used, deleted, or evicted"
 
 
 @EVERY_SPELLING
@@ -213,16 +198,11 @@ def test_an_echoed_id_continues_the_rollout(talk: Make) -> None:
     assert made.follow(user("more")).session == first.session
 
 
-def test_named_session_matches_only_its_own_turns(talk: Make, name: str) -> None:
+def test_a_named_session_matches_only_its_own_turns_until_it_is_deleted(talk: Make, name: str) -> None:
     made = talk()
     made.ask(reply=Reply(SPLIT))
     made.headers["x-session-id"] = name
     assert made.ask(user("more")).reason == "no_match"
-
-
-def test_a_deleted_session_is_not_continued(talk: Make, name: str) -> None:
-    made = talk(headers={"x-session-id": name})
-    made.ask(reply=Reply(SPLIT))
     made.pair.client.delete(f"{_SESSIONS}/{name}")
     assert made.ask(user("more")).reason == "no_match"
     assert _get(made.pair.client, name)["turn_count"] == 1
@@ -241,21 +221,16 @@ def _forked(talk: Make, name: str) -> tuple[Talk, list[str]]:
     return made, turns
 
 
-@pytest.mark.parametrize("shared, trained", [("once", [2, 8]), ("each", [8, 8]), (None, [2, 8])])
-def test_samples(talk: Make, name: str, shared: str | None, trained: list[int]) -> None:
+def test_samples(talk: Make, name: str) -> None:
     made, turns = _forked(talk, name)
-    query = {"shared": shared} if shared else {}
-    got = _get(made.pair.client, name, "/samples", **query)
-    assert (got["id"], got["refused"]) == (name, [])
-    assert [sum(sample["loss_mask"]) for sample in got["samples"]] == trained
-    assert [sample["leaf"] for sample in got["samples"]] == turns[1:]
-    assert got["samples"][1]["prompt_ids"] + got["samples"][1]["completion_ids"] == made.ids
-
-
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_every_layout_answers(talk: Make, name: str, layout: str) -> None:
-    made, _ = _forked(talk, name)
-    assert len(_get(made.pair.client, name, "/samples", layout=layout)["samples"]) == 2
+    for query, trained in [({}, [2, 8]), ({"shared": "once"}, [2, 8]), ({"shared": "each"}, [8, 8])]:
+        got = _get(made.pair.client, name, "/samples", **query)
+        assert (got["id"], got["refused"]) == (name, [])
+        assert [sum(sample["loss_mask"]) for sample in got["samples"]] == trained
+        assert [sample["leaf"] for sample in got["samples"]] == turns[1:]
+        assert got["samples"][1]["prompt_ids"] + got["samples"][1]["completion_ids"] == made.ids
+    for layout in LAYOUTS:
+        assert len(_get(made.pair.client, name, "/samples", layout=layout)["samples"]) == 2
 
 
 def test_rewards(talk: Make, name: str) -> None:
@@ -288,8 +263,7 @@ def test_defaults_and_overrides_reach_the_engine(client: httpx.Client, fake: Fak
     assert (sent["temperature"], sent["top_p"], sent["seed"], sent["user"]) == (0.1, 0.9, 7, None)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("where", ["defaults", "overrides"])
+@pytest.mark.parametrize(("where", "stream"), [("defaults", False), ("overrides", True)])
 def test_evidence_requested_by_a_session_is_not_shown(
     client: httpx.Client, name: str, where: str, stream: bool
 ) -> None:
@@ -300,15 +274,18 @@ def test_evidence_requested_by_a_session_is_not_shown(
     assert "token_ids" not in text.replace('"token_ids":null', "").replace('"prompt_token_ids":null', "")
 
 
-@pytest.mark.parametrize("where", ["defaults", "overrides"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("where", "stream"), [("defaults", True), ("overrides", False)])
 def test_evidence_disabled_by_a_session_is_still_recorded(
     talk: Make, name: str, where: str, stream: bool
 ) -> None:
-    _make(talk().pair.client, name, **{where: {"logprobs": False, "return_token_ids": False}})
+    """The session's fields hold for requests with a required prefix too."""
+    disabled = {"logprobs": False, "return_token_ids": False}
+    _make(talk().pair.client, name, **{where: {**disabled, "seed": 7}})
     made = talk(headers={"x-session-id": name})
     made.ask(reply=Reply(SPLIT), stream=stream)
     made.follow(user("more"), stream=stream)
+    made.ask(user("more"), stream=stream, required_prefix_token_ids=made.ids)
+    assert made.pair.fake.last().json["seed"] == 7
     assert _get(made.pair.client, name, "/samples")["refused"] == []
 
 
@@ -324,16 +301,6 @@ def test_tools_of_a_session_are_part_of_its_conversations(talk: Make, name: str)
     assert made.ask(user("more")).reason == "tools_changed"
 
 
-@pytest.mark.parametrize("where", ["defaults", "overrides"])
-def test_a_required_prefix_is_asked_for_as_the_session_wants(talk: Make, name: str, where: str) -> None:
-    """The session's fields hold for every chat request, and every turn of it is recorded."""
-    _make(talk().pair.client, name, **{where: {"seed": 7}})
-    made = talk(headers={"x-session-id": name})
-    made.ask(reply=Reply(SPLIT))
-    made.ask(user("more"), required_prefix_token_ids=made.ids)
-    assert made.pair.fake.last().json["seed"] == 7
-
-
 @EVERY_SPELLING
 @pytest.mark.parametrize("stream", [False, True])
 def test_ids_that_are_just_those_of_the_turn_before(talk: Make, name: str, stream: bool) -> None:
@@ -347,15 +314,53 @@ def test_ids_that_are_just_those_of_the_turn_before(talk: Make, name: str, strea
     assert (last["parent"], last["appended_ids"], last["reused"]) == (first.turn, [], len(made.ids))
 
 
-@pytest.mark.parametrize(
-    "requested, session, recorded", [(0.5, 1.5, 1.5), (0.5, None, 0.5), (None, None, None)]
-)
-def test_the_temperature_of_a_turn_is_recorded(
-    client: httpx.Client, requested: float | None, session: float | None, recorded: float | None
-) -> None:
-    overrides = {} if session is None else {"temperature": session}
-    name = client.post("/v1/sessions", json={"overrides": overrides}).json()["id"]
-    body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": requested}
-    client.post("/v1/chat/completions", json=body, headers={"x-session-id": name})
-    [sample] = client.get(f"/v1/sessions/{name}/samples").json()["samples"]
-    assert sample["turns"][0]["temperature"] == recorded
+def test_the_temperature_of_a_turn_is_recorded(client: httpx.Client) -> None:
+    hot = {"temperature": 1.5}
+    for requested, overrides, recorded in [(0.5, hot, 1.5), (0.5, {}, 0.5), (None, {}, None)]:
+        name = client.post(_SESSIONS, json={"overrides": overrides}).json()["id"]
+        body = {"messages": [user("Hi")], "temperature": requested}
+        client.post(CHAT, json=body, headers={"x-session-id": name})
+        assert _get(client, name, "/samples")["samples"][0]["turns"][0]["temperature"] == recorded
+
+
+# --- what rLLM reads
+
+
+def test_traces_hold_whole_prompts(talk: Make, name: str) -> None:
+    """As rLLM's trainers read them: one record for each turn, branches included."""
+    made = talk(headers={"x-session-id": name})
+    made.ask(reply=Reply(SPLIT))
+    first = list(made.messages)
+    made.follow(user("more"))
+    whole = list(made.messages)
+    made.messages = first
+    made.ask(user("something else"))
+    answer = made.pair.client.get(f"/sessions/{name}/traces")
+    assert answer.status_code == 200
+    one, two, branch = answer.json()
+    assert {trace["session_id"] for trace in (one, two, branch)} == {name}
+    before = one["prompt_token_ids"] + one["completion_token_ids"]
+    assert one["completion_token_ids"] == list(SPLIT)
+    for trace in (two, branch):
+        assert trace["prompt_token_ids"][: len(before)] == before
+        assert trace["metadata"] == {"parent": one["trace_id"], "problem": None}
+    assert [*two["messages"], two["response_message"]] == whole
+    assert two["token_counts"]["prompt"] == len(two["prompt_token_ids"])
+    assert len(two["logprobs"]) == len(two["completion_token_ids"]) == two["token_counts"]["completion"]
+    assert two["finish_reason"] == "stop"
+
+    def read(**query: Any) -> list[str]:
+        found = made.pair.client.get(f"{_SESSIONS}/{name}/traces", params=query).json()
+        return [trace["trace_id"] for trace in found]
+
+    assert read(limit=1) == [one["trace_id"]]
+    assert read(since=branch["timestamp"]) == [branch["trace_id"]]
+    assert made.pair.client.get(f"{_SESSIONS}/{name}/traces?limit=0").json()["error"]["param"] == "limit"
+    assert made.pair.client.get(f"{_SESSIONS}/nobody/traces").status_code == 404
+
+
+def test_a_session_with_rllms_name_for_its_id(client: httpx.Client, name: str) -> None:
+    made = client.post("/sessions", json={"session_id": name}).json()
+    read = client.get(f"{_SESSIONS}/{name}").json()
+    assert (made["id"], made["session_id"], read["session_id"]) == (name, name, name)
+    assert client.post("/sessions", json={"session_id": 5}).json()["error"]["param"] == "session_id"

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ def test_vllms_own_contract(client: httpx.Client, fake: FakeVllm, body: dict[str
     assert (through.status_code, through.content) == (200, direct.content)
 
 
-@pytest.mark.parametrize("name", ["prompt_ids", "tokens", "prompt_token_ids"])
-@pytest.mark.parametrize("prompt", [_PROMPT, [*_PROMPT, END], [5] * 10_000])
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [("prompt_ids", _PROMPT), ("tokens", [*_PROMPT, END]), ("prompt_token_ids", [5] * 10_000)],
+)
 def test_append(client: httpx.Client, tiny_model: TinyModel, name: str, prompt: list[int]) -> None:
     appended = tiny_model.render([*_TURNS, *_NEXT])[len(tiny_model.render(_TURNS, False)) - 1 :]
     added = appended if prompt[-1] == END else [END, *appended]
@@ -43,41 +46,27 @@ def test_append(client: httpx.Client, tiny_model: TinyModel, name: str, prompt: 
 
 
 def test_append_equals_what_the_token_route_sends(client: httpx.Client, fake: FakeVllm) -> None:
-    request = {"prompt_ids": _PROMPT, "append_messages": _NEXT, "tools": [{"type": "function"}]}
-    tokens = client.post("/tokenize", json=request).json()["tokens"]
-    client.post("/v1/chat/completions/tokens", json=request)
-    assert fake.last().json["kv_transfer_params"]["prompt_token_ids"] == tokens
-
-
-def test_token_strings(client: httpx.Client) -> None:
-    request = {"prompt_ids": [74, END], "append_messages": _NEXT, "return_token_strs": True}
-    body = client.post("/tokenize", json=request).json()
+    request = {"prompt_ids": [74, END], "append_messages": _NEXT, "tools": [{"type": "function"}]}
+    body = client.post("/tokenize", json={**request, "return_token_strs": True}).json()
     assert body["token_strs"][:4] == ["h", "<|im_end|>", "Ċ", "<|im_start|>"]
     assert len(body["token_strs"]) == body["count"]
+    client.post("/v1/chat/completions/tokens", json=request)
+    assert fake.last().json["kv_transfer_params"]["prompt_token_ids"] == body["tokens"]
 
 
-@pytest.mark.parametrize(
-    "sampled, kept",
-    [
-        ((74, 300, 75, END), (74, 300, 75, END)),
-        ((74, 300, 75), (74, 300, 75, END)),
-    ],
-    ids=["stopped", "cut off"],
-)
+@pytest.mark.parametrize("sampled", [(74, 300, 75, END), (74, 300, 75)], ids=["stopped", "cut off"])
 @pytest.mark.parametrize("more", [_NEXT, [*_NEXT, *_NEXT], []], ids=["one", "two", "none"])
 def test_a_required_prefix_keeps_the_models_own_tokens(
-    client: httpx.Client,
-    tiny_model: TinyModel,
-    sampled: tuple[int, ...],
-    kept: tuple[int, ...],
-    more: list[dict[str, Any]],
+    client: httpx.Client, tiny_model: TinyModel, sampled: tuple[int, ...], more: list[dict[str, Any]]
 ) -> None:
     prompt = tiny_model.render(_TURNS[:1])
     whole, before = tiny_model.render([*_TURNS, *more]), tiny_model.render(_TURNS, False)
-    request = {"messages": [*_TURNS, *more], "required_prefix_token_ids": [*prompt, *sampled]}
+    messages, prefix = [*_TURNS, *more], [*prompt, *sampled]
+    request = {"messages": messages, "required_prefix_token_ids": prefix, "return_token_strs": True}
     body = client.post("/tokenize", json=request).json()
-    assert body["tokens"] == [*prompt, *kept, *whole[len(before) - 1 :]]
-    assert body["count"] == len(body["tokens"])
+    assert body["tokens"] == [*prompt, 74, 300, 75, END, *whole[len(before) - 1 :]]
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["token_strs"][len(prompt)] == "h"
     assert body["max_model_len"] == MAX_MODEL_LEN
 
 
@@ -95,14 +84,6 @@ def test_a_required_prefix_renders_up_to_the_last_assistant_turn(
     assert before == {"messages": _TURNS, "tools": request["tools"], "add_generation_prompt": False}
 
 
-def test_a_required_prefix_with_token_strings(client: httpx.Client, tiny_model: TinyModel) -> None:
-    prefix = [*tiny_model.render(_TURNS[:1]), 74, END]
-    request = {"messages": _TURNS, "required_prefix_token_ids": prefix, "return_token_strs": True}
-    body = client.post("/tokenize", json=request).json()
-    assert body["token_strs"][len(prefix) - 2 : len(prefix)] == ["h", "<|im_end|>"]
-    assert len(body["token_strs"]) == len(body["tokens"])
-
-
 def test_a_required_prefix_of_another_question(client: httpx.Client, tiny_model: TinyModel) -> None:
     """The client edited a message that no model sampled."""
     edited = [{**_TURNS[0], "content": "Something else"}, *_TURNS[1:]]
@@ -113,6 +94,9 @@ def test_a_required_prefix_of_another_question(client: httpx.Client, tiny_model:
     assert "send earlier messages as they were" in error["message"]
 
 
+_PREFIX = "required_prefix_token_ids"
+_APPEND = {"tokens": [1], "append_messages": _NEXT}
+_IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
 _BAD: dict[str, tuple[dict[str, Any], str]] = {
     "ids alone": ({"tokens": [1]}, "append_messages"),
     "append alone": ({"append_messages": _NEXT}, "prompt_ids"),
@@ -121,30 +105,15 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a boolean": ({"tokens": [True], "append_messages": _NEXT}, "tokens"),
     "out of vocabulary": ({"prompt_token_ids": [VOCAB_SIZE], "append_messages": _NEXT}, "prompt_token_ids"),
     "beyond any integer type": ({"tokens": [10**30, 1], "append_messages": _NEXT}, "tokens"),
-    "an image": (
-        {"tokens": [1], "append_messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "append_messages",
-    ),
-    "strings that are no boolean": (
-        {"tokens": [1], "append_messages": _NEXT, "return_token_strs": "yes"},
-        "return_token_strs",
-    ),
-    "prefix of nothing": ({"messages": _TURNS, "required_prefix_token_ids": []}, "required_prefix_token_ids"),
-    "prefix of strings": (
-        {"messages": _TURNS, "required_prefix_token_ids": ["1"]},
-        "required_prefix_token_ids",
-    ),
-    "prefix out of vocabulary": (
-        {"messages": _TURNS, "required_prefix_token_ids": [VOCAB_SIZE, END]},
-        "required_prefix_token_ids",
-    ),
-    "prefix beyond any integer type": (
-        {"messages": _TURNS, "required_prefix_token_ids": [2**40, END], "return_token_strs": True},
-        "required_prefix_token_ids",
-    ),
-    "prefix without messages": ({"required_prefix_token_ids": [1]}, "messages"),
-    "prefix without a turn": ({"messages": _NEXT, "required_prefix_token_ids": [1]}, "messages"),
-    "messages that are none": ({"messages": "Hi", "required_prefix_token_ids": [1]}, "messages"),
+    "an image": ({"tokens": [1], "append_messages": [_IMAGE]}, "append_messages"),
+    "strings that are no boolean": ({**_APPEND, "return_token_strs": "yes"}, "return_token_strs"),
+    "prefix of nothing": ({"messages": _TURNS, _PREFIX: []}, _PREFIX),
+    "prefix of strings": ({"messages": _TURNS, _PREFIX: ["1"]}, _PREFIX),
+    "prefix out of vocabulary": ({"messages": _TURNS, _PREFIX: [VOCAB_SIZE, END]}, _PREFIX),
+    "prefix beyond any integer type": ({"messages": _TURNS, _PREFIX: [2**40, END]}, _PREFIX),
+    "prefix without messages": ({_PREFIX: [1]}, "messages"),
+    "prefix without a turn": ({"messages": _NEXT, _PREFIX: [1]}, "messages"),
+    "messages that are none": ({"messages": "Hi", _PREFIX: [1]}, "messages"),
 }
 
 
@@ -155,23 +124,17 @@ def test_bad_requests(client: httpx.Client, fields: dict[str, Any], param: str) 
 
 
 def test_an_id_of_many_digits(client: httpx.Client) -> None:
-    body = b'{"append_messages": [{"role": "user", "content": "a"}], "tokens": [%s, 1]}' % (b"9" * 5000)
+    body = json.dumps(_APPEND).replace("[1]", f"[{'9' * 5000}, 1]")
     answer = client.post("/tokenize", content=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
 
 
-@pytest.mark.parametrize("model, status", [("tiny", 200), ("adapter", 200), ("other", 404)])
-def test_the_model_is_checked(client: httpx.Client, model: str, status: int) -> None:
-    answer = client.post("/tokenize", json={"model": model, "tokens": [1], "append_messages": _NEXT})
-    assert answer.status_code == status
-    if status == 404:
-        assert answer.json()["error"]["code"] == "model_not_found"
-
-
-def test_a_model_that_was_loaded_since(client: httpx.Client, fake: FakeVllm) -> None:
+def test_the_model_is_checked_and_may_have_been_loaded_since(client: httpx.Client, fake: FakeVllm) -> None:
     fake.names = ["tiny", "new"]
-    answer = client.post("/tokenize", json={"model": "new", "tokens": [1], "append_messages": _NEXT})
-    assert answer.status_code == 200
+    models = ("tiny", "adapter", "new", "other")
+    answers = [client.post("/tokenize", json={**_APPEND, "model": model}) for model in models]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 404]
+    assert answers[-1].json()["error"]["code"] == "model_not_found"
 
 
 def test_the_engines_refusal_of_a_history_is_passed_on(client: httpx.Client, fake: FakeVllm) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.history.store import Session
@@ -29,46 +29,31 @@ def _class_of(turn: Turn, *before: Turn) -> str:
     return classes_of([turn, *before])[turn.id]
 
 
+_WITH_TOOLS = {"tools": _TOOLS}
+_CLAUDE = "Your task is to create a detailed summary of this conversation. Go"
+_CODEX = "You are performing a CONTEXT CHECKPOINT COMPACTION. Create"
+
+
 @pytest.mark.parametrize(
-    "pairs, fields, expected",
+    ("pairs", "fields", "expected"),
     [
-        ([("system", "Look!"), ("user", "Where?")], {"tools": _TOOLS}, "subagent"),
-        ([("developer", "Look!"), ("user", "Where?")], {"tools": _TOOLS}, "subagent"),
-        (
-            [("system", [{"type": "text", "text": "Look!"}]), ("user", "Where?")],
-            {"tools": _TOOLS},
-            "subagent",
-        ),
+        ([("system", "Look!"), ("user", "Where?")], _WITH_TOOLS, "subagent"),
+        ([("developer", [{"type": "text", "text": "Look!"}]), ("user", "Where?")], _WITH_TOOLS, "subagent"),
         # what programs put at the end of their prompt changes
-        ([("system", "You code.\n# Now: another day"), ("user", "A summary")], {"tools": _TOOLS}, ""),
+        ([("system", "You code.\n# Now: another day"), ("user", "A summary")], _WITH_TOOLS, ""),
         # a changed prompt of the same conversation, the same prompt again, and what has no system text
-        ([("system", "You code, today."), ("user", "Fix it."), ("assistant", "?")], {"tools": _TOOLS}, ""),
-        ([("system", "You code."), ("user", "Another task")], {"tools": _TOOLS}, ""),
-        ([("user", "Another task")], {"tools": _TOOLS}, ""),
+        ([("system", "You code, today."), ("user", "Fix it."), ("assistant", "?")], _WITH_TOOLS, ""),
+        ([("system", "You code."), ("user", "Another task")], _WITH_TOOLS, ""),
+        ([("user", "Another task")], _WITH_TOOLS, ""),
         ([("system", "Look!"), ("user", "Where?")], {}, ""),
         # side calls
         ([("system", "Title!"), ("user", "Fix it.")], {"requested_model": "claude-haiku-9"}, "auxiliary"),
-        ([("user", "Fix it.")], {"requested_model": "gpt-9-mini"}, "auxiliary"),
         ([("user", "Fix it.")], {"requested_model": "claude-opus-9"}, ""),
         ([("user", "Hi"), ("assistant", "Ho"), ("user", "Hi")], {"requested_model": "haiku"}, ""),
         # summaries
-        (
-            [
-                (
-                    "user",
-                    [
-                        {
-                            "type": "text",
-                            "text": "Your task is to create a detailed summary of this conversation. Go",
-                        }
-                    ],
-                )
-            ],
-            {"tools": _TOOLS},
-            "compaction",
-        ),
-        ([("user", "You are performing a CONTEXT CHECKPOINT COMPACTION. Create")], {}, "compaction"),
-        ([("user", "You are performing a CONTEXT CHECKPOINT COMPACTION."), ("tool", "x")], {}, ""),
+        ([("user", [{"type": "text", "text": _CLAUDE}])], _WITH_TOOLS, "compaction"),
+        ([("user", _CODEX)], {}, "compaction"),
+        ([("user", _CODEX), ("tool", "x")], {}, ""),
         ([("user", "Make a summary")], {}, ""),
     ],
 )
@@ -78,8 +63,7 @@ def test_first_turns_of_a_session(pairs: Any, fields: dict[str, Any], expected: 
 
 def test_a_summary_that_continues_the_conversation() -> None:
     a = _main()
-    text = "CRITICAL: text only.\n\nYour task is to create a detailed summary of this conversation. Go"
-    b = child("b", a, [3], [4], messages=_messages(("user", text)))
+    b = child("b", a, [3], [4], messages=_messages(("user", f"CRITICAL: text only.\n\n{_CLAUDE}")))
     assert classes_of([a, b]) == {"a": "", "b": "compaction"}
 
 
@@ -104,8 +88,7 @@ def test_a_sub_agent_stays_one_and_what_is_stated_decides() -> None:
 
 
 def test_turns_that_cannot_be_read_have_no_class() -> None:
-    marker = b"You are performing a CONTEXT CHECKPOINT COMPACTION"
-    a, b = _main(messages=b"{"), root("b", [1], [2], messages=b"[" + marker, tools=_TOOLS)
+    a, b = _main(messages=b"{"), root("b", [1], [2], messages=b"[" + _CODEX.encode(), tools=_TOOLS)
     assert classes_of([a, b]) == {"a": "", "b": ""}
 
 
@@ -170,20 +153,18 @@ def test_a_refused_leaf_leaves_the_wanted_turns_before_it() -> None:
     assert _masks(samples_of([b, c], {}, wanted=frozenset({"main"}))) == {}
 
 
+@settings(derandomize=True, max_examples=15)
 @given(random_trees(), st.data())
 def test_classes_divide_what_is_trained(drawn: Any, data: st.DataObject) -> None:
     """With one class at a time, the same ids are trained as with all, and each of them once."""
     turns, rewards = drawn
     names = st.sampled_from(["main", "subagent", ""])
     turns = [msgspec.structs.replace(turn, request_class=data.draw(names)) for turn in turns]
-    whole = _trained(samples_of(turns, rewards))
-    one = [
-        _trained(samples_of(turns, rewards, wanted=frozenset({c}))) for c in ("main", "subagent", "unknown")
-    ]
-    assert sorted(each for ids in one for each in ids) == sorted(whole)
-    assert sorted(
-        _trained(samples_of(turns, rewards, wanted=frozenset({"main", "subagent", "unknown"})))
-    ) == sorted(whole)
+    everything = ("main", "subagent", "unknown")
+    alone = [_trained(samples_of(turns, rewards, wanted=frozenset({name}))) for name in everything]
+    whole = sorted(_trained(samples_of(turns, rewards)))
+    assert sorted(token for ids in alone for token in ids) == whole
+    assert sorted(_trained(samples_of(turns, rewards, wanted=frozenset(everything)))) == whole
 
 
 def _trained(found: Samples) -> list[int]:

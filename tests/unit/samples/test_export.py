@@ -1,3 +1,5 @@
+"""Exports of a store: which rollouts, each once, and the files."""
+
 import io
 import json
 import sys
@@ -29,13 +31,9 @@ from proxy.stores.memory import MemoryStore
 from tests.support.trees import child, rollout, root
 
 
-def _empty_store() -> Store:
-    return MemoryStore(Limits())
-
-
 async def _filled(ids: Iterable[str]) -> Store:
     """A store that holds `rollout(id)` for each id, which is `tenant/name` or a name."""
-    store = _empty_store()
+    store = MemoryStore(Limits())
     for session_id in ids:
         turns = rollout(session_id)
         tenant = session_id.rpartition("/")[0]
@@ -95,22 +93,18 @@ async def test_all_rollouts_of_a_store() -> None:
 
 async def test_rows_are_the_samples() -> None:
     store = await _filled(["x"])
-    rows, _ = await _exported(store)
+    rows, report = await _exported(store)
     session = await store.session("x")
     samples = samples_of(await store.turns("x"), {}, session=session).samples
     assert rows == [msgspec.json.decode(msgspec.json.encode(LAYOUTS["plain"].row(s))) for s in samples]
+    _, each = await _exported(store, shared="each")
+    assert (report.trained_ids, each.trained_ids) == (4, 6)
 
 
 async def test_only_some_sessions_in_the_given_order() -> None:
-    rows, report = await _exported(await _filled(["x", "y", "z"]), only=["z", "x", "z"])
-    assert list(dict.fromkeys(row["rollout"] for row in rows)) == ["z", "x"]
+    rows, report = await _exported(await _filled(["x", "t/y", "z"]), only=["z", "y", "t/y", "z"])
+    assert list(dict.fromkeys((row["tenant"], row["rollout"]) for row in rows)) == [("", "z"), ("t", "y")]
     assert report.rollouts == 2
-
-
-async def test_tenants_of_all_sessions() -> None:
-    rows, report = await _exported(await _filled(["x", "t/x", "u/y"]))
-    assert {(row["tenant"], row["rollout"]) for row in rows} == {("", "x"), ("t", "x"), ("u", "y")}
-    assert report.rollouts == 3
 
 
 @pytest.mark.parametrize(
@@ -127,60 +121,32 @@ async def test_a_session_by_id_or_by_the_name_that_only_a_single_tenant_has(
     assert report.rollouts == 1
 
 
-async def test_a_name_that_several_tenants_have_is_refused_with_the_ids() -> None:
-    store, file = await _filled(["u/x", "t/x", "t/y", "w/q", "v/q"]), io.BytesIO()
-    with pytest.raises(NameNotUnique, match="x: t/x, u/x; q: v/q, w/q"):
-        await export(store, JsonLines(file), LAYOUTS["plain"], only=["y", "x", "q"])
+async def test_sessions_that_are_not_named_uniquely_write_nothing() -> None:
+    store, file = await _filled(["x", "t/x", "u/q", "t/q"]), io.BytesIO()
+    for unknown in ("nobody", "u/x", "t/"):
+        with pytest.raises(UnknownSession, match=f"unknown session {unknown}"):
+            await export(store, JsonLines(file), LAYOUTS["plain"], only=["x", unknown])
+    with pytest.raises(NameNotUnique, match="q: t/q, u/q"):
+        await export(store, JsonLines(file), LAYOUTS["plain"], only=["x", "q"])
     assert file.getvalue() == b""
 
 
-async def test_the_same_session_by_id_and_by_name_is_exported_once() -> None:
-    rows, report = await _exported(await _filled(["t/x"]), only=["x", "t/x"])
-    assert (report.rollouts, len(rows)) == (1, 2)
+async def test_sessions_without_turns_or_deleted_meanwhile_are_not_counted() -> None:
+    empty = MemoryStore(Limits())
+    await empty.save_session(Session(id="s", created=1.0, used=1.0))
+    assert await _exported(empty) == ([], Report())
+    store = _Timed({"x": 2.0, "y": 1.0})
+    rows, report = await _exported(store, on_rollout=lambda: store.used.pop("y", None))
+    assert ([row["rollout"] for row in rows], report.rollouts) == (["x"], 1)
 
 
-async def test_names_are_found_on_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SESSIONS_AT_ONCE", 2)
-    store = await _filled([f"t/{name}" for name in "abcdefg"])
-    rows, _ = await _exported(store, only=["a", "g", "d"])
-    assert list(dict.fromkeys(row["rollout"] for row in rows)) == ["a", "g", "d"]
-
-
-@pytest.mark.parametrize("unknown", ["nobody", "u/x", "t/"])
-async def test_an_unknown_session_writes_nothing(unknown: str) -> None:
-    store, file = await _filled(["x", "t/x"]), io.BytesIO()
-    with pytest.raises(UnknownSession, match=f"unknown session {unknown}"):
-        await export(store, JsonLines(file), LAYOUTS["plain"], only=["x", unknown])
-    assert file.getvalue() == b""
-
-
-async def test_shared_turns_in_each() -> None:
-    _, once = await _exported(await _filled(["x"]))
-    _, each = await _exported(await _filled(["x"]), shared="each")
-    assert (once.trained_ids, each.trained_ids) == (4, 6)
-
-
-async def test_a_session_without_turns_is_not_counted() -> None:
-    store = _empty_store()
-    await store.save_session(Session(id="s", created=1.0, used=1.0))
-    rows, report = await _exported(store)
-    assert (rows, report.rollouts) == ([], 0)
-
-
-@pytest.mark.parametrize(
-    "used",
-    [
-        {f"s{i}": float(i) for i in range(10)},
-        {f"s{i}": float(i // 2) for i in range(10)},
-        {f"s{i}": 1.0 for i in range(10)},
-    ],
-    ids=["apart", "pairs", "all-at-once"],
-)
-@pytest.mark.parametrize("at_once", [1, 3, 5, 10, 11])
+@pytest.mark.parametrize("apart", [1, 2, 10], ids=["apart", "pairs", "all at once"])
+@pytest.mark.parametrize("at_once", [1, 3, 10, 11])
 async def test_every_session_is_exported_once_with_any_page_size(
-    used: dict[str, float], at_once: int, monkeypatch: pytest.MonkeyPatch
+    apart: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SESSIONS_AT_ONCE", at_once)
+    used = {f"s{i}": float(i // apart) for i in range(10)}
     rows, report = await _exported(_Timed(used))
     assert sorted(row["rollout"] for row in rows) == sorted(used)
     assert report.rollouts == 10
@@ -191,16 +157,8 @@ async def test_a_session_used_while_sessions_are_listed_is_exported_once(
     on_page: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SESSIONS_AT_ONCE", 3)
-    store = _Timed({f"s{i}": float(i) for i in range(10)}, on_page=on_page)
-    rows, _ = await _exported(store)
-    assert sorted(row["rollout"] for row in rows) == sorted(f"s{i}" for i in range(10))
-
-
-async def test_a_session_used_in_the_instant_of_the_newest_is_exported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "SESSIONS_AT_ONCE", 3)
-    store = _Timed({f"s{i}": float(i) for i in range(9)} | {"t": 1001.0}, on_page={1: "s0"})
+    # "t" was used last, in the instant in which the first of `on_page` will be
+    store = _Timed({f"s{i}": float(i) for i in range(10)} | {"t": 1001.0}, on_page=on_page)
     rows, _ = await _exported(store)
     assert sorted(row["rollout"] for row in rows) == sorted(store.used)
 
@@ -208,25 +166,22 @@ async def test_a_session_used_in_the_instant_of_the_newest_is_exported(
 async def test_sessions_used_all_the_time_are_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SESSIONS_AT_ONCE", 3)
     store = _Timed({f"s{i}": float(i) for i in range(10)})
+    done: list[str] = []
 
     def use_all() -> None:
         store.used = {name: used + 1000.0 for name, used in reversed(store.used.items())}
+        done.append("a rollout")
 
     rows, _ = await _exported(store, on_rollout=use_all)
     assert sorted(row["rollout"] for row in rows) == sorted(store.used)
-
-
-async def test_a_session_deleted_during_the_export_is_left_out() -> None:
-    store = _Timed({"x": 2.0, "y": 1.0})
-    rows, report = await _exported(store, on_rollout=lambda: store.used.pop("y", None))
-    assert ([row["rollout"] for row in rows], report.rollouts) == (["x"], 1)
+    assert len(done) == 10
 
 
 async def test_choices_that_share_a_prompt_are_exported_with_it() -> None:
     a = root("a", [1], [2])
     b = child("b", a, [3, 4], [5], request="q")
     c = child("c", a, [], [6], request="q", choice=1, prompt_turn="b", prompt_tokens=4, messages=b"[]")
-    store = _empty_store()
+    store = MemoryStore(Limits())
     await store.add(Session(id="r", created=1.0, used=1.0), [a, b, c], [[], [], []])
     rows, _ = await _exported(store)
     assert [row["completion_ids"] for row in rows] == [[2, 3, 4, 5], [2, 3, 4, 6]]
@@ -236,7 +191,7 @@ async def test_choices_that_share_a_prompt_are_exported_with_it() -> None:
 @pytest.mark.parametrize("parquet", [False, True])
 async def test_values_that_cannot_be_read_break_no_export(parquet: bool) -> None:
     odd = root("a", [1], [2], messages=b"{", message=b"\xff", tools=b"7", stop_reason=[1], routed_experts={})
-    store, file = _empty_store(), io.BytesIO()
+    store, file = MemoryStore(Limits()), io.BytesIO()
     await store.add(Session(id="r", created=1.0, used=1.0, metadata=b"{"), [odd], [[]])
     layout = LAYOUTS["plain"]
     report = await export(store, Parquet(file, layout) if parquet else JsonLines(file), layout)
@@ -252,12 +207,6 @@ async def test_values_that_cannot_be_read_break_no_export(parquet: bool) -> None
     assert [row[name] for name in ("messages", "tools", "metadata")] == [None, None, None]
     assert [row["turns"][0][name] for name in ("stop_reason", "routed_experts")] == [None, None]
     assert (row["completion_ids"], row["loss_mask"]) == ([2], [1])
-
-
-async def test_progress_is_reported_after_each_rollout() -> None:
-    reports: list[int] = []
-    await _exported(await _filled(["x", "y"]), on_rollout=lambda: reports.append(1))
-    assert len(reports) == 2
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -305,7 +254,4 @@ def test_the_table() -> None:
     assert [line[:2] for line in lines[3:]] == [["refused", "3"], ["media", "2"], ["no_logprobs", "1"]]
     assert lines[-1][2] == "the engine returned no log-probabilities"
     assert "no reward" not in table(Report(1, 1, 1), "-")
-
-
-def test_table_of_an_empty_export() -> None:
     assert table(Report(), "x").startswith("nothing to export")

@@ -2,13 +2,14 @@
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 
 from proxy.history.turn import Turn, unpack_ids
 from proxy.samples.samples import Sample, samples_of
 from tests.support.trees import random_trees
 
 Tree = tuple[list[Turn], dict[str, float]]
+every_tree = settings(derandomize=True, max_examples=40)
 
 
 def _ids(turn: Turn, turns: dict[str, Turn]) -> list[int]:
@@ -31,6 +32,7 @@ def _in_samples(samples: list[Sample], only_trained: bool = False) -> Counter[st
     return Counter(span.id for sample in samples for span in sample.turns if span.trained or not only_trained)
 
 
+@every_tree
 @given(random_trees())
 def test_ids_mask_and_logprobs_of_a_sample_agree(tree: Tree) -> None:
     turns, rewards = tree
@@ -46,22 +48,22 @@ def test_ids_mask_and_logprobs_of_a_sample_agree(tree: Tree) -> None:
             assert sample.completion_ids[span.start : span.end] == unpack_ids(by_id[span.id].completion)
 
 
+@every_tree
 @given(random_trees())
-def test_sound_turns_are_trained_in_exactly_one_sample(tree: Tree) -> None:
-    turns, rewards = tree
-    samples = samples_of(turns, rewards).samples
-    assert set(_in_samples(samples)) == _sound(turns)
-    assert _in_samples(samples, only_trained=True) == Counter(_sound(turns))
+def test_sound_turns_are_trained_once_or_in_each_sample_that_holds_them(tree: Tree) -> None:
+    once, each = samples_of(*tree), samples_of(*tree, shared="each")
+    sound = _sound(tree[0])
+    assert set(_in_samples(once.samples)) == sound
+    assert _in_samples(once.samples, only_trained=True) == Counter(sound)
+    assert _in_samples(each.samples, only_trained=True) == _in_samples(each.samples)
+    # nothing but the masks differs
+    assert once.refused == each.refused
+    assert [(s.leaf, s.completion_ids, s.logprobs) for s in once.samples] == [
+        (s.leaf, s.completion_ids, s.logprobs) for s in each.samples
+    ]
 
 
-@given(random_trees())
-def test_sound_turns_are_trained_in_each_sample_that_holds_them(tree: Tree) -> None:
-    turns, rewards = tree
-    samples = samples_of(turns, rewards, shared="each").samples
-    assert _in_samples(samples, only_trained=True) == _in_samples(samples)
-    assert set(_in_samples(samples)) == _sound(turns)
-
-
+@every_tree
 @given(random_trees())
 def test_a_shared_turn_is_trained_in_the_best_sample(tree: Tree) -> None:
     """Each rule decides only among the samples that the rules before it left."""
@@ -78,28 +80,12 @@ def test_a_shared_turn_is_trained_in_the_best_sample(tree: Tree) -> None:
         assert trains.leaf == min(sample.leaf for sample in best)
 
 
+@every_tree
 @given(random_trees())
-def test_every_leaf_is_a_sample_or_refused(tree: Tree) -> None:
-    turns, rewards = tree
-    found = samples_of(turns, rewards)
-    leaves = {turn.id for turn in turns} - {turn.parent for turn in turns}
+def test_every_leaf_is_a_sample_or_refused_and_whole_samples_come_first(tree: Tree) -> None:
+    found = samples_of(*tree)
+    leaves = {turn.id for turn in tree[0]} - {turn.parent for turn in tree[0]}
     whole = [sample.leaf for sample in found.samples if sample.whole]
     assert sorted([*whole, *(refused.leaf for refused in found.refused)]) == sorted(leaves)
-
-
-@given(random_trees())
-def test_samples_are_ordered_by_leaf_whole_ones_first(tree: Tree) -> None:
-    turns, rewards = tree
-    samples = samples_of(turns, rewards).samples
-    assert [sample.index for sample in samples] == list(range(len(samples)))
-    assert samples == sorted(samples, key=lambda sample: (not sample.whole, sample.leaf))
-
-
-@given(random_trees())
-def test_shared_changes_only_the_masks(tree: Tree) -> None:
-    turns, rewards = tree
-    once, each = samples_of(turns, rewards), samples_of(turns, rewards, shared="each")
-    assert once.refused == each.refused
-    assert [(s.leaf, s.completion_ids, s.logprobs) for s in once.samples] == [
-        (s.leaf, s.completion_ids, s.logprobs) for s in each.samples
-    ]
+    assert [sample.index for sample in found.samples] == list(range(len(found.samples)))
+    assert found.samples == sorted(found.samples, key=lambda sample: (not sample.whole, sample.leaf))

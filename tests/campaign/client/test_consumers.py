@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from proxy.client import Client
-from proxy.ports import free_port
 from tests.support.fake_vllm import FakeVllm
+from tests.support.ports import held_port
 from tests.support.serve_process import ServeProcess, is_process
 from tests.support.talk import user
 from tests.support.utils import wait_until
@@ -27,7 +25,7 @@ class _Consumer:
     def __init__(self, url: str, name: str, log: Path, hang_at: str) -> None:
         self._log = log
         with log.open("ab") as out:
-            command = [sys.executable, "-m", "tests.contract.client.consumer", url, name, hang_at]
+            command = [sys.executable, "-m", "tests.campaign.client.consumer", url, name, hang_at]
             self.process = subprocess.Popen(command, cwd=_ROOT, stdout=out)
 
     @property
@@ -68,11 +66,13 @@ def _rises(names: list[str]) -> bool:
     return names == sorted(names)
 
 
-@pytest.mark.slow
 def test_consumers_and_proxies_may_be_killed(mortal: FakeVllm, tmp_path: Path) -> None:
     flags = ("--store", f"sqlite://{tmp_path}/rollouts.db", "--workers", "2")
-    proxy = ServeProcess([mortal.url], tmp_path / "log", *flags, port=free_port("127.0.0.1"))
-    with proxy, Client(proxy.url) as client:
+    with (
+        held_port() as port,
+        ServeProcess([mortal.url], tmp_path / "log", *flags, port=port) as proxy,
+        Client(proxy.url) as client,
+    ):
         proxy.wait_workers_ready(2)
         log, other_log = tmp_path / "a", tmp_path / "b"
         with _consumer(proxy.url, "b", other_log) as other:
@@ -97,20 +97,3 @@ def test_consumers_and_proxies_may_be_killed(mortal: FakeVllm, tmp_path: Path) -
         assert sorted({*other.read}) == _NAMES
         assert _rises(list(dict.fromkeys(other.read)))
     assert "Traceback" not in proxy.text
-
-
-@pytest.mark.slow
-def test_rollouts_finished_by_any_worker_reach_a_reader_of_any(mortal: FakeVllm, tmp_path: Path) -> None:
-    """Each request has a new connection, which any worker accepts."""
-    flags = ("--store", f"sqlite://{tmp_path}/rollouts.db", "--workers", "3")
-    with ServeProcess([mortal.url], tmp_path / "log", *flags) as proxy, Client(proxy.url) as client:
-        proxy.wait_workers_ready(3)
-        with (
-            _consumer(proxy.url, "a", tmp_path / "a") as first,
-            _consumer(proxy.url, "b", tmp_path / "b") as second,
-        ):
-            for name in _NAMES:
-                with Client(proxy.url) as writer:
-                    _finish(writer, [name])
-            wait_until(lambda: first.read == second.read == _NAMES)
-        assert all(consumer.waiting <= 3 for consumer in client.consumers())

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: `python -m tests.contract.client.consumer URL NAME HANG_AT`.
+"""A trainer in a process of its own: `python -m tests.campaign.client.consumer URL NAME HANG_AT`.
 
 Prints the name and the revision of each rollout that it gets. At the rollout HANG_AT it hangs: what it got
 and has not acknowledged is lost to it if it is killed.

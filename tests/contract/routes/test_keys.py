@@ -1,0 +1,298 @@
+"""Who may use which route with which key, and what the engine sees of keys."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.dialects.error_formats import is_anthropic
+from proxy.key_command import add_key
+from proxy.routes.auth import OPEN_PATHS
+from proxy.routes.routes import all_routes
+from proxy.routes.scopes import KeyScope, scope_of_engine_route
+from proxy.settings import Settings
+from tests.support.fake_vllm import Canned, FakeVllm
+from tests.support.talk import CHAT, user
+from tests.support.tiny_model import TinyModel
+from tests.support.utils import run_app, run_proxy, wait_until
+
+_BODY: dict[str, Any] = {"messages": [user("Hi")]}
+_BODIES: dict[str, Any] = {
+    "/tokenize": {"prompt": "Hi"},
+    "/v1/chat/completions/tokens": {"prompt_ids": [1, 74]},
+    "/update_weights": {"update_info": {}},
+}
+_BACKGROUND = {"/health", "/tokenize", "/v1/models"}
+"""What the proxy asks an engine at any time, for itself."""
+
+ROUTES = {
+    ("POST", CHAT): "inference",
+    ("POST", "/chat/completions/"): "inference",
+    ("POST", "/sessions/s/v1/chat/completions"): "inference",
+    ("POST", "/v1/chat/completions/tokens"): "inference",
+    ("POST", "/tokenize"): "inference",
+    ("POST", "/v1/messages"): "inference",
+    ("GET", "/models"): "inference",
+    ("GET", "/"): "inference",
+    ("POST", "/v1/embeddings"): "inference",
+    ("POST", "/v1/sessions"): "inference",
+    ("DELETE", "/v1/sessions/s"): "inference",
+    ("POST", "/v1/sessions/s/reward"): "inference",
+    ("GET", "/v1/sessions"): "read",
+    ("GET", "/sessions/s/v1/sessions"): "read",
+    ("GET", "/sessions/s/samples"): "read",
+    ("GET", "/v1/samples"): "read",
+    ("POST", "/v1/samples/ack"): "read",
+    ("DELETE", "/v1/samples/consumers/c"): "read",
+    ("GET", "/version"): "read",
+    ("POST", "/pause/"): "admin",
+    ("POST", "/update_weights"): "admin",
+    ("POST", "/admin/replicas"): "admin",
+    ("POST", "/sessions/s/v1/load_lora_adapter"): "admin",
+    ("POST", "/%70ause"): "admin",
+    ("POST", "//pause"): "admin",
+    ("GET", "/server_info"): "admin",
+    ("GET", "/what/a/new/vllm/adds"): "admin",
+    ("GET", "/v1/modelsx"): "admin",
+}
+_ADMIN = [route for route, scope in ROUTES.items() if scope == "admin"]
+
+
+class Keyed:
+    """A proxy with a key for each scope, all of one tenant, and with keys of the other settings."""
+
+    def __init__(self, engine: FakeVllm, client: httpx.Client, keys: dict[str, str]) -> None:
+        self.engine, self.client, self.keys = engine, client, keys
+
+    def ask(self, method: str, path: str, key: str) -> httpx.Response:
+        """Send a request with the path as it is."""
+        body = _BODIES.get(path, _BODY) if method == "POST" else None
+        headers = {"authorization": f"Bearer {self.keys[key]}"} if key else {}
+        request = self.client.build_request(method, "/", json=body, headers=headers)
+        request.extensions["target"] = path.encode()
+        return self.client.send(request)
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    file: Path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys = {str(scope): add_key(file, scope, [scope], "all") for scope in KeyScope}
+    keys |= {"plain": "plain-key", "everything": "admin-key", "wrong": "nobody's"}
+    settings: dict[str, Any] = {"api_key_file": file, "api_key": ["plain-key"], "admin_key": ["admin-key"]}
+    with (
+        FakeVllm(tiny_model) as engine,
+        run_proxy([engine], **settings, upstream_api_key="engine", store="memory:") as client,
+    ):
+        yield Keyed(engine, client, keys)
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_a_route_needs_a_key_with_its_scope_and_no_other(keyed: Keyed, method: str, path: str) -> None:
+    needed = ROUTES[method, path]
+    before = len(keyed.engine.requests)
+    for key in ("", "wrong"):
+        refused = keyed.ask(method, path, key)
+        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        if not is_anthropic(path):
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+    lacking = {*KeyScope, *(["plain"] if needed == "admin" else [])} - {needed}
+    for key in lacking:
+        refused = keyed.ask(method, path, key)
+        assert refused.status_code == 403
+        error = refused.json()["error"]
+        if is_anthropic(path):
+            assert error["type"] == "permission_error"
+        else:
+            assert (error["code"], error["type"]) == ("insufficient_scope", "PermissionDeniedError")
+        assert "`admin_key`" in error["message"] and "`api_key_file`" in error["message"]
+    assert {seen.path for seen in keyed.engine.requests[before:]} <= _BACKGROUND - {path}
+    for key in {needed, "everything", "plain"} - lacking:
+        assert keyed.ask(method, path, key).status_code not in (401, 403)
+    # no key of the proxy reaches the engine
+    assert {seen.header("authorization") for seen in keyed.engine.requests[before:]} <= {b"Bearer engine"}
+    assert {seen.header("x-api-key") for seen in keyed.engine.requests[before:]} <= {None}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/reset_mm_cache", "/collective_rpc", "/release_kv_cache_memory", "/sessions/s/v1/load_lora_adapter"],
+)
+def test_an_admin_route_reaches_the_engine_with_the_scope(keyed: Keyed, path: str) -> None:
+    forwarded = path.removeprefix("/sessions/s")
+    keyed.engine.canned[forwarded] = Canned(b'{"status": "awake"}')
+    assert keyed.ask("POST", path, "admin").status_code == 200
+    assert keyed.engine.last(forwarded).header("authorization") == b"Bearer engine"
+
+
+def test_routes_of_vllm_that_are_on_no_list_need_admin() -> None:
+    listed = {
+        KeyScope.INFERENCE: ("/", "/v1/models", "/v1/models/a", "/v1/completions", "/detokenize", "/score"),
+        KeyScope.READ: ("/load", "/version", "/ping"),
+        KeyScope.ADMIN: (
+            *("", "/V1/models", "/v1//models", "/Tokenize", "/v1", "/v1/loads", "/v1/modelsx", "/v1/pause"),
+            *("/pause", "/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/start_profile"),
+            *("/server_info", "/inference/v1/abort_requests", "/v1/unload_lora_adapter", "/update_weights"),
+        ),
+    }
+    found = {
+        scope: tuple(path for path in paths if scope_of_engine_route(path) is scope)
+        for scope, paths in listed.items()
+    }
+    assert found == listed
+
+
+def test_scopes_of_the_proxys_own_routes() -> None:
+    """Also where the proxy serves an engine's admin route itself, to send it to every replica."""
+    needed = {
+        route.path: {route.needed_scope(method, route.path) for method in route.methods}
+        for route in all_routes()
+    }
+    assert needed["/health"] == needed["/ready"] == {None}
+    assert needed["/metrics"] == needed["/v1/samples"] == {KeyScope.READ}
+    replaced = {route.path for route in all_routes() if route.replaces_engine_route}
+    admin = {path for path in needed if path.startswith("/admin/")} | replaced
+    assert {path for path in admin if needed[path] != {KeyScope.ADMIN}} == set()
+
+
+@pytest.mark.parametrize(
+    ("headers", "owner"),
+    [
+        ({"authorization": "Bearer plain-key"}, "plain"),
+        ({"authorization": "BEARER  plain-key"}, "plain"),
+        ({"x-api-key": "admin-key"}, "everything"),
+        ({"authorization": "Bearer none", "x-api-key": "admin-key"}, "everything"),
+        ({"authorization": "Bearer plain-key", "x-api-key": "admin-key"}, "plain"),
+        ({"authorization": "plain-key"}, None),
+        ({"authorization": "Basic plain-key"}, None),
+        ({"authorization": "Bearer"}, None),
+        ({"x-api-key": ""}, None),
+        ({"x-api-key": "Bearer plain-key"}, None),
+    ],
+)
+def test_each_key_is_a_tenant_in_either_header(
+    keyed: Keyed, name: str, headers: dict[str, str], owner: str | None
+) -> None:
+    made = keyed.client.post("/v1/sessions", json={"id": name}, headers=headers)
+    assert made.status_code == (401 if owner is None else 201)
+    found = [
+        key
+        for key in ("plain", "everything")
+        if keyed.ask("GET", f"/v1/sessions/{name}", key).status_code == 200
+    ]
+    assert found == ([] if owner is None else [owner])
+
+
+# --- open paths, and the details of /ready
+
+
+def test_open_paths_are_open_to_get_and_head_only(keyed: Keyed) -> None:
+    before = len(keyed.engine.requests)
+    for path in sorted(OPEN_PATHS):
+        statuses = [
+            keyed.client.request(method, path).status_code for method in ("GET", "HEAD", "POST", "PUT")
+        ]
+        assert statuses == [200, 200, 401, 401], path
+    assert {seen.path for seen in keyed.engine.requests[before:]} <= _BACKGROUND
+    for path in ("/health//", "//health", "/v1/health", "/openapi.json", "/anything"):
+        assert keyed.ask("GET", path, "").status_code == 401, path
+
+
+def test_the_details_of_ready_need_the_scope_read(keyed: Keyed) -> None:
+    for key, details in (
+        ("", False),
+        ("wrong", False),
+        ("inference", False),
+        ("admin", False),
+        ("read", True),
+    ):
+        shown = keyed.ask("GET", "/ready", key).json()
+        assert "engines" in shown if details else shown == {"ready": True}
+
+
+def test_metrics_may_need_a_key(mortal: FakeVllm, tmp_path: Path) -> None:
+    inference = add_key(tmp_path / "keys.yaml", "a", ["inference"], None)
+    keys: dict[str, Any] = {"api_key": ["reads"], "api_key_file": tmp_path / "keys.yaml"}
+    with run_proxy([mortal], **keys, metrics_need_key=True) as client:
+        found = [
+            client.get("/metrics", headers={"x-api-key": key}).status_code for key in ("", inference, "reads")
+        ]
+        assert found == [401, 403, 200]
+        assert client.get("/health").status_code == 200
+
+
+# --- keys of the engine
+
+
+def test_a_credential_that_is_not_ours_passes_through(
+    mortal: FakeVllm, fake: FakeVllm, client: httpx.Client
+) -> None:
+    """A client may send the proxy's key in one header and the engine's in the other."""
+    with run_proxy([mortal], api_key="secret") as keyed_client:
+        headers = {"x-api-key": "secret", "authorization": "Bearer engine"}
+        assert keyed_client.get("/v1/models", headers=headers).status_code == 200
+    assert mortal.last("/v1/models").header("authorization") == b"Bearer engine"
+    assert mortal.last("/v1/models").header("x-api-key") is None
+    client.post(CHAT, json=_BODY, headers=headers)  # of a proxy without keys
+    assert fake.last().header("authorization") == b"Bearer engine"
+
+
+def test_all_clients_are_one_tenant_with_only_the_engines_key(mortal: FakeVllm) -> None:
+    mortal.api_keys = ("engine",)
+    with run_proxy([mortal], upstream_api_key="engine", store="memory:") as client:
+        headers = {"authorization": "Bearer anything", "x-session-id": "s"}
+        assert client.post(CHAT, json=_BODY, headers=headers).status_code == 200
+        assert client.get("/v1/sessions/s").json()["turn_count"] == 1
+    assert {seen.header("authorization") for seen in mortal.requests} == {b"Bearer engine"}
+
+
+def test_an_engine_that_wants_a_key_is_reported(mortal: FakeVllm) -> None:
+    mortal.api_keys = ("engine",)
+    with run_app(Settings(upstreams=[mortal.url])) as client:
+        wait_until(lambda: "not checked" not in client.get("/ready").text)
+        [engine] = client.get("/ready").json()["engines"]
+    assert engine["ready"] is False
+    assert "set `upstream_api_key`" in engine["problem"]
+
+
+# --- without keys
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "proxy.example.com"])
+def test_without_keys_admin_routes_are_closed_beyond_loopback(mortal: FakeVllm, host: str) -> None:
+    with run_proxy([mortal], host=host, store="memory:") as client:
+        keyed, before = Keyed(mortal, client, {}), len(mortal.requests)
+        for method, path in _ADMIN:
+            answer = keyed.ask(method, path, "")
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (403, "admin_needs_key"), path
+            assert all(f"`{name}`" in error["message"] for name in ("admin_key", "api_key_file", "host"))
+        assert {seen.path for seen in mortal.requests[before:]} <= _BACKGROUND
+        assert client.post(CHAT, json=_BODY).status_code == 200
+        assert client.get("/v1/sessions").status_code == 200
+        assert "engines" in client.get("/ready").json()
+
+
+@pytest.mark.parametrize(
+    ("headers", "local"),
+    [
+        ({}, True),
+        ({"host": "localhost:1"}, True),
+        ({"origin": "https://evil.example"}, False),
+        ({"origin": "null"}, False),
+        ({"host": "evil.example"}, False),
+        ({"x-forwarded-for": "10.0.0.1"}, False),
+        ({"forwarded": "for=10.0.0.1"}, False),
+        ({"x-real-ip": "10.0.0.1"}, False),
+    ],
+)
+def test_without_keys_only_programs_on_this_machine_may_administrate(
+    fake: FakeVllm, client: httpx.Client, headers: dict[str, str], local: bool
+) -> None:
+    fake.canned["/reset_mm_cache"] = Canned(b"{}")
+    answer = client.post("/reset_mm_cache", headers=headers)
+    assert answer.status_code == (200 if local else 403)
+    assert len(fake.seen("/reset_mm_cache")) == int(local)
+    assert local or client.post("/admin/replicas", headers=headers).status_code == 403
+    assert client.post(CHAT, json=_BODY, headers=headers).status_code == 200

@@ -1,0 +1,65 @@
+"""Addresses, errors and patience of the client, without any input or output."""
+
+import httpx
+import pytest
+
+from proxy.client import (
+    AccessDenied,
+    ErrorResponse,
+    InvalidRequest,
+    KeyRefused,
+    NoResponse,
+    ServerFailure,
+    TemporaryFailure,
+    TooManyRequests,
+    UnknownResource,
+)
+from proxy.client.calls import Address, FeedPosition, Patience
+from proxy.client.errors import error_of
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        *((400, InvalidRequest), (401, KeyRefused), (403, AccessDenied), (404, UnknownResource)),
+        *((413, InvalidRequest), (429, TooManyRequests)),
+        *((500, ServerFailure), (503, TemporaryFailure), (504, ServerFailure)),
+    ],
+)
+def test_statuses(status: int, kind: type[ErrorResponse]) -> None:
+    body = {"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}
+    error = error_of(httpx.Response(status, json=body, headers={"retry-after": "2"}))
+    assert type(error) is kind
+    found = (error.message, error.status, error.param, error.code, error.retry_after_s)
+    assert found == ("m", status, "p", "c", 2.0)
+    assert str(error_of(httpx.Response(status, text="bad gateway"))) == "bad gateway"
+    assert str(status) in str(error_of(httpx.Response(status)))
+
+
+def test_base_urls() -> None:
+    urls = ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/")
+    assert {Address(url, None).url for url in urls} == {"http://h:1"}
+
+
+def test_every_page_of_a_feed_is_selected_by_the_same_weights() -> None:
+    position = FeedPosition("trainer", None, 0.0, True, {"weight_versions": iter(["7", "8"])})
+    for _ in range(2):
+        weights = [value for name, value in position.next_page().query if name == "weight_version"]
+        assert weights == ["7", "8"]
+
+
+def test_patience_ends_and_waits_as_long_as_the_proxy_asks() -> None:
+    now = [0.0]
+    patience = Patience(10.0, lambda: now[0])
+    pauses = []
+    error = TemporaryFailure("m", 503, retry_after_s=2.0)
+    for _ in range(3):
+        pauses.append(patience.pause(error))
+        now[0] += pauses[-1]
+    assert pauses == [2.0, 2.0, 2.0]
+    assert patience.pause(NoResponse("m")) == 4.0
+    now[0] = 10.0
+    with pytest.raises(TemporaryFailure):
+        patience.pause(error)
+    with pytest.raises(InvalidRequest):
+        Patience(10.0, lambda: 0.0).pause(InvalidRequest("m", 400))

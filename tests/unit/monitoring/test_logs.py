@@ -1,0 +1,110 @@
+"""Formatters and filters of log lines; `tests/contract/monitoring` has the lines of a served proxy."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
+
+import pytest
+
+from proxy.metrics import Metrics
+from proxy.monitoring.exchange import Exchange, run_exchange
+from proxy.monitoring.logs import JsonFormatter, RelayHandler, RepeatLimit, RequestFields, TextFormatter
+
+
+def _record() -> logging.LogRecord:
+    return logging.LogRecord("tokenproxy", logging.WARNING, "a.py", 7, "no %s", ("x",), None)
+
+
+def _in_a_request(work: Callable[[], object]) -> None:
+    def run() -> None:
+        run_exchange(Exchange("mine", Metrics()))
+        work()
+
+    copy_context().run(run)
+
+
+class _Kept(logging.Handler):
+    """Keeps what it is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_json_of_an_exception() -> None:
+    record = _record()
+    try:
+        raise ValueError('with "quotes"\nand lines')
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    text = JsonFormatter().format(record)
+    assert "\n" not in text
+    line = json.loads(text)
+    assert (line["message"], line["level"], line["logger"]) == ("no x", "warning", "tokenproxy")
+    assert 'ValueError: with "quotes"\nand lines' in line["exception"]
+    assert "request_id" not in line
+
+
+def test_lines_of_a_request_have_its_id_and_fields() -> None:
+    record = _record()
+    RequestFields().filter(record)
+    assert TextFormatter().format(record).endswith(" WARNING tokenproxy: no x")
+    record.fields = {"status": 200}
+    _in_a_request(lambda: RequestFields().filter(record))
+    assert TextFormatter().format(record).endswith("tokenproxy: no x status=200 [request mine]")
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["request_id"], line["status"]) == ("mine", 200)
+
+
+def test_inside_vllm_the_id_is_in_the_message() -> None:
+    target, quiet = _Kept(), _Kept()
+    quiet.setLevel(logging.ERROR)
+    relay = RelayHandler([target, quiet])
+    _in_a_request(lambda: relay.handle(_record()))
+    assert (target.messages, quiet.messages) == (["no x [request mine]"], [])
+
+
+class _Limited:
+    """A logger whose handler lets two lines of a kind through in 10 s, and its clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.later: list[tuple[float, Callable[[], None]]] = []
+        self.logger, self.handler = logging.getLogger("tokenproxy.limited"), _Kept()
+        self.handler.addFilter(
+            RepeatLimit(2, 10.0, lambda: self.now, lambda *scheduled: self.later.append(scheduled))
+        )
+
+
+@pytest.fixture
+def limited() -> Iterator[_Limited]:
+    limited = _Limited()
+    limited.logger.addHandler(limited.handler)
+    yield limited
+    limited.logger.removeHandler(limited.handler)
+
+
+def test_repeated_errors_are_left_out_and_counted(limited: _Limited) -> None:
+    for number in range(10):
+        limited.now += 0.5
+        limited.logger.error("broken: %d", number)
+        limited.logger.info("fine")  # never left out
+    limited.logger.error("another")
+    messages = limited.handler.messages
+    assert [each for each in messages if each != "fine"] == ["broken: 0", "broken: 1", "another"]
+    [(seconds, report)] = limited.later
+    assert seconds == 9.0  # the third line came a second after the first, with which the window began
+    report()
+    assert messages[-1] == "8 lines like this were left out in 10 s, the last one: broken: 9"
+
+
+def test_lines_that_repeat_slowly_are_all_written(limited: _Limited) -> None:
+    for number in range(4):
+        limited.logger.warning("slow: %d", number)
+        limited.now += 10.0
+    assert limited.handler.messages == [f"slow: {number}" for number in range(4)]

@@ -1,0 +1,166 @@
+"""Credentials that only the engine can verify: its verdicts, and how long they count."""
+
+import asyncio
+import contextlib
+import hashlib
+
+import pytest
+
+from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Unauthorized
+from proxy.http import BytesResponse, Request, Response
+from proxy.routes import credentials as module
+from proxy.routes.credentials import EngineCredentials
+from proxy.types import Headers, Scope
+
+_ANNA, _BERT, _EVE = b"Bearer anna", b"Bearer bert", b"Bearer eve"
+
+
+def _tenant(key: str) -> str:
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+class Engine:
+    """Verifies credentials as vLLM does, and has a clock."""
+
+    def __init__(self, *keys: bytes) -> None:
+        self.keys = keys
+        self.now = 0.0
+        self.status: int | None = None
+        self.received: list[Headers] = []
+        self.gate: asyncio.Event | None = None
+        self.credentials = EngineCredentials(self.send, lambda: self.now)
+
+    async def send(self, request: Request) -> Response:
+        assert (request.method, request.path, request.body) == ("GET", "/v1/models", b"")
+        self.received.append(request.headers)
+        if self.gate is not None:
+            await self.gate.wait()
+        sent = dict(request.headers).get(b"authorization")
+        status = self.status or (200 if not self.keys or sent in self.keys else 401)
+        return BytesResponse(status, [], b"{}")
+
+    async def tenant(self, value: bytes | None = None, name: bytes = b"authorization") -> str:
+        headers = [(b"accept", b"*/*"), *([(name, value)] if value is not None else [])]
+        scope: Scope = {"headers": headers}
+        return await self.credentials.tenant_of(scope)
+
+    @property
+    def asked(self) -> list[bytes]:
+        """The credentials of the requests that had one."""
+        return [value for headers in self.received for _, value in headers]
+
+
+@pytest.mark.parametrize("header", [None, _ANNA, b"nonsense"])
+async def test_all_clients_are_one_tenant_of_an_engine_without_keys(header: bytes | None) -> None:
+    engine = Engine()
+    assert [await engine.tenant(header) for _ in range(3)] == ["", "", ""]
+    assert engine.received == [[]]  # once, and nobody's credential with it
+    engine.now = module.OPEN_S
+    assert await engine.tenant(header) == ""
+    assert engine.received == [[], []]
+
+
+async def test_each_accepted_key_is_a_tenant_whatever_its_scheme() -> None:
+    engine = Engine(_ANNA, _BERT, b"bearer anna", b"anna")
+    for _ in range(3):
+        assert (await engine.tenant(_ANNA), await engine.tenant(_BERT)) == (_tenant("anna"), _tenant("bert"))
+    assert engine.received == [[], [(b"authorization", _ANNA)], [(b"authorization", _BERT)]]
+    assert {await engine.tenant(value) for value in (b"bearer anna", b"anna")} == {_tenant("anna")}
+
+
+async def test_the_header_is_sent_as_it_came() -> None:
+    engine = Engine(_ANNA)
+    with pytest.raises(Unauthorized):
+        await engine.tenant(b"anna", b"x-api-key")
+    assert engine.received[1:] == [[(b"x-api-key", b"anna")]]
+
+
+@pytest.mark.parametrize("header", [None, b"", b"  ", _EVE])
+async def test_a_missing_or_refused_key(header: bytes | None) -> None:
+    engine = Engine(_ANNA)
+    for _ in range(2):
+        with pytest.raises(Unauthorized) as refused:
+            await engine.tenant(header)
+        assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
+        assert (b"www-authenticate", b"Bearer") in refused.value.headers()
+    assert engine.asked == ([_EVE] if header == _EVE else [])
+
+
+@pytest.mark.parametrize(("header", "lifetime_s"), [(_ANNA, module.ACCEPTED_S), (_EVE, module.REFUSED_S)])
+async def test_a_verdict_is_remembered_for_a_while(header: bytes, lifetime_s: float) -> None:
+    engine = Engine(_ANNA)
+
+    async def ask() -> int:
+        with contextlib.suppress(Unauthorized):
+            await engine.tenant(header)
+        return len(engine.asked)
+
+    assert await ask() == 1
+    engine.now = lifetime_s - 0.1
+    assert await ask() == 1
+    engine.now = lifetime_s
+    assert await ask() == 2
+
+
+async def test_a_revoked_key_is_refused_after_its_verdict_expired() -> None:
+    engine = Engine(_ANNA, _BERT)
+    await engine.tenant(_ANNA)
+    engine.keys = (_BERT,)
+    assert await engine.tenant(_ANNA) == _tenant("anna")
+    engine.now = module.ACCEPTED_S
+    with pytest.raises(Unauthorized):
+        await engine.tenant(_ANNA)
+
+
+async def test_the_least_recently_used_verdicts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REMEMBERED", 2)
+    keys = [b"Bearer %d" % number for number in range(3)]
+    engine = Engine(*keys)
+    for number in (0, 1, 0, 2, 0, 1):
+        await engine.tenant(keys[number])
+    assert engine.asked == [keys[number] for number in (0, 1, 2, 1)]
+
+
+async def test_concurrent_requests_ask_once() -> None:
+    engine = Engine(_ANNA)
+    engine.gate = asyncio.Event()
+    tasks = [asyncio.create_task(engine.tenant(_ANNA)) for _ in range(10)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()  # the client that started the verification leaves; the others still get the answer
+    await asyncio.sleep(0)
+    engine.gate.set()
+    assert await asyncio.gather(*tasks[1:]) == [_tenant("anna")] * 9
+    assert len(engine.received) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(500, EngineBroken), (302, EngineBroken), (503, EngineUnavailable), (429, EngineUnavailable)],
+)
+async def test_other_status_is_not_a_verdict(status: int, kind: type[ApiError]) -> None:
+    engine = Engine(_ANNA)
+    engine.status = status
+    for _ in range(2):
+        with pytest.raises(kind, match=f"answers {status} to GET /v1/models"):
+            await engine.tenant(_ANNA)
+    assert len(engine.received) == 2  # not remembered
+    engine.status = None
+    assert await engine.tenant(_ANNA) == _tenant("anna")
+
+
+async def test_an_engine_that_does_not_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.01)
+    engine = Engine()
+    engine.gate = asyncio.Event()
+    with pytest.raises(EngineTimeout, match="no credential can be verified"):
+        await engine.tenant()
+
+
+async def test_closing_cancels_running_verifications() -> None:
+    engine = Engine()
+    engine.gate = asyncio.Event()
+    task = asyncio.create_task(engine.tenant())
+    await asyncio.sleep(0)
+    await engine.credentials.aclose()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -1,0 +1,61 @@
+"""Aliases of the proxy's routes, and the engine's own paths."""
+
+import pytest
+
+from proxy.routes.paths import engine_path, fill, other_paths
+from proxy.routes.routes import all_routes
+from proxy.routes.session_prefix import WITHOUT_V1
+
+_OURS = [route for route in all_routes() if not route.catches_all]
+
+
+@pytest.mark.parametrize(
+    ("path", "under_v1", "expected"),
+    [
+        ("/v1/sessions", False, ["/sessions", "/v1/sessions/", "/sessions/"]),
+        ("/tokenize", True, ["/v1/tokenize", "/tokenize/", "/v1/tokenize/"]),
+        ("/health", False, ["/health/"]),
+    ],
+)
+def test_other_paths(path: str, under_v1: bool, expected: list[str]) -> None:
+    assert other_paths(path, under_v1=under_v1) == expected
+
+
+def test_every_route_has_aliases_and_no_two_share_one() -> None:
+    paths = [path for route in _OURS for path in (route.path, *route.aliases)]
+    assert len(set(paths)) == len(paths)
+    # the viewer's files are named relative to its page
+    assert [route.path for route in _OURS if not route.aliases] == ["/viewer", "/viewer/", "/"]
+
+
+def test_no_path_of_a_session_has_two_meanings() -> None:
+    aliases = [alias.split("/") for route in _OURS for alias in route.aliases]
+    following = {parts[3] for parts in aliases if parts[1:3] == ["sessions", "{session}"] and len(parts) > 3}
+    assert following == {"", "samples", "traces", "reward", "end"}
+    assert following.isdisjoint({*WITHOUT_V1, "v1"})
+
+
+def test_a_template_is_filled_percent_encoded() -> None:
+    kept = "a~b:c@d+e=f"
+    assert fill("/v1/sessions/{session}/samples", {"session": kept}) == f"/v1/sessions/{kept}/samples"
+    assert fill("/v1/sessions/{session}", {"session": "a/é"}) == "/v1/sessions/a%2F%C3%A9"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/models", "/v1/models"),
+        ("/models/", "/v1/models"),
+        ("/v1/models/", "/v1/models"),
+        ("/models/a%2Fb", "/v1/models/a%2Fb"),
+        ("/responses/resp_1/cancel/", "/v1/responses/resp_1/cancel"),
+        ("/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("/v1/detokenize/", "/detokenize"),
+        ("/detokenize/", "/detokenize"),
+        *((same, same) for same in ("/v1/models", "/v1", "/v1/", "/", "", "*", "/score", "/v1/score")),
+        *((same, same) for same in ("/pause", "/some/where/", "/v1/some/where/", "/modelsx")),
+        *((same, same) for same in ("/v1/detokenize/x", "//models", "/v2/models")),
+    ],
+)
+def test_engine_path(path: str, expected: str) -> None:
+    assert engine_path(path) == expected

@@ -1,0 +1,116 @@
+"""A follower of the feed: what it writes, and where it stands when it stops."""
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.history.feed import Cause
+from proxy.history.store import Limits, Session, Store, StoreError
+from proxy.samples.feed import FeedFilter
+from proxy.samples.follow import Follower, end_last_line
+from proxy.samples.layouts import LAYOUTS
+from proxy.stores.memory import MemoryStore
+from tests.support.trees import rollout
+
+
+async def _finish(store: Store, *names: str) -> None:
+    for name in names:
+        turns = rollout(name)
+        await store.add(Session(id=name, created=1.0, used=1.0), turns, [[] for _ in turns])
+        assert await store.feed.finish(name, Cause.END)
+
+
+def _follower(store: Store, after: int = 0) -> Follower:
+    return Follower(store, LAYOUTS["plain"], FeedFilter(), "once", after, poll_s=0.001)
+
+
+async def _until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.001)
+
+
+async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(Limits())
+    await _finish(store, "a")
+    file, errors, reads = io.BytesIO(), list[StoreError](), 0
+    read = store.feed.read
+
+    async def fail_at_times(*args: Any, **kwargs: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        if reads in (3, 4, 6):
+            raise StoreError("gone")
+        return await read(*args, **kwargs)
+
+    monkeypatch.setattr(store.feed, "read", fail_at_times)
+    follower = _follower(store)
+    running = asyncio.create_task(follower.run(file, errors.append))
+    await _until(lambda: reads > 6)
+    await _finish(store, "b")
+    await _until(lambda: follower.report.rollouts == 2)
+    follower.stop()
+    await running
+    # reported once each time
+    assert [str(error) for error in errors] == ["gone", "gone"]
+    assert follower.position == await store.feed.end()
+    assert [json.loads(line)["rollout"] for line in file.getvalue().splitlines()] == ["a", "a", "b", "b"]
+
+
+async def test_a_position_beyond_the_end_is_the_end() -> None:
+    """As after the loss of a store: what is finished after the start is written."""
+    store = MemoryStore(Limits())
+    await _finish(store, "a")
+    end = await store.feed.end()
+    follower = _follower(store, 10**17)
+    running = asyncio.create_task(follower.run(io.BytesIO(), print))
+    await _until(lambda: follower.position == end)
+    await _finish(store, "b")
+    await _until(lambda: follower.report.rollouts == 1)
+    follower.stop()
+    await running
+
+
+async def test_nothing_is_skipped_when_it_is_stopped() -> None:
+    store = MemoryStore(Limits())
+    await _finish(store, *"abcde")
+    found = await store.feed.read(0, limit=9)
+
+    class StopAfterTwo(io.BytesIO):
+        def flush(self) -> None:
+            if follower.report.rollouts == 1:
+                follower.stop()
+
+    follower = _follower(store)
+    await follower.run(StopAfterTwo(), print)
+    assert follower.position == found[1].position
+    rest = _follower(store, follower.position)
+    running = asyncio.create_task(rest.run(io.BytesIO(), print))
+    await _until(lambda: rest.report.rollouts == 3)
+    rest.stop()
+    await running
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"", b""),
+        (b'{"a":1}\n', b'{"a":1}\n'),
+        (b'{"a":1}\n{"b":2}', b'{"a":1}\n{"b":2}\n'),
+        (b'{"a":1}\n{"b":', b'{"a":1}\n'),
+        (b'{"b":', b""),
+        (b'{"a":"' + b"x" * 200_000 + b'"}\n{"b":"' + b"y" * 200_000, b'{"a":"' + b"x" * 200_000 + b'"}\n'),
+    ],
+    ids=["empty", "whole", "no newline", "cut", "cut first line", "long"],
+)
+def test_the_last_line_is_whole(tmp_path: Path, before: bytes, after: bytes) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(before)
+    with path.open("r+b") as file:
+        end_last_line(file)
+        file.write(b"next\n")
+    assert path.read_bytes() == after + b"next\n"
