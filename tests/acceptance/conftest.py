@@ -72,10 +72,11 @@ class Server:
         """Its URL without a path."""
         return str(self.http.base_url).rstrip("/")
 
-    def running(self) -> float:
-        """How many requests the engine works on, by its own metric."""
-        lines = httpx.get(f"{self.engine.url}/metrics", timeout=60).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+def running(engine: EngineProcess) -> float:
+    """How many requests an engine works on, by its own metric."""
+    lines = httpx.get(f"{engine.url}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
 
 def thinking_checkpoint(model: Path, folder: Path) -> Path:
@@ -95,12 +96,18 @@ def thinking_checkpoint(model: Path, folder: Path) -> Path:
     return folder
 
 
-def can_append(url: str) -> bool:
-    """Whether every engine of a server answers, and its chat template was examined."""
+def can_append(url: str, key: str | None = None) -> bool:
+    """Whether every engine of a server answers, and its chat template was examined.
+
+    Args:
+        key: one with the scope `read`, where the server has keys.
+    """
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        engines = httpx.get(f"{url}/ready", timeout=30).json()["engines"]
+        answer = httpx.get(f"{url}/ready", timeout=30, headers=headers)
     except httpx.TransportError:
         return False
+    engines = answer.json().get("engines") or [{"ready": False}]
     return all(each["ready"] and each["append"] == "ready" and each["template"] for each in engines)
 
 

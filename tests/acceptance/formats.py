@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -37,12 +37,18 @@ def user(text: str) -> Fields:
     return {"role": "user", "content": text}
 
 
+def stream_of(response: httpx.Response) -> Iterator[Fields]:
+    """The JSON events of a stream as they arrive."""
+    for line in response.iter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
+
+
 def events_of(response: httpx.Response) -> list[Fields]:
     """The JSON events of a stream; the one object of any other answer."""
     if not response.headers["content-type"].startswith("text/event-stream"):
         return [response.json()]
-    lines = response.text.splitlines()
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return list(stream_of(response))
 
 
 @dataclass
@@ -56,13 +62,6 @@ class Seen:
     prompt_ids: list[int] | None = None
     """The engine's echo; None where the format has no ids."""
     ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    @property
-    def source(self) -> str:
-        """Source of the prompt, with the reason if there is one."""
-        reason = self.headers.get("x-prompt-reason")
-        return self.headers["x-prompt-source"] + (f": {reason}" if reason else "")
 
 
 class Conversation(ABC):
@@ -70,31 +69,34 @@ class Conversation(ABC):
 
     path: ClassVar[str]
     sources: ClassVar[Sequence[str]] = ("rendered: first_turn", *["extended"] * (TURNS - 1))
-    """Source of each prompt, with the reason if there is one; empty where no header tells it."""
-    streams = True
+    """Source of each prompt, with the reason if there is one."""
+    streams = has_headers = True
+    names_session = True
+    """Whether a header names the session; if not, the conversation is recognised, or the path names it."""
 
     def __init__(self, name: str) -> None:
         """`name`: one that no other conversation has; it is in the first message."""
         self.name = name
         self.seen: list[Seen] = []
+        self.messages: list[Fields] = []
+        """What a client of messages or items keeps."""
 
     def ask(self, http: httpx.Client) -> None:
         """The next turn. The third is not streamed."""
         turn = len(self.seen)
         stream = {"stream": True} if self.streams and turn != 2 else {}
         body = {"model": MODEL, **_SAMPLING, **self.body(turn), **stream}
-        response = http.post(self.path, json=body, headers=self.headers())
+        headers = {"x-session-id": self.name} if self.names_session else {}
+        response = http.post(self.path, json=body, headers=headers)
         assert response.status_code == 200, response.text
         seen = Seen(response.headers)
         self.read(events_of(response), seen)
         self.seen.append(seen)
 
-    def headers(self) -> dict[str, str]:
-        """Of each request: here, those that name the session."""
-        return {"x-session-id": self.name}
-
     def session(self) -> str:
-        """The session of all its turns."""
+        """The session of all its turns. The answer to a batch has no headers of one."""
+        if not self.has_headers:
+            return self.name
         [session] = {seen.headers["x-session-id"] for seen in self.seen}
         return session
 
@@ -111,15 +113,8 @@ class Chat(Conversation):
     """The chat route, with a forced tool call, and no session named."""
 
     path = CHAT
-
-    def __init__(self, name: str) -> None:
-        """See `Conversation`."""
-        super().__init__(name)
-        self.messages: list[Fields] = []
-
-    def headers(self) -> dict[str, str]:
-        """None: the conversation is recognised."""
-        return {}
+    names_session = False
+    calls = True
 
     def new_messages(self, turn: int) -> list[Fields]:
         """The results of the calls of the last turn, and what the user says."""
@@ -146,22 +141,17 @@ class Chat(Conversation):
         for event in events:
             _take(seen, event)
             for choice in event["choices"]:
-                _add(message, choice["delta"] if "delta" in choice else choice["message"])
+                add_delta(message, choice["delta"] if "delta" in choice else choice["message"])
         self.messages.append(message)
         if not len(self.seen) and self.calls:
             assert message.get("tool_calls"), message
-
-    calls = True
 
 
 class Reasoning(Chat):
     """The chat route where the engine parses reasoning, which the client sends back."""
 
+    names_session = True
     calls = False
-
-    def headers(self) -> dict[str, str]:
-        """The session is named."""
-        return Conversation.headers(self)
 
     def options(self, turn: int) -> Fields:
         """What turns the engine's parser on."""
@@ -179,11 +169,8 @@ class Tokens(Chat):
     """The token route: the client sends back ids, and only the new messages."""
 
     path = TOKENS
+    names_session = True
     sources = ("rendered: no_ids", *["extended"] * (TURNS - 1))
-
-    def headers(self) -> dict[str, str]:
-        """The session is named."""
-        return Conversation.headers(self)
 
     def body(self, turn: int) -> Fields:
         """Messages at first, later all ids so far and what to append."""
@@ -228,10 +215,7 @@ class Generate(Completions):
     """The generate route; no session is named."""
 
     path = GENERATE
-
-    def headers(self) -> dict[str, str]:
-        """None: the ids of the turn before are recognised."""
-        return {}
+    names_session = False
 
     def body(self, turn: int) -> Fields:
         """The whole prompt."""
@@ -243,17 +227,8 @@ class Trl(Chat):
     """The chat route of TRL's own server; its client gets no text, and asks for it."""
 
     path = "/chat/"
-    sources = ()
-    streams = False
-    calls = False
-
-    def headers(self) -> dict[str, str]:
-        """The session is named."""
-        return Conversation.headers(self)
-
-    def session(self) -> str:
-        """The one that was named: a batch has several turns, and its answer no header of one."""
-        return self.name
+    names_session = True
+    streams = has_headers = calls = False
 
     def ask(self, http: httpx.Client) -> None:
         """The next turn, and its text."""
@@ -276,15 +251,12 @@ class Trl(Chat):
 class Messages(Conversation):
     """Anthropic's messages, with a forced tool call, in the session of the base URL."""
 
+    names_session = False
+
     def __init__(self, name: str) -> None:
         """See `Conversation`."""
         super().__init__(name)
-        self.messages: list[Fields] = []
         self.path = f"/sessions/{name}{MESSAGES}"  # type: ignore[misc]
-
-    def headers(self) -> dict[str, str]:
-        """None: the path names the session."""
-        return {}
 
     def body(self, turn: int) -> Fields:
         """All messages."""
@@ -329,27 +301,22 @@ class Responses(Conversation):
 
     path = RESPONSES
 
-    def __init__(self, name: str) -> None:
-        """See `Conversation`."""
-        super().__init__(name)
-        self.items: list[Fields] = []
-
     def body(self, turn: int) -> Fields:
         """All items."""
-        calls = [item for item in self.items if item.get("type") == "function_call"] if turn == 1 else []
+        calls = [item for item in self.messages if item.get("type") == "function_call"] if turn == 1 else []
         outputs = [
             {"type": "function_call_output", "call_id": c["call_id"], "output": "A tree."} for c in calls
         ]
-        self.items += [*outputs, user(f"{_WORDS[turn]} {'' if turn else self.name}")]
+        self.messages += [*outputs, user(f"{_WORDS[turn]} {'' if turn else self.name}")]
         size = {"max_output_tokens": TURN_TOKENS}
         call: Fields = {"tool_choice": "required", "max_output_tokens": CALL_TOKENS, "temperature": 0}
         tools = [{"type": "function", **_LOOK, "parameters": _SCHEMA}]
-        return {"input": self.items, "store": False, "tools": tools, **(size if turn else call)}
+        return {"input": self.messages, "store": False, "tools": tools, **(size if turn else call)}
 
     def read(self, events: Sequence[Fields], seen: Seen) -> None:
         """The items of the whole response, which is in a stream's last event."""
         response = events[-1].get("response", events[-1])
-        self.items += response["output"]
+        self.messages += response["output"]
         seen.prompt_tokens = response["usage"]["input_tokens"]
         seen.completion_tokens = response["usage"]["output_tokens"]
         kinds = [item["type"] for item in response["output"]]
@@ -377,10 +344,9 @@ def _take(seen: Seen, event: Fields) -> None:
     for choice in event["choices"]:
         seen.prompt_ids = choice.get("prompt_token_ids") or seen.prompt_ids
         seen.ids += choice.get("token_ids") or []
-        seen.finish_reason = choice.get("finish_reason") or seen.finish_reason
 
 
-def _add(message: Fields, delta: Fields) -> None:
+def add_delta(message: Fields, delta: Fields) -> None:
     """Add a delta, or a whole message, to what came before."""
     for name in ("content", "reasoning"):
         if delta.get(name):

@@ -14,7 +14,7 @@ import pytest
 
 from tests.acceptance.conftest import WAYS, Server
 from tests.acceptance.formats import FORMATS, TURNS, Conversation
-from tests.acceptance.recorded import record_of
+from tests.support.recorded import record_of
 
 
 def _converse(conversation: Conversation, server: Server) -> Conversation:
@@ -46,21 +46,17 @@ def test_every_follow_up_is_exact(
 ) -> None:
     conversation = conversations[name, way].result()
     record = record_of(servers[way].http, conversation.session(), TURNS)
-    record.check_chain()
-    record.check_sample()
-    so_far: list[int] = []
-    for turn, seen in zip(record.turns, conversation.seen, strict=True):
-        prompt = so_far + turn["appended_ids"]
-        sampled = turn["completion_ids"]
-        assert 0 < len(sampled) == turn["completion_tokens"]
-        assert turn["prompt_tokens"] == len(prompt)
+    for turn, (prompt, sampled), seen in zip(
+        record.turns, record.check_exact(), conversation.seen, strict=True
+    ):
         assert seen.prompt_tokens in (None, len(prompt))
         assert seen.completion_tokens in (None, len(sampled))
+        assert (seen.prompt_ids or seen.prompt_tokens) is not None
         if seen.prompt_ids is not None:
             assert (seen.prompt_ids, seen.ids) == (prompt, sampled)
-        assert (seen.prompt_ids or seen.prompt_tokens) is not None
-        if conversation.sources:
-            given = seen.headers["x-prompt-source"] == "given"
-            assert int(seen.headers["x-prompt-reused"]) == len(prompt if given else so_far)
-        so_far = prompt + sampled
-    assert [seen.source for seen in conversation.seen if conversation.sources] == list(conversation.sources)
+        if conversation.has_headers:
+            assert seen.headers["x-prompt-source"] == turn["source"]
+            reused = len(prompt) if turn["source"] == "given" else turn["reused"]
+            assert seen.headers["x-prompt-reused"] == str(reused)
+    sources = [turn["source"] + (f": {turn['reason']}" if turn["reason"] else "") for turn in record.turns]
+    assert sources == list(conversation.sources)

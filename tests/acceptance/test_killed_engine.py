@@ -1,6 +1,5 @@
 """The engine is killed under its requests: they get the documented errors, and the record survives."""
 
-import json
 import os
 import signal
 from collections.abc import Mapping
@@ -10,9 +9,9 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from tests.acceptance.conftest import Server
-from tests.acceptance.formats import CHAT, MODEL, Fields, user
-from tests.acceptance.recorded import record_of
+from tests.acceptance.conftest import Server, running
+from tests.acceptance.formats import CHAT, MODEL, Fields, stream_of, user
+from tests.support.recorded import record_of
 from tests.support.utils import wait_until
 
 pytestmark = pytest.mark.kills_engine
@@ -27,23 +26,22 @@ def test_requests_of_a_killed_engine_end_with_an_error(servers: Mapping[str, Ser
     short = {**_LONG, "messages": [user("Hi.")], "max_tokens": 2}
     assert http.post(CHAT, json=short, headers=session).status_code == 200
     before = record_of(http, session["x-session-id"], 1)
-    events: list[str] = []
+    events: list[Fields] = []
 
     def read() -> None:
         body = {**_LONG, "messages": [user(f"Count, {session}.")], "stream": True}
         with http.stream("POST", CHAT, json=body, headers=session) as response:
-            events.extend(response.iter_lines())
+            events.extend(stream_of(response))
 
     with ThreadPoolExecutor(2) as threads:
         streamed = threads.submit(read)
         whole = threads.submit(http.post, CHAT, json={**_LONG, "messages": [user("Count on.")]})
-        wait_until(lambda: len(events) > 8 and server.running() == 2, 90)
+        wait_until(lambda: len(events) > 3 and running(server.engine) == 2, 90)
         assert server.engine.pid is not None
         os.killpg(server.engine.pid, signal.SIGKILL)
         streamed.result()
         answer: httpx.Response = whole.result()
-    last = [line for line in events if line.startswith("data: ")][-1]
-    assert json.loads(last.removeprefix("data: "))["error"]["message"], last
+    assert events[-1]["error"]["message"]
     assert answer.status_code in (502, 503), answer.text
     assert answer.json()["error"]["type"] in ("BadGatewayError", "ServiceUnavailableError")
 

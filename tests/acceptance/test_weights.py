@@ -3,15 +3,14 @@
 A CPU engine transfers no weights. The routes around the transfer are vLLM's own.
 """
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
 from tests.acceptance.conftest import Server
-from tests.acceptance.formats import CHAT, MODEL, Fields, user
-from tests.acceptance.recorded import record_of
+from tests.acceptance.formats import CHAT, MODEL, Fields, stream_of, user
+from tests.support.recorded import record_of
 from tests.support.utils import wait_until
 
 _PATIENCE_S = 60.0
@@ -24,9 +23,8 @@ def _stream(server: Server, session: str, tokens: int, received: Callable[[Field
         **{"ignore_eos": True, "stream": True},
     }
     with server.http.stream("POST", CHAT, json=body, headers={"x-session-id": session}) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                received(json.loads(line[6:]))
+        for event in stream_of(response):
+            received(event)
         return response.status_code
 
 

@@ -17,11 +17,26 @@ class Record:
     turns: list[dict[str, Any]]
     samples: dict[str, Any]
 
-    def check_chain(self) -> None:
-        """Check that each turn continues the one before, and that nothing is wrong with any."""
+    def check_exact(self) -> list[tuple[list[int], list[int]]]:
+        """Check that each turn continues all ids of the one before, by the engine's counts, in one sample.
+
+        Returns:
+            The prompt of each turn, and what was sampled.
+        """
         ids = [turn["id"] for turn in self.turns]
         assert [turn["parent"] for turn in self.turns] == [None, *ids[:-1]]
-        assert [turn["problem"] for turn in self.turns] == [None] * len(ids)
+        exact: list[tuple[list[int], list[int]]] = []
+        so_far: list[int] = []
+        for turn in self.turns:
+            prompt, sampled = so_far + turn["appended_ids"], turn["completion_ids"]
+            assert turn["problem"] is None
+            assert turn["prompt_tokens"] == len(prompt)
+            assert turn["completion_tokens"] == len(sampled) == len(turn["logprobs"]) > 0
+            assert turn["reused"] == len(so_far)
+            exact.append((prompt, sampled))
+            so_far = prompt + sampled
+        self.check_sample()
+        return exact
 
     def check_sample(self) -> None:
         """Check the one sample: every sampled id, and no other, is trained with its log-probability."""
