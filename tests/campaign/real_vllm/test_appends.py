@@ -31,18 +31,15 @@ pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 120)
 # proof tries.
 _TEMPLATE = (
     "{% for m in messages %}"
-    "{% if m.content == 'boom' %}{{ 1 / 0 }}{% endif %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + ' [END]<|im_end|>\n' }}"
-    "{% if m.role == 'assistant' and m.content == 'yes' %}"
-    "{{ '<|im_start|>system\nWhy?<|im_end|>\n' }}{% endif %}"
     "{% endfor %}"
     "{% if 'tool' not in messages | map(attribute='role') %}{{ messages | length }}{% endif %}"
     "{% if (messages[0].content | length) == 41 %}{{ 'hidden' }}{% endif %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _CLOSE = " [END]<|im_end|>"
-_STOP, _OTHER_STOP, _WORD = 2, 0, 260
-"""Ids of `<|im_end|>`, of `<|endoftext|>`, which ends turns too, and of a piece of text."""
+_STOP, _OTHER_STOP = 2, 0
+"""Ids of `<|im_end|>`, and of `<|endoftext|>`, which ends turns too."""
 _RESULT: Message = {"role": "tool", "tool_call_id": "a", "content": "17 °C"}
 
 
@@ -96,12 +93,6 @@ def _extended_by(turn: Turn, before: Turn, tokenizer: ChatTokenizer) -> str:
     return tokenizer.decode(turn.prompt_ids[len(before.prompt_ids) + len(before.ids) :])
 
 
-def _rendered(http: httpx.Client, messages: list[Message]) -> list[int]:
-    """The engine's own rendering of a conversation."""
-    ids: list[int] = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
-    return ids
-
-
 def test_ready_reports_what_the_template_depends_on(http: httpx.Client) -> None:
     [engine] = http.get("/ready").json()["engines"]
     assert engine["template"]["after_messages"] == "whole history"
@@ -120,30 +111,6 @@ def test_whole_history_is_rendered_if_the_suffix_depends_on_it(
         expected = f"\n<|im_start|>user\nMore.{_CLOSE}\n{count}<|im_start|>assistant\n"
         assert _extended_by(turn, before, tokenizer) == expected
         before = turn
-
-
-def test_turn_cut_off_before_a_close_that_begins_with_text(
-    http: httpx.Client, tokenizer: ChatTokenizer
-) -> None:
-    talk = Conversation(http, [user("Ramble.")], forced(_WORD, 3))
-    first = talk.ask()
-    assert first.ids == [_WORD] * 3
-    expected = f"{_CLOSE}\n<|im_start|>user\nMore.{_CLOSE}\n3<|im_start|>assistant\n"
-    assert _extended_by(talk.ask(user("More.")), first, tokenizer) == expected
-
-
-def test_turn_whose_text_changes_the_suffix_is_rendered(http: httpx.Client, tokenizer: ChatTokenizer) -> None:
-    """The engine renders, and the reason says so."""
-    talk = Conversation(http, [user("Do you?")], _answers("yes"))
-    talk.ask()
-    assert talk.messages[-1]["content"] == "yes"
-    second = talk.ask(user("Because."), **_answers("no"))
-    assert second.source == "rendered: template_unsupported"
-    assert second.prompt_ids == _rendered(http, talk.messages[:-1])
-    assert "<|im_start|>system\nWhy?<|im_end|>" in tokenizer.decode(second.prompt_ids)
-    # the next turn's text decides nothing
-    expected = f"\n<|im_start|>user\nI see.{_CLOSE}\n5<|im_start|>assistant\n"
-    assert _extended_by(talk.ask(user("I see.")), second, tokenizer) == expected
 
 
 def test_another_stop_token_replaces_the_close(http: httpx.Client, tokenizer: ChatTokenizer) -> None:

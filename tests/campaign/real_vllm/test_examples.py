@@ -82,11 +82,3 @@ def test_a_trainer_that_reads_the_feed(server: Server) -> None:
     assert {row[0] for row in rows} == set("012"), printed
     assert all(0 < int(trained) < int(ids) and 0 < float(reward) <= 1 for _, ids, trained, reward in rows)
     assert printed.endswith(f"3 rollouts, {sum(int(row[2]) for row in rows)} ids to train on\n")
-
-
-@pytest.mark.parametrize("name", ["agent.py", "environment.py", "trainer.py"])
-def test_refusal_of_a_server_is_a_one_line_error(server: Server, name: str) -> None:
-    command = [sys.executable, str(_FOLDER / name), "--url", server.url, "--model", "no-such-model"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 1
-    assert re.fullmatch(rf"{name}: .*no-such-model.*\n", run.stderr)

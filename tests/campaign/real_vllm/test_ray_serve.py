@@ -3,11 +3,9 @@
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from os import kill
 from pathlib import Path
@@ -156,66 +154,6 @@ def test_a_client_leaves(cluster: Cluster, arguments: dict[str, Any], servers: M
     [sample] = httpx.get(samples, timeout=30).json()["samples"]
     assert sample["turns"][0]["finish_reason"] == "abort"
     assert 8 < len(sample["completion_ids"]) < 1000
-
-
-def test_it_is_scaled_under_load(cluster: Cluster, arguments: dict[str, Any]) -> None:
-    scaling = {
-        "min_replicas": 1,
-        "max_replicas": 3,
-        "target_ongoing_requests": 2,
-        "upscale_delay_s": 1,
-        "downscale_delay_s": 3,
-        "look_back_period_s": 2,
-        "metrics_interval_s": 0.5,
-    }
-    arguments.update(replicas=1, max_replicas=3)
-    cluster.run({"args": arguments, "deployments": [{"name": "Proxy", "autoscaling_config": scaling}]})
-    wait_ready(cluster.url)
-    wait_until(lambda: len(cluster.processes(_PROXY)) == 1, 60)
-    before = set(cluster.handled().values())
-    light, ended = threading.Event(), threading.Event()
-    conversations: list[_Conversation] = []
-
-    def talk(number: int) -> None:
-        while not (ended.is_set() or (light.is_set() and number > 0)):
-            conversation = _Conversation(_client(cluster, retries=0), f"load {number} {time.monotonic()}")
-            conversations.append(conversation)
-            for _ in range(4):
-                conversation.turn()
-
-    def all_serve() -> bool:
-        time.sleep(0.5)
-        return len(set(cluster.handled().values()) - before) >= 3
-
-    with ThreadPoolExecutor(12) as pool:
-        talks = [pool.submit(talk, number) for number in range(12)]
-        with suppress(AssertionError):
-            wait_until(lambda: len(cluster.processes(_PROXY)) == 3 or any(each.done() for each in talks), 120)
-        most = len(cluster.processes(_PROXY))
-        with suppress(AssertionError):
-            wait_until(all_serve, 60)
-        light.set()
-        with suppress(AssertionError):
-            wait_until(lambda: len(cluster.processes(_PROXY)) == 1, 120)
-        fewest = len(cluster.processes(_PROXY))
-        ended.set()
-        for each in talks:
-            each.result()  # a request that failed raises here
-    assert (most, fewest) == (3, 1)
-    assert sum(each.drifts for each in conversations) == 0
-    requests = [request for each in conversations for request in each.requests]
-    assert len(set(cluster.replicas_of(requests))) >= 3
-
-
-def test_metrics_are_among_those_of_ray(cluster: Cluster, arguments: dict[str, Any]) -> None:
-    cluster.run({"args": arguments})
-    wait_ready(cluster.url)
-    _Conversation(_client(cluster), "metrics").turn()
-    wait_until(lambda: "ray_tokenproxy_turns_total{" in cluster.metrics(), 60)
-    wait_until(lambda: "ray_tokenproxy_request_seconds_bucket{" in cluster.metrics(), 60)
-    page = cluster.metrics()
-    assert "# TYPE ray_tokenproxy_turns_total counter" in page
-    assert "ray_tokenproxy_replica_state{" in page
 
 
 def test_engines_that_ray_serve_runs(cluster: Cluster, model: Path, store: str) -> None:

@@ -100,11 +100,12 @@ async def hold_anthropic(target: Target, *, stream: bool) -> None:
     async with anthropic.AsyncAnthropic(base_url=target.root, api_key="none", max_retries=0) as client:
         for text, choice in QUESTIONS:
             messages.append({"role": "user", "content": [*results, {"type": "text", "text": text}]})
-            asked: dict[str, Any] = {**_SAMPLING, "max_tokens": 64, "system": system, "tools": tools}
+            asked: dict[str, Any] = {"model": MODEL, "max_tokens": 64, "system": system, "tools": tools}
             asked |= {
                 "messages": messages,
                 "tool_choice": {"type": "any" if choice == "required" else "none"},
                 "extra_query": {"beta": "true"},
+                "extra_body": {"temperature": 1.2},
             }
             if stream:
                 async with client.messages.stream(**asked) as events:

@@ -55,10 +55,13 @@ async def hold_nemo_gym(target: Target, *, ids: bool) -> None:
 
 
 async def hold_trl(target: Target) -> None:
-    """TRL's current client: ids in and out, each prompt continues the last, as in a loop of tools."""
+    """TRL's current client: ids in and out, each prompt continues the last, as in a loop of tools.
+
+    It needs more routes than the base URL of a session has; the proxy recognises the ids.
+    """
     prompt = [1000 + secrets.randbelow(30_000) for _ in range(40)]
     with pytest.MonkeyPatch.context() as patch:
-        client = load_client(patch)(base_url=target.root)
+        client = load_client(patch)(base_url=target.url)
         for _ in range(4):
             answer = await asyncio.to_thread(
                 client.generate, [prompt], max_tokens=4, temperature=1.0, logprobs=0
@@ -67,3 +70,8 @@ async def hold_trl(target: Target) -> None:
             assert answer["prompt_ids"] == [prompt] and len(logprobs) == len(sampled)
             target.ids.append((prompt, sampled))
             prompt = [*prompt, *sampled, *range(2000, 2009)]
+    async with httpx.AsyncClient(base_url=target.url, timeout=280) as http:
+        for session in (await http.get("/v1/sessions?limit=5")).json()["data"]:
+            turns = (await http.get(f"/v1/sessions/{session['id']}?ids=true")).json()["turns"]
+            if turns and turns[0]["appended_ids"] == target.ids[0][0]:
+                target.session = session["id"]

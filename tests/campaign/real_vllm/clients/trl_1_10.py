@@ -1,4 +1,4 @@
-"""Calls the `VLLMClient` of TRL 1.10, unmodified: batches, scores of sequences, two turns of conversations.
+"""Calls the `VLLMClient` of TRL 1.10, unmodified: batches, and two turns of conversations.
 
     python trl_1_10.py FOLDER URL MODEL     FOLDER: where pip installed TRL; MODEL: folder of the tokenizer
 
@@ -41,9 +41,6 @@ def main(folder: Path, url: str, model: str) -> dict[str, Any]:
             PROMPTS[:1], structured_outputs_regex="[0-9]{3}", generation_kwargs={"seed": 7}, max_tokens=8
         ),
     }
-    one_by_one = {"chunk_size": 1, "max_concurrent_requests": 1}
-    for name, binary in (("binary scores", True), ("scores", False)):
-        results[name] = client.get_sequence_logprobs(PROMPTS, [1, 2], 3, use_binary=binary, **one_by_one)
     tokenizer = AutoTokenizer.from_pretrained(model)
     conversations = [
         [{"role": "user", "content": f"{text} {uuid4().hex}"}] for text in ("What is 18 * 7?", "Is it warm?")
