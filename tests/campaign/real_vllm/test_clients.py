@@ -50,7 +50,7 @@ async def test_how_far_the_same_drifts_on_a_stock_engine(
 
 
 @only_inside
-@pytest.mark.skipif(not RLLM.exists(), reason="scripts/install-neighbours rllm-model-gateway was not run")
+@pytest.mark.skipif(not RLLM.exists(), reason="scripts/install-programs rllm-model-gateway was not run")
 async def test_a_session_of_rllm(server: Server) -> None:
     """rLLM's gateway client, unmodified: a session for an agent, and its turns for the trainer."""
     session = f"rllm-{uuid4().hex}"
@@ -66,7 +66,7 @@ async def test_a_session_of_rllm(server: Server) -> None:
 
 
 @only_in_front
-@pytest.mark.skipif(not TRL.exists(), reason="scripts/install-neighbours trl-1.10 was not run")
+@pytest.mark.skipif(not TRL.exists(), reason="scripts/install-programs trl-1.10 was not run")
 async def test_the_client_of_trl_1_10(server: Server, model: Path) -> None:
     """The last whose client calls the routes of `trl vllm-serve`."""
     results = await run_program(sys.executable, _SCRIPTS / "trl_1_10.py", TRL, server.url, model)

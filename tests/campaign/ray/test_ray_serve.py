@@ -17,13 +17,13 @@ import yaml
 from openai import OpenAI
 
 from tests.acceptance.conftest import Server, running
+from tests.campaign.ray.cluster import Cluster, run_cluster
 from tests.campaign.real_vllm.conftest import wait_ready
 from tests.campaign.real_vllm.plain import CHAT, user
-from tests.campaign.real_vllm.ray_cluster import Cluster, run_cluster
 from tests.support.redis_server import run_redis
 from tests.support.utils import wait_until
 
-pytest.importorskip("ray", reason="scripts/install-ray installs it")
+pytest.importorskip("ray", reason="scripts/install-programs ray installs it")
 # a cluster starts processes that import a lot, and Ray gives its own a low priority
 pytestmark = pytest.mark.timeout(900)
 
