@@ -5,22 +5,17 @@ from typing import Any
 
 import httpx
 
-CHAT = "/v1/chat/completions"
-TOKENS = f"{CHAT}/tokens"
-SESSIONS = "/v1/sessions"
+from tests.acceptance.formats import CHAT, TOKENS, user
+from tests.support.recorded import SESSIONS
+
+__all__ = ["CHAT", "SESSIONS", "TOKENS", "user"]
+
 Message = dict[str, Any]
-_LOOK = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
-TOOLS: list[dict[str, Any]] = [{"type": "function", "function": _LOOK}]
 
 
 def forced(token: int, count: int = 2) -> dict[str, Any]:
     """Options with which the engine samples one token, `count` times."""
     return {"logit_bias": {str(token): 100.0}, "max_tokens": count, "temperature": 0}
-
-
-def user(text: str) -> Message:
-    """A user message."""
-    return {"role": "user", "content": text}
 
 
 @dataclass
@@ -71,10 +66,6 @@ class Conversation:
         answer = response.json()["choices"][0]["message"]
         self.messages.append({"role": "assistant", "content": answer["content"]})
         return Turn(response)
-
-    def copy(self) -> "Conversation":
-        """Another client with the same messages."""
-        return Conversation(self.http, list(self.messages), dict(self.options), dict(self.headers))
 
 
 def continues(turn: Turn, before: Turn) -> bool:

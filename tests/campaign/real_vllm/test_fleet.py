@@ -4,19 +4,21 @@ import itertools
 import os
 import signal
 import threading
-import time
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from proxy.demo.stack import EngineProcess
-from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, Served, run_proxy, wait_ready
+from tests.acceptance.conftest import Server, running
+from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, ready, replicas, run_proxy, start_engine
 from tests.campaign.real_vllm.plain import CHAT, Conversation, Turn, continues, user
+from tests.support.quiet import quiet
 from tests.support.utils import wait_until
 
-pytestmark = [pytest.mark.timeout(START_TIMEOUT_S + 600), pytest.mark.kills_engine]
+pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 600)
 
 _CLIENTS = 24
 _ADMIN = "/admin/replicas"
@@ -50,10 +52,6 @@ class _Client(threading.Thread):
             self.outcome = "whole"
 
 
-def _replicas(http: httpx.Client) -> dict[str, dict[str, Any]]:
-    return {each["engine"]: each for each in http.get(_ADMIN).json()["replicas"]}
-
-
 def _served(url: str) -> float:
     """Requests that an engine completed, by its own metric; it counts aborted ones too, and those late."""
     lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
@@ -65,13 +63,15 @@ def _ask(conversation: Conversation, text: str) -> Turn:
     return conversation.ask(user(text), max_tokens=8)
 
 
-def test_kill_return_and_drain(
-    engines: dict[str, EngineProcess], second: EngineProcess, tmp_path: Path
-) -> None:
-    stock = engines["stock"]
-    flags = ("--upstream", second.url, "--store", f"sqlite:///{tmp_path}/fleet.db", "--watch-interval-s", "1")
-    with run_proxy(stock.url, *flags) as url, httpx.Client(base_url=url, timeout=300) as http:
-        wait_until(lambda: all(each["ready"] for each in _replicas(http).values()))
+def test_kill_return_and_drain(servers: Mapping[str, Server], model: Path, tmp_path: Path) -> None:
+    stock = servers["in front"].engine
+    flags = ("--store", f"sqlite:///{tmp_path}/fleet.db", "--watch-interval-s", "1")
+    with ExitStack() as stack:
+        second = stack.enter_context(start_engine(model, tmp_path / "vllm.log", plugin=False))
+        second.wait_ready(START_TIMEOUT_S, progress=quiet)
+        url = stack.enter_context(run_proxy(stock.url, "--upstream", second.url, *flags))
+        http = stack.enter_context(httpx.Client(base_url=url, timeout=300))
+        wait_until(lambda: ready(http) == 2, 60)
         conversation = Conversation(http, [])
 
         # a conversation stays on its replica
@@ -88,34 +88,28 @@ def test_kill_return_and_drain(
         for client in clients:
             client.start()
         # one that ran there alone would count as the cause
-        wait_until(lambda: Served(url, second).running() >= 3)
+        wait_until(lambda: running(second) >= 3, 60)
         assert second.pid is not None
         os.killpg(second.pid, signal.SIGKILL)
-        killed = time.monotonic()
-        wait_until(lambda: not _replicas(http)[second.url]["ready"])
-        left_s = time.monotonic() - killed
+        wait_until(lambda: not replicas(http)[second.url]["ready"])
         for client in clients:
             client.join(300)
         outcomes = [client.outcome for client in clients]
         assert set(outcomes) <= {"whole", "broke off"}, outcomes
         assert all(client.stream for client in clients if client.outcome == "broke off")
-        assert left_s < 5.0
 
         # the conversation stays exact on the other engine
         turns.append(_ask(conversation, "Go on."))
         assert continues(turns[-1], turns[-2])
 
         # it comes back on its port
-        second.stop()
+        second.stop(progress=quiet)
         second.start()
-        second.wait_ready(START_TIMEOUT_S)
-        back = time.monotonic()
-        wait_until(lambda: _replicas(http)[second.url]["ready"])
-        assert time.monotonic() - back < 10.0
+        second.wait_ready(START_TIMEOUT_S, progress=quiet)
+        wait_until(lambda: replicas(http)[second.url]["ready"])
 
         # and serves alone while the other one is drained
         http.post(f"{_ADMIN}/drain", json={"url": stock.url})
-        wait_ready(url)
         count = _served(second.url)
         turns.append(_ask(conversation, "On and on."))
         assert continues(turns[-1], turns[-2])

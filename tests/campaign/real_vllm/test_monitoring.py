@@ -1,7 +1,6 @@
-"""Metrics, request ids and trace context on a real engine, inside vLLM and in front of it."""
+"""Trace context on a real engine."""
 
 import secrets
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,63 +8,10 @@ import httpx
 import pytest
 
 from proxy.demo.stack import EngineProcess
-from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, Served, run_proxy, wait_ready
-from tests.campaign.real_vllm.plain import CHAT, Conversation, forced, user
+from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, run_proxy, start_engine, wait_ready
+from tests.campaign.real_vllm.plain import CHAT, user
 from tests.support.otlp import ReceivedSpan, Receiver, otlp_receiver
-from tests.support.scraping import Scrape, grown
 from tests.support.utils import wait_until
-
-_GAUGES = ("requests_in_flight", "requests_queued", "replica_requests_in_flight", "store_calls_in_flight")
-
-
-def test_metrics_of_a_conversation(server: Served) -> None:
-    with server.http() as http:
-        conversation = Conversation(http, [], forced(1234))
-        before = Scrape(http)
-        first = conversation.ask(user("Hi " + secrets.token_hex(4)))
-        second = conversation.ask(user("And?"))
-        after = Scrape(http)
-        assert grown(before, after, "requests_total", route=CHAT, status="200") == 2
-        assert grown(before, after, "prompt_ids_total", kind="rendered") == len(first.prompt_ids)
-        reused = len(first.prompt_ids) + len(first.ids)
-        assert grown(before, after, "prompt_ids_total", kind="reused") == reused
-        assert grown(before, after, "prompt_ids_total", kind="appended") == len(second.prompt_ids) - reused
-        assert grown(before, after, "sampled_ids_total") == len(first.ids) + len(second.ids)
-        assert grown(before, after, "added_seconds_count", route=CHAT) == 2
-        total = grown(before, after, "request_seconds_sum", route=CHAT)
-        assert 0 < grown(before, after, "added_seconds_sum", route=CHAT) < total
-        assert grown(before, after, "time_to_first_byte_seconds_sum", route=CHAT) <= total
-        assert grown(before, after, "store_seconds_count") > 0
-        assert after.value("replica_state", state="ready") == 1  # also where several processes tell
-
-
-@pytest.mark.alone  # counts the requests of an engine
-def test_gauges_return_to_zero(server: Served) -> None:
-    """Inside vLLM two processes serve, and the page shows the sum of both."""
-    body = {"messages": [user("Count to a hundred.")], "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    with server.http() as http:
-        before = Scrape(http)
-        with http.stream("POST", CHAT, json=body) as response:
-            chunks = response.iter_raw()  # held: its end would close the connection
-            next(chunks)
-            during = Scrape(http)
-            assert during.value("requests_in_flight") == 1
-            assert during.value("replica_requests_in_flight") == 1
-        wait_until(lambda: grown(before, Scrape(http), "client_disconnects_total", route=CHAT) == 1)
-        wait_until(lambda: sum(Scrape(http).value(name) for name in _GAUGES) == 0)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_request_id_reaches_the_engine_and_comes_back(server: Served, stream: bool) -> None:
-    identity = f"run-7/{secrets.token_hex(4)}"
-    body = {"messages": [user("Hi")], "max_tokens": 2, "stream": stream}
-    with server.http() as http:
-        answer = http.post(CHAT, json=body, headers={"x-request-id": identity})
-        assert answer.headers.get_list("x-request-id") == [identity]
-        # vLLM makes the completion's id of it
-        assert f"chatcmpl-{identity}" in answer.text
-        refused = http.post(CHAT, json={"messages": "none"}, headers={"x-request-id": identity})
-        assert (refused.status_code, refused.headers["x-request-id"]) == (400, identity)
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +26,20 @@ def traced(
     model: Path, receiver: Receiver, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
     """An engine with the plugin that sends traces."""
-    engine = EngineProcess(
-        model,
-        extra_flags=["--otlp-traces-endpoint", f"{receiver.url}/v1/traces"],
-        extra_environment={
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-            "OTEL_SERVICE_NAME": "inside",
-            "OTEL_BSP_SCHEDULE_DELAY": "100",
-        },
-        log_file=tmp_path_factory.mktemp("traced") / "vllm.log",
-    )
-    with engine:
+    environment = {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_SERVICE_NAME": "inside",
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+    }
+    flags = ("--otlp-traces-endpoint", f"{receiver.url}/v1/traces")
+    log = tmp_path_factory.mktemp("traced") / "vllm.log"
+    with start_engine(model, log, *flags, environment=environment) as engine:
         engine.wait_ready(START_TIMEOUT_S)
         wait_ready(engine.url)
         yield engine
 
 
+@pytest.mark.timeout(START_TIMEOUT_S + 120)
 def test_a_trace_from_the_client_through_proxy_and_plugin_to_the_engine(
     traced: EngineProcess, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,10 +75,8 @@ def _named(spans: list[ReceivedSpan], identity: str) -> ReceivedSpan:
 
 
 def _wait(receiver: Receiver, trace: str) -> list[ReceivedSpan]:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        spans = receiver.of_trace(trace)
-        if {"llm_request", f"POST {CHAT}"} <= {span.name for span in spans} and len(spans) >= 9:
-            return spans
-        time.sleep(0.1)
-    raise AssertionError([f"{s.service} {s.kind} {s.name}" for s in receiver.of_trace(trace)])
+    def names() -> set[str]:
+        return {span.name for span in receiver.of_trace(trace)}
+
+    wait_until(lambda: {"llm_request", f"POST {CHAT}"} <= names() and len(receiver.of_trace(trace)) >= 9, 60)
+    return receiver.of_trace(trace)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from proxy.demo.main import run_demo
-from proxy.demo.stack import EngineProcess
-from tests.campaign.real_vllm.conftest import Served
+from tests.acceptance.conftest import Server
+from tests.campaign.real_vllm.conftest import only_inside
 
 _ROOT = Path(__file__).parents[3]
 _PAGES = ("README", *(f"docs/{name}" for name in ("conversations", "messages", "responses", "routes")))
@@ -22,16 +22,13 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize("block", _BLOCKS)
-def test_examples_run(server: Served, block: str) -> None:
+def test_examples_run(server: Server, block: str) -> None:
     exec(compile(block.replace("http://127.0.0.1:8000", server.url), "README.md", "exec"), {})
 
 
-def test_the_demo_shows_a_hundred_per_cent(
-    engines: dict[str, EngineProcess], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = run_demo(
-        host="127.0.0.1", port=0, serve=False, keep_log=None, api_server_count=2, url=engines["plugin"].url
-    )
+@only_inside
+def test_the_demo_shows_a_hundred_per_cent(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run_demo(host="127.0.0.1", port=0, serve=False, keep_log=None, api_server_count=2, url=server.url)
     assert code == 0
     shown = capsys.readouterr().out
     for route in ("token route", "\nchat route"):

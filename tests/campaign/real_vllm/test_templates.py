@@ -2,16 +2,17 @@
 
 The engine takes the template with the request. Its tokenizer is the demo model's, which has few of the added
 tokens that other models' templates print: here these are text. What follows from tokens is tested in
-tests/templates.
+tests/unit/templates.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from proxy.demo.stack import EngineProcess
+from tests.acceptance.conftest import Server
 from tests.support.templates.corpus import ChatTemplate, corpus, fetched_template
 from tests.support.templates.sample import sample_names
 from tokenization import ChatTokenizer, TokenizationError
@@ -84,10 +85,10 @@ def _shows_the_time(template: ChatTemplate) -> bool:
 
 
 @pytest.mark.timeout(900)
-def test_templates_are_rendered_as_vllm_renders_them(engines: dict[str, EngineProcess], model: Path) -> None:
+def test_templates_are_rendered_as_vllm_renders_them(servers: Mapping[str, Server], model: Path) -> None:
     compared = refused = appended = 0
     problems: list[str] = []
-    with httpx.Client(base_url=engines["stock"].url, timeout=60) as engine:
+    with httpx.Client(base_url=servers["in front"].engine.url, timeout=60) as engine:
         for template in _templates():
             tokenizer = ChatTokenizer.load(model, template.text)
             for name, (history, new) in _CONVERSATIONS.items():

@@ -3,11 +3,9 @@
 import shutil
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from os import kill
 from pathlib import Path
@@ -18,16 +16,16 @@ import pytest
 import yaml
 from openai import OpenAI
 
-from proxy.demo.stack import EngineProcess
+from tests.acceptance.conftest import Server, running
+from tests.campaign.ray.cluster import Cluster, run_cluster
 from tests.campaign.real_vllm.conftest import wait_ready
 from tests.campaign.real_vllm.plain import CHAT, user
-from tests.campaign.real_vllm.ray_cluster import Cluster, run_cluster
 from tests.support.redis_server import run_redis
 from tests.support.utils import wait_until
 
 pytest.importorskip("ray", reason="scripts/install-programs ray installs it")
 # a cluster starts processes that import a lot, and Ray gives its own a low priority
-pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(900)
 
 _ROOT = Path(__file__).parents[3]
 _CONVERSATIONS, _TURNS, _IDS = 16, 6, 8
@@ -51,10 +49,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def arguments(engines: dict[str, EngineProcess], store: str) -> dict[str, Any]:
+def arguments(servers: Mapping[str, Server], store: str) -> dict[str, Any]:
     """The arguments of deploy/ray/serve.yaml, with engine, store and number of replicas of the test."""
     [application] = yaml.safe_load((_ROOT / "deploy/ray/serve.yaml").read_text())["applications"]
-    here = {"upstreams": [engines["stock"].url], "store": store, "store_timeout_s": 30, "cpus": 0.1}
+    here = {"upstreams": [servers["in front"].engine.url], "store": store, "store_timeout_s": 30, "cpus": 0.1}
     settings: dict[str, Any] = application["args"] | here
     del settings["max_replicas"]
     return settings
@@ -138,9 +136,7 @@ def test_a_session_stays_on_one_replica(cluster: Cluster, arguments: dict[str, A
     assert [each.sessions for each in named] == [{f"sticky-{number}"} for number in range(_CONVERSATIONS)]
 
 
-def test_a_client_leaves(
-    cluster: Cluster, arguments: dict[str, Any], engines: dict[str, EngineProcess]
-) -> None:
+def test_a_client_leaves(cluster: Cluster, arguments: dict[str, Any], servers: Mapping[str, Server]) -> None:
     cluster.run({"args": arguments})
     wait_ready(cluster.url)
     body = {"messages": [user("Count.")], "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -152,7 +148,7 @@ def test_a_client_leaves(
             if len(arrived) > 10:
                 break
     assert arrived[-1] - arrived[1] > 0.05  # they came one by one
-    wait_until(lambda: _running(engines["stock"]) == 0, 20)
+    wait_until(lambda: running(servers["in front"].engine) == 0, 20)
     samples = f"{cluster.url}/v1/sessions/leaves/samples"
     wait_until(lambda: httpx.get(samples, timeout=30).status_code == 200, 20)
     [sample] = httpx.get(samples, timeout=30).json()["samples"]
@@ -160,73 +156,6 @@ def test_a_client_leaves(
     assert 8 < len(sample["completion_ids"]) < 1000
 
 
-def _running(engine: EngineProcess) -> float:
-    lines = httpx.get(f"{engine.url}/metrics", timeout=30).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
-
-
-@pytest.mark.broad
-def test_it_is_scaled_under_load(cluster: Cluster, arguments: dict[str, Any]) -> None:
-    scaling = {
-        "min_replicas": 1,
-        "max_replicas": 3,
-        "target_ongoing_requests": 2,
-        "upscale_delay_s": 1,
-        "downscale_delay_s": 3,
-        "look_back_period_s": 2,
-        "metrics_interval_s": 0.5,
-    }
-    arguments.update(replicas=1, max_replicas=3)
-    cluster.run({"args": arguments, "deployments": [{"name": "Proxy", "autoscaling_config": scaling}]})
-    wait_ready(cluster.url)
-    wait_until(lambda: len(cluster.processes(_PROXY)) == 1, 60)
-    before = set(cluster.handled().values())
-    light, ended = threading.Event(), threading.Event()
-    conversations: list[_Conversation] = []
-
-    def talk(number: int) -> None:
-        while not (ended.is_set() or (light.is_set() and number > 0)):
-            conversation = _Conversation(_client(cluster, retries=0), f"load {number} {time.monotonic()}")
-            conversations.append(conversation)
-            for _ in range(4):
-                conversation.turn()
-
-    def all_serve() -> bool:
-        time.sleep(0.5)
-        return len(set(cluster.handled().values()) - before) >= 3
-
-    with ThreadPoolExecutor(12) as pool:
-        talks = [pool.submit(talk, number) for number in range(12)]
-        with suppress(AssertionError):
-            wait_until(lambda: len(cluster.processes(_PROXY)) == 3 or any(each.done() for each in talks), 120)
-        most = len(cluster.processes(_PROXY))
-        with suppress(AssertionError):
-            wait_until(all_serve, 60)
-        light.set()
-        with suppress(AssertionError):
-            wait_until(lambda: len(cluster.processes(_PROXY)) == 1, 120)
-        fewest = len(cluster.processes(_PROXY))
-        ended.set()
-        for each in talks:
-            each.result()  # a request that failed raises here
-    assert (most, fewest) == (3, 1)
-    assert sum(each.drifts for each in conversations) == 0
-    requests = [request for each in conversations for request in each.requests]
-    assert len(set(cluster.replicas_of(requests))) >= 3
-
-
-def test_metrics_are_among_those_of_ray(cluster: Cluster, arguments: dict[str, Any]) -> None:
-    cluster.run({"args": arguments})
-    wait_ready(cluster.url)
-    _Conversation(_client(cluster), "metrics").turn()
-    wait_until(lambda: "ray_tokenproxy_turns_total{" in cluster.metrics(), 60)
-    wait_until(lambda: "ray_tokenproxy_request_seconds_bucket{" in cluster.metrics(), 60)
-    page = cluster.metrics()
-    assert "# TYPE ray_tokenproxy_turns_total counter" in page
-    assert "ray_tokenproxy_replica_state{" in page
-
-
-@pytest.mark.broad
 def test_engines_that_ray_serve_runs(cluster: Cluster, model: Path, store: str) -> None:
     flags = "--served-model-name smollm2 --dtype float32 --enforce-eager --max-model-len 8192"
     small = {
@@ -302,15 +231,15 @@ print(ray.get(server.get_server_address.remote()))
 
 
 def test_engines_that_are_found_by_name(
-    cluster: Cluster, arguments: dict[str, Any], engines: dict[str, EngineProcess]
+    cluster: Cluster, arguments: dict[str, Any], servers: Mapping[str, Server]
 ) -> None:
     """As trainers name their own servers."""
-    host, _, port = engines["stock"].url.removeprefix("http://").partition(":")
+    host, _, port = servers["in front"].engine.url.removeprefix("http://").partition(":")
     cluster.command("python", "-c", _ACTOR, host, port)
     upstreams = ["ray-actor://rollout_server_/get_server_address"]
     cluster.run({"args": arguments | {"upstreams": upstreams, "watch_interval_s": 0.5}})
     wait_ready(cluster.url)
-    wait_until(lambda: _engines(cluster) == [engines["stock"].url], 60)
+    wait_until(lambda: _engines(cluster) == [servers["in front"].engine.url], 60)
     conversation = _Conversation(_client(cluster), "named")
     _all([conversation], 2)
     assert conversation.drifts == 0

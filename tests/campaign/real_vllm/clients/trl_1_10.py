@@ -1,4 +1,4 @@
-"""Calls the `VLLMClient` of TRL 1.10, unmodified: batches, two turns of conversations.
+"""Calls the `VLLMClient` of TRL 1.10, unmodified: batches, and two turns of conversations.
 
     python trl_1_10.py FOLDER URL MODEL     FOLDER: where pip installed TRL; MODEL: folder of the tokenizer
 

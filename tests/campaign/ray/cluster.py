@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 
 from proxy.demo.children import child_environment, end_group
@@ -44,7 +43,6 @@ class Cluster:
     folder: Path
     port: int
     http_port: int
-    metrics_port: int
 
     @property
     def url(self) -> str:
@@ -97,27 +95,17 @@ class Cluster:
                 handled[found["request"]] = found["replica"]
         return handled
 
-    def metrics(self) -> str:
-        """The page that Ray's agent of the node serves."""
-        return httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=30).text
-
 
 @contextmanager
 def run_cluster(folder: Path, cpus: int = 8) -> Iterator[Cluster]:
     """A node with Ray Serve. `folder` has to be short: Ray puts sockets below it."""
-    cluster = Cluster(folder, free_port("127.0.0.1"), free_port("127.0.0.1"), free_port("127.0.0.1"))
+    port, http_port, client_port = (free_port("127.0.0.1") for _ in range(3))
+    cluster = Cluster(folder, port, http_port)
     command = [
         *(str(_BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats"),
         *("--node-ip-address", "127.0.0.1", "--port", str(cluster.port), "--num-cpus", str(cpus)),
-        *(
-            "--temp-dir",
-            str(folder),
-            "--include-dashboard",
-            "false",
-            "--ray-client-server-port",
-            str(free_port("127.0.0.1")),
-        ),
-        *("--object-store-memory", str(100 * 2**20), "--metrics-export-port", str(cluster.metrics_port)),
+        *("--temp-dir", str(folder), "--include-dashboard", "false"),
+        *("--ray-client-server-port", str(client_port), "--object-store-memory", str(100 * 2**20)),
     ]
     with (folder / "ray.log").open("wb") as log:
         process = subprocess.Popen(

@@ -1,0 +1,158 @@
+"""Two real engines for the whole layer, started at the same time, and the two ways to run on them.
+
+Engine `inside` is vLLM with the plugin and two API server processes. Engine `stock` is vLLM as it is, with a
+`tokenproxy serve` process in front of it. Both have every feature switched on that the product relies on.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from proxy.demo.checkpoint import ensure_checkpoint
+from proxy.demo.stack import EngineProcess
+from tests.support.ports import held_port
+from tests.support.quiet import quiet
+from tests.support.serve_process import ServeProcess
+from tests.support.utils import wait_until
+
+WAYS = ("inside", "in front")
+START_TIMEOUT_S = 300.0
+_EVERYTHING = (
+    "--enable-scale-out",
+    "--trust-request-chat-template",
+    # it parses reasoning where a request has the template argument `thinking`, and nothing elsewhere
+    *("--reasoning-parser", "deepseek_v3"),
+)
+_DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+_NO_REUSE = httpx.Limits(max_keepalive_connections=0)
+"""Each request has a connection of its own: any API server process may accept it."""
+
+
+@contextmanager
+def start_engine(
+    model: Path,
+    log_file: Path,
+    *flags: str,
+    plugin: bool = True,
+    port: int = 0,
+    api_server_count: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[EngineProcess]:
+    """Start a vLLM server and stop it at the end; it is not ready yet. All tests start engines here."""
+    with ExitStack() as stack:
+        engine = EngineProcess(
+            model,
+            port=port or stack.enter_context(held_port()),
+            plugin=plugin,
+            api_server_count=api_server_count,
+            extra_flags=flags,
+            extra_environment=environment,
+            log_file=log_file,
+        )
+        stack.callback(engine.stop, progress=quiet)
+        engine.start()
+        yield engine
+
+
+@dataclass(frozen=True)
+class Server:
+    """One way to run: a client of it, and the engine that does its work."""
+
+    way: str
+    http: httpx.Client
+    engine: EngineProcess
+
+    @property
+    def url(self) -> str:
+        """Its URL without a path."""
+        return str(self.http.base_url).rstrip("/")
+
+
+def running(engine: EngineProcess) -> float:
+    """How many requests an engine works on, by its own metric."""
+    lines = httpx.get(f"{engine.url}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+def thinking_checkpoint(model: Path, folder: Path) -> Path:
+    """The same model with two of its unused special tokens made ordinary ones: the marks of reasoning."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    marks = {"<jupyter_start>": "<think>", "<jupyter_text>": "</think>"}
+    for token in tokenizer["added_tokens"]:
+        if token["content"] in marks:
+            # special ones are not shown to the parser of whole answers
+            token |= {"content": marks[token["content"]], "special": False}
+    for unused, mark in marks.items():
+        tokenizer["model"]["vocab"][mark] = tokenizer["model"]["vocab"].pop(unused)
+    for file in model.iterdir():
+        if file.name != "tokenizer.json":
+            (folder / file.name).symlink_to(file)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def can_append(url: str, key: str | None = None) -> bool:
+    """Whether every engine of a server answers, and its chat template was examined.
+
+    Args:
+        key: one with the scope `read`, where the server has keys.
+    """
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.get(f"{url}/ready", timeout=30, headers=headers)
+    except httpx.TransportError:
+        return False
+    engines = answer.json().get("engines") or [{"ready": False}]
+    return all(each["ready"] and each["append"] == "ready" and each["template"] for each in engines)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The start of the engines has a test of its own, which runs first; what kills an engine runs last."""
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("kills_engine") is not None,
+            item.path.name != "test_start.py",
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """Both ways to run, ready."""
+    folder = tmp_path_factory.mktemp("engines")
+    model = thinking_checkpoint(ensure_checkpoint(progress=quiet), tmp_path_factory.mktemp("thinking"))
+    inside_environment = {**_DEVELOPMENT, "TOKENPROXY_STORE": f"sqlite:///{folder}/inside.db"}
+    with ExitStack() as stack:
+        inside = stack.enter_context(
+            start_engine(
+                model,
+                folder / "inside.log",
+                *_EVERYTHING,
+                api_server_count=2,
+                environment=inside_environment,
+            )
+        )
+        stock = stack.enter_context(
+            start_engine(model, folder / "stock.log", *_EVERYTHING, plugin=False, environment=_DEVELOPMENT)
+        )
+        for engine in (inside, stock):
+            engine.wait_ready(START_TIMEOUT_S, progress=quiet)
+        flags: Sequence[str] = ("--store", f"sqlite:///{folder}/front.db", "--watch-interval-s", "0.5")
+        front = stack.enter_context(ServeProcess([stock.url], folder / "front.log", *flags))
+        made = {}
+        for way, url, engine in zip(WAYS, (inside.url, front.url), (inside, stock), strict=True):
+            wait_until(lambda url=url: can_append(url), START_TIMEOUT_S)  # type: ignore[misc]
+            client = httpx.Client(base_url=url, timeout=90, limits=_NO_REUSE, trust_env=False)
+            made[way] = Server(way, stack.enter_context(client), engine)
+        yield made
+
+
+@pytest.fixture(params=WAYS)
+def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
+    """Each of the ways to run in turn."""
+    return servers[request.param]

@@ -1,0 +1,54 @@
+"""The engine is killed under its requests: they get the documented errors, and the record survives."""
+
+import os
+import signal
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from tests.acceptance.conftest import Server, running
+from tests.acceptance.formats import CHAT, MODEL, Fields, stream_of, user
+from tests.support.recorded import record_of
+from tests.support.utils import wait_until
+
+pytestmark = pytest.mark.kills_engine
+
+_LONG: Fields = {"model": MODEL, "max_tokens": 3000, "ignore_eos": True}
+
+
+def test_requests_of_a_killed_engine_end_with_an_error(servers: Mapping[str, Server]) -> None:
+    server = servers["in front"]
+    http = server.http
+    session = {"x-session-id": f"killed-{uuid4().hex}"}
+    short = {**_LONG, "messages": [user("Hi.")], "max_tokens": 2}
+    assert http.post(CHAT, json=short, headers=session).status_code == 200
+    before = record_of(http, session["x-session-id"], 1)
+    events: list[Fields] = []
+
+    def read() -> None:
+        body = {**_LONG, "messages": [user(f"Count, {session}.")], "stream": True}
+        with http.stream("POST", CHAT, json=body, headers=session) as response:
+            events.extend(stream_of(response))
+
+    with ThreadPoolExecutor(2) as threads:
+        streamed = threads.submit(read)
+        whole = threads.submit(http.post, CHAT, json={**_LONG, "messages": [user("Count on.")]})
+        wait_until(lambda: len(events) > 3 and running(server.engine) == 2, 90)
+        assert server.engine.pid is not None
+        os.killpg(server.engine.pid, signal.SIGKILL)
+        streamed.result()
+        answer: httpx.Response = whole.result()
+    assert events[-1]["error"]["message"]
+    assert answer.status_code in (502, 503), answer.text
+    assert answer.json()["error"]["type"] in ("BadGatewayError", "ServiceUnavailableError")
+
+    wait_until(lambda: http.get("/ready").status_code == 503, 60)
+    refused = http.post(CHAT, json=short)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "ServiceUnavailableError")
+    assert int(refused.headers["retry-after"]) > 0
+    assert http.get("/health").status_code == 200
+    after = record_of(http, session["x-session-id"], 1)
+    assert after.turns[0] == before.turns[0]

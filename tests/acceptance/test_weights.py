@@ -1,0 +1,61 @@
+"""A weight update while a stream runs: each turn tells which weights sampled its ids.
+
+A CPU engine transfers no weights. The routes around the transfer are vLLM's own.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from uuid import uuid4
+
+from tests.acceptance.conftest import Server
+from tests.acceptance.formats import CHAT, MODEL, Fields, stream_of, user
+from tests.support.recorded import record_of
+from tests.support.utils import wait_until
+
+_PATIENCE_S = 60.0
+_TOKENS = 64
+
+
+def _stream(server: Server, session: str, tokens: int, received: Callable[[Fields], None]) -> int:
+    body = {
+        **{"model": MODEL, "messages": [user(f"Count. {session}")], "max_tokens": tokens},
+        **{"ignore_eos": True, "stream": True},
+    }
+    with server.http.stream("POST", CHAT, json=body, headers={"x-session-id": session}) as response:
+        for event in stream_of(response):
+            received(event)
+        return response.status_code
+
+
+def _turn(server: Server, session: str) -> dict[str, Any]:
+    [turn] = record_of(server.http, session, 1).samples["samples"][0]["turns"]
+    found: dict[str, Any] = turn
+    return found
+
+
+def test_turns_tell_which_weights_sampled_them(server: Server) -> None:
+    http, version = server.http, uuid4().hex
+    before = http.get("/weight_info").json()["weight_version"]
+    frozen, late = uuid4().hex, uuid4().hex
+    events: list[Fields] = []
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(_stream, server, frozen, _TOKENS, events.append)
+        wait_until(lambda: len(events) > 3, _PATIENCE_S)
+        assert http.post("/pause?mode=keep&clear_cache=false").json() == {"status": "paused"}
+        try:
+            waiting = threads.submit(_stream, server, late, 4, lambda _: None)
+            named = http.post("/update_weight_version", json={"new_version": version})
+            assert named.json() == {"success": True, "new_version": version}
+            assert http.get("/is_paused").json() == {"is_paused": True}
+            assert not running.done() and not waiting.done()
+        finally:
+            assert http.post("/resume").json() == {"status": "resumed"}
+        assert (running.result(), waiting.result()) == (200, 200)
+    assert http.get("/ready").json()["engines"][0]["weight_version"] == version
+    turn = _turn(server, frozen)
+    (first, start, end), (second, resumed, last) = turn["weight_versions"]
+    assert (first, second, start, last) == (before, version, 0, _TOKENS)
+    # where an event loop was too busy to see when the last id arrived before the update, each is uncertain
+    assert (end, resumed) == (_TOKENS, 0) if turn["weights_uncertain"] else end == resumed
+    assert version in {span[0] for span in _turn(server, late)["weight_versions"]}
