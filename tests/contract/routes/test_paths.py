@@ -32,37 +32,17 @@ _BODIES: dict[str, Any] = {
     "/v1/sessions": {"id": "aliased"},
     "/v1/sessions/{session}/reward": {"reward": 1},
     "/generate": {"prompts": [[1, 74]]},
-<<<<<<< HEAD
-    "/chat": {"messages": [[{"role": "user", "content": "Hi"}]]},
-    "/v1/samples/ack": {"consumer": "aliased", "cursor": "0"},
-}
-_QUERIES = {"/finish_session": {"session_id": "aliased"}}
-_BAD = {
-    "/viewer/sessions/{session}/tokens",  # the session has no turn
-    "/viewer/sessions/{session}/drift",
-}
-_OURS = [route for route in all_routes() if not route.catches_all]
-_ALIASES = [
-    pytest.param(method, route.path, alias, id=f"{method} {alias}")
-    for route in _OURS
-    for alias in route.aliases
-=======
     "/chat": {"messages": [[user("Hi")]]},
-    "/get_sequence_logprobs": {"sequences": [[1, 74]], "prompt_lengths": [1]},
     "/v1/samples/ack": {"consumer": "aliased", "cursor": "0"},
 }
 _STATUSES = {
-    "/v1/responses/{response_id}/cancel": 400,
     "/viewer/sessions/{session}/tokens": 400,  # the session has no turn
     "/viewer/sessions/{session}/drift": 400,
-    **dict.fromkeys(("/init_communicator", "/update_named_param", "/batch_update_named_params"), 501),
-    "/close_communicator": 501,
 }
 """Of a route that does not answer 200."""
 _ALIASED = [
     pytest.param(method, route.path, route.aliases, id=f"{method} {route.path}")
     for route in all_routes()
->>>>>>> routes
     for method in route.methods
     if route.aliases and method != "DELETE" and not route.catches_all
     # other tests use the same proxy, whose only replica must stay and not be paused
@@ -77,33 +57,6 @@ def test_an_alias_answers_as_the_route_does(
     fake.canned[GENERATE] = Canned(b'{"choices":[]}', headers={"content-type": "application/json"})
     client.post("/v1/sessions", json={"id": "aliased"})
     response = client.post("/v1/responses", json={"input": "Hi"}).json()["id"]
-<<<<<<< HEAD
-    body = _BODIES.get(path)
-    answers = [
-        client.request(
-            method,
-            where.replace("{session}", "aliased")
-            .replace("{response_id}", response)
-            .replace("{file}", "main.js"),
-            json=body,
-            params=_QUERIES.get(path),
-            follow_redirects=False,
-        )
-        for where in (path, alias)
-    ]
-    expected = 201 if (method, path) == ("POST", "/v1/sessions") else 200
-    expected = 400 if path in _BAD else expected
-    assert [answer.status_code for answer in answers] == [expected] * 2, answers[1].text
-    if method != "HEAD" and answers[0].headers["content-type"] == "application/json":
-        found, expected = (answer.json() for answer in answers)
-        assert [*found] == [*expected] if isinstance(found, dict) else found == expected
-
-
-def test_a_session_is_deleted_by_an_alias(client: httpx.Client) -> None:
-    client.post("/sessions/", json={"id": "short-lived"})
-    assert client.delete("/sessions/short-lived/").json()["deleted"] is True
-    assert client.get("/v1/sessions/short-lived").status_code == 404
-=======
     names = {"{session}": "aliased", "{response_id}": response, "{file}": "main.js"}
     answers = []
     for where in (path, *aliases):
@@ -117,7 +70,6 @@ def test_a_session_is_deleted_by_an_alias(client: httpx.Client) -> None:
         if method != "HEAD" and answer.headers["content-type"] == "application/json":
             found, expected = answer.json(), answers[0].json()
             assert [*found] == [*expected] if isinstance(found, dict) else found == expected
->>>>>>> routes
 
 
 @pytest.mark.parametrize("name", ["v1", "sessions", "samples", "chat"])
