@@ -37,6 +37,10 @@ def _serve() -> Iterator[str]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        answers = asyncio.all_tasks(loop)
+        for task in answers:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*answers, return_exceptions=True))
         loop.close()
 
 
