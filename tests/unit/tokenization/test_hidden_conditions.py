@@ -201,7 +201,6 @@ _CYCLE["extra"] = _CYCLE
         {"template_kwargs": "abc"},
         {"tools": [{("a", "b"): object()}]},
     ],
-    ids=str,
 )
 def test_wrong_types_are_typed_errors(wrong: dict[str, Any]) -> None:
     arguments = {"new_messages": [_user("why")], "history": _HISTORY, **wrong}

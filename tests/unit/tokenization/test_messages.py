@@ -59,6 +59,11 @@ def test_conversion(message: dict[str, Any], expected: dict[str, Any]) -> None:
         ),
         ({"role": "system", "content": "x-anthropic-billing-header: cch=1"}, "", []),
         (
+            {"role": "system", "content": "x-anthropic-billing-header: cch=1\nBe brief."},
+            "Be brief.",
+            [{"type": "text", "text": "Be brief."}],
+        ),
+        (
             {"role": "system", "content": ["x-anthropic-billing-header: cch=1", "Be brief."]},
             "Be brief.",
             [{"type": "text", "text": "Be brief."}],

@@ -94,7 +94,7 @@ def test_mark_that_the_conversation_holds_is_not_taken(monkeypatch: pytest.Monke
     assert candidates.call_count == 3
 
 
-@pytest.mark.parametrize("value", ["é 'x'\n\"", "\ud800", 2.5, None, object()], ids=ascii)
+@pytest.mark.parametrize("value", ["é 'x'\n\"", "\ud800", 2.5, None, object()])
 def test_equal_values_have_equal_bytes(value: object) -> None:
     values = {"role": "user", "content": [value]}
     assert serialized(values) == serialized({"role": "us" + "er", "content": [value]})
