@@ -115,7 +115,6 @@ _VALUES = {
     "--finish-after-s": "8.5",
     "--cache-bytes": "8",
     "--connect-timeout-s": "3.5",
-    "--policy": "round_robin",
     "--store-timeout-s": "2.5",
     "--replica-requests": "11",
     "--replica-ids": "12",

@@ -24,7 +24,7 @@ _PATIENCE_S = 60.0
 CHAT = "/v1/chat/completions"
 
 
-class EngineProcess:
+class KillableEngine:
     """A fake engine. Leaving the block kills it."""
 
     def __init__(self, model: Path, seconds: float) -> None:
@@ -32,7 +32,7 @@ class EngineProcess:
         self._command += ["--seconds", str(seconds)]
         self.port = 0
 
-    def __enter__(self) -> "EngineProcess":
+    def __enter__(self) -> "KillableEngine":
         self.start()
         return self
 
@@ -75,7 +75,7 @@ class EngineProcess:
 
 
 @contextmanager
-def run_proxy_process(engines: Sequence[EngineProcess], folder: Path) -> Iterator[str]:
+def run_proxy_process(engines: Sequence[KillableEngine], folder: Path) -> Iterator[str]:
     """Run `tokenproxy serve` with its default settings; yields its URL when all engines are ready."""
     log = folder / "proxy.log"
     command = [sys.executable, "-m", "proxy.cli", "serve", "--port", "0", "--store", "memory:"]

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from tests.support.engine_process import DEADLY
-from tests.support.processes import Clients, EngineProcess, in_thread, run_proxy_process
+from tests.support.processes import Clients, KillableEngine, in_thread, run_proxy_process
 from tests.support.tiny_model import TinyModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.timeout(240)]
@@ -28,9 +28,9 @@ _GENERATION_S = 1.0
 @contextmanager
 def _fleet(
     tiny_model: TinyModel, folder: Path, count: int, seconds: float = _GENERATION_S
-) -> Iterator[tuple[list[EngineProcess], str]]:
+) -> Iterator[tuple[list[KillableEngine], str]]:
     with ExitStack() as stack:
-        engines = [stack.enter_context(EngineProcess(tiny_model.folder, seconds)) for _ in range(count)]
+        engines = [stack.enter_context(KillableEngine(tiny_model.folder, seconds)) for _ in range(count)]
         yield engines, stack.enter_context(run_proxy_process(engines, folder))
 
 

@@ -17,11 +17,6 @@ TOKENS, CHAT, GENERATE = "/v1/chat/completions/tokens", "/v1/chat/completions", 
 RED = picture("red")
 
 
-@pytest.fixture(autouse=True)
-def short_retry_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.fleet.replica.RETRY_S", 0.05)
-
-
 @pytest.fixture
 def engines(tiny_model: TinyModel) -> Iterator[tuple[FakeVllm, FakeVllm, FakeVision]]:
     """Two engines that take no images, and one that does."""

@@ -31,11 +31,6 @@ _HI = {"messages": [{"role": "user", "content": "Hi"}]}
 Start = Callable[..., list[FakeTrained]]
 
 
-@pytest.fixture(autouse=True)
-def short_retry_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.fleet.replica.RETRY_S", 0.05)
-
-
 @pytest.fixture
 def start(tiny_model: TinyModel) -> Iterator[Start]:
     """Starts engines that meet in one place; the argument is the number of workers of each."""
