@@ -61,8 +61,6 @@ class FakeTrained(FakeVllm):
         self.adapters: set[str] = set()
         self.refuses: dict[str, int] = {}
         """Status that is answered to calls of a path, without doing anything."""
-        self.hangs: set[str] = set()
-        """Paths whose calls never return."""
         self.dies_at = ""
         """Path of the call at which it ends at once."""
         self.sampled: defaultdict[str, list[str]] = defaultdict(list)
@@ -74,9 +72,7 @@ class FakeTrained(FakeVllm):
             return await super()._answer(request, seen)
         if seen.path == self.dies_at:
             threading.Thread(target=self.kill).start()
-            await asyncio.sleep(30)
-        if seen.path in self.hangs:
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()
         if seen.path in self.refuses:
             return web.json_response({"error": "refused"}, status=self.refuses[seen.path])
         handler: Callable[[web.Request, Seen], Awaitable[web.Response]] = getattr(self, call)

@@ -183,13 +183,13 @@ async def test_exception_handlers_are_the_applications_also_those_registered_lat
         return JSONResponse({"error": str(error)}, 500)
 
     engine = InProcessEngine(inner_app(app))
-    assert await _read(engine, "/other") == (500, b'{"error":"unexpected"}')
 
     @app.exception_handler(HTTPException)
     async def handle_missing(request: FastapiRequest, error: Exception) -> Response:
         return Response("handled", 404)
 
     assert await _read(engine, "/missing") == (404, b"handled")
+    assert await _read(engine, "/other") == (500, b'{"error":"unexpected"}')
 
 
 @pytest.mark.parametrize("raises", [True, False])
