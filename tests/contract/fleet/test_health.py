@@ -9,6 +9,7 @@ import pytest
 from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, OutOfSockets
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.health import BreakerState
+from proxy.fleet.lateness import Lateness
 from proxy.fleet.routing import Routing
 from proxy.http import BytesResponse, Request, Response
 from proxy.metrics import ReplicaState
@@ -25,7 +26,7 @@ from tests.contract.fleet.memory_engine import (
     streams,
     waits,
 )
-from tests.support.stepped import block, settled, stepped
+from tests.support.stepped import block, now, settled, stepped
 
 
 def _no_route() -> EngineUnavailable:
@@ -151,6 +152,29 @@ async def test_a_replica_that_lost_its_model_under_a_new_connection_is_down() ->
         with pytest.raises(EngineUnavailable, match="another model"):
             await only.verify_new_connection()
         assert not replica.ready
+
+
+@stepped
+async def test_a_loop_that_was_late_has_settled_when_it_is_on_time_again() -> None:
+    """What had arrived before was read then."""
+    lateness = Lateness(now)
+    assert await lateness.settled()
+    lateness.start()
+    await asyncio.sleep(0.1)
+    block(2.0)
+    assert lateness.was_late
+    began = now()
+    assert await lateness.settled()
+    assert now() - began == pytest.approx(0.2)
+    assert lateness.was_late
+    settling = asyncio.create_task(lateness.settled())
+    for _ in range(40):
+        await asyncio.sleep(0.01)
+        block(0.2)
+    assert not await settling
+    await asyncio.sleep(11.0)
+    assert not lateness.was_late
+    await lateness.stop()
 
 
 # --- silence

@@ -21,7 +21,7 @@ from proxy.settings import Settings
 from proxy.stores.fleet_state import StoredState
 from proxy.stores.memory import MemoryStore
 from tests.contract.fleet.memory_engine import ask, engines, fleet_of
-from tests.support.fake_trained import FakeTrained, Rendezvous
+from tests.support.fake_trained import FakeTrained, Rendezvous, update
 from tests.support.stepped import settled, stepped
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
@@ -61,19 +61,6 @@ def _chat(client: httpx.Client) -> int:
     return client.post(_CHAT, json=_HI).status_code
 
 
-def _update(client: httpx.Client, version: str | None, weights: str = "new") -> list[int]:
-    """Update as trainers do; the statuses of the steps."""
-    last = {} if version is None else {"weight_version": version}
-    steps = [
-        ("/pause?mode=keep", None),
-        ("/start_weight_update", None),
-        ("/update_weights", {"update_info": {"weights": weights}}),
-        ("/finish_weight_update", last),
-        ("/resume", None),
-    ]
-    return [client.post(path, json=body).status_code for path, body in steps]
-
-
 def test_a_rendezvous_gets_all_replicas_at_once_and_each_its_ranks(start: Start) -> None:
     replicas = start(2, 1, 4, 1)
     with run_proxy(replicas) as client:
@@ -84,7 +71,7 @@ def test_a_rendezvous_gets_all_replicas_at_once_and_each_its_ranks(start: Start)
         assert [engine.init_info["rank_offset"] for engine in replicas] == [1, 3, 4, 8]
         assert sorted(replicas[0].rendezvous.ranks) == list(range(1, 9))
         assert {engine.init_info["world_size"] for engine in replicas} == {9}
-        assert _update(client, "7") == [200] * 5
+        assert update(client, "7") == [200] * 5
         assert [engine.version for engine in replicas] == ["7"] * 4
         assert client.get("/weight_info").json() == {"weight_version": "7"}
         assert all(len(engine.seen("/update_weights")) == 1 for engine in replicas)
@@ -165,12 +152,12 @@ def test_a_replica_that_fails_an_update_leaves_and_returns(
 ) -> None:
     good, bad = start(1, 1, alone=True)
     with run_proxy([good, bad]) as client:
-        assert _update(client, "6") == [200] * 5
+        assert update(client, "6") == [200] * 5
         if how == "refuses":
             bad.refuses[step] = 500
         else:
             bad.dies_at = step
-        statuses = _update(client, "7")
+        statuses = update(client, "7")
         assert 424 in statuses and statuses[-1] in (200, 424)
         wait_until(lambda: _states(client) == [True, False])
         if how != "dies":
@@ -183,7 +170,7 @@ def test_a_replica_that_fails_an_update_leaves_and_returns(
             if again is not None:  # it was restarted with its first weights
                 wait_until(lambda: "default" in _problem(client, 1))
                 assert _states(client) == [True, False]
-            assert _update(client, "8") == [200] * 5
+            assert update(client, "8") == [200] * 5
             assert _states(client) == [True, True]
             assert (again or bad).version == "8"
 
@@ -239,14 +226,14 @@ def test_what_fails_on_all_replicas(start: Start) -> None:
         assert [engine.version for engine in replicas] == ["default"] * 2
         assert client.get("/ready").status_code == 503
         refuse()
-        assert _update(client, "8") == [200] * 5
+        assert update(client, "8") == [200] * 5
         assert client.get("/ready").status_code == 200
 
 
 def test_a_replica_that_joins_must_have_the_version(start: Start) -> None:
     first, second = start(1, 1, alone=True)
     with run_proxy([first]) as client:
-        assert _update(client, "7") == [200] * 5
+        assert update(client, "7") == [200] * 5
         client.post("/admin/replicas", json={"url": second.url})
         wait_until(lambda: "version default" in _problem(client, 1))
         assert [_chat(client) for _ in range(4)] == [200] * 4
@@ -302,6 +289,7 @@ async def test_a_call_fails_on_a_replica_that_does_not_answer_it_in_time() -> No
         assert b"no answer within 600 s" in await answer.read()
         assert [fleet.weights.serves(replica) for replica in fleet.replicas] == [True, False]
         assert "failed on it" in fleet.report()[1]["problem"]
+        await asyncio.sleep(3.0)
         assert not fleet.weights.hold.active
         await calls.stop()
 
