@@ -12,8 +12,6 @@ from tests.support.engine_process import DEADLY
 from tests.support.processes import Clients, KillableEngine, in_thread, run_proxy_process
 from tests.support.tiny_model import TinyModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.timeout(240)]
-
 _REQUESTS = 200
 _ROUNDS = 5
 _BUSY = 5
