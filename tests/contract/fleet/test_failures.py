@@ -7,8 +7,6 @@ import pytest
 from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Overloaded, Unsupported
 from proxy.fleet.health import BreakerState
 from proxy.fleet.load import Capacity
-from proxy.fleet.routing import Routing
-from proxy.http import Request
 from tests.contract.fleet.memory_engine import (
     Answer,
     MemoryEngine,
@@ -393,15 +391,3 @@ async def test_waiting_requests_time_out_or_end_with_the_last_replica_or_run_on_
         with pytest.raises(EngineUnavailable):
             await waiting
         assert (await running)[0] == 200
-
-
-@stepped
-async def test_a_request_waits_for_the_first_discovery() -> None:
-    [only] = engines(1)
-    only.health = 503
-    async with fleet_of(only) as fleet:
-        fleet.replicas[0]._discovered.clear()
-        request = asyncio.create_task(fleet.send_to_any(Request("GET", "/v1/models"), Routing()))
-        await settled()
-        only.health = 200
-        assert (await request).status == 200

@@ -71,14 +71,6 @@ def test_a_request_waits_for_the_first_discovery_of_an_engine(start: Callable[..
         assert client.post(_TOKENS, json=_IDS).status_code == 200
 
 
-def test_ids_are_unsupported_if_no_engine_takes_them(start: Callable[..., FakeVllm]) -> None:
-    with run_proxy([start(Variant.NEITHER)]) as client:
-        for stream in (False, True):
-            refused = client.post(_TOKENS, json={**_IDS, "stream": stream})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (501, "no_token_in")
-        assert client.post(_CHAT, json=_HI).status_code == 200
-
-
 @pytest.mark.parametrize("setting, found", [("chat", ["chat", "None"]), ("generate", ["None", "generate"])])
 def test_the_setting_token_in(start: Callable[..., FakeVllm], setting: str, found: list[str]) -> None:
     with run_proxy([start(Variant.CHAT), start(Variant.SCALE_OUT)], token_in=setting) as client:

@@ -71,19 +71,6 @@ async def test_requests_of_a_tenant_are_served_in_their_order() -> None:
 
 
 @stepped
-async def test_a_tenant_with_one_request_does_not_wait_for_all_of_another() -> None:
-    places = _Places()
-    many = [places.start("many") for _ in range(100)]
-    await settled()
-    one = places.start("one")
-    await settled()
-    for _ in range(2):
-        places.release()
-    await one
-    _cancel(*many)
-
-
-@stepped
 async def test_a_tenant_that_returns_with_large_requests_one_at_a_time_gets_no_more_than_its_share() -> None:
     places = _Places()
     small = [places.start("small", 10) for _ in range(1000)]
