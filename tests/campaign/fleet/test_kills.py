@@ -29,7 +29,14 @@ def _fleet(
 ) -> Iterator[tuple[list[KillableEngine], str]]:
     with ExitStack() as stack:
         engines = [stack.enter_context(KillableEngine(tiny_model.folder, seconds)) for _ in range(count)]
-        yield engines, stack.enter_context(run_proxy_process(engines, folder))
+        yield (
+            engines,
+            stack.enter_context(
+                run_proxy_process(
+                    [engine.url for engine in engines], folder / "proxy.log", "--store", "memory:"
+                )
+            ),
+        )
 
 
 @pytest.mark.parametrize("count", [2, 3])
