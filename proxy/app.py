@@ -10,12 +10,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from proxy import __version__
 from proxy.engine.http import HttpEngine
-from proxy.fleet.choosing import make_choice
+from proxy.fleet.choosing import StickyLeastLoaded
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.hold import Hold
 from proxy.fleet.load import Capacity
 from proxy.fleet.membership import Resolve, resolve_host
-from proxy.fleet.replica import Replica
+from proxy.fleet.replica import RETRY_S, Replica
 from proxy.fleet.routing import Routing
 from proxy.fleet.tokenizers import Tokenizers
 from proxy.history.encoders import EncoderPool
@@ -61,6 +61,7 @@ def create_app(
     requests: RunningRequests | None = None,
     metrics: Metrics | None = None,
     resolve: Resolve | None = None,
+    retry_s: float = RETRY_S,
 ) -> FastAPI:
     """Create the FastAPI application in front of the engines of `settings.upstreams`.
 
@@ -68,6 +69,7 @@ def create_app(
         requests: counts the running requests, for a server that cuts them off when it stops.
         metrics: the metrics of this process; None creates them.
         resolve: finds the engines that a name among `settings.upstreams` stands for; None asks DNS.
+        retry_s: seconds until the next check of an engine that does not respond.
     """
     template = settings.chat_template.read_text() if settings.chat_template else None
     key_file = KeyFile(settings.api_key_file) if settings.api_key_file else None
@@ -83,7 +85,7 @@ def create_app(
             key_file.watched() if key_file else nullcontext(),
         ):
             fleet = _make_fleet(settings)
-            make_replica = _replica_maker(settings, template, metrics, fleet.weights.hold)
+            make_replica = _replica_maker(settings, template, metrics, fleet.weights.hold, retry_s)
             serving = _serving(settings, fleet, make_replica, metrics, requests, resolve or resolve_host)
             async with serving as services, aclosing(credentials):
                 app.state.services = services
@@ -114,7 +116,7 @@ def _make_fleet(settings: Settings) -> Fleet:
     """Create a fleet without replicas: its membership adds them."""
     return Fleet(
         [],
-        make_choice(settings.policy, settings.overload_ratio),
+        StickyLeastLoaded(settings.overload_ratio),
         Capacity(settings.replica_requests, settings.replica_ids),
         settings.queue_requests,
         settings.queue_timeout_s,
@@ -124,7 +126,7 @@ def _make_fleet(settings: Settings) -> Fleet:
 
 
 def _replica_maker(
-    settings: Settings, template: str | None, metrics: Metrics, hold: Hold
+    settings: Settings, template: str | None, metrics: Metrics, hold: Hold, retry_s: float
 ) -> Callable[[str], Replica]:
     """A function that creates the replica of a base URL. All replicas share the tokenizers.
 
@@ -153,6 +155,7 @@ def _replica_maker(
             settings.token_in,
             settings.watch_interval_s,
             metrics=metrics,
+            retry_s=retry_s,
         )
 
     return make_replica

@@ -78,7 +78,6 @@ def pairs(tiny_model: TinyModel) -> Iterator[Callable[[Variant], Pair]]:
     """One pair of each variant for the whole run: to start and stop one costs more than most tests."""
     started: dict[Variant, Pair] = {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr("proxy.fleet.replica.RETRY_S", 0.05)
         # asked once when a pair starts: what later tests let the engine do must not answer for it
         patch.setattr("proxy.routes.credentials.OPEN_S", 3600.0)
 

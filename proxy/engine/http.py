@@ -56,6 +56,7 @@ class HttpEngine:
         connect_timeout_s: float | None = None,
         idle_timeout_s: float | None = None,
         held_seconds: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A user and password in `base_url` are sent as Basic credentials, in place of `api_key`.
 
@@ -65,7 +66,9 @@ class HttpEngine:
             connect_timeout_s: None for no limit.
             idle_timeout_s: how long a stream may pause; None for no limit.
             held_seconds: returns how long engines were paused until now. A pause starts the time anew.
+            clock: the time that the event loop's own waits follow.
         """
+        self._clock = clock
         self._held_seconds = held_seconds
         self.name = without_credentials(normalise_base_url(base_url))
         url = URL(self.name)
@@ -84,13 +87,13 @@ class HttpEngine:
         """
         head = self._head(request)
         connection = await self._pool.get(request.method, fresh=request.fresh)
-        began = time.monotonic()
+        began = self._clock()
         try:
             return await self._send(connection, request, head)
         except Disconnected:
             closed = EngineBroken(f"{self.name} closed the connection before it responded")
             # a connection that the engine closed while it was idle breaks at once
-            stale = connection.reused and time.monotonic() - began < _STALE_S
+            stale = connection.reused and self._clock() - began < _STALE_S
             if not (request.repeatable or request.method in _SAFE) or not stale:
                 raise closed from None
         try:
@@ -110,7 +113,9 @@ class HttpEngine:
         except BaseException:  # cancellation too: the response of this request must not reach the next one
             connection.abort()
             raise
-        return HttpResponse(connection, self._pool, self.name, self._idle_timeout_s, self._held_seconds)
+        return HttpResponse(
+            connection, self._pool, self.name, self._idle_timeout_s, self._held_seconds, self._clock
+        )
 
     def _head(self, request: Request) -> bytes:
         """The request line and the headers."""
@@ -151,7 +156,9 @@ class HttpResponse:
         name: str,
         idle_timeout_s: float | None = None,
         held_seconds: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._held_seconds = held_seconds
         self._held_s = held_seconds()
         self.status = connection.status
@@ -179,7 +186,7 @@ class HttpResponse:
             while True:
                 chunk = connection.take(piece_bytes)
                 if chunk is None:
-                    began = time.monotonic()
+                    began = self._clock()
                     left_s = limit.seconds()
                     try:
                         await connection.wait(None if left_s is None else max(0.0, left_s - waited_s))
@@ -188,7 +195,7 @@ class HttpResponse:
                             raise
                         waited_s = 0.0
                         continue
-                    waited_s += time.monotonic() - began
+                    waited_s += self._clock() - began
                     continue
                 if not chunk:
                     return

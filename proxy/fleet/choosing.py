@@ -1,36 +1,21 @@
-"""Chooses the replica for a request.
+"""Chooses the replica for a request: the one that holds its conversation, unless another is much faster.
 
-`sticky_least_loaded` estimates how long a turn takes on each replica:
+How long a turn takes on each replica is estimated:
 
-    (1 + conversations on the replica) ** crowding * pace of the replica * (ids to sample + ids to read / 16)
+    (1 + conversations on the replica) * pace of the replica * (ids to sample + ids to read / 16)
 
-Conversations are weighted by their ids; paces and crowding are measured, see `pace.py`. The replica that
-holds the conversation reads only its new ids; any other replica reads all of them.
+Conversations are weighted by their ids; paces are measured, see `pace.py`. The replica that holds the
+conversation reads only its new ids; any other replica reads all of them.
 """
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from proxy.fleet.pace import work_of
 
 _PACE_HALF_LIFE_S = 60.0
 """Seconds without a measurement after which a replica counts as half as much slower than the fastest one."""
-
-
-class Policy(StrEnum):
-    """How a replica is chosen."""
-
-    STICKY_LEAST_LOADED = "sticky_least_loaded"
-    """The replica that holds the conversation's prefix; for a new conversation, the one that serves it
-    soonest."""
-    LEAST_LOADED = "least_loaded"
-    """The replica with the fewest running requests."""
-    TWO_CHOICES = "two_choices"
-    """The one of two random replicas with fewer running requests."""
-    ROUND_ROBIN = "round_robin"
-    """One after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +28,7 @@ class Candidate:
     conversations: float = 0.0
     """Number of its active conversations, each weighted by its ids; one of average length counts 1."""
     pace: float | None = None
-    """See `Pace.seconds`."""
+    """Mean seconds for the work of sampling one id; None if none was measured."""
     pace_age_s: float = 0.0
     """Seconds since it was measured."""
 
@@ -60,57 +45,21 @@ class Preference:
     """Number of the prompt's ids that the holder has in its prefix cache."""
     completion_ids: float = 0.0
     """Expected number of sampled ids."""
-    crowding: float = 1.0
-    """See `Crowding.for_choice`."""
 
 
 Choose = Callable[[Sequence[Candidate], Preference], Candidate]
-
-
-def make_choice(policy: Policy, overload_ratio: float) -> Choose:
-    """Create the choice for a policy.
-
-    Args:
-        overload_ratio: for `sticky_least_loaded`: how many times longer than elsewhere a turn must be
-            expected to take on the replica that holds its conversation before the conversation moves.
-    """
-    match policy:
-        case Policy.STICKY_LEAST_LOADED:
-            return StickyLeastLoaded(overload_ratio)
-        case Policy.LEAST_LOADED:
-            return least_loaded
-        case Policy.TWO_CHOICES:
-            return two_choices
-        case Policy.ROUND_ROBIN:
-            return RoundRobin()
-
-
-class RoundRobin:
-    """The replicas in turn, in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._next = -1
-
-    def __call__(self, candidates: Sequence[Candidate], preference: Preference) -> Candidate:
-        """The next one."""
-        self._next += 1
-        return candidates[self._next % len(candidates)]
-
-
-def least_loaded(candidates: Sequence[Candidate], preference: Preference) -> Candidate:
-    """The replica with the fewest running requests; a random one if several have as few."""
-    return min(candidates, key=lambda candidate: (candidate.requests, random.random()))
-
-
-def two_choices(candidates: Sequence[Candidate], preference: Preference) -> Candidate:
-    """The better of two random replicas (M. Mitzenmacher, The Power of Two Choices, 2001)."""
-    return least_loaded(random.sample(list(candidates), min(2, len(candidates))), preference)
 
 
 class StickyLeastLoaded:
     """The replica that holds the conversation; if it is overloaded or gone, the one that serves soonest."""
 
     def __init__(self, overload_ratio: float) -> None:
+        """Create the choice.
+
+        Args:
+            overload_ratio: how many times longer than elsewhere a turn must be expected to take on the
+                replica that holds its conversation before the conversation moves.
+        """
         self._overload_ratio = overload_ratio
 
     def __call__(self, candidates: Sequence[Candidate], preference: Preference) -> Candidate:
@@ -135,4 +84,4 @@ def _seconds(candidate: Candidate, preference: Preference, fastest: float) -> fl
     if candidate.pace is not None:
         # an old measurement counts less, so that a replica that was slow is tried again
         pace *= (candidate.pace / fastest) ** (0.5 ** (candidate.pace_age_s / _PACE_HALF_LIFE_S))
-    return float((1 + candidate.conversations) ** preference.crowding * pace * work)
+    return (1 + candidate.conversations) * pace * work

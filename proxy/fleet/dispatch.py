@@ -94,7 +94,6 @@ class Dispatch:
         # one that belongs to no conversation counts as one of its own while it runs
         key = routing.conversation or f"request/{id(lease)}"
         lease.to_read = routing.ids - (routing.reused if replica.name == self._holder else 0)
-        lease.conversations = fleet.conversations.load(replica.name, key)
         lease.last_try = not self._may_rerun
         replica.breaker.started(lease)
         fleet.conversations.begin(key, replica.name, routing.ids)
@@ -212,7 +211,7 @@ class _Leased:
 
     def _completed(self, ids: int) -> None:
         if ids:
-            self._replica.load.completed(self._lease, ids, self._fleet.crowding)
+            self._replica.load.completed(self._lease, ids)
             self._fleet.expected_length.measure(ids)
 
     async def read(self) -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,16 +15,16 @@ from proxy.errors import (
     NotFound,
     Unsupported,
 )
-from proxy.fleet.choosing import Candidate, Choose, Policy, Preference, make_choice
+from proxy.fleet.choosing import Candidate, Choose, Preference, StickyLeastLoaded
 from proxy.fleet.conversations import Conversations
 from proxy.fleet.dispatch import Dispatch, Work
 from proxy.fleet.health import BreakerState
 from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Capacity, Lease
-from proxy.fleet.pace import Crowding, ExpectedLength
+from proxy.fleet.pace import ExpectedLength
 from proxy.fleet.place import Place, end_lease, give_back
 from proxy.fleet.prefix_caches import PrefixCaches
-from proxy.fleet.queue import FairQueue, FlowKey
+from proxy.fleet.queue import FairQueue
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import Routing
 from proxy.fleet.silence import SilenceWatch
@@ -51,6 +52,7 @@ class Fleet:
         queue_timeout_s: float = 600.0,
         watch_interval_s: float = 5.0,
         weight_update_timeout_s: float = TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A fleet that is not watched yet.
 
@@ -60,7 +62,9 @@ class Fleet:
             queue_timeout_s: how long each may wait.
             watch_interval_s: seconds between two looks at the weights of the replicas.
             weight_update_timeout_s: how long an admin call may take on a replica.
+            clock: the time that the event loop's own waits follow.
         """
+        self.clock = clock
         self.replicas: list[Replica] = []
         self.watch_interval_s = watch_interval_s
         self.weights = Weights(self, weight_update_timeout_s)
@@ -68,15 +72,14 @@ class Fleet:
         """Removed replicas on which requests still run."""
         self._capacity = capacity or Capacity()
         self.queue: FairQueue[Place] = FairQueue(
-            queue_requests, queue_timeout_s, give_back, self.weights.hold
+            queue_requests, queue_timeout_s, give_back, self.weights.hold, clock
         )
-        self.conversations = Conversations()
+        self.conversations = Conversations(clock=clock)
         self.prefix_caches = PrefixCaches(self)
-        self.suspects = Suspects()
+        self.suspects = Suspects(clock)
         self.expected_length = ExpectedLength()
-        self.crowding = Crowding()
-        self._choose = choose or make_choice(Policy.STICKY_LEAST_LOADED, OVERLOAD_RATIO)
-        self.lateness = Lateness()
+        self._choose = choose or StickyLeastLoaded(OVERLOAD_RATIO)
+        self.lateness = Lateness(clock)
         self._silence = SilenceWatch(self)
         self._next = 0
         self._started = False
@@ -266,8 +269,8 @@ class Fleet:
         if overtakes and (place := take()) is not None:
             return place
         with queued():
-            key = FlowKey(routing.tenant, routing.conversation)
-            return await self.queue.acquire(key, routing.ids, take, kind=(routing.token_in, routing.images))
+            kind = (routing.token_in, routing.images)
+            return await self.queue.acquire(routing.tenant, routing.ids, take, kind)
 
     def _chosen(self, replicas: Sequence[Replica], routing: Routing) -> Replica:
         """The replica that the policy chooses."""
@@ -278,14 +281,13 @@ class Fleet:
             routing.ids,
             routing.reused,
             self.expected_length.ids,
-            self.crowding.for_choice,
         )
         candidates = [
             Candidate(
                 replica.name,
                 replica.load.requests,
                 self.conversations.load(replica.name, routing.conversation),
-                replica.load.pace.seconds(self.crowding),
+                replica.load.pace.seconds,
                 0.0 if replica.load.requests else replica.load.pace.age_s,
             )
             for replica in replicas

@@ -1,7 +1,9 @@
 """Detects that this process was too busy to notice responses in time, so that a timeout proves nothing."""
 
 import asyncio
+import math
 import time
+from collections.abc import Callable
 
 _TICK_S = 0.25
 LATE_S = 1.0
@@ -15,9 +17,10 @@ _SETTLES_S = 3.0
 class Lateness:
     """Watches the event loop. One per fleet."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._task: asyncio.Task[None] | None = None
-        self._late_at = -_REMEMBERED_S
+        self._late_at = -math.inf
         self._due = 0.0
 
     def start(self) -> None:
@@ -33,7 +36,7 @@ class Lateness:
     @property
     def was_late(self) -> bool:
         """Whether the loop is late now or was recently."""
-        now = time.monotonic()
+        now = self._clock()
         running = self._task is not None
         return now - self._late_at < _REMEMBERED_S or (running and now - self._due > LATE_S)
 
@@ -44,18 +47,18 @@ class Lateness:
         """
         if not self.was_late:
             return True
-        on_time, end = 0, time.monotonic() + _SETTLES_S
+        on_time, end = 0, self._clock() + _SETTLES_S
         while on_time < _NAPS:
-            start = time.monotonic()
+            start = self._clock()
             if start > end:
                 return False
             await asyncio.sleep(_NAP_S)
-            on_time = on_time + 1 if time.monotonic() - start < 2 * _NAP_S else 0
+            on_time = on_time + 1 if self._clock() - start < 2 * _NAP_S else 0
         return True
 
     async def _watch(self) -> None:
         while True:
-            self._due = time.monotonic() + _TICK_S
+            self._due = self._clock() + _TICK_S
             await asyncio.sleep(_TICK_S)
-            if (now := time.monotonic()) - self._due > LATE_S:
+            if (now := self._clock()) - self._due > LATE_S:
                 self._late_at = now

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from proxy.fleet.pace import Crowding, Pace, work_of
+from proxy.fleet.pace import Pace, work_of
 
 _HALF_LIFE_S = 60.0
 """Half-life of a measurement in seconds: a replica that was slow an hour ago may be fast now."""
@@ -24,8 +24,6 @@ class Lease:
     """Ends the wait for the first byte. None after the first byte was sent to the client."""
     to_read: int = 0
     """Estimated number of its prompt's ids that are not in the replica's prefix cache."""
-    conversations: float = 0.0
-    """Weighted number of active conversations on the replica when the request was sent."""
     last_try: bool = False
     """Whether the request may not run again if this replica fails."""
 
@@ -62,7 +60,7 @@ class Load:
     running: set[Lease] = field(default_factory=set)
     ids: int = 0
     """Of the prompts that run."""
-    pace: Pace = field(default_factory=Pace)
+    pace: Pace = field(init=False)
     slowest_gap_s: float = 0.0
     """The longest recent time between two signs of progress."""
     responded: bool = False
@@ -71,6 +69,9 @@ class Load:
     """When the replica last sent an event or a body, or took a request after a pause."""
     _seconds: _Decayed = field(default_factory=_Decayed)
     _ids_served: _Decayed = field(default_factory=_Decayed)
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(self.clock)
 
     @property
     def requests(self) -> int:
@@ -140,10 +141,9 @@ class Load:
             self._ids_served.add(lease.ids, now)
         self.progress()
 
-    def completed(self, lease: Lease, completion_ids: int, crowding: Crowding) -> None:
+    def completed(self, lease: Lease, completion_ids: int) -> None:
         """Measure the replica's pace, when the whole response arrived."""
-        work = work_of(completion_ids, lease.to_read)
-        self.pace.measure(self.clock() - lease.started, work, lease.conversations, crowding)
+        self.pace.measure(self.clock() - lease.started, work_of(completion_ids, lease.to_read))
 
     def progress(self) -> None:
         """Take note that the replica sent a whole event or body."""

@@ -1,9 +1,9 @@
 """A bounded, fair queue for requests that wait for a free place on a replica.
 
-Tenants share the service by weight, and so do the sessions of a tenant; requests of one session are served
-in the order in which they came. The order is that of start-time fair queueing (Goyal, Vin, Cheng: "Start-time
-Fair Queueing", SIGCOMM 1996) at both levels. With prompt ids as weights, its tags count what the Virtual
-Token Counter counts (Sheng et al.: "Fairness in Serving Large Language Models", OSDI 2024).
+Tenants share the service by weight; requests of one tenant are served in the order in which they came. The
+order is that of start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996). With
+prompt ids as weights, its tags count what the Virtual Token Counter counts (Sheng et al.: "Fairness in
+Serving Large Language Models", OSDI 2024).
 
 Law, for two tenants that both have requests waiting all the time, if every free place suits every request:
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Hashable
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from proxy.errors import Overloaded
 from proxy.fleet.hold import Hold
@@ -40,19 +40,12 @@ _MAX_RETRY_AFTER_S = 60
 _HELD_STEP_S = 1.0
 """Seconds between two looks at the time that is left while requests are held."""
 _STALE = 64
-"""Number of stale entries and idle flows that are kept before they are dropped."""
-
-
-class FlowKey(NamedTuple):
-    """Whose request it is."""
-
-    tenant: str
-    session: str
+"""Number of stale entries and idle tenants that are kept before they are dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter(Generic[T]):
-    key: FlowKey
+    tenant: str
     weight: int
     try_take: Callable[[], T | None]
     kind: Hashable
@@ -61,87 +54,70 @@ class _Waiter(Generic[T]):
 
 
 @dataclass(slots=True, eq=False)
-class _Flow:
-    """A competitor for service: a tenant, or a session of a tenant."""
-
+class _Tenant(Generic[T]):
     tag: float = 0.0
-    """The virtual time of its level at which its next request starts."""
-    entry: "tuple[float, int, _Flow] | None" = None
-    """Its entry in the heap of its level; None while it has no requests waiting. Other entries are stale."""
-
-
-@dataclass(slots=True, eq=False)
-class _Session(_Flow, Generic[T]):
+    """The virtual time at which its next request starts."""
+    entry: "tuple[float, int, _Tenant[T]] | None" = None
+    """Its entry in the heap; None while it has no requests waiting. Other entries are stale."""
     waiting: "OrderedDict[_Waiter[T], None]" = field(default_factory=OrderedDict)
     """Its requests that wait, the oldest first."""
 
 
-@dataclass(slots=True, eq=False)
-class _Tenant(_Flow, Generic[T]):
-    waiting: "OrderedDict[_Waiter[T], None]" = field(default_factory=OrderedDict)
-    """All of its requests that wait, the oldest first."""
-    level: "_Level[_Session[T]]" = field(default_factory=lambda: _Level())
-    """Its sessions."""
-
-
-F = TypeVar("F", bound=_Flow)
-
-
-class _Level(Generic[F]):
-    """Flows that compete: all tenants, or the sessions of one tenant."""
+class _Tenants(Generic[T]):
+    """The tenants that compete for service."""
 
     def __init__(self) -> None:
-        self.flows: dict[str, F] = {}
+        self.by_name: dict[str, _Tenant[T]] = {}
         """Those that compete, and idle ones whose past service still counts."""
         self.now = 0.0
-        """Virtual time: the tag with which a flow starts that was idle."""
+        """Virtual time: the tag with which a tenant starts that was idle."""
         self.competing = 0
         self._forget_at = _STALE
-        """Number of flows at which idle ones are looked for."""
-        self._heap: list[tuple[float, int, F]] = []
+        """Number of tenants at which idle ones are looked for."""
+        self._heap: list[tuple[float, int, _Tenant[T]]] = []
         self._number = 0
 
-    def join(self, flow: F, *, idle: bool = True) -> None:
-        """Add a flow to the competition. One that was idle gets no credit for that time."""
-        if flow.entry is not None:
+    def join(self, tenant: _Tenant[T], *, idle: bool = True) -> None:
+        """Add a tenant to the competition. One that was idle gets no credit for that time."""
+        if tenant.entry is not None:
             return
         if idle:
-            flow.tag = max(flow.tag, self.now)
+            tenant.tag = max(tenant.tag, self.now)
         self._number += 1  # equal tags: first come, first served
         self.competing += 1
-        entry = (flow.tag, self._number, flow)
-        flow.entry = entry
+        entry = (tenant.tag, self._number, tenant)
+        tenant.entry = entry
         heapq.heappush(self._heap, entry)
 
-    def leave(self, flow: F) -> None:
-        """Remove a flow from the competition."""
-        if flow.entry is None:
+    def leave(self, tenant: _Tenant[T]) -> None:
+        """Remove a tenant from the competition."""
+        if tenant.entry is None:
             return
-        flow.entry = None
+        tenant.entry = None
         self.competing -= 1
         if len(self._heap) > 2 * self.competing + _STALE:
             self._heap[:] = [entry for entry in self._heap if entry[2].entry is entry]
             heapq.heapify(self._heap)
 
-    def charge(self, flow: F, weight: int) -> None:
-        """Count the service of a flow and remove it from the competition; `join` adds it further back."""
-        # each service moves all that compete by their share; by the tag alone, flows that come with one
+    def charge(self, tenant: _Tenant[T], weight: int) -> None:
+        """Count the service of a tenant and remove it from the competition; `join` adds it further back."""
+        # each service moves all that compete by their share; by the tag alone, tenants that come with one
         # request each would always start before one that has waited
-        self.now = max(flow.tag, self.now + weight / self.competing)
-        flow.tag += weight
-        self.leave(flow)
+        self.now = max(tenant.tag, self.now + weight / self.competing)
+        tenant.tag += weight
+        self.leave(tenant)
 
     def forget_idle(self) -> None:
-        """Drop idle flows whose past service would not matter if they returned."""
-        if len(self.flows) <= self._forget_at:
+        """Drop idle tenants whose past service would not matter if they returned."""
+        if len(self.by_name) <= self._forget_at:
             return
-        for name, flow in list(self.flows.items()):
-            if flow.entry is None and flow.tag <= self.now:
-                del self.flows[name]
-        self._forget_at = 2 * len(self.flows) + _STALE
+        for name, tenant in list(self.by_name.items()):
+            if tenant.entry is None and tenant.tag <= self.now:
+                del self.by_name[name]
+        self._forget_at = 2 * len(self.by_name) + _STALE
 
-    def in_order(self) -> Generator[F]:
-        """Yield the flows in the order of service, also new ones. Closing it puts them back."""
+    def in_order(self) -> Generator[_Tenant[T]]:
+        """Yield the tenants in the order of service, also new ones. Closing it puts them back."""
         taken = []
         try:
             while self._heap:
@@ -167,6 +143,7 @@ class FairQueue(Generic[T]):
         timeout_s: float,
         give_back: Callable[[T], None],
         hold: Hold | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an empty queue.
 
@@ -180,7 +157,8 @@ class FairQueue(Generic[T]):
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
         self._give_back = give_back
-        self._level: _Level[_Tenant[T]] = _Level()
+        self._clock = clock
+        self._tenants: _Tenants[T] = _Tenants()
         self._waiting = 0
         self._usual_wait_s = 0.0
 
@@ -190,7 +168,7 @@ class FairQueue(Generic[T]):
         return self._waiting
 
     async def acquire(
-        self, key: FlowKey, weight: int, try_take: Callable[[], T | None], kind: Hashable = None
+        self, tenant: str, weight: int, try_take: Callable[[], T | None], kind: Hashable = None
     ) -> T:
         """Take a place, or wait for one.
 
@@ -207,11 +185,11 @@ class FairQueue(Generic[T]):
         # a free place may suit this request although it suits none of those that wait
         if (taken := self._overtake(try_take)) is not None:
             return taken
-        self._refuse_newest(key.tenant)
+        self._refuse_newest(tenant)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(key, max(1, weight), try_take, kind, future)
+        waiter = _Waiter(tenant, max(1, weight), try_take, kind, future)
         self._add(waiter)
-        since = time.monotonic()
+        since = self._clock()
         try:
             await self._wait(future)
         except BaseException:  # cancellation too: nobody would use the place that the waiter gets
@@ -231,11 +209,11 @@ class FairQueue(Generic[T]):
 
     async def _wait(self, future: "asyncio.Future[T]") -> None:
         """Wait for a place, for as long as a request may. Time in which requests are held does not count."""
-        began, held_s = time.monotonic(), self._hold.seconds()
+        began, held_s = self._clock(), self._hold.seconds()
         left_s = self._timeout_s
         while True:
             await asyncio.wait([future], timeout=left_s)
-            waited_s = time.monotonic() - began - (self._hold.seconds() - held_s)
+            waited_s = self._clock() - began - (self._hold.seconds() - held_s)
             left_s = self._timeout_s - waited_s
             if self._hold.active:
                 left_s = max(left_s, _HELD_STEP_S)
@@ -250,7 +228,7 @@ class FairQueue(Generic[T]):
         """
         passed_over: dict[_Waiter[T], None] = {}
         too_heavy: dict[Hashable, int] = {}
-        with closing(self._level.in_order()) as tenants:
+        with closing(self._tenants.in_order()) as tenants:
             for tenant in tenants:
                 if not self._serve_one(tenant, passed_over, too_heavy):
                     return
@@ -259,7 +237,7 @@ class FairQueue(Generic[T]):
 
     def _overtake(self, try_take: Callable[[], T | None]) -> T | None:
         """A place for a new request, if those that wait may still be overtaken."""
-        ahead = [next(iter(tenant.waiting)) for tenant in self._level.flows.values() if tenant.waiting]
+        ahead = [next(iter(tenant.waiting)) for tenant in self._tenants.by_name.values() if tenant.waiting]
         if any(each.passed_over >= MAX_PASSED_OVER for each in ahead):
             return None
         taken = try_take()
@@ -280,28 +258,26 @@ class FairQueue(Generic[T]):
             passed_over: requests that found no place in this wake; those of the tenant are added.
             too_heavy: for each kind the smallest weight that found no place in this wake.
         """
-        with closing(tenant.level.in_order()) as sessions:
-            for session in islice(sessions, LOOK_AHEAD):
-                waiter = next(iter(session.waiting))
-                if waiter in passed_over:
-                    continue  # places only get fewer during a wake
-                least = too_heavy.get(waiter.kind)
-                try:
-                    taken = waiter.try_take() if least is None or waiter.weight < least else None
-                except Exception as error:  # noqa: BLE001 - the boundary of the caller's function
-                    self._remove(waiter, 0)
-                    waiter.future.set_exception(error)
-                    return True
-                if taken is not None:
-                    self._remove(waiter, waiter.weight)
-                    waiter.future.set_result(taken)
-                    for each in passed_over:
-                        each.passed_over += 1
-                    return True
-                passed_over[waiter] = None
-                too_heavy[waiter.kind] = min(waiter.weight, least or waiter.weight)
-                if waiter.passed_over >= MAX_PASSED_OVER:
-                    return False
+        for waiter in list(islice(tenant.waiting, LOOK_AHEAD)):
+            if waiter in passed_over:
+                continue  # places only get fewer during a wake
+            least = too_heavy.get(waiter.kind)
+            try:
+                taken = waiter.try_take() if least is None or waiter.weight < least else None
+            except Exception as error:  # noqa: BLE001 - the boundary of the caller's function
+                self._remove(waiter, 0)
+                waiter.future.set_exception(error)
+                return True
+            if taken is not None:
+                self._remove(waiter, waiter.weight)
+                waiter.future.set_result(taken)
+                for each in passed_over:
+                    each.passed_over += 1
+                return True
+            passed_over[waiter] = None
+            too_heavy[waiter.kind] = min(waiter.weight, least or waiter.weight)
+            if waiter.passed_over >= MAX_PASSED_OVER:
+                return False
         return True
 
     def _refuse_newest(self, tenant: str) -> None:
@@ -312,7 +288,7 @@ class FairQueue(Generic[T]):
         """
         if self._waiting < self._max_waiting or self._hold.active:
             return
-        tenants = self._level.flows
+        tenants = self._tenants.by_name
         own = tenants.get(tenant)
         most = max((each.waiting for each in tenants.values()), key=len, default=OrderedDict())
         refusal = Overloaded(
@@ -327,39 +303,29 @@ class FairQueue(Generic[T]):
         newest.future.set_exception(refusal)
 
     def _add(self, waiter: _Waiter[T]) -> None:
-        tenant = self._level.flows.setdefault(waiter.key.tenant, _Tenant())
-        session = tenant.level.flows.setdefault(waiter.key.session, _Session())
-        session.waiting[waiter] = None
+        tenant = self._tenants.by_name.setdefault(waiter.tenant, _Tenant())
         tenant.waiting[waiter] = None
         self._waiting += 1
-        tenant.level.join(session)
-        self._level.join(tenant)
+        self._tenants.join(tenant)
 
     def _remove(self, waiter: _Waiter[T], service: int | None = None) -> None:
         """Remove a request from the queue; `service` is the service that it got, None if it left unserved."""
-        tenant = self._level.flows[waiter.key.tenant]
-        session = tenant.level.flows[waiter.key.session]
-        del session.waiting[waiter], tenant.waiting[waiter]
+        tenant = self._tenants.by_name[waiter.tenant]
+        del tenant.waiting[waiter]
         self._waiting -= 1
         if service is not None:
-            tenant.level.charge(session, service)
-            self._level.charge(tenant, service)
-        if session.waiting:
-            tenant.level.join(session, idle=False)
-        else:
-            tenant.level.leave(session)
-            tenant.level.forget_idle()
+            self._tenants.charge(tenant, service)
         if tenant.waiting:
-            self._level.join(tenant, idle=False)
+            self._tenants.join(tenant, idle=False)
         else:
-            self._level.leave(tenant)
+            self._tenants.leave(tenant)
         if self._waiting:
-            self._level.forget_idle()
+            self._tenants.forget_idle()
         else:
-            self._level = _Level()
+            self._tenants = _Tenants()
 
     def _waited(self, since: float) -> None:
-        self._usual_wait_s += (time.monotonic() - since - self._usual_wait_s) / 8
+        self._usual_wait_s += (self._clock() - since - self._usual_wait_s) / 8
 
     def _abandon(self, waiter: _Waiter[T]) -> None:
         """Remove a request whose client left from the queue, and give back its place."""

@@ -3,6 +3,8 @@
 import asyncio
 import errno
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +38,7 @@ CONFIRM_TIMEOUT_S = 2.0
 MISSES = 2
 """Health checks in a row without an answer that take a replica out of use; a refused connection is enough."""
 RETRY_S = 0.5
+"""Seconds until the next check of a replica that is not ready, or missed a check."""
 _NO_ROUTE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
 
 
@@ -54,24 +57,29 @@ class Replica:
         watch_interval_s: float,
         logprobs_mode: str = "",
         metrics: Metrics | None = None,
+        retry_s: float = RETRY_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A replica that is not watched yet.
 
         Args:
             logprobs_mode: the engine's, if the settings name it; otherwise discovery reads it.
             metrics: where its state is reported.
+            retry_s: seconds until the next check while it is not ready, or after a missed check.
+            clock: the time that the event loop's own waits follow.
         """
+        self._retry_s = retry_s
         self._logprobs_mode = logprobs_mode
         self._metrics = metrics
         self._reported: ReplicaState | None = None
         self.engine = engine
-        self.load = Load()
-        self.breaker = Breaker()
+        self.load = Load(clock)
+        self.breaker = Breaker(clock=clock)
         self.draining = False
         """Whether it gets no more requests, and those that run end."""
-        self.breaks = Breaks()
+        self.breaks = Breaks(clock)
         self.capabilities: Capabilities | None = None
-        self.chat_tokenizer = ReplicaTokenizer(engine.name, tokenizers)
+        self.chat_tokenizer = ReplicaTokenizer(engine.name, tokenizers, clock)
         self._token_in = token_in
         self._interval_s = watch_interval_s
         self.problem = "not checked yet"
@@ -82,7 +90,7 @@ class Replica:
         self._discovered = asyncio.Event()
         self._check_due = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self._lateness = Lateness()
+        self._lateness = Lateness(clock)
         self.takes_images = False
         """Whether its engine takes images with exact ids, as the last discovery found out."""
         self.weights: ReplicaWeights | None = None
@@ -259,7 +267,7 @@ class Replica:
         while True:
             if self.capabilities is None:
                 await self._discover()
-            pause = self._interval_s if self.ready and not self._misses else RETRY_S
+            pause = self._interval_s if self.ready and not self._misses else self._retry_s
             try:
                 async with asyncio.timeout(pause):
                     await self._check_due.wait()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from proxy.engine.discovery import Model
@@ -20,8 +21,11 @@ RETRY_S = 30.0
 class ReplicaTokenizer:
     """Loads the tokenizer of a replica's model; all requests wait for one load."""
 
-    def __init__(self, name: str, tokenizers: Tokenizers) -> None:
+    def __init__(
+        self, name: str, tokenizers: Tokenizers, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Nothing is loaded yet; `name` is the replica's, for messages."""
+        self._clock = clock
         self._name = name
         self._tokenizers = tokenizers
         self._task: asyncio.Task[ChatTokenizer] | None = None
@@ -40,7 +44,7 @@ class ReplicaTokenizer:
             Unsupported: it cannot be loaded, or differs from the engine's; the message names what to set.
             EngineUnavailable: the engine stopped responding.
         """
-        retry_due = self._failed_at is not None and time.monotonic() - self._failed_at >= RETRY_S
+        retry_due = self._failed_at is not None and self._clock() - self._failed_at >= RETRY_S
         if self._task is None or retry_due or _engine_failed(self._task):
             self.load(engine, model)
         task, current = self._task, asyncio.current_task()
@@ -83,7 +87,7 @@ class ReplicaTokenizer:
 
     def _loaded(self, task: "asyncio.Task[ChatTokenizer]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failed_at = time.monotonic()
+            self._failed_at = self._clock()
             log.warning("%s: messages cannot be appended to ids: %s", self._name, error)
 
 

@@ -6,7 +6,6 @@ before it records a turn, so that no turn is recorded with a version that anothe
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterable
 from contextvars import Context
 from typing import TYPE_CHECKING
@@ -56,8 +55,9 @@ class Weights:
         """Admin calls of this process that run."""
         self.announced = False
         """Whether the store holds a newer state than this process: `change` follows."""
-        self.hold = Hold()
         self._fleet = fleet
+        self._clock = fleet.clock
+        self.hold = Hold(self._clock)
         self._tags: WeakSet[WeightTag] = WeakSet()
         self._without_version: WeakSet[Replica] = WeakSet()
         """Replicas without development routes: they are asked again after they were restarted."""
@@ -161,7 +161,7 @@ class Weights:
 
     def start(self) -> None:
         """Start watching. Call it inside a running event loop."""
-        self._moved_at = time.monotonic()
+        self._moved_at = self._clock()
         self._task = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
@@ -238,7 +238,7 @@ class Weights:
         """Make a state the current one, and hold or release requests by it."""
         old, self.state = self.state, new
         self._changes += 1
-        self._moved_at = time.monotonic()
+        self._moved_at = self._clock()
         if new.updating and not new.paused and not (old.updating and not old.paused):
             for tag in self._tags:
                 tag.changing()
@@ -284,7 +284,7 @@ class Weights:
         if self._unshared:
             await self._write(self.state)
         await self.refresh()
-        state, now = self.state, time.monotonic()
+        state, now = self.state, self._clock()
         if self.calls or self._learning:
             return
         if state.updating:

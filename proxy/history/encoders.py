@@ -12,11 +12,10 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from proxy.errors import Overloaded
-from proxy.fleet.queue import FairQueue, FlowKey
+from proxy.fleet.queue import FairQueue
 
 T = TypeVar("T")
 
-NO_FLOW = FlowKey("", "")
 WORTH_A_THREAD_BYTES = 16_384
 """Bytes of input from which parsing, compressing or recording runs on a thread. With less input, the work
 takes less time than handing it to a thread."""
@@ -52,7 +51,7 @@ class EncoderPool(Executor):
         size: int = 0,
         *,
         tokenises: bool = False,
-        flow: FlowKey = NO_FLOW,
+        tenant: str = "",
         stop: threading.Event | None = None,
     ) -> T:
         """Run `work` on a thread. Work whose caller is cancelled while it waits is dropped at once.
@@ -60,7 +59,7 @@ class EncoderPool(Executor):
         Args:
             size: bytes of its input; 0 for work that must not be refused.
             tokenises: whether it tokenises its input, and does not only parse it.
-            flow: the tenant and session for which the work is done.
+            tenant: for which the work is done.
             stop: is set if the caller is cancelled while the work runs. Threads cannot be killed, so work
                 that may take long checks it.
 
@@ -76,7 +75,7 @@ class EncoderPool(Executor):
             )
         self._bytes += size
         try:
-            future = await self._submit(work, size, LARGE if tokenises else LARGE_PARSED, flow)
+            future = await self._submit(work, size, LARGE if tokenises else LARGE_PARSED, tenant)
         except BaseException:  # cancellation too: no work runs that would give the bytes back
             self._bytes -= size
             raise
@@ -89,10 +88,10 @@ class EncoderPool(Executor):
                 stop.set()
             raise
 
-    async def _submit(self, work: Callable[[], T], size: int, large: int, flow: FlowKey) -> "Future[T]":
+    async def _submit(self, work: Callable[[], T], size: int, large: int, tenant: str) -> "Future[T]":
         if size <= large:
             return self._small.submit(work)
-        await self._queue.acquire(flow, size, self._take_large)
+        await self._queue.acquire(tenant, size, self._take_large)
         try:
             future = self._large.submit(work)
         except BaseException:  # whatever it was, no work runs that would free the thread

@@ -74,14 +74,14 @@ async def append_messages(
         _refuse_reserved(tokenizer, request)
         size = len(request.append or b"[]") + len(request.messages)
         prompt, appended = await placer.encoders.run(
-            append, size, tokenises=True, flow=placer.flow(request), stop=stop
+            append, size, tokenises=True, tenant=request.tenant, stop=stop
         )
         if model.images is None or not (_APPEND in request.media or model.images.placeholder in appended):
             return AppendedMessages(prompt, appended, [])
         try:
             messages = objects(request.append or b"[]", _APPEND) if _APPEND in request.media else []
             refs = refs_in(messages, _APPEND)
-            loaded = await placer.images.load(refs, model.images, _APPEND, placer.flow(request))
+            loaded = await placer.images.load(refs, model.images, _APPEND, request.tenant)
             appended, images = place(appended, model.images, loaded, given.count)
         except NotLoadable as error:
             raise BadRequest(str(error), param=_APPEND, code="image_not_loaded") from error
@@ -276,4 +276,4 @@ async def _proves(
         return expected == prompt
 
     size = sum(memoryview(raw).nbytes for raw in conversation.raws[match.end + 1 :])
-    return await placer.encoders.run(prove, size, tokenises=True, flow=placer.flow(request), stop=stop)
+    return await placer.encoders.run(prove, size, tokenises=True, tenant=request.tenant, stop=stop)

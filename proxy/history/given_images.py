@@ -48,7 +48,6 @@ async def place_images(
     if images is None:
         # without its images, the engine would read the placeholders as text
         raise no_images(given.field)
-    flow = placer.flow(request)
     if request.images is not None:
         field = request.images_field
         refs = [ImageRef(f"{field}[{index}]", url) for index, url in enumerate(request.images)]
@@ -58,7 +57,7 @@ async def place_images(
     else:
         return given, await _recorded_images(placer, request, given, images)
     try:
-        loaded = await placer.images.load(refs, images, field, flow)
+        loaded = await placer.images.load(refs, images, field, request.tenant)
         expanded, prompt_images = place(_unpack(given), images, loaded, 0)
     except NotLoadable as error:
         raise BadRequest(str(error), param=field, code="image_not_loaded") from error

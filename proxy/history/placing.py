@@ -11,7 +11,6 @@ from functools import partial
 
 import msgspec
 
-from proxy.fleet.queue import FlowKey
 from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn
@@ -66,7 +65,7 @@ class Placer:
         if len(messages) < WORTH_A_THREAD_BYTES:
             return self.cache.parse(messages, defaults)
         parse = partial(self.cache.parse, messages, defaults)
-        return await self.encoders.run(parse, len(messages), flow=self.flow(request))
+        return await self.encoders.run(parse, len(messages), tenant=request.tenant)
 
     def _defaults_of(self, rendering: Rendering) -> ArgumentDefaults:
         """What the tools declare as defaults of their arguments. Raises one of `UNREADABLE`."""
@@ -83,10 +82,6 @@ class Placer:
         parts = self._parts.get_or_make(raw_key(*arguments), lambda: scope_parts(*arguments))
         session = request.session.name if request.session is not None and request.session.explicit else None
         return Scope(request.tenant, session, name, request.rendering, parts)
-
-    def flow(self, request: ChatRequest) -> FlowKey:
-        """The tenant and session for which a request is parsed and tokenised."""
-        return FlowKey(request.tenant, request.session.name if request.session else "")
 
     async def match(self, request: ChatRequest, conversation: Conversation, scope: Scope) -> Match:
         """Find the recorded turn that a request continues, and pin its rollout if the store responds."""

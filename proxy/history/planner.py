@@ -125,7 +125,7 @@ class Planner:
         if not any(message.media for message in conversation.messages[first:]):
             return []
         refs = refs_in(conversation.parse(first, len(conversation.raws)), "messages", first)
-        return await self.placer.images.load(refs, model, "messages", self.placer.flow(request))
+        return await self.placer.images.load(refs, model, "messages", request.tenant)
 
     async def plan_prefix(
         self, request: ChatRequest, prompt: bytes, prefix: int, model: ServedModel
@@ -249,7 +249,7 @@ class Planner:
         return await self.placer.encoders.run(
             lambda: shows_dropped_thinking(tokenizer, turn, conversation, match.end, request.rendering),
             size,
-            flow=self.placer.flow(request),
+            tenant=request.tenant,
         )
 
     async def _append(
@@ -279,8 +279,7 @@ class Planner:
                 check_fits(conversation.json(end + 1), tokenizer, limit.max_ids)
             return continue_turn(tokenizer, turn, conversation, end, rendering, auditor, limit)
 
-        flow = self.placer.flow(request)
-        return await self.placer.encoders.run(extend, size, tokenises=True, flow=flow, stop=stop)
+        return await self.placer.encoders.run(extend, size, tokenises=True, tenant=request.tenant, stop=stop)
 
     def _most_ids(self, request: ChatRequest, reused: int, model: ServedModel) -> int | None:
         """The most ids to append to those of a turn; None if the engine reports no limit."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from proxy.fleet.queue import FlowKey
 from proxy.http import Request
 from proxy.turn.services import Services
 
@@ -22,4 +21,4 @@ async def parsed(request: Request, services: Services, parse: Callable[[], T]) -
     """
     if len(request.body) < _LARGE:
         return parse()
-    return await services.encoders.run(parse, len(request.body), flow=FlowKey(request.tenant, ""))
+    return await services.encoders.run(parse, len(request.body), tenant=request.tenant)

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
 
-from proxy.fleet.choosing import Policy
 from proxy.fleet.membership import MembershipError, normalise_upstream, read_upstreams
 from proxy.settings.flags import Flag
 from proxy.settings.lists import split
@@ -43,9 +42,6 @@ class EngineSettings(BaseModel):
         default="auto", description="how exact prompts are sent to engines: auto tests what each one supports"
     )
     connect_timeout_s: float = Field(default=5.0, gt=0, description="seconds to wait for a connection")
-    policy: Policy = Field(
-        default=Policy.STICKY_LEAST_LOADED, description="how the replica for a request is chosen"
-    )
     overload_ratio: Annotated[float, Flag("RATIO")] = Field(
         default=1.5,
         ge=1,

@@ -1,10 +1,7 @@
 """Many conversations at once with a proxy in a process of its own, and what it must have recorded of them."""
 
 import asyncio
-import os
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,51 +12,22 @@ from typing import Any
 import aiohttp
 import httpx
 
-from proxy.ports import free_port
-from tests.support.child_environment import python_path_without_torch
+from tests.support import processes
 from tests.support.fake_vllm import FakeVllm
 from tests.support.talk import CHAT, user
 
-_ROOT = Path(__file__).parents[2]
 _PATIENCE_S = 60.0
 
 
 @contextmanager
 def run_proxy_process(engine: FakeVllm, store: str, log: Path, *flags: str) -> Iterator[httpx.Client]:
     """`tokenproxy serve` before an engine; yields a client of it, which knows its address as `base_url`."""
-    port = free_port("127.0.0.1")
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", engine.url, "--port", str(port)]
-    environment = {**os.environ, "PYTHONPATH": python_path_without_torch()}
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            [*command, "--store", store, "--watch-interval-s", "0.2", *flags],
-            cwd=_ROOT,
-            env=environment,
-            stdout=file,
-            stderr=file,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        with httpx.Client(base_url=url, timeout=_PATIENCE_S, trust_env=False) as client:
-            deadline = time.monotonic() + _PATIENCE_S
-            while not _is_ready(client):
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-            yield client
-    finally:
-        process.terminate()
-        try:
-            process.wait(_PATIENCE_S)
-        finally:
-            process.kill()
-
-
-def _is_ready(client: httpx.Client) -> bool:
-    try:
-        (engine,) = client.get("/ready").json()["engines"]
-    except httpx.TransportError:
-        return False
-    return bool(engine["ready"] and engine["append"] == "ready" and engine["template"])
+    options = ("--store", store, "--watch-interval-s", "0.2", *flags)
+    with (
+        processes.run_proxy_process([engine.url], log, *options) as url,
+        httpx.Client(base_url=url, timeout=_PATIENCE_S, trust_env=False) as client,
+    ):
+        yield client
 
 
 def store_state(client: httpx.Client) -> dict[str, Any]:

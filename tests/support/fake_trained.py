@@ -7,10 +7,11 @@ compare what the proxy recorded.
 import asyncio
 import json
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httpx
 from aiohttp import web
 
 from tests.support.fake_vllm import FakeVllm, Seen
@@ -61,8 +62,8 @@ class FakeTrained(FakeVllm):
         self.adapters: set[str] = set()
         self.refuses: dict[str, int] = {}
         """Status that is answered to calls of a path, without doing anything."""
-        self.hangs: set[str] = set()
-        """Paths whose calls never return."""
+        self.waits_at: int | None = None
+        """Number of ids after which each turn waits for other weights."""
         self.dies_at = ""
         """Path of the call at which it ends at once."""
         self.sampled: defaultdict[str, list[str]] = defaultdict(list)
@@ -74,9 +75,7 @@ class FakeTrained(FakeVllm):
             return await super()._answer(request, seen)
         if seen.path == self.dies_at:
             threading.Thread(target=self.kill).start()
-            await asyncio.sleep(30)
-        if seen.path in self.hangs:
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()
         if seen.path in self.refuses:
             return web.json_response({"error": "refused"}, status=self.refuses[seen.path])
         handler: Callable[[web.Request, Seen], Awaitable[web.Response]] = getattr(self, call)
@@ -208,7 +207,8 @@ class FakeTrained(FakeVllm):
 
     async def _sample(self, session: str, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
-        while self.paused:  # noqa: ASYNC110 - set from the test's thread, too
+        waits = session and len(self.sampled[session]) == self.waits_at
+        while self.paused or (waits and self.weights == "default"):  # noqa: ASYNC110 - set from other threads
             await asyncio.sleep(_STEP_S)
         if session:
             self.sampled[session].append(self.weights)
@@ -223,7 +223,40 @@ def _ids_of(event: bytes) -> list[int]:
     return [token for choice in choices for token in choice.get("token_ids") or []]
 
 
-def spans_of(sampled: list[str]) -> list[list[Any]]:
+def update(client: httpx.Client, version: str | None, weights: str = "new") -> list[int]:
+    """Update the weights behind a proxy as trainers do; returns the statuses of the steps."""
+    last = {} if version is None else {"weight_version": version}
+    steps = [
+        ("/pause?mode=keep", None),
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": {"weights": weights}}),
+        ("/finish_weight_update", last),
+        ("/resume", None),
+    ]
+    return [client.post(path, json=body).status_code for path, body in steps]
+
+
+def compare_turns(client: httpx.Client, sessions: list[str], engines: list[FakeTrained]) -> Counter[str]:
+    """Compare the versions that were recorded with what sampled; counts the kinds of turns."""
+    sampled: dict[str, list[str]] = {}
+    for engine in engines:
+        sampled |= engine.sampled
+    kinds: Counter[str] = Counter()
+    for name in sessions:
+        [sample] = client.get(f"/v1/sessions/{name}/samples").json()["samples"]
+        [turn] = sample["turns"]
+        true, spans = _spans_of(sampled[name]), turn["weight_versions"]
+        versions = {span[0] for span in true}
+        if turn.get("weights_uncertain", False):
+            assert versions <= {span[0] for span in spans}, (name, spans, true)
+            kinds["uncertain"] += 1
+        else:
+            assert spans == true, (name, spans, true)
+            kinds["mixed" if len(versions) > 1 else "pure"] += 1
+    return kinds
+
+
+def _spans_of(sampled: list[str]) -> list[list[Any]]:
     """What an engine sampled, as `weight_versions` has it."""
     spans: list[list[Any]] = []
     for position, version in enumerate(sampled):

@@ -24,7 +24,7 @@ _PATIENCE_S = 60.0
 CHAT = "/v1/chat/completions"
 
 
-class EngineProcess:
+class KillableEngine:
     """A fake engine. Leaving the block kills it."""
 
     def __init__(self, model: Path, seconds: float) -> None:
@@ -32,7 +32,7 @@ class EngineProcess:
         self._command += ["--seconds", str(seconds)]
         self.port = 0
 
-    def __enter__(self) -> "EngineProcess":
+    def __enter__(self) -> "KillableEngine":
         self.start()
         return self
 
@@ -75,29 +75,35 @@ class EngineProcess:
 
 
 @contextmanager
-def run_proxy_process(engines: Sequence[EngineProcess], folder: Path) -> Iterator[str]:
-    """Run `tokenproxy serve` with its default settings; yields its URL when all engines are ready."""
-    log = folder / "proxy.log"
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", "0", "--store", "memory:"]
-    for engine in engines:
-        command += ["--upstream", engine.url]
+def run_proxy_process(upstreams: Sequence[str], log: Path, *flags: str) -> Iterator[str]:
+    """Run `tokenproxy serve`; yields its URL when all engines are ready, and their templates examined."""
+    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", "0", *flags]
+    for url in upstreams:
+        command += ["--upstream", url]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TOKENPROXY_")}
-    with log.open("wb") as out:
+    with log.open("ab") as out:
+        start = out.tell()
         process = subprocess.Popen(command, cwd=_ROOT, stdout=out, stderr=out, env=kept)
     try:
-        yield _wait_ready(process, log, len(engines))
+        yield _wait_ready(process, log, start, len(upstreams))
     finally:
         process.terminate()
-        process.wait(_PATIENCE_S)
+        try:
+            process.wait(_PATIENCE_S)
+        finally:
+            process.kill()
 
 
-def _wait_ready(process: "subprocess.Popen[bytes]", log: Path, engines: int) -> str:
+def _wait_ready(process: "subprocess.Popen[bytes]", log: Path, start: int, engines: int) -> str:
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline and process.poll() is None:
-        if listens := _LISTENS.search(log.read_text()):
+        if listens := _LISTENS.search(log.read_text(), start):
             with contextlib.suppress(httpx.TransportError):
                 states = httpx.get(f"{listens[1]}/ready", trust_env=False).json()["engines"]
-                if sum(state.get("append") == "ready" for state in states) == engines:
+                if (
+                    sum(state.get("append") == "ready" and bool(state["template"]) for state in states)
+                    == engines
+                ):
                     return listens[1]
         time.sleep(0.05)
     raise AssertionError("the proxy did not become ready:\n" + log.read_text()[-3000:])

@@ -19,6 +19,8 @@ from proxy.connections import connection_options
 from proxy.settings import Settings
 from tests.support.fake_vllm import FakeVllm, Variant
 
+RETRY_S = 0.05
+"""Seconds until the next check of an engine that does not respond; the proxy's own default is longer."""
 _PATIENCE_S = 20.0
 _NOTHING_KEPT = httpx.Limits(max_keepalive_connections=0)
 """Each request of a test has its own connection, so that none suffers from what another did to it."""
@@ -61,10 +63,10 @@ def run_server(app: FastAPI, root_path: str = "", **options: Any) -> Iterator[st
 
 
 @contextmanager
-def run_app(settings: Settings) -> Iterator[httpx.Client]:
+def run_app(settings: Settings, retry_s: float = RETRY_S) -> Iterator[httpx.Client]:
     """Serve the proxy; yields a client of it, which knows its address as `base_url`."""
     with (
-        run_server(create_app(settings), **connection_options(settings)) as url,
+        run_server(create_app(settings, retry_s=retry_s), **connection_options(settings)) as url,
         httpx.Client(base_url=url, timeout=_PATIENCE_S, trust_env=False, limits=_NOTHING_KEPT) as client,
     ):
         yield client

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from proxy.engine import read_limit
 from proxy.engine.connection import Connection
 from proxy.engine.http import HttpEngine
 from proxy.errors import EngineBroken, EngineTimeout
 from proxy.http import Request, Response
+from tests.support.stepped import now, stepped
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -35,7 +35,9 @@ async def _engine(serve: Serve) -> Any:
             writer.close()
 
     async with await asyncio.start_server(closing, "127.0.0.1", 0) as server:
-        engine = HttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connect_timeout_s=3)
+        engine = HttpEngine(
+            f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", idle_timeout_s=60, clock=now
+        )
         try:
             yield engine
         finally:
@@ -57,7 +59,7 @@ def _answering(*responses: bytes, close: bool = False) -> Serve:
 
 
 async def _ask(engine: HttpEngine, method: str = "GET", body: bytes = b"") -> tuple[Response, bytes]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         response = await engine.send(Request(method, "/", [], body))
         try:
             return response, await response.read()
@@ -77,14 +79,11 @@ async def test_connection_whose_request_was_not_sent_whole_is_not_used_again() -
             writer.write(_OK)
             await reader.read()
             return
-        writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 2\r\n\r\n")
-        await writer.drain()
-        await asyncio.sleep(0.2)
-        writer.write(b"no")
-        await asyncio.sleep(5)
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 2\r\n\r\nno")
+        await asyncio.Event().wait()
 
     async with _engine(serve) as engine:
-        refused, body = await _ask(engine, "POST", b"x" * 50_000_000)
+        refused, body = await _ask(engine, "POST", b"x" * 20_000_000)
         assert (refused.status, body) == (401, b"no")
         assert (await _ask(engine))[1] == b"ok"
     assert connections == 2
@@ -151,25 +150,53 @@ async def test_a_connection_with_bytes_left_over_is_not_used_again(response: byt
             assert (answer.status, body) == (200, b"ok")
 
 
-async def test_a_response_to_head_has_no_body() -> None:
+async def test_a_response_to_head_has_no_body_and_what_is_not_http_is_an_error() -> None:
     async with _engine(_answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n", _OK)) as engine:
         answer, body = await _ask(engine, "HEAD")
         assert (answer.status, body) == (200, b"")
+    async with _engine(_answering(b"220 mail.example.org ESMTP\r\n")) as engine:
+        with pytest.raises(EngineBroken):
+            await _ask(engine)
 
 
-async def test_bytes_that_are_no_body_do_not_extend_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@stepped
+async def test_bytes_that_are_no_body_do_not_extend_the_time() -> None:
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(_CHUNKED + b"2;")
-        for _ in range(100):
+        while True:
             writer.write(b"x")
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(1.0)
 
-    monkeypatch.setattr(read_limit, "GRACE_S", 0.5)
     async with _engine(drip) as engine:
         with pytest.raises(EngineTimeout, match="too slowly"):
-            async with asyncio.timeout(3):
-                await _ask(engine)
+            await _ask(engine)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@stepped
+async def test_a_stream_may_pause_for_as_long_as_it_is_allowed_and_longer_while_the_fleet_is_held(
+    held: bool,
+) -> None:
+    async def pause(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: 1\n\n")
+        for gap_s in (59.0, 100.0):
+            await asyncio.sleep(gap_s)
+            writer.write(b"data: 2\n\n")
+
+    async with _engine(pause) as engine:
+        engine._held_seconds = now if held else (lambda: 0.0)
+        response = await engine.send(Request("GET", "/"))
+        chunks = response.chunks()
+        for _ in range(2):
+            assert (await anext(chunks)).startswith(b"data: ")
+        if held:
+            assert await anext(chunks) == b"data: 2\n\n"
+        else:
+            with pytest.raises(EngineTimeout):
+                await anext(chunks)
+        await response.aclose()
 
 
 async def test_a_complete_response_is_never_late() -> None:
@@ -196,23 +223,14 @@ async def test_connections_that_ended_are_freed_at_once() -> None:
     try:
         async with _engine(flood) as engine:
             response = await engine.send(Request("GET", "/"))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
             kept = weakref.ref(response._connection)
             await response.aclose()
             del response
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
             assert kept() is None
     finally:
         gc.enable()
-
-
-async def test_connections_given_back_after_the_end_are_closed() -> None:
-    async with _engine(_answering(_OK)) as engine:
-        response = await engine.send(Request("GET", "/"))
-        await response.read()
-        await engine.aclose()
-        await response.aclose()
-        assert engine._pool._idle == []
 
 
 async def test_the_second_address_is_tried_if_the_first_does_not_respond(

@@ -1,8 +1,8 @@
 import pytest
 
-from proxy.engine.discovery import CredentialRequired, discover
+from proxy.engine.discovery import CredentialRequired, Model, discover
 from proxy.engine.http import HttpEngine
-from proxy.errors import EngineBroken, EngineUnavailable, Unsupported
+from proxy.errors import EngineBroken, Unsupported
 from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Variant
 
 _CHAT = "/v1/chat/completions"
@@ -35,22 +35,14 @@ async def test_engine_without_token_in_is_unsupported(engine: HttpEngine, fake: 
     assert (caught.value.code, caught.value.param) == ("no_token_in", "prompt_ids")
 
 
-async def test_version_and_models_are_discovered(engine: HttpEngine, fake: FakeVllm) -> None:
+async def test_version_and_models_are_discovered_with_requests_for_one_token(
+    engine: HttpEngine, fake: FakeVllm
+) -> None:
     capabilities = await discover(engine)
     assert capabilities.version == "0.32.0+fake"
-    assert capabilities.model is not None
-    assert (capabilities.model.name, capabilities.model.root, capabilities.model.max_model_len) == (
-        "tiny",
-        fake.root,
-        MAX_MODEL_LEN,
-    )
+    assert capabilities.model == Model("tiny", fake.root, MAX_MODEL_LEN)
     assert set(capabilities.models) == {"tiny", "adapter"}
-
-
-async def test_probes_sample_one_token(engine: HttpEngine, fake: FakeVllm) -> None:
-    await discover(engine)
-    assert {seen.json["max_tokens"] for seen in fake.seen(_CHAT)} == {1}
-    assert len(fake.seen(_CHAT)) == 5
+    assert [seen.json["max_tokens"] for seen in fake.seen(_CHAT)] == [1] * 5
 
 
 @pytest.mark.parametrize("names", [(), ("tool_choice",), ("response_format", "tool_choice")])
@@ -86,16 +78,13 @@ async def test_generate_needs_all_three_routes(engine: HttpEngine, fake: FakeVll
     assert (await discover(engine)).token_in is None
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-async def test_server_error_during_discovery_is_raised(
-    engine: HttpEngine, fake: FakeVllm, status: int
-) -> None:
-    fake.canned[_CHAT] = Canned(b"", status)
-    with pytest.raises(EngineBroken, match=f"returned status {status} .* retrying later"):
+async def test_server_error_during_discovery_is_raised(engine: HttpEngine, fake: FakeVllm) -> None:
+    fake.canned[_CHAT] = Canned(b"", 503)
+    with pytest.raises(EngineBroken, match=r"returned status 503 .* retrying later"):
         await discover(engine)
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"data": 5}', b'{"data": ["tiny", {}]}'])
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"data": 5}', b'{"data": ["tiny", {}]}'])
 async def test_malformed_model_lists_are_ignored(engine: HttpEngine, fake: FakeVllm, body: bytes) -> None:
     fake.canned["/v1/models"] = fake.canned["/version"] = Canned(body)
     capabilities = await discover(engine)
@@ -105,10 +94,4 @@ async def test_malformed_model_lists_are_ignored(engine: HttpEngine, fake: FakeV
 async def test_engine_that_requires_a_key(engine: HttpEngine, fake: FakeVllm) -> None:
     fake.api_keys = ("secret",)
     with pytest.raises(CredentialRequired, match="set `upstream_api_key`"):
-        await discover(engine)
-
-
-async def test_stopped_engine_is_unavailable(engine: HttpEngine, fake: FakeVllm) -> None:
-    fake.kill()
-    with pytest.raises(EngineUnavailable):
         await discover(engine)

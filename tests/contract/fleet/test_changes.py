@@ -14,16 +14,12 @@ from proxy.fleet.changes import Changes, ChangesError, ReplicaChange, fleet_id
 from proxy.history.store import Store
 from proxy.settings import Settings
 from proxy.stores.replica_changes import StoredChanges
-from tests.support.crowd import store_state
 from tests.support.fake_vllm import FakeVllm
-from tests.support.redis_server import RedisServer
-from tests.support.serve_process import ServeProcess
 from tests.support.store_utils import opened
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_app, run_proxy, wait_until
 
-_CHAT, _ADMIN = "/v1/chat/completions", "/admin/replicas"
-_HI = {"messages": [{"role": "user", "content": "Hi"}]}
+_ADMIN = "/admin/replicas"
 _A, _B = "http://a:1", "http://b:2"
 _NEVER_S = 600.0
 ADDED, REMOVED, DRAINED = ReplicaChange.ADDED, ReplicaChange.REMOVED, ReplicaChange.DRAINED
@@ -61,58 +57,39 @@ def _answer(response: httpx.Response) -> dict[str, Any]:
     return answer
 
 
-def _generations(engine: FakeVllm) -> int:
-    return sum(seen.json.get("max_tokens") != 1 for seen in engine.seen(_CHAT))
-
-
 # --- two proxies over one store
 
 
-def test_another_process_applies_what_one_changed(start: Callable[..., FakeVllm], shared_url: str) -> None:
+def test_processes_share_changes_and_apply_their_own_at_once(
+    start: Callable[..., FakeVllm], shared_url: str
+) -> None:
     first, second = start(), start()
-    with run_proxy([first], store=shared_url) as here, run_proxy([first], store=shared_url) as there:
+    settings: dict[str, Any] = {"store": shared_url, "watch_interval_s": _NEVER_S}
+    with run_proxy([first], store=shared_url) as there, run_proxy([first], **settings) as here:
         assert _add(here, second)["changes"] == {second.url: "added"}
         wait_until(lambda: _states(there) == {first.url: "used", second.url: "used"})
+        # each reads what was changed before it changes anything
         assert _drain(there, first)["changes"] == {first.url: "drained", second.url: "added"}
-        wait_until(lambda: _states(here) == {first.url: "drained", second.url: "used"})
-        before = _generations(first)
-        for _ in range(3):
-            assert here.post(_CHAT, json=_HI).status_code == 200
-        assert _generations(first) == before
+        assert [each["engine"] for each in _remove(here, first)["replicas"]] == [second.url]
+        wait_until(lambda: _states(there) == {second.url: "used"})
         _add(here, first)
-        wait_until(lambda: _states(there) == {first.url: "used", second.url: "used"})
-        _remove(there, first)
-        wait_until(lambda: _states(here) == {second.url: "used"})
-        _add(there, first)
         _remove(here, second)
-        wait_until(lambda: _states(here) == _states(there) == {first.url: "used"})
-        listed = here.get(_ADMIN).json()
+        wait_until(lambda: _states(there) == {first.url: "used"})
+        listed = there.get(_ADMIN).json()
         assert listed["changes"] == {} and "problem" not in listed
 
 
-def test_no_process_waits_for_its_interval_to_change_a_replica(
-    start: Callable[..., FakeVllm], sqlite_url: str
-) -> None:
-    first, second = start(), start()
-    settings: dict[str, Any] = {"store": sqlite_url, "watch_interval_s": _NEVER_S}
-    with run_proxy([first], **settings) as here, run_proxy([first], **settings) as there:
-        assert [each["engine"] for each in _add(here, second)["replicas"]] == [first.url, second.url]
-        assert _drain(here, second)["replicas"][1]["engine"] == second.url
-        # the other one reads what was changed before it changes anything
-        assert [each["engine"] for each in _remove(there, second)["replicas"]] == [first.url]
-
-
 def test_a_process_that_starts_later_applies_changes_and_tells_how_to_undo_them(
-    start: Callable[..., FakeVllm], shared_url: str, caplog: pytest.LogCaptureFixture
+    start: Callable[..., FakeVllm], sqlite_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tokenproxy")
     first, second, third = start(), start(), start()
-    with run_proxy([first, second], store=shared_url) as client:
+    with run_proxy([first, second], store=sqlite_url) as client:
         _remove(client, first)
         _drain(client, second)
         _add(client, third)
     caplog.clear()
-    settings = Settings(upstreams=[first.url, second.url], store=shared_url, watch_interval_s=0.1)
+    settings = Settings(upstreams=[first.url, second.url], store=sqlite_url, watch_interval_s=0.1)
     with run_app(settings) as client:
         wait_until(lambda: _states(client) == {second.url: "drained", third.url: "used"})
         _add(client, first)
@@ -126,23 +103,6 @@ def test_a_process_that_starts_later_applies_changes_and_tells_how_to_undo_them(
         )
         assert messages.count(expected) == 1
     assert caplog.text.count(f"DELETE /admin/replicas?url={third.url} removes it") == 1
-
-
-def test_real_processes_share_a_file(start: Callable[..., FakeVllm], tmp_path: Path, sqlite_url: str) -> None:
-    first, second = start(), start()
-    flags = ("--store", sqlite_url, "--watch-interval-s", "0.2")
-    with (
-        ServeProcess([first.url], tmp_path / "here.log", *flags) as here,
-        ServeProcess([first.url], tmp_path / "there.log", *flags) as there,
-        httpx.Client(base_url=here.url, trust_env=False, timeout=20) as client,
-        httpx.Client(base_url=there.url, trust_env=False, timeout=20) as other,
-    ):
-        _add(client, second)
-        wait_until(lambda: _states(other) == {first.url: "used", second.url: "used"})
-        _drain(client, first)
-        wait_until(lambda: _states(other) == {first.url: "drained", second.url: "used"})
-        _remove(client, first)
-        wait_until(lambda: _states(other) == {second.url: "used"})
 
 
 @pytest.mark.parametrize("name", [None, "trainers"])
@@ -167,26 +127,6 @@ def test_equal_settings_name_one_fleet() -> None:
     assert len({fleet_id([_A, _B], file), *others}) == 4
 
 
-def test_a_replica_that_its_file_drops_leaves_though_it_is_drained(
-    start: Callable[..., FakeVllm], tmp_path: Path, sqlite_url: str
-) -> None:
-    first, second, third = start(), start(), start()
-    file = tmp_path / "engines.txt"
-    file.write_text(f"{first.url}\n{second.url}\n")
-    with run_app(Settings(upstreams_file=file, store=sqlite_url, watch_interval_s=0.05)) as client:
-        wait_until(lambda: set(_states(client).values()) == {"used"})
-        _add(client, third)
-        wait_until(lambda: _states(client).get(third.url) == "used")
-        _drain(client, second)
-        assert _drain(client, third)["changes"] == {second.url: "drained", third.url: "added_drained"}
-        file.write_text(f"{first.url}\n")
-        wait_until(lambda: _states(client) == {first.url: "used", third.url: "drained"})
-        _add(client, third)
-        assert _states(client)[third.url] == "used"
-        _remove(client, third)
-        assert _states(client) == {first.url: "used"}
-
-
 def test_no_credentials_are_stored(start: Callable[..., FakeVllm], tmp_path: Path) -> None:
     first, second = start(), start()
     secret = first.url.replace("http://", "http://user:secret@")
@@ -200,35 +140,20 @@ def test_no_credentials_are_stored(start: Callable[..., FakeVllm], tmp_path: Pat
     assert rows == [(fleet_id([first.url, second.url], None), first.url, "drained")]
 
 
-def test_changes_apply_here_while_the_store_does_not_work(
-    start: Callable[..., FakeVllm], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_changes_apply_here_while_the_store_does_not_take_them(
+    start: Callable[..., FakeVllm], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def fail(*arguments: object) -> None:
+        raise ChangesError("the store is down")
+
+    monkeypatch.setattr(StoredChanges, "write", fail)
     first, second = start(), start()
-    server = RedisServer(tmp_path)
-    server.start()
-    url = f"redis://127.0.0.1:{server.port}/0"
-    try:
-        with run_proxy([first], store=url) as here, run_proxy([first], store=url) as there:
-            server.kill()
-            answer = _add(here, second)
-            assert [each["engine"] for each in answer["replicas"]] == [first.url, second.url]
-            assert second.url in answer["problem"] and "other processes" in answer["problem"]
-            assert second.url in here.get(_ADMIN).json()["problem"]
-            assert "until the store takes it" in caplog.text
-            _drain(here, first)
-            wait_until(lambda: _states(here) == {first.url: "drained", second.url: "used"})
-            wait_until(lambda: {store_state(each)["state"] for each in (here, there)} == {"unavailable"})
-            assert _states(there) == {first.url: "used"}
-            server.start()
-            wait_until(lambda: _states(there) == {first.url: "drained", second.url: "used"})
-            wait_until(lambda: "problem" not in here.get(_ADMIN).json())
-            assert _states(here) == _states(there)
-            # each of the two tells once that it cannot read
-            assert (
-                caplog.text.count("the changes that other processes made to the fleet cannot be read:") == 2
-            )
-    finally:
-        server.kill()
+    with run_proxy([first], store="memory:") as client:
+        answer = _add(client, second)
+        assert [each["engine"] for each in answer["replicas"]] == [first.url, second.url]
+        for told in (answer, client.get(_ADMIN).json()):
+            assert second.url in told["problem"] and "other processes" in told["problem"]
+        assert "until the store takes it" in caplog.text
 
 
 # --- the changes that one process knows
@@ -259,15 +184,19 @@ class _Unreliable:
             raise ChangesError("the store is down")
 
 
-async def test_a_change_is_shared_once_the_store_takes_it(shared_url: str) -> None:
-    async with opened(shared_url) as store, opened(shared_url) as other_store:
+async def test_a_change_is_shared_once_the_store_takes_it(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(sqlite_url) as store, opened(sqlite_url) as other_store:
         link, other = _Unreliable(store), Changes(StoredChanges(other_store, "fleet"))
         changes = Changes(link)
         await changes.refresh()
         link.down = True
         await changes.set(_A, REMOVED)
-        await changes.refresh()
+        for _ in range(3):
+            await changes.refresh()
         assert (changes.current, changes.unshared) == ({_A: REMOVED}, [_A])
+        assert caplog.text.count("cannot be read: the store is down") == 1
         await other.refresh()
         assert other.current == {}
         link.down = False
@@ -277,8 +206,8 @@ async def test_a_change_is_shared_once_the_store_takes_it(shared_url: str) -> No
         assert other.current == {_A: REMOVED}
 
 
-async def test_a_newer_change_of_another_process_counts(shared_url: str) -> None:
-    async with opened(shared_url) as store, opened(shared_url) as other_store:
+async def test_a_newer_change_of_another_process_counts(sqlite_url: str) -> None:
+    async with opened(sqlite_url) as store, opened(sqlite_url) as other_store:
         link, other = _Unreliable(store), Changes(StoredChanges(other_store, "fleet"))
         changes = Changes(link)
         await changes.set(_A, DRAINED)
@@ -318,20 +247,6 @@ async def test_what_was_read_before_a_change_does_not_undo_it(sqlite_url: str) -
         link.meanwhile = None
         await changes.refresh()
         assert changes.current == {_A: REMOVED}
-
-
-async def test_a_store_that_cannot_be_read_changes_nothing_and_is_reported_once(
-    sqlite_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with opened(sqlite_url) as store:
-        link = _Unreliable(store)
-        changes = Changes(link)
-        await changes.set(_A, REMOVED)
-        link.down = True
-        for _ in range(3):
-            await changes.refresh()
-        assert changes.current == {_A: REMOVED}
-        assert caplog.text.count("the store is down") == 1
 
 
 @pytest.mark.parametrize(

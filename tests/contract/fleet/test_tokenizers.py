@@ -51,11 +51,8 @@ async def test_tokenizer_is_loaded_once_for_all_engines(
 
 
 async def test_tokenizer_setting_overrides_the_engines_model(engine: HttpEngine, model: Model) -> None:
-    assert (await Tokenizers(model.root).for_engine(engine, _MISSING)).source == model.root
-    assert (await Tokenizers(model.root).for_engine(engine, None)).source == model.root
-
-
-async def test_engine_without_model_root_needs_the_tokenizer_setting(engine: HttpEngine) -> None:
+    for reported in (_MISSING, None):
+        assert (await Tokenizers(model.root).for_engine(engine, reported)).source == model.root
     with pytest.raises(Unsupported, match="set `tokenizer`") as caught:
         await Tokenizers().for_engine(engine, None)
     assert (caught.value.code, caught.value.param) == ("no_tokenizer", "append_messages")
@@ -72,10 +69,22 @@ async def test_failed_load_is_reported_and_retried(engine: HttpEngine, loads: li
     assert loads == ["/no/such/folder"] * 2
 
 
-async def test_other_template_than_the_engines_is_refused(
-    engine: HttpEngine, model: Model, mortal: FakeVllm
+@pytest.mark.parametrize(
+    "change",
+    [
+        (CHATML, "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"),
+        ("message.role + '\\n'", "message.role + ('\\n' if loop.first else ':')"),
+        ("'<tool_call>'", "'<call>'"),
+        ("'<|im_start|>' + message.role", "'<|im_start|>' + message.role | replace('tool', 'user')"),
+    ],
+    ids=["all", "second message", "tool calls", "tool results"],
+)
+async def test_other_templates_than_the_engines_are_refused(
+    engine: HttpEngine, model: Model, mortal: FakeVllm, change: tuple[str, str]
 ) -> None:
-    mortal.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    chatml = CHATML.replace("message.role + '\n'", "message.role + '\\n'")
+    mortal.chat_template = change[1] if change[0] == CHATML else chatml.replace(*change)
+    assert mortal.chat_template != chatml
     with pytest.raises(Unsupported, match="renders other ids") as caught:
         await Tokenizers().for_engine(engine, model)
     assert caught.value.code == "tokenizer_mismatch"
@@ -92,41 +101,17 @@ async def test_conversations_that_the_template_refuses_are_skipped(
     await Tokenizers(None, mortal.chat_template).for_engine(engine, model)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("message.role + '\\n'", "message.role + ('\\n' if loop.first else ':')"),
-        ("'<tool_call>'", "'<call>'"),
-        ("'<|im_start|>' + message.role", "'<|im_start|>' + message.role | replace('tool', 'user')"),
-    ],
-    ids=["second message", "tool calls", "tool results"],
-)
-async def test_templates_that_differ_in_later_messages_are_refused(
-    engine: HttpEngine, model: Model, mortal: FakeVllm, change: tuple[str, str]
-) -> None:
-    changed = CHATML.replace("message.role + '\n'", "message.role + '\\n'").replace(*change)
-    assert changed != CHATML
-    mortal.chat_template = changed
-    with pytest.raises(Unsupported, match="renders other ids"):
-        await Tokenizers().for_engine(engine, model)
-
-
-async def test_engine_that_renders_nothing_is_refused(
+async def test_engine_that_renders_nothing_or_nonsense_is_refused(
     engine: HttpEngine, model: Model, mortal: FakeVllm
 ) -> None:
     mortal.canned["/tokenize"] = Canned(b"", 404)
     with pytest.raises(Unsupported, match="renders no conversation") as caught:
         await Tokenizers().for_engine(engine, model)
     assert caught.value.code == "tokenizer_unchecked"
-
-
-@pytest.mark.parametrize("body", [b"<html>", b"\xff", b"[]", b"{}", b'{"tokens": "1"}'])
-async def test_malformed_tokenize_response_is_an_error(
-    engine: HttpEngine, model: Model, mortal: FakeVllm, body: bytes
-) -> None:
-    mortal.canned["/tokenize"] = Canned(body)
-    with pytest.raises(ApiError):
-        await Tokenizers().for_engine(engine, model)
+    for body in (b"\xff", b'{"tokens": "1"}'):
+        mortal.canned["/tokenize"] = Canned(body)
+        with pytest.raises(ApiError):
+            await Tokenizers().for_engine(engine, model)
 
 
 _EITHER = (
@@ -149,16 +134,8 @@ async def test_content_format_is_the_one_that_the_engine_runs_with(
     assert await tokenizers.for_engine(engine, model) is tokenizer
     user = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert "user\na\nb<|im_end|>" in tokenizer.decode(tokenizer.append([1], [user]).suffix_ids)
-
-
-async def test_content_format_that_the_engine_reports_is_the_only_one_tried(
-    engine: HttpEngine, model: Model, mortal: FakeVllm
-) -> None:
-    mortal.chat_template = _EITHER
     with pytest.raises(Unsupported, match="renders other ids"):
         await Tokenizers(None, _EITHER, content_format="openai").for_engine(engine, model)
-    tokenizer = await Tokenizers(None, _EITHER, content_format="string").for_engine(engine, model)
-    assert tokenizer.content_format == "string"
 
 
 async def test_template_arguments_that_the_engine_sets_by_default(

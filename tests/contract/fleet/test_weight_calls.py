@@ -1,9 +1,6 @@
 """Admin calls of a fleet: each reaches all replicas at once, and a replica that fails leaves service."""
 
 import asyncio
-import json
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,15 +12,19 @@ import pytest
 from proxy.app import create_app
 from proxy.fleet.admin_calls import ADMIN_CALLS
 from proxy.fleet.admin_requests import cleared_by
+from proxy.fleet.weight_calls import WeightCalls
 from proxy.fleet.weight_state import Failure, FleetState, StateError
 from proxy.history.store import Limits
-from proxy.http import Request
+from proxy.http import BytesResponse, Request, Response
+from proxy.metrics import Metrics
 from proxy.settings import Settings
 from proxy.stores.fleet_state import StoredState
 from proxy.stores.memory import MemoryStore
-from tests.support.fake_trained import FakeTrained, Rendezvous
+from tests.contract.fleet.memory_engine import ask, engines, fleet_of
+from tests.support.fake_trained import FakeTrained, Rendezvous, update
+from tests.support.stepped import settled, stepped
 from tests.support.tiny_model import TinyModel
-from tests.support.utils import run_proxy, send_and_keep, wait_until
+from tests.support.utils import run_proxy, wait_until
 
 _CHAT = "/v1/chat/completions"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -31,18 +32,14 @@ _HI = {"messages": [{"role": "user", "content": "Hi"}]}
 Start = Callable[..., list[FakeTrained]]
 
 
-@pytest.fixture(autouse=True)
-def short_retry_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.fleet.replica.RETRY_S", 0.05)
-
-
 @pytest.fixture
 def start(tiny_model: TinyModel) -> Iterator[Start]:
     """Starts engines that meet in one place; the argument is the number of workers of each."""
     with ExitStack() as stack:
 
-        def start(*workers: int) -> list[FakeTrained]:
-            meeting = Rendezvous(len(workers))
+        def start(*workers: int, alone: bool = False) -> list[FakeTrained]:
+            """`alone`: weights are loaded from a disk, and nobody waits for others."""
+            meeting = Rendezvous(1 if alone else len(workers))
             return [stack.enter_context(FakeTrained(tiny_model, meeting, each)) for each in workers]
 
         yield start
@@ -60,158 +57,132 @@ def _problem(client: httpx.Client, number: int) -> str:
     return str(client.get("/ready").json()["engines"][number].get("problem", ""))
 
 
-def _update(client: httpx.Client, version: str | None, weights: str = "new") -> list[int]:
-    """Update as trainers do; the statuses of the steps."""
-    last = {} if version is None else {"weight_version": version}
-    steps = [
-        ("/pause?mode=keep", None),
-        ("/start_weight_update", None),
-        ("/update_weights", {"update_info": {"weights": weights}}),
-        ("/finish_weight_update", last),
-        ("/resume", None),
-    ]
-    return [client.post(path, json=body).status_code for path, body in steps]
+def _chat(client: httpx.Client) -> int:
+    return client.post(_CHAT, json=_HI).status_code
 
 
 def test_a_rendezvous_gets_all_replicas_at_once_and_each_its_ranks(start: Start) -> None:
-    engines = start(2, 1, 4, 1)
-    with run_proxy(engines) as client:
+    replicas = start(2, 1, 4, 1)
+    with run_proxy(replicas) as client:
         assert client.get("/get_world_size").json() == {"world_size": 8}
         info = {"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 9}
         answer = client.post("/init_weight_transfer_engine", json={"init_info": info})
         assert (answer.status_code, answer.json()) == (200, {"message": "Weight transfer initialized"})
-        assert [engine.init_info["rank_offset"] for engine in engines] == [1, 3, 4, 8]
-        assert sorted(engines[0].rendezvous.ranks) == list(range(1, 9))
-        assert {engine.init_info["world_size"] for engine in engines} == {9}
-        assert _update(client, "7") == [200] * 5
-        assert [engine.version for engine in engines] == ["7"] * 4
+        assert [engine.init_info["rank_offset"] for engine in replicas] == [1, 3, 4, 8]
+        assert sorted(replicas[0].rendezvous.ranks) == list(range(1, 9))
+        assert {engine.init_info["world_size"] for engine in replicas} == {9}
+        assert update(client, "7") == [200] * 5
+        assert [engine.version for engine in replicas] == ["7"] * 4
         assert client.get("/weight_info").json() == {"weight_version": "7"}
-        assert all(len(engine.seen("/update_weights")) == 1 for engine in engines)
-
-
-def test_a_list_of_updates_is_cut_into_the_parts_of_the_replicas(start: Start) -> None:
-    engines = start(2, 1)
-    with run_proxy(engines) as client:
+        assert all(len(engine.seen("/update_weights")) == 1 for engine in replicas)
         client.post("/start_weight_update")
-        assert client.post("/update_weights", json={"update_info": [{"n": 0}, {"n": 1}, {"n": 2}]}).is_success
-        assert [engine.update_info for engine in engines] == [[{"n": 0}, {"n": 1}], [{"n": 2}]]
-        refused = client.post("/update_weights", json={"update_info": [{"n": 0}]})
+        entries = [{"n": number} for number in range(8)]
+        assert client.post("/update_weights", json={"update_info": entries}).is_success
+        parts = [entries[:2], entries[2:3], entries[3:7], entries[7:]]
+        assert [engine.update_info for engine in replicas] == parts
+        refused = client.post("/update_weights", json={"update_info": entries[:1]})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "update_info")
 
 
-@pytest.mark.parametrize(
-    "path, body, param",
-    [
-        ("/init_weight_transfer_engine", {}, "init_info"),
-        ("/init_weight_transfer_engine", {"init_info": {"rank_offset": "x"}}, "init_info.rank_offset"),
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": {"rank_offset": 1, "world_size": 2}},
-            "init_info.world_size",
-        ),
-        ("/update_weights", {}, "update_info"),
-        ("/update_weight_version", {}, "new_version"),
-        ("/update_weight_version", {"new_version": 7}, "new_version"),
-        ("/finish_weight_update", {"weight_version": 7}, "weight_version"),
-        ("/update_weights", [1], "body"),
-    ],
-)
-def test_a_call_that_cannot_be_right_reaches_nobody(start: Start, path: str, body: Any, param: str) -> None:
-    engines = start(1, 1)
-    with run_proxy(engines) as client:
-        answer = client.post(path, json=body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-        assert [engine.seen(path) for engine in engines] == [[], []]
-        assert client.post(_CHAT, json=_HI).status_code == 200  # no update has begun
+_WRONG: list[tuple[str, Any, str]] = [
+    ("/init_weight_transfer_engine", {}, "init_info"),
+    ("/init_weight_transfer_engine", {"init_info": {"rank_offset": "x"}}, "init_info.rank_offset"),
+    (
+        "/init_weight_transfer_engine",
+        {"init_info": {"rank_offset": 1, "world_size": 2}},
+        "init_info.world_size",
+    ),
+    ("/update_weights", {}, "update_info"),
+    ("/update_weight_version", {}, "new_version"),
+    ("/finish_weight_update", {"weight_version": 7}, "weight_version"),
+    ("/update_weights", [1], "body"),
+]
+
+
+def test_a_call_that_cannot_be_right_reaches_nobody(start: Start) -> None:
+    replicas = start(1, 1)
+    with run_proxy(replicas) as client:
+        for path, body, param in _WRONG:
+            answer = client.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+            assert [engine.seen(path) for engine in replicas] == [[], []]
+            assert _chat(client) == 200, "no update has begun"
 
 
 def test_answers_are_joined(start: Start) -> None:
-    engines = start(2, 1)
-    with run_proxy(engines) as client:
+    first, second = replicas = start(2, 1)
+    with run_proxy(replicas) as client:
         assert client.post("/pause?mode=keep").json() == {"status": "paused"}
-        assert engines[0].last("/pause").target == "/pause?mode=keep&clear_cache=false"
+        assert first.last("/pause").target == "/pause?mode=keep&clear_cache=false"
         assert client.get("/is_paused").json() == {"is_paused": True}
         client.post("/resume")
-        engines[1].paused = "keep"
+        second.paused = "keep"
         each = client.get("/is_paused").json()
         assert each["succeeded"] == "all"
-        assert each["replicas"][engines[1].url] == {
-            "succeeded": True,
-            "status": 200,
-            "answer": {"is_paused": True},
-        }
-        engines[1].paused = ""
+        paused = {"succeeded": True, "status": 200, "answer": {"is_paused": True}}
+        assert each["replicas"][second.url] == paused
+        second.paused = ""
         rpc = client.post("/collective_rpc", json={"method": "ping"}).json()
-        assert rpc == {"results": [f"{engines[0].port}/0", f"{engines[0].port}/1", f"{engines[1].port}/0"]}
+        assert rpc == {"results": [f"{first.port}/0", f"{first.port}/1", f"{second.port}/0"]}
         assert client.post("/abort_requests", json={}).json() == {"status": "aborted", "aborted": 0}
         assert client.post("/reset_prefix_cache").json() == {"success": True}
-        engines[0].running += 1
+        first.running += 1
         partial = client.post("/reset_prefix_cache")
-        engines[0].running -= 1
+        first.running -= 1
         assert (partial.status_code, partial.json()["succeeded"]) == (424, "some")
-        assert engines[0].url in partial.json()["error"]["message"]
-        assert _states(client) == [True, True]  # its weights are right
-        for engine in engines:
+        assert first.url in partial.json()["error"]["message"]
+        assert _states(client) == [True, True], "its weights are right"
+        for engine in replicas:
             engine.refuses["/sleep"] = 400
         refused = client.post("/sleep")
         assert (refused.status_code, refused.json()) == (400, {"error": "refused"})
         assert "paused" not in client.get("/ready").json()
 
 
-@pytest.mark.parametrize("how", ["refuses", "hangs", "dies"])
-@pytest.mark.parametrize("step", ["/start_weight_update", "/finish_weight_update"])
+@pytest.mark.parametrize(
+    ("step", "how"),
+    [
+        ("/start_weight_update", "refuses"),
+        ("/finish_weight_update", "refuses"),
+        ("/finish_weight_update", "dies"),
+    ],
+)
 def test_a_replica_that_fails_an_update_leaves_and_returns(
     start: Start, tiny_model: TinyModel, step: str, how: str
 ) -> None:
-    _, bad = engines = start(1, 1)
-    for engine in engines:
-        engine.rendezvous = Rendezvous(1)  # weights that are loaded from a disk: nobody waits for others
-    with run_proxy(engines, weight_update_timeout_s=2.0) as client:
-        assert _update(client, "6") == [200] * 5
+    good, bad = start(1, 1, alone=True)
+    with run_proxy([good, bad]) as client:
+        assert update(client, "6") == [200] * 5
         if how == "refuses":
             bad.refuses[step] = 500
-        elif how == "hangs":
-            bad.hangs.add(step)
         else:
             bad.dies_at = step
-        statuses = _update(client, "7")
+        statuses = update(client, "7")
         assert 424 in statuses and statuses[-1] in (200, 424)
         wait_until(lambda: _states(client) == [True, False])
         if how != "dies":
             assert f"{step} failed on it" in _problem(client, 1)
         before = _generations(bad)
-        turns = [client.post(_CHAT, json=_HI).status_code for _ in range(6)]
-        assert (turns, _generations(bad)) == ([200] * 6, before)
-        assert client.get("/weight_info").status_code in (200, 424)
-
+        assert ([_chat(client) for _ in range(4)], _generations(bad)) == ([200] * 4, before)
         bad.refuses.clear()
-        bad.hangs.clear()
-        bad.dies_at = ""
-        if how == "dies":
-            with FakeTrained(tiny_model, Rendezvous(1), port=bad.port):
-                wait_until(
-                    lambda: "default" in _problem(client, 1)
-                )  # it was restarted with its first weights
+        again = FakeTrained(tiny_model, Rendezvous(1), port=bad.port) if how == "dies" else None
+        with again or ExitStack():
+            if again is not None:  # it was restarted with its first weights
+                wait_until(lambda: "default" in _problem(client, 1))
                 assert _states(client) == [True, False]
-                assert _update(client, "8") == [200] * 5
-                assert _states(client) == [True, True]
-            return
-        assert _update(client, "8") == [200] * 5
-        assert _states(client) == [True, True]
-        assert [engine.version for engine in engines] == ["8", "8"]
+            assert update(client, "8") == [200] * 5
+            assert _states(client) == [True, True]
+            assert (again or bad).version == "8"
 
 
 def test_a_failed_replica_does_not_get_the_name_of_weights_that_it_lacks(start: Start) -> None:
     """Trainers end an update also after one of its steps failed."""
-    good, bad = engines = start(1, 1)
-    for engine in engines:
-        engine.rendezvous = Rendezvous(1)
-    with run_proxy(engines) as client:
+    good, bad = start(1, 1, alone=True)
+    with run_proxy([good, bad]) as client:
         client.post("/start_weight_update")
         bad.refuses["/update_weights"] = 500
         partial = client.post("/update_weights", json={"update_info": {"weights": "new"}})
-        assert partial.status_code == 424
-        assert partial.json()["error"]["code"] == "replicas_failed"
+        assert (partial.status_code, partial.json()["error"]["code"]) == (424, "replicas_failed")
         assert partial.json()["replicas"][good.url]["succeeded"] is True
         assert partial.json()["replicas"][bad.url]["status"] == 500
         assert client.post("/finish_weight_update", json={"weight_version": "7"}).status_code == 200
@@ -223,169 +194,143 @@ def test_a_failed_replica_does_not_get_the_name_of_weights_that_it_lacks(start: 
         metrics = client.get("/metrics").text
         assert f'tokenproxy_replica_state{{replica="{bad.url}",state="stale"}} 1.0' in metrics
         assert 'tokenproxy_admin_calls_total{result="some",route="/update_weights"} 1.0' in metrics
-
         # an operator who knows better states the version of this one
-        named = client.post(
-            "/update_weight_version", json={"new_version": "8"}, headers={"X-Replica": bad.url}
-        )
+        only = {"X-Replica": bad.url}
+        named = client.post("/update_weight_version", json={"new_version": "8"}, headers=only)
         assert named.status_code == 200
         wait_until(lambda: _states(client) == [True, True])
 
 
-def test_an_update_that_fails_everywhere_before_it_began_changes_nothing(start: Start) -> None:
-    engines = start(1, 1)
-    with run_proxy(engines) as client:
-        for engine in engines:
-            engine.refuses["/start_weight_update"] = 500
+def test_what_fails_on_all_replicas(start: Start) -> None:
+    """Before an update began nothing changes; in one, no replica gets the name of weights that it lacks."""
+    replicas = start(1, 1, alone=True)
+
+    def refuse(*paths: str) -> None:
+        for engine in replicas:
+            engine.refuses = dict.fromkeys(paths, 500)
+
+    with run_proxy(replicas, watch_interval_s=30.0) as client:
+        refuse("/start_weight_update", "/finish_weight_update", "/update_weight_version")
         assert client.post("/start_weight_update").json() == {"error": "refused"}
         assert client.post("/update_weights", json={"update_info": {"weights": "x"}}).status_code == 500
-        assert _states(client) == [True, True]
-        assert client.post(_CHAT, json=_HI).status_code == 200
-
-
-@pytest.mark.parametrize("path", ["/finish_weight_update", "/update_weight_version"])
-def test_a_version_that_no_replica_takes_changes_nothing(start: Start, path: str) -> None:
-    """For example, a trainer ends an update twice because the first answer was lost."""
-    engines = start(1, 1)
-    with run_proxy(engines, watch_interval_s=30.0) as client:
-        assert client.post("/update_weight_version", json={"new_version": "7"}).status_code == 200
-        for engine in engines:
-            engine.refuses[path] = 500
-        name = {"weight_version": "7", "new_version": "7"}
-        assert client.post(path, json=name).status_code == 500
-        assert client.post(_CHAT, json=_HI).status_code == 200
-        versions = [engine["weight_version"] for engine in client.get("/ready").json()["engines"]]
-        assert versions == ["7", "7"]
-
-
-def test_no_replica_gets_a_name_if_the_update_failed_on_all(start: Start) -> None:
-    engines = start(1, 1)
-    with run_proxy(engines) as client:
+        for path in ("/finish_weight_update", "/update_weight_version"):
+            name = {"weight_version": "7", "new_version": "7"}
+            assert client.post(path, json=name).status_code == 500
+        assert (_chat(client), _states(client)) == (200, [True, True])
+        refuse("/update_weights")
         client.post("/start_weight_update")
-        for engine in engines:
-            engine.refuses["/update_weights"] = 500
         assert client.post("/update_weights", json={"update_info": {"weights": "7"}}).status_code == 500
         assert client.post("/finish_weight_update", json={"weight_version": "7"}).status_code == 200
         named = client.post("/update_weight_version", json={"new_version": "7"})
         assert (named.status_code, named.json()["error"]["param"]) == (400, "new_version")
-        assert [engine.version for engine in engines] == ["default"] * 2
+        assert [engine.version for engine in replicas] == ["default"] * 2
         assert client.get("/ready").status_code == 503
-        for engine in engines:
-            engine.refuses.clear()
-            engine.rendezvous = Rendezvous(1)
-        assert _update(client, "8") == [200] * 5
+        refuse()
+        assert update(client, "8") == [200] * 5
         assert client.get("/ready").status_code == 200
 
 
-def test_a_version_that_is_set_during_an_update_does_not_end_it(start: Start) -> None:
-    [engine] = start(1)
-    with run_proxy([engine]) as client, ThreadPoolExecutor(1) as pool:
-        client.post("/start_weight_update")
-        client.post("/update_weight_version", json={"new_version": "7"})
-        waiting = pool.submit(client.post, _CHAT, json=_HI)
-        time.sleep(0.3)
-        assert not waiting.done()
-        client.post("/finish_weight_update", json={"weight_version": "7"})
-        assert waiting.result().status_code == 200
-
-
-def test_an_update_that_does_not_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer died: requests wait no longer, and weights that nobody knows are not served."""
-    monkeypatch.setattr("proxy.fleet.weights._MARGIN_S", 0.2)
-    engines = start(1)
-    with run_proxy(engines, weight_update_timeout_s=0.3) as client:
-        assert client.post("/start_weight_update").status_code == 200
-        answer = client.post(_CHAT, json=_HI)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "ServiceUnavailableError")
-        assert "did not end" in _problem(client, 0)
-        assert client.post("/start_weight_update").status_code == 200
-        assert client.post("/finish_weight_update").status_code == 200
-        assert client.post(_CHAT, json=_HI).status_code == 200
-
-
 def test_a_replica_that_joins_must_have_the_version(start: Start) -> None:
-    first, second = start(1, 1)
-    for engine in (first, second):
-        engine.rendezvous = Rendezvous(1)
+    first, second = start(1, 1, alone=True)
     with run_proxy([first]) as client:
-        assert _update(client, "7") == [200] * 5
+        assert update(client, "7") == [200] * 5
         client.post("/admin/replicas", json={"url": second.url})
         wait_until(lambda: "version default" in _problem(client, 1))
-        assert all(client.post(_CHAT, json=_HI).status_code == 200 for _ in range(4))
+        assert [_chat(client) for _ in range(4)] == [200] * 4
         assert _generations(second) == 0
         second.version = "7"  # loaded by somebody else
         wait_until(lambda: _states(client) == [True, True])
 
 
-def test_unnamed_updates_get_a_name(start: Start) -> None:
-    """So that a replica that restarts does not look updated."""
-    [engine] = start(1)
-    with run_proxy([engine]) as client:
-        client.post("/start_weight_update", json={})
-        assert client.post("/finish_weight_update", json={}).json() == {"message": "Weight update finished"}
-        first = engine.version
-        assert first.startswith("update-2")
-        client.post("/start_weight_update")
-        client.post("/finish_weight_update")
-        assert engine.version not in (first, "default")
-
-
-def test_requests_wait_while_the_fleet_is_paused_whatever_the_limits_of_the_queue(start: Start) -> None:
-    engines = start(1, 1)
-    with run_proxy(engines, queue_requests=0, queue_timeout_s=0.2) as client, ThreadPoolExecutor(32) as pool:
+def test_requests_wait_while_the_fleet_is_held_whatever_the_limits_of_the_queue(start: Start) -> None:
+    """In a pause, an update or a sleep. An unnamed update gets a name: a restarted replica is not updated."""
+    replicas = start(1, 1)
+    options: dict[str, Any] = {"queue_requests": 0, "queue_timeout_s": 0.05}
+    with run_proxy(replicas, **options) as client, ThreadPoolExecutor(32) as pool:
+        for begin, within, end in (
+            ("/pause?mode=keep", "/is_paused", "/resume"),
+            ("/start_weight_update", "/update_weight_version", "/finish_weight_update"),
+            ("/sleep?level=1", "/wake_up?tags=weights", "/wake_up"),
+        ):
+            before = sum(map(_generations, replicas))
+            assert client.post(begin).status_code == 200
+            waiting = [pool.submit(_chat, client) for _ in range(6)]
+            waiting.append(
+                pool.submit(lambda: client.post("/v1/completions", json={"prompt": "x"}).status_code)
+            )
+            wait_until(lambda: client.get("/metrics").text.count("tokenproxy_requests_queued 7.0") == 1)
+            client.request("GET" if within == "/is_paused" else "POST", within, json={"new_version": "7"})
+            # what does not sample is served
+            assert client.get("/v1/models").status_code == 200
+            assert client.post("/tokenize", json={"prompt": "hi"}).status_code == 200
+            assert not any(each.done() for each in waiting)
+            assert sum(map(_generations, replicas)) == before
+            assert client.post(end).status_code == 200
+            assert [each.result() for each in waiting] == [200] * 7
+        assert all(engine.version.startswith("update-2") for engine in replicas)
         client.post("/pause?mode=keep")
-        assert client.get("/ready").json()["paused"] == "keep"
-        waiting = [pool.submit(client.post, _CHAT, json=_HI) for _ in range(24)]
-        others = [pool.submit(client.post, "/v1/completions", json={"prompt": "x"}) for _ in range(2)]
-        time.sleep(1.0)
-        assert not any(each.done() for each in (*waiting, *others))
-        assert all(_generations(engine) == 0 for engine in engines)
-        # what does not sample is served
-        assert client.get("/v1/models").status_code == 200
-        assert client.post("/tokenize", json={"prompt": "hi"}).status_code == 200
-        client.post("/resume")
-        assert [each.result().status_code for each in waiting] == [200] * 24
-        assert [each.result().status_code for each in others] == [200] * 2
+        waiting = [pool.submit(_chat, client)]
+        for engine in replicas:
+            engine.paused = ""  # somebody else ends the pause
+        assert waiting[0].result() == 200
 
 
-def test_a_paused_replica_is_not_taken_for_a_silent_one(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also when somebody else paused it, and with requests that wait in it."""
-    monkeypatch.setattr("proxy.fleet.silence.SILENT_S", 0.2)
-    monkeypatch.setattr("proxy.fleet.silence.PROBE_S", 0.2)
-    engines = start(1, 1)
-    with run_proxy(engines) as client, ThreadPoolExecutor(8) as pool:
-        assert all(client.post(_CHAT, json=_HI).status_code == 200 for _ in range(4))
-        for engine in engines:
-            engine.paused = "keep"
-        waiting = [pool.submit(client.post, _CHAT, json=_HI) for _ in range(8)]
-        time.sleep(3.0)
-        assert 'reason="silent"' not in client.get("/metrics").text
-        assert [engine["breaker"] for engine in client.get("/ready").json()["engines"]] == ["closed"] * 2
-        for engine in engines:
-            engine.paused = ""
-        assert [each.result().status_code for each in waiting] == [200] * 8
+@stepped
+async def test_a_call_fails_on_a_replica_that_does_not_answer_it_in_time() -> None:
+    first, second = engines(2)
+    async with fleet_of(first, second, weight_update_timeout_s=600.0) as fleet:
+        second.hangs = {"/finish_weight_update"}
+        await fleet.weights.change(FleetState(updating="/start_weight_update"))
+        calls = WeightCalls(fleet, Metrics())
+        [rule] = [each for each in ADMIN_CALLS if each.path == "/finish_weight_update"]
+        first.describes = lambda path: BytesResponse(200, [], b"{}") if path == rule.path else None
+        answer = await calls.run(rule, Request("POST", rule.path, [], b"{}"))
+        assert answer.status == 424
+        assert b"no answer within 600 s" in await answer.read()
+        assert [fleet.weights.serves(replica) for replica in fleet.replicas] == [True, False]
+        assert "failed on it" in fleet.report()[1]["problem"]
+        await asyncio.sleep(3.0)
+        assert not fleet.weights.hold.active
+        await calls.stop()
 
 
-def test_streams_that_are_paused_for_longer_than_their_timeout_continue(start: Start) -> None:
-    [engine] = start(1)
-    engine.usual.pause_s = 0.05
-    with run_proxy([engine], idle_timeout_s=0.4) as client:
-        received: list[bytes] = []
+@stepped
+async def test_an_update_that_does_not_end() -> None:
+    """The trainer died: requests wait no longer, and weights that nobody knows are not served."""
+    [only] = engines(1)
+    async with fleet_of(only, weight_update_timeout_s=600.0) as fleet:
+        await fleet.weights.change(FleetState(updating="/start_weight_update"))
+        request = asyncio.create_task(ask(fleet))
+        await asyncio.sleep(629.0)
+        assert (request.done(), only.started) == (False, 0)
+        await asyncio.sleep(2.0)
+        assert "did not end" in fleet.report()[0]["problem"]
+        assert "did not end" in str(request.exception())
+        await fleet.weights.change(FleetState())
+        assert (await ask(fleet))[0] == 200
 
-        def read() -> None:
-            with client.stream("POST", _CHAT, json={**_HI, "stream": True}) as answer:
-                received.append(answer.read())
 
-        thread = threading.Thread(target=read)
-        thread.start()
-        wait_until(lambda: engine.running)
-        client.post("/pause?mode=keep")
-        time.sleep(1.5)
-        client.post("/resume")
-        thread.join()
-        assert received[0].endswith(b"data: [DONE]\n\n")
+@stepped
+async def test_a_pause_of_the_fleet_excuses_its_silence() -> None:
+    """Requests that run are paused with it, and none of them is taken for lost."""
+    first, second = engines(2)
+    async with fleet_of(first, second) as fleet:
+        release = asyncio.Event()
+
+        async def answer() -> Response:
+            await release.wait()
+            return await second.usual()
+
+        first.usual = answer
+        request = asyncio.create_task(ask(fleet))
+        await settled()
+        await fleet.weights.change(FleetState(paused="keep"))
+        first.hangs_probes = True
+        await asyncio.sleep(100.0)
+        await fleet.weights.change(FleetState())
+        release.set()
+        assert (await request)[0] == 200
+        assert (first.started, second.started) == (1, 0)
 
 
 def test_an_adapter_is_on_all_replicas_or_on_none(start: Start) -> None:
@@ -420,57 +365,17 @@ def test_one_replica_by_its_name(start: Start) -> None:
         assert client.post("/pause", headers={"X-Replica": "second"}).status_code == 400
 
 
-def test_sleep_and_wake_up(start: Start) -> None:
-    engines = start(1, 1)
-    with run_proxy(engines) as client, ThreadPoolExecutor(4) as pool:
-        assert client.post("/sleep?level=1").json() == {"status": "sleeping", "level": 1}
-        waiting = pool.submit(client.post, _CHAT, json=_HI)
-        assert client.post("/wake_up?tags=weights").json()["status"] == "sleeping"
-        time.sleep(0.3)
-        assert not waiting.done()
-        assert client.post("/wake_up").json()["status"] == "awake"
-        assert waiting.result().status_code == 200
-
-
-def test_a_pause_that_somebody_else_ended(start: Start) -> None:
-    engines = start(1, 1)
-    with run_proxy(engines) as client, ThreadPoolExecutor(4) as pool:
-        client.post("/pause?mode=keep")
-        waiting = pool.submit(client.post, _CHAT, json=_HI)
-        for engine in engines:
-            engine.paused = ""
-        assert waiting.result().status_code == 200
-
-
 def test_a_client_that_leaves_does_not_stop_a_call(start: Start) -> None:
     [engine] = start(1)
     with run_proxy([engine]) as client:
         engine.rendezvous = Rendezvous(2)
         client.post("/start_weight_update")
         with pytest.raises(httpx.ReadTimeout):
-            client.post("/update_weights", json={"update_info": {"weights": "7"}}, timeout=0.3)
+            client.post("/update_weights", json={"update_info": {"weights": "7"}}, timeout=0.1)
         engine.rendezvous.come([])
         wait_until(lambda: engine.weights == "7")
         assert client.post("/finish_weight_update", json={"weight_version": "7"}).status_code == 200
         assert client.get("/ready").json()["weight_version"] == "7"
-
-
-def test_a_call_whose_client_closes_at_once_is_sent_or_logged(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    [engine] = start(1)
-    calls = 40
-    with run_proxy([engine]) as client:
-        for number in range(calls):
-            body = json.dumps({"new_version": str(number)}).encode()
-            with send_and_keep(client.base_url, "/update_weight_version", body):
-                time.sleep(number % 4 / 1000)
-
-        def sent_or_logged() -> int:
-            logged = sum("is not done" in record.message for record in caplog.records)
-            return logged + len(engine.seen("/update_weight_version"))
-
-        wait_until(lambda: sent_or_logged() == calls)
 
 
 @pytest.mark.parametrize(
@@ -498,21 +403,19 @@ async def test_only_admin_calls_that_were_not_read_are_logged(
 def test_the_version_as_cache_salt(start: Start) -> None:
     [engine] = start(1)
     with run_proxy([engine], cache_salt_by_version=True) as client:
-        client.post(_CHAT, json=_HI)
+        _chat(client)
         assert engine.last(_CHAT).json["cache_salt"] == "default"
         client.post("/update_weight_version", json={"new_version": "7"})
-        client.post(_CHAT, json=_HI)
-        assert engine.last(_CHAT).json["cache_salt"] == "7"
-        client.post(_CHAT, json={**_HI, "cache_salt": "own"})
-        assert engine.last(_CHAT).json["cache_salt"] == "own"
-        client.post("/v1/completions", json={"prompt": [1, 74], "n": 2})
-        assert engine.last("/v1/completions").json.items() >= {"n": 2, "cache_salt": "7"}.items()
-        for path, body in (
-            ("responses", {"input": "Hi"}),
-            ("messages", {**_HI, "max_tokens": 9}),
+        for path, body, salt in (
+            ("chat/completions", _HI, "7"),
+            ("chat/completions", {**_HI, "cache_salt": "own"}, "own"),
+            ("responses", {"input": "Hi"}, "7"),
+            ("messages", {**_HI, "max_tokens": 9}, "7"),
         ):
             assert client.post(f"/v1/{path}", json={"model": "tiny", **body}).status_code == 200
-            assert engine.last(_CHAT).json["cache_salt"] == "7"
+            assert engine.last(_CHAT).json["cache_salt"] == salt
+        client.post("/v1/completions", json={"prompt": [1, 74], "n": 2})
+        assert engine.last("/v1/completions").json.items() >= {"n": 2, "cache_salt": "7"}.items()
 
 
 @pytest.mark.parametrize(
@@ -529,33 +432,26 @@ def test_the_version_as_cache_salt(start: Start) -> None:
     ],
 )
 def test_a_call_that_clears_the_prefix_cache_is_known(call: str, clears: bool) -> None:
-    path = call.partition("?")[0]
-    [rule] = [each for each in ADMIN_CALLS if each.path == path]
+    [rule] = [each for each in ADMIN_CALLS if each.path == call.partition("?")[0]]
     assert cleared_by(rule, Request("POST", call)) is clears
 
 
-# --- the state
-
-
-def test_the_state_in_a_store() -> None:
-    async def run() -> None:
-        store = MemoryStore(Limits())
-        stored = StoredState(store, "fleet", shared=True)
-        assert await stored.read() == FleetState()
-        state = FleetState(failures={"a": Failure("/resume", "why", 3)}, group=("a", "b")).with_version("7")
-        await stored.write(state)
-        assert await stored.read() == state
-        assert await StoredState(store, "another", shared=True).read() == FleetState()
-        await store.change_replica("fleet/weights", "weights", "{")
-        with pytest.raises(StateError):
-            await stored.read()
-
-    asyncio.run(run())
+async def test_the_state_in_a_store() -> None:
+    store = MemoryStore(Limits())
+    stored = StoredState(store, "fleet", shared=True)
+    assert await stored.read() == FleetState()
+    state = FleetState(failures={"a": Failure("/resume", "why", 3)}, group=("a", "b")).with_version("7")
+    await stored.write(state)
+    assert await stored.read() == state
+    assert await StoredState(store, "another", shared=True).read() == FleetState()
+    await store.change_replica("fleet/weights", "weights", "{")
+    with pytest.raises(StateError):
+        await stored.read()
 
 
 def test_only_a_version_that_was_set_later_proves_that_weights_were_loaded() -> None:
     failed = FleetState(version="7", revision=1, failures={"a": Failure("/update_weights", "why", 1)})
-    assert not failed.recovered("a", "7")  # it may have loaded a part of the next ones
+    assert not failed.recovered("a", "7"), "it may have loaded a part of the next ones"
     assert failed.with_version("8").recovered("a", "8")
     assert not failed.with_version("8").recovered("a", "7")
     assert "why; its weights are version 7" in failed.with_version("8").problem("a", "7")

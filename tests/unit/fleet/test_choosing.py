@@ -3,92 +3,40 @@ from collections import Counter
 
 import pytest
 
-from proxy.fleet.choosing import Candidate, Choose, Policy, Preference, make_choice
+from proxy.fleet.choosing import Candidate, Preference, StickyLeastLoaded
+from proxy.fleet.load import Capacity, Load
+from proxy.fleet.pace import Pace
 
+_CHOOSE = StickyLeastLoaded(2.0)
 _NEW = Preference(ids=1000, completion_ids=200)
 
 
-def _sticky(overload_ratio: float = 2.0) -> Choose:
-    return make_choice(Policy.STICKY_LEAST_LOADED, overload_ratio)
+def _held(by: str = "a", ids: int = 1000, reused: int = 900) -> Preference:
+    return Preference(by, ids, reused, 200)
 
 
-def _held(reused: int = 1000) -> Preference:
-    """A turn of a conversation that replica `a` holds, with 1,100 ids."""
-    return Preference("a", 1100, reused, 200)
-
-
-@pytest.mark.parametrize("policy", Policy)
-def test_one_replica_is_chosen(policy: Policy) -> None:
-    only = Candidate("a", 100, 100.0, 1.0)
-    assert make_choice(policy, 2.0)([only], _NEW) is only
-
-
-def test_round_robin_takes_turns() -> None:
-    choose = make_choice(Policy.ROUND_ROBIN, 2.0)
-    replicas = [Candidate(name) for name in "abc"]
-    assert [choose(replicas, _NEW).name for _ in range(6)] == list("abcabc")
-
-
-def test_least_loaded_takes_the_one_with_the_fewest_requests() -> None:
-    choose = make_choice(Policy.LEAST_LOADED, 2.0)
-    replicas = [Candidate("a", 3), Candidate("b", 1), Candidate("c", 1)]
-    chosen = Counter(choose(replicas, _NEW).name for _ in range(200))
-    assert chosen.keys() == {"b", "c"}
-    assert min(chosen.values()) > 50, "ties are broken at random"
-
-
-def test_two_choices_never_takes_the_worst_of_many() -> None:
-    choose = make_choice(Policy.TWO_CHOICES, 2.0)
-    replicas = [Candidate(str(load), load) for load in range(8)]
-    chosen = Counter(choose(replicas, _NEW).requests for _ in range(500))
-    assert 7 not in chosen
-    assert len(chosen) > 4, "it does not always take the best"
-
-
-def test_a_new_conversation_goes_where_the_fewest_are() -> None:
-    replicas = [Candidate("a", 0, 4.0), Candidate("b", 9, 1.5), Candidate("c", 0, 2.0)]
-    assert _sticky()(replicas, _NEW).name == "b"
-
-
-def test_ties_are_broken_at_random() -> None:
-    replicas = [Candidate(name) for name in "abcd"]
-    chosen = Counter(_sticky()(replicas, _NEW).name for _ in range(400))
-    assert len(chosen) == 4 and min(chosen.values()) > 50
-
-
-@pytest.mark.parametrize("count, chosen", [(0, "fast"), (4, "fast"), (6, "slow")])
-def test_a_slow_replica_gets_fewer(count: int, chosen: str) -> None:
-    """Three times slower with one conversation: as long as fast with five."""
-    replicas = [Candidate("slow", 0, 1.0, 3.0), Candidate("fast", 0, count, 1.0)]
-    assert _sticky()(replicas, _NEW).name == chosen
-
-
-def test_one_that_was_not_measured_counts_as_fast() -> None:
-    replicas = [Candidate("measured", 0, 1.0, 0.5), Candidate("new", 0, 0.5)]
-    assert _sticky()(replicas, _NEW).name == "new"
-
-
-def test_a_conversation_stays_where_its_prefix_is() -> None:
-    replicas = [Candidate("a", 0, 2.5, 1.0), Candidate("b", 0, 1.0, 1.0)]
-    assert _sticky()(replicas, _held()).name == "a"
-
-
-@pytest.mark.parametrize("load, chosen", [(4.0, "a"), (5.0, "b")])
-def test_it_moves_when_its_replica_is_overloaded(load: float, chosen: str) -> None:
-    """To stay: (load + 1) * (200 + 100/16); to move: 2 * (200 + 1100/16)."""
-    replicas = [Candidate("a", 0, load, 1.0), Candidate("b", 0, 1.0, 1.0)]
-    assert (load + 1) * 206.25 > 2 * 268.75
-    assert _sticky()(replicas, _held()).name == chosen
-
-
-def test_a_long_prefix_holds_longer() -> None:
-    replicas = [Candidate("a", 0, 5.0, 1.0), Candidate("b", 0, 1.0, 1.0)]
-    assert _sticky()(replicas, Preference("a", 32_000, 31_900, 200)).name == "a"
-
-
-def test_a_holder_that_is_gone_is_forgotten() -> None:
-    replicas = [Candidate("b", 0, 9.0), Candidate("c")]
-    assert _sticky()(replicas, _held()).name == "c"
+@pytest.mark.parametrize(
+    ("candidates", "preference", "chosen"),
+    [
+        ([Candidate("a")], _NEW, "a"),
+        ([Candidate("a", 0, 3.0), Candidate("b", 9, 2.0)], _NEW, "b"),
+        ([Candidate("a", 0, 2.0, 0.1), Candidate("b", 0, 2.0, 0.05)], _NEW, "b"),
+        # not measured yet: as fast as the fastest
+        ([Candidate("a", 0, 1.0, 0.1), Candidate("b")], _NEW, "b"),
+        # equal loads: the one with fewer requests
+        ([Candidate("a", 3, 1.0), Candidate("b", 2, 1.0)], _NEW, "b"),
+        # 206 units of work at the holder, 262 elsewhere: it moves beyond twice the time
+        ([Candidate("a", 0, 4.0), Candidate("b", 0, 1.0)], _held(), "a"),
+        ([Candidate("a", 0, 4.2), Candidate("b", 0, 1.0)], _held(), "b"),
+        # a long prefix is worth more
+        ([Candidate("a", 0, 6.0), Candidate("b", 0, 1.0)], _held("a", 32_000, 31_900), "a"),
+        ([Candidate("b", 0, 9.0), Candidate("c")], _held(), "c"),
+    ],
+)
+def test_the_holder_is_chosen_unless_another_is_much_sooner(
+    candidates: list[Candidate], preference: Preference, chosen: str
+) -> None:
+    assert _CHOOSE(candidates, preference).name == chosen
 
 
 def test_conversations_spread_as_fast_as_replicas_are() -> None:
@@ -98,6 +46,51 @@ def test_conversations_spread_as_fast_as_replicas_are() -> None:
     counts = Counter(dict.fromkeys(paces, 0))
     for _ in range(400):
         replicas = [Candidate(name, 0, counts[name], pace) for name, pace in paces.items()]
-        counts[_sticky()(replicas, _NEW).name] += 1
+        counts[_CHOOSE(replicas, _NEW).name] += 1
     seconds = [counts[name] * pace for name, pace in paces.items()]
     assert max(seconds) < 1.15 * min(seconds)
+
+
+@pytest.mark.parametrize(("age_s", "chosen"), [(0.0, "fast"), (300.0, "slow")])
+def test_a_replica_that_was_slow_long_ago_is_tried_again(age_s: float, chosen: str) -> None:
+    replicas = [Candidate("fast", 0, 2.0, 1.0), Candidate("slow", 0, 0.0, 10.0, age_s)]
+    assert _CHOOSE(replicas, Preference(ids=100, completion_ids=100)).name == chosen
+
+
+def test_the_pace_is_the_mean_of_recent_turns() -> None:
+    time = [100.0]
+    pace = Pace(lambda: time[0])
+    assert pace.seconds is None
+    for _ in range(30):
+        pace.measure(2.0, 100.0)
+    assert pace.seconds == pytest.approx(0.02)
+    pace.measure(12.0, 100.0)
+    assert pace.seconds == pytest.approx(0.04)
+    for _ in range(30):
+        pace.measure(2.0, 100.0)
+    assert pace.seconds == pytest.approx(0.02, rel=0.01)
+    time[0] += 7
+    assert pace.age_s == 7
+
+
+def test_a_load_counts_requests_and_ids() -> None:
+    time = [100.0]
+    load, capacity = Load(lambda: time[0]), Capacity(requests=2, ids=100)
+    assert load.has_capacity(1000, capacity), "one that is larger than the bound runs alone"
+    first = load.begin(60)
+    assert (load.has_capacity(40, capacity), load.has_capacity(41, capacity)) == (True, False)
+    second = load.begin(1)
+    assert not load.has_capacity(1, capacity)
+    assert load.has_capacity(10**9, Capacity())
+    load.end(second)
+    load.end(second)
+    assert (load.requests, load.ids) == (1, 60)
+    assert not load.has_capacity(1, Capacity(requests=1))
+    first.to_read = 32
+    time[0] += 30
+    load.shift(10)  # a pause does not count
+    load.answered(first)
+    assert load.seconds_per_id() == pytest.approx(20 / 60)
+    load.completed(first, 8)
+    assert load.pace.seconds == pytest.approx(20 / (8 + 32 / 16))
+    assert load.silent_s() == 0

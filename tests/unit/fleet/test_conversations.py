@@ -30,20 +30,15 @@ def test_loads_are_weighed_by_ids(conversations: Conversations) -> None:
     assert (conversations.count("a"), conversations.count("b")) == (1, 2)
 
 
-def test_the_replica_of_the_last_turn_holds_it(conversations: Conversations) -> None:
+def test_the_replica_of_the_last_turn_holds_it_until_it_is_ended(conversations: Conversations) -> None:
     conversations.begin("x", "a", 100)
     conversations.finish("x")
     conversations.begin("x", "b", 200)
     assert conversations.holder("x") == "b"
     assert (conversations.count("a"), conversations.count("b")) == (0, 1)
-
-
-def test_one_that_is_ended_no_longer_counts(conversations: Conversations) -> None:
-    conversations.begin("x", "a", 100)
     conversations.finish("x")
-    conversations.end("x")
-    assert (conversations.holder("x"), conversations.load("a"), len(conversations)) == ("", 0, 0)
-    conversations.end("x")
+    assert (conversations.end("x"), conversations.end("x")) == (True, False)
+    assert (conversations.holder("x"), conversations.load("b"), len(conversations)) == ("", 0, 0)
 
 
 def test_one_that_is_idle_no_longer_counts(conversations: Conversations, clock: Clock) -> None:

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 
 from proxy.errors import Overloaded
-from proxy.fleet.queue import FlowKey
 from proxy.history.encoders import LARGE, LARGE_PARSED, EncoderPool
 
 _PATIENCE_S = 20.0
@@ -133,7 +132,7 @@ async def test_tenants_share_the_thread_for_large_work(pool: EncoderPool) -> Non
     await began(held)
     for tenant in ("many", "many", "many", "few"):
         note = partial(order.append, tenant)
-        work = pool.run(note, 2 * LARGE, tokenises=True, flow=FlowKey(tenant, "s"))
+        work = pool.run(note, 2 * LARGE, tokenises=True, tenant=tenant)
         others.append(asyncio.create_task(work))
     await asyncio.sleep(0)
     held.release.set()

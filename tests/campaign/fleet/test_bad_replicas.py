@@ -12,8 +12,6 @@ from tests.support.processes import CHAT, Clients
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
 
-pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.timeout(120)]
-
 _CLIENTS = 16
 _GONE_S = 10.0
 """Within this time a bad replica must be out of use."""

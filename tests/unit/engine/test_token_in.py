@@ -29,12 +29,9 @@ def test_ids_are_added_to_the_clients_transfer_parameters(body: str, transfer: b
     assert bytes(parse(chat_body(_request(body)))["kv_transfer_params"]) == transfer
 
 
-def test_clients_messages_are_kept() -> None:
+def test_clients_messages_are_kept_and_a_placeholder_is_added() -> None:
     messages = '[{"role": "user", "content": "Hi"}]'
     assert bytes(parse(chat_body(_request(f'{{"messages": {messages}}}')))["messages"]) == messages.encode()
-
-
-def test_placeholder_messages_are_added() -> None:
     assert json.loads(chat_body(_request()))["messages"] == [{"role": "user", "content": ""}]
 
 
@@ -109,7 +106,9 @@ def test_bodies_without_error_object_become_error_objects(body: bytes, words: st
     assert error["code"] == 500
 
 
-async def test_rewritten_error_has_json_headers() -> None:
+async def test_rewritten_error_has_json_headers_and_a_success_is_unchanged() -> None:
+    success = BytesResponse(200, [], b"{ }")
+    assert await rename_errors(success, "tokens") is success
     headers = [(b"retry-after", b"7"), (b"content-length", b"999"), (b"content-type", b"text/plain")]
     response = await rename_errors(BytesResponse(429, headers, b"slow down"), "tokens")
     body = await response.read()
@@ -118,8 +117,3 @@ async def test_rewritten_error_has_json_headers() -> None:
         (b"content-type", b"application/json"),
         (b"retry-after", b"7"),
     ]
-
-
-async def test_successful_response_is_returned_unchanged() -> None:
-    response = BytesResponse(200, [], b"{ }")
-    assert await rename_errors(response, "tokens") is response
