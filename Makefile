@@ -1,6 +1,6 @@
 # What a person and CI run. `make` alone lists the targets; ARGS goes to pytest, e.g. make test-fast ARGS="-k splice".
 .DEFAULT_GOAL := help
-.PHONY: help dev install demo serve test test-fast coverage lint format templates bench clean
+.PHONY: help dev install demo serve test test-fast campaign coverage lint format templates bench clean
 
 PORT ?= 8000
 ARGS ?=
@@ -26,6 +26,12 @@ test: install  ## unit, contract and acceptance tests, the last on a real vLLM; 
 
 test-fast: dev  ## unit and contract tests, which need no vLLM; four minutes
 	@scripts/test unit contract -- $(ARGS)
+
+# One or more parts of the table in CONTRIBUTING.md: make campaign PART="templates mutants"
+campaign:  ## every long test, part by part, an hour; results in .cache/campaign.md
+	@scripts/install campaign
+	@.venv/bin/python scripts/fetch-templates
+	@.venv/bin/python scripts/campaign $(PART)
 
 coverage: dev  ## what the fast tests cover, line by line
 	@scripts/coverage $(ARGS)

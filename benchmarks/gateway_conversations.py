@@ -122,7 +122,7 @@ def _urls(store: str, cores: Cores, folder: Path, lengths: Sequence[str]) -> Ite
     if store == "Redis":
         with redis_server(cores.engine, folder) as url:
             if url is None:
-                raise BadResponse("not installed: run scripts/install-redis")
+                raise BadResponse("not installed: run scripts/install-programs redis")
             base = url.rpartition("/")[0]
             yield {length: f"{base}/{number}" for number, length in enumerate(lengths)}
     elif store == "SQLite":

@@ -198,7 +198,7 @@ def open_bench(
     with ExitStack() as stack:
         url = stack.enter_context(redis_server(cores.engine, folder, _AOF))
         if url is None:
-            raise StartError("Redis is not installed: run scripts/install-redis")
+            raise StartError("Redis is not installed: run scripts/install-programs redis")
         engine = stack.enter_context(scale_engine(cores.engine, answers, checkpoint))
         urls = {"Redis": url, "memory": "memory:"}
         flags = ("--store-max-bytes", str(_STORE_BYTES))

@@ -257,12 +257,19 @@ def _check_scope(scope: Scope, needed: KeyScope | None) -> None:
     )
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float | None = None) -> bytes:
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    limit: int,
+    timeout_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> bytes:
     """The request's body.
 
     Args:
         limit: in bytes.
         timeout_s: how long a body may take that comes slower than `BODY_BYTES_PER_S`.
+        clock: returns seconds.
 
     Raises:
         BodyTooLarge: its announced or its actual size is over the limit.
@@ -274,10 +281,10 @@ async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float
             raise _too_large(limit)
     parts: list[bytes] = []
     size = 0
-    start = time.monotonic()
+    start = clock()
     while True:
         try:
-            async with asyncio.timeout(_time_left(start, size, timeout_s)):
+            async with asyncio.timeout(_time_left(clock() - start, size, timeout_s)):
                 message = await receive()
         except TimeoutError as error:
             raise BodyTimeout(
@@ -294,11 +301,9 @@ async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _time_left(start: float, size: int, timeout_s: float | None) -> float | None:
+def _time_left(passed_s: float, size: int, timeout_s: float | None) -> float | None:
     """Seconds to wait for the next bytes of a body; None for no limit."""
-    if timeout_s is None:
-        return None
-    return max(0.0, start + timeout_s + size / BODY_BYTES_PER_S - time.monotonic())
+    return None if timeout_s is None else max(0.0, timeout_s + size / BODY_BYTES_PER_S - passed_s)
 
 
 def _too_large(limit: int) -> BodyTooLarge:

@@ -1,3 +1,5 @@
+"""The command line: help, flags, errors of one line, and the command as it is installed."""
+
 import os
 import re
 import signal
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
 from proxy.cli import main
 from proxy.settings import Settings
@@ -101,116 +104,33 @@ def test_unknown_commands_and_flags(arguments: list[str], capsys: Capture) -> No
     assert "usage: tokenproxy" in capsys.readouterr().err
 
 
-_VALUES = {
-    "--host": "0.0.0.0",
-    "--port": "1",
-    "--workers": "2",
-    "--upstream-api-key": "b",
-    "--tokenizer": "c",
-    "--token-in": "chat",
-    "--body-limit-bytes": "2",
-    "--store": "sqlite:rollouts.db",
-    "--store-max-bytes": "6",
-    "--store-max-age-s": "7.5",
-    "--finish-after-s": "8.5",
-    "--cache-bytes": "8",
-    "--connect-timeout-s": "3.5",
-    "--policy": "round_robin",
-    "--store-timeout-s": "2.5",
-    "--replica-requests": "11",
-    "--replica-ids": "12",
-    "--overload-ratio": "2.5",
-    "--idle-timeout-s": "2.5",
-    "--fleet-name": "trainers",
-    "--watch-interval-s": "4.5",
-    "--weight-update-timeout-s": "5.5",
-    "--encoder-threads": "5",
-    "--stop-delay-s": "1.5",
-    "--drain-s": "2.5",
-    "--audit-share": "0.5",
-    "--queue-requests": "9",
-    "--queue-timeout-s": "9.5",
-    "--encoder-bytes": "10",
-    "--overflow": "render",
-    "--thinking-policy": "template",
-    "--stored-response-bytes": "14",
-    "--image-bytes": "12",
-    "--image-pixels": "13",
-    "--image-timeout-s": "14.5",
-    "--log-level": "debug",
-    "--http-parser": "h11",
-    "--head-limit-bytes": "2048",
-    "--head-timeout-s": "8.5",
-    "--body-timeout-s": "9.5",
-    "--connections-per-address": "10",
-    "--log-format": "json",
-    "--request-class-header": "x-class",
-}
-_LISTS = [
-    "--upstream",
-    "http://a:1",
-    "--upstream",
-    "http://b:2/v1",
-    "--api-key",
-    "k1",
-    "--api-key",
-    "k,2",
-    *("--admin-key", "a1", "--admin-key", "a2"),
-    *("--allowed-hosts", "a.example", "--allowed-hosts", "*.b.example"),
-    *("--cors-origins", "https://a.example"),
-    *("--image-hosts", "images.example"),
-    *("--model-alias", "haiku=a", "--model-alias", "*=b"),
-]
-_SWITCHES = [
-    "--store-required",
-    "--trust-remote-code",
-    "--no-record-logprobs",
-    "--no-record-token-route",
-    "--allow-anonymous",
-    "--metrics-need-key",
-    "--cache-salt-by-version",
-    "--no-viewer",
-    "--access-log",
-    "--session-from-key",
-]
-
-
-def test_every_flag_arrives(served: list[Settings], tmp_path: Path) -> None:
-    template, keys = tmp_path / "template.jinja", tmp_path / "keys.yaml"
-    template.touch()
-    upstreams = tmp_path / "engines.txt"
-    upstreams.write_text("http://c:1")
-    keys.write_text("[]")
-    flags = {
-        **_VALUES,
-        "--chat-template": str(template),
-        "--upstreams-file": str(upstreams),
-        "--proof-folder": str(tmp_path),
-        "--api-key-file": str(keys),
-        "--tls-cert": str(template),
-        "--tls-key": str(template),
-    }
-    pairs = [word for pair in flags.items() for word in pair]
-    assert main(["serve", *_LISTS, *pairs, *_SWITCHES]) == 0
+@pytest.mark.parametrize(
+    "flags, name, value",
+    [
+        (["--port", "1"], "port", 1),
+        (["--drain-s", "2.5"], "drain_s", 2.5),
+        (["--http-parser", "h11"], "http_parser", "h11"),
+        (
+            ["--upstream", "http://a:1", "--upstream", "http://b:2/v1"],
+            "upstreams",
+            ["http://a:1", "http://b:2"],
+        ),
+        (["--api-key", "k1", "--api-key", "k,2"], "api_key", [SecretStr("k1"), SecretStr("k,2")]),
+        (["--upstream-api-key", "b"], "upstream_api_key", SecretStr("b")),
+        (["--tls-cert", __file__, "--tls-key", __file__], "tls_key", Path(__file__)),
+        (["--access-log"], "access_log", True),
+        (["--no-viewer"], "viewer", False),
+        (["--model-alias", "haiku=a", "--model-alias", "*=b"], "model_aliases", ["haiku=a", "*=b"]),
+    ],
+)
+def test_flags_of_every_kind_arrive(
+    served: list[Settings], flags: list[str], name: str, value: object
+) -> None:
+    """Flags are derived from the fields of the settings; `tests/unit/test_settings.py` looks at each."""
+    upstream = [] if "--upstream" in flags else ["--upstream", "http://a:1"]
+    assert main(["serve", *upstream, *flags]) == 0
     [settings] = served
-    assert settings.upstreams == ["http://a:1", "http://b:2"]
-    assert [key.get_secret_value() for key in settings.api_key] == ["k1", "k,2"]
-    assert [key.get_secret_value() for key in settings.admin_key] == ["a1", "a2"]
-    assert settings.allowed_hosts == ["a.example", "*.b.example"]
-    assert settings.cors_origins == ["https://a.example"]
-    assert (settings.trust_remote_code, settings.allow_anonymous) == (True, True)
-    assert settings.metrics_need_key
-    assert settings.store_required
-    assert (settings.record_logprobs, settings.record_token_route) == (False, False)
-    assert settings.access_log and settings.session_from_key
-    assert not settings.viewer
-    assert settings.model_aliases == ["haiku=a", "*=b"]
-    for flag, value in flags.items():
-        name = flag[2:].replace("-", "_")
-        found = getattr(settings, name)
-        found = found.get_secret_value() if name == "upstream_api_key" else found
-        assert str(found) == value
-    assert settings.model_fields_set == set(Settings.model_fields)
+    assert getattr(settings, name) == value
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost", "LOCALHOST"])

@@ -4,14 +4,11 @@ import contextlib
 import socket
 
 import httpx
-import pytest
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'
 HALF_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\nx-slow: "
 PATIENCE_S = 20.0
-
-both_parsers = pytest.mark.parametrize("parser", ["httptools", "h11"])
 
 
 def connect(url: httpx.URL) -> socket.socket:

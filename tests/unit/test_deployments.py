@@ -104,14 +104,6 @@ def test_ports_are_the_same_everywhere(proxy: _Proxy) -> None:
     assert (store.scheme, store.hostname, store.port, store.path) == ("redis", "valkey", _STORE_PORT, "/0")
 
 
-def test_the_same_variables_are_set_everywhere() -> None:
-    """What a proxy needs to find its engines, its store, its port and its files; Kubernetes adds others."""
-    needed = {f"{ENV_PREFIX}{name}" for name in ("HOST", "PORT", "STORE", "UPSTREAMS")}
-    for name, proxy in _PROXIES.items():
-        in_container = set() if name.startswith("ray") else {"XDG_STATE_HOME"}
-        assert needed | in_container <= set(proxy.variables), name
-
-
 @pytest.mark.parametrize("service", _COMPOSE_PROXIES)
 def test_compose_runs_two_proxies_behind_one_name(service: str) -> None:
     definition = _COMPOSE["services"][service]

@@ -2,8 +2,6 @@
 
 import re
 import stat
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -87,22 +85,9 @@ def test_errors_are_one_line(tmp_path: Path, capsys: Capture, arguments: list[st
     assert not (tmp_path / "keys.yaml").exists()
 
 
-def test_an_unknown_scope(tmp_path: Path, capsys: Capture) -> None:
-    with pytest.raises(SystemExit):
-        main(["key", "a", "--file", str(tmp_path / "keys.yaml"), "--scope", "all"])
-    assert "inference" in capsys.readouterr().err
-
-
 def test_runs_at_once_lose_no_key(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     with ThreadPoolExecutor(8) as pool:
         keys = list(pool.map(lambda n: add_key(file, f"k{n}", ["read"], None), range(16)))
     found = KeyFile(file)
     assert all(found.find(key.encode()) for key in keys)
-
-
-@pytest.mark.slow
-def test_the_command_as_a_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "proxy.cli", "key", "a", "--file", str(tmp_path / "keys.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert KeyFile(tmp_path / "keys.yaml").find(done.stdout.strip().encode())

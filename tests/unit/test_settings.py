@@ -1,3 +1,5 @@
+"""Settings: file below environment below flags, errors that name the setting, the reference in the docs."""
+
 import re
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,6 @@ def test_file_below_environment_below_flags(file: Path, monkeypatch: pytest.Monk
     assert settings.upstreams == ["http://a:1"]
 
 
-def test_unset_settings_have_their_defaults(file: Path) -> None:
-    settings = load_settings(file)
-    assert settings.encoder_threads == Settings().encoder_threads
-    assert load_settings().model_dump() == Settings().model_dump()
-
-
 def test_upstreams_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENPROXY_UPSTREAMS", "http://a:1/v1/, http://b:2")
     assert load_settings().upstreams == ["http://a:1", "http://b:2"]
@@ -58,10 +54,6 @@ def test_no_api_keys(tmp_path: Path) -> None:
         assert load_settings(path).api_key == []
 
 
-def test_a_list_keeps_keys_with_commas() -> None:
-    assert _keys(load_settings(api_key=["a,b"])) == ["a,b"]
-
-
 @pytest.mark.parametrize("keys", [[""], ["a", " "]])
 def test_an_empty_key_is_refused(keys: list[str]) -> None:
     with pytest.raises(SettingsError, match=r"^api_key: .*must not be empty"):
@@ -82,35 +74,24 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
     "flags, name",
     [
         ({"port": 70000}, "port"),
-        ({"port": "many"}, "port"),
         ({"workers": 0}, "workers"),
         ({"upstreams": ["a:1"]}, "upstreams"),
         ({"upstreams": ["ftp://a:1"]}, "upstreams"),
         ({"token_in": "guess"}, "token_in"),
         ({"body_limit_bytes": 0}, "body_limit_bytes"),
         ({"connect_timeout_s": 0}, "connect_timeout_s"),
-        ({"watch_interval_s": -1}, "watch_interval_s"),
-        ({"encoder_threads": 0}, "encoder_threads"),
-        ({"log_level": "loud"}, "log_level"),
-        ({"log_format": "xml"}, "log_format"),
-        ({"cache_bytes": -1}, "cache_bytes"),
         ({"record_token_route": "perhaps"}, "record_token_route"),
         ({"request_class_header": "a b"}, "request_class_header"),
         ({"image_pixels": 2 * (Image.MAX_IMAGE_PIXELS or 0) + 1}, "image_pixels"),
         ({"api_key": 5}, "api_key"),
-        ({"admin_key": [""]}, "admin_key"),
         ({"api_key_file": "missing.yaml"}, "api_key_file"),
         ({"tls_cert": "missing.pem", "tls_key": __file__}, "tls_cert"),
         ({"tls_key": __file__}, "settings: .*tls_cert.* and .*tls_key.* belong together"),
-        ({"http_parser": "guess"}, "http_parser"),
         ({"allowed_hosts": ["http://a.example"]}, "allowed_hosts"),
         ({"allowed_hosts": "a.example:8100"}, "allowed_hosts"),
         ({"cors_origins": "app.example.com"}, "cors_origins"),
         ({"cors_origins": ["https://app.example.com/"]}, "cors_origins"),
         ({"head_limit_bytes": 10}, "head_limit_bytes"),
-        ({"head_timeout_s": 0}, "head_timeout_s"),
-        ({"body_timeout_s": 0}, "body_timeout_s"),
-        ({"connections_per_address": -1}, "connections_per_address"),
         ({"no_such_setting": 1}, "no_such_setting"),
     ],
 )
@@ -135,10 +116,8 @@ def test_errors_in_the_environment_name_the_setting(
     [
         ("prot: 1", "prot"),
         ("port: many", "port"),
-        ("upstreams: a:1", "upstreams"),
         ("port: [1", "settings.yaml"),
         ("- port", "settings.yaml"),
-        ("port", "settings.yaml"),
     ],
 )
 def test_errors_in_the_file(tmp_path: Path, content: str, complaint: str) -> None:
@@ -148,20 +127,9 @@ def test_errors_in_the_file(tmp_path: Path, content: str, complaint: str) -> Non
         load_settings(path)
 
 
-def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text("# nothing\n")
-    assert load_settings(path).model_dump() == Settings().model_dump()
-
-
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"no settings file at .*missing\.yaml"):
         load_settings(tmp_path / "missing.yaml")
-
-
-def test_a_file_that_is_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="cannot read the settings file"):
-        load_settings(tmp_path)
 
 
 def test_keys_are_not_shown() -> None:
@@ -181,12 +149,12 @@ def test_every_setting_has_a_description() -> None:
     assert [name for name, field in Settings.model_fields.items() if not field.description] == []
 
 
-@pytest.mark.parametrize("name", Settings.model_fields)
-def test_every_setting_has_a_flag(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
-    flag = flag_name(name, Settings.model_fields[name])
-    assert re.search(rf"  {flag}[ ,\n]", capsys.readouterr().out)
+    text = capsys.readouterr().out
+    flags = [flag_name(name, field) for name, field in Settings.model_fields.items()]
+    assert [flag for flag in flags if not re.search(rf"  {flag}[ ,\n]", text)] == []
 
 
 # --- the reference in docs/settings.md
@@ -241,7 +209,3 @@ def test_ready_configurations_hold(path: Path) -> None:
     assert settings.upstreams
     for name, value in yaml.safe_load(path.read_text()).items():
         assert getattr(settings, name) == value
-
-
-def test_there_are_ready_configurations() -> None:
-    assert _CONFIGS

@@ -1,4 +1,4 @@
-"""Claude Code and Codex as `scripts/install-agents` installs them, run as a user runs them."""
+"""Claude Code and Codex as `scripts/install-programs claude codex` installs them, run as a user runs them."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ CLAUDE, CODEX = (_AGENTS / name / "node_modules" / ".bin" / name for name in ("c
 
 def needs(program: Path) -> pytest.MarkDecorator:
     """Skips a test where a program is not installed."""
-    return pytest.mark.skipif(not program.exists(), reason=f"no {program.name}: run scripts/install-agents")
+    return pytest.mark.skipif(not program.exists(), reason=f"run scripts/install-programs {program.name}")
 
 
 def run_program(

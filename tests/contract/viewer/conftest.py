@@ -9,7 +9,6 @@ A test takes `viewer`, a page in a context of its own: `async def test_x(viewer:
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +17,6 @@ import pytest_asyncio
 from tests.support.store_utils import opened
 from tests.support.tiny_model import TinyModel
 from tests.support.viewer.browser import PageOptions, Viewer, missing_program, run_browser, watched_page
-from tests.support.viewer.model import make_viewer_model
 from tests.support.viewer.proxies import RecordedProxy, run_recorded_proxy
 from tests.support.viewer.recordings import LIMITS, RECORDINGS, write
 
@@ -29,21 +27,10 @@ if TYPE_CHECKING:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run every coroutine here in the event loop of the browser, the session's; browsers are slow."""
-    here = Path(__file__).parent
+    """Run every coroutine that uses the browser in its event loop, the session's."""
     for item in items:
-        if here not in item.path.parents:
-            continue
-        if item.get_closest_marker("asyncio") is not None:
-            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
         if "browser" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.slow)
-
-
-@pytest.fixture(scope="session")
-def viewer_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """The model of all recorded sessions."""
-    return make_viewer_model(tmp_path_factory.mktemp("viewer-model"))
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -68,19 +55,26 @@ def started_proxies() -> dict[str, RecordedProxy]:
     return {}
 
 
+@pytest.fixture
+def recordings() -> str:
+    """What the proxies of these tests have recorded, of `RECORDINGS`."""
+    return "two"
+
+
 @pytest_asyncio.fixture(loop_scope="session")
 async def recorded(
     request: pytest.FixtureRequest,
+    recordings: str,
     viewer_model: TinyModel,
     started_proxies: dict[str, RecordedProxy],
     recorded_proxies: ExitStack,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> RecordedProxy:
-    """A proxy over the recordings that the parameter names in `RECORDINGS`: `few` if there is none.
+    """A proxy over the recordings that the parameter names in `RECORDINGS`: `recordings` if there is none.
 
     It is started once in a run. What a test adds to it stays.
     """
-    name = getattr(request, "param", "few")
+    name = getattr(request, "param", recordings)
     if name not in started_proxies:
         folder = tmp_path_factory.mktemp(f"recorded-{name}")
         store = f"sqlite://{folder / 'rollouts.db'}"

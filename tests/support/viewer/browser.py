@@ -1,4 +1,4 @@
-"""Chromium, driven by Playwright, as `scripts/install-browser` installs them.
+"""The system's Chromium, driven by Playwright.
 
 Each test gets a page in a context of its own, with an empty cache. What goes wrong in the page is collected,
 and fails the test at its end: errors on the console, uncaught exceptions, violations of the
@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import shutil
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Page
 
 _CACHE = Path(__file__).parents[3] / ".cache"
-_PLAYWRIGHT = _CACHE / "browser"
 _AXE = _CACHE / "axe-core" / "node_modules" / "axe-core" / "axe.min.js"
 _TIMEOUT_MS = 30_000
 _LAST_EVENTS_S = 10.0
@@ -44,18 +42,13 @@ document.addEventListener('securitypolicyviolation', (event) => reportPolicyViol
 def missing_program() -> str:
     """What has to be installed before a test can use a browser; empty if nothing is missing."""
     if shutil.which("chromium") is None:
-        return "no chromium: run scripts/install-browser"
-    if not (_PLAYWRIGHT / "playwright").is_dir():
-        return "no Playwright: run scripts/install-browser"
+        return "no chromium: run scripts/install-programs chromium"
     return ""
 
 
 @asynccontextmanager
 async def run_browser() -> AsyncIterator["Browser"]:
     """Run Debian's Chromium without a window."""
-    # at the end: nothing in this folder may replace a package of .venv
-    if str(_PLAYWRIGHT) not in sys.path:
-        sys.path.append(str(_PLAYWRIGHT))
     from playwright.async_api import async_playwright
 
     async with async_playwright() as playwright:

@@ -4,13 +4,10 @@ All times are the page's own, by `performance.now()` and `requestAnimationFrame`
 meanwhile is not in them, except where it uses the cores that the browser needs.
 """
 
-import asyncio
-import statistics
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.support.viewer.browser import Viewer
@@ -19,9 +16,7 @@ if TYPE_CHECKING:
     from playwright.async_api import Page
 
 _OPEN_TIMEOUT_MS = 60_000
-_BUSY_MS = 120
 """For so long a page works to show which process is its own."""
-_FIND_RENDERER_S = 10.0
 
 _FILLED = """
 ({selector, count}) => {
@@ -35,22 +30,9 @@ _FILLED = """
     return window.filledAt && paint ? {paint: paint.startTime, filled: window.filledAt} : null;
 }
 """
-_LONG_TASKS = """
-() => new Promise((resolve) => {
-    const observer = new PerformanceObserver((list) => {
-        resolve(list.getEntries().map((task) => task.duration));
-    });
-    observer.observe({type: 'longtask', buffered: true});
-    setTimeout(() => resolve([]), 200);
-})
-"""
 _START_FRAMES = """
 () => new Promise((resolve) => {
-    const recorder = {times: [], tasks: [], running: true};
-    recorder.observer = new PerformanceObserver((list) => {
-        recorder.tasks.push(...list.getEntries().map((task) => task.duration));
-    });
-    recorder.observer.observe({type: 'longtask'});
+    const recorder = {times: [], running: true};
     const tick = () => {
         recorder.times.push(performance.now());
         resolve();
@@ -66,10 +48,7 @@ async () => {
     // the frame that the last action caused, and one after it that has begun
     await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
     recorder.running = false;
-    // a long task is reported in a task of its own
-    await new Promise((resolve) => setTimeout(resolve, 60));
-    recorder.observer.disconnect();
-    return {times: recorder.times, tasks: recorder.tasks};
+    return recorder.times;
 }
 """
 _SCROLL = """
@@ -96,7 +75,6 @@ _POSITION = """
     };
 }
 """
-_WORK = "(milliseconds) => { const end = performance.now() + milliseconds; while (performance.now() < end); }"
 
 
 @dataclass(frozen=True)
@@ -107,8 +85,6 @@ class LoadTimes:
     """When the first text or image was painted."""
     filled_ms: float
     """When the view showed what it was waited for, to the next frame."""
-    long_tasks_ms: tuple[float, ...]
-    """How long each task of more than 50 ms took."""
 
 
 async def load_times(viewer: Viewer, fragment: str, filled: str, *, count: int = 1) -> LoadTimes:
@@ -130,7 +106,7 @@ async def load_times(viewer: Viewer, fragment: str, filled: str, *, count: int =
     times = await found.json_value()
     # the first frame may be on the screen after the next one has begun
     filled_ms = max(times["filled"], times["paint"])
-    return LoadTimes(times["paint"], filled_ms, tuple(await page.evaluate(_LONG_TASKS)))
+    return LoadTimes(times["paint"], filled_ms)
 
 
 @dataclass
@@ -139,18 +115,11 @@ class Frames:
 
     durations_ms: list[float] = field(default_factory=list)
     """From the start of each frame to that of the next one."""
-    long_tasks_ms: list[float] = field(default_factory=list)
-    """How long each task of the page took that took more than 50 ms; calls of `evaluate` are none."""
 
     @property
     def longest_ms(self) -> float:
         """The longest time for which the page showed nothing new."""
         return max(self.durations_ms)
-
-    @property
-    def median_ms(self) -> float:
-        """What a frame usually took: 16.7 unless the machine is busy."""
-        return statistics.median(self.durations_ms)
 
 
 @asynccontextmanager
@@ -161,10 +130,8 @@ async def recorded_frames(page: "Page") -> AsyncIterator[Frames]:
     try:
         yield frames
     finally:
-        recorded = await page.evaluate(_STOP_FRAMES)
-        times = recorded["times"]
+        times = await page.evaluate(_STOP_FRAMES)
         frames.durations_ms += [after - before for before, after in pairwise(times)]
-        frames.long_tasks_ms += recorded["tasks"]
 
 
 async def scroll_through(page: "Page", selector: str = "", *, steps: int = 200) -> Frames:
@@ -185,32 +152,6 @@ async def scroll_through(page: "Page", selector: str = "", *, steps: int = 200) 
     return frames
 
 
-async def wheel_through(
-    page: "Page", selector: str = "", *, notches: int = 100, pixels: int | None = None
-) -> Frames:
-    """Turn the mouse wheel over an element, as a person does, towards its end.
-
-    Args:
-        selector: of what scrolls; empty for the whole page.
-        notches: how often at most.
-        pixels: of each notch; None for what reaches the end with `notches`.
-
-    Returns:
-        the frames meanwhile.
-
-    Raises:
-        AssertionError: it does not scroll.
-    """
-    position = await page.evaluate(_POSITION, selector)
-    assert position["left"] > 0, f"{selector or 'the page'} does not scroll"
-    await page.mouse.move(position["x"], position["y"])
-    each = pixels or position["left"] / notches + 1
-    async with recorded_frames(page) as frames:
-        for _ in range(notches):
-            await page.mouse.wheel(0, each)
-    return frames
-
-
 async def distance_to_end(page: "Page", selector: str = "") -> float:
     """How many CSS pixels an element can still be scrolled down."""
     left: float = (await page.evaluate(_POSITION, selector))["left"]
@@ -223,8 +164,6 @@ class PageMemory:
 
     heap_bytes: int
     """Of JavaScript objects."""
-    renderer_bytes: int
-    """Resident memory of the page's process: typed arrays, layout and images too."""
     elements: int
     """In the document."""
 
@@ -240,39 +179,4 @@ async def page_memory(page: "Page") -> PageMemory:
         await session.detach()
     heap = next(each["value"] for each in metrics if each["name"] == "JSHeapUsedSize")
     elements = await page.evaluate("() => document.getElementsByTagName('*').length")
-    return PageMemory(int(heap), resident_bytes(await renderer_pid(page)), elements)
-
-
-async def renderer_pid(page: "Page") -> int:
-    """The id of the page's process: the one that works when the page does.
-
-    DevTools lists the processes and not whose they are; Chromium keeps a spare one.
-    """
-    session = await page.context.browser.new_browser_cdp_session()
-    try:
-        async with asyncio.timeout(_FIND_RENDERER_S):
-            while True:
-                before = await _renderer_times(session)
-                await page.evaluate(_WORK, _BUSY_MS)
-                after = await _renderer_times(session)
-                worked = {pid: time - before.get(pid, 0.0) for pid, time in after.items()}
-                busiest = max(worked, key=worked.__getitem__)
-                # another page's process may be busy too
-                others = [time for pid, time in worked.items() if pid != busiest]
-                if worked[busiest] >= _BUSY_MS / 2000 and worked[busiest] > 2 * max(others, default=0.0):
-                    return busiest
-    finally:
-        await session.detach()
-
-
-async def _renderer_times(session: object) -> dict[int, float]:
-    """Seconds that each renderer process has worked."""
-    info = await session.send("SystemInfo.getProcessInfo")  # type: ignore[attr-defined]
-    return {each["id"]: each["cpuTime"] for each in info["processInfo"] if each["type"] == "renderer"}
-
-
-def resident_bytes(pid: int) -> int:
-    """The resident memory of a process."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    [line] = [line for line in status.splitlines() if line.startswith("VmRSS:")]
-    return int(line.split()[1]) * 1024
+    return PageMemory(int(heap), elements)

@@ -68,10 +68,15 @@ HOSTILE_TEXTS = (
 with the id `injected`."""
 
 
-def few_sessions(model: TinyModel) -> Iterator[Recorded]:
-    """The named sessions."""
+def two_sessions(model: TinyModel) -> Iterator[Recorded]:
+    """The sessions `small` and `hostile`."""
     yield small_session(model).recorded
     yield hostile_session(model)
+
+
+def few_sessions(model: TinyModel) -> Iterator[Recorded]:
+    """The named sessions."""
+    yield from two_sessions(model)
     started = START + _HOUR_S
     yield Recorded(Session(id=EMPTY, created=started, used=started, metadata=b'{"task":"none"}'), [])
     yield long_session(model)
@@ -224,7 +229,7 @@ def _sentence(drawn: random.Random, words: int) -> str:
 
 
 RECORDINGS: Final[Mapping[str, Callable[[TinyModel], Iterable[Recorded]]]] = MappingProxyType(
-    {"few": few_sessions, "many": many_sessions}
+    {"two": two_sessions, "few": few_sessions, "many": many_sessions}
 )
 """What the proxies of the tests have recorded."""
 

@@ -1,6 +1,5 @@
 """`tokenproxy view`: rollouts of a store, of an export and of a running proxy as one HTML file."""
 
-import asyncio
 import base64
 import hashlib
 import json
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 
 from proxy.cli import main
-from proxy.history.store import Session
 from proxy.viewer import page as page_module
 from proxy.viewer.exported import NotAnExport, read_export
 from proxy.viewer.files import FOLDER
 from proxy.viewer.page import bundle, single_file
-from proxy.viewer.recording import LeafData, PageData
+from proxy.viewer.recording import PageData
 from tests.support.store_utils import opened
 from tests.support.tiny_model import TinyModel
 from tests.support.viewer.recordings import LIMITS, write
@@ -107,15 +105,6 @@ def test_sessions_of_a_store(
     assert (lane["basis"], lane["reason"]) == ("template", "")
 
 
-def test_sessions_with_one_name_are_kept_apart() -> None:
-    data = PageData()
-    for turn in ("a", "b"):
-        tree = {"session": {"id": "s"}, "turns": [{"id": turn}]}
-        data.add("s", tree, [turn], lambda leaf: LeafData(leaf.encode(), []))
-    assert [row["id"] for row in data.sessions] == ["s", "s~2"] == list(data.trees)
-    assert list(data.tokens) == ["s/a", "s~2/b"]
-
-
 def test_without_a_tokenizer_the_page_says_so(store_url: str, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     assert main(["view", SMALL, "--store", store_url, "-o", str(out)]) == 0
@@ -203,16 +192,3 @@ def test_wrong_use_is_told(
     assert not list(tmp_path.glob("*.html"))
     assert main(["view", SMALL, *store]) == 0
     assert (tmp_path / f"{SMALL}.html").exists()
-
-
-def test_a_session_without_turns_has_a_page(tmp_path: Path) -> None:
-    url = f"sqlite://{tmp_path / 'empty.db'}"
-
-    async def save() -> None:
-        async with opened(url, LIMITS) as store:
-            await store.save_session(Session(id="empty", created=1.0, used=1.0))
-
-    asyncio.run(save())
-    out = tmp_path / "page.html"
-    assert main(["view", "empty", "--store", url, "-o", str(out)]) == 0
-    assert _data(out.read_text())["trees"]["empty"]["turns"] == []

@@ -90,21 +90,6 @@ async def test_the_turn_that_was_chosen_last_is_shown(
     await recorded_store.delete(name)
 
 
-async def test_a_late_failure_of_another_session_is_dropped(viewer: Viewer) -> None:
-    await viewer.open()
-    await viewer.page.wait_for_selector(".list-row")
-    async with _held(viewer, f"sessions/{SMALL}$") as released:
-        await _go(viewer, f"#/s/{SMALL}")
-        await viewer.page.wait_for_selector(".session")
-        await _go(viewer, f"#/s/{DEEP}")
-        await viewer.page.wait_for_selector(".tree-row")
-        async with viewer.page.expect_response(re.compile(f"sessions/{SMALL}$")):
-            released.set()
-        await viewer.page.wait_for_timeout(200)
-    assert await viewer.page.locator(".problem-bar").is_hidden()
-    await viewer.take_problems()
-
-
 _TURN_AT_THE_TOP = """
 turn => [...document.querySelectorAll('.row.heading')].some((row) => row.textContent.startsWith(turn)
     && Math.abs(row.getBoundingClientRect().top - row.closest('.tokens').getBoundingClientRect().top) < 5)
@@ -173,48 +158,6 @@ async def test_a_turn_that_the_session_does_not_have_is_told(viewer: Viewer, rec
     assert await page.locator(f".tree-row.on-path[data-turn='{second.id}']").count() == 1
     await page.goto("about:blank")
     await recorded_store.delete(name)
-
-
-@pytest.mark.parametrize("fragment", ["#/s/%E0%A4%A", "#/%", "#/compare/%/-/%/-"])
-async def test_an_address_that_cannot_be_decoded(viewer: Viewer, fragment: str) -> None:
-    await viewer.open(fragment)
-    await viewer.page.wait_for_selector(".problem-bar:not([hidden]), .list-row")
-    await viewer.take_problems()
-
-
-async def test_an_empty_path_has_no_token_to_go_to(viewer: Viewer, recorded_store: Store) -> None:
-    turn = root("0" * 32, [], [], rollout="no-ids", message=b"{}", messages=b"[]")
-    await recorded_store.add(Session(id="no-ids", created=1.0, used=1.0), [turn], [[]])
-    await viewer.open(f"#/s/no-ids/{turn.id}/tokens?token=3")
-    await viewer.page.wait_for_selector(".tokens")
-    await viewer.page.locator(".tokens").focus()
-    for key in ("ArrowRight", "ArrowDown", "End", "d", "y"):
-        await viewer.page.keyboard.press(key)
-    await recorded_store.delete("no-ids")
-
-
-async def test_a_key_that_no_header_can_hold_can_be_replaced(viewer: Viewer) -> None:
-    await viewer.open()
-    await viewer.page.wait_for_selector(".list-row")
-    await viewer.page.evaluate("() => sessionStorage.setItem('tokenproxy-viewer-key', 'k\u200bey')")
-    await viewer.page.reload()
-    await viewer.page.wait_for_selector(".problem-bar form")
-    await viewer.page.get_by_label("API key").fill("key")
-    await viewer.page.keyboard.press("Enter")
-    await viewer.page.wait_for_selector(".list-row")
-
-
-async def test_colours_of_a_comparison_stay_when_a_path_is_chosen(
-    viewer: Viewer, small: SmallSession
-) -> None:
-    await viewer.open(f"#/compare/{SMALL}/{small.special.id}/{SMALL}/{small.aborted.id}")
-    await viewer.page.wait_for_selector(".column .token")
-    await viewer.page.get_by_label("Colours").select_option("mask")
-    await _go(viewer, f"#/compare/{SMALL}/{small.special.id}/{SMALL}/{small.after_break.id}")
-    await viewer.page.wait_for_function(f"() => location.hash.includes('{small.after_break.id}')")
-    await viewer.page.wait_for_timeout(500)
-    assert await viewer.page.locator(".column .token.plain").count() > 0
-    assert await viewer.page.locator(".column .token:not(.plain)").count() == 0
 
 
 async def test_a_reader_of_tokens_keeps_the_place_while_the_path_grows(

@@ -17,15 +17,15 @@ from proxy.fleet.membership import MembershipError, normalise_upstream, resolve_
 from proxy.settings import SettingsError
 from tests.support.utils import wait_until
 
-pytest.importorskip("ray", reason="scripts/install-ray installs it")
+pytest.importorskip("ray", reason="scripts/install-programs ray installs it")
 
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from proxy import serve_engines, serve_metrics
 from proxy.serve_app import Arguments, build
 from proxy.serve_engines import ENGINES, ActorEngines, EngineArguments
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _URL = {"upstreams": "http://127.0.0.1:8000,http://127.0.0.1:8001"}
 _SHARED = {"store": "redis://127.0.0.1:6379/0"}
 
@@ -115,12 +115,6 @@ def test_arguments_are_documented() -> None:
     assert [name for name in names if f"| `{name}` |" not in page] == []
 
 
-def test_engines_as_text() -> None:
-    arguments = Arguments(engines='{"model": "m", "flags": "--a \'b c\'", "gpus": 0}')
-    assert arguments.engines is not None
-    assert (arguments.engines.flags, arguments.engines.gpus) == (["--a", "b c"], 0)
-
-
 @pytest.mark.parametrize(
     "url, normal",
     [
@@ -204,25 +198,6 @@ async def test_an_actor_that_does_not_tell(
     assert caplog.text.count("the actor server_1 does not tell where its engine is") == 1
 
 
-async def test_an_actor_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    actors: dict[str, Any] = {"server_0": _Told("http://10.0.0.1:8000")}
-    monkeypatch.setattr(serve_engines, "_actors", lambda name: dict(actors))
-    engines = ActorEngines()
-    assert await engines.resolve("ray-actor://server_") == ["http://10.0.0.1:8000"]
-    actors["server_0"] = _Told(RayActorError())
-    assert await engines.resolve("ray-actor://server_") == []
-
-
-async def test_an_actor_that_hangs_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_engines, "_ASK_S", 0.02)
-    hanging = _Told(asyncio.Event().wait)
-    monkeypatch.setattr(serve_engines, "_actors", lambda name: {"server_0": hanging})
-    engines = ActorEngines()
-    for _ in range(5):
-        assert await engines.resolve("ray-actor://server_") == []
-    assert hanging.calls == 1
-
-
 def test_tls_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ray Serve would answer without it."""
     for name in ("cert", "key"):
@@ -295,21 +270,6 @@ def test_a_child_ends_with_its_parent() -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     wait_until(lambda: not _runs(child) and not _runs(command), 20)
-
-
-def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
-    """As a worker that holds a GPU, and hears no SIGTERM."""
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
-    code = (
-        "import subprocess, sys; "
-        f"child = subprocess.Popen([sys.executable, '-c', {deaf!r}]); "
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); raise SystemExit(3)"
-    )
-    start = "import proxy.serve_child as child; child.GRACE_S = 0.5; child.main()"
-    command = [sys.executable, "-c", start, sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
-        assert child.wait(60) == 3
-    assert not _runs(int((tmp_path / "pid").read_text()))
 
 
 def test_a_child_has_the_exit_code_of_its_command() -> None:

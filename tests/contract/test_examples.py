@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.ports import free_port
+from tests.support.ports import held_port
 from tests.support.tiny_model import TinyModel
 
 _FOLDER = Path(__file__).parents[2] / "examples"
@@ -71,20 +71,20 @@ def test_readme_table_lists_every_example(name: str) -> None:
     assert any(row.startswith(f"| [{name}]({name}) |") for row in rows)
 
 
-@pytest.mark.slow
 @every_example
 def test_missing_server_is_a_one_line_error(name: str, tiny_model: TinyModel) -> None:
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-    given = {"--tokenizer": str(tiny_model.folder)} if "--tokenizer" in _FLAGS[name] else {}
-    arguments = ["--url", url, *(word for pair in given.items() for word in pair)]
-    run = subprocess.run(
-        [sys.executable, str(_FOLDER / name), *arguments],
-        # without torch, transformers prints an advisory to stderr
-        env=os.environ | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 2, run.stderr
-    assert run.stderr == f"{name}: no server at {url}: start one, or pass --url\n"
-    assert run.stdout == ""
+    with held_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        given = {"--tokenizer": str(tiny_model.folder)} if "--tokenizer" in _FLAGS[name] else {}
+        arguments = ["--url", url, *(word for pair in given.items() for word in pair)]
+        run = subprocess.run(
+            [sys.executable, str(_FOLDER / name), *arguments],
+            # without torch, transformers prints an advisory to stderr
+            env=os.environ | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert run.returncode == 2, run.stderr
+        assert run.stderr == f"{name}: no server at {url}: start one, or pass --url\n"
+        assert run.stdout == ""

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.fake_vllm import Canned, FakeVllm
-from tests.support.sockets import CHAT, HALF_HEAD, PATIENCE_S, both_parsers, connect, head
+from tests.support.sockets import CHAT, HALF_HEAD, PATIENCE_S, connect, head
 
 
 class _Loris(threading.Thread):
@@ -64,9 +64,7 @@ def _is_closed(connection: socket.socket) -> bool:
     return False
 
 
-@pytest.mark.slow
-@pytest.mark.alone
-@both_parsers
+@pytest.mark.parametrize("parser", ["httptools", "h11"])
 def test_1500_slow_connections_are_closed_while_others_are_served(mortal: FakeVllm, parser: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))

@@ -1,4 +1,4 @@
-"""Starting the proxy as a server of its own."""
+"""A proxy that starts before its store works: it serves, and records from the moment on that it does."""
 
 import sqlite3
 import subprocess
@@ -7,29 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from proxy.server import run
-from proxy.settings import Settings
 from tests.support.crowd import Crowd, check_record, run_proxy_process, store_state
 from tests.support.fake_vllm import FakeVllm
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer
 from tests.support.utils import wait_until
 
 
-def test_unusable_store_is_reported_before_serving(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = tmp_path / "rollouts.db"
-    file.write_bytes(b"no database" * 1000)
-    assert run(Settings(upstreams=["http://127.0.0.1:1"], port=0, store=f"sqlite://{file}")) == 1
-    assert str(file) in caplog.text
-
-
-def test_a_required_store_that_does_not_respond(caplog: pytest.LogCaptureFixture) -> None:
-    store = f"redis://127.0.0.1:{free_port()}/0"
-    settings = Settings(upstreams=["http://127.0.0.1:1"], port=0, store=store, store_required=True)
-    assert run(settings) == 1
-    assert store in caplog.text and "is the server running" in caplog.text
-
-
-@pytest.mark.slow
 def test_a_server_that_starts_after_the_proxy(mortal: FakeVllm, tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     log = tmp_path / "proxy.log"
@@ -49,7 +32,6 @@ def test_a_server_that_starts_after_the_proxy(mortal: FakeVllm, tmp_path: Path) 
     assert "the store does not work" in log.read_text() and "works again" in log.read_text()
 
 
-@pytest.mark.slow
 def test_a_file_that_is_locked_while_the_proxy_starts(mortal: FakeVllm, tmp_path: Path) -> None:
     file = tmp_path / "rollouts.db"
     with closing(sqlite3.connect(file, isolation_level=None)) as other:
@@ -65,7 +47,6 @@ def test_a_file_that_is_locked_while_the_proxy_starts(mortal: FakeVllm, tmp_path
             check_record(client, crowd.answers)
 
 
-@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_at_first(mortal: FakeVllm, tmp_path: Path) -> None:
     folder = tmp_path / "mounted"
     folder.mkdir()

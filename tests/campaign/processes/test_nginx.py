@@ -12,12 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proxy.ports import free_port
 from proxy.settings import Settings
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
+from tests.support.ports import held_port
 from tests.support.utils import run_proxy, wait_until
 
-_EXAMPLE = Path(__file__).parents[2] / "config" / "nginx.conf"
+_EXAMPLE = Path(__file__).parents[3] / "config" / "nginx.conf"
 _NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 _KEY = {"authorization": "Bearer secret"}
 _HI = [{"role": "user", "content": "Hi"}]
@@ -28,11 +28,16 @@ pytestmark = pytest.mark.skipif(_NGINX is None, reason="nginx is not installed (
 @contextmanager
 def run_nginx(folder: Path, upstream: int) -> Iterator[httpx.Client]:
     """nginx with the example, on a port of its own; yields a client that trusts its certificate."""
+    with held_port() as port, _run_nginx(folder, upstream, port) as client:
+        yield client
+
+
+@contextmanager
+def _run_nginx(folder: Path, upstream: int, port: int) -> Iterator[httpx.Client]:
     cert, key = folder / "cert.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     command += ["-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
     subprocess.run([*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
-    port = free_port("127.0.0.1")
     text = _EXAMPLE.read_text()
     for name, value in {
         "listen 443 ssl": f"listen 127.0.0.1:{port} ssl",
@@ -68,7 +73,6 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.slow
 def test_the_example(mortal: FakeVllm, tmp_path: Path) -> None:
     with (
         run_proxy([mortal], api_key="secret", admin_key="operator", store="memory:") as proxy,
@@ -96,7 +100,6 @@ def test_the_example(mortal: FakeVllm, tmp_path: Path) -> None:
         assert client.post("/pause", headers={"x-api-key": "operator"}).status_code == 200
 
 
-@pytest.mark.slow
 def test_without_keys_requests_through_nginx_have_no_admin_scope(mortal: FakeVllm, tmp_path: Path) -> None:
     """To the proxy on a loopback address every client of nginx comes from this machine."""
     with (

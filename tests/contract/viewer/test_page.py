@@ -1,0 +1,273 @@
+"""The viewer's page in Chromium: the list, a session, its tokens and drift, a comparison, keys, one file."""
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from proxy.cli import main
+from proxy.history.store import Store
+from proxy.key_command import add_key
+from tests.support.fake_vllm import FakeVllm
+from tests.support.tiny_model import TinyModel
+from tests.support.utils import run_proxy
+from tests.support.viewer.browser import Viewer
+from tests.support.viewer.proxies import RecordedProxy
+from tests.support.viewer.recordings import HOSTILE
+from tests.support.viewer.small_session import SMALL, SmallSession, small_session
+
+OpenPage = Callable[..., AbstractAsyncContextManager[Viewer]]
+
+
+@pytest.fixture(scope="module")
+def small(viewer_model: TinyModel) -> SmallSession:
+    return small_session(viewer_model)
+
+
+async def _open_tokens(viewer: Viewer, turn: str, token: int | None = None) -> None:
+    await viewer.open(f"#/s/{SMALL}/{turn}/tokens" + ("" if token is None else f"?token={token}"))
+    await viewer.page.wait_for_selector(".token.sampled")
+    await viewer.page.wait_for_function(
+        "() => document.querySelector('.token-panel > .status').textContent !== ''"
+    )
+
+
+async def test_the_tree_tells_what_became_of_each_turn(viewer: Viewer, small: SmallSession) -> None:
+    await viewer.open(f"#/s/{SMALL}")
+    await viewer.page.wait_for_selector(".tree-row")
+
+    async def row(turn: str) -> str:
+        text: str = await viewer.page.locator(f".tree-row[data-turn='{turn}']").inner_text()
+        return text
+
+    assert await viewer.page.locator(".tree-row").count() == 11
+    assert "abort" in await row(small.aborted.id) and "reward -0.5" in await row(small.aborted.id)
+    assert "choice 2" in await row(small.other_choice.id)
+    assert "usage_mismatch" in await row(small.refused.id)
+    assert "not trained" in await row(small.special.id)
+    assert "agent-1" in await row(small.subagent.id) and "subagent" in await row(small.subagent.id)
+    assert "length" in await row(small.subagent_end.id)
+    broken = await row(small.broken.id)
+    assert "history_edited" in broken and "drift at" in broken
+    title = await viewer.page.locator(f".tree-row[data-turn='{small.broken.id}'] .reason").get_attribute(
+        "title"
+    )
+    assert title is not None and "differs from the recorded one" in title
+
+
+async def test_a_path_is_chosen_in_the_tree_and_in_its_menu(viewer: Viewer, small: SmallSession) -> None:
+    await viewer.open(f"#/s/{SMALL}")
+    await viewer.page.click(f".tree-row[data-turn='{small.other_choice.id}']")
+    on_path = await viewer.page.locator(".tree-row.on-path").evaluate_all(
+        "rows => rows.map(r => r.dataset.turn)"
+    )
+    assert on_path == [small.first.id, small.other_choice.id, small.aborted.id]
+    assert small.other_choice.id in viewer.page.url
+    await viewer.page.get_by_label("Path", exact=True).first.select_option(small.special.id)
+    await viewer.page.wait_for_selector(f".conversation [data-turn='{small.special.id}']")
+    shown = await viewer.page.locator(".conversation .turn").evaluate_all(
+        "turns => turns.map(t => t.dataset.turn)"
+    )
+    assert shown == [small.first.id, small.fork.id, small.emoji.id, small.refused.id, small.special.id]
+    text = await viewer.text(".conversation")
+    for part in ("I read the file first.", "read_file", "tests/test_list.py", "assert sum([1, 2]) == 4"):
+        assert part in text
+
+
+async def test_tokens_are_those_of_the_record(
+    viewer: Viewer, small: SmallSession, viewer_model: TinyModel
+) -> None:
+    await _open_tokens(viewer, small.fork.id)
+    page = viewer.page
+    await page.evaluate("document.querySelector('.tokens').scrollTop = 0")
+    await page.wait_for_selector("#token-0")
+    appended = len(small.first.appended) // 4
+    classes = [await page.locator(f"#token-{index}").get_attribute("class") for index in (0, appended)]
+    assert "rendered" in (classes[0] or "") and "sampled" in (classes[1] or "")
+    await page.click("#token-0")
+    details = await viewer.text(".details")
+    assert re.search(r"id\s+1\b", details) and "loss mask" in details and "the engine rendered it" in details
+    await page.hover("#token-0")
+    assert re.fullmatch(r"#1 · index 0 · .*", await viewer.text(".tip"))
+
+
+async def test_half_characters_and_white_space_are_visible(viewer: Viewer, small: SmallSession) -> None:
+    await _open_tokens(viewer, small.emoji.id, small.emoji.prompt_tokens)
+    text = await viewer.text(".tokens")
+    assert "\u2039f0\u203a\u20399f\u203a" in text.replace("\n", "") and "·" in text and "⏎" in text
+
+
+async def test_the_drift_lane_shows_what_a_template_renders(viewer: Viewer, small: SmallSession) -> None:
+    await _open_tokens(viewer, small.aborted.id)
+    status = await viewer.text(".token-panel > .status")
+    assert "differs from the template's own rendering" in status
+    await viewer.page.click("text=next difference")
+    lane = viewer.page.locator(".lane").first
+    await lane.wait_for()
+    assert await viewer.page.locator(".token.differs").count() > 0
+    assert await viewer.page.locator(".token.first-difference").count() == 1
+    details = await viewer.text(".details")
+    assert "Difference" in details
+
+
+async def test_hostile_text_is_only_text(viewer: Viewer) -> None:
+    await viewer.open(f"#/s/{HOSTILE}")
+    page = viewer.page
+    await page.wait_for_selector(".conversation .turn")
+    assert "<script>" in await viewer.text(".conversation")
+    for view, selector in (("tokens", ".token.sampled"), ("plots", ".plot")):
+        await page.click(f".tab:text-is('{view}')")
+        await page.wait_for_selector(selector)
+    await viewer.open("#/")
+    await page.wait_for_selector(".list-row")
+    assert await page.evaluate("window.hostileRan") is None
+    assert await page.locator("iframe, img, script:not([type=module])").count() == 0
+
+
+async def test_an_open_session_grows(
+    viewer: Viewer, recorded: RecordedProxy, recorded_store: Store, viewer_model: TinyModel
+) -> None:
+    headers = {"x-session-id": "growing"}
+    messages = [{"role": "user", "content": "Hi"}]
+    async with httpx.AsyncClient(base_url=recorded.url, trust_env=False) as client:
+        first = await client.post("/v1/chat/completions", json={"messages": messages}, headers=headers)
+        await viewer.open("#/s/growing")
+        await viewer.page.wait_for_selector(".tree-row")
+        assert await viewer.page.locator(".tree-row").count() == 1
+        await viewer.page.get_by_role("tab", name="tokens").click()
+        await viewer.page.wait_for_selector(".token.sampled")
+        messages += [first.json()["choices"][0]["message"], {"role": "user", "content": "And?"}]
+        await client.post("/v1/chat/completions", json={"messages": messages}, headers=headers)
+        await viewer.page.wait_for_function("() => document.querySelectorAll('.tree-row').length === 2")
+        await client.post("/v1/sessions/growing/reward", json={"reward": 0.5})
+        await viewer.page.wait_for_function(
+            "() => document.querySelector('h1').parentNode.textContent.includes('reward 0.5')"
+        )
+        await client.delete("/v1/sessions/growing")
+
+
+async def test_a_problem_is_told(
+    open_page: Callable[..., AbstractAsyncContextManager[Viewer]], recorded: RecordedProxy
+) -> None:
+    async with open_page(recorded.url) as viewer:
+        await viewer.open("#/s/never-used")
+        await viewer.page.wait_for_selector(".problem-bar:not([hidden])")
+        assert "unknown session 'never-used'" in await viewer.text(".problem-bar")
+        await viewer.take_problems()  # the browser logs the 404
+        await viewer.open("#/")
+        await viewer.page.wait_for_selector(".list-row")
+        assert await viewer.page.locator(".problem-bar").is_hidden()
+
+
+async def _listed(viewer: Viewer, fragment: str) -> list[str]:
+    """The names in the list, once all sessions were read."""
+    await viewer.page.goto("about:blank")  # nothing of another list is left
+    await viewer.open(fragment)
+    await viewer.page.wait_for_function(
+        "() => /sessions$|^No sessions/.test(document.querySelector('.list > .status')?.textContent ?? '')"
+    )
+    names: list[str] = await viewer.page.locator(".list-row").evaluate_all(
+        "rows => rows.map((row) => row.dataset.session)"
+    )
+    return names
+
+
+async def test_filters_and_order_are_in_the_address(viewer: Viewer) -> None:
+    assert SMALL in await _listed(viewer, "#/")
+    assert await _listed(viewer, "#/?reason=history_edited&search=small") == [SMALL]
+    assert await _listed(viewer, "#/?metadata=task%3Dfix-test") == [SMALL]
+    assert SMALL in await _listed(viewer, "#/?drift=true")
+    assert SMALL in await _listed(viewer, "#/?problem=usage_mismatch")
+    assert await _listed(viewer, "#/?reward_min=0.7&reward_max=0.8&search=small") == [SMALL]
+    by_turns = await _listed(viewer, "#/?sort=turns&order=desc")
+    assert by_turns == [SMALL, HOSTILE]
+    assert await _listed(viewer, "#/?sort=turns&order=asc") == by_turns[::-1]
+
+
+async def test_a_row_tells_what_is_in_the_session(viewer: Viewer) -> None:
+    await _listed(viewer, "#/?search=small")
+    row = await viewer.text(f".list-row[data-session='{SMALL}']")
+    for part in (
+        "drift 1",
+        "history_edited",
+        "usage_mismatch",
+        "subagent",
+        "aborted 1",
+        "11 turns",
+        "0.75",
+        "task=fix-test",
+    ):
+        assert part in row
+    await viewer.page.locator(".windowed").focus()
+    await viewer.page.keyboard.press("ArrowDown")
+    await viewer.page.keyboard.press("Enter")
+    await viewer.page.wait_for_selector(".tree-row")
+
+
+async def test_two_paths_side_by_side(viewer: Viewer, small: SmallSession) -> None:
+    left, right = small.special.id, small.aborted.id
+    await viewer.open(f"#/compare/{SMALL}/{left}/{SMALL}/{right}")
+    page = viewer.page
+    await page.wait_for_selector(".token.first-difference")
+    differs = small.fork.prompt_tokens
+    fork, other = small.fork.completion, small.other_choice.completion
+    while fork[:4] == other[:4]:
+        fork, other, differs = fork[4:], other[4:], differs + 1
+    marked = await page.locator(".token.first-difference").evaluate_all(
+        "tokens => tokens.map((token) => Number(token.dataset.i))"
+    )
+    assert marked == [differs, differs]
+    assert await page.locator("[id$='-token-0']").count() == 0
+    assert "reward -0.5" in await viewer.text(".columns")
+    await page.click(".compare .tools button:has-text('equal ids before')")
+    await page.locator(".tokens").first.evaluate("node => { node.scrollTop = 0; }")
+    await page.wait_for_selector("#column-0-token-0")
+    ids = await page.locator(".column [id]").evaluate_all("nodes => nodes.map((node) => node.id)")
+    assert len(ids) == len(set(ids))
+    await page.locator(".tokens").last.focus()
+    await page.keyboard.press("ArrowRight")
+    active = await page.locator(".tokens").last.get_attribute("aria-activedescendant")
+    assert active is not None and await page.locator(f".column:last-child .focused#{active}").count() == 1
+
+
+async def test_the_page_asks_for_a_key(open_page: OpenPage, viewer_model: TinyModel, tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    key = add_key(file, "reader", ["read"], None)
+    settings = {"api_key_file": file, "store": f"sqlite://{tmp_path / 'rollouts.db'}"}
+    with FakeVllm(viewer_model) as engine, run_proxy([engine], reader=key, **settings) as client:
+        url = str(client.base_url).rstrip("/")
+        async with open_page(url) as viewer:
+            response = await viewer.page.goto(f"{url}/viewer")
+            assert response is not None and response.status == 401
+            await viewer.page.wait_for_selector(".problem-bar input:focus")
+            await viewer.page.keyboard.type("wrong")
+            await viewer.page.keyboard.press("Enter")
+            await viewer.page.wait_for_selector(".problem-bar input:focus:placeholder-shown")
+            await viewer.page.get_by_label("API key").fill(key)
+            await viewer.page.keyboard.press("Enter")
+            await viewer.page.wait_for_selector(".status:text('No sessions yet')")
+            problems = await viewer.take_problems()
+            assert all("401" in problem for problem in problems), problems
+
+
+async def test_one_file_shows_the_same_and_contacts_nobody(
+    open_page: OpenPage, recorded: RecordedProxy, small: SmallSession, tmp_path: Path
+) -> None:
+    out = tmp_path / "page.html"
+    assert main(["view", SMALL, HOSTILE, "--url", recorded.url, "-o", str(out)]) == 0
+    async with open_page("file://") as viewer:
+        page = viewer.page
+        await page.goto(out.as_uri())
+        await page.wait_for_selector(".list-row")
+        assert await page.locator(".list-row").count() == 2
+        await page.goto(f"{out.as_uri()}#/s/{SMALL}/{small.aborted.id}/tokens")
+        await page.wait_for_selector(".token.sampled")
+        await page.wait_for_selector(".status:text('differs from')")
+        await page.click("text=next difference")
+        await page.wait_for_selector(".lane")
+        await page.goto(f"{out.as_uri()}#/s/{HOSTILE}")
+        await page.wait_for_selector(".message")
+        assert await page.evaluate("window.hostileRan") is None
