@@ -30,9 +30,7 @@ BARE = ("--bare", "--system-prompt", "You are terse.")
 
 def needs(program: Path) -> pytest.MarkDecorator:
     """Skips a test where a program is missing."""
-    return pytest.mark.skipif(
-        not program.exists(), reason=f"no {program.name}: run scripts/install-programs {program.name}"
-    )
+    return pytest.mark.skipif(not program.exists(), reason=f"run scripts/install-programs {program.name}")
 
 
 def run_program(
