@@ -1,0 +1,2 @@
+def quiet(_line: str) -> None:
+    """Discard a progress line."""
