@@ -27,7 +27,7 @@ class _SteppedLoop(asyncio.SelectorEventLoop):
 
 
 def stepped(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test on such a loop: `asyncio.sleep(10)` lets all happen that is due in 10 s, at once."""
+    """Run a test on such a loop: `elapse(10)` lets all happen that is due in 10 s, at once."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **fixtures: Any) -> None:
@@ -40,6 +40,12 @@ def stepped(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 def now() -> float:
     """The time of the running loop: the `clock` of what is tested."""
     return asyncio.get_running_loop().time()
+
+
+async def elapse(seconds: float) -> None:
+    """Let so much time of the stepped loop pass, and all happen that is due in it."""
+    assert isinstance(asyncio.get_running_loop(), _SteppedLoop)
+    await asyncio.sleep(seconds)
 
 
 def block(seconds: float) -> None:

@@ -14,7 +14,7 @@ from proxy.engine.connection import Connection
 from proxy.engine.http import HttpEngine
 from proxy.errors import EngineBroken, EngineTimeout
 from proxy.http import Request, Response
-from tests.support.stepped import now, stepped
+from tests.support.stepped import elapse, now, stepped
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -166,7 +166,7 @@ async def test_bytes_that_are_no_body_do_not_extend_the_time() -> None:
         writer.write(_CHUNKED + b"2;")
         while True:
             writer.write(b"x")
-            await asyncio.sleep(1.0)
+            await elapse(1.0)
 
     async with _engine(drip) as engine:
         with pytest.raises(EngineTimeout, match="too slowly"):
@@ -182,7 +182,7 @@ async def test_a_stream_may_pause_for_as_long_as_it_is_allowed_and_longer_while_
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: 1\n\n")
         for gap_s in (59.0, 100.0):
-            await asyncio.sleep(gap_s)
+            await elapse(gap_s)
             writer.write(b"data: 2\n\n")
 
     async with _engine(pause) as engine:

@@ -21,7 +21,7 @@ from tests.contract.fleet.memory_engine import (
     streams,
     waits,
 )
-from tests.support.stepped import block, settled, stepped
+from tests.support.stepped import block, elapse, settled, stepped
 
 _SSE = b"text/event-stream"
 
@@ -149,7 +149,7 @@ async def test_a_request_that_ran_alone_on_an_engine_that_died_is_refused_for_a_
         assert (refused.value.status, refused.value.code) == (502, "engine_died")
         assert second.started == 0
         assert (await ask(fleet, "Hello"))[0] == 200
-        await asyncio.sleep(61)
+        await elapse(61)
         assert (await ask(fleet))[0] == 200
 
 
@@ -161,7 +161,7 @@ async def test_an_engine_that_dies_in_the_middle_of_streams(alone: bool) -> None
     async with fleet_of(*all_engines, interval_s=600.0) as fleet:
         first.usual = streams(5.0, broken())
         requests = [asyncio.create_task(ask(fleet)) for _ in range(1 if alone else 2)]
-        await asyncio.sleep(1.0)
+        await elapse(1.0)
         first.health = EngineUnavailable("gone")
         for request in requests:
             with pytest.raises(EngineBroken, match="closed the connection"):
@@ -233,7 +233,7 @@ async def test_requests_that_hang_on_a_machine_that_is_gone_run_elsewhere(remove
         else:
             gone_replica.mark_down(EngineUnavailable("another request broke"))
         assert (await request)[0] == 200
-        await asyncio.sleep(2.0)
+        await elapse(2.0)
         assert fleet.leaving == []
         assert _started(first, second) == [1, 1]
 
@@ -273,10 +273,10 @@ async def test_three_failures_in_a_row_eject_a_healthy_replica_until_a_trial_suc
             await asyncio.gather(ask(fleet), return_exceptions=True)
         assert (first.started, breaker.state) == (3, BreakerState.OPEN)
         assert "no requests for" in fleet.report()[0]["problem"]
-        await asyncio.sleep(6.0)
+        await elapse(6.0)
         await asyncio.gather(*(ask(fleet) for _ in range(8)), return_exceptions=True)
         assert (first.started, breaker.state) == (4, BreakerState.OPEN), "one trial"
-        await asyncio.sleep(12.0)
+        await elapse(12.0)
         first.usual = answers()
         assert (await ask(fleet))[0] == 200
         assert (first.started, breaker.state) == (5, BreakerState.CLOSED)
@@ -311,7 +311,7 @@ async def test_timeouts_do_not_count_while_this_process_was_late() -> None:
     async with fleet_of(first, second) as fleet:
         first.usual = fails(EngineTimeout("slow", received=True))
         block(3.0)
-        await asyncio.sleep(0.5)
+        await elapse(0.5)
         for _ in range(4):
             assert (await ask(fleet))[0] == 200
         assert (first.started, fleet.replicas[0].breaker.state) == (4, BreakerState.CLOSED)

@@ -26,7 +26,7 @@ from tests.contract.fleet.memory_engine import (
     streams,
     waits,
 )
-from tests.support.stepped import block, now, settled, stepped
+from tests.support.stepped import block, elapse, now, settled, stepped
 
 
 def _no_route() -> EngineUnavailable:
@@ -45,13 +45,13 @@ async def test_two_health_checks_without_an_answer_take_a_replica_out_of_use(bad
     async with fleet_of(only, interval_s=5.0) as fleet:
         [replica] = fleet.replicas
         only.health = bad
-        await asyncio.sleep(5.1)
+        await elapse(5.1)
         assert replica.ready, "one miss is none"
-        await asyncio.sleep(0.5)
+        await elapse(0.5)
         assert (replica.ready, replica.state) == (False, ReplicaState.DOWN)
         assert "/health" in fleet.report()[0]["problem"]
         only.health = 200
-        await asyncio.sleep(0.6)
+        await elapse(0.6)
         assert replica.state is ReplicaState.READY
 
 
@@ -60,9 +60,9 @@ async def test_a_health_check_may_take_five_seconds() -> None:
     [only] = engines(1)
     async with fleet_of(only, interval_s=5.0) as fleet:
         only.hangs.add("/health")
-        await asyncio.sleep(5.0 + 5.0 + 0.5 + 4.9)
+        await elapse(5.0 + 5.0 + 0.5 + 4.9)
         assert fleet.replicas[0].ready
-        await asyncio.sleep(0.2)
+        await elapse(0.2)
         assert not fleet.replicas[0].ready
 
 
@@ -71,7 +71,7 @@ async def test_a_refused_connection_takes_a_replica_out_of_use_at_once() -> None
     [only] = engines(1)
     async with fleet_of(only, interval_s=5.0) as fleet:
         only.health = EngineUnavailable("refused")
-        await asyncio.sleep(5.1)
+        await elapse(5.1)
         assert not fleet.replicas[0].ready
 
 
@@ -80,14 +80,14 @@ async def test_health_checks_prove_nothing_without_sockets_or_while_this_process
     [only] = engines(1)
     async with fleet_of(only, interval_s=1.0) as fleet:
         only.health = OutOfSockets("too many open files")
-        await asyncio.sleep(10.0)
+        await elapse(10.0)
         assert fleet.replicas[0].ready
         only.health = 503
         for _ in range(4):
             block(3.0)
-            await asyncio.sleep(1.0)
+            await elapse(1.0)
         assert fleet.replicas[0].ready
-        await asyncio.sleep(20.0)
+        await elapse(20.0)
         assert not fleet.replicas[0].ready
 
 
@@ -114,17 +114,17 @@ async def test_discovery_runs_again_after_an_outage_and_until_it_succeeds() -> N
             await ask(fleet)
         only.takes_ids, only.model, only.gone = False, "other", None
         only.hangs.add("/v1/models")
-        await asyncio.sleep(60.2)
+        await elapse(60.2)
         assert replica.problem == f"{only.name} did not respond within 60 s"
         only.hangs.clear()
         only.describes = lambda path: BytesResponse(500, [], b"") if path == CHAT else None
-        await asyncio.sleep(1.0)
+        await elapse(1.0)
         assert "retrying later" in replica.problem
         only.describes = _raise
-        await asyncio.sleep(1.0)
+        await elapse(1.0)
         assert "RuntimeError: unexpected" in replica.problem, "the watch goes on"
         only.describes = lambda path: None
-        await asyncio.sleep(1.0)
+        await elapse(1.0)
         capabilities = replica.require_capabilities()
         assert capabilities.token_in is None
         assert capabilities.model is not None and capabilities.model.name == "other"
@@ -160,7 +160,7 @@ async def test_a_loop_that_was_late_has_settled_when_it_is_on_time_again() -> No
     lateness = Lateness(now)
     assert await lateness.settled()
     lateness.start()
-    await asyncio.sleep(0.1)
+    await elapse(0.1)
     block(2.0)
     assert lateness.was_late
     began = now()
@@ -169,10 +169,10 @@ async def test_a_loop_that_was_late_has_settled_when_it_is_on_time_again() -> No
     assert lateness.was_late
     settling = asyncio.create_task(lateness.settled())
     for _ in range(40):
-        await asyncio.sleep(0.01)
+        await elapse(0.01)
         block(0.2)
     assert not await settling
-    await asyncio.sleep(11.0)
+    await elapse(11.0)
     assert not lateness.was_late
     await lateness.stop()
 
@@ -275,7 +275,7 @@ async def test_no_replica_is_ejected_while_this_process_is_late_or_without_anoth
         request = asyncio.create_task(ask(fleet))
         for _ in range(8):
             block(2.0)
-            await asyncio.sleep(0.5)
+            await elapse(0.5)
         assert fleet.replicas[0].breaker.state is BreakerState.CLOSED
         gone(other)
         fleet.replicas[1].mark_down(EngineUnavailable("gone"))
@@ -308,14 +308,14 @@ async def test_a_long_trial_is_decided_by_a_request_for_one_token() -> None:
     async with fleet_of(bad, good, interval_s=600.0) as fleet:
         await _eject(fleet, bad)
         bad.usual = waits(60.0)
-        await asyncio.sleep(6.2)
+        await elapse(6.2)
         trial = asyncio.create_task(ask(fleet))
-        await asyncio.sleep(2.0)
+        await elapse(2.0)
         breaker = fleet.replicas[0].breaker
         assert (breaker.state, breaker.on_trial) == (BreakerState.HALF_OPEN, True)
         await _served(fleet, 2)
         assert (bad.started, breaker.state) == (4, BreakerState.HALF_OPEN)
-        await asyncio.sleep(3.0)
+        await elapse(3.0)
         assert breaker.state is BreakerState.CLOSED
         assert (await trial)[0] == 200
 
@@ -329,10 +329,10 @@ async def test_a_trial_that_just_began_is_not_decided_by_a_probe() -> None:
         earlier = asyncio.create_task(ask(fleet, repeatable=False))
         await settled()
         await _eject(fleet, bad)
-        await asyncio.sleep(6.0)
+        await elapse(6.0)
         bad.usual = waits(600.0)
         trial = asyncio.create_task(ask(fleet))
-        await asyncio.sleep(2.0)
+        await elapse(2.0)
         breaker = fleet.replicas[0].breaker
         assert (breaker.state, breaker.on_trial) == (BreakerState.HALF_OPEN, True)
         for request in (earlier, trial):

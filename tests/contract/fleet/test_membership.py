@@ -1,6 +1,5 @@
 """Replicas that come and go: the sources that name them, and the admin API."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from proxy.fleet.replica import Replica
 from proxy.settings import SettingsError, load_settings
 from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
 from tests.support.fake_vllm import FakeVllm
-from tests.support.stepped import stepped
+from tests.support.stepped import elapse, stepped
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
 
@@ -126,17 +125,17 @@ async def test_a_name_is_resolved_again_and_a_failure_changes_nothing(
     async with _membership("dns+http://engines:8000", resolve=resolve) as (membership, _):
         assert _names(membership) == [_A]
         addresses.append(_B)
-        await asyncio.sleep(4.9)
+        await elapse(4.9)
         assert _names(membership) == [_A]
-        await asyncio.sleep(0.2)
+        await elapse(0.2)
         assert _names(membership) == [_A, _B]
         kept = membership.fleet.replicas[1]
         addresses.clear()
-        await asyncio.sleep(20.0)
+        await elapse(20.0)
         assert _names(membership) == [_A, _B]
         assert caplog.text.count("the name server is down") == 1
         addresses.append(_B)
-        await asyncio.sleep(5.0)
+        await elapse(5.0)
         assert membership.fleet.replicas == [kept]
 
 

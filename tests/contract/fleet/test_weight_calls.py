@@ -22,7 +22,7 @@ from proxy.stores.fleet_state import StoredState
 from proxy.stores.memory import MemoryStore
 from tests.contract.fleet.memory_engine import ask, engines, fleet_of
 from tests.support.fake_trained import FakeTrained, Rendezvous, update
-from tests.support.stepped import settled, stepped
+from tests.support.stepped import elapse, settled, stepped
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
 
@@ -289,7 +289,7 @@ async def test_a_call_fails_on_a_replica_that_does_not_answer_it_in_time() -> No
         assert b"no answer within 600 s" in await answer.read()
         assert [fleet.weights.serves(replica) for replica in fleet.replicas] == [True, False]
         assert "failed on it" in fleet.report()[1]["problem"]
-        await asyncio.sleep(3.0)
+        await elapse(3.0)
         assert not fleet.weights.hold.active
         await calls.stop()
 
@@ -301,9 +301,9 @@ async def test_an_update_that_does_not_end() -> None:
     async with fleet_of(only, weight_update_timeout_s=600.0) as fleet:
         await fleet.weights.change(FleetState(updating="/start_weight_update"))
         request = asyncio.create_task(ask(fleet))
-        await asyncio.sleep(629.0)
+        await elapse(629.0)
         assert (request.done(), only.started) == (False, 0)
-        await asyncio.sleep(2.0)
+        await elapse(2.0)
         assert "did not end" in fleet.report()[0]["problem"]
         assert "did not end" in str(request.exception())
         await fleet.weights.change(FleetState())
@@ -326,7 +326,7 @@ async def test_a_pause_of_the_fleet_excuses_its_silence() -> None:
         await settled()
         await fleet.weights.change(FleetState(paused="keep"))
         first.hangs_probes = True
-        await asyncio.sleep(100.0)
+        await elapse(100.0)
         await fleet.weights.change(FleetState())
         release.set()
         assert (await request)[0] == 200

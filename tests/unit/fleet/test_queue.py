@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from proxy.errors import ApiError, EngineUnavailable, Overloaded
 from proxy.fleet.hold import Hold
 from proxy.fleet.queue import LOOK_AHEAD, MAX_PASSED_OVER, FairQueue
-from tests.support.stepped import now, settled, stepped
+from tests.support.stepped import elapse, now, settled, stepped
 
 
 class _Places:
@@ -284,9 +284,9 @@ async def test_a_tenant_that_fills_the_queue_makes_room_for_another() -> None:
 async def test_a_request_waits_no_longer_than_it_may_and_held_time_does_not_count() -> None:
     places = _Places(timeout_s=8.0, max_waiting=1)
     waiting = places.start()
-    await asyncio.sleep(7.9)
+    await elapse(7.9)
     assert not waiting.done()
-    await asyncio.sleep(0.2)
+    await elapse(0.2)
     with pytest.raises(Overloaded) as refused:
         await waiting
     assert (refused.value.status, refused.value.code) == (429, "queue_timeout")
@@ -294,13 +294,13 @@ async def test_a_request_waits_no_longer_than_it_may_and_held_time_does_not_coun
     assert places.queue.waiting == 0
     places.hold.begin()
     held = [places.start() for _ in range(3)]
-    await asyncio.sleep(100.0)
+    await elapse(100.0)
     assert not any(task.done() for task in held), "any number may wait then"
     places.hold.end()
-    await asyncio.sleep(7.9)
+    await elapse(7.9)
     places.release()
     assert await held[0] == "any"
-    await asyncio.sleep(2.0)
+    await elapse(2.0)
     assert all(isinstance(task.exception(), Overloaded) for task in held[1:])
 
 
