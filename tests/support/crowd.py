@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import httpx
 
-from tests.support import processes
 from tests.support.fake_vllm import FakeVllm
+from tests.support.serve_process import ServeProcess
 from tests.support.talk import CHAT, user
 
 _PATIENCE_S = 60.0
@@ -23,11 +23,10 @@ _PATIENCE_S = 60.0
 def run_proxy_process(engine: FakeVllm, store: str, log: Path, *flags: str) -> Iterator[httpx.Client]:
     """`tokenproxy serve` before an engine; yields a client of it, which knows its address as `base_url`."""
     options = ("--store", store, "--watch-interval-s", "0.2", *flags)
-    with (
-        processes.run_proxy_process([engine.url], log, *options) as url,
-        httpx.Client(base_url=url, timeout=_PATIENCE_S, trust_env=False) as client,
-    ):
-        yield client
+    with ServeProcess([engine.url], log, *options) as proxy:
+        proxy.wait_ready()
+        with httpx.Client(base_url=proxy.url, timeout=_PATIENCE_S, trust_env=False) as client:
+            yield client
 
 
 def store_state(client: httpx.Client) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Server:
             try:
                 yield b'data: {"choices": [], "prompt_token_ids": %s}\n\n' % str(prompt).encode()
                 if body.get("user") == "patient":
-                    await asyncio.sleep(60)
+                    await asyncio.Event().wait()
                 yield b"data: [DONE]\n\n"
             except asyncio.CancelledError:
                 self.aborted += 1

@@ -1,22 +1,18 @@
-"""Engines and the proxy as processes, so that a test can kill them as an operating system does."""
+"""Engines as processes, so that a test can kill them as an operating system does, and clients."""
 
 import asyncio
-import contextlib
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
 
 _ROOT = Path(__file__).parents[2]
 _LISTENS = re.compile(r"running on (http://127\.0\.0\.1:\d+)")
@@ -72,41 +68,6 @@ class KillableEngine:
         """SIGKILL."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
-
-
-@contextmanager
-def run_proxy_process(upstreams: Sequence[str], log: Path, *flags: str) -> Iterator[str]:
-    """Run `tokenproxy serve`; yields its URL when all engines are ready, and their templates examined."""
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", "0", *flags]
-    for url in upstreams:
-        command += ["--upstream", url]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TOKENPROXY_")}
-    with log.open("ab") as out:
-        start = out.tell()
-        process = subprocess.Popen(command, cwd=_ROOT, stdout=out, stderr=out, env=kept)
-    try:
-        yield _wait_ready(process, log, start, len(upstreams))
-    finally:
-        process.terminate()
-        try:
-            process.wait(_PATIENCE_S)
-        finally:
-            process.kill()
-
-
-def _wait_ready(process: "subprocess.Popen[bytes]", log: Path, start: int, engines: int) -> str:
-    deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline and process.poll() is None:
-        if listens := _LISTENS.search(log.read_text(), start):
-            with contextlib.suppress(httpx.TransportError):
-                states = httpx.get(f"{listens[1]}/ready", trust_env=False).json()["engines"]
-                if (
-                    sum(state.get("append") == "ready" and bool(state["template"]) for state in states)
-                    == engines
-                ):
-                    return listens[1]
-        time.sleep(0.05)
-    raise AssertionError("the proxy did not become ready:\n" + log.read_text()[-3000:])
 
 
 @dataclass
@@ -184,7 +145,8 @@ class Clients:
 
 
 async def _pause(begun: float) -> None:
-    assert time.monotonic() - begun < _PATIENCE_S, "waited in vain"
+    if time.monotonic() - begun > _PATIENCE_S:
+        raise TimeoutError("waited in vain")
     await asyncio.sleep(0.02)
 
 

@@ -110,7 +110,8 @@ def run_sentinel(folder: Path, master: int, quorum: int) -> Iterator[int]:
         try:
             deadline = time.monotonic() + _PATIENCE_S
             while not _answers(port):
-                assert time.monotonic() < deadline, (folder / "sentinel.log").read_text()
+                if time.monotonic() > deadline:
+                    raise TimeoutError((folder / "sentinel.log").read_text())
                 time.sleep(0.01)
             yield port
         finally:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -69,40 +69,47 @@ class ServeProcess:
     @property
     def memory(self) -> int:
         """Its resident memory in bytes."""
-        [line] = [
-            line
-            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines()
-            if line.startswith("VmRSS")
-        ]
-        return int(line.split()[1]) * 1024
+        return self._status("VmRSS")
+
+    @property
+    def peak_memory(self) -> int:
+        """The most resident memory that it had, in bytes."""
+        return self._status("VmHWM")
+
+    def _status(self, name: str) -> int:
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 
     def start(self) -> None:
         """Start it, and wait until it listens."""
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path_without_torch()}
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
+            start = log.tell()
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
-        deadline = time.monotonic() + _PATIENCE_S
-        while (found := _ADDRESS.search(self.text)) is None:
-            assert self._process.poll() is None and time.monotonic() < deadline, self.text
-            time.sleep(0.02)
-        self.url = found[1]
+        self._wait(lambda: _ADDRESS.search(self.text, start))
+        self.url = _ADDRESS.findall(self.text)[-1]
 
-    def wait_ready(self) -> None:
-        """Wait until an engine responds and its chat template was examined."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < deadline:
+    def wait_ready(self, engines: int = 1) -> None:
+        """Wait until so many engines respond and their chat templates were examined."""
+
+        def examined() -> bool:
             state = httpx.get(f"{self.url}/ready", trust_env=False, timeout=_PATIENCE_S).json()
-            if state["ready"] and any(engine.get("template") for engine in state["engines"]):
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"not ready after {_PATIENCE_S} s: {self.text}")
+            return bool(state["ready"]) and sum(bool(e.get("template")) for e in state["engines"]) >= engines
+
+        self._wait(examined)
 
     def wait_workers_ready(self, count: int) -> None:
-        """Wait until `count` workers have examined the chat template; none may have been started again."""
+        """Wait until `count` workers have examined the chat template; those that ended count too."""
+        self._wait(lambda: self.text.count("chat template of") >= count)
+
+    def _wait(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds. Raises AssertionError with its log if it ends before, or too late."""
+        assert self._process is not None
         deadline = time.monotonic() + _PATIENCE_S
-        while self.text.count("chat template of") < count:
-            assert time.monotonic() < deadline, self.text
-            time.sleep(0.05)
+        while not condition():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"waited in vain: {self.text[-3000:]}")
+            time.sleep(0.02)
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send it a signal."""

@@ -30,7 +30,8 @@ def wait_until(condition: Callable[[], object], patience_s: float = _PATIENCE_S)
     """Wait until something holds that another thread brings about."""
     deadline = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        if time.monotonic() > deadline:
+            raise TimeoutError("waited in vain")
         time.sleep(0.005)
 
 

@@ -9,7 +9,8 @@ from statistics import median
 import pytest
 
 from tests.support.engine_process import DEADLY
-from tests.support.processes import Clients, KillableEngine, in_thread, run_proxy_process
+from tests.support.processes import Clients, KillableEngine, in_thread
+from tests.support.serve_process import ServeProcess
 from tests.support.tiny_model import TinyModel
 
 _REQUESTS = 200
@@ -29,14 +30,10 @@ def _fleet(
 ) -> Iterator[tuple[list[KillableEngine], str]]:
     with ExitStack() as stack:
         engines = [stack.enter_context(KillableEngine(tiny_model.folder, seconds)) for _ in range(count)]
-        yield (
-            engines,
-            stack.enter_context(
-                run_proxy_process(
-                    [engine.url for engine in engines], folder / "proxy.log", "--store", "memory:"
-                )
-            ),
-        )
+        urls = [engine.url for engine in engines]
+        proxy = stack.enter_context(ServeProcess(urls, folder / "proxy.log", "--store", "memory:"))
+        proxy.wait_ready(count)
+        yield engines, proxy.url
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -138,7 +138,7 @@ async def test_calls_are_skipped_after_failures_and_tried_in_the_background(
     assert [call for call in inner.calls if call != "find"] == calls
     health = store.health()
     assert (health.state, health.error) == ("unavailable", "out of order")
-    assert health.since is not None and abs(time.time() - health.since) < 60
+    assert health.since is not None
     tried = inner.calls.count("find")
     await _until(lambda: inner.calls.count("find") > tried + 2)
     inner.errors.clear()

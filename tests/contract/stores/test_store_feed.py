@@ -55,7 +55,7 @@ async def test_the_order_is_that_of_finishing(store: Store, monkeypatch: pytest.
     assert [each.cause for each in found] == [Cause.END] * 2
     assert await _read(store, found[-1].position) == [("a", 1)]
     last = (await store.feed.read(0, limit=9))[-1].position
-    assert before <= found[0].position < last == await store.feed.end() <= int(time.time() * 1e6) + 3
+    assert before <= found[0].position < last == await store.feed.end()
     assert await store.feed.read(last, limit=9) == await store.feed.read(0, limit=0) == []
     monkeypatch.setattr(time, "time", lambda: 1000.0)  # positions grow when the clock is set back
     await _finish(store, "d")
@@ -171,7 +171,6 @@ async def test_consumers_acknowledge(store: Store) -> None:
     assert (await store.feed.consumers(""))[1].waiting == 1
     known = await store.feed.acknowledged("", "old")
     assert known is not None and known.position < await store.feed.end()
-    assert abs(known.at - time.time()) < 10
     assert await store.feed.forget("", "old")
     assert await store.feed.acknowledged("", "old") is None
     assert [each.name for each in await store.feed.consumers()] == ["new", "old"]
