@@ -153,5 +153,4 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
 
 @pytest.fixture(params=WAYS)
 def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
-    """Each of the ways to run in turn."""
     return servers[request.param]
