@@ -63,7 +63,6 @@ def start_engine(
 class Server:
     """One way to run: a client of it, and the engine that does its work."""
 
-    way: str
     http: httpx.Client
     engine: EngineProcess
 
@@ -148,11 +147,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
         for way, url, engine in zip(WAYS, (inside.url, front.url), (inside, stock), strict=True):
             wait_until(lambda url=url: can_append(url), START_TIMEOUT_S)  # type: ignore[misc]
             client = httpx.Client(base_url=url, timeout=90, limits=_NO_REUSE, trust_env=False)
-            made[way] = Server(way, stack.enter_context(client), engine)
+            made[way] = Server(stack.enter_context(client), engine)
         yield made
 
 
 @pytest.fixture(params=WAYS)
 def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
-    """Each of the ways to run in turn."""
     return servers[request.param]

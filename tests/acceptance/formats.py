@@ -123,7 +123,6 @@ class Chat(Conversation):
         return [*results, user(f"{_WORDS[turn]} {'' if turn else self.name}")]
 
     def options(self, turn: int) -> Fields:
-        """The fields besides the messages."""
         tools = {"tools": [CHAT_TOOL], "tool_choice": "none" if turn else "required"}
         # the call is greedy: the shortest spelling of its JSON, which the limit does not cut
         size: Fields = {"max_tokens": TURN_TOKENS} if turn else {"max_tokens": CALL_TOKENS, "temperature": 0}
@@ -131,7 +130,6 @@ class Chat(Conversation):
         return {**tools, **size, **usage, "return_token_ids": True}
 
     def body(self, turn: int) -> Fields:
-        """All messages."""
         self.messages += self.new_messages(turn)
         return {"messages": self.messages, **self.options(turn)}
 
@@ -201,12 +199,10 @@ class Completions(Conversation):
         return [*(last.prompt_ids or []), *last.ids, *self._appended]
 
     def body(self, turn: int) -> Fields:
-        """The whole prompt."""
         usage = {"stream_options": {"include_usage": True}} if turn != 2 else {}
         return {"prompt": self.prompt(), "max_tokens": TURN_TOKENS, "return_token_ids": True, **usage}
 
     def read(self, events: Sequence[Fields], seen: Seen) -> None:
-        """The ids."""
         for event in events:
             _take(seen, event)
 
@@ -218,7 +214,6 @@ class Generate(Completions):
     names_session = False
 
     def body(self, turn: int) -> Fields:
-        """The whole prompt."""
         sampling = {"max_tokens": TURN_TOKENS, **_SAMPLING}
         return {"token_ids": self.prompt(), "sampling_params": sampling, "return_token_ids": True}
 
@@ -238,12 +233,10 @@ class Trl(Chat):
         self.messages.append({"role": "assistant", "content": text})
 
     def body(self, turn: int) -> Fields:
-        """A batch of one conversation."""
         self.messages += self.new_messages(turn)
         return {"messages": [self.messages], "max_tokens": TURN_TOKENS}
 
     def read(self, events: Sequence[Fields], seen: Seen) -> None:
-        """The ids."""
         [answer] = events
         [seen.prompt_ids], [seen.ids] = answer["prompt_ids"], answer["completion_ids"]
 
@@ -254,12 +247,10 @@ class Messages(Conversation):
     names_session = False
 
     def __init__(self, name: str) -> None:
-        """See `Conversation`."""
         super().__init__(name)
         self.path = f"/sessions/{name}{MESSAGES}"  # type: ignore[misc]
 
     def body(self, turn: int) -> Fields:
-        """All messages."""
         used = (
             [block for block in self.messages[-1]["content"] if block["type"] == "tool_use"] if turn else []
         )
@@ -302,7 +293,6 @@ class Responses(Conversation):
     path = RESPONSES
 
     def body(self, turn: int) -> Fields:
-        """All items."""
         calls = [item for item in self.messages if item.get("type") == "function_call"] if turn == 1 else []
         outputs = [
             {"type": "function_call_output", "call_id": c["call_id"], "output": "A tree."} for c in calls

@@ -59,6 +59,10 @@ _SAID = frozenset(
 """What the model said and what was counted. The rest of a message or a response is written by the proxy."""
 
 
+_PIECES = ("content", "arguments", "text")
+"""Texts that the events of a stream divide, in places that depend on its speed."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A request, and what is compared of its answers."""
@@ -128,26 +132,24 @@ def _shape(value: Any, only: frozenset[str]) -> Any:
 
 
 def _whole(events: Sequence[Fields]) -> Fields:
-    """A stream as one object, however the events divide it: what stands where, its text and its ids."""
+    """A stream as one object, however the events divide it."""
     whole: Fields = {}
     for event in events:
-        for name, value in event.items():
-            whole[name] = _joined(whole.get(name), value)
+        whole = _joined("", whole, event)
     return whole
 
 
-def _joined(before: Any, value: Any) -> Any:
+def _joined(name: str, before: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {**(before or {}), **{n: _joined((before or {}).get(n), one) for n, one in value.items()}}
+        known = before or {}
+        return {**known, **{key: _joined(key, known.get(key), one) for key, one in value.items()}}
     if isinstance(value, list) and all(isinstance(one, Mapping) and "index" in one for one in value):
         found = {one["index"]: one for one in before or []}
         for one in value:
-            found[one["index"]] = _joined(found.get(one["index"]), one)
+            found[one["index"]] = _joined("", found.get(one["index"]), one)
         return list(found.values())
-    if isinstance(value, list):
-        return [*(before or []), *value]
-    if isinstance(value, str) and isinstance(before, str) and value != before:
-        return before + value
+    if isinstance(value, list) or (name in _PIECES and value):
+        return before + value if before else value
     return before if value is None else value
 
 

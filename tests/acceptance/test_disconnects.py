@@ -25,7 +25,7 @@ def test_an_abandoned_stream_is_aborted_and_recorded(server: Server) -> None:
             prompt = event.get("prompt_token_ids") or prompt
             received += [token for choice in event["choices"] for token in choice.get("token_ids") or []]
             if len(received) >= 4:
-                assert running(server.engine) == 1
+                wait_until(lambda: running(server.engine) == 1, _PATIENCE_S)
                 break
     wait_until(lambda: running(server.engine) == 0, _PATIENCE_S)
     [turn] = record_of(server.http, session, 1).turns

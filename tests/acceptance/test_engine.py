@@ -19,7 +19,6 @@ _BLOCK = 128
 
 @pytest.fixture
 def stock(servers: Mapping[str, Server]) -> Iterator[httpx.Client]:
-    """A client of the stock engine."""
     with httpx.Client(base_url=servers["in front"].engine.url, timeout=90) as http:
         yield http
 

@@ -67,5 +67,5 @@ def record_of(http: httpx.Client, session: str, turns: int) -> Record:
         found[:] = answer.json()["turns"] if answer.status_code == 200 else []
         return len(found) >= turns
 
-    wait_until(recorded)
+    wait_until(recorded, 60)
     return Record(found, http.get(f"{SESSIONS}/{session}/samples").json())

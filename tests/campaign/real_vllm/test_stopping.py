@@ -25,10 +25,12 @@ _STORE_VARIABLE = "TOKENPROXY_STORE"
 
 
 @pytest.fixture
-def engine(model: Path, tmp_path: Path) -> Iterator[EngineProcess]:
-    """A vLLM with the plugin and two API servers, whose turns are in `inside.db`."""
+def engine(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[EngineProcess]:
+    """A vLLM with the plugin, whose turns are in `inside.db`. The parameter: number of API servers."""
     variables = {_STORE_VARIABLE: f"sqlite://{tmp_path}/inside.db"}
-    with start_engine(model, tmp_path / "vllm.log", api_server_count=2, environment=variables) as engine:
+    with start_engine(
+        model, tmp_path / "vllm.log", api_server_count=request.param, environment=variables
+    ) as engine:
         engine.wait_ready(START_TIMEOUT_S)
         wait_ready(engine.url)
         yield engine
@@ -67,6 +69,7 @@ async def _recorded(url: str) -> list[int]:
     return unpack_ids(turn.completion)
 
 
+@pytest.mark.parametrize("engine", [1], indirect=True)
 @pytest.mark.timeout(START_TIMEOUT_S + 300)
 def test_a_stream_that_is_cut_is_recorded(engine: EngineProcess, tmp_path: Path) -> None:
     stream = _Stream(engine.url)
@@ -80,6 +83,7 @@ def test_a_stream_that_is_cut_is_recorded(engine: EngineProcess, tmp_path: Path)
     assert recorded[: len(stream.ids)] == stream.ids
 
 
+@pytest.mark.parametrize("engine", [2], indirect=True)
 @pytest.mark.timeout(START_TIMEOUT_S + 300)
 def test_a_stream_whose_engine_core_is_killed_ends_with_an_error(engine: EngineProcess) -> None:
     stream = _Stream(engine.url)
