@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.client import BadResponse
 from benchmarks.measure import Effort
-from benchmarks.processes import StartError
+from benchmarks.processes import ROOT, StartError
 from benchmarks.report import as_text, machine, machine_text, write_json
 from proxy.demo.errors import DemoError
 from tokenization import TokenizationError
@@ -56,6 +56,12 @@ def suite(name: str) -> Any:
     return importlib.import_module(f"benchmarks.{name}")
 
 
+def about(name: str) -> str:
+    """The section of docs/benchmarks.md about a benchmark."""
+    sections = (ROOT / "docs" / "benchmarks.md").read_text().split("\n## ")
+    return next(section for section in sections[1:] if f"`python -m benchmarks {name}`" in section)
+
+
 def choose(texts: Sequence[str]) -> dict[str, list[str]]:
     """The rows of each benchmark that the texts of a command line name.
 
@@ -88,11 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(argv)
     if options.list:
-        for name, about in SUITES.items():
-            print(f"{name}: {about}", *(f"  {name}:{row}" for row in suite(name).rows()), sep="\n")
+        for name, text in SUITES.items():
+            print(f"{name}: {text}", *(f"  {name}:{row}" for row in suite(name).rows()), sep="\n")
         return 0
     if options.about:
-        print(suite(options.about).__doc__)
+        print(about(options.about))
         return 0
     if not options.row:
         _parser().print_help()
@@ -101,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = choose(options.row)
         if sys.platform != "linux":
             raise ValueError("Linux only: it reads /proc")
-        effort, about, results = Effort(options.quick, options.rounds, options.seconds), machine(), []
-        print(machine_text(about), end="\n\n", flush=True)
+        effort, measured_on, results = Effort(options.quick, options.rounds, options.seconds), machine(), []
+        print(machine_text(measured_on), end="\n\n", flush=True)
         for name, rows in chosen.items():
             parts = suite(name).measure(rows, effort)
             print(as_text(parts), end="\n\n", flush=True)
@@ -111,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
     if options.json is not None:
-        write_json(options.json, about, results)
+        write_json(options.json, measured_on, results)
     return 0
 
 

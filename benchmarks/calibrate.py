@@ -56,7 +56,10 @@ LENGTHS = (1_000, 8_000, 32_000)
 _LONG = 800
 """Sampled ids of the long answers."""
 _WAYS = (("Redis", False), ("Redis", True), ("memory", False))
-_BUSY = {False: {"service_s": 0.03, "think_s": 0.05}, True: {"service_s": 0.2, "think_s": 0.2}}
+_BUSY: dict[bool, dict[str, Any]] = {
+    False: {"service_s": 0.03, "think_s": 0.05},
+    True: {"service_s": 0.2, "think_s": 0.2},
+}
 """Times so short that 64 rollouts keep the proxy's core busy; without pauses they would move in step."""
 _APART: dict[bool, dict[str, Any]] = {
     False: {"turns": 9, "service_s": 0.1, "think_s": 0.02},
@@ -285,7 +288,7 @@ def measure(rounds: int, compared: Sequence[Case], most_turns: int = 100) -> tup
         others=median(each.others[0] for each in later),
     )
     for pair in pairs:
-        pair.simulated += [simulate_case(pair.case, costs, each.others) for each in pair.measured]
+        pair.simulated.extend(simulate_case(pair.case, costs, each.others) for each in pair.measured)
     return costs, pairs
 
 

@@ -173,7 +173,12 @@ class Connection(asyncio.Protocol):
             BadResponse: the status is not 200, or the connection was closed.
         """
         answered = asyncio.get_running_loop().create_future()
-        self.send(request, lambda response: answered.done() or answered.set_result(response))
+
+        def done(response: Response | BadResponse) -> None:
+            if not answered.done():
+                answered.set_result(response)
+
+        self.send(request, done)
         response: Response | BadResponse = await answered
         if isinstance(response, BadResponse):
             raise response

@@ -1,22 +1,4 @@
-"""How a replica of a fleet is chosen: tokenproxy and vllm-router's policies under the same load.
-
-400 conversations of agents are held, 128 at a time, on a new fleet of eight engines, of which three are three
-times slower. Each engine is a model of vLLM (`engine_model`): a prefix cache of blocks with a bound, a queue,
-a speed of prefilling and one of decoding that falls with the number of sequences. They sample and render at
-almost no cost; times are those of the model, about 14 times shorter than a real engine's. Half of the
-conversations come in groups of eight with equal openings, and every fourth client names its session in
-X-Session-ID. With `sessions` all clients do, and tell vllm-router's sticky_least_loaded when they are done:
-its best case. Texts render to the ids that were sampled, which also favours vllm-router: it sends text.
-A run that takes longer than 120 s is ended.
-
-  makespan   from the first request to the last response
-  hit rate   ids that the engines found in their caches / ids of all prompts
-  p50, p99   latency of a turn
-  requests   of the replicas with the fewest and the most
-  busy       share of the time that the replicas with the least and the most had work
-  core       load of the core of tokenproxy or vllm-router; near 100% it was the limit, and not the policy
-  exact      turns that continue recorded ids, of all after the first of a conversation
-"""
+"""How a replica of a fleet is chosen: tokenproxy and vllm-router's policies under the same load."""
 
 import random
 from collections.abc import Iterator, Sequence

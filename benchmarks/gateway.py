@@ -1,47 +1,4 @@
-"""tokenproxy and other gateways in front of the same engine, which answers with fixed bytes at once.
-
-The gateway has one core; the engine and the client share another. Every gateway gets the same requests, and
-the engine answers as vLLM would answer what the gateway asks of it. They alternate in rounds, so that a
-disturbance of the machine affects all of them; a cell is the median round. Where 32 requests at once would
-take too long, a gateway gets fewer connections; a remark tells how many. A gateway that is not installed,
-does not start or fails has a row without figures, and a remark with the reason.
-
-- vllm-router, smg and litellm forward. The answer has ids and log-probabilities only if the client requested
-  them.
-- tokenproxy records every turn in SQLite before it responds. It always asks for `return_token_ids` and
-  `logprobs`, and removes what the client did not request. It sends later turns as ids.
-- rllm-model-gateway asks for the same, sends text, and writes each request to SQLite after it responded.
-
-The columns; the ids are those of the benchmark's tokenizer:
-
-- 1 KB chat: a body of 1 KB, an answer of 40 ids.
-- first turn 32k: messages that render to 32k ids, an answer of 40.
-- answer 32k: a small request whose client requests ids and log-probabilities, and an answer of 32k ids.
-- answer 32k as text: the same for a client that requests neither. tokenproxy and rllm-model-gateway read them
-  all the same.
-- history and answer 32k: about 100 messages that render to 32k ids and belong to no recorded conversation,
-  and the answer of `answer 32k`.
-- stream: an answer of 256 ids in as many chunks, to a client that requests no ids.
-- recognised turn 32k: 1,000 conversations of 32k ids take turns; each request has one exchange more than the
-  one before of its conversation. tokenproxy has recorded that one, recognises it, and sends ids.
-- 100k ids in: the client sends ids. tokenproxy gets them in `prompt_ids` of its token route, without a
-  session, so it does not record them; the others in vLLM's `kv_transfer_params.prompt_token_ids`.
-
-The tables:
-
-  responses/s     by column and gateway; of streams the chunks
-  rate / that of  ratio of what one full core serves, from the CPU times of the same run
-  CPU ms          CPU time of the gateway's process per response
-  KB written      file pages that the process changed per recorded turn, until it is idle: database and log
-  added p50, p99  sequential requests on one connection, alternately to the engine and through tokenproxy:
-                  the percentile through tokenproxy minus the direct median
-  recognised      prompts that continue recorded ids, of all prompts
-
-`gateway:requests` are tokenproxy's own requests: what recording costs, streams in the wire formats of other
-vendors, and the token route (`ids in`). `gateway:conversations` are recognised turns of 1,000 conversations
-that take turns, by store and length, whole and streamed; `restarted` is the first request of each of them in
-a new process.
-"""
+"""tokenproxy and other gateways in front of the same engine, which answers with fixed bytes at once."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,15 +1,4 @@
-"""The cost of a proof: the CPU time in which `ChatTokenizer.prove` finds out what a template appends.
-
-It runs once for each template of a machine; its result is kept in a file. The templates are those of the
-package trl and those in .cache/templates (scripts/fetch-templates); equal ones are proved once. Their models
-are not needed: the vocabulary is empty, and whatever is spelled like a special token is one.
-
-  new messages   only the new messages decide what is appended.
-  last turn      so do the calls of the last turn.
-  whole history  more may decide: `append` renders the whole conversation as text.
-
-The aim: 99 of 100 proofs take at most 3 s.
-"""
+"""The cost of a proof: the CPU time in which `ChatTokenizer.prove` finds out what a template appends."""
 
 import importlib.metadata
 import re

@@ -1,18 +1,4 @@
-"""The cost of a request: what the proxy adds over a direct connection to an engine that does nothing.
-
-The proxy runs exactly as `tokenproxy serve`, with a new SQLite store, on one core; engine and client share
-another. The rows are measured in rounds, so that a disturbance of the machine affects all of them.
-
-  added p50   sequential requests on one connection, alternately direct and through the proxy: the median
-              through the proxy minus the direct median
-  ratio       proxy/s / direct/s, with many connections that each send the next request after a response
-  core        load of the proxy's core. If it is well below 100%, client, engine or other programs were the
-              limit, and 1000/CPU is the rate that one core could reach
-  CPU ms      CPU time of the proxy's process per request
-
-The aims: at most 1 ms added and at least 1,500 requests/s on one core for small requests; at most 5 ms and
-at least 200 requests/s with 100k ids.
-"""
+"""The cost of a request: what the proxy adds over a direct connection to an engine that does nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

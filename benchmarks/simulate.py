@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> dict[str, list[Part]]:
     # the measurements need Redis and an installed model, a plan does not
     from benchmarks.calibrate import CASES, measure, validation_parts
 
-    compared = () if options.command == "calibrate" else CASES
+    compared: tuple[Case, ...] = () if options.command == "calibrate" else CASES
     if options.quick:
         compared = tuple(case for case in compared if case.name in ("40 rollouts", "40 rollouts, streamed"))
     rounds = options.rounds or (1 if options.quick else 3)

@@ -1,17 +1,4 @@
-"""Long load: 64 connections are busy for ten minutes, while the proxy's memory and answers are watched.
-
-Each connection holds conversations of 32,000 ids: the first prompt has most of them, ten turns follow, each
-after a tool that takes half a second, then the next conversation starts. Two fake engines answer at once, so
-only the proxy and the tools take time. The proxy runs as `tokenproxy serve` on a core of its own, with a new
-SQLite store. `--seconds` sets the length of the run.
-
-  memory    resident memory of the proxy: mean and maximum of each third of the run. The aim is that the last
-            third has at most 1.1 times as much as the first; a run that ends before the caches are full
-            misses it
-  turns     responses in each third, and how long they took
-  probe     time for `GET /health`: how long others wait for the event loop, and for the core
-  errors    responses that were none, or connections that broke: the aim is 0
-"""
+"""Long load: 64 connections are busy for ten minutes, while the proxy's memory and answers are watched."""
 
 import asyncio
 import random

@@ -1,25 +1,4 @@
-"""The cost of an exact conversation: the time that the proxy adds to a turn of a plain OpenAI client.
-
-The proxy matches the conversation, sends its recorded ids with the new ids after them, and records the
-completion. The conversation is an agent's: a question, then turns of some 200 sampled tokens with a tool
-call, each followed by a result of 400 tokens, until the prompt has about 1k, 32k and 128k tokens. The client
-sends all messages each time, and requests no ids. The engine returns the ids that it was sent and a canned
-turn. Each timed request is sent to the engine itself and to the proxy, and continues a turn recorded just
-before:
-
-  added         median through the proxy minus direct median. The direct engine gets messages and renders
-                nothing. Through the proxy it also gets ids and returns them: this is part of the added time.
-  render        the engine's work without the proxy: render and encode the whole conversation.
-  SQLite, ...   the proxy's store.
-  other process the turn before was recorded by another process that shares the store; this one had the one
-                before that.
-  restarted     the process has no turn of the conversation cached: all are read from the store.
-
-Once for each store and length, the prompt is compared with a rendering. The other tables show the stages,
-timed inside the proxy; `the rest` is HTTP, hand-overs between threads, and the client.
-
-The aim: the time added at 128k tokens is at most three times the time added at 1k.
-"""
+"""The cost of an exact conversation: the time that the proxy adds to a turn of a plain OpenAI client."""
 
 import time
 from collections import defaultdict

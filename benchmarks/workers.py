@@ -1,16 +1,4 @@
-"""The proxy with several worker processes: what a request costs with `tokenproxy serve --workers N`.
-
-For each N a proxy with a new SQLite store runs on all cores, in front of one engine that does nothing.
-Clients send small chats, which are recorded, over 128 connections: turns that are recorded at the same time
-in one process share a commit. The proxies are measured one after the other, in rounds.
-
-  requests/s   the median round; it can grow with the workers while there are free cores
-  CPU ms       CPU time of all processes of the proxy per request
-  CPU / 1      the same / that of the first row
-  busiest      share of the busiest worker in the CPU time of all workers
-
-The aim: a request costs at most 15% more CPU time with N workers than with one.
-"""
+"""The proxy with several worker processes: what a request costs with `tokenproxy serve --workers N`."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -56,8 +44,8 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
         for target in targets:
             check_same(bench, target, (column.theirs, column.ours))
             bench.under_load(Cell(connections=_CONNECTIONS), target, column.ours, seconds)  # warms up
-        for number in range(rounds):
-            progress(f"workers: round {number + 1} of {rounds}")
+        for done in range(rounds):
+            progress(f"workers: round {done + 1} of {rounds}")
             for cell, target in zip(cells, targets, strict=True):
                 bench.under_load(cell, target, column.ours, seconds)
     first = cells[0].median("cpu_ms")
