@@ -22,7 +22,6 @@ STAGES = {
     "read fields": "proxy.dialects.chat:ChatDialect.parse",
     "digest messages": "proxy.history.placing:Placer.parse",
     "match": "proxy.history.matcher:Matcher.match",
-    "pin": "{store}.pin",
     "append": "proxy.history.planner:Planner._extend",
     "write request": "proxy.engine.token_in:chat_body",
     "engine, head": "proxy.engine.http:HttpEngine.send",
@@ -37,8 +36,9 @@ INSIDE = {
     "match: find": "{store}.find",
     "match: path": "{store}.path",
     "match: join": "proxy.history.matcher:read_turn",
+    "parallel: keep response": "proxy.history.retries:Retries.keep",
 }
-"""Parts of stages."""
+"""Parts of stages, and what runs next to them."""
 _STORES = (
     "proxy.stores.memory:MemoryStore",
     "proxy.stores.sqlite:SqliteStore",

@@ -24,7 +24,7 @@ from benchmarks.loads import NUMBER, STEP, Load
 from benchmarks.measure import Cell, Sample
 from benchmarks.peers import PEERS
 from benchmarks.plan import ENGINE, Planner
-from benchmarks.simulate import COSTS, put_into
+from benchmarks.simulate import COSTS
 from benchmarks.simulation import Server, Steps, simulate_case
 from benchmarks.texts import Words
 from tests.support.child_environment import python_path_with_torch
@@ -82,12 +82,7 @@ def _same(printed: Table, measured: Table) -> bool:
         (["soak"], ["third", "aim"]),
         (
             ["gateway:/direct", "gateway:/tokenproxy", "gateway:requests", "gateway:conversations/SQLite"],
-            [
-                "responses/s on one core",
-                "CPU ms of a request",
-                "p99 on 32 connections, ms",
-                "tokenproxy's requests",
-            ],
+            ["responses/s on one core", "p99 on 32 connections, ms", "tokenproxy's requests"],
         ),
     ],
     ids=SUITES,
@@ -103,8 +98,8 @@ def test_benchmark_prints_the_rows_and_columns_of_the_docs(
         assert _same(printed[name], measured[name]), (printed[name], measured[name])
     assert [each["columns"][0] for each in json.loads(written.read_text())["tables"]] == list(measured)
     assert not re.search(r"\bfailed\b|first error", text), text
-    exact = re.findall(r"\d+\.\d%(?= \|$)|later turns that are exact \|\s+(\S+)", text, re.MULTILINE)
-    assert all(share in ("", "100.0%") for share in exact), text
+    exact = re.findall(r"(\d+\.\d%) \|$|exact \| +(\S+)", text, re.MULTILINE)
+    assert {share for shares in exact for share in shares} <= {"", "100.0%"}, text
 
 
 @pytest.mark.timeout(600)
@@ -200,15 +195,6 @@ def test_engine_prefills_what_is_not_cached_and_decodes_with_a_shared_speed() ->
     assert second - first == pytest.approx(100 / 1000 + 10 / (100 / 2))
 
 
-def test_third_request_waits_for_one_of_two() -> None:
-    engine = EngineModel(_SPEED)
-    jobs = [_job(name, 1, ids) for name, ids in (("a", 100), ("b", 200), ("c", 10))]
-    for job in jobs:
-        engine.submit(0.0, job)
-    assert engine.totals.requests == 2
-    assert [job for _, job in _ends(engine)] == [jobs[0], jobs[2], jobs[1]]
-
-
 def test_cache_evicts_the_least_recently_used_blocks_and_none_in_use() -> None:
     cache = PrefixCache(4 * BLOCK_IDS)
     cache.hold(["a0", "a1"])
@@ -260,12 +246,3 @@ def test_costs_are_straight_lines_between_and_beyond_the_measurements() -> None:
     curve = Curve(first=((1000, 3.0), (2000, 5.0)), later=((1000, 2.0), (2000, 3.0)), per_completion_id=0.01)
     assert curve.of(TurnKind(1500, 1500, 300, first=True)) == pytest.approx(4 + 1)
     assert curve.of(TurnKind(1500, 600, 200)) == pytest.approx(2.5 + 200 * 0.001)
-
-
-def test_page_has_a_place_for_every_table() -> None:
-    page = (ROOT / "docs" / "scale.md").read_text()
-    assert all(
-        "\nnew table\n" in put_into(page, part, "new table") for part in ("costs", "validation", "plan")
-    )
-    with pytest.raises(ValueError, match="no lines"):
-        put_into("# Empty", "plan", "new table")
