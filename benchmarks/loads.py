@@ -141,7 +141,8 @@ def gateway_loads(tokenizer: ChatTokenizer, conversations: int, lengths: dict[st
             [{**m, "content": m["content"].replace(NUMBER, str(_FIRST))} for m in messages]
         )
 
-    question = texts.history(115, mark=mark)
+    question = texts.history(80, mark=mark)
+    question[-1]["content"] = (question[-1]["content"] + texts.text(400))[:780]  # with all else 1 KB
     long, first = texts.answer(LONG_IDS), texts.history(100, mark=mark)
     first[-1]["content"] += texts.text(LONG_IDS - 100)
     history = texts.history(LONG_IDS, mark=mark)
