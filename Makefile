@@ -48,19 +48,16 @@ templates: dev  ## run every real chat template, report what is wrong, renew the
 	@.venv/bin/python scripts/fetch-templates
 	@.venv/bin/python -m tests.support.templates.report $(or $(ARGS),--write)
 
+# One row: make bench ROW="gateway:1 KB chat"; the names: .venv/bin/python -m benchmarks --list
 bench: install  ## measure what the proxy adds, how it uses a fleet, whether it lasts, and other gateways; an hour
-	@.venv/bin/python benchmarks/overhead.py
-	@.venv/bin/python benchmarks/workers.py
-	@.venv/bin/python benchmarks/append.py
-	@.venv/bin/python benchmarks/proofs.py
-	@.venv/bin/python benchmarks/transparent.py
-	@scripts/install-vllm-router
-	@.venv/bin/python benchmarks/fleet.py
-	@.venv/bin/python benchmarks/soak.py
+ifdef ROW
+	@.venv/bin/python -m benchmarks "$(ROW)"
+else
+	-@scripts/install-peers
+	@.venv/bin/python -m benchmarks all
 	@.venv/bin/python benchmarks/simulate.py validate
 	@.venv/bin/python benchmarks/simulate.py plan
-	-@scripts/install-peers
-	@.venv/bin/python benchmarks/gateway.py
+endif
 
 clean:  ## remove caches and build output; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* htmlcov

@@ -1,1 +1,1 @@
-"""Benchmarks of the proxy: `overhead.py`, `append.py` and `transparent.py` are the programs to run."""
+"""Benchmarks of tokenproxy. `python -m benchmarks --help` describes them, `--list` shows their rows."""

@@ -19,26 +19,26 @@ from typing import Any
 REQUEST = "request"
 """The span of a whole request, except for HTTP parsing and writing on the client's side."""
 STAGES = {
-    "parse request": "proxy.dialects.chat:ChatDialect.parse",
-    "parse messages": "proxy.history.placing:Placer.parse",
+    "read fields": "proxy.dialects.chat:ChatDialect.parse",
+    "digest messages": "proxy.history.placing:Placer.parse",
     "match": "proxy.history.matcher:Matcher.match",
-    "pin": "{store}.pin",
     "append": "proxy.history.planner:Planner._extend",
     "write request": "proxy.engine.token_in:chat_body",
     "engine, head": "proxy.engine.http:HttpEngine.send",
     "engine, body": "proxy.engine.http:HttpResponse.read",
-    "read completion": "proxy.turn.serve:_read_body",
+    "read response": "proxy.turn.serve:_read_body",
     "make turn": "proxy.history.recorder:new_turns",
     "commit": "{store}.add",
-    "cache": "proxy.history.cache:TurnCache.put",
+    "cache turn": "proxy.history.cache:TurnCache.put",
 }
 """The stages of a request in order, each with the function that is timed."""
 INSIDE = {
     "match: find": "{store}.find",
     "match: path": "{store}.path",
     "match: join": "proxy.history.matcher:read_turn",
+    "parallel: keep response": "proxy.history.retries:Retries.keep",
 }
-"""Parts of stages."""
+"""Parts of stages, and what runs next to them."""
 _STORES = (
     "proxy.stores.memory:MemoryStore",
     "proxy.stores.sqlite:SqliteStore",

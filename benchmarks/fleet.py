@@ -1,263 +1,155 @@
-"""Benchmark: what each way to choose a replica of a fleet costs. `--help` describes the measurement."""
+"""How a replica of a fleet is chosen: tokenproxy and vllm-router's policies under the same load."""
 
-import argparse
-import sys
+import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
+from urllib.parse import quote
 
-if __name__ == "__main__":
-    # for a program that is run by its path, Python searches its folder; this package is in the parent folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+import uvloop
 
-from benchmarks.command import LINUX_ONLY, fail, make_parser, print_results, progress, scratch_folder
-from benchmarks.fleet_clients import Clients, Held, hold
-from benchmarks.fleet_load import Conversation, make_load
-from benchmarks.fleet_model import Totals
-from benchmarks.fleet_speeds import CONNECTIONS, REPLICAS, SLOW
-from benchmarks.fleet_words import Words
-from benchmarks.load import BadResponse
-from benchmarks.processes import (
-    Cores,
-    Proxy,
-    StartError,
-    engine_fleet,
-    get_json,
-    pinned,
-    proxy,
-    vllm_router,
-)
-from benchmarks.report import machine, machine_lines, percentile, table
+from benchmarks.client import Rollout, Step, Tally, hold, http_request
+from benchmarks.measure import Effort
+from benchmarks.peers import router_for_fleet, run_peer
+from benchmarks.processes import Cores, StartError, engines, get_json, pinned, proxy, scratch_folder
+from benchmarks.report import Part, percentile, progress
+from benchmarks.texts import Words
 
-ROUTER = Path(__file__).resolve().parent.parent / ".cache/vllm-router/bin/vllm-router"
-LIMIT_S = 120.0
-_NO_ROUTER = "vllm-router is not installed, so its policies are not measured: run scripts/install-vllm-router"
-
-_DESCRIPTION = f"""\
-Hold the same 400 conversations on a fleet of {REPLICAS} engines, of which {SLOW} are three times slower, once
-for each way to choose a replica: tokenproxy's policies, and vllm-router's.
-
-The engines are one process. Each is a model of vLLM: a prefix cache of blocks with a bound, a queue, a speed
-of prefilling and one of decoding that falls with the number of sequences. They sample and render at almost no
-cost; a run's times are those of the model, about 14 times shorter than a real engine's. Half of the
-conversations come in groups of eight with equal openings, and every fourth client names its session in
-X-Session-ID. With `sessions` all clients do, and tell vllm-router's sticky_least_loaded when they are done:
-its best case. Texts render to the ids that were sampled, which also favours vllm-router: it sends text.
-A run that takes longer than {LIMIT_S:.0f} s is ended.
-
-  makespan   from the first request to the last response
-  hit rate   ids that the engines found in their caches / ids of all prompts
-  p50, p99   latency of a turn
-  requests   of the replicas with the fewest and the most
-  busy       share of the time that the replicas with the least and the most had work
-  core       load of the core of tokenproxy or vllm-router; near 100% it was the limit, and not the policy
-  exact      turns that continue recorded ids, of all after the first of a conversation
-
-Run it on an idle machine. Linux only: it pins processes to cores and reads /proc.
-"""
-_EXAMPLES = """\
-examples:
-  python benchmarks/fleet.py                       measure all policies: about ten minutes
-  python benchmarks/fleet.py --only sticky         measure the policies whose names contain this text
-  python benchmarks/fleet.py --quick               check that it runs: imprecise numbers
-  python benchmarks/fleet_simulation.py            the same load in virtual time, without proxies: seconds
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """A program and its way to choose a replica."""
-
-    program: str
-    name: str
-    all_sessions: bool = False
-    """Whether every client names its session."""
-    finish: bool = False
-    """Whether clients tell when a session is over."""
-
-    @property
-    def title(self) -> str:
-        """The name of its row."""
-        sessions = "" if self.program == "tokenproxy" else ", sessions" if self.all_sessions else ", plain"
-        return f"{self.program} {self.name}{sessions}"
-
-
-POLICIES = (
-    *(
-        Policy("tokenproxy", name)
-        for name in ("round_robin", "least_loaded", "two_choices", "sticky_least_loaded")
-    ),
-    Policy("vllm-router", "consistent_hash"),
-    Policy("vllm-router", "consistent_hash", all_sessions=True),
-    Policy("vllm-router", "cache_aware"),
-    Policy("vllm-router", "cache_aware", all_sessions=True),
-    Policy("vllm-router", "sticky_least_loaded"),
-    Policy("vllm-router", "sticky_least_loaded", all_sessions=True, finish=True),
+OURS = "tokenproxy sticky_least_loaded"
+_POLICIES = ("consistent_hash", "cache_aware", "sticky_least_loaded")
+_LIMIT_S = 120.0
+_GROUP, _FAMILIES = 8, 4
+"""Rollouts of one prompt, and different system messages."""
+_PAUSE_S = 0.14
+"""Mean time that a tool takes."""
+TEMPLATE_IDS = 8
+"""Ids that the chat template adds to a prompt for each of its turns, about."""
+TOOLS = (
+    {"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}},
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How much to measure."""
-
-    conversations: int
-    connections: int
-    faster: float
-    """Speed of the engines' time."""
+def rows() -> list[str]:
+    """Programs and their policies."""
+    kinds = ("plain", "sessions")
+    return [OURS, *(f"vllm-router {policy}, {kind}" for policy in _POLICIES for kind in kinds)]
 
 
-FULL = Effort(400, CONNECTIONS, 1.0)
-QUICK = Effort(24, 12, 4.0)
+def make_load(words: Words, count: int = 400, *, all_sessions: bool = False) -> Iterator[Rollout]:
+    """Conversations in the order in which they start: the same in every run; a group starts together.
+
+    Lengths are long-tailed: most conversations are short, some are very long.
+    """
+    draw = random.Random(2026)
+    system_ids = [draw.randrange(3, 10) * 128 for _ in range(_FAMILIES)]
+    number = 0
+    while number < count:
+        family, question_ids = draw.randrange(_FAMILIES), _long_tailed(draw, 400, 4000)
+        system = words.text(random.Random(f"family {family}"), system_ids[family])
+        grouped = number % (2 * _GROUP) < _GROUP
+        question = words.text(random.Random(f"opening {number}"), question_ids - TEMPLATE_IDS)
+        for _ in range(min(_GROUP if grouped else 1, count - number)):
+            opening = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+            steps = _steps(draw, words, random.Random(f"conversation {number}"))
+            named = draw.random() < 0.25 or all_sessions
+            yield Rollout(opening, steps, session=f"session-{number}" if named else None, tools=TOOLS)
+            number += 1
+
+
+def _steps(draw: random.Random, words: Words, texts: random.Random) -> list[Step]:
+    turns = min(30, max(2, round(draw.lognormvariate(1.9, 0.6))))
+    steps = [Step(0.0, "", _long_tailed(draw, 150, 1500))]
+    for _ in range(turns - 1):
+        appended, completion = _long_tailed(draw, 350, 6000), _long_tailed(draw, 150, 1500)
+        text = words.text(texts, appended - TEMPLATE_IDS)
+        steps.append(Step(draw.expovariate(1 / _PAUSE_S), text, completion))
+    return steps
+
+
+def _long_tailed(draw: random.Random, middle: int, most: int) -> int:
+    """A number of ids, log-normal around `middle`."""
+    return max(16, min(most, round(middle * draw.lognormvariate(0.0, 0.9))))
 
 
 @dataclass(slots=True)
 class Result:
     """All rounds of one policy."""
 
-    policy: Policy
-    held: list[Held] = field(default_factory=list)
-    totals: list[list[Totals]] = field(default_factory=list)
+    tallies: list[Tally] = field(default_factory=list)
+    totals: list[list[dict[str, float]]] = field(default_factory=list)
     """Of each replica, in each round."""
     core: list[float] = field(default_factory=list)
-    """Load of the program's core."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    options = _parser().parse_args(argv)
-    if sys.platform != "linux":
-        return fail("fleet.py", LINUX_ONLY)
-    policies = [policy for policy in POLICIES if options.only in policy.title]
-    if not policies:
-        names = ", ".join(f'"{policy.title}"' for policy in POLICIES)
-        return fail("fleet.py", f'no policy has a name with "{options.only}"; the policies are {names}')
-    if not ROUTER.exists():
-        print(_NO_ROUTER, file=sys.stderr)
-        policies = [policy for policy in policies if policy.program != "vllm-router"]
-    about = machine()
-    try:
-        results = measure(policies, QUICK if options.quick else FULL, options.rounds)
-    except (StartError, BadResponse) as error:
-        return fail("fleet.py", str(error))
-    print_results(text(results, about), _json(results, about), options.json)
-    return 0
-
-
-def measure(policies: Sequence[Policy], effort: Effort, rounds: int) -> list[Result]:
+def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
     """Hold all conversations with each policy, each time on a new fleet; the policies alternate.
 
     Raises:
         StartError: a process does not start.
         BadResponse: a client got an error.
     """
-    load, words = make_load(effort.conversations), Words()
-    results = [Result(policy) for policy in policies]
+    words, rounds = Words(), effort.rounds or 1
+    results, absent = {row: Result() for row in chosen}, ""
     with scratch_folder() as folder:
         words.write(folder)
         for number in range(rounds):
-            for result in results:
-                progress(f"round {number + 1} of {rounds}: {result.policy.title}")
-                log = folder / f"{number}-{results.index(result)}.log"
-                _one_round(result, load, words, effort, folder, log)
-    return results
+            for row, result in results.items():
+                progress(f"fleet: round {number + 1} of {rounds}: {row}")
+                try:
+                    _one_round(row, result, words, effort, folder)
+                except StartError as error:
+                    if row == OURS:
+                        raise
+                    absent = f"vllm-router was not measured: {error}"
+    head = ["policy", "makespan", "hit rate", "p50", "p99", "requests", "busy", "core", "exact"]
+    table = [head, *(_row(row, result) for row, result in results.items() if result.tallies)]
+    return [*([table] if len(table) > 1 else []), *([absent] if absent else [])]
 
 
-def _one_round(
-    result: Result, load: Sequence[Conversation], words: Words, effort: Effort, folder: Path, log: Path
-) -> None:
-    cores, policy = Cores.pick(), result.policy
-    with (
-        engine_fleet(cores.engine, folder, ["--faster", str(effort.faster)]) as ports,
-        _running(policy, cores.proxy, ports, log) as running,
-        pinned(cores.client),
-    ):
-        before = [_totals(port) for port in ports]
-        cpu_s = running.cpu_s()
-        clients = Clients(
-            running.port, effort.connections, LIMIT_S, policy.all_sessions, policy.finish, effort.faster
-        )
-        held = hold(load, words, clients)
-        result.core.append((running.cpu_s() - cpu_s) / held.makespan_s)
-        result.held.append(held)
-        after = [_totals(port) for port in ports]
-        result.totals.append([_difference(*pair) for pair in zip(after, before, strict=True)])
+def _one_round(row: str, result: Result, words: Words, effort: Effort, folder: Path) -> None:
+    cores, faster = Cores.pick(), effort.pick(1.0, 4.0)
+    policy, _, kind = row.partition(" ")[2].partition(", ")
+    sessions = kind == "sessions"
+    with engines(cores.engine, folder, None, "--faster", str(faster)) as ports:
+        if row == OURS:
+            started = proxy(cores.proxy, ports, folder / f"proxy-{len(result.core)}.log")
+        else:
+            started = run_peer(router_for_fleet(policy, ports), cores.proxy, ports[0], folder)
+
+        def finish(rollout: Rollout) -> bytes:
+            return http_request(
+                f"/finish_session?session_id={quote(rollout.session or '')}", b"", rollout.headers
+            )
+
+        with started as running, pinned(cores.client):
+            before, cpu_s, tally = [get_json(port, "/totals") for port in ports], running.cpu_s(), Tally()
+            load = make_load(words, int(effort.pick(400, 24)), all_sessions=sessions)
+            connections = int(effort.pick(128, 12))
+            ends = finish if sessions and policy == "sticky_least_loaded" else None
+            uvloop.run(
+                hold(running.port, load, connections, tally, limit_s=_LIMIT_S, faster=faster, finish=ends)
+            )
+            result.core.append((running.cpu_s() - cpu_s) / tally.seconds)
+            after = [get_json(port, "/totals") for port in ports]
+    result.tallies.append(tally)
+    result.totals.append([{k: a[k] - b[k] for k in a} for a, b in zip(after, before, strict=True)])
 
 
-@contextmanager
-def _running(policy: Policy, core: int, ports: Sequence[int], log: Path) -> Iterator[Proxy]:
-    if policy.program == "vllm-router":
-        with vllm_router(ROUTER, core, ports, log, ["--policy", policy.name]) as running:
-            yield running
-    else:
-        with proxy(core, ports, log, flags=["--policy", policy.name]) as running:
-            yield running
-
-
-def _totals(port: int) -> Totals:
-    return Totals(**get_json(port, "/totals"))
-
-
-def _difference(after: Totals, before: Totals) -> Totals:
-    return Totals(
-        after.requests - before.requests,
-        after.prompt_ids - before.prompt_ids,
-        after.cached_ids - before.cached_ids,
-        after.completion_ids - before.completion_ids,
-        after.busy_s - before.busy_s,
-        after.longest_queue,
-    )
-
-
-TITLES = ["policy", "makespan", "hit rate", "p50", "p99", "requests", "busy", "core", "exact"]
-
-
-def text(results: Sequence[Result], about: dict[str, str]) -> str:
-    """The results as a Markdown table, aligned for a terminal; the median round of each policy."""
-    rows = [_row(result) for result in results if result.held]
-    return "\n".join([*machine_lines(about), "", table([TITLES, *rows])])
-
-
-def _row(result: Result) -> list[str]:
-    held, totals = result.held, result.totals
-    hits = [sum(t.cached_ids for t in one) / sum(t.prompt_ids for t in one) for one in totals]
-    requests = [[t.requests for t in one] for one in totals]
-    busy = [[t.busy_s / one.makespan_s for t in replicas] for one, replicas in zip(held, totals, strict=True)]
-    later = sum(len(one.latencies_s) - one.begun for one in held)
-    exact = f"{sum(one.extended for one in held) / later:.1%}"
+def _row(row: str, result: Result) -> list[str]:
+    tallies, totals = result.tallies, result.totals
+    hits = [sum(t["cached_ids"] for t in each) / sum(t["prompt_ids"] for t in each) for each in totals]
+    requests = [[t["requests"] for t in each] for each in totals]
+    busy = [[t["busy_s"] / tally.seconds for t in each] for tally, each in zip(tallies, totals, strict=True)]
+    later = sum(len(tally.latencies_s) - tally.begun for tally in tallies)
+    exact = f"{sum(tally.extended for tally in tallies) / max(1, later):.1%}"
     return [
-        result.policy.title,
-        f"{'> ' if any(one.cut for one in held) else ''}{median(one.makespan_s for one in held):.1f} s",
+        row,
+        f"{'> ' if any(tally.cut for tally in tallies) else ''}{median(t.seconds for t in tallies):.1f} s",
         f"{median(hits):.1%}",
-        f"{median(percentile(one.latencies_s, 0.5) for one in held):.2f} s",
-        f"{median(percentile(one.latencies_s, 0.99) for one in held):.2f} s",
+        *(f"{median(percentile(t.latencies_s, share) for t in tallies):.2f} s" for share in (0.5, 0.99)),
         f"{mean(map(min, requests)):.0f}-{mean(map(max, requests)):.0f}",
         f"{mean(map(min, busy)):.0%}-{mean(map(max, busy)):.0%}",
         f"{mean(result.core):.0%}",
-        exact if result.policy.program == "tokenproxy" else "-",
+        exact if row == OURS else "-",
     ]
-
-
-def _json(results: Sequence[Result], about: dict[str, str]) -> dict[str, object]:
-    """Everything, for another program."""
-    rows = [
-        {"policy": result.policy.title, "core": result.core}
-        | {"held": [asdict(one) for one in result.held]}
-        | {"totals": [[asdict(t) for t in one] for one in result.totals]}
-        for result in results
-    ]
-    return {"machine": about, "policies": rows}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser(_DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--rounds", type=int, default=1, help="how often to measure each policy (default: 1)")
-    parser.add_argument(
-        "--only", default="", metavar="WORDS", help="only policies whose name contains this text"
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,136 +1,248 @@
-"""The benchmarks run from start to end. Their numbers are not checked: they need an idle machine."""
+"""The benchmarks run in small, and print the rows and columns that the docs print.
+
+Their numbers are not checked: they need an idle machine. The parts that figures rest on are checked by
+arithmetic: the model of an engine, the simulation, and the language that engines render.
+"""
 
 import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import simpy
 
-from benchmarks.append_report import LENGTHS
-from benchmarks.cases import cases
-from benchmarks.clocked import INSIDE, REQUEST, STAGES, read_clocks
-from benchmarks.proofs import prove_all, read_templates
-from benchmarks.report import Measured, Times, turns_json, turns_text
-from benchmarks.ways import WAYS
-from tests.campaign.benchmark_commands import linux, run_benchmark
-from tokenization.locality import Locality
+from benchmarks.__main__ import SUITES, choose, suite
+from benchmarks.costs import CPU_QUANTITIES, QUANTITIES, Case, Costs, Curve, TurnCosts, TurnKind, interpolate
+from benchmarks.engine_model import BLOCK_IDS, EngineModel, Job, PrefixCache, Speed
+from benchmarks.loads import NUMBER, STEP, Load
+from benchmarks.measure import Cell, Sample
+from benchmarks.peers import PEERS
+from benchmarks.plan import ENGINE, Planner
+from benchmarks.simulate import COSTS
+from benchmarks.simulation import Server, Steps, simulate_case
+from benchmarks.texts import Words
+from tests.support.child_environment import python_path_with_torch
+from tokenization import ChatTokenizer
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pins processes to cores")
+Table = tuple[list[str], list[str]]
+"""The columns of a table, and the names of its rows."""
 
 
-@pytest.mark.slow
-@linux
-def test_quick_run_prints_and_writes_every_case(tmp_path: Path) -> None:
+def _run(*arguments: str) -> str:
+    """Run Python in the repository; returns what it printed."""
+    environment = {**os.environ, "PYTHONPATH": python_path_with_torch()}
+    command = [sys.executable, *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def _tables(text: str) -> Iterator[Table]:
+    """The tables of a Markdown text."""
+    for block in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.splitlines()]
+        yield lines[0], [line[0] for line in lines[2:]]
+
+
+def _printed(page: str) -> dict[str, Table]:
+    """The tables of a page of the docs, by the head of their first column."""
+    return {columns[0]: (columns, rows) for columns, rows in _tables((ROOT / "docs" / page).read_text())}
+
+
+def _same(printed: Table, measured: Table) -> bool:
+    """Whether a table has rows and columns of the docs. A short run has other lengths, and fewer cases."""
+
+    def plain(cells: list[str]) -> list[str]:
+        return [re.sub(r"\b\d+k\b|^\d+ templates", "N", cell) for cell in cells]
+
+    columns = plain(printed[0])
+    return all(cell in columns for cell in plain(measured[0])) and set(plain(measured[1])) <= set(
+        plain(printed[1])
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("rows", "tables"),
+    [
+        (["request"], ["added latency", "on one core"]),
+        (["workers"], ["workers"]),
+        (["append"], ["ms, median, after", "ratio", "append / text", "event loop, during"]),
+        (["proofs"], ["CPU seconds of a proof", "what decides, number of templates"]),
+        (["turns:SQLite"], ["ms added to a turn", "SQLite: stage, p50 in ms"]),
+        (["fleet:tokenproxy"], ["policy"]),
+        (["soak"], ["third", "aim"]),
+        (
+            ["gateway:/direct", "gateway:/tokenproxy", "gateway:requests", "gateway:conversations/SQLite"],
+            ["responses/s on one core", "p99 on 32 connections, ms", "tokenproxy's requests"],
+        ),
+    ],
+    ids=SUITES,
+)
+def test_benchmark_prints_the_rows_and_columns_of_the_docs(
+    rows: list[str], tables: list[str], tmp_path: Path
+) -> None:
     written = tmp_path / "out.json"
-    run = run_benchmark("benchmarks/overhead.py", "--quick", "--json", str(written))
-    assert run.returncode == 0, run.stderr
-    for case in cases():
-        assert f"| {case.name} " in run.stdout
-    measured = json.loads(written.read_text())["cases"]
-    assert [case["name"] for case in measured] == [case.name for case in cases()]
-    assert all(case["proxy"]["requests"] > 0 for case in measured)
+    text = _run("-m", "benchmarks", "--quick", "--json", str(written), *rows)
+    measured = {columns[0]: (columns, names) for columns, names in _tables(text)}
+    printed = _printed("benchmarks.md")
+    for name in tables:
+        assert _same(printed[name], measured[name]), (printed[name], measured[name])
+    assert [each["columns"][0] for each in json.loads(written.read_text())["tables"]] == list(measured)
+    assert not re.search(r"\bfailed\b|first error", text), text
+    exact = re.findall(r"(\d+\.\d%) \|$|exact \| +(\S+)", text, re.MULTILINE)
+    assert {share for shares in exact for share in shares} <= {"", "100.0%"}, text
 
 
-@pytest.mark.slow
-@linux
-def test_quick_run_measures_each_number_of_workers(tmp_path: Path) -> None:
-    written = tmp_path / "out.json"
-    run = run_benchmark("benchmarks/workers.py", "--quick", "--workers", "1", "2", "--json", str(written))
-    assert run.returncode == 0, run.stderr
-    rows = json.loads(written.read_text())["rows"]
-    assert [row["workers"] for row in rows] == [1, 2]
-    assert all(row["rate"]["requests"] > 0 and row["cpu_ms_per_request"] > 0 for row in rows)
-    assert "| 2 " in run.stdout
+@pytest.mark.timeout(600)
+def test_simulate_measures_validates_and_plans_as_the_docs_print(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    text = _run(
+        "benchmarks/simulate.py", "all", "--quick", "--costs", str(costs), "--rollouts", "100", "1000"
+    )
+    printed, names = _printed("scale.md"), []
+    for columns, rows in _tables(text):
+        assert _same(printed[columns[0]], (columns, rows)), columns
+        names.append(columns[0])
+    assert len(names) == 6
+    assert set(Costs.read(costs).turns) == set(Costs.read(COSTS).turns)
 
 
-def test_unknown_case_error_lists_the_case_names() -> None:
-    run = run_benchmark("benchmarks/overhead.py", "--case", "no such", timeout_s=60)
-    assert run.returncode == 2
-    assert '"small chat"' in run.stderr
+def test_plan_of_the_repositorys_costs_is_the_one_of_the_docs() -> None:
+    text = _run("benchmarks/simulate.py", "plan", "--rollouts", "100", "1000")
+    page = (ROOT / "docs" / "scale.md").read_text()
+    rows = [re.sub(r" {2,}", " ", line) for line in text.splitlines() if re.match(r"\| 1(,0)?00 ", line)]
+    assert len(rows) == 4
+    assert all(row in re.sub(r" {2,}", " ", page) for row in rows)
 
 
-@pytest.mark.slow
-@linux
-@pytest.mark.timeout(300)
-def test_quick_conversation_run_times_every_state_and_stage(tmp_path: Path) -> None:
-    written = tmp_path / "out.json"
-    arguments = ["--quick", "--store", "SQLite", "--json", str(written)]
-    run = run_benchmark("benchmarks/transparent.py", *arguments, timeout_s=280, torch=True)
-    assert run.returncode == 0, run.stderr
-    assert "| SQLite, other process " in run.stdout
-    rows = json.loads(written.read_text())["rows"]
-    assert [row["state"] for row in rows] == ["same process", "other process", "restarted"]
-    for row in rows:
-        for stages in row["samples"]["stages_ms"].values():
-            assert all(all(stages[stage]) for stage in STAGES), row["state"]
+def test_every_row_is_chosen_by_its_name_and_an_unknown_one_lists_the_names() -> None:
+    assert list(choose(["all"])) == list(SUITES)
+    for name in SUITES:
+        row = suite(name).rows()[-1]
+        assert row in choose([f"{name}:{row}"])[name]
+    cells = choose(["gateway:1 KB chat/vllm-router"])["gateway"]
+    assert cells == ["1 KB chat/vllm-router 0.1.17"]
+    with pytest.raises(ValueError, match="small token route"):
+        choose(["request:no such"])
+    with pytest.raises(ValueError, match="gateway"):
+        choose(["no such"])
 
 
-@pytest.mark.slow
-@linux
-def test_quick_append_run_times_every_way_at_every_length(tmp_path: Path) -> None:
-    written = tmp_path / "out.json"
-    run = run_benchmark("benchmarks/append.py", "--quick", "--json", str(written), torch=True)
-    assert run.returncode == 0, run.stderr
-    measured = json.loads(written.read_text())["samples"]["ms"]
-    names = [way.name for way in WAYS] + ["append, first of its thread", "render", "text, not local"]
-    assert list(measured) == names
-    assert all(f"| {name} " in run.stdout for name in names)
-    assert all(measured[name][str(length)] for name in names for length in LENGTHS)
+def test_every_peer_is_installed_in_the_version_of_its_row() -> None:
+    scripts = [ROOT / "scripts" / name for name in ("install-peers", "install-vllm-router")]
+    text = "\n".join(script.read_text() for script in scripts)
+    assert all(peer.name in text and peer.version in text for peer in PEERS)
 
 
-@linux
-def test_quick_proof_run_times_each_template_of_trl_and_a_folder(tmp_path: Path) -> None:
-    folder, written = tmp_path / "templates", tmp_path / "out.json"
-    folder.mkdir()
-    source = "{% for m in messages %}{{ loop.index ~ m.role ~ m.content }}<|im_end|>\n{% endfor %}"
-    for name in ("numbered", "the same"):
-        (folder / f"{name}.jinja").write_text(source)
-    assert [name for name, text in read_templates(folder).items() if text == source] == ["numbered"]
-    run = run_benchmark("benchmarks/proofs.py", str(folder), "--quick", "--json", str(written))
-    assert run.returncode == 0, run.stderr
-    proofs = json.loads(written.read_text())["proofs"]
-    assert all(proof["cpu_s"] > 0 for proof in proofs.values())
-    assert f"| {len(proofs)} templates " in run.stdout
-    assert all(name in run.stdout for name in proofs)
+def test_added_time_is_a_percentile_minus_the_direct_median_and_rounds_have_a_median() -> None:
+    rounds = [Sample(rate, 1.0, 1.0, 2.0, 0.0, 0.0, 1.0, 1.0) for rate in (30.0, 270.0, 15.0)]
+    cell = Cell([1.0, 2.0, 9.0], [3.0, 5.0, 20.0], rounds)
+    assert (cell.added(), cell.added(0.99), cell.median("per_second")) == (3.0, 18.0, 30.0)
 
 
-def test_template_that_numbers_messages_is_not_local(tmp_path: Path) -> None:
-    source = "{% for m in messages %}{{ loop.index ~ m.role ~ m.content }}<|im_end|>\n{% endfor %}"
-    (timed,) = prove_all({"numbered": source})
-    assert timed.proof.after_messages is Locality.HISTORY
-    assert timed.cpu_s > 0
+def test_each_step_of_a_conversation_has_the_numbers_of_its_position() -> None:
+    load = Load("a", "/", f"<{NUMBER}".encode(), b">", f",{NUMBER}.{STEP}".encode(), conversations=10)
+    assert load.body(3) == b"<1000003>"
+    assert load.body(23) == b"<1000003,1000003.1000001,1000003.1000002>"
 
 
-def test_missing_template_folder_is_an_error(tmp_path: Path) -> None:
-    run = run_benchmark("benchmarks/proofs.py", str(tmp_path / "missing"), timeout_s=60)
-    assert run.returncode == 2
-    assert "is not a folder" in run.stderr
+def test_words_render_as_their_tokenizer_does(tmp_path: Path) -> None:
+    """Engines render with `Words`, the proxy with the tokenizer that it wrote."""
+    words, draw = Words(), random.Random(1)
+    words.write(tmp_path)
+    answer = words.sample(draw, 40)
+    opening: list[dict[str, Any]] = [{"role": "system", "content": words.text(draw, 20)}]
+    whole = [*opening, answer.message, {"role": "tool", "tool_call_id": "c", "content": words.text(draw, 50)}]
+    tokenizer = ChatTokenizer.load(str(tmp_path))
+    assert list(words.render(whole)) == tokenizer.render(whole)
+    prompt = tokenizer.render(opening)
+    assert tokenizer.render(whole)[: len(prompt) + len(answer.ids)] == [*prompt, *answer.ids]
 
 
-def test_every_timed_stage_exists(tmp_path: Path) -> None:
-    run = run_benchmark("-m", "benchmarks.clocked", str(tmp_path / "clocks"), "--version")
-    assert run.returncode == 0, run.stderr
-    assert read_clocks(tmp_path / "clocks") == []
+_SPEED = Speed(1000, 100, half=1, during_prefill=0.5, running=2, capacity_ids=8 * BLOCK_IDS)
 
 
-def test_stages_are_assigned_to_requests_by_time() -> None:
-    ms = 1_000_000
-    times = Times("memory", "")
-    times.windows[1000] = [(10 * ms, 20 * ms)]
-    mine = [("match", 11 * ms, 13 * ms), (REQUEST, 10 * ms, 19 * ms), ("append", 25 * ms, 26 * ms)]
-    other = [("match", 31 * ms, 38 * ms), (REQUEST, 30 * ms, 39 * ms)]
-    times.add_stages([mine, other])
-    assert (times.stage("match", 1000), times.stage("append", 1000)) == (2.0, 0.0)
-    assert times.stage("the rest", 1000) == 8.0
+def _job(name: str, prompt_ids: int, completion_ids: int) -> Job:
+    blocks = (prompt_ids + completion_ids) // BLOCK_IDS
+    return Job([(name, number) for number in range(blocks)], prompt_ids, completion_ids)
 
 
-def test_growth_and_gain_are_ratios_of_added_time() -> None:
-    measured = Measured([1000, 4000])
-    times = Times("memory", "")
-    for length, added in ((1000, 2.0), (4000, 8.0)):
-        times.direct_ms[length], times.proxy_ms[length] = [1.0], [1.0 + added]
-        times.tokens[length] = [length]
-        times.stages[length] = {stage: [0.5] for stage in (*STAGES, *INSIDE)}
-        measured.render[length] = [length / 100]
-    measured.rows = [times]
-    assert (measured.growth(times), measured.gain(times, 4000)) == (4.0, 5.0)
-    about = {"cores": "2", "cpu": "some", "others": "1%", "python": "3", "libraries": ""}
-    assert "MISSED" in turns_text(measured, about)
-    assert turns_json(measured, about)["rows"][0]["met"] is False
+def _ends(engine: EngineModel) -> list[tuple[float, Job]]:
+    """Let time pass until nothing runs; the requests with the times at which they ended."""
+    ended = []
+    while (change := engine.next_change()) is not None:
+        ended += [(change, job) for job in engine.advance(change)]
+    return ended
+
+
+def test_engine_prefills_what_is_not_cached_and_decodes_with_a_shared_speed() -> None:
+    engine = EngineModel(_SPEED)
+    engine.submit(0.0, _job("a", 3 * BLOCK_IDS, BLOCK_IDS))
+    ((first, _),) = _ends(engine)
+    assert first == pytest.approx(3 * BLOCK_IDS / 1000 + BLOCK_IDS / (100 / 2))
+    engine.submit(first, _job("a", 4 * BLOCK_IDS + 100, 10))
+    ((second, job),) = _ends(engine)
+    assert job.cached_ids == engine.totals.cached_ids == 4 * BLOCK_IDS
+    assert second - first == pytest.approx(100 / 1000 + 10 / (100 / 2))
+
+
+def test_cache_evicts_the_least_recently_used_blocks_and_none_in_use() -> None:
+    cache = PrefixCache(4 * BLOCK_IDS)
+    cache.hold(["a0", "a1"])
+    cache.release(["a0", "a1"])
+    cache.hold(["b0", "b1"])
+    cache.hold(["c0"])
+    assert cache.cached_blocks(["a0", "a1"]) == 1  # the end went first
+    assert not cache.fits(["d0", "d1"])
+
+
+def test_constant_work_waits_as_in_an_md1_queue() -> None:
+    now, draw, waits, load = simpy.Environment(), random.Random(7), list[float](), 0.7
+    server = Server(now)
+
+    def customer() -> Steps:
+        begun = now.now
+        yield from server.work(1000.0)
+        waits.append(now.now - begun - 1)
+
+    def arrivals() -> Steps:
+        for _ in range(40_000):
+            yield now.timeout(draw.expovariate(load))
+            now.process(customer())
+
+    now.process(arrivals())
+    now.run()
+    assert sum(waits) / len(waits) == pytest.approx(load / (2 * (1 - load)), rel=0.05)
+
+
+def test_full_process_bounds_the_rate_of_a_case_and_other_programs_slow_only_a_full_core() -> None:
+    values = dict.fromkeys(QUANTITIES, 0.0) | {"proxy_ms": 2.0, "redis_ms": 0.1}
+    flat = {name: Curve(((1, value),), ((1, value),)) for name, value in values.items()}
+    costs = Costs({}, {"Redis whole": TurnCosts(flat, dict.fromkeys(CPU_QUANTITIES, 0.0))}, 0.01, 0.1)
+    full = simulate_case(Case("full", 100, 20, think_s=0.01, service_s=0.01), costs)
+    assert full.turns / full.seconds == pytest.approx(500, rel=0.02)
+    part = Case("part", 10, 20)
+    alone = simulate_case(part, costs)
+    assert simulate_case(part, costs, (0.5, 0.5)).seconds == alone.seconds
+    assert simulate_case(part, costs, (0.9, 0.5)).seconds > alone.seconds
+    planner = Planner(Case("plan", 0, 5, think_s=1.0), ENGINE, costs)
+    needs = planner.needs(20_000)
+    assert needs.processes == pytest.approx(needs.turns_per_s * 2e-3 / (0.7 - needs.watching), abs=1)
+    assert [at for _, at, _ in planner.limits()] == sorted(at for _, at, _ in planner.limits())
+
+
+def test_costs_are_straight_lines_between_and_beyond_the_measurements() -> None:
+    points = ((1000.0, 2.0), (8000.0, 9.0), (32_000.0, 33.0))
+    assert [interpolate(points, at) for at in (500, 4500, 8000, 40_000)] == [1.5, 5.5, 9.0, 41.0]
+    curve = Curve(first=((1000, 3.0), (2000, 5.0)), later=((1000, 2.0), (2000, 3.0)), per_completion_id=0.01)
+    assert curve.of(TurnKind(1500, 1500, 300, first=True)) == pytest.approx(4 + 1)
+    assert curve.of(TurnKind(1500, 600, 200)) == pytest.approx(2.5 + 200 * 0.001)

@@ -5,32 +5,21 @@ answers of `REFERENCE` sampled ids after results of `APPENDED` ids. Between two 
 and beyond them extrapolated, in a straight line. Each further sampled or appended id costs the same.
 """
 
+import random
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import mean
 
 import msgspec
 
+SEED = 2026
 REFERENCE, APPENDED = 200, 400
 """Sampled ids of an answer, and ids of the message before it, in the measurements."""
-QUANTITIES = (
-    "proxy_ms",
-    "client_ms",
-    "engine_ms",
-    "redis_ms",
-    "redis_calls",
-    "redis_bytes",
-    "memory_bytes",
-    "aof_bytes",
-    "client_bytes",
-    "engine_bytes",
-)
-"""What a turn uses; as in `scale_bench.Measured`."""
-CPU_QUANTITIES = QUANTITIES[:4]
-
+CPU_QUANTITIES = ("proxy_ms", "client_ms", "engine_ms", "redis_ms")
+QUANTITIES = (*CPU_QUANTITIES, "redis_bytes", "memory_bytes", "aof_bytes", "client_bytes", "engine_bytes")
+"""What a turn uses."""
 Points = tuple[tuple[float, float], ...]
 """(ids of the prompt, quantity), by growing ids."""
 
@@ -48,6 +37,46 @@ class TurnKind:
 
 
 @dataclass(frozen=True, slots=True)
+class Case:
+    """Rollouts that run at the same time; each thinks, takes a turn, and so on until its turns are taken."""
+
+    name: str
+    rollouts: int
+    turns: int
+    """Of each rollout."""
+    opening_ids: int = 1_500
+    appended_ids: int = APPENDED
+    """Ids of the message that each further turn appends, a tool's result."""
+    completion_ids: int = REFERENCE
+    stream: bool = False
+    think_s: float = 0.05
+    """Mean of the exponential time before each turn, that of a tool."""
+    service_s: float = 0.05
+    """Time of the engine for an answer."""
+    store: str = "Redis"
+    """`Redis` or `memory`."""
+
+    @property
+    def way(self) -> str:
+        """As `Costs.turns` names it."""
+        return f"{self.store} {'stream' if self.stream else 'whole'}"
+
+    def kinds(self) -> list[TurnKind]:
+        """The turns of a rollout."""
+        grown = self.appended_ids + self.completion_ids
+        return [
+            TurnKind(self.opening_ids + n * grown, self.appended_ids, self.completion_ids, n == 0)
+            for n in range(self.turns)
+        ]
+
+    def thinks(self, rollout: int) -> Iterator[float]:
+        """Seconds before each turn of a rollout: the same ones in reality and in the simulation."""
+        draw = random.Random(f"{SEED} think {rollout}")
+        while True:
+            yield draw.expovariate(1 / self.think_s) if self.think_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Curve:
     """One quantity of a turn."""
 
@@ -62,8 +91,9 @@ class Curve:
             return max(0.0, interpolate(self.first, turn.prompt_ids) + more)
         # a first turn's prompt is all new, so what it costs more per id is the cost of a new id
         new = max(0.0, _slope(self.first) - _slope(self.later))
-        more += (turn.appended_ids - APPENDED) * new
-        return max(0.0, interpolate(self.later, turn.prompt_ids) + more)
+        return max(
+            0.0, interpolate(self.later, turn.prompt_ids) + more + (turn.appended_ids - APPENDED) * new
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +101,6 @@ class TurnCosts:
     """All quantities with one store, of whole or of streamed answers."""
 
     curves: dict[str, Curve]
-    """By quantity."""
     apart: dict[str, float]
     """Milliseconds that a turn costs more of each CPU quantity if its steps arrive at an idle event loop: it
     wakes up for each step, and for each chunk of a stream."""
@@ -79,6 +108,10 @@ class TurnCosts:
     def of(self, quantity: str, turn: TurnKind) -> float:
         """A quantity for a turn."""
         return self.curves[quantity].of(turn)
+
+    def mean(self, quantity: str, turns: Sequence[TurnKind]) -> float:
+        """Of a turn, on average over a rollout."""
+        return mean(self.of(quantity, turn) for turn in turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +129,6 @@ class Costs:
     """Requests of the proxy to Redis per turn."""
     others: float = 0.0
     """Share of the proxy's core that other programs used during the measurement."""
-    notes: dict[str, Any] = field(default_factory=dict)
-
-    def turn(self, store: str, stream: bool) -> TurnCosts:
-        """The costs with a store, of whole or streamed answers."""
-        return self.turns[f"{store} {'stream' if stream else 'whole'}"]
 
     def write(self, file: Path) -> None:
         """Write them as JSON."""
@@ -137,11 +165,8 @@ def _slope(points: Points) -> float:
 
 
 def rising(points: Sequence[tuple[float, float]]) -> Points:
-    """Points whose values do not fall: a measurement below the one before it is raised to it.
-
-    Longer prompts never cost less, so that is noise; an extrapolated line would amplify it.
-    """
+    """Points whose values do not fall: longer prompts never cost less, so that would be noise."""
     raised = [points[0]]
-    for (_, before), (x, y) in pairwise([points[0], *points[1:]]):
-        raised.append((x, max(y, before, raised[-1][1])))
+    for x, y in points[1:]:
+        raised.append((x, max(y, raised[-1][1])))
     return tuple(raised)

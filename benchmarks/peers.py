@@ -1,19 +1,17 @@
-"""The gateways that `gateway.py` compares with: how each is started in front of one engine.
+"""The gateways that `gateway` and `fleet` compare with: how each is started in front of engines.
 
 Each runs as its documentation starts it, with one process, on one core, without API keys, and with the policy
 that costs least where there is one engine to choose. All but rllm-model-gateway only forward. That one
 records, in SQLite, the requests of a session, which its clients name in the path.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.gateway_answers import MODEL
-from benchmarks.processes import Proxy, StartError, free_ports, gateway
-
-_CACHE = Path(__file__).resolve().parent.parent / ".cache"
+from benchmarks.client import MODEL
+from benchmarks.processes import ROOT, Running, StartError, free_ports, gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class Peer:
     @property
     def program(self) -> Path:
         """Its command."""
-        return _CACHE / self.name / "bin" / self.name
+        return ROOT / ".cache" / self.name / "bin" / self.name
 
 
 _LITELLM_CONFIG = f"""\
@@ -50,20 +48,23 @@ model_list:
       api_key: none
 """
 _LISTEN = ("--host", "127.0.0.1", "--port", "{port}")
-_ROUTE = ("--worker-urls", "{engine}", "--policy", "round_robin", "--prometheus-port", "{metrics}")
+_QUIET = ("--prometheus-port", "{metrics}", "--worker-startup-check-interval", "1", "--log-level", "warning")
+_ROUTE = ("--worker-urls", "{engine}", "--policy", "round_robin")
+ROUTER = Peer("vllm-router", "0.1.17", (*_LISTEN, *_ROUTE, *_QUIET))
+RLLM = Peer(
+    "rllm-model-gateway",
+    "0.1.0",
+    (*_LISTEN, "--worker", "{engine}", "--db-path", "{folder}/traces.db", "--log-level", "warning"),
+    prefix="/sessions/bench",
+)
 PEERS = (
+    ROUTER,
     Peer(
-        "vllm-router",
-        "0.1.17",
-        (*_LISTEN, *_ROUTE, "--worker-startup-check-interval", "1", "--log-level", "warning"),
+        "smg",
+        "1.13.0",
+        ("launch", *_LISTEN, *_ROUTE, "--prometheus-port", "{metrics}", "--log-level", "warn"),
     ),
-    Peer("smg", "1.13.0", ("launch", *_LISTEN, *_ROUTE, "--log-level", "warn")),
-    Peer(
-        "rllm-model-gateway",
-        "0.1.0",
-        (*_LISTEN, "--worker", "{engine}", "--db-path", "{folder}/traces.db", "--log-level", "warning"),
-        prefix="/sessions/bench",
-    ),
+    RLLM,
     Peer(
         "litellm",
         "1.106.0",
@@ -78,8 +79,14 @@ PEERS = (
 )
 
 
+def router_for_fleet(policy: str, ports: Sequence[int]) -> Peer:
+    """vllm-router with a policy and many engines."""
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    return Peer("vllm-router", "0.1.17", (*_LISTEN, "--worker-urls", *urls, "--policy", policy, *_QUIET))
+
+
 @contextmanager
-def run_peer(peer: Peer, core: int, engine_port: int, folder: Path) -> Iterator[Proxy]:
+def run_peer(peer: Peer, core: int, engine_port: int, folder: Path) -> Iterator[Running]:
     """Run a gateway in front of the engine.
 
     Raises:
@@ -89,11 +96,10 @@ def run_peer(peer: Peer, core: int, engine_port: int, folder: Path) -> Iterator[
         raise StartError(f"not installed: run scripts/install-peers {peer.name}")
     port, metrics = free_ports(2)
     files = folder / peer.name
-    files.mkdir()
+    files.mkdir(exist_ok=True)
     values = {"engine": f"http://127.0.0.1:{engine_port}", "folder": str(files)}
     for name, text in peer.files.items():
         (files / name).write_text(text.format(**values))
     arguments = [argument.format(port=port, metrics=metrics, **values) for argument in peer.arguments]
-    command = [str(peer.program), *arguments]
-    with gateway(command, core, port, files / "log", peer.environment) as running:
+    with gateway([str(peer.program), *arguments], core, port, files / "log", peer.environment) as running:
         yield running

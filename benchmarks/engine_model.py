@@ -1,7 +1,7 @@
 """A model of one vLLM engine: prefix cache, queue, prefill and decode. It knows no clock and no network.
 
-The caller passes the time, so that the same model runs in virtual time (`fleet_simulation`) and in real time
-(`fleet_engines`). What it has in common with a real engine:
+The caller passes the time, so that the same model runs in virtual time (`simulation`) and in real time
+(`engine`). What it has in common with a real engine:
 
 - a prompt's cached blocks need no prefill; the cache evicts what was used least recently, and never the
   blocks of a running request;
@@ -12,10 +12,12 @@ The caller passes the time, so that the same model runs in virtual time (`fleet_
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 BLOCK_IDS = 128
+REPLICAS, SLOW, SLOW_FACTOR = 8, 3, 3.0
+"""The fleet of `benchmarks.fleet`: how many engines, how many of them are slow, and how much slower."""
 _EPSILON = 1e-9
 
 
@@ -38,14 +40,18 @@ class Speed:
 
     def slower(self, factor: float) -> "Speed":
         """The same engine on a machine that is `factor` times slower."""
-        return Speed(
-            self.prefill_per_s / factor,
-            self.decode_per_s / factor,
-            self.half,
-            self.during_prefill,
-            self.running,
-            self.capacity_ids,
-        )
+        prefill_per_s, decode_per_s = self.prefill_per_s / factor, self.decode_per_s / factor
+        return replace(self, prefill_per_s=prefill_per_s, decode_per_s=decode_per_s)
+
+
+FAST = Speed(112_000, 14_000, half=16, during_prefill=0.15, running=32, capacity_ids=160_000)
+"""About 14 times as fast as a real engine; with 16 sequences each samples 440 ids/s."""
+
+
+def fleet_speeds(fast: Speed = FAST, replicas: int = REPLICAS, slow: int = SLOW) -> list[Speed]:
+    """The speeds of a fleet; the slow replicas are spread over it."""
+    at = {round(number * replicas / slow) for number in range(slow)} if slow else set()
+    return [fast.slower(SLOW_FACTOR) if number in at else fast for number in range(replicas)]
 
 
 @dataclass(eq=False, slots=True)
@@ -58,11 +64,6 @@ class Job:
     completion_ids: int
     cached_ids: int = 0
     """Ids of the prompt that were in the cache, once the job runs."""
-
-    @property
-    def prompt_blocks(self) -> int:
-        """Full blocks of the prompt."""
-        return self.prompt_ids // BLOCK_IDS
 
 
 class PrefixCache:
@@ -111,12 +112,11 @@ class Totals:
     completion_ids: int = 0
     busy_s: float = 0.0
     """Time with at least one request."""
-    longest_queue: int = 0
 
 
 @dataclass(slots=True)
 class EngineModel:
-    """One engine. Call `advance` at the time that `next_change` returns, and after each `submit`."""
+    """One engine. Call `advance` at the time that `next_change` returns, and before each `submit`."""
 
     speed: Speed
     totals: Totals = field(default_factory=Totals)
@@ -134,22 +134,11 @@ class EngineModel:
     def __post_init__(self) -> None:
         self._cache = PrefixCache(self.speed.capacity_ids)
 
-    @property
-    def running(self) -> int:
-        """Requests that run."""
-        return len(self._prefilling) + len(self._decoding)
-
-    @property
-    def waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
-
     def submit(self, now: float, job: Job) -> None:
-        """Put a request into the queue. `advance` must have been called with this time."""
+        """Put a request into the queue."""
         self._pass_time(now)
         self._waiting.append(job)
         self._admit()
-        self.totals.longest_queue = max(self.totals.longest_queue, len(self._waiting))
 
     def next_change(self) -> float | None:
         """The time at which a prefill or a request ends if nothing else arrives; None if nothing runs."""
@@ -165,7 +154,10 @@ class EngineModel:
         ended: list[Job] = []
         while (change := self.next_change()) is not None and change <= now + _EPSILON:
             self._pass_time(change)
-            self._end_prefill()
+            while self._prefilling and self._prefilling[0][1] <= 1e-3:
+                job, _ = self._prefilling.popleft()
+                self._order += 1
+                heappush(self._decoding, (self._decoded + job.completion_ids, self._order, job))
             while self._decoding and self._decoding[0][0] <= self._decoded + _EPSILON * self._decoded + 1e-6:
                 job = heappop(self._decoding)[2]
                 self._cache.release(job.blocks)
@@ -183,7 +175,7 @@ class EngineModel:
         passed = now - self._now
         if passed <= 0:
             return
-        if self.running:
+        if self._prefilling or self._decoding:
             self.totals.busy_s += passed
         if self._decoding:
             self._decoded += passed * self._decode_speed()
@@ -192,20 +184,14 @@ class EngineModel:
             self._prefilling[0] = (job, max(0.0, left - passed * self.speed.prefill_per_s))
         self._now = now
 
-    def _end_prefill(self) -> None:
-        while self._prefilling and self._prefilling[0][1] <= 1e-3:
-            job, _ = self._prefilling.popleft()
-            self._order += 1
-            heappush(self._decoding, (self._decoded + job.completion_ids, self._order, job))
-
     def _admit(self) -> None:
-        while self._waiting and self.running < self.speed.running:
+        while self._waiting and (running := len(self._prefilling) + len(self._decoding)) < self.speed.running:
             job = self._waiting[0]
             # a request that never fits would wait for ever; alone it runs anyway
-            if self.running and not self._cache.fits(job.blocks):
+            if running and not self._cache.fits(job.blocks):
                 return
             self._waiting.popleft()
-            cached = self._cache.cached_blocks(job.blocks[: job.prompt_blocks])
+            cached = self._cache.cached_blocks(job.blocks[: job.prompt_ids // BLOCK_IDS])
             # vLLM computes at least the last id of a prompt, which the first sampled id comes from
             job.cached_ids = min(cached * BLOCK_IDS, job.prompt_ids - 1)
             self._cache.hold(job.blocks)

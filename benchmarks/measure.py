@@ -1,0 +1,252 @@
+"""Measures requests: the time that a gateway adds to each, and its CPU time and rate under load."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from benchmarks.client import BadResponse, Line, Response, load
+from benchmarks.loads import Load, Loads
+from benchmarks.processes import Running, core_busy_s, get, get_json
+from benchmarks.report import percentile
+from benchmarks.texts import Answer
+
+CONNECTIONS = 32
+_CHECKED = 7_000_000
+"""Number of the conversation that `check` sends first: none that is measured."""
+_PROMPTS = re.compile(r'^tokenproxy_prompts_total\{.*source="(\w+)".*\} (\S+)$', re.MULTILINE)
+_TURNS = re.compile(r"^tokenproxy_turns_total\{.*\} (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much to measure."""
+
+    quick: bool = False
+    """Only check that it runs."""
+    rounds: int | None = None
+    seconds: float | None = None
+    """Of each load and round."""
+
+    def pick(self, full: float, quick: float) -> float:
+        """One of two numbers."""
+        return quick if self.quick else full
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What requests are sent to: the engine itself, or a gateway in front of it."""
+
+    name: str
+    port: int
+    running: Running | None = None
+    """None for the engine."""
+    ours: bool = False
+    prefix: str = ""
+    """Of the paths of requests."""
+    positions: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Position of the next request of each load, by the name of its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One round of a load."""
+
+    per_second: float
+    p99_ms: float
+    core: float
+    """Share of its core that the gateway's process used."""
+    cpu_ms: float
+    """CPU time of the gateway's process per request."""
+    written_kb: float
+    """Kilobytes that its process wrote to files, per recorded turn; 0 if it records none."""
+    others: float
+    """Share of its core that other programs used."""
+    extended: float
+    """Share of the prompts that continue recorded ids."""
+    busiest: float
+    """Share of the busiest process below it in the CPU time of all of them."""
+
+
+@dataclass(slots=True)
+class Cell:
+    """All rounds of one load through one target."""
+
+    direct_ms: list[float] = field(default_factory=list)
+    """Times of sequential requests to the engine, each followed by one through the gateway."""
+    proxy_ms: list[float] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    connections: int = CONNECTIONS
+    problem: str = ""
+    """Why it was not measured, or not to the end."""
+    note: str = ""
+    """What the responses lacked."""
+
+    def added(self, share: float = 0.5) -> float:
+        """Milliseconds that the gateway adds: its percentile minus the direct median."""
+        return percentile(self.proxy_ms, share) - median(self.direct_ms)
+
+    def median(self, name: str) -> float:
+        """The median round, of one field of `Sample`."""
+        values: list[float] = [getattr(sample, name) for sample in self.samples]
+        return median(values)
+
+    @contextmanager
+    def problems(self) -> Iterator[None]:
+        """Keep a problem instead of ending the benchmark."""
+        try:
+            yield
+        except (BadResponse, OSError) as error:
+            self.problem = str(error) or type(error).__name__
+
+
+class Bench:
+    """The engine, and what is needed to send loads to it and to gateways in front of it."""
+
+    def __init__(self, port: int, loads: Loads) -> None:
+        self.engine, self.loads = Target("engine", port), loads
+
+    def use(self, load: Load) -> None:
+        """Select the engine's answer to a load."""
+        for path in (f"/use/{load.answer}", f"/service/{load.service_s!r}"):
+            if get_json(self.engine.port, path) is None:
+                raise BadResponse(f"the engine does not know {path}")
+
+    def check(self, cell: Cell, target: Target, load: Load, seconds: float) -> None:
+        """Send two requests; note what the response lacks, and how many connections to load it on.
+
+        A slow gateway gets so few connections that each can have two responses in five times `seconds`.
+
+        Raises:
+            BadResponse: a response is an error, or holds another text than the engine's.
+        """
+        self.use(load)
+        answer = self.loads.answers[load.answer]
+        with closing(Line(target.port)) as line:
+            for number in (_CHECKED, _CHECKED + 1):
+                response = line.send(replace(load, conversations=0).request(number, target.prefix))
+                cell.note = _lacking(response, load, answer)
+        cell.connections = max(1, min(CONNECTIONS, int(2.5 * seconds / response.seconds)))
+        if target.running is not None:
+            target.running.rest()
+
+    def sequential(self, cell: Cell, target: Target, loads: tuple[Load, Load], samples: int) -> None:
+        """Time requests one after the other, each to the engine itself and through the target.
+
+        Args:
+            loads: what the engine is sent, and what the target is sent.
+
+        Raises:
+            BadResponse: a response is an error.
+        """
+        self.use(loads[0])
+        first = target.positions[loads[1].answer]
+        target.positions[loads[1].answer] += samples
+        with closing(Line(self.engine.port)) as direct, closing(Line(target.port)) as proxied:
+            for position in range(first, first + samples):
+                requests = loads[0].request(position), loads[1].request(position, target.prefix)
+                cell.direct_ms.append(1000 * direct.send(requests[0]).seconds)
+                cell.proxy_ms.append(1000 * proxied.send(requests[1]).seconds)
+
+    def under_load(self, cell: Cell, target: Target, load_: Load, seconds: float) -> None:
+        """One round under load.
+
+        Raises:
+            BadResponse: a response is an error.
+        """
+        self.use(load_)
+        first = target.positions[load_.answer]
+        before, core_s = _Counters(target), _core_s(target)
+        workers = _workers(target)
+        try:
+            result = load(target.port, load_.requests(first, target.prefix), cell.connections, seconds)
+        finally:
+            during, others_s = _Counters(target), _core_s(target) - core_s
+            used = [cpu_s - workers.get(pid, 0.0) for pid, cpu_s in _workers(target).items()]
+            if target.running is not None:
+                target.running.rest()
+        after, sent = _Counters(target), result.requests
+        target.positions[load_.answer] += sent
+        recorded = after.turns - before.turns if target.ours else sent
+        prompts, cpu_s = after.prompts - before.prompts, during.cpu_s - before.cpu_s
+        cell.samples.append(
+            Sample(
+                sent / result.seconds,
+                1000 * percentile(result.latencies_s, 0.99),
+                cpu_s / result.seconds,
+                1000 * cpu_s / sent,
+                (after.written - before.written) / 1000 / recorded if recorded else 0.0,
+                max(0.0, others_s - cpu_s) / result.seconds,
+                (after.extended - before.extended) / prompts if prompts else 0.0,
+                max(used, default=1.0) / (sum(used) or 1.0),
+            )
+        )
+
+    def begin(self, target: Target, load_: Load) -> None:
+        """Send the first request of each of the conversations that take turns.
+
+        Raises:
+            BadResponse: a response is an error.
+        """
+        self.use(load_)
+        with closing(Line(target.port)) as line:
+            for number in range(load_.conversations):
+                line.send(load_.request(number, target.prefix))
+        target.positions[load_.answer] = load_.conversations
+
+
+def check_same(bench: Bench, target: Target, loads: tuple[Load, Load]) -> None:
+    """Compare the text of a response through a proxy with the engine's.
+
+    Raises:
+        BadResponse: they differ.
+    """
+    bench.use(loads[1])
+    answer = bench.loads.answers[loads[1].answer]
+    for port, sent in ((bench.engine.port, loads[0]), (target.port, loads[1])):
+        with closing(Line(port)) as line:
+            _lacking(line.send(sent.request(0)), sent, answer)
+
+
+def _lacking(response: Response, load_: Load, answer: Answer) -> str:
+    """What the response to a chat request lacks of the engine's answer.
+
+    Raises:
+        BadResponse: it holds another text.
+    """
+    if load_.path in ("/v1/messages", "/v1/responses"):
+        return ""
+    choices = list(response.choices())
+    said = ((choice.get("message") or choice.get("delta") or {}).get("content") for choice in choices)
+    text = "".join(part or "" for part in said)
+    if text != answer.text:
+        raise BadResponse(f"another text than the engine's: {text[:200]!r}")
+    ids = [token for choice in choices for token in choice.get("token_ids") or ()]
+    return "without ids" if b'"return_token_ids":true' in load_.closing and ids != answer.ids else ""
+
+
+def _core_s(target: Target) -> float:
+    return (
+        core_busy_s(target.running.core) if target.running is not None and target.running.core >= 0 else 0.0
+    )
+
+
+def _workers(target: Target) -> dict[int, float]:
+    return target.running.workers_cpu_s() if target.running is not None else {}
+
+
+class _Counters:
+    """Counters of a gateway's process."""
+
+    def __init__(self, target: Target) -> None:
+        running = target.running
+        page = get(target.port, "/metrics")[1].decode() if target.ours else ""
+        self.cpu_s = running.cpu_s() if running is not None else 0.0
+        self.written = running.written_bytes() if running is not None else 0
+        self.turns = sum(float(count) for count in _TURNS.findall(page))
+        sources: dict[str, float] = defaultdict(float)
+        for source, count in _PROMPTS.findall(page):
+            sources[source] += float(count)
+        self.prompts, self.extended = sum(sources.values()), sources["extended"]
