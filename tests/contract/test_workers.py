@@ -45,7 +45,7 @@ def store(tmp_path: Path) -> str:
 def test_conversations_stay_exact_whichever_worker_accepts(
     mortal: FakeVllm, tmp_path: Path, store: str
 ) -> None:
-    """Each request has a new connection, which any worker accepts; a worker that is killed is replaced."""
+    """Each request has a new connection, which any worker accepts."""
     with (
         ServeProcess([mortal.url], tmp_path / "log", "--store", store, "--workers", "2") as proxy,
         httpx.Client(base_url=proxy.url, trust_env=False, timeout=60) as client,
@@ -56,14 +56,7 @@ def test_conversations_stay_exact_whichever_worker_accepts(
         wave = crowd.ask()
         assert (wave.reasons, {answer.source for answer in wave.answers}) == ({""}, {"extended"})
         assert Scrape(client).value("requests_total", route=CHAT, status="200") == 40
-        killed, other = proxy.workers
-        os.kill(killed, 9)
-        proxy.wait_workers_ready(3)
-        assert other in proxy.workers and len(proxy.workers) == 2
-        assert crowd.ask().reasons == {""}
         check_record(client, crowd.answers)
-        assert Scrape(client).value("requests_total", route=CHAT, status="200") == 60
-    assert f"(process {killed}) was ended by SIGKILL; it starts again in 0 s" in proxy.text
     assert "Traceback" not in proxy.text
 
 
