@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The start of the engines has a test of its own, which runs first; what kills an engine runs last."""
     items.sort(
         key=lambda item: (
-            item.get_closest_marker("kills_engine") is not None,
+            item.path.name == "test_killed_engine.py",
             item.path.name != "test_start.py",
         )
     )

@@ -7,14 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
 
 import httpx
-import pytest
 
 from tests.acceptance.conftest import Server, running
 from tests.acceptance.formats import CHAT, MODEL, Fields, stream_of, user
 from tests.support.recorded import record_of
 from tests.support.utils import wait_until
-
-pytestmark = pytest.mark.kills_engine
 
 _LONG: Fields = {"model": MODEL, "max_tokens": 3000, "ignore_eos": True}
 
