@@ -5,6 +5,7 @@ closed before. The campaign measures and waits on purpose, so only its engines a
 """
 
 import ast
+import runpy
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -101,6 +102,17 @@ def test_no_port_is_closed_before_it_is_used(quick: dict[str, ast.AST]) -> None:
     """`tests.support.ports.held_port` keeps a port bound."""
     names = {name: {_name(part) for part in ast.walk(tree)} for name, tree in quick.items()}
     assert [name for name, used in names.items() if "free_port" in used] == ["unit/test_ports.py"]
+
+
+def test_every_long_test_is_in_a_part_of_the_campaign() -> None:
+    campaign = runpy.run_path(str(_TESTS.parent / "scripts" / "campaign"))
+    parts = [path for part in campaign["PARTS"].values() for path in part.paths]
+    files = [
+        file.relative_to(_TESTS)
+        for folder in ("campaign", "mutants")
+        for file in (_TESTS / folder).rglob("test_*.py")
+    ]
+    assert [file for file in files if sum(file.is_relative_to(path) for path in parts) != 1] == []
 
 
 def test_engines_are_started_in_one_place(trees: dict[str, ast.AST]) -> None:
