@@ -14,10 +14,13 @@ from proxy.key_command import add_key
 from tests.support.fake_vllm import FakeVllm
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
-from tests.support.viewer.browser import Viewer
+from tests.support.viewer.browser import Viewer, missing_program
 from tests.support.viewer.proxies import RecordedProxy
 from tests.support.viewer.recordings import HOSTILE
 from tests.support.viewer.small_session import SMALL, SmallSession, small_session
+
+if missing := missing_program():
+    pytest.skip(missing, allow_module_level=True)
 
 OpenPage = Callable[..., AbstractAsyncContextManager[Viewer]]
 
