@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from proxy.history.store import Found, Store, Usage
-from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
+from tests.support.store_utils import add, digest_of, make_turn, opened
 
 _ROOT = Path(__file__).parents[3]
 _PROCESSES = 8
@@ -75,17 +75,6 @@ async def test_the_sums_are_right_while_all_processes_evict(shared_url: str) -> 
         assert set(found) == set(held)
         keys = {digest_of(turn) for turn in added}
         assert await store.evicted(list(keys)) == keys - {digest_of(turn) for turn in held}
-
-
-async def test_each_turn_is_claimed_by_one_process(shared_url: str) -> None:
-    turns = [make_turn(completion=b"") for _ in range(100)]
-    async with opened(shared_url) as store:
-        await store.add(make_session(), turns, [[entry(turn.id)] for turn in turns])
-        ids = [turn.id for turn in turns]
-        claimed = await asyncio.to_thread(_run, shared_url, 4, "claim", *ids)
-        assert sorted(claimed) == ids
-        found = await _found(store, ids)
-        assert not any(what.groups[0].candidates[0].open for what in found.values())
 
 
 async def test_what_was_added_survives_a_kill(shared_url: str) -> None:

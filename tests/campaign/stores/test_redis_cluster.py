@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from proxy.history.store import Limits, Store, StoreError, StoreUnusable
+from proxy.history.store import Limits, Store, StoreError
 from proxy.metrics import Metrics
 from proxy.stores.guarded import GuardedStore
 from proxy.stores.redis_partitions import SLOTS
 from proxy.stores.urls import make_store
-from tests.contract.stores.certificates import make_certificates
-from tests.contract.stores.test_redis_access import documented_rules, use_all
-from tests.support.ports import held_port
 from tests.support.redis_cluster import RedisCluster, RedisNode, is_up_to_date, run_cluster, wait_for
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
 
@@ -126,30 +123,4 @@ async def test_a_master_that_dies(tmp_path: Path) -> None:
         assert store.health().lost_turns == 0
         for turn in (*turns, *later):
             assert await store.path(turn.id) == [turn]
-        await store.aclose()
-
-
-async def test_a_cluster_with_tls(tmp_path: Path) -> None:
-    certificates = make_certificates(tmp_path)
-    with held_port() as first, held_port() as second:
-        options = [certificates.options(port) for port in (first, second)]
-        with run_cluster(tmp_path, "--tls-cluster", "yes", each=options, masters=2):
-            url = f"rediss+cluster://localhost:{first}?ssl_ca_certs={certificates.authority}"
-            async with opened(url) as store:
-                turns = [make_turn(f"r{number}") for number in range(40)]
-                await asyncio.gather(*(add(store, turn, entry("k", "ids")) for turn in turns))
-                assert [await store.path(turn.id) for turn in turns] == [[turn] for turn in turns]
-
-
-async def test_a_user_with_the_documented_rights_in_a_cluster(tmp_path: Path) -> None:
-    with run_cluster(tmp_path, masters=2) as cluster:
-        for node in cluster.masters:
-            node.call("ACL", "SETUSER", "tokenproxy", *documented_rules().replace("PASSWORD", "word").split())
-        url = cluster.url.replace("//", "//tokenproxy:word@")
-        async with opened(url, Limits(max_bytes=60_000)) as store:
-            await use_all(store)
-        store = make_store(url.replace(":word@", ":secret@"), Limits())
-        with pytest.raises(StoreUnusable, match="check the user and the password") as raised:
-            await store.open()
-        assert "secret" not in str(raised.value)
         await store.aclose()

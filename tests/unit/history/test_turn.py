@@ -1,8 +1,5 @@
-import math
 import struct
 
-import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +22,6 @@ def test_ids_are_little_endian(ids: list[int]) -> None:
 def test_logprobs_come_back(logprobs: list[float]) -> None:
     assert unpack_logprobs(pack_logprobs(logprobs)) == logprobs
     assert pack_logprobs(logprobs) == struct.pack(f"<{len(logprobs)}f", *logprobs)
-    assert math.isnan(unpack_logprobs(pack_logprobs([math.nan]))[0])
 
 
 @given(
@@ -49,14 +45,6 @@ async def test_long_turns_come_back(message: bytes, ids: list[int], times: int) 
     assert unpack_turn(packed) == turn
     assert await pack_turns([turn, turn]) == [packed, packed]
     assert turn_size(turn) >= len(packed)
-
-
-@pytest.mark.parametrize("damage", [slice(0, 1), slice(-1, None), slice(8, 12)])
-def test_a_damaged_turn_cannot_be_unpacked(damage: slice) -> None:
-    packed = bytearray(pack_turn(make_turn(appended=pack_ids(range(10_000)))))
-    del packed[damage]
-    with pytest.raises(msgspec.DecodeError):
-        unpack_turn(bytes(packed))
 
 
 def test_new_ids_sort_by_time() -> None:
