@@ -20,17 +20,15 @@ from tests.support.store_utils import add, digest_of, entry, make_session, make_
 _PATIENCE_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
-    """A cluster whose slots and masters a test may change; the first master has a replica."""
-    with run_cluster(tmp_path_factory.mktemp("own"), replicas=1, node_timeout_ms=5000) as cluster:
+@pytest.fixture
+def own_cluster(tmp_path: Path) -> Iterator[RedisCluster]:
+    """A cluster whose slots a test may move."""
+    with run_cluster(tmp_path, node_timeout_ms=5000) as cluster:
         yield cluster
 
 
 @pytest.fixture
 async def own_store(own_cluster: RedisCluster) -> AsyncIterator[Store]:
-    """A store in the cluster of these tests, empty."""
-    own_cluster.clear()
     async with opened(own_cluster.url) as store:
         yield store
 
@@ -65,11 +63,8 @@ async def test_a_slot_that_moves(own_store: Store, own_cluster: RedisCluster) ->
         for call in (
             own_store.add(make_session("r"), [make_turn("r", parent=turns[1].id)], [[entry("c", "z")]]),
             own_store.find([digest_of("a")]),
-            own_store.path(turns[1].id),
-            own_store.claim(turns[1].id),
             own_store.session("r"),
             own_store.evict(),
-            own_store.delete("r"),
         ):
             with pytest.raises(StoreError, match="slot being moved"):
                 await call
@@ -84,10 +79,6 @@ async def test_a_slot_that_moves(own_store: Store, own_cluster: RedisCluster) ->
     # another client begins with what the servers know now
     async with opened(own_cluster.url) as other:
         assert await other.path(third.id) == [*turns, third]
-    await _move(target, source, slot, 1.0)
-    for node in own_cluster.masters:
-        node.call("CLUSTER", "SETSLOT", slot, "NODE", source.id)
-    assert await own_store.path(third.id) == [*turns, third]
 
 
 async def _until_it_works(store: Store) -> None:
@@ -102,8 +93,7 @@ async def _until_it_works(store: Store) -> None:
 async def test_a_master_that_dies(tmp_path: Path) -> None:
     """Its replica takes over; turns that came meanwhile wait, and are recorded in the end."""
     with run_cluster(tmp_path, replicas=1, node_timeout_ms=600) as cluster:
-        metrics = Metrics()
-        store = GuardedStore(make_store(cluster.url, Limits()), metrics)
+        store = GuardedStore(make_store(cluster.url, Limits()), Metrics())
         await store.open()
         turns = [make_turn(f"r{number}", completion=b"") for number in range(60)]
         for turn in turns:
@@ -111,11 +101,9 @@ async def test_a_master_that_dies(tmp_path: Path) -> None:
         master, replica = cluster.masters[0], cluster.replicas[0]
         await asyncio.to_thread(wait_for, lambda: is_up_to_date(replica, master))
         cluster.masters[0].send(signal.SIGKILL)
-        later = []
-        for number in range(60):
-            turn = make_turn(f"s{number}", completion=b"")
+        later = [make_turn(f"s{number}", completion=b"") for number in range(60)]
+        for turn in later:
             await add(store, turn, entry(turn.id, "ids"))
-            later.append(turn)
         async with asyncio.timeout(_PATIENCE_S):
             while store.health().queued_turns or store.health().state != "ok":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
