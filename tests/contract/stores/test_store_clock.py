@@ -103,20 +103,3 @@ async def test_one_process_tells_the_others(shared_url: str, clock: Clock) -> No
                 clock.wait(4.5 * _DAY / 2)
                 assert await late.evict() == Evicted()
         assert await other.evict() == Evicted()
-
-
-async def test_the_last_used_is_last_even_if_the_clock_is_set_back(whole_url: str, clock: Clock) -> None:
-    async with opened(whole_url, Limits(max_bytes=20_000)) as store:
-        for name in ("idle", "matched", "continued"):
-            await add(store, make_turn(name))
-        clock.set(-30 * _DAY)
-        await add(store, make_turn("new"))
-        await store.pin("matched", 0.0)
-        await add(store, make_turn("continued"))
-        assert await _names(store) == ["continued", "matched", "new", "idle"]
-        number = 0
-        while "idle" in await _names(store):
-            number += 1
-            await add(store, make_turn(f"other{number}"))
-            await add(store, make_turn("continued"))
-        assert (await _names(store))[:2] == ["continued", f"other{number}"]

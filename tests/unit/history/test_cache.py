@@ -70,16 +70,6 @@ def test_only_new_messages_are_parsed_however_many_conversations_interleave(
             assert len(parsed) == (3 if (number, turn) == (0, 0) else 2)
 
 
-@pytest.mark.parametrize("edited", [0, 250])
-def test_fork_is_found_at_the_message_where_it_leaves(monkeypatch: pytest.MonkeyPatch, edited: int) -> None:
-    cache, parsed = TurnCache(2**26), _parsed(monkeypatch)
-    messages = [{"role": "user", "content": f"{n}"} for n in range(500)]
-    _parse(cache, messages)
-    parsed.clear()
-    _parse(cache, [*messages[:edited], {"role": "user", "content": "edited"}, *messages[edited + 1 :]])
-    assert parsed == list(range(edited, 500))
-
-
 def test_bytes_are_bounded_and_the_recently_used_stay() -> None:
     cache = TurnCache(100_000)
     generator = random.Random(7)
@@ -113,7 +103,7 @@ def test_turns_stay_while_they_are_used() -> None:
     assert cache.turn("first") is None
 
 
-@pytest.mark.parametrize("messages", [b"{}", b"[1]", b"[", b"\xff", b'[{"content":"b"}]'])
+@pytest.mark.parametrize("messages", [b"{}", b"[1]", b"[", b'[{"content":"b"}]'])
 def test_other_json_raises(messages: bytes) -> None:
     with pytest.raises((ValueError, InvalidMessages)):
         TurnCache(2**20).parse(messages)

@@ -12,16 +12,12 @@ _IDS = st.lists(_NUMBERS)
 _LOGPROBS = st.lists(st.floats(max_value=0.0, allow_nan=False, width=32))
 
 
-@given(_IDS)
-def test_ids_are_little_endian(ids: list[int]) -> None:
+@given(_IDS, _LOGPROBS)
+def test_ids_and_logprobs_are_little_endian(ids: list[int], logprobs: list[float]) -> None:
     assert pack_ids(ids) == struct.pack(f"<{len(ids)}i", *ids)
     assert unpack_ids(pack_ids(ids)) == ids
-
-
-@given(_LOGPROBS)
-def test_logprobs_come_back(logprobs: list[float]) -> None:
-    assert unpack_logprobs(pack_logprobs(logprobs)) == logprobs
     assert pack_logprobs(logprobs) == struct.pack(f"<{len(logprobs)}f", *logprobs)
+    assert unpack_logprobs(pack_logprobs(logprobs)) == logprobs
 
 
 @given(
