@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from proxy.history.cache import TurnCache
 from proxy.history.completion import Completion, SampledChoice
@@ -12,7 +12,7 @@ from proxy.history.matcher import Match, Matcher
 from proxy.history.new_turns import NewTurn, new_turns
 from proxy.history.plan import Extended, Placement, PromptPlan, Rendered
 from proxy.history.scope import Scope, scope_parts
-from proxy.history.store import Limits, Session, Store, session_id
+from proxy.history.store import Limits, Session, session_id
 from proxy.history.turn import new_id
 from proxy.stores.memory import MemoryStore
 from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef
@@ -79,7 +79,6 @@ class Record:
 
     def __init__(self) -> None:
         self.store = MemoryStore(Limits())
-        self.lookups = 0
 
     async def add(
         self,
@@ -113,20 +112,9 @@ class Record:
         """The turn that a request continues."""
         cache = TurnCache(2**24)
         with ThreadPoolExecutor(1) as executor:
-            matcher = Matcher(cast(Store, _Counting(self)), cache, executor)
+            matcher = Matcher(self.store, cache, executor)
             conversation = cache.parse(json.dumps(messages).encode())
             return await matcher.match(conversation, scope or scope_of(), rollout, echoed)
-
-
-class _Counting:
-    """The store of a record, with its lookups counted."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-
-    def __getattr__(self, name: str) -> Any:
-        self._record.lookups += name == "find"
-        return getattr(self._record.store, name)
 
 
 def session_ref(name: str, explicit: bool = True) -> SessionRef:

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from proxy.history.feed import Cause
-from proxy.history.store import Limits, StoreError, StoreUnusable
+from proxy.history.store import Limits, StoreError
 from proxy.metrics import Metrics
 from proxy.stores import redis_scripts
 from proxy.stores.guarded import GuardedStore
@@ -102,16 +102,6 @@ def test_the_documented_rights_are_those_that_scripts_need() -> None:
     client = {"eval", "evalsha", "select", "asking", "command", "cluster"}
     granted = {rule[1:].partition("|")[0] for rule in _documented_rules() if rule.startswith("+")}
     assert granted == used | client
-
-
-async def test_a_user_without_rights(tmp_path: Path) -> None:
-    with run_redis(tmp_path) as port:
-        with redis.Redis(port=port) as client:
-            client.execute_command("ACL", "SETUSER", "few", "on", ">word", "~tokenproxy:*", "+get")
-        store = make_store(f"redis://few:word@127.0.0.1:{port}/0", Limits())
-        with pytest.raises(StoreUnusable, match="give its user the commands and keys"):
-            await store.open()
-        await store.aclose()
 
 
 async def test_a_server_that_drops_keys_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

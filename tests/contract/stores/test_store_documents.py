@@ -3,8 +3,6 @@
 import asyncio
 import os
 
-import pytest
-
 from proxy.history.store import Limits, Store
 from tests.support.store_utils import opened
 
@@ -34,10 +32,3 @@ async def test_the_oldest_documents_are_dropped_first(whole_url: str) -> None:
         # one over the limit displaces none
         await store.documents.keep("large", os.urandom(6000))
         assert list(await store.documents.read([*names, "large"])) == names[6:]
-
-
-@pytest.mark.parametrize("limits", [Limits(document_bytes=0), Limits(max_age_s=-1.0)])
-async def test_documents_beyond_a_limit_are_dropped(url: str, limits: Limits) -> None:
-    async with opened(url, limits) as store:
-        await store.documents.keep("d", b"{}")
-        assert await store.documents.read(["d"]) == {}

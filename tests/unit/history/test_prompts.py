@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from proxy.errors import BadRequest
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.history import History
 from proxy.history.matcher import Match
@@ -116,18 +115,6 @@ async def test_what_was_claimed_is_released_if_the_client_leaves_while_it_is_pin
     with pytest.raises(asyncio.CancelledError):
         await task
     assert released == ["t"]
-
-
-async def test_a_prompt_beyond_the_context_is_refused_before_the_record_is_searched(
-    history: History, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fail(*args: Any) -> Any:
-        raise AssertionError("the store was asked")
-
-    monkeypatch.setattr(history.store, "find", fail)
-    with pytest.raises(BadRequest, match="maximum context length is 100 tokens") as refused:
-        await history.planner.plan(_request([5], [6] * 101), _MODEL)
-    assert refused.value.param == "prompt"
 
 
 async def test_a_session_that_the_proxy_named_keeps_to_itself(history: History) -> None:

@@ -1,12 +1,13 @@
-"""A cluster whose slots move, whose masters hand over or die, and one with TLS and users."""
+"""A cluster whose slots move, and masters that die, in a cluster and watched by sentinels."""
 
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+import redis
 from redis.crc import key_slot
 
 from proxy.history.store import Limits, Store, StoreError
@@ -15,9 +16,8 @@ from proxy.stores.guarded import GuardedStore
 from proxy.stores.redis_partitions import SLOTS
 from proxy.stores.urls import make_store
 from tests.support.redis_cluster import RedisCluster, RedisNode, is_up_to_date, run_cluster, wait_for
+from tests.support.redis_server import RedisServer, run_sentinel
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
-
-_PATIENCE_S = 20.0
 
 
 @pytest.fixture
@@ -81,34 +81,54 @@ async def test_a_slot_that_moves(own_store: Store, own_cluster: RedisCluster) ->
         assert await other.path(third.id) == [*turns, third]
 
 
-async def _until_it_works(store: Store) -> None:
-    async with asyncio.timeout(_PATIENCE_S):
-        while True:
-            with suppress(StoreError):
-                await store.usage()
-                return
-            await asyncio.sleep(0.1)
+async def _check_failover(url: str, master: RedisServer, replica: RedisServer) -> None:
+    """A master dies: its replica takes over; turns that came meanwhile wait, and are recorded in the end."""
+    store = GuardedStore(make_store(url, Limits()), Metrics())
+    await store.open()
+    turns = [make_turn(f"r{number}", completion=b"") for number in range(120)]
+    for turn in turns[:60]:
+        await add(store, turn, entry(turn.id, "ids"))
+    await asyncio.to_thread(wait_for, lambda: is_up_to_date(replica, master))
+    master.send(signal.SIGKILL)
+    for turn in turns[60:]:
+        await add(store, turn, entry(turn.id, "ids"))
+    assert store.health().state != "ok" and store.health().queued_turns
+    async with asyncio.timeout(30.0):
+        while store.health().queued_turns or store.health().state != "ok":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert store.health().lost_turns == 0
+    for turn in turns:
+        assert await store.path(turn.id) == [turn]
+    await store.aclose()
 
 
-async def test_a_master_that_dies(tmp_path: Path) -> None:
-    """Its replica takes over; turns that came meanwhile wait, and are recorded in the end."""
+async def test_a_master_of_a_cluster_dies(tmp_path: Path) -> None:
     with run_cluster(tmp_path, replicas=1, node_timeout_ms=600) as cluster:
-        store = GuardedStore(make_store(cluster.url, Limits()), Metrics())
-        await store.open()
-        turns = [make_turn(f"r{number}", completion=b"") for number in range(60)]
-        for turn in turns:
-            await add(store, turn, entry(turn.id, "ids"))
-        master, replica = cluster.masters[0], cluster.replicas[0]
-        await asyncio.to_thread(wait_for, lambda: is_up_to_date(replica, master))
-        cluster.masters[0].send(signal.SIGKILL)
-        later = [make_turn(f"s{number}", completion=b"") for number in range(60)]
-        for turn in later:
-            await add(store, turn, entry(turn.id, "ids"))
-        async with asyncio.timeout(_PATIENCE_S):
-            while store.health().queued_turns or store.health().state != "ok":  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        await _until_it_works(store)
-        assert store.health().lost_turns == 0
-        for turn in (*turns, *later):
-            assert await store.path(turn.id) == [turn]
-        await store.aclose()
+        await _check_failover(cluster.url, cluster.masters[0], cluster.replicas[0])
+
+
+def _ready(port: int) -> bool:
+    """Whether a sentinel knows the replica and the other sentinels."""
+    with redis.Redis(port=port) as client, suppress(redis.RedisError):
+        [state] = client.sentinel_masters().values()
+        return bool(state["num-slaves"] == 1 and state["num-other-sentinels"] == 2)
+    return False
+
+
+async def test_a_master_that_sentinels_watch_dies(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        servers: list[RedisServer] = []
+        for name in ("master", "replica", "s0", "s1", "s2"):
+            (tmp_path / name).mkdir()
+        for name in ("master", "replica"):
+            of = ("--replicaof", f"127.0.0.1 {servers[0].port}") if servers else ()
+            servers.append(RedisServer(tmp_path / name, ("--repl-diskless-sync-delay", "0", *of)))
+            servers[-1].start()
+            stack.callback(servers[-1].kill)
+        sentinels = [
+            stack.enter_context(run_sentinel(tmp_path / f"s{number}", servers[0].port, quorum=2))
+            for number in range(3)
+        ]
+        await asyncio.to_thread(wait_for, lambda: all(map(_ready, sentinels)))
+        hosts = ",".join(f"127.0.0.1:{port}" for port in sentinels)
+        await _check_failover(f"redis+sentinel://{hosts}/the-master/0", *servers)
