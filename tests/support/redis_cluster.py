@@ -69,11 +69,6 @@ class RedisCluster:
         wait_for(lambda: all("cluster_state:ok" in _text(node, "CLUSTER", "INFO") for node in nodes))
         wait_for(lambda: all(_count(node, "cluster_size") == count for node in nodes))
 
-    def clear(self) -> None:
-        """Delete all keys."""
-        for master in self.masters:
-            master.call("FLUSHALL")
-
     def keys(self) -> list[bytes]:
         """The names of all keys, sorted."""
         return sorted(key for master in self.masters for key in master.call("KEYS", "*"))

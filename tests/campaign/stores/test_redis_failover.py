@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -20,19 +19,6 @@ from tests.support.redis_server import RedisServer, run_sentinel
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
 
 
-@pytest.fixture
-def own_cluster(tmp_path: Path) -> Iterator[RedisCluster]:
-    """A cluster whose slots a test may move."""
-    with run_cluster(tmp_path, node_timeout_ms=5000) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-async def own_store(own_cluster: RedisCluster) -> AsyncIterator[Store]:
-    async with opened(own_cluster.url) as store:
-        yield store
-
-
 async def _move(source: RedisNode, target: RedisNode, slot: int, share: float) -> None:
     """Move a share of the keys of a slot."""
     source_id, target_id = source.id, target.id
@@ -43,41 +29,42 @@ async def _move(source: RedisNode, target: RedisNode, slot: int, share: float) -
         source.call("MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
 
 
-def _owner(cluster: RedisCluster, slot: int) -> tuple[RedisNode, RedisNode]:
-    """The master that has a slot, and another one."""
-    first = next(i for i in range(3) if slot < (i + 1) * SLOTS // 3)
-    return cluster.masters[first], cluster.masters[(first + 1) % 3]
-
-
-async def test_a_slot_that_moves(own_store: Store, own_cluster: RedisCluster) -> None:
+async def test_a_slot_that_moves(tmp_path: Path) -> None:
     """While keys of a partition are on two servers it refuses all calls; after that nothing is missing."""
+    with run_cluster(tmp_path, node_timeout_ms=5000) as cluster:
+        async with opened(cluster.url) as store:
+            await _check_move(cluster, store)
+
+
+async def _check_move(cluster: RedisCluster, store: Store) -> None:
     turns = [make_turn("r")]
     turns.append(make_turn("r", parent=turns[0].id))
-    await own_store.add(make_session("r"), turns, [[entry("a", "x")], [entry("b", "y")]])
-    [key] = [key for key in own_cluster.keys() if key.endswith(b":rollout:r")]  # noqa: SIM118
+    await store.add(make_session("r"), turns, [[entry("a", "x")], [entry("b", "y")]])
+    [key] = [key for key in cluster.keys() if key.endswith(b":rollout:r")]  # noqa: SIM118
     slot = key_slot(key)
-    source, target = _owner(own_cluster, slot)
-    before = await own_store.find([digest_of("a"), digest_of("b")])
+    first = next(i for i in range(3) if slot < (i + 1) * SLOTS // 3)
+    source, target = cluster.masters[first], cluster.masters[(first + 1) % 3]
+    before = await store.find([digest_of("a"), digest_of("b")])
     for share in (0.0, 0.4, 1.0):
         await _move(source, target, slot, share)
         for call in (
-            own_store.add(make_session("r"), [make_turn("r", parent=turns[1].id)], [[entry("c", "z")]]),
-            own_store.find([digest_of("a")]),
-            own_store.session("r"),
-            own_store.evict(),
+            store.add(make_session("r"), [make_turn("r", parent=turns[1].id)], [[entry("c", "z")]]),
+            store.find([digest_of("a")]),
+            store.session("r"),
+            store.evict(),
         ):
             with pytest.raises(StoreError, match="slot being moved"):
                 await call
-    for node in own_cluster.masters:
+    for node in cluster.masters:
         node.call("CLUSTER", "SETSLOT", slot, "NODE", target.id)
-    assert await own_store.find([digest_of("a"), digest_of("b")]) == before
-    assert await own_store.path(turns[1].id) == turns
-    assert await own_store.claim(turns[1].id)
+    assert await store.find([digest_of("a"), digest_of("b")]) == before
+    assert await store.path(turns[1].id) == turns
+    assert await store.claim(turns[1].id)
     third = make_turn("r", parent=turns[1].id)
-    await own_store.add(make_session("r"), [third], [[entry("c", "z")]])
-    assert (await own_store.usage()).turns == 3
+    await store.add(make_session("r"), [third], [[entry("c", "z")]])
+    assert (await store.usage()).turns == 3
     # another client begins with what the servers know now
-    async with opened(own_cluster.url) as other:
+    async with opened(cluster.url) as other:
         assert await other.path(third.id) == [*turns, third]
 
 

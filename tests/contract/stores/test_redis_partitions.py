@@ -10,37 +10,31 @@ from redis.crc import key_slot
 
 from proxy.history.store import Limits, StoreError, StoreUnusable
 from proxy.stores.urls import make_store
-from tests.support.redis_cluster import RedisCluster
+from tests.support.redis_cluster import run_cluster
 from tests.support.redis_server import run_sentinel
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
 
 
-def _keys(url: str) -> set[bytes]:
-    with redis.Redis.from_url(url) as client:
-        return set(client.keys())
-
-
 @pytest.mark.parametrize("options", ["", "?partitions=3"])
 async def test_a_session_is_in_one_slot_and_leaves_no_names(redis_url: str, options: str) -> None:
+    client = redis.Redis.from_url(redis_url)
     async with opened(redis_url + options) as store:
-        before = _keys(redis_url)
+        before = set(client.keys())
         session, turns = make_session("t/r", tenant="t"), [make_turn("t/r"), make_turn("t/r")]
         await store.add(session, turns, [[entry("a", "ids"), entry("b")], [entry("b")]])
         await store.set_rewards("t/r", {"": 1.0})
         await store.pin("t/r", 2e9)
         await store.claim(turns[0].id)
-        assert len({key_slot(key) for key in _keys(redis_url) - before}) == 1 or not options
+        assert len({key_slot(key) for key in set(client.keys()) - before}) == 1 or not options
         await store.delete("t/r")
-        left = {key.rpartition(b":")[2] for key in _keys(redis_url) - before}
+        left = {key.rpartition(b":")[2] for key in set(client.keys()) - before}
         assert left <= {b"totals", b"feed_state"}
+    client.close()
 
 
 async def test_the_number_of_partitions_stays(redis_url: str) -> None:
     for options, others in (
-        (
-            "?partitions=5",
-            {"?partitions=6": "tells 6: set partitions=5", "": r"add \?partitions=5 to its URL"},
-        ),
+        ("?partitions=5", {"?partitions=6": "set partitions=5", "": r"add \?partitions=5 to its URL"}),
         ("", {"?partitions=2": "not split into partitions: leave `partitions` out"}),
     ):
         async with opened(redis_url + options) as store:
@@ -52,23 +46,28 @@ async def test_the_number_of_partitions_stays(redis_url: str) -> None:
             client.flushdb()
 
 
-async def test_a_cluster_of_three(cluster_url: str, redis_cluster: RedisCluster, redis_port: int) -> None:
+async def test_a_cluster_of_three(tmp_path: Path, redis_port: int) -> None:
     """Sessions are spread over all masters, and any of the named hosts is enough to find them."""
-    turns = [make_turn(f"r{number}", completion=b"") for number in range(60)]
-    async with opened(cluster_url) as store:
-        await asyncio.gather(*(add(store, turn, entry("k", "ids")) for turn in turns))
-    assert all(len(master.call("KEYS", "*turn:*")) > 5 for master in redis_cluster.masters)
-    async with opened(f"redis+cluster://127.0.0.1:1,127.0.0.1:{redis_cluster.masters[1].port}") as store:
-        assert (await store.find([digest_of("k")]))[digest_of("k")].total == (await store.usage()).turns == 60
-        assert [await store.path(turn.id) for turn in turns] == [[turn] for turn in turns]
-    for wrong, message in (
-        (f"redis+cluster://127.0.0.1:{redis_port}", f"{redis_port}: .*is it a cluster"),
-        (f"redis://127.0.0.1:{redis_cluster.masters[0].port}", "its URL begins with redis\\+cluster://"),
-    ):
-        store = make_store(wrong, Limits())
-        with pytest.raises(StoreError, match=message):
-            await store.open()
-        await store.aclose()
+    with run_cluster(tmp_path) as cluster:
+        turns = [make_turn(f"r{number}", completion=b"") for number in range(60)]
+        async with opened(cluster.url) as store:
+            await asyncio.gather(*(add(store, turn, entry("k", "ids")) for turn in turns))
+        assert all(len(master.call("KEYS", "*turn:*")) > 5 for master in cluster.masters)
+        async with opened(f"redis+cluster://127.0.0.1:1,127.0.0.1:{cluster.masters[1].port}") as store:
+            assert (
+                (await store.find([digest_of("k")]))[digest_of("k")].total
+                == (await store.usage()).turns
+                == 60
+            )
+            assert [await store.path(turn.id) for turn in turns] == [[turn] for turn in turns]
+        for wrong, message in (
+            (f"redis+cluster://127.0.0.1:{redis_port}", f"{redis_port}: .*is it a cluster"),
+            (f"redis://127.0.0.1:{cluster.masters[0].port}", "its URL begins with redis\\+cluster://"),
+        ):
+            store = make_store(wrong, Limits())
+            with pytest.raises(StoreError, match=message):
+                await store.open()
+            await store.aclose()
 
 
 async def test_a_search_in_a_session_finds_its_turns(split_url: str) -> None:
@@ -86,11 +85,9 @@ async def test_two_that_add_at_once_see_each_other(split_url: str) -> None:
     async with opened(split_url) as first, opened(split_url) as second:
         for number in range(20):
             names = [f"{number}-a", f"{number}-b"]
+            shared = entry(str(number), "ids")
             await asyncio.gather(
-                *(
-                    add(store, make_turn(name), entry(str(number), "ids"))
-                    for store, name in zip((first, second), names, strict=True)
-                )
+                add(first, make_turn(names[0]), shared), add(second, make_turn(names[1]), shared)
             )
             found = [await first.session(name) for name in names]
             assert [each is not None and each.ambiguous for each in found] == [True, True]

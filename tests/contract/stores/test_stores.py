@@ -1,13 +1,14 @@
-"""Turns, paths, rewards and responses: what `Store` promises, for every store alike."""
+"""Turns, paths, rewards, responses and documents: what `Store` promises, for every store alike."""
 
 import asyncio
+import os
 
 from msgspec.structs import replace
 
 from proxy.history.prompt_image import PromptImage
-from proxy.history.store import Evicted, Store, Usage
+from proxy.history.store import Evicted, Limits, Store, Usage
 from proxy.history.turn import WeightSpan, pack_alternatives, pack_ids, pack_logprobs
-from tests.support.store_utils import add, digest_of, entry, make_response, make_session, make_turn
+from tests.support.store_utils import add, digest_of, entry, make_response, make_session, make_turn, opened
 
 _EVERYTHING = make_turn(
     "tenant/räume",
@@ -195,3 +196,30 @@ async def test_the_newest_change_of_a_replica_counts(store: Store) -> None:
     assert await store.replica_changes("fleet") == expected
     await store.change_replica("fleet", "http://a:1", None)
     assert await store.replica_changes("fleet") == {"http://räume:1/path": "drained"}
+
+
+def _content(size: int) -> bytes:
+    return b'{"x":"%s"}' % (b"x" * size)
+
+
+async def test_documents_are_written_read_and_deleted_once(store: Store) -> None:
+    documents = {"a": _content(1), "tenant/räume": _content(100_000), "c": b"{}"}
+    for name, content in documents.items():
+        await store.documents.keep(name, content)
+    await store.documents.keep("a", _content(2))  # the first stays
+    await store.evict()
+    assert await store.documents.read(["tenant/räume", "a", "never", "c", "a"]) == documents
+    deleted = await asyncio.gather(*(store.documents.delete("a") for _ in range(4)))
+    assert sorted(deleted) == [False] * 3 + [True]
+    assert await store.documents.read(["a", "c"]) == {"c": b"{}"}
+
+
+async def test_the_oldest_documents_are_dropped_first(whole_url: str) -> None:
+    async with opened(whole_url, Limits(document_bytes=5000)) as store:
+        names = [f"d{number}" for number in range(10)]
+        for name in names:
+            await store.documents.keep(name, _content(1000))
+        assert list(await store.documents.read(names)) == names[6:]
+        # one over the limit displaces none
+        await store.documents.keep("large", os.urandom(6000))
+        assert list(await store.documents.read([*names, "large"])) == names[6:]

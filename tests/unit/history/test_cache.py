@@ -29,19 +29,6 @@ def _parse(cache: TurnCache, messages: list[dict[str, Any]], **spelling: Any) ->
     return cache.parse(json.dumps(messages, **spelling).encode())
 
 
-def _parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The indexes of messages that are parsed from now on."""
-    parsed: list[int] = []
-    original = conversation.parse_message
-
-    def counting(raw: bytes, index: int, *rest: Any) -> Any:
-        parsed.append(index)
-        return original(raw, index, *rest)
-
-    monkeypatch.setattr(module, "parse_message", counting)
-    return parsed
-
-
 @given(st.lists(_MESSAGES, min_size=1, max_size=4), _SPELLINGS, st.sampled_from([0, 5_000, 2**20]))
 def test_conversations_are_the_same_with_and_without_a_history_seen_before(
     parts: list[list[dict[str, Any]]], spelling: dict[str, Any], size: int
@@ -57,15 +44,18 @@ def test_only_new_messages_are_parsed_however_many_conversations_interleave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All begin alike, as the rollouts of a group do."""
-    cache, parsed = TurnCache(2**26), _parsed(monkeypatch)
+    cache, parsed = TurnCache(2**26), list[int]()
+
+    def counting(raw: bytes, index: int, *rest: Any) -> Any:
+        parsed.append(index)
+        return conversation.parse_message(raw, index, *rest)
+
+    monkeypatch.setattr(module, "parse_message", counting)
     rollouts = [[{"role": "user", "content": "the same beginning"}] for _ in range(60)]
     for turn in range(3):
         for number, messages in enumerate(rollouts):
             parsed.clear()
-            messages += [
-                {"role": "assistant", "content": f"{number} {turn}"},
-                {"role": "user", "content": "more"},
-            ]
+            messages += [{"role": role, "content": f"{number} {turn}"} for role in ("assistant", "user")]
             _parse(cache, messages)
             assert len(parsed) == (3 if (number, turn) == (0, 0) else 2)
 
@@ -84,10 +74,18 @@ def test_bytes_are_bounded_and_the_recently_used_stay() -> None:
         assert cache.size <= 100_000
 
 
+def _continued(
+    name: str, before: CachedTurn | None, appended: list[int], sampled: list[int], rollout: str = "r"
+) -> CachedTurn:
+    count = (before.count if before else 0) + len(appended)
+    parent = before.id if before else None
+    turn = replace(root(name, appended, sampled, rollout=rollout), parent=parent, prompt_tokens=count)
+    prompt = ids.join(before.ids, appended) if before else ids.dump(appended)
+    return cached_turn(turn, before, prompt, hash_ids(before, turn.appended, turn.completion))
+
+
 def _turn(name: str, length: int) -> CachedTurn:
-    return cached_turn(
-        root(name, [5] * length, [6], rollout=f"r{name}"), None, ids.dump([5] * length), hash_ids(None, b"")
-    )
+    return _continued(name, None, [5] * length, [6], rollout=f"r{name}")
 
 
 def test_turns_stay_while_they_are_used() -> None:
@@ -99,7 +97,6 @@ def test_turns_stay_while_they_are_used() -> None:
         assert cache.turn("first") is first
     assert cache.turn("0") is None
     cache.drop("rfirst")
-    cache.drop("unknown")
     assert cache.turn("first") is None
 
 
@@ -107,15 +104,6 @@ def test_turns_stay_while_they_are_used() -> None:
 def test_other_json_raises(messages: bytes) -> None:
     with pytest.raises((ValueError, InvalidMessages)):
         TurnCache(2**20).parse(messages)
-
-
-def _continued(name: str, before: CachedTurn | None, appended: list[int], sampled: list[int]) -> CachedTurn:
-    count = (before.count if before else 0) + len(appended)
-    turn = replace(
-        root(name, appended, sampled, rollout="r"), parent=before.id if before else None, prompt_tokens=count
-    )
-    prompt = ids.join(before.ids, appended) if before else ids.dump(appended)
-    return cached_turn(turn, before, prompt, hash_ids(before, turn.appended, turn.completion))
 
 
 def test_turns_that_continue_each_other_are_held_once() -> None:
