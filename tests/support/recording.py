@@ -64,16 +64,6 @@ def rendered_plan(
     )
 
 
-def completion(
-    prompt: list[int], sampled: list[int], message: Message, finish: str = "stop", **choice: Any
-) -> Completion:
-    """A completion with one choice."""
-    logprobs = [-0.5] * len(sampled)
-    return Completion(
-        ids.dump(prompt), [SampledChoice(0, message, sampled, logprobs, finish, **choice)], len(sampled)
-    )
-
-
 class Record:
     """A store with what was sampled, and a matcher with an empty cache."""
 
@@ -98,7 +88,8 @@ class Record:
             plan = Extended(
                 placement=placement, prompt=ids.dump(prompt), reused=parent.cached.count, appended=appended
             )
-        (new,) = new_turns(plan, completion(prompt, sampled, message), None)
+        choice = SampledChoice(0, message, sampled, [-0.5] * len(sampled), "stop")
+        (new,) = new_turns(plan, Completion(ids.dump(prompt), [choice], len(sampled)), None)
         await self.store.add(plan.placement.session, [new.turn], [new.entries])
         return new
 

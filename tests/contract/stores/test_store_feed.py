@@ -32,16 +32,14 @@ async def _read(store: Store, after: int = 0, tenant: str | None = None) -> list
 
 async def test_nothing_without_turns_is_finished(store: Store) -> None:
     await _add(store, "r")
-    assert (await store.feed.read(0, limit=10), await store.feed.end()) == ([], 0)
     assert await store.feed.acknowledged("", "c") is None
-    assert await store.feed.consumers() == await store.feed.consumers("t") == []
     assert not await store.feed.forget("", "c")
     await store.save_session(make_session("empty", used=1.0))
-    assert not await store.feed.finish("empty", Cause.END)
-    assert not await store.feed.finish("missing", Cause.END)
+    for name in ("empty", "missing"):
+        assert not await store.feed.finish(name, Cause.END)
     await store.set_rewards("empty", {"": 1.0})
     await store.feed.finish_idle(2.0, 10)
-    assert await _read(store) == []
+    assert (await _read(store), await store.feed.end()) == ([], 0)
 
 
 async def test_the_order_is_that_of_finishing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +113,6 @@ async def test_a_tenant_reads_its_own_rollouts(store: Store) -> None:
     assert await _read(store, tenant="t") == [("t/a", 1), ("t/b", 1)]
     assert await _read(store, tenant="u") == [("u/a", 1)]
     assert await _read(store, tenant="") == [("a", 1)]
-    assert len(await _read(store)) == 4
     first = (await store.feed.read(0, limit=1, tenant="t"))[0].position
     assert await _read(store, first, tenant="t") == [("t/b", 1)]
 

@@ -85,18 +85,6 @@ async def test_a_pinned_rollout_is_not_evicted(whole_url: str) -> None:
         assert await _names(store) == ["own"]
 
 
-async def test_many_pinned_rollouts_hide_no_old_one(url: str) -> None:
-    async with opened(url, Limits(max_age_s=1000.0)) as store:
-        names = [f"r{number}" for number in range(30)]
-        for used, name in enumerate(names):
-            await _save(store, name, used=float(used))
-            if name != "r29":
-                await store.pin(name, time.time() + 1000)
-                await _save(store, name, used=float(used))
-        assert await store.evict() == Evicted(1, 0, 6)
-        assert await _names(store) == names[:-1]
-
-
 async def test_old_rollouts_are_evicted(url: str) -> None:
     async with opened(url, Limits(max_age_s=1000.0)) as store:
         for name in ("old", "young"):

@@ -30,10 +30,6 @@ class _Store(MemoryStore):
 
         self.feed.end = count  # type: ignore[method-assign]
 
-    async def finish(self, name: str) -> None:
-        await add(self, make_turn(name))
-        await self.feed.finish(name, Cause.END)
-
     async def polled(self, times: int) -> None:
         """Wait for as many more polls."""
         target = self.polls + times
@@ -45,6 +41,11 @@ class _Store(MemoryStore):
 @pytest.fixture
 def store() -> _Store:
     return _Store()
+
+
+async def _finish(store: _Store) -> None:
+    await add(store, make_turn("a"))
+    await store.feed.finish("a", Cause.END)
 
 
 @asynccontextmanager
@@ -64,7 +65,7 @@ async def test_all_who_wait_share_the_polls_also_after_the_store_failed(store: _
         leaves.cancel()
         store.fails = False
         polls = store.polls
-        await store.finish("a")
+        await _finish(store)
         assert await asyncio.gather(*waiting) == [True] * 100
         assert store.polls <= polls + 2
 
@@ -73,14 +74,14 @@ async def test_a_notice_wakes_without_waiting_for_the_poll(store: _Store) -> Non
     async with _watching(store, 1000.0) as watch:
         waiting = asyncio.create_task(watch.wait(0, 15))
         await store.polled(1)
-        await store.finish("a")
+        await _finish(store)
         watch.notify()
         assert await waiting
 
 
 async def test_what_was_finished_before_the_wait_is_noticed(store: _Store) -> None:
     async with _watching(store, 0.005) as watch:
-        await store.finish("a")
+        await _finish(store)
         assert await watch.wait(0, 15)
         assert not await watch.wait(await store.feed.end(), 0.03)
         # also the end of another store, which may be smaller

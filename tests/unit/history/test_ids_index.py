@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.history.ids_index import ids_entries, marks, prefix_keys
+from proxy.history.ids_index import ids_entries, prefix_keys
 from proxy.history.turn import pack_ids
 from tests.support.recording import scope_of
 
@@ -21,13 +21,3 @@ def test_a_prompt_has_the_key_of_each_turn_that_it_begins_with(turn: int, added:
     ids = _ids(turn + added)
     key = ids_entries(_SCOPE, pack_ids(ids[:turn]), b"")[0].key
     assert key in prefix_keys(_SCOPE, pack_ids(ids))
-
-
-@given(turn=st.integers(1, 3000), at=st.integers(0, 2000))
-def test_a_prompt_with_another_id_has_not(turn: int, at: int) -> None:
-    ids = _ids(turn)
-    mark = max(marks(turn))
-    other = [*ids]
-    other[at % mark] += 1000
-    key = ids_entries(_SCOPE, pack_ids(ids), b"")[0].key
-    assert key not in prefix_keys(_SCOPE, pack_ids([*other, 1, 2, 3]))
