@@ -132,9 +132,8 @@ async def test_keys_of_another_version(redis_url: str) -> None:
 
 async def test_idle_connections_that_the_server_closed(redis_url: str, redis_port: int) -> None:
     async with opened(redis_url) as store:
-        turns = [make_turn(f"r{number}") for number in range(10)]
-        await asyncio.gather(*(add(store, turn) for turn in turns))
+        await asyncio.gather(*(add(store, make_turn()) for _ in range(10)))
         with redis.Redis(port=redis_port) as client:
             client.client_kill_filter(_type="normal", skipme=True)
-        for turn in turns:
-            assert await store.path(turn.id) == [turn]
+        for _ in range(10):
+            assert len(await store.turns("r")) == 10

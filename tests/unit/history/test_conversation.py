@@ -24,9 +24,7 @@ def read(messages: object) -> Conversation:
 
 def test_turns_end_at_assistant_messages_that_others_follow() -> None:
     assert read(_TALK).ends == [5, 4, 2]
-    assert read(_TALK[:3]).ends == []
-    assert read(_TALK[:6]).ends == [4, 2]
-    assert read([]).ends == []
+    assert (read(_TALK[:6]).ends, read(_TALK[:3]).ends, read([]).ends) == ([4, 2], [], [])
     assert [read(_TALK[:n]).ends_with_assistant for n in range(8)] == [n in (3, 5, 6) for n in range(8)]
 
 
@@ -48,7 +46,6 @@ def test_messages_come_back_as_they_were_spelled() -> None:
     "message, distinctive",
     [
         ({"role": "assistant", "content": "short"}, False),
-        ({"role": "assistant", "content": None}, False),
         ({"role": "assistant", "content": "x" * 120}, True),
         ({"role": "assistant", "content": [{"type": "text", "text": "x" * 60}] * 2}, True),
         ({"role": "assistant", "content": " " * 200}, False),
