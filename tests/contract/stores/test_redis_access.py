@@ -28,7 +28,7 @@ def certificate(tmp_path: Path) -> Path:
     file = tmp_path / "server.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost"
     names = "-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -days 2"
-    out = ["-keyout", file.with_suffix(".key"), "-out", file]
+    out = ["-keyout", str(file.with_suffix(".key")), "-out", str(file)]
     subprocess.run([*command.split(), *names.split(), *out], check=True, capture_output=True)
     return file
 

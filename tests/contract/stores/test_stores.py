@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -72,7 +73,8 @@ async def test_an_empty_store_holds_nothing(store: Store) -> None:
     assert not await store.claim("nothing")
     await store.release("nothing")
     await store.pin("nothing", 2e9)
-    assert await store.path("nothing") == await store.turns("nothing") == await store.sessions(limit=10) == []
+    assert await store.path("nothing") == await store.turns("nothing") == []
+    assert await store.sessions(limit=10) == []
     assert not await store.delete("nothing")
     assert (await store.evict(), await store.usage()) == (Evicted(), Usage(0, 0, 0))
 
@@ -101,7 +103,7 @@ async def test_no_path_without_all_ancestors_or_in_a_circle(store: Store) -> Non
 
 async def test_choices_share_the_prompt_of_one(store: Store) -> None:
     """Also along a path, and if the prompt was recorded earlier."""
-    shared = {
+    shared: dict[str, Any] = {
         "messages": b"[{}]" * 1000,
         "appended": pack_ids(range(1000)),
         "tools": b"[]",
