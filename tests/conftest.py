@@ -12,9 +12,7 @@ from proxy.settings import ENV_PREFIX, Settings
 from tests.support.child_environment import python_path_without_torch
 from tests.support.fake_vllm import FakeVllm, Variant
 from tests.support.store_fixtures import (  # noqa: F401
-    cluster_url,
     databases,
-    redis_cluster,
     redis_port,
     redis_url,
     shared_url,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from proxy.history.cache import TurnCache
 from proxy.history.completion import Completion, SampledChoice
@@ -12,7 +12,7 @@ from proxy.history.matcher import Match, Matcher
 from proxy.history.new_turns import NewTurn, new_turns
 from proxy.history.plan import Extended, Placement, PromptPlan, Rendered
 from proxy.history.scope import Scope, scope_parts
-from proxy.history.store import Limits, Session, Store, session_id
+from proxy.history.store import Limits, Session, session_id
 from proxy.history.turn import new_id
 from proxy.stores.memory import MemoryStore
 from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef
@@ -64,22 +64,11 @@ def rendered_plan(
     )
 
 
-def completion(
-    prompt: list[int], sampled: list[int], message: Message, finish: str = "stop", **choice: Any
-) -> Completion:
-    """A completion with one choice."""
-    logprobs = [-0.5] * len(sampled)
-    return Completion(
-        ids.dump(prompt), [SampledChoice(0, message, sampled, logprobs, finish, **choice)], len(sampled)
-    )
-
-
 class Record:
     """A store with what was sampled, and a matcher with an empty cache."""
 
     def __init__(self) -> None:
         self.store = MemoryStore(Limits())
-        self.lookups = 0
 
     async def add(
         self,
@@ -99,7 +88,8 @@ class Record:
             plan = Extended(
                 placement=placement, prompt=ids.dump(prompt), reused=parent.cached.count, appended=appended
             )
-        (new,) = new_turns(plan, completion(prompt, sampled, message), None)
+        choice = SampledChoice(0, message, sampled, [-0.5] * len(sampled), "stop")
+        (new,) = new_turns(plan, Completion(ids.dump(prompt), [choice], len(sampled)), None)
         await self.store.add(plan.placement.session, [new.turn], [new.entries])
         return new
 
@@ -113,20 +103,9 @@ class Record:
         """The turn that a request continues."""
         cache = TurnCache(2**24)
         with ThreadPoolExecutor(1) as executor:
-            matcher = Matcher(cast(Store, _Counting(self)), cache, executor)
+            matcher = Matcher(self.store, cache, executor)
             conversation = cache.parse(json.dumps(messages).encode())
             return await matcher.match(conversation, scope or scope_of(), rollout, echoed)
-
-
-class _Counting:
-    """The store of a record, with its lookups counted."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-
-    def __getattr__(self, name: str) -> Any:
-        self._record.lookups += name == "find"
-        return getattr(self._record.store, name)
 
 
 def session_ref(name: str, explicit: bool = True) -> SessionRef:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ _PATIENCE_S = 30.0
 class RedisNode(RedisServer):
     """A server of a cluster."""
 
-    def __init__(self, folder: Path, *options: str, node_timeout_ms: int = 2000) -> None:
+    def __init__(self, folder: Path, *options: str, node_timeout_ms: int) -> None:
         folder.mkdir()
         super().__init__(folder)
         self.bus_port = self.hold_port()
@@ -70,11 +69,6 @@ class RedisCluster:
         wait_for(lambda: all("cluster_state:ok" in _text(node, "CLUSTER", "INFO") for node in nodes))
         wait_for(lambda: all(_count(node, "cluster_size") == count for node in nodes))
 
-    def clear(self) -> None:
-        """Delete all keys."""
-        for master in self.masters:
-            master.call("FLUSHALL")
-
     def keys(self) -> list[bytes]:
         """The names of all keys, sorted."""
         return sorted(key for master in self.masters for key in master.call("KEYS", "*"))
@@ -82,23 +76,18 @@ class RedisCluster:
 
 @contextmanager
 def run_cluster(
-    folder: Path,
-    *options: str,
-    masters: int = 3,
-    replicas: int = 0,
-    node_timeout_ms: int = 2000,
-    each: Sequence[Sequence[str]] = (),
+    folder: Path, *options: str, replicas: int = 0, node_timeout_ms: int = 2000
 ) -> Iterator[RedisCluster]:
-    """A cluster that keeps nothing. `each`: options of the first server, of the second, ..."""
+    """A cluster of three masters that keeps nothing."""
     nodes = [
-        RedisNode(folder / str(number), *options, *own, node_timeout_ms=node_timeout_ms)
-        for number, own in zip_longest(range(masters + replicas), each, fillvalue=())
+        RedisNode(folder / str(number), *options, node_timeout_ms=node_timeout_ms)
+        for number in range(3 + replicas)
     ]
     with ExitStack() as stack:
         for node in nodes:
             node.start()
             stack.callback(node.kill)
-        cluster = RedisCluster(nodes[:masters], nodes[masters:])
+        cluster = RedisCluster(nodes[:3], nodes[3:])
         cluster.form()
         yield cluster
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from proxy.history.store import Store
-from tests.support.redis_cluster import RedisCluster, run_cluster
 from tests.support.redis_server import run_redis
 from tests.support.store_utils import opened
 
@@ -21,13 +20,11 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def databases() -> Iterator[int]:
-    """Numbers of databases that no test used yet."""
     return count(1)
 
 
 @pytest.fixture
 def redis_url(redis_port: int, databases: Iterator[int]) -> str:
-    """A database of the test's own."""
     return f"redis://127.0.0.1:{redis_port}/{next(databases)}"
 
 
@@ -35,20 +32,6 @@ def redis_url(redis_port: int, databases: Iterator[int]) -> str:
 def split_url(redis_url: str) -> str:
     """A database of the test's own, with data in partitions as in a cluster."""
     return f"{redis_url}?partitions=3"
-
-
-@pytest.fixture(scope="session")
-def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
-    """A cluster of three servers for the whole run."""
-    with run_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster_url(redis_cluster: RedisCluster) -> str:
-    """The cluster, empty."""
-    redis_cluster.clear()
-    return redis_cluster.url
 
 
 @pytest.fixture
@@ -80,7 +63,6 @@ def shared_url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def store(url: str) -> AsyncIterator[Store]:
-    """An empty store of each kind."""
     async with opened(url) as store:
         yield store
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from proxy.history.store import Found, Store, Usage
-from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
+from proxy.history.store import Candidate, Store, Usage
+from tests.support.store_utils import add, digest_of, make_turn, opened
 
 _ROOT = Path(__file__).parents[3]
 _PROCESSES = 8
@@ -27,24 +27,19 @@ def _run(url: str, *arguments: object) -> list[str]:
     return printed.split()
 
 
-async def _found(store: Store, turns: list[str]) -> dict[str, Found]:
-    """What the turns' own keys find, by the turn."""
+async def _found(store: Store, turns: list[str]) -> dict[str, Candidate]:
+    """The turn that each turn's own key finds."""
     found = await store.find([digest_of(turn) for turn in turns])
-    return {turn: found[digest_of(turn)] for turn in turns if digest_of(turn) in found}
-
-
-def _turn_of(found: Found) -> str:
-    (group,) = found.groups
-    (candidate,) = group.candidates
-    return candidate.turn
+    held = [turn for turn in turns if digest_of(turn) in found]
+    return {turn: found[digest_of(turn)].groups[0].candidates[0] for turn in held}
 
 
 async def test_nothing_is_lost_between_eight_writers(shared_url: str) -> None:
-    added = await asyncio.to_thread(_run, shared_url, _PROCESSES, "chains", 3, 10, 2**30)
+    added = await asyncio.to_thread(_run, shared_url, _PROCESSES, 3, 10, 2**30)
     assert len(added) == 30 * _PROCESSES
     async with opened(shared_url) as store:
         found = await _found(store, added)
-        assert {turn: _turn_of(what) for turn, what in found.items()} == {turn: turn for turn in added}
+        assert [each.turn for each in found.values()] == list(found) == added
         sessions = await store.sessions(limit=100)
         expected = sorted(f"{number}-{chain}" for number in range(_PROCESSES) for chain in range(3))
         assert sorted(session.id for session in sessions) == expected
@@ -54,17 +49,15 @@ async def test_nothing_is_lost_between_eight_writers(shared_url: str) -> None:
         for rollout in expected:
             turns = await store.turns(rollout)
             assert await store.path(turns[-1].id) == turns
-            is_open = [found[turn.id].groups[0].candidates[0].open for turn in turns]
+            is_open = [found[turn.id].open for turn in turns]
             assert is_open == [False] * 9 + [True]
         shared = (await store.find([digest_of("shared")]))[digest_of("shared")]
         assert shared.total == 240
-        newest_open = {turn for turn, what in found.items() if what.groups[0].candidates[0].open}
-        assert {candidate.turn for candidate in shared.groups[0].candidates} <= newest_open
 
 
 async def test_the_sums_are_right_while_all_processes_evict(shared_url: str) -> None:
     limit = 50_000
-    added = await asyncio.to_thread(_run, shared_url, _PROCESSES, "chains", 15, 2, limit)
+    added = await asyncio.to_thread(_run, shared_url, _PROCESSES, 15, 2, limit)
     async with opened(shared_url) as store:
         sessions = await store.sessions(limit=1000)
         held = [turn.id for session in sessions for turn in await store.turns(session.id)]
@@ -77,19 +70,8 @@ async def test_the_sums_are_right_while_all_processes_evict(shared_url: str) -> 
         assert await store.evicted(list(keys)) == keys - {digest_of(turn) for turn in held}
 
 
-async def test_each_turn_is_claimed_by_one_process(shared_url: str) -> None:
-    turns = [make_turn(completion=b"") for _ in range(100)]
-    async with opened(shared_url) as store:
-        await store.add(make_session(), turns, [[entry(turn.id)] for turn in turns])
-        ids = [turn.id for turn in turns]
-        claimed = await asyncio.to_thread(_run, shared_url, 4, "claim", *ids)
-        assert sorted(claimed) == ids
-        found = await _found(store, ids)
-        assert not any(what.groups[0].candidates[0].open for what in found.values())
-
-
 async def test_what_was_added_survives_a_kill(shared_url: str) -> None:
-    with _start(shared_url, 1, "chains", 2, _ENDLESS, 2**30) as writer:
+    with _start(shared_url, 1, 2, _ENDLESS, 2**30) as writer:
         assert writer.stdout is not None
         added = [writer.stdout.readline() for _ in range(50)]
         writer.kill()
@@ -98,7 +80,7 @@ async def test_what_was_added_survives_a_kill(shared_url: str) -> None:
     ids = [line.strip() for line in added if line.endswith("\n")]
     async with opened(shared_url) as store:
         found = await _found(store, ids)
-        assert {turn: _turn_of(what) for turn, what in found.items()} == {turn: turn for turn in ids}
+        assert [each.turn for each in found.values()] == list(found) == ids
         for rollout in ("0-0", "0-1"):
             turns = await store.turns(rollout)
             assert await store.path(turns[-1].id) == turns

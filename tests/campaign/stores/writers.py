@@ -1,7 +1,7 @@
-"""Processes that write: `python -m tests.campaign.stores.writers URL PROCESSES chains CHAINS TURNS BYTES`.
+"""Processes that write: `python -m tests.campaign.stores.writers URL PROCESSES CHAINS TURNS BYTES`.
 
 Prints the id of each turn after it was added. 0-0, 0-1, ... are the rollouts of the first process, each a
-chain of turns. With `claim TURN...` each process claims the same turns, and prints those that it got.
+chain of turns.
 """
 
 import asyncio
@@ -34,29 +34,18 @@ async def _write(url: str, process: int, chains: int, turns: int, max_bytes: int
         await asyncio.gather(*(_add_chain(store, f"{process}-{number}", turns) for number in range(chains)))
 
 
-async def _claim(url: str, turns: Sequence[str]) -> None:
-    async with opened(url) as store:
-        for turn in turns:
-            if await store.claim(turn):
-                _print(turn)
+def _run(url: str, process: int, sizes: Sequence[int]) -> None:
+    asyncio.run(_write(url, process, *sizes))
 
 
-def _run(url: str, process: int, kind: str, arguments: Sequence[str]) -> None:
-    if kind == "claim":
-        asyncio.run(_claim(url, arguments))
-    else:
-        chains, turns, max_bytes = map(int, arguments)
-        asyncio.run(_write(url, process, chains, turns, max_bytes))
-
-
-def _main(url: str, processes: int, kind: str, arguments: Sequence[str]) -> int:
+def _main(url: str, processes: int, *sizes: int) -> int:
     if processes == 1:  # this one itself, which a test kills
-        _run(url, 0, kind, arguments)
+        _run(url, 0, sizes)
         return 0
     # imports what the store needs once, before the processes part
     make_store(url, Limits())
     fork = multiprocessing.get_context("fork")
-    running = [fork.Process(target=_run, args=(url, number, kind, arguments)) for number in range(processes)]
+    running = [fork.Process(target=_run, args=(url, number, sizes)) for number in range(processes)]
     for process in running:
         process.start()
     for process in running:
@@ -65,4 +54,4 @@ def _main(url: str, processes: int, kind: str, arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]))
+    sys.exit(_main(sys.argv[1], *map(int, sys.argv[2:])))

@@ -7,12 +7,10 @@ import pytest
 
 from proxy.history.store import Evicted, Limits, Store
 from proxy.stores import eviction
-from proxy.stores.eviction import AgeClock, ClockRecord
 from proxy.stores.redis import RedisStore
-from tests.support.store_utils import add, make_session, make_turn, opened
+from tests.support.store_utils import add, make_turn, opened
 
 _DAY = 86_400.0
-_MONTH = 30 * _DAY
 _LIMITS = Limits(max_age_s=7 * _DAY)
 
 
@@ -35,7 +33,6 @@ class Clock:
         self.ahead += seconds
 
     def wait(self, seconds: float) -> None:
-        """Time passes."""
         self.ahead += seconds
         self.passed += seconds
 
@@ -79,7 +76,7 @@ async def test_the_old_are_evicted_while_the_clock_is_steady(url: str, clock: Cl
         assert await _names(store) == ["used"]
 
 
-@pytest.mark.parametrize("days", [30.0, 8.0, -30.0])
+@pytest.mark.parametrize("days", [30.0, -30.0])
 async def test_a_clock_that_is_set_evicts_nothing_until_it_was_steady(
     url: str, clock: Clock, days: float
 ) -> None:
@@ -88,12 +85,10 @@ async def test_a_clock_that_is_set_evicts_nothing_until_it_was_steady(
         assert await store.evict() == Evicted()
         clock.wait(60.0)
         clock.set(days * _DAY)
-        assert await store.evict() == Evicted()
-        for _ in range(13):
-            clock.wait(_DAY / 2)
+        for _ in range(14):
             assert await store.evict() == Evicted()
-        assert await _names(store) == ["r"]
-        clock.wait(_DAY)
+            clock.wait(_DAY / 2)
+        clock.wait(_DAY / 2)
         assert (await store.evict()).rollouts == (days > 0)  # set back, it was used in the future
 
 
@@ -108,53 +103,3 @@ async def test_one_process_tells_the_others(shared_url: str, clock: Clock) -> No
                 clock.wait(4.5 * _DAY / 2)
                 assert await late.evict() == Evicted()
         assert await other.evict() == Evicted()
-
-
-async def test_a_pause_shorter_than_half_the_age_is_none(shared_url: str, clock: Clock) -> None:
-    async with opened(shared_url, _LIMITS) as store:
-        await add(store, make_turn("r"))
-        await store.evict()
-    for _ in range(3):
-        clock.wait(2.5 * _DAY)
-        async with opened(shared_url, _LIMITS) as store:
-            evicted = await store.evict()
-    assert evicted.rollouts == 1
-
-
-async def test_the_last_used_is_last_even_if_the_clock_is_set_back(whole_url: str, clock: Clock) -> None:
-    async with opened(whole_url, Limits(max_bytes=20_000)) as store:
-        for name in ("idle", "matched", "continued"):
-            await add(store, make_turn(name))
-        clock.set(-_MONTH)
-        await add(store, make_turn("new"))
-        await store.pin("matched", 0.0)
-        await add(store, make_turn("continued"))
-        assert await _names(store) == ["continued", "matched", "new", "idle"]
-        await store.save_session(make_session("saved"))
-        await store.pin("saved", 0.0)  # as the route does
-        assert (await _names(store))[0] == "saved"
-        number = 0
-        while "idle" in await _names(store):
-            number += 1
-            await add(store, make_turn(f"other{number}"))
-            await add(store, make_turn("continued"))
-        assert (await _names(store))[:2] == ["continued", f"other{number}"]
-
-
-@pytest.mark.parametrize("tolerated", [59.0, -59.0])
-def test_a_small_correction_is_no_jump(clock: Clock, tolerated: float) -> None:
-    ages = AgeClock(7 * _DAY)
-    assert not ages.was_set(time.time())
-    clock.wait(1000.0)
-    clock.set(tolerated)
-    assert not ages.was_set(time.time())
-    clock.set(2 * tolerated)
-    assert ages.was_set(time.time())
-    assert not ages.was_set(time.time())
-
-
-def test_clock_that_was_not_looked_at_is_trusted() -> None:
-    ages = AgeClock(100.0)
-    assert ages.next_record(None, 1000.0, False) == ClockRecord(1000.0, 0.0)
-    assert ages.next_record(None, 1000.0, True) == ClockRecord(1000.0, 1000.0)
-    assert (ages.oldest(1000.0, 900.0), ages.oldest(1000.0, 900.1)) == (900.0, 0.0)

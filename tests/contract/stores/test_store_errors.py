@@ -1,49 +1,42 @@
 """What errors of stores say, and what they leave intact."""
 
 import asyncio
-import socket
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import redis
 
-from proxy.history.store import Limits, RecordRefused, Store, StoreError
+from proxy.history.store import Limits, Store, StoreError
 from proxy.stores.memory import MemoryStore
 from proxy.stores.redis import RedisStore
 from proxy.stores.redis_partitions import PartitionedStore
 from proxy.stores.sqlite import SqliteStore
-from proxy.stores.sqlite_threads import Database
 from proxy.stores.urls import STORE_URLS, make_store
 from tests.support.ports import held_port
 from tests.support.redis_server import run_redis
-from tests.support.store_utils import add, digest_of, entry, make_turn, opened
+from tests.support.store_utils import add, digest_of, make_turn, opened
 
 
 @pytest.mark.parametrize(
     "url, kind",
     [
         ("memory:", MemoryStore),
-        ("sqlite:///x/y.db", SqliteStore),
         ("sqlite:x/y.db", SqliteStore),
         ("redis://user:word@localhost:6379/1?socket_timeout=3", RedisStore),
-        ("valkeys://localhost:6379/1", RedisStore),
-        ("redis://localhost:6379/1?partitions=4", PartitionedStore),
         ("rediss+cluster://user:word@a:1,b:2,[::1]:3/0?socket_timeout=3", PartitionedStore),
         ("valkey+cluster://:word%40%2f@a:1/?partitions=4", PartitionedStore),
-        ("redis+sentinel://a,b:1/name", RedisStore),
-        ("rediss+sentinel://user:word@a:1,b:2/name/3?sentinel_password=x", RedisStore),
-        ("valkey+sentinel://a/name/0?partitions=2", PartitionedStore),
+        ("rediss+sentinel://user:word@a:1,b/name/3?sentinel_password=x", RedisStore),
     ],
 )
 def test_urls(url: str, kind: type[Store]) -> None:
     assert isinstance(make_store(url, Limits()), kind)
 
 
-_UNKNOWN = ["", "memory", "memory:x", "sqlite:", "sqlite:///", "sqlite://host/x.db", "/x.db", "Redis://host"]
-
-
-@pytest.mark.parametrize("url", [*_UNKNOWN, "redis", "mysql://u:secret@host/db"])
+@pytest.mark.parametrize(
+    "url", ["", "memory:x", "sqlite:///", "sqlite://host/x.db", "mysql://u:secret@host/db"]
+)
 def test_unknown_urls(url: str) -> None:
     with pytest.raises(ValueError, match="no store has a URL like") as raised:
         make_store(url, Limits())
@@ -52,36 +45,22 @@ def test_unknown_urls(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
+    "rest",
     [
-        "redis://:secret/x@host:1/0",
-        "redis://:secret@host/0?nonsense=1",
-        "redis://:secret@a:1,b:2/0",
-        "redis://:secret@host/0?partitions=0",
-        "redis://:secret@host/0?partitions=1025",
-        "redis://:secret@host/0?partitions=x",
-        "redis://:secret@host/0?ssl_ca_certs=x",
-        "redis+cluster://:secret@host/1",
-        "redis+cluster://:secret@host?nonsense=1",
-        "redis+cluster://:secret@a:1,b:x",
-        "redis+sentinel://:secret@host",
-        "redis+sentinel://:secret@host/name/x",
-        "redis+sentinel://:secret@host/name/0?nonsense=1",
+        "://:secret/x@host:1/0",
+        "://:secret@host/0?nonsense=1",
+        "://:secret@a:1,b:2/0",
+        "://:secret@host/0?partitions=1025",
+        "+cluster://:secret@host/1",
+        "+cluster://:secret@a:1,b:x",
+        "+sentinel://:secret@host",
+        "+sentinel://:secret@host/name/x",
     ],
 )
-def test_wrong_redis_urls(url: str) -> None:
+def test_wrong_redis_urls(rest: str) -> None:
     with pytest.raises(ValueError, match="not a Redis URL") as raised:
-        make_store(url, Limits())
+        make_store(f"redis{rest}", Limits())
     assert "secret" not in str(raised.value) and raised.value.__cause__ is None
-
-
-async def test_a_relative_path_is_of_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    store = make_store("sqlite:some/where.db", Limits())
-    monkeypatch.chdir("/")
-    await store.open()
-    await store.aclose()
-    assert (tmp_path / "some/where.db").is_file()
 
 
 async def _refused(url: str, *words: str) -> None:
@@ -102,57 +81,17 @@ async def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     await _refused(f"sqlite://{tmp_path}", str(tmp_path), "must be writable")
 
 
-async def test_a_damaged_file(tmp_path: Path) -> None:
-    file = tmp_path / "x.db"
-    async with opened(f"sqlite://{file}") as store:
-        for number in range(50):
-            await add(store, make_turn(f"r{number}"), entry(str(number)))
-    damaged = bytearray(file.read_bytes())
-    damaged[4096:] = b"\xaa" * (len(damaged) - 4096)
-    file.write_bytes(damaged)
-    with pytest.raises(StoreError, match=r"x\.db: .*move it away"):
-        async with opened(f"sqlite://{file}") as store:
-            await store.find([digest_of("1")])
-
-
-@pytest.mark.parametrize("version", [1, 77])
-async def test_a_file_of_another_version(tmp_path: Path, version: int) -> None:
-    file = tmp_path / "x.db"
+async def test_a_file_of_another_version_or_program(tmp_path: Path) -> None:
+    file, theirs = tmp_path / "x.db", tmp_path / "theirs.db"
     async with opened(f"sqlite://{file}"):
         pass
-    with sqlite3.connect(file) as connection:
-        connection.execute(f"PRAGMA user_version = {version}")
-    connection.close()
-    await _refused(f"sqlite://{file}", str(file), f"version {version} ", "version 3", "move the file away")
-
-
-async def test_a_file_of_another_program(tmp_path: Path) -> None:
-    file = tmp_path / "x.db"
-    with sqlite3.connect(file) as connection:
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("PRAGMA user_version = 77")
+    await _refused(f"sqlite://{file}", str(file), "version 77 ", "version 3", "move the file away")
+    with closing(sqlite3.connect(theirs)) as connection:
         connection.execute("CREATE TABLE theirs (x)")
-    connection.close()
-    await _refused(f"sqlite://{file}", str(file), "another program's")
-    with sqlite3.connect(file) as connection:
+        await _refused(f"sqlite://{theirs}", str(theirs), "another program's")
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("theirs",)]
-    connection.close()
-
-
-async def test_one_bad_write_spoils_no_other(tmp_path: Path) -> None:
-    def prepare(connection: sqlite3.Connection) -> None:
-        connection.execute("CREATE TABLE t (x INTEGER UNIQUE)")
-
-    async def write(value: int) -> None:
-        await database.write(lambda connection: connection.execute("INSERT INTO t VALUES (?)", (value,)))
-
-    database = Database(tmp_path / "x.db")
-    await database.open(prepare)
-    values = [*range(50), 7, 2**64, *range(50, 90)]
-    done = await asyncio.gather(*map(write, values), return_exceptions=True)
-    failed = [(value, type(error)) for value, error in zip(values, done, strict=True) if error is not None]
-    assert failed == [(7, RecordRefused), (2**64, OverflowError)]
-    rows = await database.read(lambda connection: connection.execute("SELECT x FROM t").fetchall())
-    assert sorted(rows) == [(value,) for value in range(90)]
-    await database.aclose()
 
 
 async def test_a_caller_that_left_spoils_nothing(sqlite_url: str) -> None:
@@ -181,41 +120,20 @@ async def test_no_server(tmp_path: Path) -> None:
 async def test_a_wrong_password(tmp_path: Path) -> None:
     with run_redis(tmp_path, "--requirepass", "right") as port:
         await _refused(f"redis://:secret@127.0.0.1:{port}/0", f"127.0.0.1:{port}", "password")
-        async with opened(f"valkey://:right@127.0.0.1:{port}/0") as store:
-            assert (await store.usage()).turns == 0
+        async with opened(f"valkey://:right@127.0.0.1:{port}/0"):
+            pass
 
 
-@pytest.mark.parametrize("version", ["1", "77"])
-async def test_keys_of_another_version(redis_url: str, version: str) -> None:
+async def test_keys_of_another_version(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
-        client.set("tokenproxy:version", version)
-    await _refused(redis_url, redis_url, f"version {version} ", "version 2", "delete these keys")
+        client.set("tokenproxy:version", "77")
+    await _refused(redis_url, redis_url, "version 77 ", "version 2", "delete these keys")
 
 
 async def test_idle_connections_that_the_server_closed(redis_url: str, redis_port: int) -> None:
     async with opened(redis_url) as store:
-        turns = [make_turn(f"r{number}") for number in range(10)]
-        await asyncio.gather(*(add(store, turn) for turn in turns))
+        await asyncio.gather(*(add(store, make_turn()) for _ in range(10)))
         with redis.Redis(port=redis_port) as client:
             client.client_kill_filter(_type="normal", skipme=True)
-        for turn in turns:
-            assert await store.path(turn.id) == [turn]
-
-
-async def test_a_port_that_speaks_something_else() -> None:
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        writer.close()
-
-    server = await asyncio.start_server(hang_up, "127.0.0.1", 0, family=socket.AF_INET)
-    async with server:
-        await _refused(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", "127.0.0.1")
-
-
-async def test_a_closed_file(sqlite_url: str) -> None:
-    async with opened(sqlite_url) as store:
-        pass
-    with pytest.raises(StoreError, match="not open"):
-        await add(store, make_turn())
-    with pytest.raises(StoreError, match="not open"):
-        await store.turns("r")
+        for _ in range(10):
+            assert len(await store.turns("r")) == 10

@@ -32,17 +32,14 @@ async def _read(store: Store, after: int = 0, tenant: str | None = None) -> list
 
 async def test_nothing_without_turns_is_finished(store: Store) -> None:
     await _add(store, "r")
-    assert (await store.feed.read(0, limit=10), await store.feed.end()) == ([], 0)
     assert await store.feed.acknowledged("", "c") is None
-    assert await store.feed.consumers() == await store.feed.consumers("t") == []
     assert not await store.feed.forget("", "c")
-    assert await store.feed.finish_idle(0.0, 10) == 0
     await store.save_session(make_session("empty", used=1.0))
-    assert not await store.feed.finish("empty", Cause.END)
-    assert not await store.feed.finish("missing", Cause.END)
+    for name in ("empty", "missing"):
+        assert not await store.feed.finish(name, Cause.END)
     await store.set_rewards("empty", {"": 1.0})
     await store.feed.finish_idle(2.0, 10)
-    assert await _read(store) == []
+    assert (await _read(store), await store.feed.end()) == ([], 0)
 
 
 async def test_the_order_is_that_of_finishing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,9 +51,9 @@ async def test_the_order_is_that_of_finishing(store: Store, monkeypatch: pytest.
     assert [each.session for each in found] == [await store.session("b"), await store.session("c")]
     assert [each.cause for each in found] == [Cause.END] * 2
     assert await _read(store, found[-1].position) == [("a", 1)]
-    last = (await store.feed.read(0, limit=9))[-1].position
-    assert before <= found[0].position < last == await store.feed.end()
-    assert await store.feed.read(last, limit=9) == await store.feed.read(0, limit=0) == []
+    last = await store.feed.end()
+    assert before <= found[0].position < last
+    assert await store.feed.read(last, limit=9) == []
     monkeypatch.setattr(time, "time", lambda: 1000.0)  # positions grow when the clock is set back
     await _finish(store, "d")
     assert await _read(store, last) == [("d", 1)]
@@ -66,7 +63,6 @@ async def test_finishing_again_needs_a_new_turn(store: Store) -> None:
     await _add(store, "a", "b")
     await _finish(store, "a", "b")
     assert not await store.feed.finish("a", Cause.END)
-    assert await _read(store) == [("a", 1), ("b", 1)]
     end = await store.feed.end()
     await _add(store, "a")
     assert await _read(store) == [("a", 1), ("b", 1)]
@@ -92,11 +88,9 @@ async def test_the_reward_of_the_rollout_finishes_it(store: Store) -> None:
     assert await _read(store, found.position) == [("r", 2)]
     await store.set_rewards("r", {turn.id: 0.25})
     assert await _read(store, found.position) == [("r", 3)]
-    await store.set_rewards("r", {"other": 0.0})
-    assert await _read(store) == [("r", 4)]
     await add(store, make_turn("r"))
     await store.set_rewards("r", {"": 1.5})
-    assert await _read(store) == [("r", 5)]
+    assert await _read(store) == [("r", 4)]
 
 
 async def test_deleted_rollouts_leave_the_feed(store: Store) -> None:
@@ -119,13 +113,8 @@ async def test_a_tenant_reads_its_own_rollouts(store: Store) -> None:
     assert await _read(store, tenant="t") == [("t/a", 1), ("t/b", 1)]
     assert await _read(store, tenant="u") == [("u/a", 1)]
     assert await _read(store, tenant="") == [("a", 1)]
-    assert await _read(store, tenant="v") == []
-    assert len(await _read(store)) == 4
     first = (await store.feed.read(0, limit=1, tenant="t"))[0].position
     assert await _read(store, first, tenant="t") == [("t/b", 1)]
-
-
-# --- idle rollouts
 
 
 async def test_idle_rollouts_are_finished_in_the_order_of_their_use(whole_store: Store) -> None:
@@ -138,16 +127,10 @@ async def test_idle_rollouts_are_finished_in_the_order_of_their_use(whole_store:
     assert [await whole_store.feed.finish_idle(later, 2) for _ in range(4)] == [2, 2, 1, 0]
     assert await _read(whole_store) == [("d", 1), ("b", 1), ("c", 1), ("e", 1), ("a", 1)]
     assert {each.cause for each in (await whole_store.feed.read(0, limit=9))[1:]} == {Cause.IDLE}
-    # what was looked at is looked at again after a use, and finished again after a turn
-    await whole_store.pin("b", 0.0)
-    assert await whole_store.feed.finish_idle(later, 9) == 1
-    assert (await _read(whole_store))[-1] == ("a", 1)
+    # it is finished again after a turn
     await _add(whole_store, "b")
     assert await whole_store.feed.finish_idle(later, 9) == 1
     assert (await _read(whole_store))[-1] == ("b", 2)
-
-
-# --- consumers
 
 
 async def test_consumers_acknowledge(store: Store) -> None:
@@ -159,20 +142,16 @@ async def test_consumers_acknowledge(store: Store) -> None:
     assert await store.feed.acknowledge("t", "old", 0) == 0
     here = [Consumer("", "new", 0, 3, first), Consumer("", "old", second, 1, third)]
     assert await store.feed.consumers("") == here
-    [there] = await store.feed.consumers("t")
-    assert (there.waiting, there.position) == (1, 0)
-    assert await store.feed.consumers() == [*here, there]
+    assert [(each.tenant, each.waiting) for each in await store.feed.consumers()][2:] == [("t", 1)]
     # neither back, nor beyond the end: what is finished later is not acknowledged
     assert await store.feed.acknowledge("", "old", first) == second
     assert await store.feed.acknowledge("", "old", 2**62) == await store.feed.end()
-    assert (await store.feed.consumers(""))[1][3:] == (0, 0)
     await _add(store, "d")
     await _finish(store, "d")
     assert (await store.feed.consumers(""))[1].waiting == 1
     known = await store.feed.acknowledged("", "old")
     assert known is not None and known.position < await store.feed.end()
     assert await store.feed.forget("", "old")
-    assert await store.feed.acknowledged("", "old") is None
     assert [each.name for each in await store.feed.consumers()] == ["new", "old"]
 
 
@@ -190,9 +169,6 @@ async def test_evicted_rollouts_that_nobody_read_are_counted(url: str) -> None:
         evicted = await store.evict()
         assert evicted == Evicted(4, 4, evicted.size, 1)
         assert await _read(store) == []
-
-
-# --- processes
 
 
 async def test_two_processes_share_feed_and_consumers(shared_url: str) -> None:
@@ -218,18 +194,8 @@ async def test_two_processes_share_feed_and_consumers(shared_url: str) -> None:
         assert sorted(seen) == sorted(names)
         found = await first.feed.read(0, limit=100)
         assert await second.feed.read(0, limit=100) == found
-        assert {each.session.id for each in found} == set(names)
         await asyncio.gather(*(each.feed.acknowledge("", "c", found[5].position) for each in (first, second)))
         assert (await second.feed.consumers())[0].waiting == 34
-        later, looked_at = time.time() + 9, 0
-        while sum(
-            finished := await asyncio.gather(*(each.feed.finish_idle(later, 9) for each in (first, second)))
-        ):
-            looked_at += sum(finished)
-        assert looked_at == 40
     async with opened(shared_url) as store:
         assert await store.feed.read(0, limit=100) == found
         assert (await store.feed.acknowledged("", "c") or (0,))[0] == found[5].position
-        await _add(store, "later")
-        await _finish(store, "later")
-        assert (await _read(store))[-1] == ("later", 1)

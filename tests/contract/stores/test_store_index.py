@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexEntry, Store
+from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, Store
 from proxy.history.turn import Turn
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn
 
@@ -27,49 +27,13 @@ async def test_found_by_each_key_newest_first(store: Store) -> None:
     first, second, third = make_turn("a"), make_turn("b"), make_turn("a")
     both, other = entry("both"), entry("other", "ids")
     await add(store, second, both)
-    await store.add(make_session("a"), [first, third], [[both, other], [both]])
-    assert await store.find([other.key, digest_of("unknown"), both.key]) == {
+    # the same entry twice counts once
+    await store.add(make_session("a"), [first, third], [[both, other, other], [both]])
+    unknown = [digest_of(str(number)) for number in range(600)]
+    assert await store.find([other.key, *unknown, both.key]) == {
         both.key: Found(3, [_group("", (third, True), (second, True), (first, True))]),
         other.key: Found(1, [_group("ids", (first, True))]),
     }
-
-
-async def test_many_keys_of_any_bytes_in_one_call(store: Store) -> None:
-    turns = [make_turn() for _ in range(3)]
-    names = [b"\x00" * 16, b"\n:01" * 4, b"\xff" * 16]
-    # the same entry twice counts once
-    await store.add(make_session(), turns, [[IndexEntry(name, name)] * 2 for name in names])
-    keys = [digest_of(str(number)) for number in range(600)]
-    keys[0], keys[299], keys[599] = names
-    assert await store.find(keys) == {
-        name: Found(1, [CandidateGroup(name, 1, [Candidate(turn.id, "r", True)])])
-        for name, turn in zip(names, turns, strict=True)
-    }
-    assert await store.delete("r")
-    assert await store.find(keys) == {}
-
-
-async def test_turns_are_grouped_by_their_ids(store: Store) -> None:
-    turns = [make_turn() for _ in range(6)]
-    ids = ["", "x", "y", "x", "", "y"]
-    for turn, turn_ids in zip(turns, ids, strict=True):
-        await add(store, turn, entry("k", turn_ids))
-    await store.claim(turns[5].id)
-    expected = [
-        _group("y", (turns[2], True), (turns[5], False)),
-        _group("", (turns[4], True), (turns[0], True)),
-        _group("x", (turns[3], True), (turns[1], True)),
-    ]
-    assert await store.find([_KEY]) == {_KEY: Found(6, expected)}
-
-
-async def test_the_newest_turn_of_a_large_group_may_be_closed(store: Store) -> None:
-    turns = [make_turn(completion=b"") for _ in range(102)]
-    names = ["large"] * 100 + ["small", "large"]
-    await store.add(make_session(), turns, [[entry("k", name)] for name in names])
-    await store.claim(turns[-1].id)
-    groups = (await store.find([_KEY]))[_KEY].groups
-    assert [group.ids for group in groups] == [digest_of("large"), digest_of("small")]
 
 
 async def test_a_turn_is_open_until_it_is_continued(store: Store) -> None:
@@ -92,41 +56,22 @@ async def test_a_child_in_another_rollout_continues_a_turn(whole_store: Store) -
     parent = make_turn("a")
     await add(whole_store, parent, entry("k"))
     await add(whole_store, make_turn("b", parent=parent.id))
-    assert await _candidates(whole_store) == [(parent.id, False)]
     await whole_store.delete("b")
     await whole_store.release(parent.id)
     assert await _candidates(whole_store) == [(parent.id, False)]
 
 
-@pytest.mark.parametrize("child_first", [False, True])
-async def test_a_parent_added_with_its_child_is_not_open(store: Store, child_first: bool) -> None:
-    parent = make_turn()
-    child = make_turn(parent=parent.id)
-    turns = [child, parent] if child_first else [parent, child]
-    await store.add(make_session(), turns, [[entry("k")]] * 2)
-    assert await _candidates(store) == [(child.id, True), (parent.id, False)]
-
-
-async def test_a_turn_is_claimed_once(store: Store) -> None:
-    turn, bare = make_turn(), make_turn()
-    await add(store, turn, entry("k", "ids"), entry("explaining"))
-    await add(store, bare)
-    assert await store.claim(bare.id) and not await store.claim(bare.id)
-    claimed = await asyncio.gather(*(store.claim(turn.id) for _ in range(5)))
-    assert sorted(claimed) == [False] * 4 + [True]
-    assert await store.find([_KEY, digest_of("explaining")]) == {
-        _KEY: Found(1, [_group("ids", (turn, False))]),
-        digest_of("explaining"): Found(1, [_group("", (turn, False))]),
-    }
-
-
-async def test_a_released_turn_is_open_again(store: Store) -> None:
+async def test_a_turn_is_claimed_once_until_it_is_released(store: Store) -> None:
     turn = make_turn()
-    await add(store, turn, entry("k"))
+    await add(store, turn, entry("k", "ids"), entry("explaining"))
     await store.release(turn.id)
     for _ in range(2):
-        assert await store.claim(turn.id)
-        assert await _candidates(store) == [(turn.id, False)]
+        claimed = await asyncio.gather(*(store.claim(turn.id) for _ in range(5)))
+        assert sorted(claimed) == [False] * 4 + [True]
+        assert await store.find([_KEY, digest_of("explaining")]) == {
+            _KEY: Found(1, [_group("ids", (turn, False))]),
+            digest_of("explaining"): Found(1, [_group("", (turn, False))]),
+        }
         await store.release(turn.id)
         await store.release(turn.id)
         assert await _candidates(store) == [(turn.id, True)]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from proxy.history.store import Cursor, Evicted, IndexEntry, Session, Store, Usage
+from proxy.history.store import Cursor, Evicted, Session, Store, Usage
 from tests.support.store_utils import add, entry, make_session, make_turn
 
 _DESCRIBED = Session(
@@ -32,27 +32,18 @@ async def _ambiguous(store: Store) -> set[str]:
     return {session.id for session in await store.sessions(limit=1000) if session.ambiguous}
 
 
-async def test_adding_creates_the_session(store: Store) -> None:
+async def test_adding_creates_the_session_or_uses_it(store: Store) -> None:
     assert await store.add(make_session(), [], []) == Evicted()
     assert await store.usage() == Usage(0, 0, 0)
     before = time.time()
-    turn = make_turn(_DESCRIBED.id)
-    await store.add(replace(_DESCRIBED, turns=77, size=78, ambiguous=True), [turn], [[]])
-    session = await _session(store, _DESCRIBED.id)
-    assert before <= session.used <= time.time()
-    assert session == replace(_DESCRIBED, used=session.used, turns=1, size=session.size)
-    assert session.size > _DESCRIPTION_SIZE
-    assert await store.usage() == Usage(1, 1, session.size)
-
-
-async def test_adding_only_uses_a_session_that_exists(store: Store) -> None:
-    await store.save_session(_DESCRIBED)
-    before = time.time()
-    other = Session(id=_DESCRIBED.id, created=3.0, used=4.0, metadata=b'{"other":1}')
-    await store.add(other, [make_turn(_DESCRIBED.id)], [[]])
-    session = await _session(store, _DESCRIBED.id)
-    assert session == replace(_DESCRIBED, used=session.used, turns=1, size=session.size)
-    assert before <= session.used <= time.time()
+    for turns, described in enumerate((_DESCRIBED, make_session(_DESCRIBED.id)), 1):
+        given = replace(described, turns=77, size=78, ambiguous=True)
+        await store.add(given, [make_turn(_DESCRIBED.id)], [[]])
+        session = await _session(store, _DESCRIBED.id)
+        assert before <= session.used <= time.time()
+        assert session == replace(_DESCRIBED, used=session.used, turns=turns, size=session.size)
+        assert session.size > _DESCRIPTION_SIZE
+        assert await store.usage() == Usage(1, turns, session.size)
 
 
 async def test_a_saved_session_keeps_the_counts_of_the_store(store: Store) -> None:
@@ -62,18 +53,11 @@ async def test_a_saved_session_keeps_the_counts_of_the_store(store: Store) -> No
     await store.add(_DESCRIBED, [make_turn(_DESCRIBED.id, reason="ambiguous")], [[]])
     counted = await _session(store, _DESCRIBED.id)
     assert counted == replace(saved, used=counted.used, turns=1, size=counted.size, ambiguous=True)
-    assert counted.size > _DESCRIPTION_SIZE + 1000
     plain = Session(id=_DESCRIBED.id, tenant="tenant", created=3.0, used=4.0)
     await store.save_session(plain)
     size = counted.size - _DESCRIPTION_SIZE + 3 * len(b"{}")
     assert await store.session(_DESCRIBED.id) == replace(plain, ambiguous=True, turns=1, size=size)
     assert await store.usage() == Usage(1, 1, size)
-    await store.save_session(_DESCRIBED)
-    assert await store.usage() == Usage(1, 1, counted.size)
-    assert await store.delete(_DESCRIBED.id)
-    assert await store.usage() == Usage(0, 0, 0)
-    await store.save_session(make_session(_DESCRIBED.id))
-    assert (await _session(store, _DESCRIBED.id)).metadata == b"{}"
 
 
 async def test_pinning_uses_a_session(store: Store) -> None:
@@ -81,7 +65,6 @@ async def test_pinning_uses_a_session(store: Store) -> None:
     before = time.time()
     await store.pin("r", 1.0)
     assert before <= (await _session(store)).used <= time.time()
-    assert await store.sessions(limit=1) == [await _session(store)]
     await store.pin("missing", before + 1000)
     assert await store.session("missing") is None
     # the time of use is not turned back
@@ -102,26 +85,18 @@ async def _pages(store: Store, limit: int, **options: Any) -> list[list[str]]:
     return pages
 
 
-async def test_sessions_in_the_order_of_their_use(store: Store) -> None:
-    for used in (3.0, 1.5, 5.0, 2.0, 4.0):
-        await store.save_session(make_session(f"s{used}", used=used))
-    assert await _pages(store, 2) == [["s5.0", "s4.0"], ["s3.0", "s2.0"], ["s1.5"]]
-    assert await store.sessions(limit=0) == []
-    await store.save_session(make_session("s1.5", used=4.5))
-    await add(store, make_turn("s2.0"))
-    assert await _pages(store, 5) == [["s2.0", "s5.0", "s1.5", "s4.0", "s3.0"]]
-
-
 @pytest.mark.parametrize("limit", [1, 3])
-async def test_no_session_is_skipped_or_repeated_at_equal_use(store: Store, limit: int) -> None:
+async def test_sessions_come_in_the_order_of_their_use_then_of_their_names(store: Store, limit: int) -> None:
     used = 1234567.123456789
     names = ["B", "a", "ä", "é", "a-", "a_", "A", "aa", "", "0"]
     for name in names:
         await store.save_session(make_session(name, used=used))
-    await store.save_session(make_session("newer", used=used + 1))
-    await store.save_session(make_session("older", used=used - 1))
-    pages = await _pages(store, limit)
-    assert [name for page in pages for name in page] == ["newer", *sorted(names, reverse=True), "older"]
+    for name, later in (("older", -1), ("newer", 1), ("saved", -2), ("saved", 2), ("added", -1)):
+        await store.save_session(make_session(name, used=used + later))
+    await add(store, make_turn("added"))
+    listed = [name for page in await _pages(store, limit) for name in page]
+    assert listed == ["added", "saved", "newer", *sorted(names, reverse=True), "older"]
+    assert await store.sessions(limit=0) == []
 
 
 async def test_sessions_of_one_tenant(store: Store) -> None:
@@ -132,24 +107,19 @@ async def test_sessions_of_one_tenant(store: Store) -> None:
     assert await _pages(store, 2, tenant="t") == [["t/1", "t/7"], ["t/4"]]
     assert await _pages(store, 2, tenant="u") == [["u/8", "u/5"], ["u/2"]]
     assert await _pages(store, 9, tenant="") == [["/9", "/6", "/3", "/0"]]
-    assert await _pages(store, 9, tenant="v") == []
     await store.delete("t/7")
     assert await _pages(store, 9, tenant="t") == [["t/1", "t/4"]]
-    assert sum(map(len, await _pages(store, 4))) == 9
     await store.save_session(make_session("t/4", tenant="u", used=1.0))  # its tenant changes
     assert await _pages(store, 9, tenant="t") == [["t/1"]]
     assert await _pages(store, 9, tenant="u") == [["u/8", "u/5", "u/2", "t/4"]]
-    assert await store.delete("t/4") and await _pages(store, 9, tenant="u") == [["u/8", "u/5", "u/2"]]
 
 
 @pytest.mark.parametrize(
     ("added", "ambiguous"),
     [
         ("a:k=ids o:other=ids b:x=ids b:k=more", "ab"),
-        ("a:k=ids a:k=ids b:k=ids a:k=ids", "ab"),
         ("a:k= b:k= c:k=ids", "abc"),
         ("a:k=ids b:k=x c:k= d:k=y", "abcd"),
-        ("a:k= a:k=ids b:k=ids", "ab"),
         ("a:k=ids a:k=ids a:k=more", ""),  # not with itself
         ("a:k= b:k= c:other=ids d:other=", ""),  # keys that only explain make nothing ambiguous
     ],
@@ -168,12 +138,8 @@ async def test_rollouts_with_equal_conversations_are_ambiguous(
 
 
 async def test_a_session_stays_ambiguous(store: Store) -> None:
-    shared: IndexEntry = entry("k", "ids")
-    await add(store, make_turn("a"), shared)
-    await add(store, make_turn("b"), shared)
+    for name in ("a", "b"):
+        await add(store, make_turn(name), entry("k", "ids"))
     await store.delete("a")
     await store.save_session(make_session("b"))
-    await add(store, make_turn("b"))
-    assert await _ambiguous(store) == {"b"}
-    await add(store, make_turn("a"))
     assert await _ambiguous(store) == {"b"}

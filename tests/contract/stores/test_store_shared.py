@@ -28,9 +28,6 @@ async def test_changes_are_visible_to_all_at_once(shared_url: str) -> None:
         turn = make_turn()
         await add(first, turn, entry("k", "ids"))
         assert (await second.find([digest_of("k")]))[digest_of("k")].groups[0].candidates[0].turn == turn.id
-        assert await second.claim(turn.id)
-        found = (await first.find([digest_of("k")]))[digest_of("k")]
-        assert not found.groups[0].candidates[0].open
         await second.set_rewards("r", {"": 1.0})
         assert await first.rewards("r") == {"": 1.0}
         await add(second, make_turn("other"), entry("k", "ids"))
@@ -38,8 +35,8 @@ async def test_changes_are_visible_to_all_at_once(shared_url: str) -> None:
         assert session is not None and session.ambiguous
         await first.change_replica("fleet", "http://a:1", "removed")
         assert await second.replica_changes("fleet") == {"http://a:1": "removed"}
-        await second.change_replica("fleet", "http://a:1", None)
-        assert await first.replica_changes("fleet") == {}
+        await first.documents.keep("d", b"{}")
+        assert await second.documents.read(["d"]) == {"d": b"{}"}
         assert await second.delete("r") and await second.delete("other")
         assert await first.find([digest_of("k")]) == {}
         assert await first.usage() == Usage(0, 0, 0)
@@ -55,6 +52,7 @@ async def test_everything_survives_a_restart(shared_url: str) -> None:
         await store.save_session(make_session(metadata=b'{"a":1}'))
         await store.keep_response(response)
         await store.change_replica("fleet", "http://a:1", "removed")
+        await store.documents.keep("d", b"{}")
         session, usage = await store.session("r"), await store.usage()
         found = await store.find([digest_of("k")])
     async with opened(shared_url) as store:
@@ -64,4 +62,5 @@ async def test_everything_survives_a_restart(shared_url: str) -> None:
         assert await store.rewards("r") == {turn.id: 0.5}
         assert await store.responses(b"k") == [response]
         assert await store.replica_changes("fleet") == {"http://a:1": "removed"}
+        assert await store.documents.read(["d"]) == {"d": b"{}"}
         assert (await store.session("r"), await store.usage()) == (session, usage)

@@ -1,14 +1,15 @@
-"""Turns, paths, rewards and responses: what `Store` promises, for every store alike."""
+"""Turns, paths, rewards, responses and documents: what `Store` promises, for every store alike."""
 
 import asyncio
+import os
+from typing import Any
 
-import pytest
 from msgspec.structs import replace
 
 from proxy.history.prompt_image import PromptImage
-from proxy.history.store import Evicted, Store, Usage
-from proxy.history.turn import Turn, WeightSpan, new_id, pack_alternatives, pack_ids, pack_logprobs, turn_id
-from tests.support.store_utils import add, digest_of, entry, make_response, make_session, make_turn
+from proxy.history.store import Evicted, Limits, Store, Usage
+from proxy.history.turn import WeightSpan, pack_alternatives, pack_ids, pack_logprobs
+from tests.support.store_utils import add, digest_of, entry, make_response, make_session, make_turn, opened
 
 _EVERYTHING = make_turn(
     "tenant/räume",
@@ -49,82 +50,33 @@ _EVERYTHING = make_turn(
 )
 
 
-def _choices(count: int, parent: str | None = None) -> list[Turn]:
-    """The turns of one request; the first holds the prompt of all."""
-    request = new_id()
-    first = make_turn(
-        id=turn_id(request, 0),
-        request=request,
-        parent=parent,
-        messages=b'[{"role":"user","content":"hello"}]' * 100,
-        appended=pack_ids(range(1000)),
-        tools=b"[]",
-        template_kwargs=b"{}",
-    )
-    others = [
-        make_turn(
-            id=turn_id(request, choice),
-            request=request,
-            parent=parent,
-            choice=choice,
-            prompt_turn=first.id,
-        )
-        for choice in range(1, count)
-    ]
-    return [first, *others]
-
-
-def _filled(turn: Turn, holder: Turn) -> Turn:
-    return replace(
-        turn,
-        messages=holder.messages,
-        appended=holder.appended,
-        tools=holder.tools,
-        template_kwargs=holder.template_kwargs,
-    )
-
-
 async def test_a_turn_comes_back_as_it_was(store: Store) -> None:
     bare = make_turn("tenant/räume")
     await store.add(make_session("tenant/räume"), [bare, _EVERYTHING], [[], [entry("k")]])
     assert await store.turns("tenant/räume") == [_EVERYTHING, bare]
     assert await store.path(bare.id) == [bare]
 
-
-async def test_every_field_is_tried() -> None:
-    bare = make_turn()
-    same = {name for name in bare.__struct_fields__ if getattr(bare, name) == getattr(_EVERYTHING, name)}
-    assert same <= {"model", "source", "prompt_tokens", "created", "prompt_turn"}
+    fields = {name for name in bare.__struct_fields__ if getattr(bare, name) == getattr(_EVERYTHING, name)}
+    assert fields <= {
+        "model",
+        "source",
+        "prompt_tokens",
+        "created",
+        "rollout",
+        "prompt_turn",
+    }  # all are tried
 
 
 async def test_an_empty_store_holds_nothing(store: Store) -> None:
-    key = digest_of("k")
-    assert await store.find([key]) == {}
-    assert await store.find([]) == {}
-    assert await store.evicted([key]) == set()
-    assert await store.evicted([]) == set()
+    assert await store.find([digest_of("k")]) == await store.find([]) == {}
+    assert await store.evicted([digest_of("k")]) == set()
     assert not await store.claim("nothing")
     await store.release("nothing")
     await store.pin("nothing", 2e9)
-    assert await store.path("nothing") == []
-    assert await store.turns("nothing") == []
-    assert await store.newest("nothing", 10) == []
-    assert await store.session("nothing") is None
+    assert await store.path("nothing") == await store.turns("nothing") == []
     assert await store.sessions(limit=10) == []
-    assert await store.sessions(limit=10, tenant="t") == []
-    assert await store.rewards("nothing") == {}
-    assert await store.responses(key) == []
-    assert not await store.take_response(make_response(key))
     assert not await store.delete("nothing")
-    assert await store.evict() == Evicted()
-    assert await store.usage() == Usage(0, 0, 0)
-
-
-async def test_all_turns_of_a_call_are_added_or_none(store: Store) -> None:
-    with pytest.raises(ValueError):
-        await store.add(make_session(), [make_turn(), make_turn()], [[entry("k")]])
-    assert await store.usage() == Usage(0, 0, 0)
-    assert await store.find([digest_of("k")]) == {}
+    assert (await store.evict(), await store.usage()) == (Evicted(), Usage(0, 0, 0))
 
 
 async def test_path_begins_with_the_first_turn(store: Store) -> None:
@@ -135,6 +87,8 @@ async def test_path_begins_with_the_first_turn(store: Store) -> None:
     await store.add(make_session(), [fork, *turns[::-1]], [[]] * 22)
     assert await store.path(turns[-1].id) == turns
     assert await store.path(fork.id) == [*turns[:5], fork]
+    await add(store, make_turn("other"))
+    assert await store.newest("r", 2) == [fork.id, turns[-1].id]
 
 
 async def test_no_path_without_all_ancestors_or_in_a_circle(store: Store) -> None:
@@ -147,37 +101,26 @@ async def test_no_path_without_all_ancestors_or_in_a_circle(store: Store) -> Non
         assert await store.path(turn.id) == []
 
 
-async def test_path_may_cross_rollouts(whole_store: Store) -> None:
-    first = make_turn("a")
-    second = make_turn("b", parent=first.id)
-    await add(whole_store, first)
-    await add(whole_store, second)
-    assert await whole_store.path(second.id) == [first, second]
-    await whole_store.delete("a")
-    assert await whole_store.path(second.id) == []
-
-
 async def test_choices_share_the_prompt_of_one(store: Store) -> None:
-    choices = _choices(3)
-    await store.add(make_session(), choices, [[]] * 3)
-    holder = choices[0]
-    filled = [holder, *(_filled(turn, holder) for turn in choices[1:])]
-    assert await store.turns("r") == filled
-    assert [turn.prompt_turn for turn in filled] == [None, holder.id, holder.id]
-    for turn in filled:
-        assert await store.path(turn.id) == [turn]
+    """Also along a path, and if the prompt was recorded earlier."""
+    shared: dict[str, Any] = {
+        "messages": b"[{}]" * 1000,
+        "appended": pack_ids(range(1000)),
+        "tools": b"[]",
+        "template_kwargs": b"{}",
+    }
+    first = make_turn(**shared)
+    second = make_turn(request=first.request, choice=1, prompt_turn=first.id)
+    third = make_turn(parent=second.id, **shared)
+    await store.add(make_session(), [first, second, third], [[]] * 3)
+    fourth = make_turn(request=third.request, choice=1, parent=second.id, prompt_turn=third.id)
+    last = make_turn(parent=fourth.id)
+    await store.add(make_session(), [fourth, last], [[]] * 2)
+    filled = [replace(turn, **shared) for turn in (second, fourth)]
+    assert await store.path(last.id) == [*filled, last]
+    assert await store.turns("r") == [first, filled[0], third, filled[1], last]
     session = await store.session("r")
-    assert session is not None and session.size < 2 * len(holder.messages + holder.appended)
-
-
-async def test_shared_prompts_along_a_path(store: Store) -> None:
-    first = _choices(3)
-    second = _choices(2, parent=first[2].id)
-    last = make_turn(parent=second[1].id)
-    await store.add(make_session(), [*first, second[0]], [[]] * 4)
-    await store.add(make_session(), [second[1], last], [[]] * 2)  # the prompt was recorded earlier
-    expected = [_filled(first[2], first[0]), _filled(second[1], second[0]), last]
-    assert await store.path(last.id) == expected
+    assert session is not None and session.size < 3 * 8000
 
 
 async def test_adding_again_changes_nothing(store: Store) -> None:
@@ -193,18 +136,7 @@ async def test_adding_again_changes_nothing(store: Store) -> None:
     assert await store.usage() == usage
     second = make_turn()
     await store.add(make_session(), [turn, second, second], [[], [], []])  # only what is new of a call
-    assert await store.turns("r") == [turn, second]
-    assert (await store.usage()).turns == 2
-
-
-async def test_newest_turns_of_a_rollout(store: Store) -> None:
-    turns = [make_turn() for _ in range(5)]
-    await store.add(make_session(), turns[::-1], [[]] * 5)
-    await add(store, make_turn("other"))
-    ids = [turn.id for turn in turns]
-    assert await store.newest("r", 2) == [ids[4], ids[3]]
-    assert await store.newest("r", 10) == ids[::-1]
-    assert await store.newest("r", 0) == []
+    assert (await store.turns("r"), (await store.usage()).turns) == ([turn, second], 2)
 
 
 async def test_delete_leaves_nothing(store: Store) -> None:
@@ -244,28 +176,17 @@ async def test_rewards_are_merged(store: Store) -> None:
     assert await store.set_rewards("s", {"": 1.0}) and await store.session("s") == session
 
 
-async def test_responses_newest_first(store: Store) -> None:
+async def test_responses_come_newest_first_and_are_taken_once(store: Store) -> None:
     first = make_response(
-        b"k",
-        request=b"q" * 16,
-        status=500,
-        headers=((b"a", b"\xff"), (b"a", b"2")),
-        body=b"\x00",
+        b"k", request=b"q" * 16, status=500, headers=((b"a", b"\xff"), (b"a", b"2")), body=b"\0"
     )
     second, other = make_response(b"k", failed=True), make_response(b"other")
     for response in (second, first, other, first):
         await store.keep_response(response)
     assert await store.responses(b"k") == [second, first]
-    assert await store.responses(b"other") == [other]
-
-
-async def test_a_response_is_taken_once(store: Store) -> None:
-    stays, taken = make_response(b"k"), make_response(b"k")
-    await store.keep_response(stays)
-    await store.keep_response(taken)
-    results = await asyncio.gather(*(store.take_response(taken) for _ in range(5)))
-    assert sorted(results) == [False] * 4 + [True]
-    assert await store.responses(b"k") == [stays]
+    taken = await asyncio.gather(*(store.take_response(second) for _ in range(5)))
+    assert sorted(taken) == [False] * 4 + [True]
+    assert (await store.responses(b"k"), await store.responses(b"other")) == ([first], [other])
 
 
 async def test_the_newest_change_of_a_replica_counts(store: Store) -> None:
@@ -276,6 +197,31 @@ async def test_the_newest_change_of_a_replica_counts(store: Store) -> None:
     expected = {"http://a:1": "removed", "http://räume:1/path": "drained"}
     assert await store.replica_changes("fleet") == expected
     await store.change_replica("fleet", "http://a:1", None)
-    await store.change_replica("fleet", "http://never:1", None)
-    await store.change_replica("other", "http://räume:1/path", None)
     assert await store.replica_changes("fleet") == {"http://räume:1/path": "drained"}
+
+
+def _content(size: int) -> bytes:
+    return b'{"x":"%s"}' % (b"x" * size)
+
+
+async def test_documents_are_written_read_and_deleted_once(store: Store) -> None:
+    documents = {"a": _content(1), "tenant/räume": _content(100_000), "c": b"{}"}
+    for name, content in documents.items():
+        await store.documents.keep(name, content)
+    await store.documents.keep("a", _content(2))  # the first stays
+    await store.evict()
+    assert await store.documents.read(["tenant/räume", "a", "never", "c", "a"]) == documents
+    deleted = await asyncio.gather(*(store.documents.delete("a") for _ in range(4)))
+    assert sorted(deleted) == [False] * 3 + [True]
+    assert await store.documents.read(["a", "c"]) == {"c": b"{}"}
+
+
+async def test_the_oldest_documents_are_dropped_first(whole_url: str) -> None:
+    async with opened(whole_url, Limits(document_bytes=5000)) as store:
+        names = [f"d{number}" for number in range(10)]
+        for name in names:
+            await store.documents.keep(name, _content(1000))
+        assert list(await store.documents.read(names)) == names[6:]
+        # one over the limit displaces none
+        await store.documents.keep("large", os.urandom(6000))
+        assert list(await store.documents.read([*names, "large"])) == names[6:]

@@ -58,19 +58,6 @@ def test_problem_of_a_turn_makes_it_and_all_after_it_unusable(problem: Problem, 
     assert (read_turn(path).usable, _recorded(path).usable) == (problem not in UNUSABLE,) * 2
 
 
-def test_path_with_inconsistent_lengths_is_unusable() -> None:
-    path = _path()
-    path[2] = msgspec.structs.replace(path[2], prompt_tokens=8)
-    assert not read_turn(path).usable
-
-
-@pytest.mark.parametrize("prompt", [b"", b"[]"])
-def test_turn_with_an_empty_prompt_is_unusable(prompt: bytes) -> None:
-    cached = cached_turn(root("1", [], [7]), None, prompt, hash_ids(None))
-    assert not cached.usable
-    assert isinstance(msgspec.json.decode(cached.ids), list)
-
-
 @pytest.mark.parametrize(
     "prompt, begins",
     [

@@ -21,14 +21,10 @@ _CASES: dict[str, tuple[Completion, str]] = {
         "",
     ),
     "no prompt": (_completion(2, None), "no_prompt_ids"),
-    "an empty prompt": (_completion(2, b"[]"), "no_prompt_ids"),
     "another prompt": (_completion(2, b"[5,7]"), "prompt_mismatch"),
-    "a longer prompt": (_completion(2, b"[5,6,7]"), "prompt_mismatch"),
     "no ids": (_completion(ids=None), "no_completion_ids"),
-    "no ids and nothing counted": (_completion(None, ids=None, logprobs=None), "no_completion_ids"),
     "one id too few": (_completion(ids=[7]), "ids_missing"),
     "one id too many": (_completion(ids=[7, 8, 9]), "usage_mismatch"),
-    "one id too few, and one log-probability": (_completion(ids=[7], logprobs=[0.0]), "usage_mismatch"),
     "one id too few, counted for the choice": (
         _completion(None, ids=[7], logprobs=[0.0], counted=2),
         "usage_mismatch",
@@ -40,7 +36,6 @@ _CASES: dict[str, tuple[Completion, str]] = {
     "no logprobs": (_completion(logprobs=None), "no_logprobs"),
     "one logprob too few": (_completion(logprobs=[0.0]), "logprobs_mismatch"),
     "a logprob that is not a number": (_completion(logprobs=[0.0, float("nan")]), "logprobs_not_finite"),
-    "an infinite logprob": (_completion(logprobs=[0.0, float("-inf")]), "logprobs_not_finite"),
     "ids of an unknown shape": (_completion(ids=None, unreadable="token_ids"), "unreadable_evidence"),
     "one logprob too many": (_completion(logprobs=[0.0, 0.0, 0.0]), "ids_missing"),
 }

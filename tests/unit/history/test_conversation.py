@@ -24,11 +24,8 @@ def read(messages: object) -> Conversation:
 
 def test_turns_end_at_assistant_messages_that_others_follow() -> None:
     assert read(_TALK).ends == [5, 4, 2]
-    assert read(_TALK[:3]).ends == []
-    assert read(_TALK[:6]).ends == [4, 2]
-    assert read([]).ends == []
+    assert (read(_TALK[:6]).ends, read(_TALK[:3]).ends, read([]).ends) == ([4, 2], [], [])
     assert [read(_TALK[:n]).ends_with_assistant for n in range(8)] == [n in (3, 5, 6) for n in range(8)]
-    assert [read(_TALK[:n]).holds_assistant for n in range(8)] == [n > 2 for n in range(8)]
 
 
 def test_loose_digest_ignores_reasoning_and_the_strict_one_does_not() -> None:
@@ -49,7 +46,6 @@ def test_messages_come_back_as_they_were_spelled() -> None:
     "message, distinctive",
     [
         ({"role": "assistant", "content": "short"}, False),
-        ({"role": "assistant", "content": None}, False),
         ({"role": "assistant", "content": "x" * 120}, True),
         ({"role": "assistant", "content": [{"type": "text", "text": "x" * 60}] * 2}, True),
         ({"role": "assistant", "content": " " * 200}, False),
@@ -60,8 +56,7 @@ def test_long_messages_and_calls_are_distinctive(message: dict[str, Any], distin
     assert read([message]).messages[0].distinctive is distinctive
 
 
-@pytest.mark.parametrize("media", ["image_url", "input_audio", "video_url", "other"])
-def test_media_are_seen_in_any_message(media: str) -> None:
-    part = {"type": media, media: {"url": "data:,"}}
+def test_media_are_seen_in_any_message() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
     assert read([*_TALK, {"role": "tool", "content": [{"type": "text", "text": "a"}, part]}, *_TALK]).media
     assert not read(_TALK).media

@@ -8,38 +8,16 @@ from proxy.history.turn import new_id
 _SECRET = bytes(range(32))
 
 
-def test_a_token_names_its_turn_and_item() -> None:
+def test_a_token_names_its_turn_and_item_to_its_tenant_and_store_only() -> None:
     signer, turn = Signer(_SECRET), new_id()
     for item in (0, 1, 65_535):
         token = signer.sign("tenant", turn, item)
-        assert len(token) == 40
         assert signer.read("tenant", token) == (turn, item)
-
-
-def test_a_token_is_nothing_to_others() -> None:
-    turn = new_id()
-    token = Signer(_SECRET).sign("a", turn)
-    assert Signer(_SECRET).read("b", token) is None
-    assert Signer(bytes(32)).read("a", token) is None
-
-
-@pytest.mark.parametrize("position", [0, 20, 39])
-def test_a_changed_token_is_none(position: int) -> None:
-    signer = Signer(_SECRET)
-    token = signer.sign("", new_id())
-    other = "A" if token[position] != "A" else "B"
-    assert signer.read("", token[:position] + other + token[position + 1 :]) is None
-
-
-@pytest.mark.parametrize("text", ["", "sig", "a" * 39, "a" * 41, "a" * 40, "ä" * 40, "+/" * 20])
-def test_other_text_is_no_token(text: str) -> None:
-    assert Signer(_SECRET).read("", text) is None
-
-
-@pytest.mark.parametrize("turn", ["", "ab", "x" * 32])
-def test_only_ids_of_turns_are_signed(turn: str) -> None:
-    with pytest.raises(ValueError):
-        Signer(_SECRET).sign("", turn)
+        assert signer.read("other", token) is None
+        assert Signer(bytes(32)).read("tenant", token) is None
+        changed = [token[:at] + ("A" if token[at] != "A" else "B") + token[at + 1 :] for at in (0, 20, 39)]
+        for text in (*changed, "", "a" * 40, "ä" * 40):
+            assert signer.read("tenant", text) is None
 
 
 @pytest.mark.parametrize(
@@ -48,7 +26,6 @@ def test_only_ids_of_turns_are_signed(turn: str) -> None:
         ("chatcmpl-tool-9b2f6f0c8a3d4e5fb1a2c3d4e5f60718", True),
         ("toolu_01A09q90qw90lq917835lq9", True),
         ("functions.get_weather:0", False),
-        ("functions.getWeatherForecastForOneCity:0", False),
         ("functions.a_tool_with_a_very_long_name_indeed:12", False),
         ("9f3bAx02k", False),
         ("", False),

@@ -43,18 +43,14 @@ async def test_idle_rollouts_are_finished_in_steps_also_after_the_store_failed()
     async def failed() -> bool:
         return (metrics.registry.get_sample_value("tokenproxy_store_errors_total") or 0.0) > 1
 
-    async def finished() -> list[str]:
-        return [each.session.id for each in await memory.feed.read(0, limit=1000)]
-
     async def all_finished() -> bool:
-        return len(await finished()) == len(names)
+        return [each.session.id for each in await memory.feed.read(0, limit=1000)] == names
 
     memory.feed.finish_idle = fail  # type: ignore[method-assign]
     running = asyncio.create_task(finish_idle_forever(memory, metrics, _AFTER_S))
     await _until(failed)
     memory.feed.finish_idle = works  # type: ignore[method-assign]
     await _until(all_finished)
-    assert await finished() == names
     running.cancel()
 
 
@@ -64,7 +60,6 @@ async def test_consumers_of_one_name_are_reported_together(monkeypatch: pytest.M
     for name in ("t/a", "t/b", "u/a"):
         await _add(memory, name, used=1.0)
         await memory.feed.finish(name, Cause.END)
-    [oldest, *_] = await memory.feed.read(0, limit=1)
     names = [f"c{number:03}" for number in range(MOST_REPORTED + 1)]
     for tenant, name in (("u", names[0]), *(("t", name) for name in names)):
         await memory.feed.acknowledge(tenant, name, 2**60 if name == names[1] else 0)
@@ -75,15 +70,13 @@ async def test_consumers_of_one_name_are_reported_together(monkeypatch: pytest.M
     async def reported() -> bool:
         return value("waiting_rollouts", names[0]) == 3
 
-    async def last_reported() -> bool:
-        return value("waiting_rollouts", names[-1]) == 2
+    async def forgotten() -> bool:
+        return value("waiting_rollouts", names[1]) is None
 
     running = asyncio.create_task(report_consumers_forever(memory, metrics))
     await _until(reported)
-    assert 0 < (value("oldest_seconds", names[0]) or 0) <= time.time() - oldest.position / 1e6
-    assert value("oldest_seconds", names[1]) == 0
+    assert (value("oldest_seconds", names[0]) or 0) > 0 == value("oldest_seconds", names[1])
     assert value("waiting_rollouts", names[-1]) is None
     await memory.feed.forget("t", names[1])
-    await _until(last_reported)
-    assert value("waiting_rollouts", names[1]) is None
+    await _until(forgotten)
     running.cancel()

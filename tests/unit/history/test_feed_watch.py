@@ -1,7 +1,8 @@
 """The watch of the feed: who waits is woken, and nobody polls for nobody."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -29,10 +30,6 @@ class _Store(MemoryStore):
 
         self.feed.end = count  # type: ignore[method-assign]
 
-    async def finish(self, name: str) -> None:
-        await add(self, make_turn(name))
-        await self.feed.finish(name, Cause.END)
-
     async def polled(self, times: int) -> None:
         """Wait for as many more polls."""
         target = self.polls + times
@@ -46,72 +43,46 @@ def store() -> _Store:
     return _Store()
 
 
-@pytest.fixture
-async def make(store: _Store) -> AsyncIterator[Callable[[float], FeedWatch]]:
-    """Makes a watch that polls."""
-    polling = []
-
-    def make(poll_s: float) -> FeedWatch:
-        watch = FeedWatch(store, poll_s)
-        polling.append(asyncio.create_task(watch.poll_forever()))
-        return watch
-
-    yield make
-    for task in polling:
-        task.cancel()
+async def _finish(store: _Store) -> None:
+    await add(store, make_turn("a"))
+    await store.feed.finish("a", Cause.END)
 
 
-async def test_all_who_wait_share_the_polls(store: _Store, make: Callable[[float], FeedWatch]) -> None:
-    watch = make(0.005)
-    waiting = [asyncio.create_task(watch.wait(0, 15)) for _ in range(100)]
-    leaves = asyncio.create_task(watch.wait(0, 15))
-    await store.polled(2)
-    leaves.cancel()
-    polls = store.polls
-    await store.finish("a")
-    assert await asyncio.gather(*waiting) == [True] * 100
-    assert store.polls <= polls + 2
-    assert leaves.cancelled()
+@asynccontextmanager
+async def _watching(store: _Store, poll_s: float) -> AsyncIterator[FeedWatch]:
+    watch = FeedWatch(store, poll_s)
+    polling = asyncio.create_task(watch.poll_forever())
+    yield watch
+    polling.cancel()
 
 
-async def test_nobody_polls_while_nobody_waits(store: _Store, make: Callable[[float], FeedWatch]) -> None:
-    watch = make(0.001)
-    assert await watch.wait(0, 0.01) is False
-    await asyncio.sleep(0.05)
-    polls = store.polls
-    watch.notify()
-    await asyncio.sleep(0.05)
-    assert store.polls == polls
-
-
-async def test_a_notice_wakes_without_waiting_for_the_poll(
-    store: _Store, make: Callable[[float], FeedWatch]
-) -> None:
-    watch = make(1000.0)
-    waiting = asyncio.create_task(watch.wait(0, 15))
-    await store.polled(1)
-    await store.finish("a")
-    watch.notify()
-    assert await waiting
-
-
-async def test_what_was_finished_before_the_wait_is_noticed(
-    store: _Store, make: Callable[[float], FeedWatch]
-) -> None:
-    watch = make(0.005)
-    await store.finish("a")
-    assert await watch.wait(0, 15)
-    assert not await watch.wait(await store.feed.end(), 0.03)
-    # also the end of another store, which may be smaller
-    assert await watch.wait(2**60, 15)
-
-
-async def test_a_store_that_fails_is_polled_again(store: _Store, make: Callable[[float], FeedWatch]) -> None:
-    watch = make(0.001)
+async def test_all_who_wait_share_the_polls_also_after_the_store_failed(store: _Store) -> None:
     store.fails = True
-    waiting = asyncio.create_task(watch.wait(0, 15))
-    await store.polled(3)
-    assert not waiting.done()
-    store.fails = False
-    await store.finish("a")
-    assert await waiting
+    async with _watching(store, 0.002) as watch:
+        waiting = [asyncio.create_task(watch.wait(0, 15)) for _ in range(100)]
+        leaves = asyncio.create_task(watch.wait(0, 15))
+        await store.polled(3)
+        leaves.cancel()
+        store.fails = False
+        polls = store.polls
+        await _finish(store)
+        assert await asyncio.gather(*waiting) == [True] * 100
+        assert store.polls <= polls + 2
+
+
+async def test_a_notice_wakes_without_waiting_for_the_poll(store: _Store) -> None:
+    async with _watching(store, 1000.0) as watch:
+        waiting = asyncio.create_task(watch.wait(0, 15))
+        await store.polled(1)
+        await _finish(store)
+        watch.notify()
+        assert await waiting
+
+
+async def test_what_was_finished_before_the_wait_is_noticed(store: _Store) -> None:
+    async with _watching(store, 0.005) as watch:
+        await _finish(store)
+        assert await watch.wait(0, 15)
+        assert not await watch.wait(await store.feed.end(), 0.03)
+        # also the end of another store, which may be smaller
+        assert await watch.wait(2**60, 15)

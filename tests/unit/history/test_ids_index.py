@@ -1,13 +1,11 @@
 """Turns are found by the ids that a prompt begins with."""
 
 import random
-from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.history.ids_index import ids_entries, marks, prefix_keys
+from proxy.history.ids_index import ids_entries, prefix_keys
 from proxy.history.turn import pack_ids
 from tests.support.recording import scope_of
 
@@ -23,35 +21,3 @@ def test_a_prompt_has_the_key_of_each_turn_that_it_begins_with(turn: int, added:
     ids = _ids(turn + added)
     key = ids_entries(_SCOPE, pack_ids(ids[:turn]), b"")[0].key
     assert key in prefix_keys(_SCOPE, pack_ids(ids))
-
-
-@given(turn=st.integers(1, 3000), at=st.integers(0, 2000))
-def test_a_prompt_with_another_id_has_not(turn: int, at: int) -> None:
-    ids = _ids(turn)
-    mark = max(marks(turn))
-    other = [*ids]
-    other[at % mark] += 1000
-    key = ids_entries(_SCOPE, pack_ids(ids), b"")[0].key
-    assert key not in prefix_keys(_SCOPE, pack_ids([*other, 1, 2, 3]))
-
-
-def test_keys_come_longest_first() -> None:
-    ids = _ids(300)
-    keys = prefix_keys(_SCOPE, pack_ids(ids))
-    assert keys[0] == ids_entries(_SCOPE, pack_ids(ids), b"")[0].key
-    assert keys[-1] == ids_entries(_SCOPE, pack_ids(ids[:1]), b"")[0].key
-    assert len(set(keys)) == len(keys)
-
-
-@pytest.mark.parametrize("count, most", [(64, 64), (1000, 200), (4000, 250), (131_072, 2300)])
-def test_number_of_keys(count: int, most: int) -> None:
-    found = list(marks(count))
-    assert len(found) <= most
-    assert found[:64] == list(range(1, min(count, 64) + 1))
-    # the ids after the last mark of a turn do not tell it from others under its key
-    assert all(late - early <= max(1, early // 16) for early, late in pairwise(found))
-
-
-def test_only_the_key_of_all_ids_names_them() -> None:
-    prefix, whole = ids_entries(_SCOPE, pack_ids(_ids(20)), b"d" * 16)
-    assert (prefix.ids, whole.ids) == (b"", b"d" * 16)

@@ -2,24 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from proxy.history.cache import TurnCache
 from proxy.history.matcher import Matcher
-from proxy.history.store import FOUND_AT_MOST, Found
+from proxy.history.store import FOUND_AT_MOST
 from proxy.history.vocabulary import Reason
 from tests.support.recording import Record, assistant, scope_of, user
-from tokenization import ids
 
 _MORE = user("more")
 
 
-@pytest.mark.parametrize("edited", [1, 64, 65, 200])
+@pytest.mark.parametrize("edited", [1, 65])
 async def test_turn_before_many_unrecorded_ones_is_found(edited: int) -> None:
     record = Record()
     new = await record.add([user("Hi")], assistant("hello"), [5], [6])
@@ -31,23 +29,14 @@ async def test_turn_before_many_unrecorded_ones_is_found(edited: int) -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 65])
-async def test_longest_recorded_beginning_is_found_in_a_few_lookups(kept: int) -> None:
+async def test_longest_recorded_beginning_is_found(kept: int) -> None:
     record = Record()
     messages = [message for n in range(100) for message in (user(f"{n}"), assistant(f"answer {n}"))]
     for n in range(kept):
         last = await record.add(messages[: 2 * n + 1], messages[2 * n + 1], [n, 1], [2])
-    record.lookups = 0
     match = await record.match([*messages, user("end")])
     assert match.turn is not None
     assert (match.turn.id, match.end) == (last.turn.id, 2 * kept - 1)
-    assert record.lookups <= 6
-
-
-async def test_number_of_lookups_is_bounded_for_any_history() -> None:
-    record = Record()
-    messages = [message for n in range(5_000) for message in (_MORE, assistant(f"{n}"))]
-    assert (await record.match([*messages, user("end")])).reason == Reason.NO_MATCH
-    assert record.lookups <= 4
 
 
 @pytest.mark.parametrize("size", [2, FOUND_AT_MOST + 1])
@@ -133,15 +122,15 @@ async def test_sessions_and_tenants_see_their_own_turns_only() -> None:
     assert (await record.match(request, scope_of("one", "t"))).turn is not None
 
 
-_CHANGES: dict[str, tuple[dict[str, Any], Reason]] = {
-    "tools": ({"tools": b'[{"a":1}]'}, Reason.TOOLS_CHANGED),
-    "template arguments": ({"template_kwargs": b'{"a":1}'}, Reason.TEMPLATE_KWARGS_CHANGED),
-    "a printed option": ({"options": {"tool_choice": b'"required"'}}, Reason.RENDERING_CHANGED),
-    "model": ({"model": "n"}, Reason.MODEL_CHANGED),
-}
-
-
-@pytest.mark.parametrize("change, reason", _CHANGES.values(), ids=_CHANGES)
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"tools": b'[{"a":1}]'}, Reason.TOOLS_CHANGED),
+        ({"template_kwargs": b'{"a":1}'}, Reason.TEMPLATE_KWARGS_CHANGED),
+        ({"options": {"tool_choice": b'"required"'}}, Reason.RENDERING_CHANGED),
+        ({"model": "n"}, Reason.MODEL_CHANGED),
+    ],
+)
 @pytest.mark.parametrize("session", [None, "s"])
 async def test_other_scope_does_not_match_and_is_reported(
     change: dict[str, Any], reason: Reason, session: str | None
@@ -183,47 +172,28 @@ async def test_call_that_the_client_completed_is_the_same_turn(sent: object, rea
     assert (await record.match(edited)).turn is None
 
 
-def test_kinds_scopes_and_digests_give_different_keys() -> None:
-    scopes = [
-        scope_of(session, tenant, **more)
-        for session in (None, "a", "ab")
-        for tenant in ("", "a", "b")
-        for more in ({}, {"model": "n"}, {"tools": b"[{}]"})
-    ]
-    digests = (b"x" * 16, b"b" + b"x" * 15, b"\0" * 16)
-    keys = {scope.key(kind, digest) for scope in scopes for kind in ("exact", "loose") for digest in digests}
-    assert len(keys) == len(scopes) * 2 * 3
-
-
 async def test_longest_prefix_of_ids_in_a_wide_rollout() -> None:
     record = Record()
     first = await record.add([user("a")], assistant("a"), [5], [6], scope_of("s"))
     longer = await record.add([user("b")], assistant("b"), [5, 6, 7], [8], scope_of("s"))
     for n in range(FOUND_AT_MOST + 4):
         await record.add([user(f"{n}")], assistant("a"), [9, n], [9], scope_of("s"))
-    for prompt in ([5, 6, 7, 8, 9], [5, 6, 7, 8]):
-        assert await _longest_prefix(record, prompt) == longer.turn.id
-    for prompt in ([5, 6], [5, 6, 7], [5, 6, 7, 80]):
-        assert await _longest_prefix(record, prompt) == first.turn.id
-    for prompt in ([5, 60], [5], [4, 5, 6]):
-        assert await _longest_prefix(record, prompt) is None
-    for beyond in (2**31, 2**63, 2**64, 10**30, 10**5000):
-        assert await _longest_prefix(record, b"[5,6,%s,7]" % _digits(beyond)) == first.turn.id
-        assert await _longest_prefix(record, b"[%s]" % _digits(beyond)) is None
-
-
-def _digits(number: int) -> bytes:
-    return b"1" + b"0" * 5000 if number == 10**5000 else str(number).encode()
-
-
-async def _longest_prefix(record: Record, prompt: list[int] | bytes) -> str | None:
-    raw = prompt if isinstance(prompt, bytes) else ids.dump(prompt)
     with ThreadPoolExecutor(1) as executor:
-        turn = await Matcher(record.store, TurnCache(2**20), executor).longest_prefix(raw, "s")
-    return turn.id if turn else None
+        matcher = Matcher(record.store, TurnCache(2**20), executor)
+        for prompt, expected in (
+            (b"[5,6,7,8,9]", longer),
+            (b"[5,6,7,8]", longer),
+            (b"[5,6,7]", first),
+            (b"[5,6,7,80]", first),
+            (b"[5,6,%d,7]" % 2**64, first),
+            (b"[5,60]", None),
+            (b"[%d]" % 2**64, None),
+        ):
+            turn = await matcher.longest_prefix(prompt, "s")
+            assert (turn and turn.id) == (expected and expected.turn.id)
 
 
-@pytest.mark.parametrize("sampled", [lambda n: [6, n], lambda n: [6]], ids=["other ids", "equal ids"])
+@pytest.mark.parametrize("sampled", [lambda n: [6, n], lambda n: [6]])
 @pytest.mark.parametrize("size", [2, FOUND_AT_MOST + 3])
 async def test_the_turn_that_the_client_names_decides_between_equal_texts(
     size: int, sampled: Callable[[int], list[int]]
@@ -237,36 +207,15 @@ async def test_the_turn_that_the_client_names_decides_between_equal_texts(
         assert match.turn.rollout == new.turn.rollout
 
 
-@pytest.mark.parametrize(
-    ("text", "session"), [("b", None), ("a", "theirs")], ids=["of another text", "of another session"]
-)
+@pytest.mark.parametrize(("text", "session"), [("b", None), ("a", "theirs")])
 async def test_a_named_turn_that_is_another_is_not_continued(text: str, session: str | None) -> None:
     record = Record()
     other = await record.add([user("Hi")], assistant(text), [5], [7], scope_of(session))
+    request = [user("Hi"), assistant("a"), _MORE]
+    new = await record.add([user("Hi")], assistant("a"), [5], [6])
+    match = await record.match(request, echoed={1: other.turn.id})
+    assert match.turn is not None and match.turn.id == new.turn.id
     for n in range(FOUND_AT_MOST + 3):
-        new = await record.add([user("Hi")], assistant("a"), [5], [6, n])
-        match = await record.match([user("Hi"), assistant("a"), _MORE], echoed={1: other.turn.id})
-        if n == 0:
-            assert match.turn is not None and match.turn.id == new.turn.id
-        else:
-            assert (match.turn, match.reason) == (None, Reason.AMBIGUOUS)
-
-
-@pytest.mark.parametrize(
-    "session, rollout, searched", [(None, None, None), ("s", None, "t/s"), (None, "t/chosen", "t/chosen")]
-)
-async def test_only_the_rollout_that_can_hold_the_turn_is_searched(
-    monkeypatch: pytest.MonkeyPatch, session: str | None, rollout: str | None, searched: str | None
-) -> None:
-    record, rollouts = Record(), set()
-    find = record.store.find
-
-    async def noted(keys: Sequence[bytes], rollout: str | None = None) -> dict[bytes, Found]:
-        rollouts.add(rollout)
-        return await find(keys, rollout)
-
-    monkeypatch.setattr(record.store, "find", noted)
-    scope = replace(scope_of(), tenant="t", session=session)
-    messages = [user("Hi"), assistant("a"), user("b")]
-    assert (await record.match(messages, scope, rollout)).reason == Reason.NO_MATCH
-    assert rollouts == {searched}
+        await record.add([user("Hi")], assistant("a"), [5], [6, n])
+    match = await record.match(request, echoed={1: other.turn.id})
+    assert (match.turn, match.reason) == (None, Reason.AMBIGUOUS)

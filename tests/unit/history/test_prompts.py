@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 
-from proxy.errors import BadRequest
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.history import History
 from proxy.history.matcher import Match
 from proxy.history.plan import Given, Placement, PromptPlan, Rendered, ServedModel
-from proxy.history.recorder import Recording
-from proxy.history.store import StoreError
-from proxy.history.store_time import spending, store_time
 from proxy.turn.request import ChatRequest, EngineRoute, GivenIds
 from tests.support.recording import assistant, chat_request, rendered_plan, session_ref, user
 from tokenization import ids
@@ -24,105 +20,29 @@ _MODEL = ServedModel("m", None, max_model_len=100)
 def _request(*prompts: list[int] | None, **fields: Any) -> ChatRequest:
     given = tuple(p if p is None else GivenIds("prompt", ids.dump(p), len(p)) for p in prompts)
     usual: dict[str, Any] = {"engine_route": EngineRoute.COMPLETIONS, "findable": False}
-    request = chat_request(prompts=given, **{**usual, **fields})
-    return request
+    return chat_request(prompts=given, **{**usual, **fields})
 
 
-async def _record(history: History, plan: PromptPlan, *sampled: list[int]) -> Recording:
+async def _record(history: History, plan: PromptPlan, *sampled: list[int]) -> None:
     """Record choices of a plan's prompts, each sampled once."""
     recording = history.recorder.start(plan)
     choices = [
-        SampledChoice(
-            at,
-            {"role": "assistant", "content": "x"},
-            own,
-            [-0.5] * len(own),
-            "stop",
-            prompt_ids=prompt.prompt if isinstance(prompt, Given) else b"[8]",
-        )
+        SampledChoice(at, assistant("x"), own, [-0.5] * len(own), "stop", prompt_ids=prompt.prompt)
         for at, (prompt, own) in enumerate(zip(plan.prompts, sampled, strict=True))
+        if isinstance(prompt, Given)
     ]
     await recording.add(Completion(None, choices, sum(map(len, sampled))))
-    return recording
 
 
 async def test_each_prompt_has_its_plan(history: History) -> None:
     plan = await history.planner.plan(_request([5, 6], None, [7]), _MODEL)
-    kinds = [type(prompt) for prompt in plan.prompts]
-    assert kinds == [Given, Rendered, Given]
-    assert [prompt.reason for prompt in plan.prompts] == ["ids_given", "text_prompt", "ids_given"]
+    assert [type(prompt) for prompt in plan.prompts] == [Given, Rendered, Given]
     assert len({prompt.placement.turn_id for prompt in plan.prompts}) == 1
     assert len({prompt.placement.session.id for prompt in plan.prompts}) == 3
     assert plan.rollout is None
     named = await history.planner.plan(_request([5, 6], None, session=session_ref("s")), _MODEL)
     assert [prompt.placement.session.id for prompt in named.prompts] == ["s", "s"]
     assert named.rollout == "s"
-
-
-async def test_turns_of_one_session_are_written_at_once(
-    history: History, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[int] = []
-    add = history.store.add
-
-    async def counted(session: Any, turns: Any, entries: Any) -> Any:
-        written.append(len(turns))
-        return await add(session, turns, entries)
-
-    monkeypatch.setattr(history.store, "add", counted)
-    plan = await history.planner.plan(_request([5], [6], [7], session=session_ref("s")), _MODEL)
-    recording = await _record(history, plan, [1], [2], [3])
-    assert (written, recording.unrecorded) == ([3], [])
-    turns = await history.store.turns("s")
-    assert [turn.choice for turn in turns] == [0, 1, 2]
-    plan = await history.planner.plan(_request([5], [6]), _MODEL)
-    await _record(history, plan, [1], [2])
-    assert written == [3, 1, 1]
-
-
-async def test_a_rollout_that_cannot_be_written_costs_no_other(
-    history: History, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add = history.store.add
-    plan = await history.planner.plan(_request([5], [6]), _MODEL)
-    first = plan.placement.session.id
-
-    async def failing(session: Any, turns: Any, entries: Any) -> Any:
-        if session.id == first:
-            raise StoreError("out of order")
-        return await add(session, turns, entries)
-
-    monkeypatch.setattr(history.store, "add", failing)
-    recording = await _record(history, plan, [1], [2])
-    assert [placement.session.id for placement in recording.unrecorded] == [first]
-    assert len(await history.store.turns(plan.others[0].placement.session.id)) == 1
-
-
-async def test_a_store_that_does_not_respond_is_asked_once(
-    history: History, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = 0
-
-    async def fail(*args: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        raise StoreError("out of order")
-
-    monkeypatch.setattr(history.store, "find", fail)
-    plan = await history.planner.plan(_request(*([5, at] for at in range(20))), _MODEL)
-    assert (asked, len(plan.prompts)) == (1, 20)
-    assert all(isinstance(prompt, Given) for prompt in plan.prompts)
-
-
-async def test_many_prompts_may_wait_longer_for_the_store(history: History) -> None:
-    with store_time(1.0):
-        await history.planner.plan(_request([5]), _MODEL)
-        with spending() as left:
-            assert left <= 1.0
-    with store_time(1.0):
-        await history.planner.plan(_request(*([5, at] for at in range(51))), _MODEL)
-        with spending() as left:
-            assert 1.0 < left <= 2.0
 
 
 async def test_what_was_claimed_is_released_if_another_prompt_fails(
@@ -144,9 +64,6 @@ async def test_what_was_claimed_is_released_if_another_prompt_fails(
     with pytest.raises(asyncio.CancelledError):
         await history.planner.plan(_request(following, following, following), _MODEL)
     monkeypatch.undo()
-    plan = await history.planner.plan(_request(following, following), _MODEL)
-    assert all(prompt.placement.claimed for prompt in plan.prompts)
-    await history.planner.release(plan)
     plan = await history.planner.plan(_request(following, following), _MODEL)
     assert len({prompt.placement.claimed for prompt in plan.prompts} - {None}) == 2
 
@@ -170,9 +87,8 @@ async def test_what_was_claimed_is_released_if_the_plan_of_a_chat_fails(
     assert len({plan.placement.claimed for plan in plans} - {None}) == 2
 
 
-@pytest.mark.parametrize("named", [None, "r"])
 async def test_what_was_claimed_is_released_if_the_client_leaves_while_it_is_pinned(
-    history: History, monkeypatch: pytest.MonkeyPatch, named: str | None
+    history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claimed: Any = SimpleNamespace(id="t", rollout="r")
     released, pinning = [], asyncio.Event()
@@ -187,7 +103,7 @@ async def test_what_was_claimed_is_released_if_the_client_leaves_while_it_is_pin
     async def release(turn: str) -> None:
         released.append(turn)
 
-    monkeypatch.setattr("proxy.history.placing._rollouts_of", lambda request: (named, None))
+    monkeypatch.setattr("proxy.history.placing._rollouts_of", lambda request: (None, None))
     monkeypatch.setattr(type(history.placer), "_match", find)
     monkeypatch.setattr(history.placer.pins, "pin", pin)
     monkeypatch.setattr(history.store, "release", release)
@@ -199,18 +115,6 @@ async def test_what_was_claimed_is_released_if_the_client_leaves_while_it_is_pin
     with pytest.raises(asyncio.CancelledError):
         await task
     assert released == ["t"]
-
-
-async def test_a_prompt_beyond_the_context_is_refused_before_the_record_is_searched(
-    history: History, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fail(*args: Any) -> Any:
-        raise AssertionError("the store was asked")
-
-    monkeypatch.setattr(history.store, "find", fail)
-    with pytest.raises(BadRequest, match="maximum context length is 100 tokens") as refused:
-        await history.planner.plan(_request([5], [6] * 101), _MODEL)
-    assert refused.value.param == "prompt"
 
 
 async def test_a_session_that_the_proxy_named_keeps_to_itself(history: History) -> None:
@@ -239,8 +143,7 @@ async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: His
     recording = history.recorder.start(plan)
     gone, kept = (prompt.placement.session.id for prompt in plan.prompts)
     history.recorder.forget(gone)
-    choices = [
-        SampledChoice(at, {"role": "assistant"}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)
-    ]
-    await recording.add(Completion(None, choices, 2))
+    await recording.add(
+        Completion(None, [SampledChoice(at, {}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)], 2)
+    )
     assert (await history.store.turns(gone), len(await history.store.turns(kept))) == ([], 1)

@@ -66,11 +66,6 @@ def test_prompt_that_the_engine_used_counts_if_it_is_not_the_one_sent(prompt: by
     assert len(turn.reasonings) == 2
 
 
-def test_rendered_prompt_is_recorded_as_it_was_echoed() -> None:
-    (new,) = new_turns(_plan(), Completion(b"[1, 2,\n3]", [_sampled()], 2), None)
-    assert (unpack_ids(new.turn.appended), new.turn.prompt_tokens, new.turn.parent) == ([1, 2, 3], 3, None)
-
-
 def test_each_choice_is_a_turn_and_one_holds_the_prompt() -> None:
     choices = [_sampled(0), _sampled(1, ids=[4], logprobs=[0.0]), _sampled(2)]
     plan = _plan()
@@ -83,30 +78,22 @@ def test_each_choice_is_a_turn_and_one_holds_the_prompt() -> None:
     assert [turn.prompt_tokens for turn in turns] == [1, 1, 1]
 
 
-def test_choice_that_ends_later_shares_the_prompt_of_the_first() -> None:
+def test_choice_that_ends_later_shares_the_prompt_of_the_first_unless_it_has_another() -> None:
     plan = _extending()
     (first,) = new_turns(plan, Completion(b"[5,6,7,8]", [_sampled(1)]), None)
     (second,) = new_turns(plan, Completion(b"[5,6,7,8]", [_sampled(0)]), first.turn)
     assert (second.turn.prompt_turn, second.turn.appended) == (first.turn.id, b"")
-
-
-def test_choice_with_another_prompt_does_not_share_it() -> None:
-    plan = _extending()
-    (first,) = new_turns(plan, Completion(b"[5,6,7,8]", [_sampled(1)]), None)
-    (second,) = new_turns(plan, Completion(b"[5,6]", [_sampled(0)]), first.turn)
-    assert (second.turn.prompt_turn, unpack_ids(second.turn.appended)) == (None, [5, 6])
+    (third,) = new_turns(plan, Completion(b"[5,6]", [_sampled(0)]), first.turn)
+    assert (third.turn.prompt_turn, unpack_ids(third.turn.appended)) == (None, [5, 6])
 
 
 @pytest.mark.parametrize(
     "fields, made",
     [
-        ({"ids": None, "finish_reason": None}, 0),
         ({"ids": [], "finish_reason": "abort"}, 0),
         ({"ids": [], "finish_reason": None}, 0),
         ({"ids": [], "finish_reason": "stop"}, 1),
-        ({"ids": None, "finish_reason": "stop"}, 1),
         ({"ids": [3], "finish_reason": "abort"}, 1),
-        ({"ids": [3], "finish_reason": None}, 1),
     ],
 )
 def test_choice_without_sampled_ids_gives_no_turn(fields: dict[str, Any], made: int) -> None:
@@ -114,8 +101,8 @@ def test_choice_without_sampled_ids_gives_no_turn(fields: dict[str, Any], made: 
     assert len(new_turns(_plan(), completion, None)) == made + 1
 
 
-@pytest.mark.parametrize("message", [{}, {"role": "assistant", "content": 5}, {"content": "no role"}])
-def test_unreadable_message_is_recorded_and_never_found(message: dict[str, Any]) -> None:
+def test_unreadable_message_is_recorded_and_never_found() -> None:
+    message = {"role": "assistant", "content": 5}
     choice = _sampled()
     choice.message = message
     (new,) = new_turns(_plan(), Completion(b"[1]", [choice], 2), None)
@@ -124,13 +111,10 @@ def test_unreadable_message_is_recorded_and_never_found(message: dict[str, Any])
     assert (new.entries, bool(found.entries)) == ([], True)
 
 
-@pytest.mark.parametrize("odd", [[2**40], [-(2**40)], ["a"], [1.5]])
+@pytest.mark.parametrize("odd", [[2**40], ["a"]])
 def test_ids_that_cannot_be_packed_make_the_turn_untrainable(odd: list[Any]) -> None:
     (new,) = new_turns(_plan(), Completion(b"[1]", [_sampled(ids=odd, logprobs=[0.0])], 1), None)
     assert (new.turn.problem, new.turn.completion) == ("unreadable_evidence", b"")
-
-
-# --- into the store
 
 
 def _completion() -> Completion:
@@ -156,7 +140,10 @@ async def test_recording_survives_the_cancellation_of_its_request(
         await request
     go_on.set()
     await history.tasks.aclose()
-    assert len(await history.store.turns("s")) == 1
+    (turn,) = await history.store.turns("s")
+    assert history.cache.turn(turn.id) is not None
+    labels = {"finish_reason": "stop", "problem": "none"}
+    assert history.metrics.registry.get_sample_value("tokenproxy_turns_total", labels) == 1
 
 
 @pytest.mark.parametrize("error", [StoreError("out of order"), ZeroDivisionError()])
@@ -172,15 +159,6 @@ async def test_error_of_recording_is_counted_and_fails_no_response(
     assert recording.unrecorded or "could not be recorded" in caplog.text
     assert history.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 1
     assert history.metrics.registry.get_sample_value("tokenproxy_turns_total") is None
-
-
-async def test_recorded_turn_is_counted_and_cached(history: History) -> None:
-    recording = history.recorder.start(_plan())
-    await recording.add(_completion())
-    labels = {"finish_reason": "stop", "problem": "none"}
-    assert history.metrics.registry.get_sample_value("tokenproxy_turns_total", labels) == 1
-    (turn,) = await history.store.turns("s")
-    assert not recording.unrecorded and history.cache.turn(turn.id) is not None
 
 
 async def test_closing_waits_for_running_recordings(history: History) -> None:
