@@ -18,7 +18,6 @@ from rich.console import Console, RenderableType
 from proxy.cli import main
 from proxy.top.command import _views
 from proxy.top.snapshot import Snapshot, quantile
-from proxy.top.view import render
 from tests.support.fake_vllm import FakeVllm
 from tests.support.ports import held_port
 from tests.support.scraping import Scrape
@@ -130,15 +129,6 @@ def test_the_loop(client: httpx.Client, fake: FakeVllm, terminal: bool) -> None:
             os.close(its)
             os.close(ours)
     assert (b"\x1b[?1049h" in seen) is terminal
-
-
-def test_speeds_between_two_looks() -> None:
-    def look(at: float, count: float) -> Snapshot:
-        samples = {"requests_total": [Sample("tokenproxy_requests_total", {}, count)]}
-        return Snapshot(at, [], [], "", samples)
-
-    text = _text(render("u", look(10.0, 50.0), look(5.0, 30.0)))
-    assert "requests/s" in text and "4.0" in text
 
 
 def _histogram(at: float, counts: dict[str, float]) -> Snapshot:

@@ -116,6 +116,16 @@ def test_a_chunk_with_an_empty_delta_is_not_sent(delta: object) -> None:
         assert [choice["token_ids"] for choice in kept["choices"]] == [None, None]
 
 
+def test_reasoning_is_hidden() -> None:
+    message = {"role": "assistant", "content": None, "reasoning": "so"}
+    (choice,) = _redacted(whole(whole_choice(message=message)), _NO_REASONING)["choices"]
+    assert choice["message"] == {**message, "reasoning": None}
+    deltas: list[Body] = [{"reasoning": "so"}, {"reasoning": "so", "content": "h"}]
+    chunks = [*(chunk(piece(delta=delta)) for delta in deltas), chunk(end(delta={"reasoning": "so"}))]
+    kept = [one["choices"][0]["delta"] for one in _streamed(_NO_REASONING, *chunks)]
+    assert kept == [{"content": "h"}, {}]
+
+
 @pytest.mark.parametrize("visible", [NOTHING, _IDS, _NO_REASONING, Visible(False, False, True, True)])
 def test_error_of_the_engine_is_passed_on_and_evidence_next_to_it_hidden(visible: Visible) -> None:
     error = {"error": {"message": "out of memory", "code": 500}}
