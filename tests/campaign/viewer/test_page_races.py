@@ -12,7 +12,6 @@ from proxy.history.store import Session, Store
 from tests.support.tiny_model import TinyModel
 from tests.support.trees import child, root
 from tests.support.viewer.browser import Viewer
-from tests.support.viewer.recordings import DEEP, deep_session
 from tests.support.viewer.small_session import SMALL, SmallSession, small_session
 
 if TYPE_CHECKING:
@@ -94,47 +93,6 @@ _TURN_AT_THE_TOP = """
 turn => [...document.querySelectorAll('.row.heading')].some((row) => row.textContent.startsWith(turn)
     && Math.abs(row.getBoundingClientRect().top - row.closest('.tokens').getBoundingClientRect().top) < 5)
 """
-
-
-_CHOOSES_AT_ONCE = """
-new MutationObserver((_, observer) => {
-    const first = document.querySelector('.conversation .turn');
-    if (!first) return;
-    observer.disconnect();
-    location.hash += `/${first.dataset.turn}/conversation`;
-}).observe(document, { childList: true, subtree: true });
-"""
-
-
-async def test_a_long_conversation_is_shown_as_a_whole_to_a_quick_reader(
-    viewer: Viewer, viewer_model: TinyModel
-) -> None:
-    deepest: dict[str, int] = {}
-    for turn in deep_session(viewer_model).turns:
-        deepest[turn.id] = 1 + (deepest[turn.parent] if turn.parent else 0)
-    await viewer.page.add_init_script(_CHOOSES_AT_ONCE)
-    await viewer.open(f"#/s/{DEEP}")
-    await viewer.page.wait_for_function("() => location.hash.endsWith('conversation')")
-    await viewer.page.wait_for_function(
-        "length => document.querySelectorAll('.conversation .turn').length === length",
-        arg=max(deepest.values()),
-        timeout=10_000,
-    )
-
-
-async def test_what_was_typed_last_does_not_lead_back_to_the_list(viewer: Viewer) -> None:
-    await viewer.open()
-    await viewer.page.wait_for_selector(".list-row")
-    await viewer.page.get_by_label("Search sessions").fill("s")
-    await _go(viewer, f"#/s/{SMALL}")
-    await viewer.page.wait_for_timeout(600)
-    assert viewer.page.url.endswith(f"#/s/{SMALL}")
-
-
-@pytest.mark.parametrize("token", ["nothing", "1.5", "-3", "999999999", "NaN", ""])
-async def test_any_token_in_the_address(viewer: Viewer, small: SmallSession, token: str) -> None:
-    await viewer.open(f"#/s/{SMALL}/{small.first.id}/tokens?token={token}")
-    await viewer.page.wait_for_selector(".token.sampled")
 
 
 async def test_a_turn_that_the_session_does_not_have_is_told(viewer: Viewer, recorded_store: Store) -> None:

@@ -69,41 +69,6 @@ async def test_uncertain_weights_are_not_shown_as_one_version(
     await recorded_store.delete("updated")
 
 
-_PRESSES = """
-([start, pointerType, end]) => {
-    const send = (name, index) => {
-        const token = document.getElementById(`token-${index}`);
-        const { left, top } = token.getBoundingClientRect();
-        const at = { clientX: left + 2, clientY: top + 2, pointerType, bubbles: true, cancelable: true };
-        token.dispatchEvent(new PointerEvent(name, at));
-    };
-    send('pointerdown', start);
-    send('pointermove', start + 1);
-    send(end, start + 1);
-    send('pointermove', start + 2);
-    return document.querySelectorAll('.token.selected').length;
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("pointer", "end", "selected"),
-    [
-        ("mouse", "pointerup", 2),
-        ("mouse", "pointercancel", 2),
-        ("touch", "pointerup", 1),
-        ("touch", "pointercancel", 0),
-    ],
-)
-async def test_a_drag_selects_until_it_ends(
-    viewer: Viewer, small: SmallSession, pointer: str, end: str, selected: int
-) -> None:
-    await _open_tokens(viewer, small.first.id)
-    await viewer.page.wait_for_selector(f"#token-{small.first.prompt_tokens + 2}")
-    arguments = [small.first.prompt_tokens, pointer, end]
-    assert await viewer.page.evaluate(_PRESSES, arguments) == selected
-
-
 async def test_alternatives_are_in_the_details(
     viewer: Viewer, recorded_store: Store, viewer_model: TinyModel
 ) -> None:

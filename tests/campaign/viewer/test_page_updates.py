@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from proxy.history.store import Session, Store
 from proxy.history.turn import Turn
 from tests.support.trees import child, root
@@ -61,21 +59,6 @@ async def test_the_active_row_stays_with_its_session(viewer: Viewer, recorded_st
     assert await grid.get_attribute("aria-activedescendant") == await active.get_attribute("id")
     await viewer.page.keyboard.press("Enter")
     await viewer.page.wait_for_function("() => location.hash === '#/s/moving-1'")
-    await _delete(viewer, recorded_store, *turns)
-
-
-async def test_rows_that_do_not_change_stay_in_the_document(viewer: Viewer, recorded_store: Store) -> None:
-    turns = await _three_sessions(recorded_store, "pressed")
-    await _open_list(viewer, "pressed")
-    box = await viewer.page.locator(".list-row[data-session='pressed-1'] .list-numbers").bounding_box()
-    assert box is not None
-    await viewer.page.mouse.move(box["x"] + 5, box["y"] + 5)
-    await viewer.page.mouse.down()
-    used = child("f" * 32, turns[2], [7], [8], rollout="pressed-2", **_EMPTY)
-    await _record(recorded_store, used, 9.0)
-    await viewer.page.wait_for_selector(".list-row[data-session='pressed-2']:has-text('2 turns')")
-    await viewer.page.mouse.up()
-    await viewer.page.wait_for_function("() => location.hash === '#/s/pressed-1'")
     await _delete(viewer, recorded_store, *turns)
 
 
@@ -167,26 +150,4 @@ async def test_the_compared_prompt_stays_chosen_while_the_path_grows(
         # the last prompt of the path is what is compared if nothing else was chosen
         assert await compared.input_value() == (last.id if number == 3 else first.id)
     await page.wait_for_selector(".token-panel > .status:has-text('of turn 1')")
-    await _delete(viewer, recorded_store, first)
-
-
-@pytest.mark.parametrize(
-    ("view", "heading"), [("conversation", ".turn > header"), ("tokens", ".row.heading")]
-)
-async def test_headings_show_later_rewards_and_forks(
-    viewer: Viewer, recorded_store: Store, view: str, heading: str
-) -> None:
-    name, page = f"rewarded-{view}", viewer.page
-    first = root(f"{1:032x}", [1, 74], [75], rollout=name, **_EMPTY)
-    forks, last = (child(f"{i:032x}", first, [7], [8], rollout=name, **_EMPTY) for i in (2, 3))
-    for turn in (first, last):
-        await _record(recorded_store, turn, 1.0)
-    await viewer.open(f"#/s/{name}/{last.id}/{view}")
-    await page.wait_for_selector(f"{heading}:has-text('turn 2')")
-    await page.evaluate("heading => { document.querySelector(heading).parentNode.kept = true; }", heading)
-    await recorded_store.set_rewards(name, {first.id: 0.25})
-    await page.wait_for_selector(f"{heading}:has-text('turn 1'):has-text('reward 0.25')")
-    await _record(recorded_store, forks, 2.0)
-    await page.wait_for_selector(f"{heading}:has-text('turn 3'):has-text('forks turn 1')")
-    assert await page.evaluate("heading => document.querySelector(heading).parentNode.kept", heading)
     await _delete(viewer, recorded_store, first)
