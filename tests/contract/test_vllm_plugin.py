@@ -4,8 +4,7 @@ import asyncio
 import hashlib
 import threading
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -226,21 +225,6 @@ def test_streams_are_cut_when_vllms_server_ends(
         *_, last = [line for line in lines if line]
     assert '"code":"stopping"' in last
     wait_until(lambda: server.aborted)
-
-
-async def test_the_state_of_vllms_lifespan_is_passed_on(tiny_model: TinyModel) -> None:
-    ended: list[bool] = []
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, str]]:
-        yield {"of": "vLLM"}
-        ended.append(True)
-
-    app = FastAPI(lifespan=lifespan)
-    TokenProxyPlugin(CollectorRegistry()).attach_router(app)
-    async with app.router.lifespan_context(app) as state:
-        assert state == {"of": "vLLM"}
-    assert ended == [True]
 
 
 @pytest.mark.parametrize(

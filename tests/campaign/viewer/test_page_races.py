@@ -17,8 +17,6 @@ from tests.support.viewer.small_session import SMALL, SmallSession, small_sessio
 if TYPE_CHECKING:
     from playwright.async_api import Route
 
-_FAILURE = {"error": {"message": "too slow"}}
-
 
 @pytest.fixture(scope="module")
 def small(viewer_model: TinyModel) -> SmallSession:
@@ -26,16 +24,13 @@ def small(viewer_model: TinyModel) -> SmallSession:
 
 
 @asynccontextmanager
-async def _held(viewer: Viewer, pattern: str, *, fail: bool = True) -> AsyncIterator[asyncio.Event]:
-    """Requests for a path wait until the event is set, and fail then if `fail`."""
+async def _held(viewer: Viewer, pattern: str) -> AsyncIterator[asyncio.Event]:
+    """Requests for a path wait until the event is set, and fail then."""
     released = asyncio.Event()
 
     async def hold(route: "Route") -> None:
         await released.wait()
-        if fail:
-            await route.fulfill(status=503, json=_FAILURE)
-        else:
-            await route.continue_()
+        await route.fulfill(status=503, json={"error": {"message": "too slow"}})
 
     await viewer.page.route(re.compile(pattern), hold)
     try:
@@ -63,36 +58,6 @@ async def test_a_late_failure_of_another_path_is_dropped(viewer: Viewer, small: 
     assert await viewer.page.locator(".token.sampled").count() > 0
     assert await viewer.page.locator(".problem-bar").is_hidden()
     await viewer.take_problems()
-
-
-@pytest.mark.parametrize("before", ["conversation", "tokens"], ids=["first path", "other path"])
-async def test_the_turn_that_was_chosen_last_is_shown(
-    viewer: Viewer, recorded_store: Store, before: str
-) -> None:
-    name, long = f"chosen-{before}", [*range(3, 60)] * 60
-    first = root("1" * 32, long, [5], rollout=name, message=b"{}", messages=b"[]")
-    second = child("2" * 32, first, long, [5], rollout=name, message=b"{}", messages=b"[]")
-    third = child("3" * 32, second, long, [5], rollout=name, message=b"{}", messages=b"[]")
-    other = root("4" * 32, [6], [7], rollout=name, message=b"{}", messages=b"[]")
-    turns = [first, second, third, other]
-    await recorded_store.add(Session(id=name, created=1.0, used=1.0), turns, [[]] * 4)
-    await viewer.open(f"#/s/{name}/{other.id}/{before}")
-    await viewer.page.wait_for_selector(".conversation .turn, .token.sampled")
-    async with _held(viewer, f"tokens.turn={third.id}", fail=False) as released:
-        await _go(viewer, f"#/s/{name}/{third.id}/tokens")
-        await viewer.page.wait_for_selector(".token-panel .hint")
-        await _go(viewer, f"#/s/{name}/{second.id}/tokens")
-        await viewer.page.wait_for_selector(f".tree-row[data-turn='{second.id}'][aria-selected='true']")
-        released.set()
-        await viewer.page.wait_for_function(_TURN_AT_THE_TOP, arg="turn 2", timeout=5000)
-    await viewer.page.goto("about:blank")
-    await recorded_store.delete(name)
-
-
-_TURN_AT_THE_TOP = """
-turn => [...document.querySelectorAll('.row.heading')].some((row) => row.textContent.startsWith(turn)
-    && Math.abs(row.getBoundingClientRect().top - row.closest('.tokens').getBoundingClientRect().top) < 5)
-"""
 
 
 async def test_a_turn_that_the_session_does_not_have_is_told(viewer: Viewer, recorded_store: Store) -> None:

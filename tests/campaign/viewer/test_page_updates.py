@@ -128,26 +128,3 @@ async def test_the_controls_of_a_session_keep_the_focus(viewer: Viewer, recorded
     await page.wait_for_selector(".conversation .turn")
     assert await page.evaluate("document.activeElement.textContent") == "conversation"
     await _delete(viewer, recorded_store, first)
-
-
-async def test_the_compared_prompt_stays_chosen_while_the_path_grows(
-    viewer: Viewer, recorded_store: Store
-) -> None:
-    page = viewer.page
-    first = root("1" * 32, [1, 74], [75], rollout="compared", **_EMPTY)
-    second = child("2" * 32, first, [7], [8], rollout="compared", **_EMPTY)
-    for turn in (first, second):
-        await _record(recorded_store, turn, 1.0)
-    await viewer.open("#/s/compared/-/tokens")
-    await page.wait_for_selector(".token.sampled")
-    compared = page.get_by_label("Prompt compared")
-    for number, chosen in ((3, second.id), (4, first.id)):
-        await compared.select_option(chosen)
-        last = child(str(number) * 32, second, [7], [8], rollout="compared", **_EMPTY)
-        second = last
-        await _record(recorded_store, last, float(number))
-        await page.wait_for_selector(f".total:has-text('{2 * number + 1} ids')")
-        # the last prompt of the path is what is compared if nothing else was chosen
-        assert await compared.input_value() == (last.id if number == 3 else first.id)
-    await page.wait_for_selector(".token-panel > .status:has-text('of turn 1')")
-    await _delete(viewer, recorded_store, first)

@@ -41,13 +41,15 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 class _FakeEngineProcess(EngineProcess):
-    """Runs `code` in place of vLLM, with the port and `_STUBBORN` as its arguments."""
+    """Runs `code`, if any, in place of vLLM, with the port and `_STUBBORN` as its arguments."""
 
     def __init__(self, code: str, **options: Any) -> None:
         super().__init__(Path("model"), **options)
         self._code = code
 
     def _command(self) -> list[str]:
+        if not self._code:
+            return super()._command()
         return [sys.executable, "-c", self._code, self.url.rsplit(":", 1)[1], _STUBBORN]
 
 
@@ -90,9 +92,7 @@ def test_a_server_that_ends_or_never_listens(tmp_path: Path) -> None:
 def test_command_and_environment(monkeypatch: pytest.MonkeyPatch, plugin: bool, module: list[str]) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     flags, variables = ["--max-model-len", "512"], {"OMP_NUM_THREADS": "7"}
-    engine = EngineProcess(
-        Path("model"), port=1, plugin=plugin, extra_flags=flags, extra_environment=variables
-    )
+    engine = _FakeEngineProcess("", port=1, plugin=plugin, extra_flags=flags, extra_environment=variables)
     command, environment = engine._command(), engine._environment()
     assert command[: 3 + len(module)] == [sys.executable, "-m", *module, "model"]
     assert command[-2:] == flags

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.history.store import Limits, Session, Store, StoreError, session_id
+from proxy.history.store import Session, Store, session_id
 from proxy.history.turn import Turn, WeightSpan
 from proxy.stores.memory import MemoryStore
 from proxy.viewer import session_index
@@ -168,26 +168,3 @@ async def test_tenants_are_apart_and_an_index_that_nobody_uses_is_dropped(
     assert indexes.of("one") is first
     await asyncio.sleep(0.01)
     assert indexes.of("one") is not first
-
-
-class _Failing(MemoryStore):
-    """Fails when the turns of some sessions are read."""
-
-    fails = True
-
-    async def turns(self, rollout: str) -> list[Turn]:
-        if self.fails and rollout == "b":
-            raise StoreError("gone")
-        return await super().turns(rollout)
-
-
-async def test_a_store_that_fails_leaves_the_index_usable() -> None:
-    store = _Failing(Limits())
-    for name in "abc":
-        await _add(store, name, _turns(name))
-    index = SessionIndex(store, "")
-    with pytest.raises(StoreError):
-        await index.page(ALL, 0, 10)
-    store.fails = False
-    page = await index.page(ALL, 0, 10)
-    assert ([row["id"] for row in page["data"]], page["complete"]) == (["c", "b", "a"], True)
