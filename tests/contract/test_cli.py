@@ -1,20 +1,15 @@
 """The command line: help, flags, errors of one line, and the command as it is installed."""
 
-import os
 import re
-import signal
-import subprocess
 import sys
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
-import httpx
 import pytest
 from pydantic import SecretStr
 
 from proxy.cli import main
 from proxy.settings import Settings
-from tests.support.fake_vllm import Canned, FakeVllm
 
 Capture = pytest.CaptureFixture[str]
 
@@ -128,23 +123,3 @@ def test_error_without_vllm_names_what_to_install(monkeypatch: pytest.MonkeyPatc
 def test_the_command_is_installed() -> None:
     [script] = entry_points(group="console_scripts", name="tokenproxy")
     assert script.load() is main
-
-
-def test_serve_as_a_process(mortal: FakeVllm) -> None:
-    mortal.canned["/v1/models"] = Canned(b'{"data": []}')  # no model, no tokenizer to load
-    mortal.canned["/v1/embeddings"] = Canned(b"[1]")
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", mortal.url, "--port", "0"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stderr is not None
-        try:
-            address = next(
-                found for line in process.stderr if (found := re.search(r"running on (http\S+)", line))
-            )
-            client = httpx.Client(base_url=address[1], trust_env=False)
-            assert client.post("/v1/embeddings").text == "[1]"
-            process.send_signal(signal.SIGTERM)
-            assert "stopped: everything that was sampled is recorded" in process.stderr.read()
-            assert process.wait(20) == 0
-        finally:
-            process.kill()

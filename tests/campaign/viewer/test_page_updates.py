@@ -103,28 +103,3 @@ async def test_the_filters_keep_the_focus_and_follow_the_address(
     await page.wait_for_function("() => document.querySelectorAll('.list-row').length === 3")
     assert await page.get_by_label("Search sessions").input_value() == "filtered"
     await _delete(viewer, recorded_store, *turns)
-
-
-async def test_the_controls_of_a_session_keep_the_focus(viewer: Viewer, recorded_store: Store) -> None:
-    page = viewer.page
-    first = root("1" * 32, [1, 74], [75], rollout="focused", **_EMPTY)
-    other, last = (child(i * 32, first, [76], [77], rollout="focused", **_EMPTY) for i in "23")
-    for turn in (first, other, last):
-        await _record(recorded_store, turn, 1.0)
-    await viewer.open(f"#/s/focused/{last.id}/tokens")
-    await page.wait_for_selector(".token.sampled")
-    for number, label in enumerate(("Path", "Colours", "Tokens", "Prompt compared"), start=4):
-        await page.locator(f".path [aria-label='{label}']:is(select, [role=grid])").focus()
-        last = child(str(number) * 32, last, [7], [8], rollout="focused", **_EMPTY)
-        await _record(recorded_store, last, float(number))
-        await page.wait_for_selector(f".total:has-text('{2 * number - 1} ids')")
-        assert await page.evaluate("document.activeElement.ariaLabel") == label
-    await page.get_by_role("combobox", name="Path").focus()
-    await page.get_by_role("combobox", name="Path").select_option(other.id)
-    await page.wait_for_function(f"() => location.hash.includes('{other.id}')")
-    assert await page.evaluate("document.activeElement.ariaLabel") == "Path"
-    await page.get_by_role("tab", name="conversation").focus()
-    await page.keyboard.press("Enter")
-    await page.wait_for_selector(".conversation .turn")
-    assert await page.evaluate("document.activeElement.textContent") == "conversation"
-    await _delete(viewer, recorded_store, first)

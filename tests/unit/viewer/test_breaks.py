@@ -100,14 +100,6 @@ def test_lanes_of_a_session(viewer_model: TinyModel, tokenizer: ChatTokenizer) -
     assert (broken.first, broken.other) == (found.equal, found.total)
 
 
-def test_without_a_tokenizer_the_template_is_not_compared(viewer_model: TinyModel) -> None:
-    small = small_session(viewer_model)
-    lane = drift_lane(small.recorded.turns, [small.first], "template", None, "none is loaded")
-    assert (lane.reason, lane.hunks) == ("none is loaded", [])
-    before = drift_lane(small.recorded.turns, [small.broken], "before", None)
-    assert {hunk[3] for hunk in before.hunks} == {Change.OTHER_IDS}
-
-
 def test_stripped_thinking_is_left_out(viewer_model: TinyModel) -> None:
     strips = CHATML.replace("message.content }}", "(message.content.split('</think>') | last) }}")
     assert strips != CHATML

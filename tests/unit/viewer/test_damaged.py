@@ -12,8 +12,6 @@ from proxy.cli import main
 from proxy.history.store import Session
 from proxy.history.turn import Turn
 from proxy.samples.samples import samples_of
-from proxy.viewer.breaks import breaks_of
-from proxy.viewer.drift import Basis, drift_lane
 from proxy.viewer.exported import NotAnExport, read_export
 from proxy.viewer.session_query import Entry, ListQuery, select
 from proxy.viewer.tree import session_tree
@@ -59,16 +57,6 @@ def test_other_turns_are_shown_next_to_damaged_json(field: str, damaged: bytes) 
     assert read["turns"][0]["message"]["content"] == "b"
     assert read["turns"][1]["message"] == {}
     assert _read([_turn(**{field: damaged})])["turns"][0][field] == ([] if field == "messages" else {})
-
-
-def test_a_path_without_its_first_turns_is_not_compared(tokenizer: ChatTokenizer) -> None:
-    first = _turn()
-    orphan = child("b", first, [4], [5], messages=_QUESTION, message=_ANSWER)
-    lane = drift_lane([orphan], [orphan], Basis.TEMPLATE, tokenizer)
-    assert (lane.hunks, lane.first) == ([], None)
-    assert "missing" in lane.reason
-    later = root("c", [4, 5, 6], [7], messages=_CONTINUES, reason="no_match")
-    assert breaks_of([orphan, later]) == {}
 
 
 def _exported(folder: Path, **fields: Any) -> Path:
