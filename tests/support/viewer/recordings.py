@@ -171,9 +171,8 @@ def many_sessions(model: TinyModel, count: int = MANY_SESSIONS) -> Iterator[Reco
             for turn, own in zip((first, second), ids, strict=True)
         ]
         turns[1] = msgspec.structs.replace(turns[1], parent=ids[0], reason="")
-        metadata = {"step": number // 256, "task": f"task-{number % 40}", "group": number // 8}
-        times = {"created": START + later, "used": turns[1].created}
-        session = Session(id=name, metadata=msgspec.json.encode(metadata), **times)
+        metadata = msgspec.json.encode({"step": number // 256, "task": f"task-{number % 40}"})
+        session = Session(id=name, metadata=metadata, created=START + later, used=turns[1].created)
         rewards = {"": round(drawn.betavariate(0.6, 0.8), 3)} if drawn.random() < 0.8 else {}
         yield Recorded(session, turns, rewards)
 
