@@ -39,11 +39,6 @@ def test_the_page_shows_the_routes_of_the_proxy(page: Any) -> None:
     }
 
 
-def test_operation_names_are_unique(page: Any) -> None:
-    names = [operation["operationId"] for path in page["paths"].values() for operation in path.values()]
-    assert len(set(names)) == len(names)
-
-
 def test_root_path_of_another_proxy_is_removed(fake: FakeVllm) -> None:
     app = create_app(Settings(upstreams=[fake.url]))
     with run_server(app, root_path="/prefix") as url:

@@ -1,20 +1,15 @@
 """The command line: help, flags, errors of one line, and the command as it is installed."""
 
-import os
 import re
-import signal
-import subprocess
 import sys
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
-import httpx
 import pytest
 from pydantic import SecretStr
 
 from proxy.cli import main
 from proxy.settings import Settings
-from tests.support.fake_vllm import Canned, FakeVllm
 
 Capture = pytest.CaptureFixture[str]
 
@@ -32,26 +27,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     return settings
 
 
-def test_version(capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main(["--version"])
-    assert exited.value.code == 0
-    assert capsys.readouterr().out == f"tokenproxy {version('tokenproxy')}\n"
-
-
 @pytest.mark.parametrize(
     "arguments, expected",
     [
         (["--help"], ["vllm", "serve", "demo", "never re-tokenise"]),
+        (["--version"], [f"tokenproxy {version('tokenproxy')}"]),
         (["serve", "--help"], ["--upstream URL", "--config FILE", "TOKENPROXY_", "pass through"]),
         (["demo", "--help"], ["--serve", "--port", "--log FILE", "Exit code 1"]),
         (["vllm", "--help"], ["tokenproxy vllm MODEL", "vllm serve", "--api-server-count"]),
-        (["vllm", "-h"], ["tokenproxy vllm MODEL"]),
-        (
-            ["run", "--help"],
-            ["tokenproxy run -- claude", "--reward-from-exit-code", "Exit code", "--session"],
-        ),
-        (["env", "--help"], ['eval "$(tokenproxy env claude)"', "--session NAME"]),
+        (["run", "--help"], ["tokenproxy run -- claude", "--reward-from-exit-code"]),
     ],
 )
 def test_help(arguments: list[str], expected: list[str], capsys: Capture) -> None:
@@ -64,21 +48,13 @@ def test_help(arguments: list[str], expected: list[str], capsys: Capture) -> Non
     assert [words for words in expected if words not in text] == []
 
 
-@pytest.mark.parametrize("arguments, words", [([], "COMMAND"), (["vllm"], "tokenproxy vllm MODEL")])
-def test_missing_arguments_show_help(arguments: list[str], words: str, capsys: Capture) -> None:
-    assert main(arguments) == 2
-    assert words in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["serve"], "no upstream configured: pass --upstream URL"),
         (["serve", "--config", "missing.yaml"], "no settings file at missing.yaml"),
         (["serve", "--upstream", "localhost:8000"], "upstreams.*not an http"),
-        (["serve", "--upstream", "http://a:1", "--port", "70000"], "port: "),
         (["serve", "--upstream", "http://a:1", "--chat-template", "missing.jinja"], "missing.jinja"),
-        (["serve", "--upstream", "http://a:1", "--api-key", ""], "api_key: .*must not be empty"),
         (
             ["serve", "--upstream", "http://a:1", "--upstream-api-key", "k", "--host", "0.0.0.0"],
             "0.0.0.0 .*--api-key KEY.*127.0.0.1.*--allow-anonymous",
@@ -95,30 +71,13 @@ def test_errors_are_one_line(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["serve", "--nonsense"], ["serve", "--token-in", "guess"]]
-)
-def test_unknown_commands_and_flags(arguments: list[str], capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main(arguments)
-    assert exited.value.code == 2
-    assert "usage: tokenproxy" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     "flags, name, value",
     [
         (["--port", "1"], "port", 1),
         (["--drain-s", "2.5"], "drain_s", 2.5),
-        (["--http-parser", "h11"], "http_parser", "h11"),
-        (
-            ["--upstream", "http://a:1", "--upstream", "http://b:2/v1"],
-            "upstreams",
-            ["http://a:1", "http://b:2"],
-        ),
         (["--api-key", "k1", "--api-key", "k,2"], "api_key", [SecretStr("k1"), SecretStr("k,2")]),
         (["--upstream-api-key", "b"], "upstream_api_key", SecretStr("b")),
         (["--tls-cert", __file__, "--tls-key", __file__], "tls_key", Path(__file__)),
-        (["--access-log"], "access_log", True),
         (["--no-viewer"], "viewer", False),
         (["--model-alias", "haiku=a", "--model-alias", "*=b"], "model_aliases", ["haiku=a", "*=b"]),
     ],
@@ -127,20 +86,12 @@ def test_flags_of_every_kind_arrive(
     served: list[Settings], flags: list[str], name: str, value: object
 ) -> None:
     """Flags are derived from the fields of the settings; `tests/unit/test_settings.py` looks at each."""
-    upstream = [] if "--upstream" in flags else ["--upstream", "http://a:1"]
-    assert main(["serve", *upstream, *flags]) == 0
+    assert main(["serve", "--upstream", "http://a:1", *flags]) == 0
     [settings] = served
     assert getattr(settings, name) == value
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost", "LOCALHOST"])
-def test_the_engines_key_is_lent_on_loopback(served: list[Settings], host: str) -> None:
-    assert main(["serve", "--upstream", "http://a:1", "--upstream-api-key", "k", "--host", host]) == 0
-
-
-@pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "10.0.0.1", "proxy.example.com", "127.0.0.1.example.com", ""]
-)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "127.0.0.1.example.com", ""])
 def test_the_engines_key_is_not_lent_to_the_public(
     served: list[Settings], host: str, capsys: Capture
 ) -> None:
@@ -149,6 +100,8 @@ def test_the_engines_key_is_not_lent_to_the_public(
     assert "--api-key KEY" in capsys.readouterr().err
     assert not served
     assert main(command) == 0  # no key to lend
+    for loopback in ("127.8.0.1", "::1", "LOCALHOST"):
+        assert main([*command, "--host", loopback, "--upstream-api-key", "k"]) == 0
     assert main([*command, "--upstream-api-key", "k", "--allow-anonymous"]) == 0
     assert main([*command, "--upstream-api-key", "k", "--api-key", "a"]) == 0
     assert main([*command, "--upstream-api-key", "k", "--admin-key", "a"]) == 0
@@ -158,13 +111,6 @@ def test_the_engines_key_is_not_lent_to_the_public(
     refusal = capsys.readouterr().err
     assert "the user in an upstream's URL" in refusal and "hidden" not in refusal
     assert not served
-
-
-def test_upstreams_may_stand_in_the_file(served: list[Settings], tmp_path: Path) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text("upstreams: [http://a:1]\nport: 1\n")
-    assert main(["serve", "--config", str(path), "--port", "2"]) == 0
-    assert (served[0].upstreams, served[0].port) == (["http://a:1"], 2)
 
 
 def test_error_without_vllm_names_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
@@ -177,23 +123,3 @@ def test_error_without_vllm_names_what_to_install(monkeypatch: pytest.MonkeyPatc
 def test_the_command_is_installed() -> None:
     [script] = entry_points(group="console_scripts", name="tokenproxy")
     assert script.load() is main
-
-
-def test_serve_as_a_process(mortal: FakeVllm) -> None:
-    mortal.canned["/v1/models"] = Canned(b'{"data": []}')  # no model, no tokenizer to load
-    mortal.canned["/v1/embeddings"] = Canned(b"[1]")
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--upstream", mortal.url, "--port", "0"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stderr is not None
-        try:
-            address = next(
-                found for line in process.stderr if (found := re.search(r"running on (http\S+)", line))
-            )
-            client = httpx.Client(base_url=address[1], trust_env=False)
-            assert client.post("/v1/embeddings").text == "[1]"
-            process.send_signal(signal.SIGTERM)
-            assert "stopped: everything that was sampled is recorded" in process.stderr.read()
-            assert process.wait(20) == 0
-        finally:
-            process.kill()

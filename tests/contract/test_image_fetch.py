@@ -1,12 +1,8 @@
 """Images from the web: only from hosts that are allowed, never from private addresses, within limits."""
 
 import asyncio
-import ssl
-import threading
 from collections.abc import AsyncIterator
-from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
 
@@ -58,24 +54,6 @@ async def test_an_image_of_an_allowed_host_is_loaded(port: int) -> None:
     assert await _fetcher(port, ".example").fetch(f"http://IMAGES.example:{port}/picture") == _BODY
 
 
-async def test_certificates_are_read_once_and_not_on_the_event_loop(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[threading.Thread] = []
-    create = httpx.create_ssl_context
-
-    def create_on(**options: Any) -> ssl.SSLContext:
-        threads.append(threading.current_thread())
-        return create(**options)
-
-    monkeypatch.setattr(httpx, "create_ssl_context", create_on)
-    fetcher = _fetcher(port)
-    for _ in range(2):
-        await fetcher.fetch(f"http://images.example:{port}/picture")
-    assert len(threads) == 1
-    assert threads[0] is not threading.current_thread()
-
-
 @pytest.mark.parametrize(
     "name, problem",
     [
@@ -83,16 +61,13 @@ async def test_certificates_are_read_once_and_not_on_the_event_loop(
         ("large", "more than 100 bytes"),
         ("around", "too many redirects"),
         ("elsewhere", "not loaded from 'other.example'"),
+        ("slow", "image_timeout_s"),
     ],
 )
 async def test_what_went_wrong_is_told(port: int, name: str, problem: str) -> None:
     with pytest.raises(InvalidImage, match=problem):
-        await _fetcher(port).fetch(f"http://images.example:{port}/{name}")
-
-
-async def test_a_slow_server_is_not_waited_for(port: int) -> None:
-    with pytest.raises(InvalidImage, match="image_timeout_s"):
-        await _fetcher(port, timeout_s=0.05).fetch(f"http://images.example:{port}/slow")
+        timeout_s = 0.05 if name == "slow" else 5.0
+        await _fetcher(port, timeout_s=timeout_s).fetch(f"http://images.example:{port}/{name}")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +78,6 @@ async def test_a_slow_server_is_not_waited_for(port: int) -> None:
         ("http://badsub.example/x", "not loaded from"),
         ("ftp://images.example/x", "http"),
         ("http://user:key@images.example/x", "credentials"),
-        ("http://images.example:1/x", "could not be loaded"),
         ("http://[::1/x", "could not be loaded"),
     ],
 )

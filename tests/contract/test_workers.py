@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -20,21 +18,6 @@ from tests.support.serve_process import ServeProcess
 from tests.support.talk import CHAT
 
 _ENGINE = "http://127.0.0.1:1"
-_SHARED_PAGE = """
-import os, sys
-from pathlib import Path
-from proxy.metrics import ReplicaState
-from proxy.workers.metrics import add_process, shared_metrics
-folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
-add_process(folder, sys.argv[1], os.getpid())
-metrics = shared_metrics(int(sys.argv[1]), folder)
-metrics.of_route("/x").count(200)
-metrics.in_flight.inc()
-for replica in ("http://stays", "http://leaves"):
-    metrics.replica_state(replica, ReplicaState.READY)
-metrics.replica_removed("http://leaves")
-sys.stdout.buffer.write(metrics.page())
-"""
 
 
 @pytest.fixture
@@ -91,24 +74,3 @@ def test_worker_that_does_not_start_ends_the_start(
 def test_pauses_grow_up_to_a_limit() -> None:
     assert [restart_pause(soon) for soon in range(1, 6)] == [0, 1, 2, 4, 8]
     assert restart_pause(100) == LONGEST_PAUSE_S
-
-
-def test_page_adds_up_workers_and_the_workers_before_them(tmp_path: Path) -> None:
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    pages = [
-        subprocess.run(
-            [sys.executable, "-c", _SHARED_PAGE, str(worker)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        for worker in (1, 2, 1)
-    ]
-    page = pages[-1].stdout
-    assert 'tokenproxy_requests_total{route="/x",status="200"} 3.0' in page
-    assert 'tokenproxy_replica_state{replica="http://stays",state="ready"} 1.0' in page
-    assert "http://leaves" not in page
-    assert page.count("process_resident_memory_bytes ") == 3  # HELP, TYPE, and one value
-    assert not any(done.stderr for done in pages)
-    assert len(list(tmp_path.glob("counter_*.db"))) == 2

@@ -32,11 +32,6 @@ def test_body_is_an_openai_error_object(kind: type[ApiError]) -> None:
     assert error == {"message": 'what "is" wrong', "type": kind.kind, "param": None, "code": kind.status}
 
 
-def test_param_and_code() -> None:
-    error = json.loads(errors.NotFound("no", param="model", code="model_not_found").body())["error"]
-    assert (error["param"], error["code"]) == ("model", "model_not_found")
-
-
 def test_retry_after_header() -> None:
     assert (b"retry-after", b"2") in EngineUnavailable("down").headers()
     assert errors.EngineBroken("broken").headers() == [(b"content-type", b"application/json")]

@@ -1,13 +1,12 @@
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import BadRequest
-from proxy.fields import join, parse, raw, raw_value, read, read_messages
+from proxy.fields import join, parse, raw_value, read, read_messages
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -29,16 +28,7 @@ def test_parse_and_join_keep_values_byte_for_byte(value: dict[str, Any], spellin
 
 @pytest.mark.parametrize(
     "spelling",
-    [
-        "123456789012345678901234567890",
-        "1.10",
-        "-0",
-        "1E+400",
-        '"\\u00e9\\/\\ud83d\\ude00"',
-        '"é"',
-        "[ 1,\n2 ]",
-        '{"a": 1, "a": 2}',
-    ],
+    ["123456789012345678901234567890", "1.10", '"\\u00e9\\/\\ud83d\\ude00"', "[ 1,\n2 ]", '{"a": 1, "a": 2}'],
 )
 def test_values_that_a_full_parser_would_rewrite_are_kept(spelling: str) -> None:
     fields = parse(f'{{ "x" : {spelling} , "y":null}}'.encode())
@@ -51,16 +41,9 @@ def test_last_of_duplicate_names_is_used() -> None:
     assert json.loads(join(parse(body))) == json.loads(body) == {"a": 3, "b": 2}
 
 
-@pytest.mark.parametrize("body", [b"[]", b"7", b'"{}"', b"null", b"true"])
-def test_body_must_be_an_object(body: bytes) -> None:
-    with pytest.raises(BadRequest, match="must be a JSON object") as caught:
-        parse(body)
-    assert caught.value.param == "body"
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b'{"a": }', b'{"a": 1} {', b"{'a': 1}", b'{"\xff": 1}'])
-def test_body_must_be_json(body: bytes) -> None:
-    with pytest.raises(BadRequest, match="not valid JSON") as caught:
+@pytest.mark.parametrize("body", [b"[]", b"null", b"", b'{"a": 1} {', b"{'a': 1}", b'{"\xff": 1}'])
+def test_body_must_be_a_json_object(body: bytes) -> None:
+    with pytest.raises(BadRequest, match=r"not valid JSON|must be a JSON object") as caught:
         parse(body)
     assert caught.value.param == "body"
 
@@ -84,8 +67,3 @@ def test_messages_must_be_a_list_of_objects(value: str) -> None:
     with pytest.raises(BadRequest) as caught:
         read_messages(parse(b'{"messages": %s}' % value.encode()), "messages")
     assert caught.value.param == "messages"
-
-
-def test_raw() -> None:
-    assert isinstance(raw({"a": [1, "é"]}), msgspec.Raw)
-    assert bytes(raw({"a": [1, "é"]})) == '{"a":[1,"é"]}'.encode()

@@ -6,7 +6,6 @@ import io
 import pytest
 from PIL import Image as Pillow
 
-from proxy.engine.images import probe_image
 from proxy.images import FORMATS, ImageLimits, InvalidImage, decode_image
 
 _LIMITS = ImageLimits()
@@ -37,14 +36,10 @@ def test_an_image_is_named_by_its_bytes(kind: str) -> None:
     "value, problem",
     [
         ("", "empty"),
-        ("data:image/png;base64,", "empty"),
         ("data:image/png,AAAA", "must be"),
-        ("data:image/png;base64", "must be"),
-        ("a b", "base64"),
         ("é", "base64"),
         (_url(b"GIF89a"), "damaged"),
         (_url(_file()[:-30]), "damaged"),
-        (_url(_file("JPEG", (300, 200))[:900]), "damaged"),
         (_url(b"<svg/>", "image/svg+xml"), "not one of"),
         (_url(_file("PPM")), "not one of"),
         (_url(b"\x00" * 30_000), "more than 20000 bytes"),
@@ -56,7 +51,3 @@ def test_what_is_wrong_with_an_image_is_told(value: str, problem: str) -> None:
     with pytest.raises(InvalidImage, match=problem) as refused:
         decode_image(value, limits)
     assert " at 0x" not in str(refused.value)
-
-
-def test_the_image_of_a_probe_is_one() -> None:
-    assert decode_image(probe_image(), _LIMITS).kind == "image/png"

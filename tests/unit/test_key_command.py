@@ -55,19 +55,10 @@ def test_content_of_the_file_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["keys.yaml", "link.yaml"]
 
 
-@pytest.mark.parametrize("before", ["", "[]\n", "  \n"])
-def test_a_file_without_keys(tmp_path: Path, before: str) -> None:
-    file = tmp_path / "keys.yaml"
-    file.write_text(before)
-    add_key(file, "a", ["read"], None)
-    assert [entry.name for entry in read_keys(file)] == ["a"]
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["key", "a b", "--file", "KEYS"], "the name of a key must be"),
-        (["key", "", "--file", "KEYS"], "the name of a key must be"),
         (["key", "a", "--tenant", "x/y", "--file", "KEYS"], "the tenant of a key must be"),
         (["key", "a", "--file", "BROKEN"], "broken.yaml with the new key is not YAML"),
         (["key", "a", "--file", "MISSING/keys.yaml"], "cannot write the key file"),

@@ -10,7 +10,7 @@ from prometheus_client import Gauge
 from proxy.metrics import Metrics
 from proxy.routes.routes import all_routes
 from proxy.routes.status import Health, Ready
-from proxy.settings import ENV_PREFIX, Settings
+from proxy.settings import Settings
 from tests.support.kustomize import Manifest, compose, name_of, read_manifests
 
 _ROOT = Path(__file__).parents[2]
@@ -73,37 +73,17 @@ def test_the_example_of_the_secret_is_valid() -> None:
 
 
 @every_overlay
-def test_values_are_accepted_by_the_settings(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in _values(_container(_pods(overlay)["Deployment/tokenproxy"])).items():
-        monkeypatch.setenv(name, value.replace("$(STORE_PASSWORD)", "secret"))
-    for name in ("API_KEY", "ADMIN_KEY", "UPSTREAM_API_KEY"):
-        monkeypatch.setenv(ENV_PREFIX + name, "key")
-    settings = Settings()
-    assert settings.upstreams == ["dns+http://engine:8000"]
-    assert settings.store == "redis://:secret@valkey:6379/0"
-    assert settings.asks_for_keys
-
-
-@every_overlay
 def test_secrets_have_every_key_that_is_read(overlay: str) -> None:
     secrets = [each for each in _manifests(overlay).values() if each["kind"] == "Secret"]
     [secret] = secrets or read_manifests(_KUBERNETES / "secret.example.yaml")
     pods = _pods(overlay).values()
-    references = [
-        each["valueFrom"]["secretKeyRef"]
-        for pod in pods
-        for each in _container(pod)["env"]
-        if "valueFrom" in each
-    ]
+    variables = [each for pod in pods for each in _container(pod)["env"]]
+    references = [each["valueFrom"]["secretKeyRef"] for each in variables if "valueFrom" in each]
     assert {each["name"] for each in references} == {secret["metadata"]["name"]}
     required = {each["key"] for each in references if not each.get("optional")}
     assert required <= set(secret["stringData"]) <= {each["key"] for each in references}
     # the key of the engines is that which the proxies send
-    [key] = [
-        each
-        for each in _container(_pods(overlay)["StatefulSet/engine"])["env"]
-        if each["name"] == "VLLM_API_KEY"
-    ]
+    [key] = [each for each in variables if each["name"] == "VLLM_API_KEY"]
     assert key["valueFrom"]["secretKeyRef"]["key"] == "TOKENPROXY_UPSTREAM_API_KEY"
 
 
@@ -111,17 +91,12 @@ def test_secrets_have_every_key_that_is_read(overlay: str) -> None:
 def test_variables_are_defined_before_they_are_used(overlay: str) -> None:
     """Kubernetes leaves `$(NAME)` as it is if NAME comes later."""
     for pod in _pods(overlay).values():
+        assert pod["spec"]["enableServiceLinks"] is False  # a Service `tokenproxy` would set TOKENPROXY_PORT
         names: list[str] = []
         for each in _container(pod)["env"]:
             assert set(re.findall(r"\$\((\w+)\)", each.get("value", ""))) <= set(names)
             names.append(each["name"])
         assert set(re.findall(r"\$\((\w+)\)", " ".join(_container(pod).get("args", ())))) <= set(names)
-
-
-@every_overlay
-def test_services_add_no_variables(overlay: str) -> None:
-    """A Service `tokenproxy` would set TOKENPROXY_PORT to a URL."""
-    assert all(pod["spec"]["enableServiceLinks"] is False for pod in _pods(overlay).values())
 
 
 @every_overlay
@@ -145,33 +120,14 @@ def _selects(labels: dict[str, str], pod: Manifest) -> bool:
 
 
 @every_overlay
-def test_every_selector_selects_one_kind_of_pod(overlay: str) -> None:
-    pods = _pods(overlay).values()
-    for name, manifest in _manifests(overlay).items():
-        spec = manifest.get("spec", {})
-        selectors = {
-            "Deployment": lambda spec: spec["selector"]["matchLabels"],
-            "StatefulSet": lambda spec: spec["selector"]["matchLabels"],
-            "PodDisruptionBudget": lambda spec: spec["selector"]["matchLabels"],
-            "NetworkPolicy": lambda spec: spec["podSelector"]["matchLabels"],
-            "Service": lambda spec: spec["selector"],
-        }
-        if manifest["kind"] in selectors:
-            labels = selectors[manifest["kind"]](spec)
-            assert [_selects(labels, pod) for pod in pods].count(True) == 1, name
-
-
-@every_overlay
 def test_probes_use_routes_that_need_no_key(overlay: str) -> None:
     proxy = _container(_pods(overlay)["Deployment/tokenproxy"])
     assert {route.path for route in all_routes()} >= {Health.path, Ready.path}
     assert Health.key_scope is None and Ready.key_scope is None
-    assert proxy["startupProbe"]["httpGet"] == {"path": Health.path, "port": "http"}
-    assert proxy["livenessProbe"]["httpGet"] == {"path": Health.path, "port": "http"}
-    assert proxy["readinessProbe"]["httpGet"] == {"path": Ready.path, "port": "http"}
     engine = _container(_pods(overlay)["StatefulSet/engine"])
-    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        assert engine[probe]["httpGet"] == {"path": "/health", "port": "http"}
+    for probe, path in (("startup", Health.path), ("liveness", Health.path), ("readiness", Ready.path)):
+        assert proxy[f"{probe}Probe"]["httpGet"] == {"path": path, "port": "http"}
+        assert engine[f"{probe}Probe"]["httpGet"] == {"path": "/health", "port": "http"}
 
 
 @every_overlay
@@ -187,9 +143,8 @@ def test_grace_periods_suffice(overlay: str) -> None:
     assert stop_delay_s >= probe["periodSeconds"] * probe["failureThreshold"]
     [container] = engine["containers"]
     before_stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    timeouts = [
-        int(arg.partition("=")[2]) for arg in container["args"] if arg.startswith("--shutdown-timeout=")
-    ]
+    flags = [arg.partition("=") for arg in container["args"]]
+    timeouts = [int(value) for name, _, value in flags if name == "--shutdown-timeout"]
     assert engine["terminationGracePeriodSeconds"] >= before_stop + sum(timeouts) + 15
     assert before_stop >= 30 + Settings().watch_interval_s
 

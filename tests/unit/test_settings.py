@@ -25,33 +25,18 @@ def file(tmp_path: Path) -> Path:
 def test_file_below_environment_below_flags(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENPROXY_PORT", "2")
     monkeypatch.setenv("TOKENPROXY_HOST", "environment")
+    monkeypatch.setenv("TOKENPROXY_API_KEY", "a,b, c")
     settings = load_settings(file, port=3, host=None)
     assert (settings.port, settings.host, settings.body_limit_bytes) == (3, "environment", 10)
     assert settings.upstreams == ["http://a:1"]
+    assert _keys(settings) == ["a", "b", "c"]
 
 
-def test_upstreams_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENPROXY_UPSTREAMS", "http://a:1/v1/, http://b:2")
-    assert load_settings().upstreams == ["http://a:1", "http://b:2"]
-
-
-@pytest.mark.parametrize("given", ["a, b", ["a", "b"]], ids=["a string", "a list"])
+@pytest.mark.parametrize("given", ["a, b", ["a", "b"]])
 def test_api_keys_in_the_file(tmp_path: Path, given: object) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text(yaml.safe_dump({"api_key": given}))
     assert _keys(load_settings(path)) == ["a", "b"]
-
-
-def test_api_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENPROXY_API_KEY", "a,b, c")
-    assert _keys(load_settings()) == ["a", "b", "c"]
-
-
-def test_no_api_keys(tmp_path: Path) -> None:
-    path = tmp_path / "settings.yaml"
-    for text in ("api_key: null", "api_key: []", "api_key: ''"):
-        path.write_text(text)
-        assert load_settings(path).api_key == []
 
 
 @pytest.mark.parametrize("keys", [[""], ["a", " "]])
@@ -74,13 +59,8 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
     "flags, name",
     [
         ({"port": 70000}, "port"),
-        ({"workers": 0}, "workers"),
         ({"upstreams": ["a:1"]}, "upstreams"),
-        ({"upstreams": ["ftp://a:1"]}, "upstreams"),
         ({"token_in": "guess"}, "token_in"),
-        ({"body_limit_bytes": 0}, "body_limit_bytes"),
-        ({"connect_timeout_s": 0}, "connect_timeout_s"),
-        ({"record_token_route": "perhaps"}, "record_token_route"),
         ({"request_class_header": "a b"}, "request_class_header"),
         ({"image_pixels": 2 * (Image.MAX_IMAGE_PIXELS or 0) + 1}, "image_pixels"),
         ({"api_key": 5}, "api_key"),
@@ -88,8 +68,6 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
         ({"tls_cert": "missing.pem", "tls_key": __file__}, "tls_cert"),
         ({"tls_key": __file__}, "settings: .*tls_cert.* and .*tls_key.* belong together"),
         ({"allowed_hosts": ["http://a.example"]}, "allowed_hosts"),
-        ({"allowed_hosts": "a.example:8100"}, "allowed_hosts"),
-        ({"cors_origins": "app.example.com"}, "cors_origins"),
         ({"cors_origins": ["https://app.example.com/"]}, "cors_origins"),
         ({"head_limit_bytes": 10}, "head_limit_bytes"),
         ({"no_such_setting": 1}, "no_such_setting"),
@@ -101,35 +79,14 @@ def test_errors_name_the_setting(flags: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, value", [("port", "many"), ("upstreams", "a:1"), ("trust_remote_code", "perhaps")]
-)
-def test_errors_in_the_environment_name_the_setting(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv(f"TOKENPROXY_{name.upper()}", value)
-    with pytest.raises(SettingsError, match=name):
-        load_settings()
-
-
-@pytest.mark.parametrize(
     "content, complaint",
-    [
-        ("prot: 1", "prot"),
-        ("port: many", "port"),
-        ("port: [1", "settings.yaml"),
-        ("- port", "settings.yaml"),
-    ],
+    [("prot: 1", "prot"), ("port: many", "port"), ("port: [1", "settings.yaml"), ("- port", "settings.yaml")],
 )
 def test_errors_in_the_file(tmp_path: Path, content: str, complaint: str) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text(content)
     with pytest.raises(SettingsError, match=complaint):
         load_settings(path)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"no settings file at .*missing\.yaml"):
-        load_settings(tmp_path / "missing.yaml")
 
 
 def test_keys_are_not_shown() -> None:
@@ -143,10 +100,6 @@ def test_no_error_shows_the_password_of_an_upstream(url: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings(upstreams=[url])
     assert "hidden" not in str(refused.value)
-
-
-def test_every_setting_has_a_description() -> None:
-    assert [name for name, field in Settings.model_fields.items() if not field.description] == []
 
 
 def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,18 +128,8 @@ def _shown_default(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     default = Settings.model_fields[name].get_default(call_default_factory=True)
     if default in (None, []):
         return "none"
-    text = (
-        str(default).lower()
-        if isinstance(default, bool)
-        else f"{default:g}"
-        if _whole(default)
-        else str(default)
-    )
+    text = str(default).lower() if isinstance(default, bool) else str(default).removesuffix(".0")
     return f"`{text}`".replace("/home/user", "~")
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, float) and value.is_integer()
 
 
 def test_the_reference_has_every_setting_and_no_other() -> None:

@@ -11,7 +11,6 @@ import pytest
 from tests.campaign.agents.installed import CLAUDE, CODEX, needs, run_program
 from tests.campaign.agents.recorded import check_recorded
 from tests.campaign.agents.scripted_engine import Call, Script, ScriptedEngine, Step
-from tests.support.fake_vllm import Canned, error_body
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
 
@@ -92,15 +91,3 @@ def test_an_engine_that_is_killed_and_started_again(task_model: TinyModel, home:
         with ScriptedEngine(task_model, script, port=engine.port):
             running.result()
         _check(client, script, 1, killed=True)
-
-
-@_PROGRAMS
-def test_requests_that_the_engine_refuses_for_a_while(
-    task_model: TinyModel, home: Path, program: Path
-) -> None:
-    """The program repeats them; the one that is served is answered once."""
-    refused = {"error": Canned(error_body("busy", "ServiceUnavailableError", None, 503), 503)}
-    script = _script(program, refused, refused)
-    with ScriptedEngine(task_model, script) as engine, run_proxy([engine], store="memory:") as client:
-        _run(program, str(client.base_url), home)
-        _check(client, script, 0)

@@ -12,13 +12,10 @@ from proxy.history.store import Session, Store
 from tests.support.tiny_model import TinyModel
 from tests.support.trees import child, root
 from tests.support.viewer.browser import Viewer
-from tests.support.viewer.recordings import DEEP, deep_session
 from tests.support.viewer.small_session import SMALL, SmallSession, small_session
 
 if TYPE_CHECKING:
     from playwright.async_api import Route
-
-_FAILURE = {"error": {"message": "too slow"}}
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +24,13 @@ def small(viewer_model: TinyModel) -> SmallSession:
 
 
 @asynccontextmanager
-async def _held(viewer: Viewer, pattern: str, *, fail: bool = True) -> AsyncIterator[asyncio.Event]:
-    """Requests for a path wait until the event is set, and fail then if `fail`."""
+async def _held(viewer: Viewer, pattern: str) -> AsyncIterator[asyncio.Event]:
+    """Requests for a path wait until the event is set, and fail then."""
     released = asyncio.Event()
 
     async def hold(route: "Route") -> None:
         await released.wait()
-        if fail:
-            await route.fulfill(status=503, json=_FAILURE)
-        else:
-            await route.continue_()
+        await route.fulfill(status=503, json={"error": {"message": "too slow"}})
 
     await viewer.page.route(re.compile(pattern), hold)
     try:
@@ -64,77 +58,6 @@ async def test_a_late_failure_of_another_path_is_dropped(viewer: Viewer, small: 
     assert await viewer.page.locator(".token.sampled").count() > 0
     assert await viewer.page.locator(".problem-bar").is_hidden()
     await viewer.take_problems()
-
-
-@pytest.mark.parametrize("before", ["conversation", "tokens"], ids=["first path", "other path"])
-async def test_the_turn_that_was_chosen_last_is_shown(
-    viewer: Viewer, recorded_store: Store, before: str
-) -> None:
-    name, long = f"chosen-{before}", [*range(3, 60)] * 60
-    first = root("1" * 32, long, [5], rollout=name, message=b"{}", messages=b"[]")
-    second = child("2" * 32, first, long, [5], rollout=name, message=b"{}", messages=b"[]")
-    third = child("3" * 32, second, long, [5], rollout=name, message=b"{}", messages=b"[]")
-    other = root("4" * 32, [6], [7], rollout=name, message=b"{}", messages=b"[]")
-    turns = [first, second, third, other]
-    await recorded_store.add(Session(id=name, created=1.0, used=1.0), turns, [[]] * 4)
-    await viewer.open(f"#/s/{name}/{other.id}/{before}")
-    await viewer.page.wait_for_selector(".conversation .turn, .token.sampled")
-    async with _held(viewer, f"tokens.turn={third.id}", fail=False) as released:
-        await _go(viewer, f"#/s/{name}/{third.id}/tokens")
-        await viewer.page.wait_for_selector(".token-panel .hint")
-        await _go(viewer, f"#/s/{name}/{second.id}/tokens")
-        await viewer.page.wait_for_selector(f".tree-row[data-turn='{second.id}'][aria-selected='true']")
-        released.set()
-        await viewer.page.wait_for_function(_TURN_AT_THE_TOP, arg="turn 2", timeout=5000)
-    await viewer.page.goto("about:blank")
-    await recorded_store.delete(name)
-
-
-_TURN_AT_THE_TOP = """
-turn => [...document.querySelectorAll('.row.heading')].some((row) => row.textContent.startsWith(turn)
-    && Math.abs(row.getBoundingClientRect().top - row.closest('.tokens').getBoundingClientRect().top) < 5)
-"""
-
-
-_CHOOSES_AT_ONCE = """
-new MutationObserver((_, observer) => {
-    const first = document.querySelector('.conversation .turn');
-    if (!first) return;
-    observer.disconnect();
-    location.hash += `/${first.dataset.turn}/conversation`;
-}).observe(document, { childList: true, subtree: true });
-"""
-
-
-async def test_a_long_conversation_is_shown_as_a_whole_to_a_quick_reader(
-    viewer: Viewer, viewer_model: TinyModel
-) -> None:
-    deepest: dict[str, int] = {}
-    for turn in deep_session(viewer_model).turns:
-        deepest[turn.id] = 1 + (deepest[turn.parent] if turn.parent else 0)
-    await viewer.page.add_init_script(_CHOOSES_AT_ONCE)
-    await viewer.open(f"#/s/{DEEP}")
-    await viewer.page.wait_for_function("() => location.hash.endsWith('conversation')")
-    await viewer.page.wait_for_function(
-        "length => document.querySelectorAll('.conversation .turn').length === length",
-        arg=max(deepest.values()),
-        timeout=10_000,
-    )
-
-
-async def test_what_was_typed_last_does_not_lead_back_to_the_list(viewer: Viewer) -> None:
-    await viewer.open()
-    await viewer.page.wait_for_selector(".list-row")
-    await viewer.page.get_by_label("Search sessions").fill("s")
-    await _go(viewer, f"#/s/{SMALL}")
-    await viewer.page.wait_for_timeout(600)
-    assert viewer.page.url.endswith(f"#/s/{SMALL}")
-
-
-@pytest.mark.parametrize("token", ["nothing", "1.5", "-3", "999999999", "NaN", ""])
-async def test_any_token_in_the_address(viewer: Viewer, small: SmallSession, token: str) -> None:
-    await viewer.open(f"#/s/{SMALL}/{small.first.id}/tokens?token={token}")
-    await viewer.page.wait_for_selector(".token.sampled")
 
 
 async def test_a_turn_that_the_session_does_not_have_is_told(viewer: Viewer, recorded_store: Store) -> None:

@@ -38,14 +38,8 @@ async def test_a_broken_prompt_is_compared_with_the_turn_before(viewer: Viewer, 
     await viewer.page.wait_for_function("() => document.querySelectorAll('.lane').length === 0")
 
 
-@pytest.mark.parametrize(
-    ("spans", "name"),
-    [((WeightSpan("7", 0, 2), WeightSpan("8", 0, 2)), "7 or 8"), ((WeightSpan("8", 0, 2),), "8 or another")],
-    ids=["two versions", "one version"],
-)
-async def test_uncertain_weights_are_not_shown_as_one_version(
-    viewer: Viewer, recorded_store: Store, spans: tuple[WeightSpan, ...], name: str
-) -> None:
+async def test_uncertain_weights_are_not_shown_as_one_version(viewer: Viewer, recorded_store: Store) -> None:
+    spans, name = (WeightSpan("7", 0, 2), WeightSpan("8", 0, 2)), "7 or 8"
     known = (WeightSpan("7", 0, 1), WeightSpan("8", 1, 2))
     first = root(f"{1:032x}", [1], [74, 75], rollout="updated", weight_versions=known, message=b"{}")
     fields: dict[str, Any] = {"rollout": "updated", "weight_versions": spans, "weights_uncertain": True}
@@ -69,41 +63,6 @@ async def test_uncertain_weights_are_not_shown_as_one_version(
     await recorded_store.delete("updated")
 
 
-_PRESSES = """
-([start, pointerType, end]) => {
-    const send = (name, index) => {
-        const token = document.getElementById(`token-${index}`);
-        const { left, top } = token.getBoundingClientRect();
-        const at = { clientX: left + 2, clientY: top + 2, pointerType, bubbles: true, cancelable: true };
-        token.dispatchEvent(new PointerEvent(name, at));
-    };
-    send('pointerdown', start);
-    send('pointermove', start + 1);
-    send(end, start + 1);
-    send('pointermove', start + 2);
-    return document.querySelectorAll('.token.selected').length;
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("pointer", "end", "selected"),
-    [
-        ("mouse", "pointerup", 2),
-        ("mouse", "pointercancel", 2),
-        ("touch", "pointerup", 1),
-        ("touch", "pointercancel", 0),
-    ],
-)
-async def test_a_drag_selects_until_it_ends(
-    viewer: Viewer, small: SmallSession, pointer: str, end: str, selected: int
-) -> None:
-    await _open_tokens(viewer, small.first.id)
-    await viewer.page.wait_for_selector(f"#token-{small.first.prompt_tokens + 2}")
-    arguments = [small.first.prompt_tokens, pointer, end]
-    assert await viewer.page.evaluate(_PRESSES, arguments) == selected
-
-
 async def test_alternatives_are_in_the_details(
     viewer: Viewer, recorded_store: Store, viewer_model: TinyModel
 ) -> None:
@@ -117,15 +76,6 @@ async def test_alternatives_are_in_the_details(
     half = "\u2039f0\u203a\u20399f\u203a"
     assert [row.split("\t")[:2] for row in rows] == [["·the", "-0.250"], [half, "-1.500"]]
     await recorded_store.delete("alternatives")
-
-
-async def test_colours_leave_out_what_is_not_trained(viewer: Viewer, small: SmallSession) -> None:
-    await _open_tokens(viewer, small.special.id, small.first.prompt_tokens)
-    await viewer.page.get_by_label("Colours").select_option("logprob")
-    assert await viewer.page.locator(".token.appended:not(.masked)").count() == 0
-    assert await viewer.page.locator(".tokens .token[class*='shade-']").count() > 0
-    await viewer.page.get_by_label("Colours").select_option("mask")
-    assert await viewer.page.locator(".tokens .token.trained").count() > 0
 
 
 async def test_find_copies_and_permalinks(viewer: Viewer, small: SmallSession) -> None:

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from proxy.history.store import Session, Store
 from proxy.history.turn import Turn
 from tests.support.trees import child, root
@@ -64,21 +62,6 @@ async def test_the_active_row_stays_with_its_session(viewer: Viewer, recorded_st
     await _delete(viewer, recorded_store, *turns)
 
 
-async def test_rows_that_do_not_change_stay_in_the_document(viewer: Viewer, recorded_store: Store) -> None:
-    turns = await _three_sessions(recorded_store, "pressed")
-    await _open_list(viewer, "pressed")
-    box = await viewer.page.locator(".list-row[data-session='pressed-1'] .list-numbers").bounding_box()
-    assert box is not None
-    await viewer.page.mouse.move(box["x"] + 5, box["y"] + 5)
-    await viewer.page.mouse.down()
-    used = child("f" * 32, turns[2], [7], [8], rollout="pressed-2", **_EMPTY)
-    await _record(recorded_store, used, 9.0)
-    await viewer.page.wait_for_selector(".list-row[data-session='pressed-2']:has-text('2 turns')")
-    await viewer.page.mouse.up()
-    await viewer.page.wait_for_function("() => location.hash === '#/s/pressed-1'")
-    await _delete(viewer, recorded_store, *turns)
-
-
 async def test_sessions_are_chosen_with_the_keyboard(viewer: Viewer, recorded_store: Store) -> None:
     turns = await _three_sessions(recorded_store, "spaced")
     await _open_list(viewer, "spaced")
@@ -120,73 +103,3 @@ async def test_the_filters_keep_the_focus_and_follow_the_address(
     await page.wait_for_function("() => document.querySelectorAll('.list-row').length === 3")
     assert await page.get_by_label("Search sessions").input_value() == "filtered"
     await _delete(viewer, recorded_store, *turns)
-
-
-async def test_the_controls_of_a_session_keep_the_focus(viewer: Viewer, recorded_store: Store) -> None:
-    page = viewer.page
-    first = root("1" * 32, [1, 74], [75], rollout="focused", **_EMPTY)
-    other, last = (child(i * 32, first, [76], [77], rollout="focused", **_EMPTY) for i in "23")
-    for turn in (first, other, last):
-        await _record(recorded_store, turn, 1.0)
-    await viewer.open(f"#/s/focused/{last.id}/tokens")
-    await page.wait_for_selector(".token.sampled")
-    for number, label in enumerate(("Path", "Colours", "Tokens", "Prompt compared"), start=4):
-        await page.locator(f".path [aria-label='{label}']:is(select, [role=grid])").focus()
-        last = child(str(number) * 32, last, [7], [8], rollout="focused", **_EMPTY)
-        await _record(recorded_store, last, float(number))
-        await page.wait_for_selector(f".total:has-text('{2 * number - 1} ids')")
-        assert await page.evaluate("document.activeElement.ariaLabel") == label
-    await page.get_by_role("combobox", name="Path").focus()
-    await page.get_by_role("combobox", name="Path").select_option(other.id)
-    await page.wait_for_function(f"() => location.hash.includes('{other.id}')")
-    assert await page.evaluate("document.activeElement.ariaLabel") == "Path"
-    await page.get_by_role("tab", name="conversation").focus()
-    await page.keyboard.press("Enter")
-    await page.wait_for_selector(".conversation .turn")
-    assert await page.evaluate("document.activeElement.textContent") == "conversation"
-    await _delete(viewer, recorded_store, first)
-
-
-async def test_the_compared_prompt_stays_chosen_while_the_path_grows(
-    viewer: Viewer, recorded_store: Store
-) -> None:
-    page = viewer.page
-    first = root("1" * 32, [1, 74], [75], rollout="compared", **_EMPTY)
-    second = child("2" * 32, first, [7], [8], rollout="compared", **_EMPTY)
-    for turn in (first, second):
-        await _record(recorded_store, turn, 1.0)
-    await viewer.open("#/s/compared/-/tokens")
-    await page.wait_for_selector(".token.sampled")
-    compared = page.get_by_label("Prompt compared")
-    for number, chosen in ((3, second.id), (4, first.id)):
-        await compared.select_option(chosen)
-        last = child(str(number) * 32, second, [7], [8], rollout="compared", **_EMPTY)
-        second = last
-        await _record(recorded_store, last, float(number))
-        await page.wait_for_selector(f".total:has-text('{2 * number + 1} ids')")
-        # the last prompt of the path is what is compared if nothing else was chosen
-        assert await compared.input_value() == (last.id if number == 3 else first.id)
-    await page.wait_for_selector(".token-panel > .status:has-text('of turn 1')")
-    await _delete(viewer, recorded_store, first)
-
-
-@pytest.mark.parametrize(
-    ("view", "heading"), [("conversation", ".turn > header"), ("tokens", ".row.heading")]
-)
-async def test_headings_show_later_rewards_and_forks(
-    viewer: Viewer, recorded_store: Store, view: str, heading: str
-) -> None:
-    name, page = f"rewarded-{view}", viewer.page
-    first = root(f"{1:032x}", [1, 74], [75], rollout=name, **_EMPTY)
-    forks, last = (child(f"{i:032x}", first, [7], [8], rollout=name, **_EMPTY) for i in (2, 3))
-    for turn in (first, last):
-        await _record(recorded_store, turn, 1.0)
-    await viewer.open(f"#/s/{name}/{last.id}/{view}")
-    await page.wait_for_selector(f"{heading}:has-text('turn 2')")
-    await page.evaluate("heading => { document.querySelector(heading).parentNode.kept = true; }", heading)
-    await recorded_store.set_rewards(name, {first.id: 0.25})
-    await page.wait_for_selector(f"{heading}:has-text('turn 1'):has-text('reward 0.25')")
-    await _record(recorded_store, forks, 2.0)
-    await page.wait_for_selector(f"{heading}:has-text('turn 3'):has-text('forks turn 1')")
-    assert await page.evaluate("heading => document.querySelector(heading).parentNode.kept", heading)
-    await _delete(viewer, recorded_store, first)

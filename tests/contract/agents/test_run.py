@@ -167,15 +167,11 @@ _TRUE = ["--", "true"]
         (["run", "--model", "other", *_TRUE], r"'other' is not served: pass --model with one of .*tiny"),
         (["run", "--session", "a b", *_TRUE], r"refused: `id` must be"),
         (["run", "--metadata", "task", *_TRUE], r"--metadata must be KEY=VALUE"),
-        (["run", "--metadata", "task=\udcff", *_TRUE], r"--metadata must be UTF-8"),
-        (["run", "--api-key", "é", *_TRUE], r"the API key holds characters"),
-        (["run", "--url", f"http://{'a' * 64}.x", *_TRUE], r"no proxy at http://a"),
         (["run", "--url", "nowhere", *_TRUE], r"not an http\(s\) URL"),
         (["run", "--url", "NOTHING", *_TRUE], r"no proxy at http://127.0.0.1:\d+: start one"),
         (["run", "--url", "ENGINE", *_TRUE], r"is no tokenproxy: pass --url URL"),
         (["run", "--url", "NO_ENGINE", *_TRUE], r"refused"),
         (["env", "claude", "--max-tokens", "5"], r"add --session NAME"),
-        (["env", "codex", "--url", "NOTHING"], r"no proxy at"),
     ],
 )
 def test_errors_say_what_to_do(
@@ -186,16 +182,6 @@ def test_errors_say_what_to_do(
     assert printed.out == ""
     [line] = printed.err.splitlines()
     assert re.match(f"tokenproxy: .*{words}", line)
-
-
-@pytest.mark.parametrize(
-    "flag, value", [("--max-tokens", "0"), ("--max-tokens", "9" * 20), ("--temperature", "nan")]
-)
-def test_values_that_every_turn_would_be_refused_for(capsys: Capture, flag: str, value: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", flag, value, "--", "true"])
-    assert ended.value.code == 2
-    assert f"argument {flag}: must be " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command, code", [("no-such-command", 127), ("/tmp", 126)])

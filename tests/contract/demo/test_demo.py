@@ -1,9 +1,6 @@
 """`tokenproxy demo` on a running server: the real proxy before the fake engine."""
 
 import json
-import os
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -103,18 +100,3 @@ def test_what_cannot_be_run(client: httpx.Client, fake: FakeVllm, capsys: Captur
     assert "no `choices[0].token_ids`" in printed.err and printed.out == ""
     assert _demo(client.base_url, serve=True) == 2
     assert "--serve starts a server, --url uses a running one" in capsys.readouterr().err
-
-
-def test_sigterm_interrupts_like_ctrl_c_and_restores_the_handler(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-
-    def wait(*_: object, **__: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait()
-
-    monkeypatch.setattr(main, "converse", wait)
-    assert _demo(client.base_url) == 130
-    assert "interrupted" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) == before

@@ -48,13 +48,6 @@ def test_the_served_model_gets_the_request(
     assert turn["requested_model"] == (asked if asked != served_by else None)
 
 
-def test_an_override_is_mapped_too(served: Pair) -> None:
-    name = secrets.token_hex(4)
-    served.client.post("/v1/sessions", json={"id": name, "overrides": {"model": "haiku"}})
-    served.client.post(CHAT, json={"model": "tiny", "messages": _HI}, headers={"x-session-id": name})
-    assert served.client.get(f"/v1/sessions/{name}").json()["turns"][0]["model"] == "adapter"
-
-
 def test_one_name_and_another_are_one_conversation(served: Pair) -> None:
     messages = [user(f"Hi {secrets.token_hex(6)}")]
     first = served.client.post(CHAT, json={"model": "claude-a", "messages": messages}).json()
@@ -66,10 +59,8 @@ def test_one_name_and_another_are_one_conversation(served: Pair) -> None:
 @pytest.mark.parametrize(
     "path, body",
     [
-        ("/v1/completions", {"prompt": "Hi"}),
         (GENERATE, {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4}}),
         ("/v1/chat/completions/tokens", {"prompt_ids": [1, 2]}),
-        ("/tokenize", {"messages": _HI}),
         ("/v1/embeddings", {"input": "Hi"}),
     ],
 )
@@ -78,12 +69,6 @@ def test_every_inference_route(served: Pair, path: str, body: Any) -> None:
     served.client.post(path, json={**body, "model": "claude-x"})
     posted = [seen.json for seen in served.fake.requests if seen.body]
     assert posted and {fields["model"] for fields in posted} == {"tiny"}
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"model": 5}', b'{"model": "claude'])
-def test_what_cannot_be_read_is_passed_on(served: Pair, body: bytes) -> None:
-    served.client.post("/v1/embeddings", content=body)
-    assert served.fake.last("/v1/embeddings").body == body
 
 
 def test_without_aliases_the_engine_decides(pair: Pair) -> None:
@@ -96,9 +81,7 @@ def test_without_aliases_the_engine_decides(pair: Pair) -> None:
     [
         ("*haiku*", "claude-haiku-4-5", True),
         ("claude-*", "a-claude-3", False),
-        ("a[1m]", "a[1m]", True),
         ("a[1m]", "a1", False),
-        ("a?", "ab", False),
         ("haiku", "Haiku", False),
     ],
 )

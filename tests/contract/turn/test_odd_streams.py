@@ -50,21 +50,8 @@ def test_data_of_several_lines_passes_byte_for_byte(
     assert answer.content == sent + _DONE
 
 
-def test_data_of_several_lines_is_redacted_whole(fake: FakeVllm, client: httpx.Client) -> None:
-    answer = _stream(fake, client, b"event: chunk\n" + _event(_FIRST, 1) + _event(_LAST) + _DONE)
-    first, _, done, end = answer.content.split(b"\n\n")
-    kind, *lines = first.split(b"\n")
-    assert kind == b"event: chunk" and all(line.startswith(b"data: ") for line in lines)
-    [choice] = json.loads(b"\n".join(line[6:] for line in lines))["choices"]
-    assert (choice["delta"], choice["token_ids"]) == (_DELTA, None)
-    assert (done, end) == (_DONE.strip(), b"")
-
-
-@pytest.mark.parametrize("fields", [{}, _EVERYTHING], ids=["hidden", "shown"])
-def test_a_complete_stream_without_done(
-    fake: FakeVllm, client: httpx.Client, fields: dict[str, object]
-) -> None:
-    answer = _stream(fake, client, _event(_FIRST) + _event(_LAST), **fields)
+def test_a_complete_stream_without_done(fake: FakeVllm, client: httpx.Client) -> None:
+    answer = _stream(fake, client, _event(_FIRST) + _event(_LAST))
     assert [chunk["choices"][0]["finish_reason"] for chunk in data_of(answer.content)] == [None, "stop"]
     assert b"[DONE]" not in answer.content
 
@@ -89,16 +76,14 @@ def test_empty_stream_is_an_error_of_the_engine(fake: FakeVllm, client: httpx.Cl
 @pytest.mark.parametrize(
     "body, status",
     [
-        ('{"choices": null}', 200),
         ('{"choices": [1, {}]}', 200),
         ('{"choices": [{"message": {"content": "\\ud800"}, "token_ids": [NaN], "finish_reason": 7}]}', 200),
         ('{"choices": [{"index": 99999999999999999999, "message": {"tool_calls": {"a": 1}}}]}', 200),
-        ('{"usage": [], "prompt_token_ids": {"a": 1}, "choices": [{}]}', 200),
         ("[]", 502),
         ('{"choices": ' + "[" * 2000 + "]" * 2000 + "}", 502),
         ("", 502),
     ],
-    ids=lambda value: str(value)[:40] or "nothing",
+    ids=range(6),
 )
 def test_malformed_responses_are_not_a_500(
     fake: FakeVllm, client: httpx.Client, path: str, body: str, status: int

@@ -70,7 +70,6 @@ class PageOptions:
     """In CSS pixels."""
     height: int = 800
     dark: bool = False
-    reduced_motion: bool = False
     touch: bool = False
     """A phone: a touch screen, and no mouse."""
 
@@ -90,14 +89,7 @@ class Viewer:
     """What went wrong in the page so far. The test fails at its end if there is anything."""
 
     async def open(self, fragment: str = "", *, path: str = "/viewer") -> None:
-        """Open the page, or another view of it, and wait until it is loaded.
-
-        Args:
-            fragment: the view, such as `#/s/NAME`; empty for the first one.
-
-        Raises:
-            AssertionError: the server refuses the page.
-        """
+        """Open the page, or the view of it that a fragment names, such as `#/s/NAME`."""
         response = await self.page.goto(f"{self.url}{path}{fragment}")
         # None if only the fragment differs from that of the open page
         assert response is None or response.ok, f"{path}: {response.status} {await response.text()}"
@@ -119,21 +111,13 @@ class Viewer:
             async with asyncio.timeout(_LAST_EVENTS_S):
                 await self.page.evaluate("() => new Promise(requestAnimationFrame)")
 
-    async def accessibility_violations(self, selector: str = "html") -> list[str]:
-        """The violations that axe-core finds in the parts of the page that a selector matches.
-
-        Returns:
-            for each: the rule, how serious it is, and up to three of the elements.
-
-        Raises:
-            FileNotFoundError: axe-core is not installed: see `needs_axe`.
-        """
+    async def accessibility_violations(self) -> list[str]:
+        """The violations that axe-core finds: rule, impact, and up to three elements."""
         if not await self.page.evaluate("() => 'axe' in window"):
             await self.page.evaluate(await asyncio.to_thread(_AXE.read_text))
         found = await self.page.evaluate(
-            "async (selector) => (await axe.run(selector, {resultTypes: ['violations']})).violations"
-            ".map((each) => ({...each, nodes: each.nodes.map((node) => node.target.join(' '))}))",
-            selector,
+            "async () => (await axe.run('html', {resultTypes: ['violations']})).violations"
+            ".map((each) => ({...each, nodes: each.nodes.map((node) => node.target.join(' '))}))"
         )
         return [f"{each['id']} ({each['impact']}): {', '.join(each['nodes'][:3])}" for each in found]
 
@@ -147,19 +131,14 @@ def axe_is_installed() -> bool:
 async def watched_page(
     browser: "Browser", url: str, options: PageOptions | None = None
 ) -> AsyncIterator[Viewer]:
-    """A page in a new context. Nothing is open yet.
+    """A page in a new context, which may send requests to one server only. Nothing is open yet.
 
-    Args:
-        url: the only server that the page may send requests to.
-
-    Raises:
-        AssertionError: at the end, if anything went wrong in the page that the test did not take.
+    The test fails at its end if anything went wrong in the page that it did not take.
     """
     options = options or PageOptions()
     context = await browser.new_context(
         viewport={"width": options.width, "height": options.height},
         color_scheme="dark" if options.dark else "light",
-        reduced_motion="reduce" if options.reduced_motion else "no-preference",
         has_touch=options.touch,
         is_mobile=options.touch,
         locale="en-US",

@@ -25,13 +25,7 @@ class RecordedProxy:
 
 @contextmanager
 def run_recorded_proxy(model: TinyModel, store: str, log: Path, *flags: str) -> Iterator[RecordedProxy]:
-    """Serve over a store until the block ends; nothing in it becomes too old.
-
-    Args:
-        model: the engine's, whose tokenizer the proxy loads.
-        log: the file for its log.
-        flags: more flags of `tokenproxy serve`.
-    """
+    """Serve over a store until the block ends; nothing in it becomes too old."""
     kept = ("--store", store, "--store-max-age-s", _FOREVER_S, "--finish-after-s", "0")
     with FakeVllm(model) as engine, ServeProcess([engine.url], log, *kept, *flags) as process:
         process.wait_ready()

@@ -5,7 +5,7 @@ Law, for every turn with a parent, as in `proxy.history.turn`:
     prompt_ids(turn) == prompt_ids(parent) + completion_ids(parent) + turn.appended
 
 Prompts are plain transformers' rendering of the messages with the model's chat template. Everything follows
-from the seed and the start, so that each run records equal sessions.
+from the name and the start, so that each run records equal sessions.
 """
 
 import random
@@ -17,7 +17,7 @@ import msgspec
 
 from proxy.history.cached_turn import hash_ids
 from proxy.history.store import Session
-from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, turn_id, unpack_ids
+from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, turn_id
 from proxy.history.vocabulary import ABORTED, Reason, Source
 from tests.support.fake_wire import as_rendered, tools_as_rendered
 from tests.support.tiny_model import END, TinyModel
@@ -49,11 +49,7 @@ class Answer:
 
 
 def answer(model: TinyModel, content: str, *, thinking: str = "", calls: Sequence[Message] = ()) -> Answer:
-    """An answer whose ids are those that the tokenizer gives its text.
-
-    Args:
-        calls: tool calls, as `tool_call` makes them.
-    """
+    """An answer whose ids are those that the tokenizer gives its text."""
     text = f"<think>\n{thinking}\n</think>\n\n{content}" if thinking else content
     for call in calls:
         function = call["function"]
@@ -85,17 +81,14 @@ def tool_call(name: str, number: int = 1, **arguments: Any) -> Message:
 
 
 def tool_result(content: str, number: int = 1) -> Message:
-    """The result of a tool call."""
     return {"role": "tool", "tool_call_id": f"call_{number}", "content": content}
 
 
 def user(content: str) -> Message:
-    """A message of the user."""
     return {"role": "user", "content": content}
 
 
 def system(content: str) -> Message:
-    """A system message."""
     return {"role": "system", "content": content}
 
 
@@ -107,22 +100,15 @@ class SessionRecorder:
         model: TinyModel,
         name: str,
         *,
-        seed: int = 0,
         start: float = START,
         tools: Sequence[Message] = (),
         metadata: Message | None = None,
     ) -> None:
-        """Nothing is recorded yet.
-
-        Args:
-            seed: of log-probabilities, durations and names of turns.
-            start: in seconds since the epoch.
-        """
         self.name = name
         self.turns: dict[str, Turn] = {}
         self.rewards: dict[str, float] = {}
         self._model = model
-        self._random = random.Random(f"{name} {seed}")
+        self._random = random.Random(f"{name} 0")
         self._start = self._now = start
         self._tools = list(tools)
         self._metadata = metadata or {}
@@ -235,17 +221,3 @@ class SessionRecorder:
             as_rendered(list(messages)), tokenize=False, add_generation_prompt=prompt
         )
         return text
-
-
-def ids_of(turn: Turn, turns: dict[str, Turn]) -> list[int]:
-    """All ids of a turn, prompt and completion, by the law.
-
-    Args:
-        turns: those of its session, by id.
-    """
-    parts: list[bytes] = []
-    current: Turn | None = turn
-    while current is not None:
-        parts += [current.completion, current.appended]
-        current = turns[current.parent] if current.parent else None
-    return unpack_ids(b"".join(reversed(parts)))

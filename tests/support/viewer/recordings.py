@@ -21,7 +21,7 @@ import msgspec
 from proxy.history.origin import RequestClass
 from proxy.history.store import Limits, Session, Store
 from proxy.history.turn import Turn, WeightSpan
-from proxy.history.vocabulary import ABORTED, Problem, Reason
+from proxy.history.vocabulary import Reason
 from tests.support.tiny_model import END, TinyModel
 from tests.support.viewer.model import EMOJI, WORDS
 from tests.support.viewer.recorder import (
@@ -48,7 +48,6 @@ LIMITS: Final = Limits(max_bytes=2**34, max_age_s=1e10)
 _HOUR_S = 3600.0
 _WRITTEN_TOGETHER = 2_000
 """Sessions that are written at the same time: SQLite commits them in groups."""
-_PROTOTYPES = 96
 """Different sessions among the many."""
 _SECONDS_BETWEEN = 7.0
 """From the start of one of the many sessions to that of the next."""
@@ -152,72 +151,30 @@ def deep_session(model: TinyModel, turns: int = DEEP_TURNS) -> Recorded:
 
 
 def many_sessions(model: TinyModel, count: int = MANY_SESSIONS) -> Iterator[Recorded]:
-    """Sessions of one to four turns, of several models, reasons, problems, classes and weight versions.
-
-    Each is a copy of one of a few prototypes, with names, times, metadata and rewards of its own.
-    """
+    """Sessions of two turns, which differ in name, time, metadata, reward, class and weight version."""
     drawn = random.Random("many")
-    prototypes = [_prototype(model, number) for number in range(_PROTOTYPES)]
+    prototype = SessionRecorder(model, "prototype")
+    first = prototype.turn([user(_sentence(drawn, 6))], answer(model, _sentence(drawn, 30)))
+    second = prototype.turn([user(_sentence(drawn, 6))], answer(model, _sentence(drawn, 30)), parent=first)
     for number in range(count):
-        yield _copy(drawn.choice(prototypes), number, drawn)
-
-
-def _prototype(model: TinyModel, number: int) -> Recorded:
-    drawn = random.Random(f"prototype {number}")
-    record = SessionRecorder(model, f"prototype-{number}")
-    name = {"model": drawn.choice(["tiny", "tiny", "adapter"])}
-    turn: Turn | None = None
-    for _ in range(drawn.randint(1, 4)):
-        sampled = answer(model, _sentence(drawn, drawn.randint(3, 30)))
-        if drawn.random() < 0.1:
-            sampled = Answer(sampled.message, sampled.ids[:-1], drawn.choice(["length", ABORTED]))
+        name, later = f"step-{number // 256:04d}-{number % 256:03d}", _SECONDS_BETWEEN * number
+        ids = [f"{round((turn.created + later) * 1e9):016x}{number:012x}0000" for turn in (first, second)]
+        versions = (WeightSpan(str(number % 5), 0, second.completion_tokens),)
         fields: dict[str, Any] = {
-            **name,
-            "problem": drawn.choice([""] * 9 + [Problem.NO_LOGPROBS]),
+            "rollout": name,
             "request_class": drawn.choice(["", RequestClass.MAIN]),
-            "weight_versions": (WeightSpan(str(drawn.randint(1, 5)), 0, len(sampled.ids)),),
+            "reason": drawn.choice([Reason.FIRST_TURN, Reason.NO_MATCH]),
+            "weight_versions": versions,
         }
-        question = user(_sentence(drawn, 6))
-        if turn is not None and drawn.random() < 0.15:
-            history = [user(_sentence(drawn, 6)), msgspec.json.decode(turn.message), question]
-            turn = record.turn(history, sampled, reason=drawn.choice(_BREAKS), **fields)
-        else:
-            turn = record.turn([question], sampled, parent=turn, **fields)
-    return record.recorded()
-
-
-_BREAKS = (Reason.HISTORY_EDITED, Reason.NO_MATCH, Reason.TOOLS_CHANGED)
-
-
-def _copy(prototype: Recorded, number: int, drawn: random.Random) -> Recorded:
-    """A prototype with names and times of its own."""
-    name = f"step-{number // 256:04d}-{number % 256:03d}"
-    later = _SECONDS_BETWEEN * number
-    ids = {
-        turn.id: f"{int(turn.id[:16], 16) + round(later * 1e9):016x}{drawn.getrandbits(48):012x}0000"
-        for turn in prototype.turns
-    }
-    turns = [
-        msgspec.structs.replace(
-            turn,
-            id=ids[turn.id],
-            request=ids[turn.id],
-            rollout=name,
-            parent=ids[turn.parent] if turn.parent else None,
-            created=turn.created + later,
-        )
-        for turn in prototype.turns
-    ]
-    metadata = {"step": number // 256, "task": f"task-{number % 40}", "group": number // 8}
-    session = msgspec.structs.replace(
-        prototype.session,
-        id=name,
-        created=prototype.session.created + later,
-        used=prototype.session.used + later,
-        metadata=msgspec.json.encode(metadata),
-    )
-    rewards = {"": round(drawn.betavariate(0.6, 0.8), 3)} if drawn.random() < 0.8 else {}
-    return Recorded(session, turns, rewards)
+        turns = [
+            msgspec.structs.replace(turn, id=own, request=own, created=turn.created + later, **fields)
+            for turn, own in zip((first, second), ids, strict=True)
+        ]
+        turns[1] = msgspec.structs.replace(turns[1], parent=ids[0], reason="")
+        metadata = msgspec.json.encode({"step": number // 256, "task": f"task-{number % 40}"})
+        session = Session(id=name, metadata=metadata, created=START + later, used=turns[1].created)
+        rewards = {"": round(drawn.betavariate(0.6, 0.8), 3)} if drawn.random() < 0.8 else {}
+        yield Recorded(session, turns, rewards)
 
 
 def _sentence(drawn: random.Random, words: int) -> str:

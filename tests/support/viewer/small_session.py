@@ -88,20 +88,8 @@ def small_session(model: TinyModel) -> SmallSession:
     broken = _broken_turn(model, record)
     after = record.turn([user("And now?")], answer(model, "Now it is right."), parent=broken)
     record.rewards |= {"": 0.75, emoji.id: 1.0, aborted.id: -0.5}
-    return SmallSession(
-        record.recorded(),
-        first,
-        fork,
-        other,
-        emoji,
-        aborted,
-        refused,
-        special,
-        subagent,
-        subagent_end,
-        broken,
-        after,
-    )
+    shown = (first, fork, other, emoji, aborted, refused, special, subagent, subagent_end, broken, after)
+    return SmallSession(record.recorded(), *shown)
 
 
 def _ids(model: TinyModel, text: str) -> list[int]:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from proxy.demo import checkpoint
-from proxy.demo.checkpoint import checkpoint_name, default_cache_dir, ensure_checkpoint
+from proxy.demo.checkpoint import checkpoint_name, ensure_checkpoint
 from proxy.demo.errors import CheckpointError, MissingPackageError
 
 
@@ -28,35 +27,17 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
-def _convert_with(monkeypatch: pytest.MonkeyPatch, code: int, other: Path | None = None) -> list[Path]:
-    """Replace the converter's process; returns the folders that it filled.
-
-    Args:
-        code: its exit code.
-        other: the folder that another run renames meanwhile.
-    """
+def _convert_with(monkeypatch: pytest.MonkeyPatch, code: int) -> list[Path]:
+    """Replace the converter's process, which ends with an exit code; returns the folders that it filled."""
     folders: list[Path] = []
 
     def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
         folders.append(Path(command[-1]))
         (folders[-1] / "config.json").write_text("ours")
-        if other is not None:
-            other.mkdir()
-            (other / "config.json").write_text("theirs")
         return subprocess.CompletedProcess(list(command), code, stdout="loading\nno memory left\n")
 
     monkeypatch.setattr(subprocess, "run", run)
     return folders
-
-
-@pytest.mark.parametrize("value, root", [("/cache", "/cache"), ("", "~/.cache"), ("odd", "~/.cache")])
-def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str, root: str) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", value)
-    assert default_cache_dir() == Path(root).expanduser() / "tokenproxy"
-    before = checkpoint_name("9.9")
-    monkeypatch.setattr(checkpoint, "TEMPLATE_FILE", tmp_path / "template.jinja")
-    checkpoint.TEMPLATE_FILE.write_text("{{ messages }}")
-    assert before.startswith("smollm2-135m-instruct-9.9-r1-") and checkpoint_name("9.9") != before
 
 
 def test_it_is_written_once(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,16 +49,6 @@ def test_it_is_written_once(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_
     assert ensure_checkpoint() == first
     assert len(folders) == 1
     assert [folder.name for folder in first.parent.iterdir()] == [first.name]
-
-
-def test_concurrent_runs_use_the_folder_that_was_renamed_first(
-    package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    final = tmp_path / checkpoint_name("9.9")
-    _convert_with(monkeypatch, 0, other=final)
-    assert ensure_checkpoint(tmp_path) == final
-    assert (final / "config.json").read_text() == "theirs"
-    assert not list(tmp_path.glob(".smollm2*"))
 
 
 def test_errors(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -78,18 +78,6 @@ def test_a_stream() -> None:
     assert _problem(completion) is None
 
 
-def test_few_ids_that_were_parsed_are_packed() -> None:
-    body = encoded(whole(whole_choice()))
-    assert read_completion(body).packed_prompt == pack_ids([5, 6])
-    assert read_completion(body, sent=b"[5,6]").packed_prompt is None
-    for last in ([1, 2], list(range(20_000))):  # as sent; many
-        reader = StreamReader(sent=b"[1,2]")
-        for ids in ([5, 6], last):
-            reader.read(encoded(chunk(piece(), prompt_token_ids=ids)))
-        completion = reader.rest()
-        assert (completion.prompt_ids, completion.packed_prompt) == (encoded(last), None)
-
-
 def test_a_completion_without_evidence() -> None:
     body = whole(whole_choice(token_ids=None, logprobs={"content": None}), prompt_token_ids=None, usage=None)
     completion = read_completion(encoded(body))
@@ -134,7 +122,6 @@ def test_a_stream_that_breaks_off() -> None:
         (None, [7, 2]),
         ({"content": "h"}, None),
         ({"reasoning": "h"}, None),
-        ("text", None),
     ],
 )
 def test_text_without_ids_makes_the_ids_worthless(delta: object, ids: list[int] | None) -> None:
@@ -167,15 +154,14 @@ def test_pieces_of_a_message_are_joined() -> None:
     }
 
 
-_ELSEWHERE: dict[str, Body] = {
-    "in a choice": whole(whole_choice(prompt_token_ids=[9]), prompt_token_ids=None),
-    "in a choice and at its place": whole(whole_choice(prompt_token_ids=[9])),
-    "as the end of another name": {'"prompt_token_ids': [9], **whole()},
-    "in a text": whole(whole_choice(message={"content": '"prompt_token_ids":[9]'})),
-}
+_ELSEWHERE: list[Body] = [
+    whole(whole_choice(prompt_token_ids=[9]), prompt_token_ids=None),
+    {'"prompt_token_ids': [9], **whole()},
+    whole(whole_choice(message={"content": '"prompt_token_ids":[9]'})),
+]
 
 
-@pytest.mark.parametrize("body", _ELSEWHERE.values(), ids=_ELSEWHERE)
+@pytest.mark.parametrize("body", _ELSEWHERE)
 def test_only_the_completions_own_prompt_counts(body: Body) -> None:
     echoed = body.get("prompt_token_ids")
     completion = read_completion(encoded(body))
@@ -186,26 +172,14 @@ def test_only_the_completions_own_prompt_counts(body: Body) -> None:
 
 # --- odd shapes
 
-_ODD_IDS = (
-    '["]","["]',
-    "[7.5]",
-    "[null]",
-    "[-2]",
-    "[2147483648]",
-    f"[{'1' * 5000}]",
-    "[[7]]",
-    "[NaN]",
-    '"7"',
-    "false",
-)
 _ODD_EVIDENCE: dict[str, tuple[str, ...]] = {
-    "token_ids": _ODD_IDS,
-    "prompt_token_ids": (*_ODD_IDS, "[5,,6]", "[05,6]"),
+    "token_ids": ("[7.5]", "[-2]", "[2147483648]", f"[{'1' * 5000}]", "[[7]]", "[NaN]", '"7"'),
+    "prompt_token_ids": ('["]","["]', "[-2]", "[2147483648]", "[5,,6]", "[05,6]", "false"),
     "logprobs": (
-        *("[-0.5]", '{"content":[null]}', '{"content":[{"logprob":null}]}', '{"content":[{"token":"t"}]}'),
+        *("[-0.5]", '{"content":[{"logprob":null}]}'),
         f'{{"content":[{{"logprob":-1{"0" * 400}}}]}}',
     ),
-    "index": ('"0"', "-1", "65536", "1" * 5000, "NaN"),
+    "index": ('"0"', "-1", "65536"),
 }
 
 
@@ -221,13 +195,6 @@ def test_odd_evidence_is_named_and_the_rest_is_read(name: str, odd: str, stream:
     assert (choice.logprobs is None) == (name == "logprobs")
     assert (choice.message["content"], choice.finish_reason) == ("hi", "stop")
     assert _problem(completion) is Problem.UNREADABLE_EVIDENCE
-
-
-@pytest.mark.parametrize("name, odd", [("token_ids", "[-1]"), ("logprobs", "[]")])
-def test_one_odd_piece_makes_the_evidence_of_its_choice_worthless(name: str, odd: str) -> None:
-    completion = _streamed(chunk(piece()), chunk(piece(**{name: ODD})), chunk(end()), odd=odd)
-    (choice,) = completion.choices
-    assert (choice.unreadable, getattr(choice, name.removeprefix("token_"))) == (name, None)
 
 
 @_BOTH
@@ -259,19 +226,14 @@ def test_indices_of_a_stream_that_are_not_sure() -> None:
     assert _indices(_streamed(chunk(end(None)))) == [(0, "")]
     completion = _streamed(chunk(end(None)), chunk(end(1)), expected=2)
     assert _indices(completion) == [(0, "index"), (1, "")]
-    completion = _streamed(chunk(piece(1), piece(1)), chunk(end(1)), chunk(end(0)), expected=2)
-    assert _indices(completion) == [(1, "index"), (0, "")]
     assert _indices(_streamed(chunk(end(0), end(None)))) == [(0, "index")]
 
 
 _OPTIONAL: dict[str, tuple[str, ...]] = {
-    "stop_reason": ("[]", "true", "NaN", "1" * 30),
+    "stop_reason": ("[]", "1" * 30),
     "routed_experts": ("{}", "7"),
-    "weight_versions": (
-        *('"v"', "[1]", '[{"version":"v"}]', '[{"version":"v","start":-1,"end":1}]'),
-        f'[{{"version":{"1" * 5000},"start":0,"end":1}}]',
-    ),
-    "unknown": ("NaN", "1" * 5000, '{"\\udfff":"\\ud800"}'),
+    "weight_versions": ("[1]", '[{"version":"v"}]', '[{"version":"v","start":-1,"end":1}]'),
+    "unknown": ("NaN", '{"\\udfff":"\\ud800"}'),
 }
 
 
@@ -281,13 +243,6 @@ def test_an_odd_optional_field_is_left_out(stream: bool, name: str, odd: str) ->
     completion = _read(stream, odd, **{name: ODD})
     assert completion == _read(stream)
     assert _problem(completion) is None
-
-
-@pytest.mark.parametrize("odd", ['"hi"', "[]"])
-def test_an_odd_message_is_left_out(odd: str) -> None:
-    assert _read(False, odd, message=ODD) == _read(False, message={})
-    (choice,) = _read(True, odd, delta=ODD).choices
-    assert (choice.ids, choice.message["content"], choice.unreadable) == ([7, 2], None, "")
 
 
 @_BOTH
@@ -310,24 +265,6 @@ def test_an_odd_finish_reason_ends_a_choice_unless_it_is_empty(odd: str, reason:
     assert [choice.finish_reason for choice in reader.ended().choices] == ([reason] if reason else [])
 
 
-_ODD_CALLS: dict[str, str] = {
-    "an object": '{"index":0}',
-    "strings": '["f",null,7,[]]',
-    "odd indices": '[{"index":"0"},{"index":1},{"index":[]},{"index":true}]',
-    "an odd identity": '[{"index":0,"id":7,"type":{}}]',
-    "odd functions": '[{"index":0,"function":"f"},{"index":1,"function":{"name":7,"arguments":{"x":1}}}]',
-}
-
-
-@_BOTH
-@pytest.mark.parametrize("odd", _ODD_CALLS.values(), ids=_ODD_CALLS)
-def test_odd_tool_calls(odd: str, stream: bool) -> None:
-    (choice,) = _read(stream, odd, **{"delta" if stream else "message": {**_HI, "tool_calls": ODD}}).choices
-    assert (choice.ids, choice.unreadable, choice.message["content"]) == ([7, 2], "", "hi")
-    for call in choice.message.get("tool_calls", []) if stream else []:
-        assert (call["type"], type(call["function"])) == ("function", dict)
-
-
 @pytest.mark.parametrize("odd", ['"a"', "null", "NaN"])
 def test_choices_that_are_not_a_list_or_hold_no_object(odd: str) -> None:
     completion = read_completion(encoded(whole(choices=ODD), odd))
@@ -338,17 +275,10 @@ def test_choices_that_are_not_a_list_or_hold_no_object(odd: str) -> None:
     assert [choice.ids for choice in _streamed(chunk(ODD, end()), odd=odd).choices] == [[2]]
 
 
-def test_bytes_that_are_not_utf_8() -> None:
-    body = encoded(whole(whole_choice(message={"content": "@"}))).replace(b"@", b"\xff")
-    assert read_completion(body).choices[0].message == {"content": "\N{REPLACEMENT CHARACTER}"}
-
-
 _NESTED = encoded(whole(usage="3", more=ODD), "[" * 700 + "]" * 700)
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"[{}]", b"NaN", b'{"choices":[', b"{}{}", b"[" * 100_000, _NESTED], ids=range(7)
-)
+@pytest.mark.parametrize("body", [b"", b"[{}]", b'{"choices":[', b"[" * 100_000, _NESTED], ids=range(5))
 def test_completion_that_is_not_an_object(body: bytes) -> None:
     for read in (read_completion, StreamReader().read):
         with pytest.raises(EngineBroken, match="the engine's response is not a chat completion"):
@@ -377,7 +307,7 @@ def _texts(*choices: Body, counted: int = 8) -> bytes:
     return encoded({"id": "c", "choices": list(choices), "usage": {"completion_tokens": counted}})
 
 
-@pytest.mark.parametrize("counted, of_part", [(8, 4), (9, 5)], ids=["right", "wrong"])
+@pytest.mark.parametrize("counted, of_part", [(8, 4), (9, 5)])
 def test_each_choice_has_its_prompt(counted: int, of_part: int) -> None:
     """A wrong number of ids shows in each part."""
     completion = read_completion(_texts(*map(_text_choice, range(4)), counted=counted), batch=_BATCH)
@@ -406,22 +336,6 @@ def test_pieces_of_texts_are_joined_and_the_first_echo_of_a_prompt_is_that_of_it
     for choice in choices:
         assert (choice.ids, choice.logprobs, choice.finish_reason) == ([7, 2], [-0.5, -0.5], "length")
         assert choice.message == _HI
-
-
-@_BOTH
-@pytest.mark.parametrize(
-    "name, odd",
-    [("token_ids", ["7"]), ("logprobs", {"token_logprobs": [None, -0.5]}), ("prompt_token_ids", ["5"])],
-)
-def test_odd_evidence_of_one_choice_is_named(name: str, odd: object, stream: bool) -> None:
-    body, reader = _texts(_text_choice(0, **{name: odd}), _text_choice(2)), StreamReader(4, batch=_BATCH)
-    if stream:
-        reader.read(body)
-    completion = reader.rest() if stream else read_completion(body, batch=_BATCH)
-    assert [(choice.unreadable, choice.ids == [7, 2]) for choice in completion.choices] == [
-        (name, name != "token_ids"),
-        ("", True),
-    ]
 
 
 @_BOTH

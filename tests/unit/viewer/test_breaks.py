@@ -49,7 +49,6 @@ def test_the_ids_of_an_earlier_turn_are_those_of_its_path() -> None:
     [
         {"reason": "first_turn"},
         {"messages": b'[{"role": "user", "content": "assistant"}]'},
-        {"messages": b"broken"},
     ],
 )
 def test_a_turn_that_continues_nothing_has_no_break(fields: dict[str, Any]) -> None:
@@ -62,12 +61,6 @@ def test_ids_that_a_client_gave_continue_what_they_share_sampled_ids_with() -> N
     given = {"messages": b"[]", "reason": "ids_given", "source": "given"}
     assert breaks_of([a, _root("c", [1, 2, 3, 8], [5], **given)]) == {"c": Break("a", 3, 4)}
     assert breaks_of([a, _root("c", [1, 2, 8], [5], **given)]) == {}
-
-
-def test_only_the_latest_turns_are_compared() -> None:
-    turns = [_root(f"{number:03}", [1], [number + 10], reason="first_turn") for number in range(40)]
-    last = _root("999", [1, 10, 5], [6])  # as the first of them
-    assert breaks_of([*turns, last])["999"].equal == 1
 
 
 def test_a_prompt_that_is_sampled_from_again_is_no_drift() -> None:
@@ -105,14 +98,6 @@ def test_lanes_of_a_session(viewer_model: TinyModel, tokenizer: ChatTokenizer) -
     assert broken.basis == Basis.BEFORE
     found = breaks_of(turns)[small.broken.id]
     assert (broken.first, broken.other) == (found.equal, found.total)
-
-
-def test_without_a_tokenizer_the_template_is_not_compared(viewer_model: TinyModel) -> None:
-    small = small_session(viewer_model)
-    lane = drift_lane(small.recorded.turns, [small.first], "template", None, "none is loaded")
-    assert (lane.reason, lane.hunks) == ("none is loaded", [])
-    before = drift_lane(small.recorded.turns, [small.broken], "before", None)
-    assert {hunk[3] for hunk in before.hunks} == {Change.OTHER_IDS}
 
 
 def test_stripped_thinking_is_left_out(viewer_model: TinyModel) -> None:
