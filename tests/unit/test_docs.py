@@ -1,5 +1,6 @@
 """What the documentation must name: a route, header, reason, status or error code without a word fails."""
 
+import ast
 import inspect
 import re
 from collections.abc import Sequence
@@ -80,6 +81,20 @@ def test_metrics(name: str) -> None:
     kind, labels = row.split(" | ")[1:3]
     assert kind == type(metric).__name__.lower()
     assert re.findall(r"`(\w+)`", labels) == list(metric._labelnames)
+
+
+def test_variables_of_opentelemetry() -> None:
+    names = set(re.findall(r'"(OTEL_\w+)"', _SOURCES))
+    assert {name for name in names if name.replace("_TRACES_", "_") not in _MONITORING} - set(
+        re.findall(r"OTEL_\w+", _MONITORING)
+    ) == set()
+
+
+def test_python_in_the_pages_imports_public_names() -> None:
+    for code in re.findall(r"```python\n(.*?)```", _TEXT, re.DOTALL):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and node.module == "tokenization":
+                assert {alias.name for alias in node.names} <= set(tokenization.__all__)
 
 
 def test_metrics_that_are_documented_exist() -> None:
