@@ -1,6 +1,5 @@
 """`tokenproxy serve --workers N`: several processes on one port."""
 
-import os
 import socket
 from pathlib import Path
 

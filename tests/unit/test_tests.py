@@ -122,7 +122,7 @@ def test_engines_are_started_in_one_place(trees: dict[str, ast.AST]) -> None:
         for part in ast.walk(tree)
         if isinstance(part, ast.Call) and _name(part.func) == "EngineProcess"
     }
-    assert calls == {"acceptance/conftest.py", "contract/demo/test_stack.py"}  # the second tests the class
+    assert calls == {"acceptance/conftest.py"}
 
 
 @pytest.mark.parametrize(
