@@ -79,11 +79,7 @@ FURTHER_SHAPES = (
         [NEXT],
     ),
     Shape("new system message", ANSWERED, [{"role": "system", "content": "Be newly brief."}, NEXT]),
-    Shape(
-        "users in a row",
-        [QUESTION, user("In Celsius."), assistant(ANSWER)],
-        [user("newer thanks"), NEXT],
-    ),
+    Shape("users in a row", [QUESTION, user("In Celsius."), assistant(ANSWER)], [user("newer thanks"), NEXT]),
     Shape("call in a fourth round", [*EARLIER, *_BERN, *copy.deepcopy(_BERN), ONE_CALL], [WEATHER_RESULT]),
     Shape("the same id in each round", [*_SAME_ID, ONE_CALL], [WEATHER_RESULT]),
     Shape(

@@ -307,8 +307,7 @@ class Oracle:
         """A rendering without its common prefix with the prompt, which ends before an added token."""
         shared = _shared_length(prompt, text)
         cut = next(
-            (token.start for token in self._tokens.find(text) if token.start < shared < token.end),
-            shared,
+            (token.start for token in self._tokens.find(text) if token.start < shared < token.end), shared
         )
         return text[cut:]
 

@@ -104,16 +104,10 @@ SHAPES = (
     ),
     Shape("reasoning", [QUESTION, assistant(ANSWER, reasoning_content=REASONING)], [NEXT]),
     Shape(
-        "reasoning in content",
-        [QUESTION, assistant(f"<think>\n{REASONING}\n</think>\n\n{ANSWER}")],
-        [NEXT],
+        "reasoning in content", [QUESTION, assistant(f"<think>\n{REASONING}\n</think>\n\n{ANSWER}")], [NEXT]
     ),
     Shape("content after results", [*EARLIER, LATE], [NEXT]),
-    Shape(
-        "content, then a result",
-        [QUESTION, assistant("[weather(city='Zürich')]")],
-        [result(1, "newsun")],
-    ),
+    Shape("content, then a result", [QUESTION, assistant("[weather(city='Zürich')]")], [result(1, "newsun")]),
     Shape("call", CALLED, [WEATHER_RESULT]),
     Shape("call after system", [SYSTEM, *CALLED], [WEATHER_RESULT]),
     Shape("call, then result and user", CALLED, [WEATHER_RESULT, NEXT]),

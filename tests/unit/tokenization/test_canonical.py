@@ -204,11 +204,7 @@ def test_different_messages_differ(messages: list[Json]) -> None:
 
 @pytest.mark.parametrize(
     "leaves",
-    [
-        ["", "s", "s0:", "s1:"],
-        [[], [[]], [[], []], {}, {"": ""}],
-        [None, "n", True, "t", 1, 31, 1.0],
-    ],
+    [["", "s", "s0:", "s1:"], [[], [[]], [[], []], {}, {"": ""}], [None, "n", True, "t", 1, 31, 1.0]],
 )
 def test_encoding_of_lists_is_unambiguous(leaves: list[Any]) -> None:
     values = [values for length in range(4) for values in itertools.product(leaves, repeat=length)]

@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tiny_model import CHATML, END, VOCAB_SIZE, TinyModel
-from tokenization import (
-    ChatTokenizer,
-    InvalidIds,
-    InvalidMessages,
-    TemplateUnsupported,
-    TokenizerUnavailable,
-)
+from tokenization import ChatTokenizer, InvalidIds, InvalidMessages, TemplateUnsupported, TokenizerUnavailable
 
 Message = dict[str, Any]
 _TOOLS = [

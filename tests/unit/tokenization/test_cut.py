@@ -237,9 +237,7 @@ def test_reported_stop_token_ends_a_turn(tokenizers: dict[str, ChatTokenizer]) -
     assert appended_text(tokenizer, "o", [_user()], stop_reason=stop) == ("<|im_end|>", _CHATML_REST)
 
 
-def test_ambiguous_last_id_within_a_close_is_refused(
-    tokenizers: dict[str, ChatTokenizer],
-) -> None:
+def test_ambiguous_last_id_within_a_close_is_refused(tokenizers: dict[str, ChatTokenizer]) -> None:
     """One of two equal tokens of the close, or the end of the prompt of a turn that was aborted at once."""
     tokenizer = tokenizers["repeated"]
     last = token_id(tokenizer, "<|sep|>")

@@ -95,10 +95,7 @@ def test_other_stop_token_replaces_the_one_of_the_template(tokenizer: ChatTokeni
 
 @pytest.mark.parametrize(
     "history",
-    [
-        [{**_QUESTION, "content": "What is the time?"}, _ANSWER],
-        [_QUESTION, _ANSWER, _QUESTION, _ANSWER],
-    ],
+    [[{**_QUESTION, "content": "What is the time?"}, _ANSWER], [_QUESTION, _ANSWER, _QUESTION, _ANSWER]],
 )
 def test_edited_messages_are_rejected(tokenizer: ChatTokenizer, history: list[dict[str, str]]) -> None:
     with pytest.raises(PrefixMismatch):

@@ -97,9 +97,6 @@ def test_time_formats(source: str, formats: tuple[str, ...]) -> None:
     assert read_syntax(source).time_formats == formats
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["{% if %}", "{% unknown %}", "{{ x | nofilter('a') }}"],
-)
+@pytest.mark.parametrize("source", ["{% if %}", "{% unknown %}", "{{ x | nofilter('a') }}"])
 def test_template_that_cannot_be_parsed_has_no_syntax(source: str) -> None:
     assert read_syntax(source) == Syntax((), (), (), {}, parsed=False)

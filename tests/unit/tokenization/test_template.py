@@ -55,10 +55,7 @@ def test_a_template_that_fails_is_reported_with_its_reason(tmp_path: Path) -> No
     assert all(shape.reason for shape in report.shapes)
 
 
-@pytest.mark.parametrize(
-    "content_format, expected",
-    [(None, "Hi"), ("string", "H|i|"), ("openai", "Hi")],
-)
+@pytest.mark.parametrize("content_format, expected", [(None, "Hi"), ("string", "H|i|"), ("openai", "Hi")])
 def test_content_format_is_detected_or_given(load: Load, content_format: Any, expected: str) -> None:
     template = (
         "{% for m in messages %}{% for part in m.content %}"
