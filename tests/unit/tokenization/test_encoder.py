@@ -46,22 +46,6 @@ def test_threads_that_share_an_encoder_get_the_results_of_one_thread() -> None:
         assert all(found == expected for found in threads.map(work, range(_THREADS)))
 
 
-@pytest.mark.parametrize("tokenizer", VOCABULARIES)
-def test_results_are_those_of_a_plain_tokenizer(tokenizer: str) -> None:
-    encoder, plain = _encoder(tokenizer), VOCABULARIES[tokenizer]()
-    for text in ("the weather in Zürich", "", " 四 °C", "a\n\nb 🙂"):
-        ids = plain.encode(text, add_special_tokens=False).ids
-        assert encoder.encode(text) == ids
-        assert encoder.decode(ids) == plain.decode(ids, skip_special_tokens=False)
-
-
-def test_special_tokens_are_decoded_and_ids_without_a_token_are_empty() -> None:
-    encoder = _encoder("bytes")
-    text = "<|im_start|>user\nthe weather<|im_end|>"
-    assert encoder.decode(encoder.encode(text)) == text
-    assert encoder.token_strings([10**6]) == [""]
-
-
 def test_truncation_and_padding_of_the_description_are_ignored() -> None:
     backend = VOCABULARIES["bytes"]()
     ids = backend.encode("the weather in Oslo").ids
