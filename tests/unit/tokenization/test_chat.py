@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -13,12 +14,8 @@ from tests.support.tiny_model import CHATML, END, VOCAB_SIZE, TinyModel
 from tokenization import ChatTokenizer, InvalidIds, InvalidMessages, TemplateUnsupported, TokenizerUnavailable
 
 Message = dict[str, Any]
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "description": None, "parameters": {"type": "object"}},
-    }
-]
+_FUNCTION = {"name": "weather", "description": None, "parameters": {"type": "object"}}
+_TOOLS = [{"type": "function", "function": _FUNCTION}]
 _USER = [{"role": "user", "content": "And then?"}]
 
 
@@ -48,9 +45,7 @@ def _turn(content: str, calls: list[Message] | None = None) -> Message:
 _CALLS = [_call("a", {"city": "Paris"}), _call("b", {"city": "Oslo", "deep": [1, False]})]
 _TWO_RESULTS = (_turn("Both.", _CALLS), [_result("a", "sun"), _result("b", "snow, 四 °C")])
 _SCENARIOS: dict[str, tuple[Message, list[Message], dict[str, Any]]] = {
-    "user": (_turn("I see."), _USER, {}),
     "system and user": (_turn("I see."), [{"role": "system", "content": "Be brief."}, *_USER], {}),
-    "result and user": (_turn("", _CALLS[:1]), [_result("a", '{"sun": true}'), *_USER], {}),
     "exchange": (_turn("I see."), [*_USER, _turn("Well.", _CALLS[:1]), _result("a", "x")], {}),
     "two results": (*_TWO_RESULTS, {"tools": _TOOLS}),
     "no generation prompt": (*_TWO_RESULTS, {"add_generation_prompt": False}),
@@ -102,7 +97,6 @@ def test_suffix_does_not_depend_on_the_prompt(fresh: ChatTokenizer) -> None:
         {"tools": _TOOLS},
         {"add_generation_prompt": False},
         {"template_kwargs": {"enable_thinking": False}},
-        {"new_messages": [{"role": "user", "content": "And then??"}]},
         {"new_messages": [{"role": "system", "content": "And then?"}]},
     ],
 )
@@ -124,14 +118,6 @@ def test_threads_share_a_tokenizer(tokenizer: ChatTokenizer, fresh: ChatTokenize
     assert found == [work(tokenizer, text) for text in texts]
 
 
-def _never(*_arguments: object, **_options: object) -> str:
-    raise AssertionError("rendered")
-
-
-_HISTORY: list[Message] = [*_USER, _turn("", _CALLS[:1])]
-_MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-
-
 @pytest.mark.parametrize(
     "template, history, error",
     [
@@ -142,14 +128,16 @@ _MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
             "prints nothing of an assistant turn",
         ),
         (
-            "{% for m in messages %}{% if m.role == 'tool' %}"
-            "{{ loop.previtem.tool_calls[0].function.name }}{% endif %}"
-            + _MESSAGE
-            + "{{ '<|im_end|>\n' }}{% endfor %}",
+            "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% if m.role == 'tool' %}"
+            "{{ loop.previtem.tool_calls[0].function.name }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}",
             None,
             "give `history` .*tool after user 'qw', assistant with calls",
         ),
-        ("{{ raise_exception('this template refuses all messages') }}", _HISTORY, "refuses all messages"),
+        (
+            "{{ raise_exception('this template refuses all messages') }}",
+            [*_USER, _turn("", _CALLS[:1])],
+            "refuses all messages",
+        ),
     ],
 )
 def test_refused_append_has_a_reason_and_repeated_renders_nothing(
@@ -159,21 +147,8 @@ def test_refused_append_has_a_reason_and_repeated_renders_nothing(
     for _ in range(2):
         with pytest.raises((TemplateUnsupported, InvalidMessages), match=error):
             tokenizer.append([300], [_result("a", "sun")], history=history)
-        monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", _never)
-
-
-def test_repeated_append_that_needs_history_renders_nothing(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The placeholders of a history are refused, because the first message is printed next to the result.
-
-    That is cached, and so is the tail with the real history.
-    """
-    quoted = "{% if m.role == 'tool' %}{{ messages[0].content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    tokenizer = ChatTokenizer.load(tiny_model.folder, "{% for m in messages %}" + _MESSAGE + quoted)
-    first = tokenizer.continuation(END, [_result("a", "sun")], history=_HISTORY)
-    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", _never)
-    assert tokenizer.continuation(END, [_result("a", "sun")], history=_HISTORY) == first
+        never = Mock(side_effect=AssertionError("rendered"))
+        monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", never)
 
 
 def test_tool_result_is_rendered_after_a_placeholder_call(tokenizer: ChatTokenizer) -> None:
@@ -197,7 +172,6 @@ def test_properties_of_a_tokenizer(tokenizer: ChatTokenizer, tiny_model: TinyMod
     [
         ([], _USER, InvalidIds),
         ([1], [], InvalidMessages),
-        ([1], [{"role": "nobody", "content": "a"}], InvalidMessages),
         ([1], [{"role": "user", "content": [{"type": "image_url"}]}], InvalidMessages),
         # models sometimes write half of a surrogate pair in the JSON arguments of a call
         ([1], [*_USER, _turn("a", [_call("a", '{"face": "\\ud83d"}')])], InvalidMessages),
@@ -215,9 +189,7 @@ def test_invalid_arguments_of_append_raise_their_error(
     [
         lambda folder: (folder / "chat_template.jinja").unlink(),
         lambda folder: (folder / "tokenizer.json").write_text("{"),
-        lambda folder: [file.unlink() for file in folder.iterdir()],
     ],
-    ids=["no template", "broken", "empty"],
 )
 def test_unloadable_tokenizer_raises_unavailable(
     tmp_path: Path, tiny_model: TinyModel, spoil: Callable[[Path], object]

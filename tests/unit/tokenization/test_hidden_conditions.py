@@ -1,16 +1,14 @@
 """Templates in which something unusual decides what follows a turn: it is seen, or the append is refused."""
 
 import random
-from datetime import datetime
 from itertools import count
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from tests.unit.tokenization.in_memory import SPECIAL, appended_text, token_id, tokenizer_with
-from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported
-from tokenization.locality import Locality
+from tests.unit.tokenization.in_memory import SPECIAL, appended_text, tokenizer_with
+from tokenization import InvalidMessages, TemplateUnsupported
 
 _MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
 _PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -103,10 +101,9 @@ def test_repeated_message_that_is_dropped_is_refused(text: str) -> None:
         + "{% endif %}{% set ns.seen = ns.seen + [m.content] %}"
     )
     tokenizer = tokenizer_with(seen + _chatml(message=once))
+    history = [_user(text), _turn("b"), _user("c"), _turn("d")]
     with pytest.raises(TemplateUnsupported):
-        appended_text(
-            tokenizer, "<|im_end|>", [_user(text)], history=[_user(text), _turn("b"), _user("c"), _turn("d")]
-        )
+        appended_text(tokenizer, "<|im_end|>", [_user(text)], history=history)
     with pytest.raises(TemplateUnsupported):
         appended_text(tokenizer, "<|im_end|>", [_user("new"), _user("new")], history=[_user("a"), _turn("b")])
 
@@ -114,32 +111,21 @@ def test_repeated_message_that_is_dropped_is_refused(text: str) -> None:
 def test_each_of_several_templates_is_examined() -> None:
     loud = _chatml(before="{% if style == 'loud' and not loop.first %}LOUD {% endif %}")
     tokenizer = tokenizer_with(_chatml())
-    tokenizer._tokenizer.chat_template = {
-        "default": "{% set style = 'plain' %}" + _chatml(),
-        "tool_use": loud,
-    }
+    tokenizer._tokenizer.chat_template = {"default": "{% set style = 1 %}" + _chatml(), "tool_use": loud}
     tokenizer = tokenizer.with_content_format(None)
     tokenizer.prove()
     assert not tokenizer.is_local([_user("why")], {"style": "new"})
-    tokenizer._tokenizer.chat_template = {"default": _chatml(), "tool_use": loud, "broken": "{% if %}"}
-    proof = tokenizer.with_content_format(None).prove()
-    assert (proof.after_messages, proof.reason) == (Locality.HISTORY, "its source cannot be parsed")
 
 
 def test_time_is_part_of_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    year = tokenizer_with(_chatml(before="{{ strftime_now('%Y') }}"))
-    assert year._template.now() == [datetime.now().strftime("%Y")]
-    assert tokenizer_with(_chatml())._template.now() == []
     exact = tokenizer_with(_chatml(before="{{ strftime_now('%H:%M:%S.%f') }}"))
     render, readings = exact._tokenizer.apply_chat_template, count(0x4E00)
     # no two readings of this clock have a character in common; two of a real one may end with the same digit
-    monkeypatch.setattr(
-        exact._tokenizer,
-        "apply_chat_template",
-        lambda messages, **arguments: render(
-            messages, strftime_now=lambda form: chr(next(readings)), **arguments
-        ),
-    )
+
+    def with_clock(messages: Any, **arguments: Any) -> Any:
+        return render(messages, strftime_now=lambda form: chr(next(readings)), **arguments)
+
+    monkeypatch.setattr(exact._tokenizer, "apply_chat_template", with_clock)
     exact.prove()
     for _ in range(2):
         with pytest.raises(TemplateUnsupported):
@@ -161,29 +147,6 @@ def test_text_like_a_marker_needs_no_more_renderings_or_candidates(monkeypatch: 
     assert max(counts[0]) < 20
 
 
-def test_close_that_is_found_between_words_only_is_refused() -> None:
-    from tokenizers import AddedToken
-
-    tokenizer = tokenizer_with(_chatml(message=_MESSAGE.replace("<|im_end|>\n", "ENDe")))
-    tokenizer._tokenizer.add_special_tokens(
-        {"additional_special_tokens": [AddedToken("END", single_word=True)]}
-    )
-    tokenizer = ChatTokenizer(
-        "memory",
-        len(tokenizer._tokenizer),
-        tokenizer._tokenizer,
-        tokenizer._tokenizer.backend_tokenizer.to_str(),
-        frozenset({tokenizer._tokenizer.convert_tokens_to_ids("END")}),
-    )
-    with pytest.raises(TemplateUnsupported, match="does not find the token"):
-        tokenizer.continuation(
-            token_id(tokenizer, "o"), [_user("why")], history=[_user("a"), _turn("b")], finish_reason="length"
-        )
-
-
-_HISTORY = [_user("a"), _turn("b")]
-
-
 _CYCLE = _user("why")
 _CYCLE["extra"] = _CYCLE
 
@@ -191,11 +154,7 @@ _CYCLE["extra"] = _CYCLE
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"history": 5},
-        {"history": iter(_HISTORY)},
-        {"history": [5]},
-        {"new_messages": "Hi"},
-        {"new_messages": [None]},
+        {"history": iter([_user("a"), _turn("b")])},
         {"new_messages": [_CYCLE]},
         {"tools": 5},
         {"template_kwargs": "abc"},
@@ -203,6 +162,6 @@ _CYCLE["extra"] = _CYCLE
     ],
 )
 def test_wrong_types_are_typed_errors(wrong: dict[str, Any]) -> None:
-    arguments = {"new_messages": [_user("why")], "history": _HISTORY, **wrong}
+    arguments = {"new_messages": [_user("why")], "history": [_user("a"), _turn("b")], **wrong}
     with pytest.raises(InvalidMessages):
         tokenizer_with(_chatml()).append([1], **arguments)

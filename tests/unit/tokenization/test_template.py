@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.tiny_model import TinyModel
 from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported
-from tokenization.check import check, load_for_check
 from tokenization.template import merge_templates
 
 Load = Callable[..., ChatTokenizer]
@@ -45,14 +44,6 @@ def test_errors_of_a_template_are_invalid_messages(load: Load, template: str, er
         tokenizer.render([_USER])
     with pytest.raises(InvalidMessages):
         tokenizer.append([1], [_USER], history=[_USER, {"role": "assistant", "content": "Hi"}])
-
-
-def test_a_template_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:
-    file = tmp_path / "template.jinja"
-    file.write_text("{{ raise_exception('no') }}")
-    report = check(load_for_check(str(file)))
-    assert not report.exact
-    assert all(shape.reason for shape in report.shapes)
 
 
 @pytest.mark.parametrize("content_format, expected", [(None, "Hi"), ("string", "H|i|"), ("openai", "Hi")])
