@@ -17,6 +17,10 @@ class Verdict(StrEnum):
     """The oracle has no answer, `append` has one, and nothing tells whether it is right."""
 
 
+FINDINGS = (Verdict.WRONG, Verdict.UNCHECKED)
+"""The verdicts that no cell may have."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """A verdict and its reason."""

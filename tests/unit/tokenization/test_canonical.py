@@ -1,7 +1,5 @@
 import copy
 import itertools
-import json
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -327,88 +325,6 @@ def test_chain_equals_repeated_extend() -> None:
 
 
 # ---- properties of all messages ----
-
-_SHORT = st.text("ab \n", max_size=3)
-_SEEDS = st.randoms(use_true_random=False)
-_CALL = st.tuples(
-    _SHORT, _SHORT, st.dictionaries(_SHORT, st.sampled_from([0, False, 0.0, None, ""]), max_size=2)
-)
-_PLAIN = st.fixed_dictionaries(
-    {
-        "role": st.sampled_from(["user", "assistant", "tool"]),
-        **dict.fromkeys(["content", "reasoning", "refusal"], _SHORT),
-        **dict.fromkeys(["name", "tool_call_id"], st.none() | _SHORT),
-        "tool_calls": st.lists(_CALL, max_size=2),
-    }
-)
-"""Messages in a normal form, in which each message has one spelling."""
-
-
-def _respelled(value: Json, rng: random.Random) -> Any:
-    """Arguments with their keys shuffled: as a value, or as JSON text in a random style."""
-    value = dict(rng.sample(list(value.items()), len(value)))
-    separators = rng.choice([(",", ":"), (", ", ": "), ("\n,", "\t:\r")])
-    return rng.choice([value, json.dumps(value, indent=rng.choice([None, 2]), separators=separators)])
-
-
-def _spelled(plain: Json, rng: random.Random) -> Json:
-    """A random spelling of a message in normal form."""
-    texts = plain["content"].split("\n")
-    spellings: list[Any] = [plain["content"], texts, [_text(text) for text in texts]]
-    calls: list[Json] = [
-        {"id": call_id, "index": 0, "function": {"name": name, "arguments": _respelled(arguments, rng)}}
-        for call_id, name, arguments in plain["tool_calls"]
-    ]
-    return {
-        **plain,
-        "unknown": rng.random(),
-        "content": rng.choice(spellings if plain["content"] else [*spellings, None, []]),
-        "reasoning": None,
-        rng.choice(["reasoning", "reasoning_content"]): plain["reasoning"] or rng.choice(["", None]),
-        "refusal": plain["refusal"] or rng.choice(["", None]),
-        "tool_calls": calls or rng.choice([None, calls]),
-    }
-
-
-def _as_json(plain: object) -> str:
-    return json.dumps(plain, sort_keys=True)
-
-
-@given(st.lists(_PLAIN, min_size=1, max_size=4), _PLAIN, st.data())
-def test_an_edit_changes_the_chain_from_its_place_on(
-    plain: list[Json], replacement: Json, data: st.DataObject
-) -> None:
-    """A chain finds the longest common prefix, however its messages are spelled."""
-    index, rng = data.draw(st.integers(0, len(plain) - 1)), data.draw(_SEEDS)
-    field = data.draw(st.sampled_from(sorted(replacement)))
-    changed = data.draw(st.sampled_from([replacement, {**plain[index], field: replacement[field]}]))
-    chains = [
-        chain([_spelled(message, rng) for message in messages], tools=None, template_kwargs=None)
-        for messages in (plain, [*plain[:index], changed, *plain[index + 1 :]])
-    ]
-    equal = [left == right for left, right in zip(*chains, strict=True)]
-    same = _as_json(plain[index]) == _as_json(changed)
-    assert equal == [True] * index + [same] * (len(plain) - index)
-
-
-@given(_PLAIN, _PLAIN, _SEEDS)
-def test_loose_is_strict_of_stripped_content_without_reasoning(
-    plain: Json, other_plain: Json, rng: random.Random
-) -> None:
-    def stripped(plain: Json) -> Json:
-        if plain["role"] != "assistant":
-            return plain
-        calls = [
-            (call_id, name, {key: 0 if type(value) is float else value for key, value in arguments.items()})
-            for call_id, name, arguments in plain["tool_calls"]
-        ]
-        return {**plain, "content": plain["content"].strip(), "reasoning": "", "tool_calls": calls}
-
-    first, second = canonical(_spelled(plain, rng)), canonical(_spelled(other_plain, rng))
-    assert first.loose == canonical(_spelled(stripped(plain), rng)).strict
-    assert (first.loose == second.loose) == (_as_json(stripped(plain)) == _as_json(stripped(other_plain)))
-    if first.is_copy_of(second):
-        assert first.loose == second.loose
 
 
 _NAMES = ["type", "text", "uuid", "image_url", "refusal", "cache_control", "function", "arguments"]

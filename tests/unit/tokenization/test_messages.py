@@ -5,6 +5,8 @@ import pytest
 from tokenization import InvalidMessages
 from tokenization.messages import changes_start, for_template
 
+_CACHED = {"type": "text", "text": "b", "cache_control": 1}
+
 
 def _call(arguments: object) -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -15,10 +17,9 @@ def _call(arguments: object) -> dict[str, Any]:
     [
         ({"content": None}, {"content": ""}),
         (
-            {"content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+            {"content": [{"type": "refusal", "refusal": "a"}, {"type": "input_text", "text": "b"}]},
             {"content": "a\nb"},
         ),
-        ({"content": [{"type": "refusal", "refusal": "no"}]}, {"content": "no"}),
         ({"content": "a", "name": "n", "tool_call_id": "t"}, {"content": "a", "name": "n"}),
         ({"content": "a", "audio": None, "tool_calls": []}, {"content": "a"}),
         (
@@ -40,16 +41,11 @@ def test_conversion(message: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "message, text, parts",
     [
-        ({"role": "user", "content": ""}, "", [{"type": "text", "text": ""}]),
         ({"role": "user", "content": None}, "", []),
         (
-            {"role": "user", "content": ["a", "", {"type": "text", "text": "b", "cache_control": 1}]},
+            {"role": "user", "content": ["a", "", _CACHED]},
             "a\nb",
-            [
-                {"type": "text", "text": "a"},
-                {"type": "text", "text": ""},
-                {"type": "text", "text": "b", "cache_control": 1},
-            ],
+            [*({"type": "text", "text": text} for text in ("a", "")), _CACHED],
         ),
         ({"role": "tool", "content": ["a", "", "b"]}, "a\nb", "a\n\nb"),
         (
@@ -58,11 +54,6 @@ def test_conversion(message: dict[str, Any], expected: dict[str, Any]) -> None:
             [{"type": "text", "text": "a"}, {"type": "tool_reference", "name": "f"}],
         ),
         ({"role": "system", "content": "x-anthropic-billing-header: cch=1"}, "", []),
-        (
-            {"role": "system", "content": "x-anthropic-billing-header: cch=1\nBe brief."},
-            "Be brief.",
-            [{"type": "text", "text": "Be brief."}],
-        ),
         (
             {"role": "system", "content": ["x-anthropic-billing-header: cch=1", "Be brief."]},
             "Be brief.",
@@ -82,8 +73,6 @@ def test_content_formats(message: dict[str, Any], text: str, parts: list[dict[st
         ({"role": "user", "reasoning": "r", "tool_call_id": "a", "tool_calls": [5], "tools": []}, {}),
         ({"role": "tool", "tool_call_id": "a", "reasoning": "r"}, {"tool_call_id": "a"}),
         ({"role": "system", "name": "n", "task": "t"}, {"name": "n", "task": "t"}),
-        ({"role": "user", "name": None}, {}),
-        ({"role": "developer"}, {"tools": None}),
         ({"role": "developer", "tools": [{"name": "f"}]}, {"tools": [{"name": "f"}]}),
     ],
 )
@@ -127,14 +116,6 @@ def test_system_messages_are_merged_for_templates_without_developer(
     assert [message["role"] for message in kept] == [message["role"] for message in messages]
 
 
-def test_system_messages_stay_in_place_where_nothing_is_merged() -> None:
-    [first, _] = for_template([_KIND, _USER], parts=True, developer=False)
-    texts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind."}]
-    assert first == {"role": "system", "content": texts, "name": "n"}
-    converted = for_template([_BRIEF, _USER, _BRIEF], developer=False)
-    assert [message["role"] for message in converted] == ["system", "user", "system"]
-
-
 @pytest.mark.parametrize(
     "new, history, expected",
     [
@@ -154,17 +135,11 @@ def test_new_messages_that_change_the_start(
 @pytest.mark.parametrize(
     "message, error",
     [
-        ("text", "message 1 must be an object"),
         ({"role": 5}, "message 1 needs a role"),
-        ({"role": "user", "content": 5}, "content of message 1"),
-        ({"role": "user", "content": [5]}, "message 1 holds a part of type 'int'"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "message 1 holds a part of type 'image_url'"),
-        ({"role": "user", "content": [{"type": "text"}]}, "a text part in message 1 holds no text"),
-        ({"role": "assistant", "tool_calls": ["f"]}, "tool calls of message 1"),
         ({"role": "assistant", "tool_calls": 5}, "tool calls of message 1"),
         ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {}}]}, "of type 'function'"),
         ({"role": "user", "content": [{"type": "text", "text": "a", "uuid": "u"}]}, "holds no text"),
-        ({"role": "user", "content": [{"type": "refusal", "text": "a"}]}, "holds no text"),
         ({"role": "tool", "content": [{"type": "tool_reference", "name": 5}]}, "holds no name"),
     ],
 )

@@ -32,9 +32,7 @@ def load(tiny_model: TinyModel) -> Load:
         ("{{ 1 // 0 }}", "ZeroDivisionError: integer division or modulo by zero"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ messages.append(1) }}", "refuses the messages: "),
-        ("{{ nothing.at_all }}", "'nothing' is undefined"),
         ("{{ raise_exception('only two turns') }}", "refuses the messages: only two turns"),
-        ("{% for %}", "cannot be compiled: line 1: "),
         ("\n{{ messages | no_such_filter }}", "cannot be compiled: line 2: No filter named"),
     ],
 )
@@ -52,8 +50,7 @@ def test_content_format_is_detected_or_given(load: Load, content_format: Any, ex
         "{% for m in messages %}{% for part in m.content %}"
         "{{ part.text if part is mapping else part + '|' }}{% endfor %}{% endfor %}"
     )
-    tokenizer = load(template, content_format=content_format)
-    assert tokenizer.text([_USER]) == expected
+    assert load(template, content_format=content_format).text([_USER]) == expected
     assert load(template).with_content_format(content_format).text([_USER]) == expected
 
 
@@ -73,7 +70,6 @@ def test_fingerprint_covers_format_and_defaults(load: Load) -> None:
     "kwargs, expected",
     [
         ({}, "default-"),
-        ({"effort": "low"}, "low-"),
         ({"effort": None, "other": "auto"}, "default-"),
         ({"effort": "auto", "other": 0}, "default-0"),
     ],
@@ -104,9 +100,7 @@ def test_template_is_chosen_by_tools_and_by_name(load: Load) -> None:
     "own, processor, merged",
     [
         ("a", None, "a"),
-        (None, "b", "b"),
         ("a", "b", {"default": "b", "tool_use": "a"}),
-        ({"default": "a", "tool_use": "t"}, "b", {"default": "b", "tool_use": "t"}),
         ({"default": "a", "rag": "r"}, "b", {"default": "b", "tool_use": "a"}),
     ],
 )
