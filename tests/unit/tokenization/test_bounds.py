@@ -27,9 +27,7 @@ _TOKENIZERS = {**VOCABULARIES, "NFC": _with_nfc}
 _TEXTS = st.lists(
     st.tuples(
         st.one_of(
-            st.sampled_from(
-                ["the ", "weather", " ", "\n", "-", "=", "1", "\u00e9", "e\u0301", "\u2581", "\u4e2d"]
-            ),
+            st.sampled_from(["the ", "weather", " ", "\n", "=", "1", "e\u0301", "\u2581", "\u4e2d"]),
             st.sampled_from(["\u1100\u1161\u11a8", "\u03b1\u0313\u0300\u0345", "<|im_end|>", '"', "\\"]),
             st.characters(codec="utf-8"),
         ),
@@ -45,8 +43,7 @@ def test_the_bound_is_no_more_than_the_number_of_ids(
     name: str, slice_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounds, "_SLICE", slice_size)
-    if slice_size > 1000:  # one slice has no edge
-        monkeypatch.setattr(bounds, "_EDGE", 0)
+    monkeypatch.setattr(bounds, "_EDGE", 0 if slice_size > 1000 else bounds._EDGE)  # one slice has no edge
     tokenizer = _TOKENIZERS[name]()
     tokenizer.add_special_tokens(["<|im_end|>"])
     bound = _bounds(tokenizer)

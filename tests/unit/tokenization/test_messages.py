@@ -6,6 +6,12 @@ from tokenization import InvalidMessages
 from tokenization.messages import changes_start, for_template
 
 _CACHED = {"type": "text", "text": "b", "cache_control": 1}
+_REFERENCE = {"type": "tool_reference", "name": "f"}
+_BILLING = "x-anthropic-billing-header: cch=1"
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def _call(arguments: object) -> dict[str, Any]:
@@ -16,16 +22,10 @@ def _call(arguments: object) -> dict[str, Any]:
     "message, expected",
     [
         ({"content": None}, {"content": ""}),
-        (
-            {"content": [{"type": "refusal", "refusal": "a"}, {"type": "input_text", "text": "b"}]},
-            {"content": "a\nb"},
-        ),
+        ({"content": [{"type": "refusal", "refusal": "a"}, _CACHED]}, {"content": "a\nb"}),
         ({"content": "a", "name": "n", "tool_call_id": "t"}, {"content": "a", "name": "n"}),
         ({"content": "a", "audio": None, "tool_calls": []}, {"content": "a"}),
-        (
-            {"content": "a", "reasoning_content": "r"},
-            {"content": "a", "reasoning": "r", "reasoning_content": "r"},
-        ),
+        ({"reasoning_content": "r"}, {"content": "", "reasoning": "r", "reasoning_content": "r"}),
         ({"tool_calls": [_call('{"x": 1}')]}, {"content": "", "tool_calls": [_call({"x": 1})]}),
         ({"tool_calls": [_call("")]}, {"content": "", "tool_calls": [_call({})]}),
         ({"tool_calls": [_call("{not json")]}, {"content": "", "tool_calls": [_call({})]}),
@@ -42,23 +42,11 @@ def test_conversion(message: dict[str, Any], expected: dict[str, Any]) -> None:
     "message, text, parts",
     [
         ({"role": "user", "content": None}, "", []),
-        (
-            {"role": "user", "content": ["a", "", _CACHED]},
-            "a\nb",
-            [*({"type": "text", "text": text} for text in ("a", "")), _CACHED],
-        ),
+        ({"role": "user", "content": ["a", "", _CACHED]}, "a\nb", [_text("a"), _text(""), _CACHED]),
         ({"role": "tool", "content": ["a", "", "b"]}, "a\nb", "a\n\nb"),
-        (
-            {"role": "tool", "content": ["a", {"type": "tool_reference", "name": "f"}]},
-            "a\nf",
-            [{"type": "text", "text": "a"}, {"type": "tool_reference", "name": "f"}],
-        ),
-        ({"role": "system", "content": "x-anthropic-billing-header: cch=1"}, "", []),
-        (
-            {"role": "system", "content": ["x-anthropic-billing-header: cch=1", "Be brief."]},
-            "Be brief.",
-            [{"type": "text", "text": "Be brief."}],
-        ),
+        ({"role": "tool", "content": ["a", _REFERENCE]}, "a\nf", [_text("a"), _REFERENCE]),
+        ({"role": "system", "content": _BILLING}, "", []),
+        ({"role": "system", "content": [_BILLING, "Be brief."]}, "Be brief.", [_text("Be brief.")]),
     ],
 )
 def test_content_formats(message: dict[str, Any], text: str, parts: list[dict[str, Any]] | str) -> None:

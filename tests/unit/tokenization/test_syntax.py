@@ -59,13 +59,29 @@ def test_numbers(source: str, numbers: tuple[int, ...]) -> None:
     assert read_syntax(source).numbers == numbers
 
 
-def test_kwargs_are_the_variables_that_the_renderer_does_not_set() -> None:
-    source = (
-        "{{ bos_token }}{{ tools }}{{ messages }}{{ documents }}{{ raise_exception('x') }}"
-        "{% if add_generation_prompt and enable_thinking %}{{ strftime_now('%d') }}{% endif %}"
-        "{% set own = 1 %}{{ own }}{{ namespace() }}{{ date }}"
-    )
-    assert read_syntax(source).kwargs == {"date": (), "enable_thinking": ()}
+@pytest.mark.parametrize(
+    "source, names",
+    [
+        ("{{ bos_token }}{{ tools }}{{ messages }}{{ raise_exception('x') }}{{ namespace() }}", set()),
+        ("{% if add_generation_prompt and y %}{{ strftime_now('%d') }}{% endif %}{{ date }}", {"date", "y"}),
+        ("{% set x = 1 %}{{ x }}", set()),
+        ("{{ x }}{% set x = 1 %}", {"x"}),
+        ("{% set x = x or 1 %}{{ x }}", {"x"}),
+        ("{% set x %}{{ y }}{% endset %}{{ x }}", {"y"}),
+        ("{% if a %}{% set x = 1 %}{% endif %}{{ x }}", {"a", "x"}),
+        ("{% if a %}{% set x = 1 %}{% elif b %}{% else %}{% set x = 2 %}{% endif %}{{ x }}", {"a", "b", "x"}),
+        ("{% if a %}{% set x = 1 %}{% else %}{% set x = 2 %}{% endif %}{{ x }}", {"a"}),
+        ("{% if x is not defined %}{% set x = 1 %}{% endif %}{{ x }}", {"x"}),
+        ("{% for x in y %}{% set z = 1 %}{% endfor %}{{ x }}{{ z }}", {"x", "y", "z"}),
+        ("{% for x in y if x %}{{ x }}{% else %}{{ x }}{% endfor %}", {"x", "y"}),
+        ("{% macro m(a, b=c) %}{{ a + b }}{% set d = 1 %}{{ d + e }}{% endmacro %}{{ m(f) }}", set("cef")),
+        ("{% set x = 1 %}{% macro m() %}{{ x }}{% endmacro %}{{ m() }}", set()),
+        ("{% with x = y %}{{ x }}{% endwith %}", {"y"}),
+        ("{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}", {"x"}),
+    ],
+)
+def test_kwargs_are_the_variables_that_may_be_read_unset(source: str, names: set[str]) -> None:
+    assert read_syntax(source).kwargs.keys() == names
 
 
 def test_kwargs_have_the_constants_that_they_are_compared_with() -> None:
