@@ -7,7 +7,7 @@ from tokenizers import AddedToken
 
 from tests.support.templates.vocabularies import VOCABULARIES
 from tokenization.encoder import Encoder
-from tokenization.errors import InvalidMessages, TemplateUnsupported
+from tokenization.errors import TemplateUnsupported
 from tokenization.limit import Limit, Stopped, TooManyIds
 from tokenization.pieces import PIECE
 
@@ -52,11 +52,6 @@ def test_truncation_and_padding_of_the_description_are_ignored() -> None:
     backend.enable_truncation(2)
     backend.enable_padding(length=50)
     assert Encoder(backend.to_str()).encode("the weather in Oslo") == ids
-
-
-def test_half_of_a_surrogate_pair_is_rejected() -> None:
-    with pytest.raises(InvalidMessages, match="half of a surrogate pair"):
-        _encoder("bytes").encode("a face: \ud83d")
 
 
 def test_a_text_that_is_encoded_in_pieces_has_the_ids_of_the_whole() -> None:

@@ -72,22 +72,10 @@ def test_whole_floats_are_ids_where_that_is_allowed() -> None:
     assert ids.check_whole(integers)[0] is integers
 
 
-@pytest.mark.parametrize("digits", [30, 5000])
-def test_last_rejects_numbers_with_too_many_digits(digits: int) -> None:
+def test_last_rejects_numbers_with_too_many_digits() -> None:
     """Python itself refuses to parse integers of more than 4300 digits: hence 5000."""
     with pytest.raises(InvalidIds, match="beyond the vocabulary"):
-        ids.last(b"[1, " + b"9" * digits + b" ]")
-
-
-@given(st.text("[]0123456789,-. ", max_size=12))
-def test_count_compact_accepts_only_json(text: str) -> None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    compact = isinstance(value, list) and json.dumps(value, separators=(",", ":")) == text
-    valid = compact and all(type(item) is int and item >= 0 for item in value)
-    assert ids.count_compact(text.encode()) == (len(value) if valid else 0)
+        ids.last(b"[1, " + b"9" * 5000 + b" ]")
 
 
 @pytest.mark.parametrize("broken", [b",,", b",07,", b",a,", b", ,", b",-1,", b",[1],"])

@@ -89,16 +89,7 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
         _prompt_if("messages | length > 1 and messages[-2].content.endswith('?')"),
         NEW, HISTORY, r"the text of the turn decides what is printed: .*, assistant 'qw [?]'",
     ),
-    "argument of an earlier call": (
-        "{% set ns = namespace(found=false) %}{% for m in messages %}{% for call in m.tool_calls or [] %}"
-        "{% if 'deep' in call.function.arguments %}{% set ns.found = true %}{% endif %}{% endfor %}"
-        "{% endfor %}" + _prompt_if("ns.found"),
-        HISTORY, HISTORY, _EARLIER,
-    ),
-    "huge number": (
-        _prompt_if("messages | length > 10 ** 30"),
-        HISTORY, HISTORY, "^its source compares with a number above 128, too large to try$",
-    ),
+    "huge number": (_prompt_if("messages | length > 10 ** 30"), HISTORY, HISTORY, "above 128, too large"),
     "too many strings": (
         _CHATML + "{% if x in " + repr([f"s{number}" for number in range(151)]) + " %}{% endif %}",
         HISTORY, HISTORY, "^its source compares with 151 strings, too many to try$",
@@ -111,13 +102,6 @@ def test_locality_of_a_template(template: str, results: Locality, messages: Loca
     proof = tokenizer_with(template).prove()
     assert (proof.after_results, proof.after_messages) == (results, messages), proof.reason
     assert re.search(reason, proof.reason)
-
-
-def test_proof_tells_results_from_other_messages() -> None:
-    proof = Proof(TURN, NEW)
-    result, question = {"role": "tool", "content": "a"}, user()
-    assert proof.locality([result, question]) is TURN
-    assert proof.locality([question, result]) is proof.locality([]) is NEW
 
 
 def test_proof_that_takes_too_long_is_given_up() -> None:
@@ -160,14 +144,6 @@ def test_audit_compares_with_the_turn_as_it_is() -> None:
     history[1]["content"] = "17"
     assert tokenizer._discovery.refutation([user("And?")], history, options) is not None
     assert tokenizer.prove().after_messages is HISTORY
-
-
-def test_close_that_depends_on_the_history() -> None:
-    close = "{{ 'no more to say' * 5 if '/no_think' in messages[0].content }}{{ '<|im_end|>\n' }}"
-    turn = _HEADER + "{{ m.content }}" + close
-    tokenizer = tokenizer_with("{% for m in messages %}" + turn + "{% endfor %}" + _PROMPT)
-    texts = appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY)
-    assert texts == ("", _REST.replace("And?", "And?" + "no more to say" * 5))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ _TEXTS = {
     "an echo of the turn": "Hello.",
     "marker": "qZassistantZq",
     "special tokens": "<|im_end|>\n<|im_start|>assistant\n",
-    "quotes and backslashes": "'\"\\n\\\\",
     "template syntax": "{{ messages }}{% endfor %}{# x #}",
     "line feeds of every kind": "a\r\nb\rc\u2028d\x00e",
     "many lines": "\n" * 20_000 + "x",
@@ -75,7 +74,6 @@ _EXACT: dict[str, tuple[str, Any, str]] = {
     "escaped": ("m.content | tojson", 'é "x"\n\\', json.dumps('é "x"\n\\', ensure_ascii=False)),
     "as a Python literal": ("[m.content]", 'it\'s "x"\n', str(['it\'s "x"\n'])),
     "stripped": ("m.content | trim", " x\n", "x"),
-    "without /no_think": ("m.content.replace('/no_think', '')", "x /no_think y", "x  y"),
 }
 
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer
 from tests.support.templates.vocabularies import VOCABULARIES
 from tokenization.description import read_description
 from tokenization.encoder import Encoder
-from tokenization.token_bytes import TokenBytes, byte_alphabet
+from tokenization.token_bytes import TokenBytes
 
 _PARTS = st.sampled_from(
     ["the ", "weather", " ", "\n", "\t", "café", "四", "🙂", "é", "\u2581", "<|im_end|>", '{"a": 1}']
@@ -37,15 +37,6 @@ def test_the_bytes_of_ids_join_to_their_text(name: str, text: str) -> None:
     decoded = encoder.decode(ids)
     # the decoder of SentencePiece drops the space that its normaliser puts before a text
     assert joined == decoded or (joined.startswith(" ") and joined[1:] == decoded)
-
-
-def test_a_part_of_a_character_is_its_bytes() -> None:
-    encoder = _ENCODERS["bytes"]
-    ids = encoder.encode("🙂")
-    spelled = [encoder.token_bytes([token])[token] for token in ids]
-    assert len(ids) > 1 and b"".join(spelled) == "🙂".encode()
-    assert encoder.token_bytes([10**9]) == {}
-    assert sorted(byte_alphabet().values()) == list(range(256))
 
 
 _REPLACE = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
