@@ -29,6 +29,11 @@ _PAIRINGS = (
 )
 
 
+@pytest.fixture(scope="session")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(tmp_path_factory.mktemp("templates"))
+
+
 @pytest.mark.parametrize("pairing", _PAIRINGS, ids=lambda each: each.name)
 def test_no_cell_is_wrong(matrix: Matrix, pairing: Pairing) -> None:
     results = matrix.results(pairing)

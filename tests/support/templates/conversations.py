@@ -46,11 +46,6 @@ _NO_SWITCH = frozenset(
 )
 """Variables that every renderer sets, and arguments of `apply_chat_template` itself."""
 
-WITH_EVERY_ENDING = frozenset({"content", "call", "reasoning", "parallel calls", "content and call"})
-"""Names of the conversations that end in every way; the others with their own stop token or by length."""
-WITH_EVERY_VARIABLE = frozenset({"content", "call", "reasoning"})
-"""Names of the conversations that are tried with every template argument."""
-
 
 def shapes_of(template: ChatTemplate) -> list[Shape]:
     """The conversations to try with a template."""

@@ -1,9 +1,7 @@
 import copy
 import pickle
 
-import pytest
-
-from tokenization import Appended, InvalidIds
+from tokenization import Appended
 from tokenization.appended import Unjoined
 
 
@@ -19,14 +17,6 @@ def test_prompt_is_built_once_from_the_ids_that_were_given() -> None:
     given.clear()
     appended.suffix_ids.clear()
     assert appended.prompt_ids is prompt_ids == [5, 6, 8, 9]
-
-
-def test_shortened_list_raises_invalid_ids() -> None:
-    given = [5, 6]
-    appended = _appended(given)
-    given.pop()
-    with pytest.raises(InvalidIds, match="shortened"):
-        _ = appended.prompt_ids
 
 
 def test_joined_and_unjoined_results_are_equal() -> None:

@@ -1,7 +1,6 @@
 """A tokenizer that is loaded from a folder: rendering, appending, its cache and its errors."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -102,17 +101,6 @@ def test_cache_key_covers_all_arguments(fresh: ChatTokenizer, difference: dict[s
     appended = [fresh.append(prompt, _USER) for prompt in ([300] * 1000, [5, END])]
     assert appended[0].suffix_ids == appended[1].suffix_ids
     assert (fresh.cache_info().hits, fresh.cache_info().misses) == (3, 3)
-
-
-def test_threads_share_a_tokenizer(tokenizer: ChatTokenizer, fresh: ChatTokenizer) -> None:
-    texts = [f"number {index % 20} " * (index % 20) for index in range(100)]
-
-    def work(tokenizer: ChatTokenizer, text: str) -> list[int]:
-        return tokenizer.append([1], [{"role": "user", "content": text}]).prompt_ids
-
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda text: work(fresh, text), texts))
-    assert found == [work(tokenizer, text) for text in texts]
 
 
 @pytest.mark.parametrize(

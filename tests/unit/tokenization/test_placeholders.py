@@ -1,8 +1,6 @@
 """Placeholders of images are expanded exactly once, whichever form the client sends."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tokenization.placeholders import PlaceholdersDiffer, Span, collapse, expand, find
 
@@ -40,20 +38,3 @@ def test_another_number_of_placeholders_is_refused(ids: list[int]) -> None:
         expand(ids, _PAD, [_IDEFICS, _IDEFICS])
     with pytest.raises(PlaceholdersDiffer, match="not expanded"):
         find([1, _PAD, 2], _PAD, [_IDEFICS])
-
-
-_images = st.lists(st.sampled_from([_IDEFICS, [7, _PAD, 7], [8, _PAD, _PAD]]), max_size=5)
-
-
-@given(_images, st.data())
-def test_any_mix_of_forms_gives_the_expanded_prompt(images: list[list[int]], data: st.DataObject) -> None:
-    mixed, whole = [0], [0]
-    for image in images:
-        mixed += data.draw(st.sampled_from([[_PAD], image]))
-        whole += image
-        text = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
-        mixed += text
-        whole += text
-    expanded, spans = expand(mixed, _PAD, images)
-    assert expanded == whole
-    assert expand(collapse(whole, _PAD, spans), _PAD, images) == (whole, spans)
