@@ -186,13 +186,6 @@ def test_invalid_messages_are_rejected(message: Any, error: str) -> None:
         canonical(message, 3)
 
 
-def test_parsed_values_may_be_nested_at_any_depth() -> None:
-    deep: list[Any] = []
-    for _ in range(20_000):
-        deep = [deep]
-    assert len({canonical(_calls({"x": value})).strict for value in (deep, [deep])}) == 2
-
-
 def test_unclosed_strings_take_linear_time() -> None:
     # with quadratic time this test runs into its timeout
     canonical(_calls("[" * 200 + '"' + '\\"' * 1_000_000 + "\\"))

@@ -66,11 +66,6 @@ _TWO_STOPS = (
     "{{ m.tool_calls[0].function.arguments | tojson + '<|called|>' }}{% endif %}{{ '<|im_end|>' }}"
     "{% endfor %}" + _PROMPT
 )
-_JSON_PARTS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}"
-    "{% else %}{% for p in m.content %}{{ '' if p.text else '' }}{% endfor %}{{ m.content | tojson }}"
-    "{% endif %}{{ '<|im_end|>' }}{% endfor %}" + _PROMPT
-)
 # a prompt ends with a token that also stands twice in a close, as in Kimi K3
 _REPEATED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|sep|>' + m.content }}"
@@ -92,6 +87,7 @@ def _turn_with_calls() -> list[dict[str, Any]]:
     return _turn(content="", tool_calls=[call])
 
 
+_REFUSAL = {"type": "refusal", "refusal": "no"}
 _RESULT = {"role": "tool", "tool_call_id": "c0", "content": "sun"}
 _CHATML_REST = "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
 _HERMES_REST = "\n<|im_start|>tool\nsun<|im_end|>\n<|im_start|>assistant\n"
@@ -123,7 +119,6 @@ def tokenizers() -> dict[str, ChatTokenizer]:
         "two stops": tokenizer_with(
             _TWO_STOPS, special=[*SPECIAL, "<|called|>"], stops=["<|eos|>", "<|im_end|>", "<|called|>"]
         ),
-        "json parts": tokenizer_with(_JSON_PARTS),
         "repeated": tokenizer_with(_REPEATED, special=[*SPECIAL, "<|sep|>"]),
     }
 
@@ -136,7 +131,6 @@ _HEADER_REST = "\nAnd?<|im_end|>"
 _BOTH_REST = "<|im_end|>user\nAnd?<|im_end|><|im_end|>assistant\n"
 _OTHER_REST = "<|im_start|>user\nAnd?<|im_end|><|im_start|>assistant\n"
 _OTHER_RESULT = "<|im_start|>tool\nsun<|im_end|><|im_start|>assistant\n"
-_PARTS_REST = '<|im_start|>user\n[{"type": "text", "text": "And?"}]<|im_end|><|im_start|>assistant\n'
 _REPEATED_REST = "<|im_start|>user<|sep|>And?<|sep|>message<|sep|><|im_end|><|im_start|>assistant<|sep|>"
 _PLAIN_REST = "user: And? END<|im_end|>assistant: "
 _LENGTH = {"finish_reason": "length"}
@@ -161,7 +155,6 @@ _AFTER_TEXT: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "alternate stop for two tokens": ("two tokens", "<|eos|>", {}, "", _TWO_REST),
     "after a message of the template, alternate stop": ("announced", "<|eos|>", {}, "", _TWO_REST),
     "text with the other stop": ("other stop", "<|answered|>", {}, "", _OTHER_REST),
-    "parts as JSON, as length": ("json parts", "o", _LENGTH, "<|im_end|>", _PARTS_REST),
     "a token twice in the close": (
         "repeated", "o", _LENGTH, "<|sep|>message<|sep|><|im_end|>", _REPEATED_REST
     ),
@@ -200,10 +193,7 @@ def test_cut_after_calls(
 
 @pytest.mark.parametrize(
     "content, text",
-    [
-        *[(None, ""), ([], ""), ([{"type": "text", "text": ""}], ""), (" \n", " \n"), (["a", "b"], "a\nb")],
-        ([{"type": "thinking", "thinking": "hm"}, {"type": "refusal", "refusal": "no"}], "hm\nno"),
-    ],
+    [(None, ""), ([{"type": "text", "text": ""}], ""), (" \n", " \n"), (["a", _REFUSAL], "a\nno")],
 )
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_message_is_not_taken_for_a_close(

@@ -77,21 +77,6 @@ def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch
     assert raised.value.at_least
 
 
-def test_a_long_text_is_tokenised_no_further_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, text = _encoder("bytes"), "a b " * PIECE
-    encoded: list[int] = []
-    encode = encoder._encode
-
-    def counted(piece: str) -> list[int]:
-        encoded.append(len(piece))
-        return encode(piece)
-
-    monkeypatch.setattr(encoder, "_encode", counted)
-    with pytest.raises(TooManyIds):
-        encoder.encode(text, Limit(len(text) // 3))
-    assert PIECE <= sum(encoded) < len(text)
-
-
 def test_tokenising_stops_when_the_caller_left() -> None:
     answers = iter([False, True])
     with pytest.raises(Stopped):

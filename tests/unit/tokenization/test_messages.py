@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from tokenization import InvalidMessages
-from tokenization.messages import changes_start, for_template
+from tokenization.messages import for_template
 
 _CACHED = {"type": "text", "text": "b", "cache_control": 1}
 _REFERENCE = {"type": "tool_reference", "name": "f"}
@@ -102,22 +102,6 @@ def test_system_messages_are_merged_for_templates_without_developer(
     assert converted == [{"role": "system", "content": expected}, *user]
     kept = for_template(messages, parts=parts)
     assert [message["role"] for message in kept] == [message["role"] for message in messages]
-
-
-@pytest.mark.parametrize(
-    "new, history, expected",
-    [
-        ([_USER], [_KIND], False),
-        ([_USER, _KIND], None, True),
-        ([_BRIEF], None, False),
-        ([_BRIEF], [_BRIEF, _USER], False),
-        ([_BRIEF], [_USER, _KIND], True),
-    ],
-)
-def test_new_messages_that_change_the_start(
-    new: list[dict[str, Any]], history: list[dict[str, Any]] | None, expected: bool
-) -> None:
-    assert changes_start(new, history) == expected
 
 
 @pytest.mark.parametrize(

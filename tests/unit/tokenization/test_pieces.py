@@ -107,14 +107,6 @@ def test_text_is_cut_where_that_is_possible() -> None:
         assert list(cutter.pieces(text)) == [text]
 
 
-def test_no_cut_lies_in_an_added_token() -> None:
-    tokenizer = _tokenizer(_CUT["GPT-2"], AddedToken("end of turn", normalized=False))
-    text = "ab end of turn ab12ab34"
-    cut = list(_cutter(tokenizer).pieces(text))
-    assert cut == ["ab end of turn ab", "12ab", "34"]
-    assert tokenizer.encode(text).ids == [token for piece in cut for token in tokenizer.encode(piece).ids]
-
-
 @pytest.mark.parametrize(
     "tokenizer",
     [

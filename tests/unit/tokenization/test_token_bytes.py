@@ -59,17 +59,3 @@ def test_each_decoder(decoder: object, token: str, expected: bytes) -> None:
     model = {"type": "BPE", "vocab": {}, "merges": []}
     described = json.dumps({"decoder": decoder, "added_tokens": [], "model": model})
     assert TokenBytes(read_description(described)).of(token) == expected
-
-
-_ADDED = ["\u2581\u2581", "\u0120", "<\uff5cend\u2581of\uff5c>", "\n\n", "end</w>"]
-
-
-@pytest.mark.parametrize("name", VOCABULARIES)
-@pytest.mark.parametrize("added", _ADDED)
-def test_an_added_token_is_what_the_decoder_makes_of_it(name: str, added: str) -> None:
-    encoder = _encoder(name, added)
-    before, [token] = encoder.encode("a"), encoder.encode(added)
-    decoded = encoder.decode([*before, token, *before])
-    assert decoded == b"".join(
-        encoder.token_bytes([each])[each] for each in [*before, token, *before]
-    ).decode().removeprefix("" if decoded.startswith(" ") else " ")
