@@ -84,7 +84,6 @@ class TurnEnd:
 
     @property
     def text(self) -> str:
-        """All text after the turn's own."""
         return self.close + self.rest
 
 

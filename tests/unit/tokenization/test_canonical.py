@@ -151,7 +151,6 @@ INVALID: list[tuple[Any, str]] = [
     (None, "message 3 must be an object"),
     *((message, "message 3 needs a role") for message in ({"role": ""}, {"role": 5})),
     (_user(_text("a")), "content of message 3 must be a string or a list"),
-    (_user([5]), "message 3 holds a part of type 'int'"),
     (_user([_text(5)]), "a text part in message 3 holds no text"),
     (_user([{"type": "image_pil", "image_pil": object()}]), "type 'object' is not JSON"),
     (_turn(tool_calls="f"), "tool calls of message 3 must be a list"),
@@ -201,9 +200,6 @@ def test_digests_are_stable() -> None:
     assert extend(start(), digests.strict).hex() == "e83e9132e1c4e5585a9204ba30b1b398"
 
 
-# ---- the loose digest ----
-
-
 @pytest.mark.parametrize(
     "recorded, sent",
     [
@@ -243,8 +239,6 @@ def test_other_edits_make_no_copy(recorded: Json, sent: Json, loose: bool) -> No
     assert not canonical(sent).is_copy_of(canonical(recorded))
 
 
-# ---- tool calls that a client repaired ----
-
 _CUT_OFF = '{"city": "Par'
 
 
@@ -276,30 +270,17 @@ def test_without_arguments_ignores_only_arguments_and_reasoning() -> None:
     assert canonical(_turn("text")).without_arguments == b""
 
 
-# ---- the digest of a conversation ----
-
 MESSAGES = [{"role": "system", "content": "s"}, _user("u"), _turn("a ", reasoning="r"), _user("v")]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": 1, "b": 2}}}
 TOOL_WITH_KEYS_SWAPPED = {"type": "function", "function": {"name": "f", "parameters": {"b": 2, "a": 1}}}
-SECOND_TOOL = {"type": "function", "function": {"name": "g"}}
 
 
 def test_different_arguments_of_start() -> None:
+    values = (None, True, 1, 1.0, "1", [], {}, "", {"x": 1, "y": 2}, {"y": 2, "x": 1})
     arguments: list[Json] = [
-        {},
-        {"tools": [TOOL]},
-        {"tools": [TOOL_WITH_KEYS_SWAPPED]},
-        {"tools": [TOOL, SECOND_TOOL]},
-        {"tools": [SECOND_TOOL, TOOL]},
-        *_variants(lambda value: {"template_kwargs": {"a": value}}, None, True, 1, 1.0, "1", [], {}, ""),
-        {"template_kwargs": {"a": {"x": 1, "y": 2}}},
-        {"template_kwargs": {"a": {"y": 2, "x": 1}}},
-        {"template_kwargs": {"b": 1}},
-        {"model": ""},
-        {"model": "m"},
-        {"session": ""},
-        {"session": "m"},
-        {"model": "m", "session": "m"},
+        *({"tools": tools} for tools in ([TOOL], [TOOL_WITH_KEYS_SWAPPED], [TOOL, {}], [{}, TOOL])),
+        *({"template_kwargs": kwargs} for kwargs in ({}, {"b": 1}, *({"a": value} for value in values))),
+        *({"model": ""}, {"model": "m"}, {"session": ""}, {"session": "m"}, {"model": "m", "session": "m"}),
     ]
     assert len({start(**each) for each in arguments}) == len(arguments)
     assert start() == start(tools=[], template_kwargs={}, model=None, session=None)
@@ -315,9 +296,6 @@ def test_chain_equals_repeated_extend() -> None:
         chain([_user("a"), {"content": "a"}], tools=None, template_kwargs=None)
     with pytest.raises(InvalidMessages, match="type 'set' is not JSON"):
         start(template_kwargs={"a": set()})
-
-
-# ---- properties of all messages ----
 
 
 _NAMES = ["type", "text", "uuid", "image_url", "refusal", "cache_control", "function", "arguments"]

@@ -135,8 +135,9 @@ _REPEATED_REST = "<|im_start|>user<|sep|>And?<|sep|>message<|sep|><|im_end|><|im
 _PLAIN_REST = "user: And? END<|im_end|>assistant: "
 _LENGTH = {"finish_reason": "length"}
 
-# (tokenizer, text sampled last, how it ended): the texts of close and suffix
-_AFTER_TEXT: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
+Row = tuple[str, str, dict[str, Any], str, str]
+"""A tokenizer, the text sampled last, how it ended; the texts of close and suffix."""
+_AFTER_TEXT: dict[str, Row] = {
     "own stop": ("chatml", "<|im_end|>", {}, "", _CHATML_REST),
     "length": ("chatml", "o", _LENGTH, "<|im_end|>", _CHATML_REST),
     "alternate stop": ("chatml", "<|eos|>", {}, "", _CHATML_REST),
@@ -160,7 +161,7 @@ _AFTER_TEXT: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     ),
     "plain text in a close, as length": ("plain close", "o", _LENGTH, " END<|im_end|>", _PLAIN_REST),
 }  # fmt: skip
-_AFTER_CALLS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
+_AFTER_CALLS: dict[str, Row] = {
     "call": ("hermes", "<|im_end|>", {}, "", _HERMES_REST),
     "call that stops with its syntax": ("hermes with stops", "</tool_call>", {}, "<|im_end|>", _HERMES_REST),
     "no close, call": ("glm", "<|observation|>", {}, "", _GLM_RESULT),
@@ -175,18 +176,15 @@ _AFTER_CALLS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, last, how, close, rest", _AFTER_TEXT.values(), ids=_AFTER_TEXT)
-def test_cut_after_text(
-    tokenizers: dict[str, ChatTokenizer], name: str, last: str, how: dict[str, Any], close: str, rest: str
-) -> None:
-    texts = appended_text(tokenizers[name], last, [_user()], history=_turn(), **how)
-    assert texts == (close, rest)
+@pytest.mark.parametrize("row", _AFTER_TEXT.values(), ids=_AFTER_TEXT)
+def test_cut_after_text(tokenizers: dict[str, ChatTokenizer], row: Row) -> None:
+    name, last, how, close, rest = row
+    assert appended_text(tokenizers[name], last, [_user()], history=_turn(), **how) == (close, rest)
 
 
-@pytest.mark.parametrize("name, last, how, close, rest", _AFTER_CALLS.values(), ids=_AFTER_CALLS)
-def test_cut_after_calls(
-    tokenizers: dict[str, ChatTokenizer], name: str, last: str, how: dict[str, Any], close: str, rest: str
-) -> None:
+@pytest.mark.parametrize("row", _AFTER_CALLS.values(), ids=_AFTER_CALLS)
+def test_cut_after_calls(tokenizers: dict[str, ChatTokenizer], row: Row) -> None:
+    name, last, how, close, rest = row
     texts = appended_text(tokenizers[name], last, [_RESULT], history=_turn_with_calls(), **how)
     assert texts == (close, rest)
 
