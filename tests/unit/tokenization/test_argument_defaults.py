@@ -54,5 +54,8 @@ def test_defaults_are_those_of_the_called_tool() -> None:
     defaults = argument_defaults(_TOOLS)
     stated = canonical(_turn('{"all": false}', "other"), 0, defaults)
     assert stated.loose == stated.strict != canonical(_turn("{}", "other"), 0, defaults).loose
-    odd = [{"function": None}, {"function": {"name": "edit", "parameters": {"properties": {"all": True}}}}]
+    odd: list[Any] = [
+        {"function": None},
+        {"function": {"name": "edit", "parameters": {"properties": {"all": True}}}},
+    ]
     assert argument_defaults(odd).digest == b"" != defaults.digest

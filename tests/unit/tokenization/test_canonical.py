@@ -276,7 +276,7 @@ TOOL_WITH_KEYS_SWAPPED = {"type": "function", "function": {"name": "f", "paramet
 
 
 def test_different_arguments_of_start() -> None:
-    values = (None, True, 1, 1.0, "1", [], {}, "", {"x": 1, "y": 2}, {"y": 2, "x": 1})
+    values: tuple[Any, ...] = (None, True, 1, 1.0, "1", [], {}, "", {"x": 1, "y": 2}, {"y": 2, "x": 1})
     arguments: list[Json] = [
         *({"tools": tools} for tools in ([TOOL], [TOOL_WITH_KEYS_SWAPPED], [TOOL, {}], [{}, TOOL])),
         *({"template_kwargs": kwargs} for kwargs in ({}, {"b": 1}, *({"a": value} for value in values))),

@@ -41,9 +41,9 @@ def test_reasoning_that_a_template_leaves_out(
 @pytest.mark.parametrize("parts", [False, True])
 def test_reasoning_in_the_content(parts: bool) -> None:
     text = "<think>two and two</think>It is 4."
-    message = {**_THOUGHT, "content": [{"type": "text", "text": text}] if parts else text}
+    message: dict[str, Any] = {**_THOUGHT, "content": [{"type": "text", "text": text}] if parts else text}
     assert ends_thinking(message)
     assert not ends_thinking(_THOUGHT)
-    messages = [_USER, message, _USER]
+    messages: list[Any] = [_USER, message, _USER]
     assert hidden_reasoning(tokenizer_with(_NEVER), messages, [1]) == set()
     assert hidden_reasoning(tokenizer_with(_FROM_CONTENT), messages, [1]) == {1}
