@@ -1,8 +1,8 @@
 """The whole matrix, and what makes it credible: `tests/unit/templates` has texts written by hand."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,14 +12,13 @@ from tests.support.templates.laws import Kind
 from tests.support.templates.matrix import Cell, Matrix
 from tests.support.templates.oracle import Undecided
 from tests.support.templates.pairing import Pairing, pairing, real_pairings, trl_pairings
-from tests.support.templates.report import PAGE, count, table
+from tests.support.templates.report import PAGE, table
 from tests.support.templates.sample import sample_names
 from tests.support.templates.sampling import Turn
 from tests.support.templates.shapes import SHAPES
-from tests.support.templates.verdicts import Finding, Verdict, describe
+from tests.support.templates.verdicts import FINDINGS, Finding, Verdict, describe
 from tokenization import Appended, TemplateUnsupported
 
-_FINDINGS = (Verdict.WRONG, Verdict.UNCHECKED)
 _MAX_REFUSED_SHARE = 0.03
 _REAL = ("qwen3", "gemma3")
 """Templates to run with the real tokenizer of their model, which takes ten times as long as a small one."""
@@ -30,10 +29,15 @@ _PAIRINGS = (
 )
 
 
+@pytest.fixture(scope="session")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(tmp_path_factory.mktemp("templates"))
+
+
 @pytest.mark.parametrize("pairing", _PAIRINGS, ids=lambda each: each.name)
 def test_no_cell_is_wrong(matrix: Matrix, pairing: Pairing) -> None:
     results = matrix.results(pairing)
-    assert not {result.verdict for result in results} & {*_FINDINGS}, describe(results, _FINDINGS)
+    assert not {result.verdict for result in results} & {*FINDINGS}, describe(results, FINDINGS)
 
 
 def test_few_cells_are_refused(matrix: Matrix) -> None:
@@ -49,7 +53,7 @@ def test_docs_have_the_current_rows_of_trl(matrix: Matrix) -> None:
     assert set(FAMILY_OF) == set(template_files())
     results = [result for each in trl_pairings() for result in matrix.results(each)]
     groups = {each.group for each in trl_pairings()}
-    current = {line for line in table(count(results)).splitlines() if line.split("|")[1].strip() in groups}
+    current = {line for line in table(results).splitlines() if line.split("|")[1].strip() in groups}
     assert current <= set(PAGE.read_text().splitlines())
 
 
@@ -67,17 +71,6 @@ def test_ids_after_a_turn_equal_those_of_the_whole_rendering(matrix: Matrix, pai
         assert oracle.encode(whole)[-len(ids) :] == ids, shape.name
 
 
-@dataclass
-class _Stub:
-    """A tokenizer with an answer made from the given and the expected ids, to test the verdicts."""
-
-    expected: list[int]
-    answer: Callable[[list[int], list[int]], Appended]
-
-    def append(self, prompt_ids: list[int], *_new: object, **_options: object) -> Appended:
-        return self.answer(prompt_ids, self.expected)
-
-
 def _refuses(prompt: list[int], expected: list[int]) -> Appended:
     raise TemplateUnsupported("no")
 
@@ -86,8 +79,8 @@ def _breaks(prompt: list[int], expected: list[int]) -> Appended:
     raise KeyError("role")
 
 
-def _nothing(prompt: list[int], expected: list[int]) -> Appended:
-    return Appended(prompt, [], [])
+def _right(prompt: list[int], new: list[int]) -> Appended:
+    return Appended(prompt + new, new[:1], new[1:])
 
 
 def _one_too_many(prompt: list[int], expected: list[int]) -> Appended:
@@ -97,18 +90,18 @@ def _one_too_many(prompt: list[int], expected: list[int]) -> Appended:
 @pytest.mark.parametrize(
     "template, answer, verdict, kind",
     [
-        ("qwen3", lambda prompt, new: Appended(prompt + new, new[:1], new[1:]), Verdict.EXACT, ""),
+        ("qwen3", _right, Verdict.EXACT, ""),
         ("qwen3", _refuses, Verdict.REFUSED, "TemplateUnsupported"),
         ("qwen3", _breaks, Verdict.WRONG, Kind.UNTYPED_ERROR),
-        ("qwen3", _nothing, Verdict.WRONG, Kind.NEW_MISSING),
+        ("qwen3", lambda prompt, new: Appended(prompt, [], []), Verdict.WRONG, Kind.NEW_MISSING),
         ("qwen3", _one_too_many, Verdict.WRONG, Kind.BEFORE_NEW),
         ("qwen3", lambda prompt, new: Appended(prompt[1:] + new, [], new), Verdict.WRONG, Kind.PREFIX),
         ("qwen3", lambda prompt, new: Appended(prompt + new, new, new), Verdict.WRONG, Kind.SUM),
         # Gemma has no system role: without the system message it prints the same conversation
-        ("gemma", lambda prompt, new: Appended(prompt + new, new[:1], new[1:]), Verdict.EXCLUDED, None),
+        ("gemma", _right, Verdict.EXCLUDED, None),
         ("gemma", _refuses, Verdict.EXCLUDED, None),
         ("gemma", _one_too_many, Verdict.UNCHECKED, None),
-        ("gemma", _nothing, Verdict.WRONG, None),
+        ("gemma", lambda prompt, new: Appended(prompt, [], []), Verdict.WRONG, None),
         ("gemma", _breaks, Verdict.WRONG, None),
     ],
 )
@@ -118,7 +111,7 @@ def test_verdict_on_right_and_wrong_answers(
     trial = matrix.trial(pairing(template))
     turn = trial.turn(SHAPES[0], "none")
     assert isinstance(turn, Turn)
-    stub: Any = _Stub(turn.whole_end(), answer)
+    stub = Mock(append=lambda prompt_ids, *_new, **_options: answer(prompt_ids, turn.whole_end()))
     shown = template == "qwen3"
     for result in replace(trial, subject=stub).judge(Cell(SHAPES[0 if shown else 1], "length", "none")):
         finding = Finding(result.verdict, result.finding.kind if shown else "")

@@ -1,6 +1,5 @@
 """Conversations and template arguments that the source of a template suggests: more shapes for the matrix."""
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,24 +7,13 @@ import jinja2.nodes
 
 from tests.support.templates.corpus import ChatTemplate
 from tests.support.templates.shapes import (
-    ANSWER,
     ANSWERED,
-    CALLED,
-    EARLIER,
-    LATE,
+    FURTHER_SHAPES,
     NEXT,
-    ONE_CALL,
-    QUESTION,
-    REASONING,
     SHAPES,
-    SYSTEM,
-    TWO_CALLS,
-    WEATHER_RESULT,
     Message,
     Shape,
     assistant,
-    call,
-    result,
     user,
 )
 
@@ -57,58 +45,6 @@ _NO_SWITCH = frozenset(
     }
 )
 """Variables that every renderer sets, and arguments of `apply_chat_template` itself."""
-
-
-_NO_ARGUMENTS = assistant(
-    "", tool_calls=[{"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}]
-)
-_SAME_IDS = assistant("", tool_calls=[call(1, "Zürich"), call(1, "Oslo", "clock")])
-_BERN = [assistant("", tool_calls=[call(4, "Bern")]), result(4, "12 °C")]
-_SAME_ID = [QUESTION, assistant("", tool_calls=[call(1, "Bern")]), result(1, "12 °C")]
-_DEVELOPER = {**SYSTEM, "role": "developer"}
-_KIND = {"role": "developer", "content": "Be kind."}
-_I_LOOK = {**ONE_CALL, "content": "I look."}
-
-FURTHER_SHAPES = (
-    Shape("developer", [_DEVELOPER, *ANSWERED], [NEXT]),
-    Shape("system and developer", [SYSTEM, _KIND, *ANSWERED], [NEXT]),
-    Shape("developer, call", [_DEVELOPER, *CALLED], [WEATHER_RESULT]),
-    Shape(
-        "system in the middle",
-        [QUESTION, assistant("Sunny."), SYSTEM, user("Sure?"), assistant(ANSWER)],
-        [NEXT],
-    ),
-    Shape("new system message", ANSWERED, [{"role": "system", "content": "Be newly brief."}, NEXT]),
-    Shape(
-        "users in a row",
-        [QUESTION, user("In Celsius."), assistant(ANSWER)],
-        [user("newer thanks"), NEXT],
-    ),
-    Shape("call in a fourth round", [*EARLIER, *_BERN, *copy.deepcopy(_BERN), ONE_CALL], [WEATHER_RESULT]),
-    Shape("the same id in each round", [*_SAME_ID, ONE_CALL], [WEATHER_RESULT]),
-    Shape(
-        "a round after a call and an answer",
-        [*EARLIER, LATE, QUESTION, TWO_CALLS],
-        [WEATHER_RESULT, result(2, "newclock says nine")],
-    ),
-    Shape("call, null content", [QUESTION, {**ONE_CALL, "content": None}], [WEATHER_RESULT]),
-    Shape("call without arguments", [QUESTION, _NO_ARGUMENTS], [WEATHER_RESULT]),
-    Shape(
-        "content, reasoning and call",
-        [QUESTION, {**_I_LOOK, "reasoning_content": REASONING}],
-        [WEATHER_RESULT],
-    ),
-    Shape("content and call, then result and user", [QUESTION, _I_LOOK], [WEATHER_RESULT, NEXT]),
-    Shape("one result is missing", [QUESTION, TWO_CALLS], [WEATHER_RESULT]),
-    Shape("all results are missing", [QUESTION, TWO_CALLS], [NEXT]),
-    Shape("equal ids", [QUESTION, _SAME_IDS], [WEATHER_RESULT, result(1, "newclock says nine")]),
-)
-"""Conversations for every template of the corpus, next to `SHAPES`."""
-
-WITH_EVERY_ENDING = frozenset({"content", "call", "reasoning", "parallel calls", "content and call"})
-"""Names of the conversations that end in every way; the others with their own stop token or by length."""
-WITH_EVERY_VARIABLE = frozenset({"content", "call", "reasoning"})
-"""Names of the conversations that are tried with every template argument."""
 
 
 def shapes_of(template: ChatTemplate) -> list[Shape]:

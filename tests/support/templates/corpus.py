@@ -3,7 +3,6 @@
 Templates with equal text are one template, of the first source that has it.
 """
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,11 +32,6 @@ class ChatTemplate:
     def name(self) -> str:
         return f"{self.source}/{self.stem}"
 
-    @property
-    def digest(self) -> str:
-        """16 hexadecimal digits of the text's SHA-256."""
-        return digest(self.text)
-
     @cached_property
     def tree(self) -> jinja2.nodes.Template | None:
         """The syntax tree, None if transformers cannot compile the template."""
@@ -53,16 +47,6 @@ class ChatTemplate:
         """Names of the variables that the template reads and does not set."""
         return frozenset(jinja2.meta.find_undeclared_variables(self.tree)) if self.tree else frozenset()
 
-    @cached_property
-    def structure(self) -> str:
-        """Equal for templates that differ only in their literal text, such as the spelling of tokens."""
-        names = [type(node).__name__ for node in self.tree.find_all(jinja2.nodes.Node)] if self.tree else []
-        return digest(" ".join(names))
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
 
 def corpus(sources: tuple[str, ...] = SOURCES) -> list[ChatTemplate]:
     """Every template of the sources, each text once, sorted by source and name.
@@ -75,9 +59,9 @@ def corpus(sources: tuple[str, ...] = SOURCES) -> list[ChatTemplate]:
         for stem, path in _paths(source).items():
             text = path.read_text("utf-8")
             # every template of trl has a family of its own, so there equal texts may stand for several models
-            key = f"{source}/{stem}" if source == "trl" else digest(text.strip())
+            key = f"{source}/{stem}" if source == "trl" else text.strip()
             templates.setdefault(key, ChatTemplate(source, stem, text))
-            templates.setdefault(digest(text.strip()), templates[key])
+            templates.setdefault(text.strip(), templates[key])
     return list({template.name: template for template in templates.values()}.values())
 
 

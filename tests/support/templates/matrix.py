@@ -14,41 +14,31 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.support.templates.conversations import (
-    WITH_EVERY_ENDING,
-    WITH_EVERY_VARIABLE,
-    shapes_of,
-    variables_of,
-)
+from tests.support.templates import sampling
+from tests.support.templates.conversations import shapes_of, variables_of
 from tests.support.templates.laws import Kind, kind_of_difference, malformed
 from tests.support.templates.oracle import Oracle, Reason, Undecided
 from tests.support.templates.pairing import Pairing
 from tests.support.templates.renderer import Renderer, TemplateRefuses
-from tests.support.templates.sampling import (
-    COMMON_ENDINGS,
-    ENDINGS,
-    ENDINGS_OF_EVERY_SHAPE,
-    Sampled,
-    Turn,
-    applies,
-    sampled_ids,
-)
-from tests.support.templates.shapes import SHAPES, TOOLS, Shape
+from tests.support.templates.sampling import ENDINGS, Sampled, Turn, applies, sampled_ids
+from tests.support.templates.shapes import SHAPES, TOOLS, Shape, user
 from tests.support.templates.stand_in import StandIn
 from tests.support.templates.unshown import Unshown
 from tests.support.templates.verdicts import Finding, Result, Verdict
 from tokenization import Appended, ChatTokenizer, TokenizationError
 
+# conversations that end in every way, the others with their own stop token or by length
+_WITH_EVERY_ENDING = ("content", "call", "reasoning", "parallel calls", "content and call")
+_WITH_EVERY_VARIABLE = ("content", "call", "reasoning")
+
 
 @dataclass(frozen=True)
 class Cell:
-    """A conversation, how its last turn ended, and the template arguments."""
+    """A conversation, how its last turn ended (a key of `ENDINGS`), and the key of its template arguments."""
 
     shape: Shape
     ending: str
-    """A key of `ENDINGS`."""
     variables: str
-    """A key of `Trial.variables`."""
 
 
 @dataclass
@@ -89,11 +79,13 @@ class Trial:
     def cells(self) -> Iterator[Cell]:
         """Every cell of the pairing, the excluded ones too."""
         for shape in self.shapes:
-            for variables in self.variables if shape.name in WITH_EVERY_VARIABLE else ["none"]:
-                every = variables == "none" and shape.name in WITH_EVERY_ENDING
-                for ending in ENDINGS if every else ENDINGS_OF_EVERY_SHAPE:
+            for variables in self.variables if shape.name in _WITH_EVERY_VARIABLE else ["none"]:
+                every = variables == "none" and shape.name in _WITH_EVERY_ENDING
+                for ending in ENDINGS if every else sampling.ENDINGS_OF_EVERY_SHAPE:
                     turn = self.turn(shape, variables)
-                    if ending in COMMON_ENDINGS or (isinstance(turn, Turn) and applies(ending, turn)):
+                    if ending in sampling.COMMON_ENDINGS or (
+                        isinstance(turn, Turn) and applies(ending, turn)
+                    ):
                         yield Cell(shape, ending, variables)
 
     def results(self) -> list[Result]:
@@ -226,9 +218,8 @@ class Matrix:
 
 def _reads_generation_prompt(renderer: Renderer) -> bool:
     """Whether a prompt ends otherwise with `add_generation_prompt` than without."""
-    messages = [{"role": "user", "content": "Hi"}]
     try:
-        texts = {renderer.render(messages, None, {"add_generation_prompt": on}) for on in (True, False)}
+        texts = {renderer.render([user("Hi")], None, {"add_generation_prompt": on}) for on in (True, False)}
     except TemplateRefuses:
         return False
     return len(texts) > 1
@@ -237,7 +228,7 @@ def _reads_generation_prompt(renderer: Renderer) -> bool:
 def _prints(renderer: Renderer, kwargs: Mapping[str, Any]) -> bool:
     """Whether a template prints the value of an argument, such as a token's text: it is no switch then."""
     try:
-        text = renderer.render([{"role": "user", "content": "Hi"}], None, kwargs)
+        text = renderer.render([user("Hi")], None, kwargs)
     except TemplateRefuses:
         return False
     return any(str(value) in text for value in kwargs.values() if isinstance(value, bool))

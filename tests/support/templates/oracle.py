@@ -84,7 +84,6 @@ class TurnEnd:
 
     @property
     def text(self) -> str:
-        """All text after the turn's own."""
         return self.close + self.rest
 
 
@@ -131,7 +130,7 @@ class Oracle:
 
     def render(self, messages: Sequence[Message], shape: Shape, kwargs: Mapping[str, Any]) -> str:
         """Raises TemplateRefuses."""
-        return self._tokens.render(messages, kwargs, with_tools=shape.with_tools)
+        return self._tokens.render(messages, kwargs, shape.with_tools)
 
     def turn_end(self, shape: Shape, kwargs: Mapping[str, Any]) -> TurnEnd:
         """What the template prints after the last turn of the history, with the new messages.
@@ -230,7 +229,7 @@ class Oracle:
             )
             closing = list(opened) or closing[:1]
         # the history alone may go on with another message
-        while closing and closing[-1].text == self._tokens.opener:
+        while closing and [closing[-1].text] == self._tokens.assistant_header[:1]:
             closing.pop()
         if self._tokens.between_messages == ("", ""):
             closing = closing[:1]
@@ -307,8 +306,7 @@ class Oracle:
         """A rendering without its common prefix with the prompt, which ends before an added token."""
         shared = _shared_length(prompt, text)
         cut = next(
-            (token.start for token in self._tokens.find(text) if token.start < shared < token.end),
-            shared,
+            (token.start for token in self._tokens.find(text) if token.start < shared < token.end), shared
         )
         return text[cut:]
 

@@ -5,6 +5,7 @@ is paired a second time, with a vocabulary of that kind. For the other templates
 guessed.
 """
 
+import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -75,12 +76,9 @@ def _renderings(template: ChatTemplate) -> list[str]:
     texts = []
     for shape in SHAPES:
         tools = TOOLS if shape.with_tools else None
-        try:
-            texts.append(
-                renderer.render([*shape.history, *shape.new], tools, {"add_generation_prompt": True})
-            )
-        except TemplateRefuses:
-            continue
+        with contextlib.suppress(TemplateRefuses):
+            messages = [*shape.history, *shape.new]
+            texts.append(renderer.render(messages, tools, {"add_generation_prompt": True}))
     return texts
 
 

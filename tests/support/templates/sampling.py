@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -172,23 +173,12 @@ def sampled_ids(text: str, seed: str, oracle: Oracle) -> list[int]:
     """
     rng = random.Random(seed)
     ids: list[int] = []
-    end = 0
-    for token in oracle.added_tokens.finditer(text):
-        for chunk in [*_chunks(text[end : token.start()], rng), token.group()]:
-            ids += oracle.encode(chunk)
-        end = token.end()
-    for chunk in _chunks(text[end:], rng):
-        ids += oracle.encode(chunk)
+    for piece in re.split(f"({oracle.added_tokens.pattern})", text):
+        while piece:
+            size = len(piece) if oracle.added_tokens.fullmatch(piece) else rng.randint(1, 6)
+            ids += oracle.encode(piece[:size])
+            piece = piece[size:]
     return ids
-
-
-def _chunks(text: str, rng: random.Random) -> list[str]:
-    chunks = []
-    while text:
-        size = rng.randint(1, 6)
-        chunks.append(text[:size])
-        text = text[size:]
-    return chunks
 
 
 def _two_thirds(text: str) -> str:

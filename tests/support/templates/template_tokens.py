@@ -10,7 +10,6 @@ from tests.support.templates.marks import MARKS
 from tests.support.templates.renderer import Renderer, TemplateRefuses
 from tests.support.templates.shapes import TOOLS, Message, call
 
-_GENERATION = {"add_generation_prompt": True}
 _USER_WORD, _NEXT_WORD = "newfirstword", "newsecondword"
 
 
@@ -33,29 +32,18 @@ class TemplateTokens:
     reads_generation_prompt: bool
     """See `Oracle`."""
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        with_tools: bool = False,
-    ) -> str:
+    def render(self, messages: Sequence[Message], kwargs: Mapping[str, Any], with_tools: bool) -> str:
         """Raises TemplateRefuses."""
         return self.renderer.render(
-            messages, TOOLS if with_tools else None, {**_GENERATION, **(kwargs or {})}
+            messages, TOOLS if with_tools else None, {"add_generation_prompt": True, **kwargs}
         )
 
     def render_alone(
-        self,
-        messages: Sequence[Message],
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        with_tools: bool = False,
+        self, messages: Sequence[Message], kwargs: Mapping[str, Any] | None = None, with_tools: bool = False
     ) -> str | None:
         """A rendering without generation prompt; None if the template refuses the messages."""
         try:
-            without = {**(kwargs or {}), "add_generation_prompt": False}
-            return self.render(messages, without, with_tools=with_tools)
+            return self.render(messages, {**(kwargs or {}), "add_generation_prompt": False}, with_tools)
         except TemplateRefuses:
             return None
 
@@ -97,16 +85,10 @@ class TemplateTokens:
         return frozenset(token.text for text in self.between_messages for token in self.find(text))
 
     @cached_property
-    def assistant_header(self) -> frozenset[str]:
+    def assistant_header(self) -> list[str]:
         """Added tokens that open an answer."""
         tokens = self.find(self.between_messages[0])
-        return frozenset(token.text for token in tokens[self.closing_tokens_of_user :])
-
-    @cached_property
-    def opener(self) -> str:
-        """The first added token that opens an answer; empty if none does."""
-        opening = self.find(self.between_messages[0])[self.closing_tokens_of_user :]
-        return opening[0].text if opening else ""
+        return [token.text for token in tokens[self.closing_tokens_of_user :]]
 
     @cached_property
     def closes(self) -> frozenset[str]:
@@ -137,7 +119,7 @@ class TemplateTokens:
             {"role": "user", "content": _NEXT_WORD},
         ]
         try:
-            whole = self.render(messages)
+            whole = self.render(messages, {}, with_tools=False)
         except TemplateRefuses:
             return "", ""
         after_user, _, after_answer = whole.partition(_USER_WORD)[2].partition(MARKS[0])

@@ -17,6 +17,10 @@ class Verdict(StrEnum):
     """The oracle has no answer, `append` has one, and nothing tells whether it is right."""
 
 
+FINDINGS = (Verdict.WRONG, Verdict.UNCHECKED)
+"""The verdicts that no cell may have."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """A verdict and its reason."""
@@ -51,12 +55,11 @@ class Result:
         return f"{self.pairing} | {self.shape} | {self.ending} | {self.variables} | {history}"
 
 
-def describe(results: list[Result], verdicts: tuple[Verdict, ...], limit: int = 12) -> str:
-    """The first `limit` cells with one of the verdicts, and the reasons, as text for a failure message."""
+def describe(results: list[Result], verdicts: tuple[Verdict, ...]) -> str:
+    """The first cells with one of the verdicts, and the reasons, as text for a failure message."""
     entries = [
         f"{result.cell}\n    {result.verdict}: {result.finding.kind}\n    {result.finding.detail}"
         for result in results
         if result.verdict in verdicts
     ]
-    rest = [f"... and {len(entries) - limit} more"] if len(entries) > limit else []
-    return "\n".join([f"{len(entries)} cells:", *entries[:limit], *rest])
+    return "\n".join([f"{len(entries)} cells, the first of them:", *entries[:12]])

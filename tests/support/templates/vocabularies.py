@@ -51,20 +51,19 @@ def _sentencepiece() -> Tokenizer:
     description = json.loads(trained.to_str())
     words = [f"<0x{byte:02X}>" for byte in range(256)]
     words += [token for token in description["model"]["vocab"] if token not in words]
-    description["model"] |= {
-        "vocab": {token: index for index, token in enumerate(words)},
-        "byte_fallback": True,
-    }
-    return Tokenizer.from_str(json.dumps({**description, "added_tokens": [], "pre_tokenizer": None}))
+    vocab = {token: index for index, token in enumerate(words)}
+    description["model"] |= {"vocab": vocab, "byte_fallback": True}
+    tokenizer = Tokenizer.from_str(json.dumps({**description, "added_tokens": [], "pre_tokenizer": None}))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
 
 
 def gemma_like() -> Tokenizer:
     """Replaces spaces by `▁`; adds nothing before a text."""
     tokenizer = _sentencepiece()
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
     return tokenizer
 
 
@@ -81,9 +80,6 @@ def mistral_like() -> Tokenizer:
     """Adds `▁` before the first stretch of text only, so a suffix that is encoded alone has one too many."""
     tokenizer = _sentencepiece()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
     return tokenizer
 
 

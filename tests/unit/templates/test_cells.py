@@ -26,11 +26,6 @@ _CELLS = {
         "\n</think>\n\nIt is sunny in Zürich today, with a light wind from the west.<|im_end|>",
         _CHATML_USER,
     ),
-    ("qwen3", "parallel calls", "own stop"): (
-        '"unit": "°C"}}\n</tool_call><|im_end|>',
-        f"\n<|im_start|>user\n<tool_response>\n{_RESULT}\n</tool_response>\n<tool_response>\nnewclock says\n"
-        "  nine 九 o'clock\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-    ),
     # the model samples its EOS in place of the close
     ("qwen3", "content", "other stop"): ("from the west.<|endoftext|>", _CHATML_USER),
     # earlier turns end with another token than the last one

@@ -16,10 +16,9 @@ SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eos|>")
 @cache
 def _bytes() -> str:
     """The description of a tokenizer with a token for each byte."""
-    alphabet = {
-        character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer.to_str()
@@ -33,27 +32,15 @@ def tokenizer_with(
     stops: Sequence[str] = ("<|im_end|>", "<|eos|>"),
     backend: Tokenizer | None = None,
 ) -> ChatTokenizer:
-    """A tokenizer with this template.
-
-    Args:
-        special: texts of the special tokens.
-        plain: texts of added tokens that are not special.
-        stops: texts of the tokens that end a turn of the model.
-        backend: a tokenizer without added tokens, in place of the one with a token for each byte.
-    """
+    """A tokenizer with this template; its added tokens are given by their texts."""
     backend = backend or Tokenizer.from_str(_bytes())
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
     fast = PreTrainedTokenizerFast(tokenizer_object=backend)
     fast.chat_template = template
     stop_ids = (backend.token_to_id(text) for text in stops)
-    return ChatTokenizer(
-        "in memory",
-        len(fast),
-        fast,
-        backend.to_str(),
-        frozenset(stop for stop in stop_ids if stop is not None),
-    )
+    known_stops = frozenset(stop for stop in stop_ids if stop is not None)
+    return ChatTokenizer("in memory", len(fast), fast, backend.to_str(), known_stops)
 
 
 def token_id(tokenizer: ChatTokenizer, text: str) -> int:

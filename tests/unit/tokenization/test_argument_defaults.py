@@ -13,13 +13,6 @@ _SCHEMA = {
     "options": {"default": {"a": 1, "b": [2]}},
 }
 _TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {"properties": _SCHEMA}}}]
-_ODD: list[Any] = [
-    {},
-    {"function": None},
-    {"function": {"name": "edit", "parameters": []}},
-    {"function": {"name": "edit", "parameters": {"properties": {"all": True}}}},
-    {"function": {"name": 1, "parameters": {"properties": _SCHEMA}}},
-]
 
 
 def _turn(arguments: str, name: str = "edit") -> dict[str, Any]:
@@ -27,11 +20,11 @@ def _turn(arguments: str, name: str = "edit") -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-@pytest.mark.parametrize(
-    "stated", ['{"all": false, "path": "a"}', '{"path": "a", "options": {"a": 1, "b": [2.0]}, "all": false}']
-)
-def test_a_stated_default_is_ignored(stated: str) -> None:
-    defaults = argument_defaults(_TOOLS)
+def test_a_stated_default_is_ignored() -> None:
+    defaults, stated = (
+        argument_defaults(_TOOLS),
+        '{"path": "a", "options": {"a": 1, "b": [2.0]}, "all": false}',
+    )
     sampled, sent = (canonical(_turn(text), 0, defaults) for text in ('{"path": "a"}', stated))
     assert sent.loose == sampled.loose == sampled.strict
     assert sent.strict != sampled.strict
@@ -46,8 +39,6 @@ def test_a_stated_default_is_ignored(stated: str) -> None:
 @pytest.mark.parametrize(
     "edited",
     [
-        '{"path": "b", "all": false}',
-        '{"path": "a", "all": true}',
         '{"path": "a", "all": 0}',
         '{"path": "a", "other": false}',
         '{"path": "a", "options": {"a": 1}}',
@@ -63,5 +54,8 @@ def test_defaults_are_those_of_the_called_tool() -> None:
     defaults = argument_defaults(_TOOLS)
     stated = canonical(_turn('{"all": false}', "other"), 0, defaults)
     assert stated.loose == stated.strict != canonical(_turn("{}", "other"), 0, defaults).loose
-    assert argument_defaults(_ODD).texts == {}
-    assert argument_defaults(_ODD).digest == b"" != argument_defaults(_TOOLS).digest
+    odd: list[Any] = [
+        {"function": None},
+        {"function": {"name": "edit", "parameters": {"properties": {"all": True}}}},
+    ]
+    assert argument_defaults(odd).digest == b"" != defaults.digest

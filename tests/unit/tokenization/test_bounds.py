@@ -27,9 +27,7 @@ _TOKENIZERS = {**VOCABULARIES, "NFC": _with_nfc}
 _TEXTS = st.lists(
     st.tuples(
         st.one_of(
-            st.sampled_from(
-                ["the ", "weather", " ", "\n", "-", "=", "1", "\u00e9", "e\u0301", "\u2581", "\u4e2d"]
-            ),
+            st.sampled_from(["the ", "weather", " ", "\n", "=", "1", "e\u0301", "\u2581", "\u4e2d"]),
             st.sampled_from(["\u1100\u1161\u11a8", "\u03b1\u0313\u0300\u0345", "<|im_end|>", '"', "\\"]),
             st.characters(codec="utf-8"),
         ),
@@ -45,8 +43,7 @@ def test_the_bound_is_no_more_than_the_number_of_ids(
     name: str, slice_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounds, "_SLICE", slice_size)
-    if slice_size > 1000:  # one slice has no edge
-        monkeypatch.setattr(bounds, "_EDGE", 0)
+    monkeypatch.setattr(bounds, "_EDGE", 0 if slice_size > 1000 else bounds._EDGE)  # one slice has no edge
     tokenizer = _TOKENIZERS[name]()
     tokenizer.add_special_tokens(["<|im_end|>"])
     bound = _bounds(tokenizer)
@@ -61,24 +58,18 @@ def test_the_bound_is_no_more_than_the_number_of_ids(
     check()
 
 
-def test_english_text_is_bounded_closely() -> None:
+def test_english_text_is_bounded_closely_and_looked_at_no_further_than_needed() -> None:
     tokenizer, text = byte_level(), "the weather in Paris is sunny today and the clock says nine " * 1000
-    assert _bounds(tokenizer).fewest(text) > len(tokenizer.encode(text).ids) / 10
-
-
-def test_no_more_is_looked_at_than_enough() -> None:
-    bound = _bounds(byte_level())
+    bound = _bounds(tokenizer)
+    assert bound.fewest(text) > len(tokenizer.encode(text).ids) / 10
     looked_at = bound.fewest("the weather " * 2**20, 1000)
     assert 1000 < looked_at < bound.fewest("the weather " * 2**20) / 4
 
 
-def test_white_space_that_a_template_may_strip_is_not_counted() -> None:
-    for blanks in (b" ", rb"\n"):
-        assert _bounds(byte_level()).fewest_in_json(blanks * 10_000) == 0
-
-
-def test_white_space_that_an_added_token_matches_is_not_counted() -> None:
+def test_white_space_that_a_template_or_an_added_token_may_strip_is_not_counted() -> None:
     tokenizer = byte_level()
+    for blanks in (b" ", rb"\n"):
+        assert _bounds(tokenizer).fewest_in_json(blanks * 10_000) == 0
     tokenizer.add_tokens([AddedToken("<end>", rstrip=True)])
     assert _bounds(tokenizer).fewest("<end>" + " " * 10_000) <= len(tokenizer.encode("<end>").ids)
 

@@ -1,7 +1,5 @@
 import copy
 import itertools
-import json
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +52,7 @@ def _nested(depth: int, inside: str = "") -> str:
 
 
 _CUSTOM = {"type": "custom", "custom": {"name": "f", "input": "x"}, "id": "1"}
+_NAMED_G = {"function": {"name": "g", "arguments": "{}"}}
 SAME: list[list[Json]] = [
     # content
     [{"role": "assistant"}, *_variants(_turn, "", None, [], [""], [_text("")], [_text(None)])],
@@ -105,7 +104,7 @@ DIFFERENT: list[list[Json]] = [
     # text
     _variants(_user, "", "a", "a ", " a", "a\n", "A", "a\nb", "a\r\nb", "null", "[]", "é", "e\u0301"),
     _variants(_user, "\ud83d\ude00", "😀", "\ud83d", "\ude00\ud83d"),
-    _variants(_user, ["a", ""], ["a"], ["", "a"], ["a", "", ""]),
+    _variants(_user, ["a", ""], ["a"], ["", "a"]),
     # roles
     _variants(lambda role: {"role": role, "content": "a"}, "system", "developer", "user", "tool", "User"),
     # a text that looks like a part, a call or an encoding differs from it
@@ -117,51 +116,25 @@ DIFFERENT: list[list[Json]] = [
     [_turn("<think>r</think>a"), _turn("a", reasoning="r")],
     [_turn("a", reasoning="", reasoning_content="r"), _turn("a", reasoning="r")],
     # other parts
-    _variants(
-        _user,
-        [_image("x")],
-        [_image("y")],
-        [_image("x", detail="low")],
-        [_image("x"), _image("x")],
-        ["x"],
-        ["", _image("x")],
-        ["a", _image("x")],
-        [_image("x"), "a"],
-        [{"type": "audio_url", "audio_url": {"url": "x"}}],
-        [{"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}],
-        [{**_image("x"), "uuid": "1"}],
-        [{**_image("x"), "uuid": "2"}],
-        [_text("x", uuid="1", image_url="x")],
-        [_text("x", uuid="1", image_url="y")],
-        [{"image_url": "x"}],
-        [{"text": "a", "image_url": "x"}],
-        [{"type": ["text"], "text": "x"}],
-    ),
+    _variants(_user, [_image("x")], [_image("y")], [_image("x", detail="low")], [_image("x"), _image("x")]),
+    _variants(_user, ["x"], ["", _image("x")], ["a", _image("x")], [_image("x"), "a"], [{"image_url": "x"}]),
+    _variants(_user, [{**_image("x"), "uuid": "1"}], [{**_image("x"), "uuid": "2"}], [_image("x")]),
+    _variants(_user, *([_text("x", uuid="1", image_url=url)] for url in "xy"), ["x"]),
     # names and ids
     [{"role": "tool", "content": "a", "tool_call_id": call_id} for call_id in ("1", "2", "", 1, None)],
     [{"role": "tool", "content": "a", "name": "1"}, {"role": "tool", "content": "a", "tool_call_id": "1"}],
     [{"role": "developer", "tools": tools} for tools in ([], [{"a": 1, "b": 2}], [{"b": 2, "a": 1}])],
     # tool calls
-    _variants(
-        lambda calls: _turn(tool_calls=calls),
-        None,
-        [_call("{}")],
-        [_call("{}", id="2")],
-        [_call("{}", id=None)],
-        [_call("{}", type="custom")],
-        [_call("{}", function={"name": "g", "arguments": "{}"})],
-        [_call("{}"), _call("{}", id="2")],
-        [_call("{}", id="2"), _call("{}")],
-    ),
+    [_turn(), *(_turn(tool_calls=[_call("{}", **field)]) for field in ({}, {"id": "2"}, {"id": None}))],
+    [_calls("{}"), *(_turn(tool_calls=[_call("{}", **field)]) for field in ({"type": "custom"}, _NAMED_G))],
+    [_turn(tool_calls=[_call("{}", id=each) for each in ids]) for ids in ("12", "21", "1", "2")],
     [_calls('{"x":1}', "{}"), _calls("{}", '{"x":1}'), _calls('{"x":1}{}')],
     # arguments that are JSON
     _variants(_with_x, "1", "1.0", "-1", "0", "0.0", "-0.0", "true", "false", "null", "{}", '""', '"1"'),
     _variants(_with_x, "[]", "[1]", "[null]", "[[]]", "[[],[]]", "[[[]]]", "[1,2]", "[2,1]", "[[1],2]"),
     _variants(_with_x, '" "', '"a"', '"a "', r'"\n"', r'"\\n"', '"{}"'),
     _variants(_calls, '{"x": 1}', '{"y": 1}', '{"x": 1, "y": 1}', "{}", '{"": 1}', '"x"', "1"),
-    _variants(
-        _calls, *({"x": number} for number in (2**64, 2**64 + 1, float(2**64), 10**5000, 10**5000 + 1))
-    ),
+    _variants(_calls, *({"x": number} for number in (2**64, 2**64 + 1, float(2**64), 10**5000))),
     _variants(_calls, r'"\ud83d"', r'"\ude00"', r'"\ud83d\ude00"', '"\ud83d\ude00"'),
     # arguments that are not JSON, or that lose information when parsed: the text counts
     _variants(_calls, "{'x': False}", "{'x':False}", '{"x": False}', '{"x": false}', " ", "\ufeff{}", "{}"),
@@ -175,18 +148,13 @@ DIFFERENT: list[list[Json]] = [
 """Each group holds messages that all differ."""
 
 INVALID: list[tuple[Any, str]] = [
-    *((message, "message 3 must be an object") for message in ("text", None)),
-    *((message, "message 3 needs a role") for message in ({"content": "a"}, {"role": ""}, {"role": 5})),
-    *((_user(content), "content of message 3 must be a string or a list") for content in (5, _text("a"))),
-    (_user([5]), "message 3 holds a part of type 'int'"),
+    (None, "message 3 must be an object"),
+    *((message, "message 3 needs a role") for message in ({"role": ""}, {"role": 5})),
+    (_user(_text("a")), "content of message 3 must be a string or a list"),
     (_user([_text(5)]), "a text part in message 3 holds no text"),
-    (_user([{"type": "refusal", "refusal": ["no"]}]), "a text part in message 3 holds no text"),
     (_user([{"type": "image_pil", "image_pil": object()}]), "type 'object' is not JSON"),
-    (_user([{"type": "image_url", 1: "a"}]), "names in an object must be strings"),
     (_turn(tool_calls="f"), "tool calls of message 3 must be a list"),
-    (_turn(tool_calls=["f"]), "tool calls of message 3 must be objects with a function"),
     (_turn(tool_calls=[{"id": "1"}]), "tool calls of message 3 must be objects with a function"),
-    (_calls({"x": b"a"}), "type 'bytes' is not JSON"),
     (_calls({1: "a"}), "names in an object must be strings"),
 ]
 
@@ -204,11 +172,7 @@ def test_different_messages_differ(messages: list[Json]) -> None:
 
 @pytest.mark.parametrize(
     "leaves",
-    [
-        ["", "s", "s0:", "s1:"],
-        [[], [[]], [[], []], {}, {"": ""}],
-        [None, "n", True, "t", 1, 31, 1.0],
-    ],
+    [["", "s", "s0:", "s1:"], [[], [[]], [[], []], {}, {"": ""}], [None, "n", True, "t", 1, 31, 1.0]],
 )
 def test_encoding_of_lists_is_unambiguous(leaves: list[Any]) -> None:
     values = [values for length in range(4) for values in itertools.product(leaves, repeat=length)]
@@ -219,15 +183,6 @@ def test_encoding_of_lists_is_unambiguous(leaves: list[Any]) -> None:
 def test_invalid_messages_are_rejected(message: Any, error: str) -> None:
     with pytest.raises(InvalidMessages, match=error):
         canonical(message, 3)
-
-
-def test_parsed_values_may_be_nested_at_any_depth() -> None:
-    deep: list[Any] = []
-    for _ in range(20_000):
-        deep = [deep]
-    digests = {canonical(_calls({"x": value})).strict for value in (deep, [deep])}
-    assert len(digests | {canonical(_user([{"type": "audio", "x": deep}])).strict}) == 3
-    assert canonical(_turn(reasoning=deep)).loose == canonical(_turn()).strict
 
 
 def test_unclosed_strings_take_linear_time() -> None:
@@ -245,21 +200,15 @@ def test_digests_are_stable() -> None:
     assert extend(start(), digests.strict).hex() == "e83e9132e1c4e5585a9204ba30b1b398"
 
 
-# ---- the loose digest ----
-
-
 @pytest.mark.parametrize(
     "recorded, sent",
     [
         (_turn("a", reasoning="r"), _turn("a")),
         (_turn("\n\na ", reasoning="r\n"), _turn("a", reasoning_content="r")),
-        (_turn("\n\na"), _turn([_text("a")])),
         (_turn("\n", tool_calls=[_call('{"x": 1}')]), _turn(None, tool_calls=[_call('{"x":1}')])),
-        (_turn([_image("x"), " "], reasoning="r"), _turn([_image("x"), " "])),
         (_turn("a", reasoning="\n"), _turn("a")),
         # JSON.stringify(JSON.parse(text)), which clients in JavaScript do with the arguments of calls
         (_with_x("1.0"), _with_x("1")),
-        (_with_x("1e20"), _with_x(str(10**20))),
         (_with_x("[[2.50, 3.0]]"), _with_x("[[2.5, 3]]")),
     ],
 )
@@ -279,10 +228,8 @@ def test_stripped_content_missing_reasoning_and_whole_floats_make_a_copy(recorde
         (_turn("a b"), _turn("a  b"), False),
         (_turn("a", refusal="r"), _turn("a"), False),
         (_calls("abc"), _calls("abc "), False),
-        (_calls('{"x": "a"}'), _calls('{"x": "a "}'), False),
         *((_with_x("1.0"), _with_x(edited), False) for edited in ("1.5", "2", "true", '"1"')),
         (_user("a"), _user("a "), False),
-        (_user("a"), {**_user("a"), "reasoning": "r"}, False),
         ({"role": "tool", "content": "a\n"}, {"role": "tool", "content": "a"}, False),
         (_turn([" a", _image("x")]), _turn(["a", _image("x")]), False),
     ],
@@ -291,15 +238,6 @@ def test_other_edits_make_no_copy(recorded: Json, sent: Json, loose: bool) -> No
     assert (canonical(sent).loose == canonical(recorded).loose) is loose
     assert not canonical(sent).is_copy_of(canonical(recorded))
 
-
-def test_loose_equals_strict_if_there_is_nothing_to_ignore() -> None:
-    for message in (_user(" a "), _turn("a"), _calls("{}"), {**_user("a"), "reasoning": "r"}):
-        digests = canonical(message)
-        assert digests.loose == digests.strict
-        assert digests.reasoning == b""
-
-
-# ---- tool calls that a client repaired ----
 
 _CUT_OFF = '{"city": "Par'
 
@@ -313,8 +251,6 @@ _CUT_OFF = '{"city": "Par'
         (['{"a": 1}', _CUT_OFF], ['{"a":2}', "{}"], None),
         ([_CUT_OFF], ['{"city": "Pa'], None),
         (["null"], ["{}"], True),
-        (["[1]"], ["[1]"], False),
-        (["[1]"], ["[2]"], None),
         (['{"a": 1}'], ['{"a": 2}'], None),
     ],
 )
@@ -329,57 +265,27 @@ def test_an_object_in_place_of_other_arguments_is_a_repair(
 def test_without_arguments_ignores_only_arguments_and_reasoning() -> None:
     plain = canonical(_calls("{}")).without_arguments
     assert canonical({**_calls('{"a": 1}'), "reasoning": "so"}).without_arguments == plain
-    renamed = _turn(tool_calls=[_call("{}", function={"name": "g", "arguments": "{}"})])
-    assert canonical(renamed).without_arguments != plain
+    assert canonical(_turn(tool_calls=[_call("{}", **_NAMED_G)])).without_arguments != plain
     assert canonical({**_calls("{}"), "content": "text"}).without_arguments != plain
     assert canonical(_turn("text")).without_arguments == b""
 
 
-# ---- the digest of a conversation ----
-
 MESSAGES = [{"role": "system", "content": "s"}, _user("u"), _turn("a ", reasoning="r"), _user("v")]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": 1, "b": 2}}}
 TOOL_WITH_KEYS_SWAPPED = {"type": "function", "function": {"name": "f", "parameters": {"b": 2, "a": 1}}}
-SECOND_TOOL = {"type": "function", "function": {"name": "g"}}
-
-
-@pytest.mark.parametrize(
-    "first, second",
-    [
-        ({}, {"tools": [], "template_kwargs": {}, "model": None, "session": None}),
-        ({"tools": [TOOL]}, {"tools": (copy.deepcopy(TOOL),)}),
-        ({"template_kwargs": {"a": 1, "b": 2}}, {"template_kwargs": {"b": 2, "a": 1}}),
-    ],
-)
-def test_equal_arguments_of_start(first: Json, second: Json) -> None:
-    assert start(**first) == start(**second)
 
 
 def test_different_arguments_of_start() -> None:
+    values: tuple[Any, ...] = (None, True, 1, 1.0, "1", [], {}, "", {"x": 1, "y": 2}, {"y": 2, "x": 1})
     arguments: list[Json] = [
-        {},
-        {"tools": [TOOL]},
-        {"tools": [TOOL_WITH_KEYS_SWAPPED]},
-        {"tools": [TOOL, SECOND_TOOL]},
-        {"tools": [SECOND_TOOL, TOOL]},
-        *_variants(lambda value: {"template_kwargs": {"a": value}}, None, True, 1, 1.0, "1", [], {}, ""),
-        {"template_kwargs": {"a": {"x": 1, "y": 2}}},
-        {"template_kwargs": {"a": {"y": 2, "x": 1}}},
-        {"template_kwargs": {"b": 1}},
-        {"model": ""},
-        {"model": "m"},
-        {"session": ""},
-        {"session": "m"},
-        {"model": "m", "session": "m"},
+        *({"tools": tools} for tools in ([TOOL], [TOOL_WITH_KEYS_SWAPPED], [TOOL, {}], [{}, TOOL])),
+        *({"template_kwargs": kwargs} for kwargs in ({}, {"b": 1}, *({"a": value} for value in values))),
+        *({"model": ""}, {"model": "m"}, {"session": ""}, {"session": "m"}, {"model": "m", "session": "m"}),
     ]
     assert len({start(**each) for each in arguments}) == len(arguments)
-
-
-def test_start_rejects_values_that_are_not_json() -> None:
-    with pytest.raises(InvalidMessages, match="type 'object' is not JSON"):
-        start(tools=[{"type": object()}])
-    with pytest.raises(InvalidMessages, match="type 'set' is not JSON"):
-        start(template_kwargs={"a": set()})
+    assert start() == start(tools=[], template_kwargs={}, model=None, session=None)
+    assert start(tools=[TOOL]) == start(tools=(copy.deepcopy(TOOL),))
+    assert start(template_kwargs={"a": 1, "b": 2}) == start(template_kwargs={"b": 2, "a": 1})
 
 
 def test_chain_equals_repeated_extend() -> None:
@@ -388,99 +294,8 @@ def test_chain_equals_repeated_extend() -> None:
     assert chain(MESSAGES, tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s") == links
     with pytest.raises(InvalidMessages, match="message 1 needs a role"):
         chain([_user("a"), {"content": "a"}], tools=None, template_kwargs=None)
-
-
-def test_loose_chain_matches_where_the_strict_chain_does_not() -> None:
-    sent = [*MESSAGES[:2], _turn("a"), MESSAGES[3]]
-    strict = [chain(messages, tools=None, template_kwargs=None) for messages in (MESSAGES, sent)]
-    assert [left == right for left, right in zip(*strict, strict=True)] == [True, True, False, False]
-    loose = [chain(messages, tools=None, template_kwargs=None, loose=True) for messages in (MESSAGES, sent)]
-    assert loose[0] == loose[1] == strict[1]
-
-
-# ---- properties of all messages ----
-
-_SHORT = st.text("ab \n", max_size=3)
-_SEEDS = st.randoms(use_true_random=False)
-_CALL = st.tuples(
-    _SHORT, _SHORT, st.dictionaries(_SHORT, st.sampled_from([0, False, 0.0, None, ""]), max_size=2)
-)
-_PLAIN = st.fixed_dictionaries(
-    {
-        "role": st.sampled_from(["user", "assistant", "tool"]),
-        **dict.fromkeys(["content", "reasoning", "refusal"], _SHORT),
-        **dict.fromkeys(["name", "tool_call_id"], st.none() | _SHORT),
-        "tool_calls": st.lists(_CALL, max_size=2),
-    }
-)
-"""Messages in a normal form, in which each message has one spelling."""
-
-
-def _respelled(value: Json, rng: random.Random) -> Any:
-    """Arguments with their keys shuffled: as a value, or as JSON text in a random style."""
-    value = dict(rng.sample(list(value.items()), len(value)))
-    separators = rng.choice([(",", ":"), (", ", ": "), ("\n,", "\t:\r")])
-    return rng.choice([value, json.dumps(value, indent=rng.choice([None, 2]), separators=separators)])
-
-
-def _spelled(plain: Json, rng: random.Random) -> Json:
-    """A random spelling of a message in normal form."""
-    texts = plain["content"].split("\n")
-    spellings: list[Any] = [plain["content"], texts, [_text(text) for text in texts]]
-    calls: list[Json] = [
-        {"id": call_id, "index": 0, "function": {"name": name, "arguments": _respelled(arguments, rng)}}
-        for call_id, name, arguments in plain["tool_calls"]
-    ]
-    return {
-        **plain,
-        "unknown": rng.random(),
-        "content": rng.choice(spellings if plain["content"] else [*spellings, None, []]),
-        "reasoning": None,
-        rng.choice(["reasoning", "reasoning_content"]): plain["reasoning"] or rng.choice(["", None]),
-        "refusal": plain["refusal"] or rng.choice(["", None]),
-        "tool_calls": calls or rng.choice([None, calls]),
-    }
-
-
-def _as_json(plain: object) -> str:
-    return json.dumps(plain, sort_keys=True)
-
-
-@given(st.lists(_PLAIN, min_size=1, max_size=4), _PLAIN, st.data())
-def test_an_edit_changes_the_chain_from_its_place_on(
-    plain: list[Json], replacement: Json, data: st.DataObject
-) -> None:
-    """A chain finds the longest common prefix, however its messages are spelled."""
-    index, rng = data.draw(st.integers(0, len(plain) - 1)), data.draw(_SEEDS)
-    field = data.draw(st.sampled_from(sorted(replacement)))
-    changed = data.draw(st.sampled_from([replacement, {**plain[index], field: replacement[field]}]))
-    chains = [
-        chain([_spelled(message, rng) for message in messages], tools=None, template_kwargs=None)
-        for messages in (plain, [*plain[:index], changed, *plain[index + 1 :]])
-    ]
-    equal = [left == right for left, right in zip(*chains, strict=True)]
-    same = _as_json(plain[index]) == _as_json(changed)
-    assert equal == [True] * index + [same] * (len(plain) - index)
-
-
-@given(_PLAIN, _PLAIN, _SEEDS)
-def test_loose_is_strict_of_stripped_content_without_reasoning(
-    plain: Json, other_plain: Json, rng: random.Random
-) -> None:
-    def stripped(plain: Json) -> Json:
-        if plain["role"] != "assistant":
-            return plain
-        calls = [
-            (call_id, name, {key: 0 if type(value) is float else value for key, value in arguments.items()})
-            for call_id, name, arguments in plain["tool_calls"]
-        ]
-        return {**plain, "content": plain["content"].strip(), "reasoning": "", "tool_calls": calls}
-
-    first, second = canonical(_spelled(plain, rng)), canonical(_spelled(other_plain, rng))
-    assert first.loose == canonical(_spelled(stripped(plain), rng)).strict
-    assert (first.loose == second.loose) == (_as_json(stripped(plain)) == _as_json(stripped(other_plain)))
-    if first.is_copy_of(second):
-        assert first.loose == second.loose
+    with pytest.raises(InvalidMessages, match="type 'set' is not JSON"):
+        start(template_kwargs={"a": set()})
 
 
 _NAMES = ["type", "text", "uuid", "image_url", "refusal", "cache_control", "function", "arguments"]

@@ -1,30 +1,20 @@
 """A tokenizer that is loaded from a folder: rendering, appending, its cache and its errors."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tiny_model import CHATML, END, VOCAB_SIZE, TinyModel
-from tokenization import (
-    ChatTokenizer,
-    InvalidIds,
-    InvalidMessages,
-    TemplateUnsupported,
-    TokenizerUnavailable,
-)
+from tokenization import ChatTokenizer, InvalidIds, InvalidMessages, TemplateUnsupported, TokenizerUnavailable
 
 Message = dict[str, Any]
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "description": None, "parameters": {"type": "object"}},
-    }
-]
+_FUNCTION = {"name": "weather", "description": None, "parameters": {"type": "object"}}
+_TOOLS = [{"type": "function", "function": _FUNCTION}]
 _USER = [{"role": "user", "content": "And then?"}]
 
 
@@ -54,9 +44,7 @@ def _turn(content: str, calls: list[Message] | None = None) -> Message:
 _CALLS = [_call("a", {"city": "Paris"}), _call("b", {"city": "Oslo", "deep": [1, False]})]
 _TWO_RESULTS = (_turn("Both.", _CALLS), [_result("a", "sun"), _result("b", "snow, 四 °C")])
 _SCENARIOS: dict[str, tuple[Message, list[Message], dict[str, Any]]] = {
-    "user": (_turn("I see."), _USER, {}),
     "system and user": (_turn("I see."), [{"role": "system", "content": "Be brief."}, *_USER], {}),
-    "result and user": (_turn("", _CALLS[:1]), [_result("a", '{"sun": true}'), *_USER], {}),
     "exchange": (_turn("I see."), [*_USER, _turn("Well.", _CALLS[:1]), _result("a", "x")], {}),
     "two results": (*_TWO_RESULTS, {"tools": _TOOLS}),
     "no generation prompt": (*_TWO_RESULTS, {"add_generation_prompt": False}),
@@ -95,20 +83,12 @@ def test_given_ids_are_a_prefix_of_the_next_prompt(
     assert appended.close_ids == ([] if prompt[-1] == END else [END])
 
 
-def test_suffix_does_not_depend_on_the_prompt(fresh: ChatTokenizer) -> None:
-    appended = [fresh.append(prompt, _USER) for prompt in ([1], [5, END], [300] * 1000)]
-    assert len({tuple(each.suffix_ids) for each in appended}) == 1
-    info = fresh.cache_info()
-    assert (info.hits, info.misses) == (1, 2)  # with the stop token and without it
-
-
 @pytest.mark.parametrize(
     "difference",
     [
         {"tools": _TOOLS},
         {"add_generation_prompt": False},
         {"template_kwargs": {"enable_thinking": False}},
-        {"new_messages": [{"role": "user", "content": "And then??"}]},
         {"new_messages": [{"role": "system", "content": "And then?"}]},
     ],
 )
@@ -117,25 +97,10 @@ def test_cache_key_covers_all_arguments(fresh: ChatTokenizer, difference: dict[s
         fresh.append([1], _USER)
         fresh.append([1], **{"new_messages": _USER, **difference})
     assert (fresh.cache_info().hits, fresh.cache_info().misses) == (2, 2)
-
-
-def test_threads_share_a_tokenizer(tokenizer: ChatTokenizer, fresh: ChatTokenizer) -> None:
-    texts = [f"number {index % 20} " * (index % 20) for index in range(100)]
-
-    def work(tokenizer: ChatTokenizer, text: str) -> list[int]:
-        return tokenizer.append([1], [{"role": "user", "content": text}]).prompt_ids
-
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda text: work(fresh, text), texts))
-    assert found == [work(tokenizer, text) for text in texts]
-
-
-def _never(*_arguments: object, **_options: object) -> str:
-    raise AssertionError("rendered")
-
-
-_HISTORY: list[Message] = [*_USER, _turn("", _CALLS[:1])]
-_MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    # not the prompt, except whether it ends with the stop token
+    appended = [fresh.append(prompt, _USER) for prompt in ([300] * 1000, [5, END])]
+    assert appended[0].suffix_ids == appended[1].suffix_ids
+    assert (fresh.cache_info().hits, fresh.cache_info().misses) == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +113,16 @@ _MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
             "prints nothing of an assistant turn",
         ),
         (
-            "{% for m in messages %}{% if m.role == 'tool' %}"
-            "{{ loop.previtem.tool_calls[0].function.name }}{% endif %}"
-            + _MESSAGE
-            + "{{ '<|im_end|>\n' }}{% endfor %}",
+            "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% if m.role == 'tool' %}"
+            "{{ loop.previtem.tool_calls[0].function.name }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}",
             None,
             "give `history` .*tool after user 'qw', assistant with calls",
         ),
-        ("{{ raise_exception('this template refuses all messages') }}", _HISTORY, "refuses all messages"),
+        (
+            "{{ raise_exception('this template refuses all messages') }}",
+            [*_USER, _turn("", _CALLS[:1])],
+            "refuses all messages",
+        ),
     ],
 )
 def test_refused_append_has_a_reason_and_repeated_renders_nothing(
@@ -165,28 +132,8 @@ def test_refused_append_has_a_reason_and_repeated_renders_nothing(
     for _ in range(2):
         with pytest.raises((TemplateUnsupported, InvalidMessages), match=error):
             tokenizer.append([300], [_result("a", "sun")], history=history)
-        monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", _never)
-
-
-def test_repeated_append_that_needs_history_renders_nothing(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The placeholders of a history are refused, because the first message is printed next to the result.
-
-    That is cached, and so is the tail with the real history.
-    """
-    quoted = "{% if m.role == 'tool' %}{{ messages[0].content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    tokenizer = ChatTokenizer.load(tiny_model.folder, "{% for m in messages %}" + _MESSAGE + quoted)
-    first = tokenizer.continuation(END, [_result("a", "sun")], history=_HISTORY)
-    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", _never)
-    assert tokenizer.continuation(END, [_result("a", "sun")], history=_HISTORY) == first
-
-
-def test_tool_result_is_rendered_after_a_placeholder_call(tokenizer: ChatTokenizer) -> None:
-    """The template refuses a result without a call, but a client appends the result alone."""
-    with pytest.raises(InvalidMessages, match="a tool result without a call"):
-        tokenizer.render([_result("a", "sun")])
-    assert tokenizer.append([1], [_result("a", "sun")]).close_ids == [END]
+        never = Mock(side_effect=AssertionError("rendered"))
+        monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", never)
 
 
 def test_properties_of_a_tokenizer(tokenizer: ChatTokenizer, tiny_model: TinyModel) -> None:
@@ -203,7 +150,6 @@ def test_properties_of_a_tokenizer(tokenizer: ChatTokenizer, tiny_model: TinyMod
     [
         ([], _USER, InvalidIds),
         ([1], [], InvalidMessages),
-        ([1], [{"role": "nobody", "content": "a"}], InvalidMessages),
         ([1], [{"role": "user", "content": [{"type": "image_url"}]}], InvalidMessages),
         # models sometimes write half of a surrogate pair in the JSON arguments of a call
         ([1], [*_USER, _turn("a", [_call("a", '{"face": "\\ud83d"}')])], InvalidMessages),
@@ -221,9 +167,7 @@ def test_invalid_arguments_of_append_raise_their_error(
     [
         lambda folder: (folder / "chat_template.jinja").unlink(),
         lambda folder: (folder / "tokenizer.json").write_text("{"),
-        lambda folder: [file.unlink() for file in folder.iterdir()],
     ],
-    ids=["no template", "broken", "empty"],
 )
 def test_unloadable_tokenizer_raises_unavailable(
     tmp_path: Path, tiny_model: TinyModel, spoil: Callable[[Path], object]

@@ -40,10 +40,6 @@ _GPTOSS = (
 )
 _GPTOSS_TOKENS = ("<|start|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 _TWO_TOKENS = _CHATML.replace("m.content + '<|im_end|>\n'", "m.content + '<|answered|><|im_end|>'")
-# the header of the next message is printed also without a generation prompt
-_ALWAYS_PROMPTS = _CHATML.replace(
-    "{% if add_generation_prompt %}", "{% if messages[-1].role != 'assistant' %}"
-)
 _PLAIN_CLOSE = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + ' END<|im_end|>' }}{% endfor %}assistant: "
 )
@@ -70,11 +66,6 @@ _TWO_STOPS = (
     "{{ m.tool_calls[0].function.arguments | tojson + '<|called|>' }}{% endif %}{{ '<|im_end|>' }}"
     "{% endfor %}" + _PROMPT
 )
-_JSON_PARTS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}"
-    "{% else %}{% for p in m.content %}{{ '' if p.text else '' }}{% endfor %}{{ m.content | tojson }}"
-    "{% endif %}{{ '<|im_end|>' }}{% endfor %}" + _PROMPT
-)
 # a prompt ends with a token that also stands twice in a close, as in Kimi K3
 _REPEATED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|sep|>' + m.content }}"
@@ -96,6 +87,7 @@ def _turn_with_calls() -> list[dict[str, Any]]:
     return _turn(content="", tool_calls=[call])
 
 
+_REFUSAL = {"type": "refusal", "refusal": "no"}
 _RESULT = {"role": "tool", "tool_call_id": "c0", "content": "sun"}
 _CHATML_REST = "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
 _HERMES_REST = "\n<|im_start|>tool\nsun<|im_end|>\n<|im_start|>assistant\n"
@@ -115,7 +107,6 @@ def tokenizers() -> dict[str, ChatTokenizer]:
         ),
         "gptoss": tokenizer_with(_GPTOSS, special=_GPTOSS_TOKENS, stops=["<|return|>", "<|call|>"]),
         "two tokens": tokenizer_with(_TWO_TOKENS, special=[*SPECIAL, "<|answered|>"]),
-        "always prompts": tokenizer_with(_ALWAYS_PROMPTS),
         "plain close": tokenizer_with(_PLAIN_CLOSE),
         "header": tokenizer_with(_HEADER, special=[*SPECIAL, "<|user|>"], stops=["<|im_end|>", "<|user|>"]),
         "both": tokenizer_with(_BOTH),
@@ -128,7 +119,6 @@ def tokenizers() -> dict[str, ChatTokenizer]:
         "two stops": tokenizer_with(
             _TWO_STOPS, special=[*SPECIAL, "<|called|>"], stops=["<|eos|>", "<|im_end|>", "<|called|>"]
         ),
-        "json parts": tokenizer_with(_JSON_PARTS),
         "repeated": tokenizer_with(_REPEATED, special=[*SPECIAL, "<|sep|>"]),
     }
 
@@ -141,21 +131,18 @@ _HEADER_REST = "\nAnd?<|im_end|>"
 _BOTH_REST = "<|im_end|>user\nAnd?<|im_end|><|im_end|>assistant\n"
 _OTHER_REST = "<|im_start|>user\nAnd?<|im_end|><|im_start|>assistant\n"
 _OTHER_RESULT = "<|im_start|>tool\nsun<|im_end|><|im_start|>assistant\n"
-_PARTS_REST = '<|im_start|>user\n[{"type": "text", "text": "And?"}]<|im_end|><|im_start|>assistant\n'
 _REPEATED_REST = "<|im_start|>user<|sep|>And?<|sep|>message<|sep|><|im_end|><|im_start|>assistant<|sep|>"
 _PLAIN_REST = "user: And? END<|im_end|>assistant: "
 _LENGTH = {"finish_reason": "length"}
-_STOP_STRING = {"stop_reason": "END"}
 
-# (tokenizer, text sampled last, how it ended): the texts of close and suffix
-_AFTER_TEXT: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
+Row = tuple[str, str, dict[str, Any], str, str]
+"""A tokenizer, the text sampled last, how it ended; the texts of close and suffix."""
+_AFTER_TEXT: dict[str, Row] = {
     "own stop": ("chatml", "<|im_end|>", {}, "", _CHATML_REST),
     "length": ("chatml", "o", _LENGTH, "<|im_end|>", _CHATML_REST),
-    "abort": ("chatml", "o", {"finish_reason": "abort"}, "<|im_end|>", _CHATML_REST),
     "alternate stop": ("chatml", "<|eos|>", {}, "", _CHATML_REST),
     "stop that opens the next message": ("header", "<|user|>", {}, "", "<|user|>" + _HEADER_REST),
     "close before a header": ("header", "<|im_end|>", {}, "", "<|user|>" + _HEADER_REST),
-    "one token for both": ("both", "<|im_end|>", {}, "", _BOTH_REST),
     "one token for both, as length": ("both", "o", _LENGTH, "<|im_end|>", _BOTH_REST),
     "line feed, as length": (
         "line feed", "\n", _LENGTH, "\n<|im_end|>", _CHATML_REST.replace("And?", "And?\n")
@@ -163,24 +150,19 @@ _AFTER_TEXT: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "no close": ("glm", "<|user|>", {}, "", _GLM_USER),
     "no close, as length": ("glm", "o", _LENGTH, "", "<|user|>" + _GLM_USER),
     "no close, stop of another role": ("glm", "<|observation|>", {}, "", "<|user|>" + _GLM_USER),
-    "replaced stop": ("gptoss", "<|return|>", {}, "", _GPTOSS_USER),
-    "stop of earlier turns": ("gptoss", "<|end|>", {}, "", _GPTOSS_USER),
     "replaced stop, length": ("gptoss", "o", _LENGTH, "<|end|>", _GPTOSS_USER),
     "first token of a close": ("two tokens", "<|answered|>", {}, "<|im_end|>", _TWO_REST),
     "no token of a close": ("two tokens", "o", _LENGTH, "<|answered|><|im_end|>", _TWO_REST),
     "alternate stop for two tokens": ("two tokens", "<|eos|>", {}, "", _TWO_REST),
     "after a message of the template, alternate stop": ("announced", "<|eos|>", {}, "", _TWO_REST),
     "text with the other stop": ("other stop", "<|answered|>", {}, "", _OTHER_REST),
-    "parts as JSON, as length": ("json parts", "o", _LENGTH, "<|im_end|>", _PARTS_REST),
     "a token twice in the close": (
         "repeated", "o", _LENGTH, "<|sep|>message<|sep|><|im_end|>", _REPEATED_REST
     ),
-    "ignored add_generation_prompt, as length": ("always prompts", "o", _LENGTH, "<|im_end|>", _CHATML_REST),
     "plain text in a close, as length": ("plain close", "o", _LENGTH, " END<|im_end|>", _PLAIN_REST),
 }  # fmt: skip
-_AFTER_CALLS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
+_AFTER_CALLS: dict[str, Row] = {
     "call": ("hermes", "<|im_end|>", {}, "", _HERMES_REST),
-    "call, as length": ("hermes", "}", _LENGTH, "<|im_end|>", _HERMES_REST),
     "call that stops with its syntax": ("hermes with stops", "</tool_call>", {}, "<|im_end|>", _HERMES_REST),
     "no close, call": ("glm", "<|observation|>", {}, "", _GLM_RESULT),
     "no close, call as length": ("glm", "</tool_call>", _LENGTH, "", "<|observation|>" + _GLM_RESULT),
@@ -194,28 +176,22 @@ _AFTER_CALLS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, last, how, close, rest", _AFTER_TEXT.values(), ids=_AFTER_TEXT)
-def test_cut_after_text(
-    tokenizers: dict[str, ChatTokenizer], name: str, last: str, how: dict[str, Any], close: str, rest: str
-) -> None:
-    texts = appended_text(tokenizers[name], last, [_user()], history=_turn(), **how)
-    assert texts == (close, rest)
+@pytest.mark.parametrize("row", _AFTER_TEXT.values(), ids=_AFTER_TEXT)
+def test_cut_after_text(tokenizers: dict[str, ChatTokenizer], row: Row) -> None:
+    name, last, how, close, rest = row
+    assert appended_text(tokenizers[name], last, [_user()], history=_turn(), **how) == (close, rest)
 
 
-@pytest.mark.parametrize("name, last, how, close, rest", _AFTER_CALLS.values(), ids=_AFTER_CALLS)
-def test_cut_after_calls(
-    tokenizers: dict[str, ChatTokenizer], name: str, last: str, how: dict[str, Any], close: str, rest: str
-) -> None:
+@pytest.mark.parametrize("row", _AFTER_CALLS.values(), ids=_AFTER_CALLS)
+def test_cut_after_calls(tokenizers: dict[str, ChatTokenizer], row: Row) -> None:
+    name, last, how, close, rest = row
     texts = appended_text(tokenizers[name], last, [_RESULT], history=_turn_with_calls(), **how)
     assert texts == (close, rest)
 
 
 @pytest.mark.parametrize(
     "content, text",
-    [
-        *[(None, ""), ([], ""), ([{"type": "text", "text": ""}], ""), (" \n", " \n"), (["a", "b"], "a\nb")],
-        ([{"type": "thinking", "thinking": "hm"}, {"type": "refusal", "refusal": "no"}], "hm\nno"),
-    ],
+    [(None, ""), ([{"type": "text", "text": ""}], ""), (" \n", " \n"), (["a", _REFUSAL], "a\nno")],
 )
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_message_is_not_taken_for_a_close(
@@ -237,9 +213,7 @@ def test_reported_stop_token_ends_a_turn(tokenizers: dict[str, ChatTokenizer]) -
     assert appended_text(tokenizer, "o", [_user()], stop_reason=stop) == ("<|im_end|>", _CHATML_REST)
 
 
-def test_ambiguous_last_id_within_a_close_is_refused(
-    tokenizers: dict[str, ChatTokenizer],
-) -> None:
+def test_ambiguous_last_id_within_a_close_is_refused(tokenizers: dict[str, ChatTokenizer]) -> None:
     """One of two equal tokens of the close, or the end of the prompt of a turn that was aborted at once."""
     tokenizer = tokenizers["repeated"]
     last = token_id(tokenizer, "<|sep|>")
@@ -247,21 +221,13 @@ def test_ambiguous_last_id_within_a_close_is_refused(
         tokenizer.continuation(last, [_user()], history=_turn(), finish_reason="abort")
 
 
-def test_replaced_stop_is_noted(tokenizers: dict[str, ChatTokenizer]) -> None:
+@pytest.mark.parametrize("stop, notes", [("<|return|>", ("turn_end_rewritten",)), ("<|end|>", ())])
+def test_replaced_stop_is_noted(
+    tokenizers: dict[str, ChatTokenizer], stop: str, notes: tuple[str, ...]
+) -> None:
     tokenizer = tokenizers["gptoss"]
-    sampled = token_id(tokenizer, "<|return|>")
-    assert tokenizer.continuation(sampled, [_user()], history=_turn()).notes == ("turn_end_rewritten",)
-    sampled = token_id(tokenizer, "<|end|>")
-    assert tokenizer.continuation(sampled, [_user()], history=_turn()).notes == ()
-
-
-def test_call_of_which_the_end_is_not_shown_is_refused() -> None:
-    template = _GLM.replace(
-        "{% for m", "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}{% for m"
-    )
-    tokenizer = tokenizer_with(template, special=_GLM_TOKENS, stops=["<|user|>"])
-    with pytest.raises(TemplateUnsupported, match="does not show where its tool calls end"):
-        tokenizer.continuation(0, [_RESULT], history=_turn_with_calls())
+    continuation = tokenizer.continuation(token_id(tokenizer, stop), [_user()], history=_turn())
+    assert (continuation.notes, tokenizer.decode(continuation.suffix_ids)) == (notes, _GPTOSS_USER)
 
 
 @pytest.mark.parametrize("backend", [None, gemma_like, llama2_like, mistral_like])

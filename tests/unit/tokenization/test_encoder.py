@@ -7,7 +7,7 @@ from tokenizers import AddedToken
 
 from tests.support.templates.vocabularies import VOCABULARIES
 from tokenization.encoder import Encoder
-from tokenization.errors import InvalidMessages, TemplateUnsupported
+from tokenization.errors import TemplateUnsupported
 from tokenization.limit import Limit, Stopped, TooManyIds
 from tokenization.pieces import PIECE
 
@@ -46,33 +46,12 @@ def test_threads_that_share_an_encoder_get_the_results_of_one_thread() -> None:
         assert all(found == expected for found in threads.map(work, range(_THREADS)))
 
 
-@pytest.mark.parametrize("tokenizer", VOCABULARIES)
-def test_results_are_those_of_a_plain_tokenizer(tokenizer: str) -> None:
-    encoder, plain = _encoder(tokenizer), VOCABULARIES[tokenizer]()
-    for text in ("the weather in Zürich", "", " 四 °C", "a\n\nb 🙂"):
-        ids = plain.encode(text, add_special_tokens=False).ids
-        assert encoder.encode(text) == ids
-        assert encoder.decode(ids) == plain.decode(ids, skip_special_tokens=False)
-
-
-def test_special_tokens_are_decoded_and_ids_without_a_token_are_empty() -> None:
-    encoder = _encoder("bytes")
-    text = "<|im_start|>user\nthe weather<|im_end|>"
-    assert encoder.decode(encoder.encode(text)) == text
-    assert encoder.token_strings([10**6]) == [""]
-
-
 def test_truncation_and_padding_of_the_description_are_ignored() -> None:
     backend = VOCABULARIES["bytes"]()
     ids = backend.encode("the weather in Oslo").ids
     backend.enable_truncation(2)
     backend.enable_padding(length=50)
     assert Encoder(backend.to_str()).encode("the weather in Oslo") == ids
-
-
-def test_half_of_a_surrogate_pair_is_rejected() -> None:
-    with pytest.raises(InvalidMessages, match="half of a surrogate pair"):
-        _encoder("bytes").encode("a face: \ud83d")
 
 
 def test_a_text_that_is_encoded_in_pieces_has_the_ids_of_the_whole() -> None:
@@ -96,21 +75,6 @@ def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(TooManyIds) as raised:
         encoder.encode("the weather in Zürich " * 100_000, Limit(1000))
     assert raised.value.at_least
-
-
-def test_a_long_text_is_tokenised_no_further_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, text = _encoder("bytes"), "a b " * PIECE
-    encoded: list[int] = []
-    encode = encoder._encode
-
-    def counted(piece: str) -> list[int]:
-        encoded.append(len(piece))
-        return encode(piece)
-
-    monkeypatch.setattr(encoder, "_encode", counted)
-    with pytest.raises(TooManyIds):
-        encoder.encode(text, Limit(len(text) // 3))
-    assert PIECE <= sum(encoded) < len(text)
 
 
 def test_tokenising_stops_when_the_caller_left() -> None:

@@ -1,4 +1,3 @@
-import inspect
 import subprocess
 import sys
 import types
@@ -7,16 +6,9 @@ import tokenization
 
 
 def test_all_is_every_public_name() -> None:
-    public = [
-        name
-        for name, value in vars(tokenization).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
-    ]
+    values = {name: value for name, value in vars(tokenization).items() if not name.startswith("_")}
+    public = [name for name, value in values.items() if not isinstance(value, types.ModuleType)]
     assert sorted(public) == tokenization.__all__
-
-
-def test_every_public_name_has_a_docstring() -> None:
-    assert [name for name in tokenization.__all__ if not inspect.getdoc(getattr(tokenization, name))] == []
 
 
 def test_import_loads_no_proxy_and_no_web_framework() -> None:

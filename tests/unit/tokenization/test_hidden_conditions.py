@@ -1,16 +1,14 @@
 """Templates in which something unusual decides what follows a turn: it is seen, or the append is refused."""
 
 import random
-from datetime import datetime
 from itertools import count
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from tests.unit.tokenization.in_memory import SPECIAL, appended_text, token_id, tokenizer_with
-from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported
-from tokenization.locality import Locality
+from tests.unit.tokenization.in_memory import SPECIAL, appended_text, tokenizer_with
+from tokenization import InvalidMessages, TemplateUnsupported
 
 _MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
 _PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -20,55 +18,67 @@ def _chatml(before: str = "", after: str = "", message: str = _MESSAGE) -> str:
     return "{% for m in messages %}" + before + message + after + "{% endfor %}" + _PROMPT
 
 
-def _user(content: str, **fields: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content, **fields}
+def _noted_if(condition: str) -> str:
+    """ChatML with a message of its own after some turns, which ends like the turn A."""
+    note = "{{ '<|im_start|>system\nSay why: A<|im_end|>\n' }}"
+    return _chatml(
+        after="{% if m.role == 'assistant' and not loop.last and " + condition + " %}" + note + "{% endif %}"
+    )
 
 
-def _turn(content: str, **fields: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **fields}
+def _talk(*texts: str) -> list[dict[str, Any]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
 
 
-_RESULT = {"role": "tool", "tool_call_id": "c", "content": "sun"}
-_NOTE = "{{ '<|im_start|>system\nSay why: A<|im_end|>\n' }}"
-_IF_TURN = "{% if m.role == 'assistant' and not loop.last and CONDITION %}" + _NOTE + "{% endif %}"
 _REST = "\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n"
 _NOTED = "\n<|im_start|>system\nSay why: A<|im_end|>" + _REST
+_WITHOUT_REPETITIONS = "{% set ns = namespace(seen=[]) %}" + _chatml(
+    before="{% if m.content not in ns.seen %}", after="{% endif %}"
+).replace("{% endif %}{% endfor %}", "{% endif %}{% set ns.seen = ns.seen + [m.content] %}{% endfor %}")
 
 
 @pytest.mark.parametrize("proved", [False, True])
-@pytest.mark.parametrize("condition", ["m.content.endswith('s')", "m.content|length < 5"])
-def test_text_of_the_turn_decides(proved: bool, condition: str) -> None:
-    tokenizer = tokenizer_with(_chatml(after=_IF_TURN.replace("CONDITION", condition)))
+@pytest.mark.parametrize(
+    "template, history, suffix",
+    [
+        (_noted_if("m.content.endswith('s')"), _talk("Hi", "No, never."), _REST),
+        (_noted_if("m.content.endswith('s')"), _talk("Hi", "Yes"), None),
+        (_noted_if("m.content|length < 5"), _talk("Hi", "Yes"), None),
+        (_noted_if("messages|length > 4"), _talk("a", "b", "c", "d", "Hi", "A"), _NOTED),
+        (_noted_if("messages|length > 4"), _talk("a", "b", "c", "d", "Hi", "B"), _NOTED),
+        (_chatml(before="{% if loop.index > 5 %}{% break %}{% endif %}"), _talk(*"abcdef"), None),
+        (_WITHOUT_REPETITIONS, _talk("a", "b"), _REST),
+        (_WITHOUT_REPETITIONS, _talk("why", "b"), None),
+    ],
+)
+def test_text_after_the_turn_is_that_of_this_conversation_or_refused(
+    template: str, history: list[dict[str, Any]], suffix: str | None, proved: bool
+) -> None:
+    tokenizer = tokenizer_with(template)
     if proved:
         tokenizer.prove()
-    long, short = [_user("Hi"), _turn("No, never.")], [_user("Hi"), _turn("Yes")]
-    assert appended_text(tokenizer, "<|im_end|>", [_user("why")], history=long) == ("", _REST)
-    with pytest.raises(TemplateUnsupported, match="depends on the text of the turn"):
-        appended_text(tokenizer, "<|im_end|>", [_user("why")], history=short)
+    if suffix is None:
+        with pytest.raises(TemplateUnsupported):
+            appended_text(tokenizer, "<|im_end|>", _talk("why"), history=history)
+    else:
+        assert appended_text(tokenizer, "<|im_end|>", _talk("why"), history=history) == ("", suffix)
 
 
 def test_argument_of_a_call_decides() -> None:
-    condition = "m.tool_calls and m.tool_calls[0].function.arguments.q == 'rm'"
     calls = "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}<|im_end|>\n"
-    message = _MESSAGE.replace(" + '<|im_end|>\n'", "") + calls
-    tokenizer = tokenizer_with(_chatml(message=message, after=_IF_TURN.replace("CONDITION", condition)))
+    template = _noted_if("m.tool_calls and m.tool_calls[0].function.arguments.q == 'rm'")
+    tokenizer = tokenizer_with(template.replace(_MESSAGE, _MESSAGE.replace(" + '<|im_end|>\n'", "") + calls))
 
     def append(argument: str) -> tuple[str, str]:
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"q": argument}}}
-        history = [_user("Hi"), _turn("", tool_calls=[call])]
-        return appended_text(tokenizer, "<|im_end|>", [_RESULT], history=history)
+        history = [*_talk("Hi"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+        result = {"role": "tool", "tool_call_id": "c", "content": "sun"}
+        return appended_text(tokenizer, "<|im_end|>", [result], history=history)
 
     append("ls")
     with pytest.raises(TemplateUnsupported, match="depends on the text of the turn"):
         append("rm")
-
-
-def test_message_that_ends_like_the_turn_is_inserted_in_long_conversations() -> None:
-    tokenizer = tokenizer_with(_chatml(after=_IF_TURN.replace("CONDITION", "messages|length > 4")))
-    earlier = [_user("a"), _turn("b"), _user("c"), _turn("d")]
-    for content in ("A", "B"):
-        history = [*earlier, _user("Hi"), _turn(content)]
-        assert appended_text(tokenizer, "<|im_end|>", [_user("why")], history=history) == ("", _NOTED)
 
 
 def test_another_stop_token_replaces_only_the_close() -> None:
@@ -76,133 +86,57 @@ def test_another_stop_token_replaces_only_the_close() -> None:
     note = "{% if not loop.first and m.role == 'user' %}{{ 'NOTE: be brief<|eot|>' }}{% endif %}"
     stops = ["<|im_end|>", "<|eot|>"]
     inserted = tokenizer_with(_chatml(before=note), special=[*SPECIAL, "<|eot|>"], stops=stops)
-    history = [_user("a"), _turn("b")]
-    closed = appended_text(inserted, "<|im_end|>", [_user("why")], history=history)
-    assert "NOTE" in closed[1]
-    assert appended_text(inserted, "<|eot|>", [_user("why")], history=history) == closed
     opened = tokenizer_with(_chatml(before="{% if m.role == 'user' %}<|eos|>{% endif %}"))
-    closed = appended_text(opened, "<|im_end|>", [_user("why")], history=history)
-    assert closed[1].startswith("\n<|eos|><|im_start|>user")
-    assert appended_text(opened, "<|eos|>", [_user("why")], history=history) == closed
-
-
-def test_conversation_that_is_cut_is_refused() -> None:
-    tokenizer = tokenizer_with(_chatml(before="{% if loop.index > 5 %}{% break %}{% endif %}"))
-    earlier = [_user("a"), _turn("b"), _user("c"), _turn("d")]
-    with pytest.raises(TemplateUnsupported):
-        appended_text(tokenizer, "<|im_end|>", [_user("why")], history=[*earlier, _user("Hi"), _turn("e")])
-
-
-@pytest.mark.parametrize("text", ["yes", "assistant"])
-def test_repeated_message_that_is_dropped_is_refused(text: str) -> None:
-    """The header of a dropped message may hold its text."""
-    seen = "{% set ns = namespace(seen=[]) %}"
-    once = (
-        "{% if m.content not in ns.seen %}"
-        + _MESSAGE
-        + "{% endif %}{% set ns.seen = ns.seen + [m.content] %}"
-    )
-    tokenizer = tokenizer_with(seen + _chatml(message=once))
-    with pytest.raises(TemplateUnsupported):
-        appended_text(
-            tokenizer, "<|im_end|>", [_user(text)], history=[_user(text), _turn("b"), _user("c"), _turn("d")]
-        )
-    with pytest.raises(TemplateUnsupported):
-        appended_text(tokenizer, "<|im_end|>", [_user("new"), _user("new")], history=[_user("a"), _turn("b")])
+    for tokenizer, stop, start in ((inserted, "<|eot|>", "\nNOTE"), (opened, "<|eos|>", "\n<|eos|>")):
+        closed = appended_text(tokenizer, "<|im_end|>", _talk("why"), history=_talk("a", "b"))
+        assert closed[1].startswith(start)
+        assert appended_text(tokenizer, stop, _talk("why"), history=_talk("a", "b")) == closed
 
 
 def test_each_of_several_templates_is_examined() -> None:
     loud = _chatml(before="{% if style == 'loud' and not loop.first %}LOUD {% endif %}")
     tokenizer = tokenizer_with(_chatml())
-    tokenizer._tokenizer.chat_template = {
-        "default": "{% set style = 'plain' %}" + _chatml(),
-        "tool_use": loud,
-    }
+    tokenizer._tokenizer.chat_template = {"default": "{% set style = 1 %}" + _chatml(), "tool_use": loud}
     tokenizer = tokenizer.with_content_format(None)
     tokenizer.prove()
-    assert not tokenizer.is_local([_user("why")], {"style": "new"})
-    tokenizer._tokenizer.chat_template = {"default": _chatml(), "tool_use": loud, "broken": "{% if %}"}
-    proof = tokenizer.with_content_format(None).prove()
-    assert (proof.after_messages, proof.reason) == (Locality.HISTORY, "its source cannot be parsed")
+    assert not tokenizer.is_local(_talk("why"), {"style": "new"})
 
 
 def test_time_is_part_of_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    year = tokenizer_with(_chatml(before="{{ strftime_now('%Y') }}"))
-    assert year._template.now() == [datetime.now().strftime("%Y")]
-    assert tokenizer_with(_chatml())._template.now() == []
     exact = tokenizer_with(_chatml(before="{{ strftime_now('%H:%M:%S.%f') }}"))
     render, readings = exact._tokenizer.apply_chat_template, count(0x4E00)
     # no two readings of this clock have a character in common; two of a real one may end with the same digit
-    monkeypatch.setattr(
-        exact._tokenizer,
-        "apply_chat_template",
-        lambda messages, **arguments: render(
-            messages, strftime_now=lambda form: chr(next(readings)), **arguments
-        ),
-    )
+
+    def with_clock(messages: Any, **arguments: Any) -> Any:
+        return render(messages, strftime_now=lambda form: chr(next(readings)), **arguments)
+
+    monkeypatch.setattr(exact._tokenizer, "apply_chat_template", with_clock)
     exact.prove()
     for _ in range(2):
         with pytest.raises(TemplateUnsupported):
-            appended_text(exact, "<|im_end|>", [_user("why")], history=[_user("a"), _turn("b")])
+            appended_text(exact, "<|im_end|>", _talk("why"), history=_talk("a", "b"))
 
 
 def test_text_like_a_marker_needs_no_more_renderings_or_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, history = random.getrandbits, [_user("a"), _turn("b")]
-    counts = []
+    draw, counts = random.getrandbits, set()
     for text in ("x" + "y" * 30_000, "qZ" + "q" * 30_000, "qZassistantZq" * 2_000):
         tokenizer = tokenizer_with(_chatml())
-        renderings = Mock(wraps=tokenizer._tokenizer.apply_chat_template)
-        candidates = Mock(wraps=draw)
+        renderings, candidates = Mock(wraps=tokenizer._tokenizer.apply_chat_template), Mock(wraps=draw)
         monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", renderings)
         monkeypatch.setattr(random, "getrandbits", candidates)
-        assert text in appended_text(tokenizer, "<|im_end|>", [_user(text)], history=history)[1]
-        counts.append((renderings.call_count, candidates.call_count))
-    assert counts == [counts[0]] * 3
-    assert max(counts[0]) < 20
+        assert text in appended_text(tokenizer, "<|im_end|>", _talk(text), history=_talk("a", "b"))[1]
+        counts.add((renderings.call_count, candidates.call_count))
+    assert len(counts) == 1
 
 
-def test_close_that_is_found_between_words_only_is_refused() -> None:
-    from tokenizers import AddedToken
-
-    tokenizer = tokenizer_with(_chatml(message=_MESSAGE.replace("<|im_end|>\n", "ENDe")))
-    tokenizer._tokenizer.add_special_tokens(
-        {"additional_special_tokens": [AddedToken("END", single_word=True)]}
-    )
-    tokenizer = ChatTokenizer(
-        "memory",
-        len(tokenizer._tokenizer),
-        tokenizer._tokenizer,
-        tokenizer._tokenizer.backend_tokenizer.to_str(),
-        frozenset({tokenizer._tokenizer.convert_tokens_to_ids("END")}),
-    )
-    with pytest.raises(TemplateUnsupported, match="does not find the token"):
-        tokenizer.continuation(
-            token_id(tokenizer, "o"), [_user("why")], history=[_user("a"), _turn("b")], finish_reason="length"
-        )
-
-
-_HISTORY = [_user("a"), _turn("b")]
-
-
-_CYCLE = _user("why")
+_CYCLE: dict[str, Any] = {"role": "user", "content": "why"}
 _CYCLE["extra"] = _CYCLE
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"history": 5},
-        {"history": iter(_HISTORY)},
-        {"history": [5]},
-        {"new_messages": "Hi"},
-        {"new_messages": [None]},
-        {"new_messages": [_CYCLE]},
-        {"tools": 5},
-        {"template_kwargs": "abc"},
-        {"tools": [{("a", "b"): object()}]},
-    ],
+    "wrong", [{"history": iter([])}, {"new_messages": [_CYCLE]}, {"tools": 5}, {"template_kwargs": "abc"}]
 )
 def test_wrong_types_are_typed_errors(wrong: dict[str, Any]) -> None:
-    arguments = {"new_messages": [_user("why")], "history": _HISTORY, **wrong}
+    arguments = {"new_messages": _talk("why"), "history": _talk("a", "b"), **wrong}
     with pytest.raises(InvalidMessages):
         tokenizer_with(_chatml()).append([1], **arguments)

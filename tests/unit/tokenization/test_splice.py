@@ -15,18 +15,9 @@ _IDS = st.lists(st.integers(3, 50))
     "model_prefix, template_prefix, template, expected",
     [
         # the example that NeMo-RL documents
-        (
-            [11, 12, 13, 40, 41, 220, 17, 2],
-            [11, 12, 13, 40, 41, 1001, 2],
-            [11, 12, 13, 40, 41, 1001, 2, 21, 22, 40, 41],
-            [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41],
-        ),
-        # the stop token is added to a turn that its token limit cut off
-        ([11, 220, 17], [11, 1001, 2], [11, 1001, 2, 21], [11, 220, 17, 2, 21]),
+        ([11, 40, 220, 17, 2], [11, 40, 1001, 2], [11, 40, 1001, 2, 21, 22], [11, 40, 220, 17, 2, 21, 22]),
         # the template prints text after the stop token that the model did not sample
         ([11, 220, 2], [11, 1001, 2, 198], [11, 1001, 2, 198, 21], [11, 220, 2, 198, 21]),
-        # earlier turns have stop tokens too: the splice is at the last one
-        ([5, 2, 6, 2, 7, 8, 2], [5, 2, 6, 2, 78, 2], [5, 2, 6, 2, 78, 2, 9], [5, 2, 6, 2, 7, 8, 2, 9]),
         # without model ids the rendering stays as it is
         ([], [11, 1001, 2], [11, 1001, 2, 21], [11, 1001, 2, 21]),
     ],
@@ -53,7 +44,6 @@ def test_result_is_model_ids_stop_token_new_ids(
     [
         ([11, 1001], [11, 1001, 21], "holds no stop token 2"),
         ([11, 1001, 2], [11, 1002, 2, 21], "differently"),
-        ([11, 1001, 2], [11, 1001], "differently"),
     ],
 )
 def test_mismatched_prefixes_are_rejected(
@@ -63,43 +53,17 @@ def test_mismatched_prefixes_are_rejected(
         replace_prefix_tokens(_EOS, [11, 220, 2], template_prefix, template)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: TinyModel) -> ChatTokenizer:
-    return ChatTokenizer.load(tiny_model.folder)
-
-
 _QUESTION = {"role": "user", "content": "What is the weather?"}
 _ANSWER = {"role": "assistant", "content": "It rains."}
 
 
-def _splice(
-    tokenizer: ChatTokenizer, sampled: list[int], history: list[dict[str, str]], stop_id: int = END
-) -> list[int]:
-    prompt = tokenizer.render([_QUESTION])
-    rendered = tokenizer.render(history, add_generation_prompt=False)
-    return replace_prefix_tokens(
-        tokenizer, [*prompt, *sampled, stop_id], rendered, tokenizer.render([*history, _QUESTION])
-    )
-
-
-def test_other_stop_token_replaces_the_one_of_the_template(tokenizer: ChatTokenizer) -> None:
-    other_stop = next(number for number in range(END) if number != END)
-    with_two_stops = replace(tokenizer, stop_ids=frozenset({END, other_stop}))
-    spliced = _splice(with_two_stops, [74], [_QUESTION, _ANSWER], other_stop)
-    prompt_length = len(tokenizer.render([_QUESTION]))
-    whole = tokenizer.render([_QUESTION, _ANSWER, _QUESTION])
+def test_other_stop_token_replaces_the_one_of_the_template(tiny_model: TinyModel) -> None:
+    tokenizer = replace(ChatTokenizer.load(tiny_model.folder), stop_ids=frozenset({END, 0}))
+    prompt, whole = tokenizer.render([_QUESTION]), tokenizer.render([_QUESTION, _ANSWER, _QUESTION])
     rendered = tokenizer.render([_QUESTION, _ANSWER], add_generation_prompt=False)
     # the sampled text may differ from the rendering
-    assert spliced[prompt_length:] == [74, other_stop, *whole[len(rendered) - 1 :]]
-
-
-@pytest.mark.parametrize(
-    "history",
-    [
-        [{**_QUESTION, "content": "What is the time?"}, _ANSWER],
-        [_QUESTION, _ANSWER, _QUESTION, _ANSWER],
-    ],
-)
-def test_edited_messages_are_rejected(tokenizer: ChatTokenizer, history: list[dict[str, str]]) -> None:
+    spliced = replace_prefix_tokens(tokenizer, [*prompt, 74, 0], rendered, whole)
+    assert spliced == [*prompt, 74, 0, *whole[len(rendered) - 1 :]]
+    edited = tokenizer.render([{**_QUESTION, "content": "What is the time?"}, _ANSWER])
     with pytest.raises(PrefixMismatch):
-        _splice(tokenizer, [74], history)
+        replace_prefix_tokens(tokenizer, [*prompt, 74, 0], edited, whole)

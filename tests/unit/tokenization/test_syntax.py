@@ -7,30 +7,25 @@ from tokenization.syntax import Syntax, read_syntax
 _STRINGS = {
     "comparison": ("{% if m.content == 'x' %}{% endif %}", {"x"}),
     "membership": ("{% if 'x' in m.content %}{% endif %}", {"x"}),
-    "member of a list": ("{% if m.role in ['x', 'y'] %}{% endif %}", {"x", "y"}),
-    "member of a list with a variable": ("{% if m.role in ['x', name] %}{% endif %}", {"x"}),
+    "member of a list": ("{% if m.role in ['x', name] %}{% endif %}", {"x"}),
     "set": ("{% set tag = 'x' %}{% if tag in m.content %}{% endif %}", {"x"}),
     "set block": ("{% set tag %}x{% endset %}{% if tag in m.content %}{% endif %}", {"x"}),
     "with": ("{% with tag = 'x' %}{{ tag in m.content }}{% endwith %}", {"x"}),
     "namespace": ("{% set ns = namespace(tag='x') %}{% set ns.other = 'y' %}", {"x", "y"}),
-    "list": ("{% set tags = ['x', ['y']] %}", {"x", "y"}),
     "dict": ("{% set tags = {'x': {'y': 'z'}} %}{{ tags[m.role] }}", {"x", "y", "z"}),
     "method startswith": ("{% if m.content.startswith('x') %}{% endif %}", {"x"}),
-    "method replace": ("{{ m.content.replace('x', 'y') }}", {"x", "y"}),
     "filter": ("{{ m.content | replace('x', '') }}", {"x", ""}),
     "test": ("{% if m.content is equalto 'x' %}{% endif %}", {"x"}),
     "argument of a macro": (
         "{% macro f(tag) %}{{ tag in m.content }}{% endmacro %}{{ f('x') }}{{ f(tag='y') }}",
         {"x", "y"},
     ),
-    "default of a macro": ("{% macro f(tag='x') %}{{ tag in m.content }}{% endmacro %}{{ f() }}", {"x"}),
     "loop over a list": ("{% for tag in ['x', 'y'] %}{{ tag in m.content }}{% endfor %}", {"x", "y"}),
     "loop over a filter": (
         "{% for m in messages | selectattr('role', 'equalto', 'x') %}{% endfor %}",
         {"role", "equalto", "x"},
     ),
     "folded constant": ("{% if '/no' + '_think' in m.content %}{% endif %}", {"/no_think"}),
-    "generation block": ("{% generation %}{{ 'x' in m.content }}{% endgeneration %}", {"x"}),
     "loop control": (
         "{% for m in messages %}{% if m.role == 'x' %}{% break %}{% endif %}{% endfor %}",
         {"x"},
@@ -54,7 +49,6 @@ _NUMBERS = {
     "folded": ("{% if messages | length > 5 * 5 %}{% endif %}", (25,)),
     "fraction": ("{% if messages | length > 20.5 %}{% endif %}", (21,)),
     "argument": ("{% for i in range(9) %}{% endfor %}", (9,)),
-    "huge": ("{% if x > 10 ** 400 %}{% endif %}", (10**400,)),
     "beyond a float": ("{% if x > 1e400 %}{% endif %}", ()),
     "only printed": ("{{ 12 }}", ()),
 }
@@ -65,13 +59,29 @@ def test_numbers(source: str, numbers: tuple[int, ...]) -> None:
     assert read_syntax(source).numbers == numbers
 
 
-def test_kwargs_are_the_variables_that_the_renderer_does_not_set() -> None:
-    source = (
-        "{{ bos_token }}{{ tools }}{{ messages }}{{ documents }}{{ raise_exception('x') }}"
-        "{% if add_generation_prompt and enable_thinking %}{{ strftime_now('%d') }}{% endif %}"
-        "{% set own = 1 %}{{ own }}{{ namespace() }}{{ date }}"
-    )
-    assert read_syntax(source).kwargs == {"date": (), "enable_thinking": ()}
+@pytest.mark.parametrize(
+    "source, names",
+    [
+        ("{{ bos_token }}{{ tools }}{{ messages }}{{ raise_exception('x') }}{{ namespace() }}", set()),
+        ("{% if add_generation_prompt and y %}{{ strftime_now('%d') }}{% endif %}{{ date }}", {"date", "y"}),
+        ("{% set x = 1 %}{{ x }}", set()),
+        ("{{ x }}{% set x = 1 %}", {"x"}),
+        ("{% set x = x or 1 %}{{ x }}", {"x"}),
+        ("{% set x %}{{ y }}{% endset %}{{ x }}", {"y"}),
+        ("{% if a %}{% set x = 1 %}{% endif %}{{ x }}", {"a", "x"}),
+        ("{% if a %}{% set x = 1 %}{% elif b %}{% else %}{% set x = 2 %}{% endif %}{{ x }}", {"a", "b", "x"}),
+        ("{% if a %}{% set x = 1 %}{% else %}{% set x = 2 %}{% endif %}{{ x }}", {"a"}),
+        ("{% if x is not defined %}{% set x = 1 %}{% endif %}{{ x }}", {"x"}),
+        ("{% for x in y %}{% set z = 1 %}{% endfor %}{{ x }}{{ z }}", {"x", "y", "z"}),
+        ("{% for x in y if x %}{{ x }}{% else %}{{ x }}{% endfor %}", {"x", "y"}),
+        ("{% macro m(a, b=c) %}{{ a + b }}{% set d = 1 %}{{ d + e }}{% endmacro %}{{ m(f) }}", set("cef")),
+        ("{% set x = 1 %}{% macro m() %}{{ x }}{% endmacro %}{{ m() }}", set()),
+        ("{% with x = y %}{{ x }}{% endwith %}", {"y"}),
+        ("{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}", {"x"}),
+    ],
+)
+def test_kwargs_are_the_variables_that_may_be_read_unset(source: str, names: set[str]) -> None:
+    assert read_syntax(source).kwargs.keys() == names
 
 
 def test_kwargs_have_the_constants_that_they_are_compared_with() -> None:
@@ -91,15 +101,10 @@ def test_kwargs_have_the_constants_that_they_are_compared_with() -> None:
         ("{% set now = strftime_now %}{{ now('%d') }}", ("%c %f",)),
         ("{{ strftime('%d') }}{{ 'strftime_now' }}", ()),
     ],
-    ids=["constants", "variable", "other name", "no time"],
 )
 def test_time_formats(source: str, formats: tuple[str, ...]) -> None:
     assert read_syntax(source).time_formats == formats
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["{% if %}", "{% unknown %}", "{{ x | nofilter('a') }}"],
-)
-def test_template_that_cannot_be_parsed_has_no_syntax(source: str) -> None:
-    assert read_syntax(source) == Syntax((), (), (), {}, parsed=False)
+def test_template_that_cannot_be_parsed_has_no_syntax() -> None:
+    assert read_syntax("{% if %}") == Syntax((), (), (), {}, parsed=False)
