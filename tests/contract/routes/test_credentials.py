@@ -34,8 +34,6 @@ def test_turns_and_sessions_need_a_key_of_the_engine(guarded: httpx.Client, mort
         ("POST", CHAT, _BODY),
         ("POST", "/v1/chat/completions/tokens/", {"prompt_ids": [1, 74]}),
         ("GET", "/v1/sessions", None),
-        ("POST", "/sessions", {}),
-        ("GET", "/v1/sessions/s/samples", None),
         ("POST", "/v1/sessions/s/reward", {"reward": 1}),
         ("GET", "/sessions/s/v1/sessions", None),
     ]
@@ -75,12 +73,3 @@ def test_no_engine_no_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     with run_app(Settings(upstreams=["http://127.0.0.1:9"], store="memory:")) as client:
         wait_until(lambda: client.get("/ready").json()["engines"][0]["problem"] != "not checked yet")
         assert client.get("/v1/sessions").status_code == 503
-
-
-def test_an_open_engine_is_asked_once(mortal: FakeVllm) -> None:
-    with run_proxy([mortal], store="memory:", watch_interval_s=60) as client:
-        mortal.requests.clear()
-        for headers in ({}, _bearer("anna")):
-            assert client.post(CHAT, json=_BODY, headers=headers).status_code == 200
-            assert client.get("/v1/sessions", headers=headers).status_code == 200
-        assert mortal.seen("/v1/models") == []

@@ -3,9 +3,8 @@
 `tests/unit/samples/test_feed.py` has the filters themselves.
 """
 
-import json
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -15,7 +14,6 @@ from proxy.app import create_app
 from proxy.history import feed_tasks
 from proxy.routes.feed import MOST_CONSUMERS
 from proxy.samples import feed
-from proxy.samples.layouts import LAYOUTS
 from proxy.settings import Settings
 from proxy.turn.running import RunningRequests
 from tests.support.fake_vllm import FakeVllm
@@ -36,12 +34,8 @@ def test_rollouts_in_the_order_of_finishing(served: Feed) -> None:
     served.turn("open")
     served.client.post("/finish_session?session_id=a")
     page = served.read()
-    assert [(each["rollout"], each["cause"]) for each in page["data"]] == [
-        ("late", "end"),
-        ("c", "reward"),
-        ("a", "end"),
-    ]
-    assert [each["revision"] for each in page["data"]] == [1, 1, 1]
+    found = [(each["rollout"], each["cause"], each["revision"]) for each in page["data"]]
+    assert found == [("late", "end", 1), ("c", "reward", 1), ("a", "end", 1)]
     first, last = page["data"][0], page["data"][-1]
     assert first["metadata"] == {"task": [1]}
     assert began <= first["finished"] <= last["finished"] <= time.time()
@@ -111,12 +105,10 @@ def test_idle_rollouts_are_finished(engine: FakeVllm) -> None:
         served = Feed(client)
         answer = client.post(CHAT, json={"messages": [user("Hi")]})
         page = served.read(wait=20)
-        assert [(each["rollout"], each["cause"]) for each in page["data"]] == [
-            (answer.headers["x-session-id"], "idle")
-        ]
-        cursor = page["cursor"]
-        served.reward(page["data"][0]["rollout"], 1.0)
-        again = served.read(wait=20, after=cursor)["data"][0]
+        [rollout] = page["data"]
+        assert (rollout["rollout"], rollout["cause"]) == (answer.headers["x-session-id"], "idle")
+        served.reward(rollout["rollout"], 1.0)
+        again = served.read(wait=20, after=page["cursor"])["data"][0]
         assert (again["revision"], again["samples"][0]["reward"]) == (2, 1.0)
 
 
@@ -145,22 +137,14 @@ def test_a_consumer_continues_after_what_it_acknowledged(served: Feed) -> None:
     assert served.names(consumer="c", limit=1) == ["r0"]
 
 
-def test_an_unknown_consumer_cannot_be_removed(served: Feed) -> None:
-    answer = served.client.delete(f"{FEED}/consumers/nobody")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "consumer_not_found")
-
-
 def test_consumers_are_limited(served: Feed) -> None:
     for number in range(MOST_CONSUMERS):
         served.acknowledge(f"c{number}", "0")
-    refused = [
+    for refused in (
         served.client.get(FEED, params={"consumer": "new"}),
         served.client.post(f"{FEED}/ack", json={"consumer": "new", "cursor": "0"}),
-    ]
-    for answer in refused:
-        error = answer.json()["error"]
-        expected = (400, "too_many_consumers", "consumer")
-        assert (answer.status_code, error["code"], error["param"]) == expected
+    ):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_consumers")
     served.acknowledge("c0", "0")
     assert served.read(consumer="c1")["data"] == []
 
@@ -207,64 +191,27 @@ def test_rollouts_lost_to_a_consumer_are_counted(engine: FakeVllm, monkeypatch: 
         assert served.names() == []
 
 
-# --- filters
-
-
-def test_metadata_select_rollouts(served: Feed) -> None:
-    served.finish("a", env="math", split=1, gold=True)
-    served.finish("b", env="code", split=1)
-    served.finish("c", env="math", split=2, note="x=y z")
-    served.finish("d")
-    for conditions, names in [
-        (["env=math"], ["a", "c"]),
-        (["env=math", "split=1"], ["a"]),
-        (["note=x=y z"], ["c"]),
-        (["none=1"], []),
-    ]:
-        page = served.read(metadata=conditions)
-        assert [each["rollout"] for each in page["data"]] == names, conditions
-        # what was left out need not be looked at again
-        assert page["cursor"] == served.read()["cursor"]
-    assert served.read(weight_version=["7", "8"])["data"] == []
-
-
-def test_layouts(served: Feed) -> None:
-    served.finish("a")
-    for layout in LAYOUTS:
-        [rollout] = served.read(layout=layout)["data"]
-        expected = served.client.get("/v1/sessions/a/samples", params={"layout": layout}).json()["samples"]
-        revision = {"revision": 1} if layout == "plain" else {}
-        assert [{**sample, **revision} for sample in expected] == rollout["samples"]
-
-
-_BAD: list[tuple[str, str]] = [
-    *(
-        ("limit", query)
-        for query in ("limit=0", "limit=1001", "limit=all", "limit=1.5", "limit", "limit=1&limit=2")
-    ),
-    *(("wait", query) for query in ("wait=301", "wait=-1", "wait=inf", "wait=nan", "wait=abc", "wait=")),
-    *(("after", query) for query in ("after=now", "after=-1", f"after={'1' * 19}")),
-    *(("metadata", query) for query in ("metadata=env", "metadata=%3Dmath")),
-    ("weights", "limit=1&weights=7"),
-    ("Limit", "Limit="),
-    ("class", "class="),
-    ("weight_version", "weight_version=7&weight_version="),
-    ("layout", "layout=other"),
-    ("shared", "shared=twice"),
-    ("consumer", "consumer=a%20b"),
-]
+_BAD = {
+    "limit": "limit=0 limit=1001 limit=1.5 limit limit=1&limit=2",
+    "wait": "wait=301 wait=-1 wait=nan wait=",
+    "after": "after=now after=-1 after=1111111111111111111",
+    "metadata": "metadata=env metadata=%3Dmath",
+    "weights": "limit=1&weights=7",
+    "weight_version": "weight_version=7&weight_version=",
+    "layout": "layout=other",
+    "shared": "shared=twice",
+    "consumer": "consumer=a%20b",
+}
 _BAD_ACKNOWLEDGEMENTS: list[tuple[str, Any]] = [
-    ("consumer", {"cursor": "1"}),
     ("consumer", {"consumer": "", "cursor": "1"}),
     ("cursor", {"consumer": "c"}),
     ("cursor", {"consumer": "c", "cursor": 1}),
-    ("cursor", {"consumer": "c", "cursor": "x"}),
     ("body", []),
 ]
 
 
 def test_bad_requests(client: httpx.Client) -> None:
-    answers = [(param, client.get(f"{FEED}?{query}")) for param, query in _BAD]
+    answers = [(param, client.get(f"{FEED}?{query}")) for param in _BAD for query in _BAD[param].split()]
     answers += [(param, client.post(f"{FEED}/ack", json=body)) for param, body in _BAD_ACKNOWLEDGEMENTS]
     for param, answer in answers:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.url
@@ -289,17 +236,9 @@ def test_a_tenant_reads_only_its_own_rollouts(engine: FakeVllm) -> None:
         assert three.consumers() == []
         refused = client.delete(f"{FEED}/consumers/c", headers=three.headers)
         assert refused.status_code == 404
-        assert json.dumps(one.read()).find("one") == -1
 
 
 # --- requests that wait
-
-
-def _later(work: Any) -> "Future[Any]":
-    executor = ThreadPoolExecutor(1)
-    future = executor.submit(work)
-    executor.shutdown(wait=False)
-    return future
 
 
 def test_many_requests_wait_for_the_first_rollout(served: Feed) -> None:
@@ -332,8 +271,12 @@ def test_a_client_that_leaves_ends_its_wait(served: Feed) -> None:
 def test_a_proxy_that_stops_does_not_wait(engine: FakeVllm) -> None:
     running = RunningRequests()
     app = create_app(Settings(upstreams=[engine.url], store="memory:"), running)
-    with run_server(app) as url, httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
-        waiting = _later(lambda: client.get(FEED, params={"wait": 60}))
+    with (
+        run_server(app) as url,
+        httpx.Client(base_url=url, trust_env=False, timeout=30) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        waiting = thread.submit(client.get, FEED, params={"wait": 60})
         wait_until(lambda: Scrape(client).value("requests_in_flight") == 1)
         running.stopping = True
         answer = waiting.result(20)

@@ -35,13 +35,6 @@ def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
     assert "--enable-scale-out" in engine["problem"]
 
 
-def test_a_tokenizer_that_cannot_be_loaded(mortal: FakeVllm) -> None:
-    with run_proxy([mortal], tokenizer="/no/such/folder") as client:
-        [engine] = client.get("/ready").json()["engines"]
-    assert engine["ready"]
-    assert "/no/such/folder" in engine["append"]
-
-
 def test_engines_that_are_down(mortal: FakeVllm) -> None:
     with run_app(Settings(upstreams=[_DOWN, mortal.url], watch_interval_s=0.1)) as client:
         wait_until(lambda: client.get("/ready").status_code == 200)
