@@ -49,10 +49,7 @@ def _cut(after: str) -> dict[str, Any]:
         ({"e": _cut("c")}, {"c": 0.0}, "c"),  # and before a whole one
         ({}, {"c": 0.0, "d": 1.0}, "c"),  # its value does not matter
         ({}, {"": 1.0, "a": 1.0}, "b"),  # rewards that all leaves share prefer none
-        ({}, {"": 1.0, "d": 0.0}, "d"),
         ({"b": _ABORTED, "c": {**_LONG, **_ABORTED}}, {"b": 1.0}, "d"),
-        ({"b": _ABORTED, "c": _ABORTED, "e": _cut("d")}, {"b": 1.0}, "d"),
-        ({"b": _ABORTED, "c": _ABORTED, "d": _ABORTED}, {}, "b"),
         ({"b": _ABORTED, "c": _ABORTED, "d": _ABORTED}, {"d": 1.0}, "d"),
         ({"b": _ABORTED, "e": {"after": "b"}}, {}, "e"),  # aborted in the middle of a path
         ({"b": {"logprobs": b""}}, {}, "c"),  # a refused leaf trains nothing
