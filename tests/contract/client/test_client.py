@@ -4,9 +4,9 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from proxy.client import (
@@ -24,6 +24,7 @@ from proxy.key_command import add_key
 from tests.contract.client.blocking import BlockingClient
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.ports import held_port
+from tests.support.scraping import Scrape
 from tests.support.talk import user
 from tests.support.tiny_model import END, TinyModel
 from tests.support.utils import run_proxy, wait_until
@@ -158,12 +159,12 @@ def test_the_feed_as_an_iterator(client: Any) -> None:
 
 
 def test_acknowledging_may_be_left_to_the_caller(client: Any) -> None:
-    _finish(client, *"abc")
+    _finish(client, *"ab")
     feed = client.feed("trainer", limit=1, acknowledge=False)
-    read = [next(feed) for _ in range(3)]
-    assert client.consumers()[0].waiting == 3
-    client.acknowledge("trainer", read[1].cursor)
-    assert next(client.feed("trainer")).rollout == "c"
+    read = [next(feed) for _ in range(2)]
+    assert client.consumers()[0].waiting == 2
+    client.acknowledge("trainer", read[0].cursor)
+    assert next(client.feed("trainer")).rollout == "b"
 
 
 def test_filters_that_leave_out_much_are_acknowledged_too(client: Any) -> None:
@@ -175,6 +176,19 @@ def test_filters_that_leave_out_much_are_acknowledged_too(client: Any) -> None:
     _finish(client, "d", env="math")
     reader.join(20)
     assert not reader.is_alive()
+
+
+def test_no_request_waits_for_another(open_client: Open, engine: FakeVllm) -> None:
+    at_once = 110  # httpx sends 100 by default
+    with (
+        run_proxy([engine], store="memory:") as http,
+        open_client(http.base_url) as client,
+        ThreadPoolExecutor(at_once) as threads,
+    ):
+        waiting = [threads.submit(client.read_feed, wait_s=20) for _ in range(at_once)]
+        wait_until(lambda: Scrape(http).value("requests_in_flight") == at_once)
+        _finish(client, "a")
+        assert {each.result().data[0].rollout for each in waiting} == {"a"}
 
 
 # --- errors
@@ -222,10 +236,3 @@ def test_errors_of_the_engine_and_of_another_server(client: Any, open_client: Op
         with open_client(engine.url) as other, pytest.raises(UnreadableResponse, match=str(engine.port)):
             other.read_feed()
     engine.reset()
-
-
-def test_own_http_clients_stay_open(engine: FakeVllm) -> None:
-    with httpx.Client(trust_env=False) as http:
-        with Client(engine.url, http=http) as client:
-            client.models()
-        assert http.get(f"{engine.url}/health").status_code == 200
