@@ -3,7 +3,6 @@
 Clients that leave are counted in `tests/contract/routes/test_disconnects.py`.
 """
 
-import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ import httpx
 import pytest
 
 from proxy.settings import Settings
-from proxy.stores.memory import MemoryStore
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.scraping import Scrape, grown
 from tests.support.talk import CHAT, Talk, user
@@ -142,21 +140,6 @@ def test_a_request_that_waits_for_a_replica_is_queued(mortal: FakeVllm) -> None:
         wait_until(lambda: _at_rest(client))
         assert Scrape(client).value("queue_seconds_count") == 1
         assert _not_added(before, client, CHAT) >= Scrape(client).value("queue_seconds_sum") > 0
-
-
-def test_the_time_of_a_slow_store_is_added_time(mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = MemoryStore.add
-
-    async def slow(store: MemoryStore, *arguments: Any) -> Any:
-        await asyncio.sleep(_WAIT_S)
-        return await inner(store, *arguments)
-
-    monkeypatch.setattr(MemoryStore, "add", slow)
-    with run_proxy([mortal], store="memory:") as client:
-        client.post(CHAT, json=_HI)
-        scrape = Scrape(client)
-    assert scrape.value("store_seconds_sum", operation="add") >= 0.9 * _WAIT_S
-    assert scrape.value("added_seconds_sum", route=CHAT) >= 0.9 * _WAIT_S
 
 
 def test_ids_by_how_they_came_to_be(

@@ -13,7 +13,6 @@ import pytest
 from proxy.app import create_app
 from proxy.history import feed_tasks
 from proxy.routes.feed import MOST_CONSUMERS
-from proxy.samples import feed
 from proxy.settings import Settings
 from proxy.turn.running import RunningRequests
 from tests.support.fake_vllm import FakeVllm
@@ -47,25 +46,6 @@ def test_rollouts_in_the_order_of_finishing(served: Feed) -> None:
     assert served.names(after=page["cursor"]) == []
 
 
-def test_pages(served: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [served.finish(f"r{number}") for number in range(5)]
-    first = served.read(limit=2)
-    second = served.read(limit=2, after=first["cursor"])
-    monkeypatch.setattr(feed, "MOST_IDS", 1)  # a response is limited in ids too
-    third = served.read(limit=2, after=first["data"][0]["cursor"])
-    read = [[each["rollout"] for each in page["data"]] for page in (first, second, third)]
-    assert read == [names[:2], names[2:4], names[1:2]]
-    assert [page["more"] for page in (first, second, third)] == [True, True, True]
-    last = served.read(limit=2, after=second["cursor"])
-    assert ([each["rollout"] for each in last["data"]], last["more"]) == (names[4:], False)
-    end = last["cursor"]
-    # a cursor beyond the end is the end: its reader's store was lost
-    assert served.read(after="9" * 18)["cursor"] == end
-    assert served.acknowledge("c", "9" * 18) == end
-    served.finish("later")
-    assert served.names(consumer="c") == ["later"]
-
-
 def test_a_change_after_finishing_is_delivered_again(served: Feed) -> None:
     turn = served.turn("a")
     served.finish("b")
@@ -74,17 +54,13 @@ def test_a_change_after_finishing_is_delivered_again(served: Feed) -> None:
     served.reward("a", 0.5)
     served.end("a")
     assert served.read(after=cursor)["data"] == []
-    changes: list[dict[str, Any]] = [{"reward": 1.0}, {"reward": 2.0, "turn": turn}]
-    for number, change in enumerate(changes, 2):
-        served.client.post("/v1/sessions/a/reward", json=change)
-        [again] = served.read(after=cursor)["data"]
-        assert (again["rollout"], again["revision"]) == ("a", number)
-        assert again["samples"][0]["reward"] == change["reward"]
+    served.client.post("/v1/sessions/a/reward", json={"reward": 2.0, "turn": turn})
+    [again] = served.read(after=cursor)["data"]
+    assert (again["rollout"], again["revision"], again["samples"][0]["reward"]) == ("a", 2, 2.0)
     served.turn("a")
-    assert served.read(after=cursor)["data"][0]["revision"] == 3
     assert served.client.post("/v1/sessions/a/end").json()["finished"] is True
     [again] = served.read(after=cursor)["data"]
-    assert (again["revision"], len(again["samples"])) == (4, 2)
+    assert (again["revision"], len(again["samples"])) == (3, 2)
     assert served.names() == ["b", "a"]
 
 
@@ -120,21 +96,14 @@ def test_a_consumer_continues_after_what_it_acknowledged(served: Feed) -> None:
         served.finish(f"r{number}")
     page = served.read(consumer="c", limit=2)
     assert served.names(consumer="c", limit=2) == ["r0", "r1"]  # reading acknowledges nothing
-    assert served.names(consumer="c", after=page["cursor"]) == ["r2", "r3"]
-    assert served.acknowledge("c", page["data"][0]["cursor"]) == page["data"][0]["cursor"]
-    assert served.names(consumer="c") == ["r1", "r2", "r3"]
     served.acknowledge("c", page["cursor"])
     assert served.acknowledge("c", "1") == page["cursor"]
     assert served.names(consumer="c") == ["r2", "r3"]
-    assert served.names(consumer="other") == ["r0", "r1", "r2", "r3"]
     assert served.names(consumer="c", after="0", limit=1) == ["r0"]
-    described = served.consumers()
-    assert [(each["consumer"], each["waiting"]) for each in described] == [("c", 2), ("other", 4)]
-    assert described[0]["cursor"] == page["cursor"]
-    oldest = served.read()["data"][2]
-    assert described[0]["oldest"] == oldest["finished"]
-    assert served.client.delete(f"{FEED}/consumers/c").json() == {"consumer": "c", "deleted": True}
-    assert served.names(consumer="c", limit=1) == ["r0"]
+    # a cursor beyond the end is the end: its reader's store was lost
+    assert served.acknowledge("other", "9" * 18) == served.read()["cursor"]
+    served.finish("later")
+    assert served.names(consumer="other") == ["later"]
 
 
 def test_consumers_are_limited(served: Feed) -> None:
@@ -155,40 +124,21 @@ def test_metrics_show_what_consumers_have_not_acknowledged(
     monkeypatch.setattr(feed_tasks, "REPORT_S", 0.02)
     with run_proxy([engine], store="memory:") as client:
         served = Feed(client)
-        cursors = []
         for number in range(3):
             served.finish(f"r{number}")
-            cursors.append(served.read()["cursor"])
-        served.acknowledge("c", cursors[0])
+        first, second, third = (each["cursor"] for each in served.read()["data"])
+        served.acknowledge("c", first)
 
         def waiting() -> float:
             return Scrape(client).value("feed_waiting_rollouts", consumer="c")
 
         wait_until(lambda: waiting() == 2)
         age = Scrape(client).value("feed_oldest_seconds", consumer="c")
-        assert 0 < age <= time.time() - int(cursors[1]) / 1e6
-        served.acknowledge("c", cursors[2])
+        assert 0 < age <= time.time() - int(second) / 1e6
+        served.acknowledge("c", third)
         wait_until(lambda: waiting() == 0)
-        assert Scrape(client).value("feed_oldest_seconds", consumer="c") == 0
         client.delete(f"{FEED}/consumers/c")
         wait_until(lambda: 'consumer="c"' not in client.get("/metrics").text)
-
-
-def test_rollouts_lost_to_a_consumer_are_counted(engine: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.history.pins.LEASE_S", 0.0)
-    with run_proxy([engine], store="memory:", store_max_bytes=20_000) as client:
-        served = Feed(client)
-        served.finish("read")
-        served.acknowledge("c", served.read()["cursor"])
-        served.finish("lost")
-        number = 0
-        while client.get("/v1/sessions/lost").status_code == 200:
-            served.turn(f"more-{number}")
-            number += 1
-        scrape = Scrape(client)
-        assert scrape.value("feed_lost_rollouts_total") == 1
-        assert scrape.value("evicted_rollouts_total") >= 2
-        assert served.names() == []
 
 
 _BAD = {
@@ -239,16 +189,6 @@ def test_a_tenant_reads_only_its_own_rollouts(engine: FakeVllm) -> None:
 
 
 # --- requests that wait
-
-
-def test_many_requests_wait_for_the_first_rollout(served: Feed) -> None:
-    served.turn("a")
-    with ThreadPoolExecutor(20) as threads:
-        waiting = [threads.submit(served.names, wait=20, consumer=f"c{number}") for number in range(20)]
-        wait_until(lambda: Scrape(served.client).value("requests_in_flight") == 20)
-        assert not any(each.done() for each in waiting)
-        served.reward("a", 1.0)
-        assert [each.result(20) for each in waiting] == [["a"]] * 20
 
 
 def test_a_wait_ends_and_is_no_time_that_the_proxy_adds(served: Feed) -> None:

@@ -37,9 +37,6 @@ def _bearer(key: str = "secret") -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-# --- OPTIONS and CORS
-
-
 @pytest.mark.parametrize(
     ("path", "allowed"),
     [
@@ -88,9 +85,6 @@ def test_a_client_that_leaves_aborts_the_engine_with_every_door(mortal: FakeVllm
         wait_until(lambda: mortal.aborted)
 
 
-# --- the Host header
-
-
 @pytest.mark.parametrize(
     ("allowed", "hosts"),
     [
@@ -112,18 +106,13 @@ def test_health_checks_may_ask_by_address(closed: httpx.Client) -> None:
         assert closed.post(path, headers=headers).status_code == 400
 
 
-# --- sizes
-
-
-@pytest.mark.parametrize("where", ["header", "path", "query"])
-def test_a_head_over_the_limit(closed: httpx.Client, where: str) -> None:
-    for size, status in ((1000, 403 if where == "path" else 200), (3000, 431)):
-        filler = "a" * size
-        path = {"header": "/health", "path": f"/{filler}", "query": f"/health?{filler}"}[where]
-        headers = {"x-filler": filler} if where == "header" else {}
+def test_a_head_over_the_limit(closed: httpx.Client) -> None:
+    assert closed.get(f"/health?{'a' * 1000}").status_code == 200
+    filler = "a" * 3000
+    for path, headers in (("/health", {"x-filler": filler}), (f"/{filler}", {}), (f"/health?{filler}", {})):
         answer = closed.get(path, headers={**headers, **_bearer()})
-        assert answer.status_code == status
-        assert status != 431 or answer.json()["error"]["type"] == "RequestHeaderFieldsTooLargeError"
+        assert answer.status_code == 431
+        assert answer.json()["error"]["type"] == "RequestHeaderFieldsTooLargeError"
 
 
 def _pieces(body: bytes) -> Iterator[bytes]:

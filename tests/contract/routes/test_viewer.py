@@ -138,26 +138,6 @@ def test_the_page_reads_what_was_recorded(
         assert client.get(f"/viewer/sessions{path}").headers["cache-control"] == "no-store"
 
 
-def test_drift_is_where_the_template_would_merge_what_was_split(
-    client: httpx.Client, fake: FakeVllm, name: str
-) -> None:
-    turns = _talk(client, fake, name)
-
-    def lane(turn: dict[str, Any], **query: str) -> dict[str, Any]:
-        answer = client.get(f"/viewer/sessions/{name}/drift", params={"turn": turn["id"], **query})
-        return dict(answer.json())
-
-    last, sampled_at = lane(turns[-1]), turns[0]["appended"]
-    assert (last["basis"], last["reason"], last["first"]) == ("template", "", sampled_at)
-    [start, end, other, how] = last["hunks"][0]
-    assert (start, how) == (sampled_at, "same_text")
-    assert end - start > len(other)
-    first = lane(turns[0])
-    assert (first["first"], first["hunks"]) == (None, [])
-    assert lane(turns[-1], basis="before")["reason"]
-    assert lane(turns[-1], basis="guess")["error"]["param"] == "basis"
-
-
 def test_a_prompt_that_was_rendered_is_compared_with_the_turn_before(
     client: httpx.Client, fake: FakeVllm, name: str
 ) -> None:
@@ -188,38 +168,3 @@ def test_a_wrong_parameter_is_named(client: httpx.Client, fake: FakeVllm, name: 
     for path, param in paths.items():
         answer = client.get(f"/viewer/sessions{path}")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), path
-
-
-def test_a_growing_session_is_read_from_a_time_on(client: httpx.Client, fake: FakeVllm, name: str) -> None:
-    _talk(client, fake, name)
-    turns = client.get(f"/viewer/sessions/{name}").json()["turns"]
-    later = client.get(f"/viewer/sessions/{name}", params={"since": turns[1]["created"]}).json()
-    assert [turn["id"] for turn in later["turns"]] == [turns[1]["id"]]
-    seen = {"used": later["session"]["used"]}
-    assert client.get(f"/viewer/sessions/{name}", params=seen).json()["turns"] == []
-    client.post(f"/v1/sessions/{name}/reward", json={"reward": 1, "turn": turns[0]["id"]})
-    assert client.get(f"/viewer/sessions/{name}", params=seen).json()["rewards"] == {turns[0]["id"]: 1.0}
-
-
-def test_the_list_filters_and_sorts(client: httpx.Client, fake: FakeVllm, name: str) -> None:
-    client.post("/v1/sessions", json={"id": name, "metadata": {"group": name, "step": 7}})
-    _talk(client, fake, name)
-    client.post(f"/v1/sessions/{name}/reward", json={"reward": 0.25})
-
-    def listed(query: str) -> list[str]:
-        rows = client.get(f"/viewer/sessions?limit=500&{query}").json()["data"]
-        return [row["id"] for row in rows]
-
-    for query in (
-        f"search={name.upper()}&reason=first_turn",
-        "metadata=step=7",
-        "reward_min=0.2",
-    ):
-        assert name in listed(query), query
-    for query in ("metadata=step=8", "reward_min=0.3", "rewarded=false", "reason=no_match", "drift=true"):
-        assert name not in listed(query), query
-    for query in ("problem=no_logprobs", "class=main", "model=other"):
-        assert name not in listed(query), query
-    for sort in ("used", "turns", "reward"):
-        both = [listed(f"sort={sort}&order={order}&rewarded=true") for order in ("asc", "desc")]
-        assert both[0] == both[1][::-1]
