@@ -9,17 +9,8 @@ from typing import Any
 
 import pytest
 
-from proxy.client import (
-    AccessDenied,
-    Client,
-    ErrorResponse,
-    InvalidRequest,
-    KeyRefused,
-    NoResponse,
-    ServerFailure,
-    UnknownResource,
-    UnreadableResponse,
-)
+from proxy import client as module
+from proxy.client import Client, InvalidRequest, NoResponse, UnknownResource, UnreadableResponse
 from proxy.key_command import add_key
 from tests.contract.client.blocking import BlockingClient
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
@@ -158,24 +149,14 @@ def test_the_feed_as_an_iterator(client: Any) -> None:
     assert client.consumers()[0].waiting == 1
 
 
-def test_acknowledging_may_be_left_to_the_caller(client: Any) -> None:
-    _finish(client, *"ab")
-    feed = client.feed("trainer", limit=1, acknowledge=False)
-    read = [next(feed) for _ in range(2)]
-    assert client.consumers()[0].waiting == 2
-    client.acknowledge("trainer", read[0].cursor)
-    assert next(client.feed("trainer")).rollout == "b"
-
-
 def test_filters_that_leave_out_much_are_acknowledged_too(client: Any) -> None:
     _finish(client, *"abc")
     feed = client.feed("trainer", wait_s=0.05, metadata={"env": "math"})
-    reader = threading.Thread(target=lambda: next(feed, None), daemon=True)
-    reader.start()
-    wait_until(lambda: [each.waiting for each in client.consumers()] == [0])
-    _finish(client, "d", env="math")
-    reader.join(20)
-    assert not reader.is_alive()
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(next, feed)
+        wait_until(lambda: [each.waiting for each in client.consumers()] == [0])
+        _finish(client, "d", env="math")
+        assert reading.result(20).rollout == "d"
 
 
 def test_no_request_waits_for_another(open_client: Open, engine: FakeVllm) -> None:
@@ -208,12 +189,11 @@ def test_keys_and_scopes(open_client: Open, engine: FakeVllm, tmp_path: Any) -> 
     file = tmp_path / "keys.yaml"
     reads = add_key(file, "reads", ["read"], None)
     with run_proxy([engine], store="memory:", api_key_file=file, admin_key="all") as http:
-        with open_client(http.base_url, api_key="wrong") as client, pytest.raises(KeyRefused) as refused:
+        with open_client(http.base_url, api_key="wrong") as client, pytest.raises(module.KeyRefused):
             client.read_feed()
-        assert refused.value.code == "invalid_api_key"
         with open_client(http.base_url, api_key=reads) as client:
             assert client.acknowledge("c", "0") == "0"
-            with pytest.raises(AccessDenied) as lacking:
+            with pytest.raises(module.AccessDenied) as lacking:
                 client.create_session("s")
             assert lacking.value.code == "insufficient_scope"
 
@@ -223,15 +203,11 @@ def test_errors_of_the_engine_and_of_another_server(client: Any, open_client: Op
     with pytest.raises(InvalidRequest, match="too long"):
         client.token_turn([1, 74])
     engine.replies.append(Reply(error=Canned(b"oops", 500)))
-    with pytest.raises(ServerFailure):
+    with pytest.raises(module.ServerFailure):
         client.token_turn([1, 74])
-    with open_client(engine.url) as other, pytest.raises(ErrorResponse):
+    with open_client(engine.url) as other, pytest.raises(module.ErrorResponse):
         other.consumers()
-    for canned in (
-        Canned(b"<html>"),
-        Canned(b'{"data": [], "cursor": "\xff", "more": false}'),
-        Canned(b"{}", headers={"content-encoding": "gzip"}),
-    ):
+    for canned in (Canned(b"<html>"), Canned(b"{}", headers={"content-encoding": "gzip"})):
         engine.canned["/v1/samples"] = canned
         with open_client(engine.url) as other, pytest.raises(UnreadableResponse, match=str(engine.port)):
             other.read_feed()

@@ -5,7 +5,7 @@ Clients that leave are counted in `tests/contract/routes/test_disconnects.py`.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -101,33 +101,17 @@ def _not_added(before: Scrape, client: httpx.Client, route: str) -> float:
     return grown(before, after, "request_seconds_sum", route=route) - added
 
 
-@pytest.mark.parametrize("hold_at", [0, 1])
-def test_the_time_of_the_engine_is_not_added_time(fake: FakeVllm, client: httpx.Client, hold_at: int) -> None:
+def test_the_time_of_the_engine_is_not_added_time(fake: FakeVllm, client: httpx.Client) -> None:
     before = Scrape(client)
-    fake.replies.append(Reply(hold_at=hold_at))
-    with send_and_keep(
-        client.base_url, CHAT, json.dumps({**_HI, "stream": hold_at > 0}).encode()
-    ) as connection:
-        wait_until(lambda: fake.running)
-        if hold_at:
-            assert connection.recv(1)
+    fake.replies.append(Reply(hold_at=1))
+    with send_and_keep(client.base_url, CHAT, json.dumps({**_HI, "stream": True}).encode()) as connection:
+        assert connection.recv(1)
         time.sleep(_WAIT_S)
         fake.release()
         assert _not_added(before, client, CHAT) >= _WAIT_S
     first_byte = grown(before, Scrape(client), "time_to_first_byte_seconds_sum", route=CHAT)
     total = grown(before, Scrape(client), "request_seconds_sum", route=CHAT)
-    assert (first_byte >= _WAIT_S) if hold_at == 0 else (total - first_byte >= _WAIT_S)
-
-
-def test_a_slow_upload_is_not_added_time(client: httpx.Client) -> None:
-    def body() -> Iterator[bytes]:
-        yield b'{"prompt_ids": [1'
-        time.sleep(_WAIT_S)
-        yield b", 74]}"
-
-    before = Scrape(client)
-    assert client.post(_TOKENS, content=body()).status_code == 200
-    assert _not_added(before, client, _TOKENS) >= 0.9 * _WAIT_S  # the head may arrive late
+    assert total - first_byte >= _WAIT_S
 
 
 def test_a_request_that_waits_for_a_replica_is_queued(mortal: FakeVllm) -> None:
@@ -160,20 +144,3 @@ def test_ids_by_how_they_came_to_be(
     assert grown(middle, after, "prompt_ids_total", kind="rendered") == 0
     client.post(_TOKENS, json={"prompt_ids": [1, 74, 71]})
     assert grown(after, Scrape(client), "prompt_ids_total", kind="given") == 3
-
-
-def test_the_state_of_replicas(mortal: FakeVllm, tiny_model: TinyModel) -> None:
-    with FakeVllm(tiny_model) as other, run_proxy([mortal, other], store="memory:") as client:
-        assert (_states(client, mortal.url), _states(client, other.url)) == (["ready"], ["ready"])
-        mortal.healthy = False
-        wait_until(lambda: _states(client, mortal.url) == ["down"])
-        assert _states(client, other.url) == ["ready"]
-        assert Scrape(client).value("replica_ejections_total", replica=mortal.url) == 1
-        mortal.healthy = True
-        wait_until(lambda: _states(client, mortal.url) == ["ready"])
-
-
-def _states(client: httpx.Client, replica: str) -> list[str]:
-    scrape = Scrape(client)
-    labels = [labels for labels in scrape.labels("replica_state") if labels["replica"] == replica]
-    return [each["state"] for each in labels if scrape.value("replica_state", **dict(each)) == 1]

@@ -9,6 +9,7 @@ import pytest
 from proxy.monitoring.request_ids import LONGEST
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.talk import CHAT
+from tests.support.utils import EVERY_SPELLING
 
 _TOKENS = "/v1/chat/completions/tokens"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -16,11 +17,9 @@ _MINE = {"x-request-id": "mine"}
 _MADE = re.compile(r"[0-9a-f]{32}")
 
 
-@pytest.mark.parametrize(("path", "body"), [(CHAT, _HI), (_TOKENS, {"prompt_ids": [1, 74]})])
-def test_from_the_client_to_the_engine_and_back(
-    fake: FakeVllm, client: httpx.Client, path: str, body: dict[str, object]
-) -> None:
-    answer = client.post(path, json=body, headers={"X-Request-ID": "run-7/step:3"})
+@EVERY_SPELLING
+def test_from_the_client_to_the_engine_and_back(fake: FakeVllm, client: httpx.Client) -> None:
+    answer = client.post(_TOKENS, json={"prompt_ids": [1, 74]}, headers={"X-Request-ID": "run-7/step:3"})
     assert answer.headers.get_list("x-request-id") == ["run-7/step:3"]
     generating = [seen for seen in fake.requests if seen.path in (CHAT, "/inference/v1/generate")]
     assert {seen.header("x-request-id") for seen in generating} == {b"run-7/step:3"}

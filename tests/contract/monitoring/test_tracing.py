@@ -1,8 +1,7 @@
 """Traces of a real proxy, received by a real OTLP/HTTP endpoint."""
 
-import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import httpx
@@ -10,9 +9,8 @@ import pytest
 
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.otlp import ReceivedSpan, Receiver, otlp_receiver
-from tests.support.talk import CHAT, Talk, user
-from tests.support.tiny_model import END
-from tests.support.utils import run_proxy, send_and_keep, wait_until
+from tests.support.talk import CHAT, user
+from tests.support.utils import run_proxy, wait_until
 
 _PARENT = "00f067aa0ba902b7"
 """The client's span."""
@@ -99,15 +97,6 @@ def test_a_turn_from_the_client_to_the_engine(traced: Traced, stream: bool) -> N
     assert set(traced.receiver.requests) == {("/v1/traces", "application/x-protobuf", "rollouts")}
 
 
-def test_a_plan_that_reuses_ids(traced: Traced) -> None:
-    messages = [user("Hi"), {"role": "assistant", "content": "hi"}, user("And?")]
-    traced.send({**_HI, "messages": messages[:1]})
-    plan = _named(traced.send({**_HI, "messages": messages}), "plan").attributes
-    assert plan["tokenproxy.prompt.source"] == "extended"
-    assert plan["tokenproxy.prompt.reused"] > 0 and plan["tokenproxy.prompt.appended"] > 0
-    assert "tokenproxy.prompt.reason" not in plan
-
-
 def test_a_trace_that_the_client_did_not_begin_or_does_not_want(traced: Traced) -> None:
     unwanted = secrets.token_hex(16)
     headers = {"traceparent": f"00-{unwanted}-{secrets.token_hex(8)}-00"}
@@ -127,16 +116,6 @@ def test_errors(traced: Traced) -> None:
     assert (call.status, call.attributes["error.type"]) == ("ERROR", "EngineBroken")
 
 
-def test_a_client_that_leaves(traced: Traced) -> None:
-    traced.fake.replies.append(Reply(ids=(74, 71, END), hold_at=2))
-    body = json.dumps({**_HI, "stream": True}).encode()
-    with send_and_keep(traced.client.base_url, CHAT, body) as connection:
-        assert connection.recv(1)
-        wait_until(lambda: traced.fake.running)
-    request = _named(traced.wait(traced.sent_on().split("-")[1]), "SERVER")
-    assert request.attributes["tokenproxy.client_left"] is True
-
-
 def test_remaining_spans_are_sent_at_the_end(
     endpoint: Receiver, mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,10 +126,3 @@ def test_remaining_spans_are_sent_at_the_end(
         assert not endpoint.spans
     wait_until(lambda: endpoint.spans)
     assert {span.service for span in endpoint.spans} == {"team-a"}
-
-
-def test_engine_gets_the_clients_trace_without_an_endpoint(talk: Callable[..., Talk], fake: FakeVllm) -> None:
-    context = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
-    conversation = talk(headers={"traceparent": context})
-    conversation.ask()
-    assert fake.last().header("traceparent") == context.encode()

@@ -7,10 +7,9 @@ import httpx
 import pytest
 
 from proxy.routes import credentials
-from proxy.settings import Settings
 from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.talk import CHAT, user
-from tests.support.utils import run_app, run_proxy, wait_until
+from tests.support.utils import run_proxy
 
 _BODY: dict[str, Any] = {"messages": [user("Hi")]}
 
@@ -66,10 +65,3 @@ def test_broken_engine_accepts_no_credential(guarded: httpx.Client, mortal: Fake
     mortal.kill()
     gone = guarded.get("/v1/sessions", headers=_bearer("anna"))
     assert (gone.status_code, gone.headers["retry-after"]) == (503, "2")
-
-
-def test_no_engine_no_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.fleet.fleet.FIRST_ANSWER_TIMEOUT_S", 0.1)
-    with run_app(Settings(upstreams=["http://127.0.0.1:9"], store="memory:")) as client:
-        wait_until(lambda: client.get("/ready").json()["engines"][0]["problem"] != "not checked yet")
-        assert client.get("/v1/sessions").status_code == 503

@@ -88,9 +88,6 @@ def test_idle_rollouts_are_finished(engine: FakeVllm) -> None:
         assert (again["revision"], again["samples"][0]["reward"]) == (2, 1.0)
 
 
-# --- consumers
-
-
 def test_a_consumer_continues_after_what_it_acknowledged(served: Feed) -> None:
     for number in range(4):
         served.finish(f"r{number}")
@@ -167,9 +164,6 @@ def test_bad_requests(client: httpx.Client) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.url
 
 
-# --- tenants
-
-
 def test_a_tenant_reads_only_its_own_rollouts(engine: FakeVllm) -> None:
     with run_proxy([engine], store="memory:", api_key=["one", "two"], admin_key=["three"]) as client:
         one, two, three = (Feed(client, key) for key in ("one", "two", "three"))
@@ -186,9 +180,6 @@ def test_a_tenant_reads_only_its_own_rollouts(engine: FakeVllm) -> None:
         assert three.consumers() == []
         refused = client.delete(f"{FEED}/consumers/c", headers=three.headers)
         assert refused.status_code == 404
-
-
-# --- requests that wait
 
 
 def test_a_wait_ends_and_is_no_time_that_the_proxy_adds(served: Feed) -> None:

@@ -50,18 +50,6 @@ def test_sessions_named_like_parts_of_paths(client: httpx.Client, name: str) -> 
     assert client.get(f"/v1/sessions/{name}").status_code == 404
 
 
-def test_engine_and_log_get_the_canonical_path(
-    client: httpx.Client, fake: FakeVllm, caplog: pytest.LogCaptureFixture
-) -> None:
-    for alias in ("/chat/completions", "/v1/chat/completions/", "/chat/completions/"):
-        client.post(f"{alias}?a=1", json=_HI)
-    assert {seen.path for seen in fake.requests if seen.method == "POST"} == {CHAT}
-    fake.replies.append(Reply(break_at=1))
-    client.post("/chat/completions/?a=1", json={**_HI, "stream": True})
-    assert f"a stream of {CHAT}?a=1 ends with an error" in caplog.text
-    assert client.get("/sessions/?limit=0").json()["error"]["param"] == "limit"
-
-
 def test_routes_of_the_engine_without_v1(client: httpx.Client, fake: FakeVllm) -> None:
     assert client.get("/models?a=%20b").json() == client.get("/v1/models").json()
     assert [seen.target for seen in fake.requests if "a=" in seen.target] == ["/v1/models?a=%20b"]

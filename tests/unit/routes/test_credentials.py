@@ -5,7 +5,7 @@ import hashlib
 
 import pytest
 
-from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Unauthorized
+from proxy.errors import ApiError, EngineBroken, EngineUnavailable, Unauthorized
 from proxy.http import BytesResponse, Request, Response
 from proxy.routes import credentials as module
 from proxy.routes.credentials import EngineCredentials
@@ -49,13 +49,12 @@ class Engine:
         return [value for headers in self.received for _, value in headers]
 
 
-@pytest.mark.parametrize("header", [None, _ANNA])
-async def test_all_clients_are_one_tenant_of_an_engine_without_keys(header: bytes | None) -> None:
+async def test_all_clients_are_one_tenant_of_an_engine_without_keys() -> None:
     engine = Engine()
-    assert [await engine.tenant(header) for _ in range(3)] == ["", "", ""]
+    assert [await engine.tenant(header) for header in (None, _ANNA, None)] == ["", "", ""]
     assert engine.received == [[]]  # once, and nobody's credential with it
     engine.now = module.OPEN_S
-    assert await engine.tenant(header) == ""
+    assert await engine.tenant(_ANNA) == ""
     assert engine.received == [[], []]
 
 
@@ -126,11 +125,3 @@ async def test_other_status_is_not_a_verdict(status: int, kind: type[ApiError]) 
     assert len(engine.received) == 2  # not remembered
     engine.status = None
     assert await engine.tenant(_ANNA) == _tenant("anna")
-
-
-async def test_an_engine_that_does_not_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TIMEOUT_S", 0.01)
-    engine = Engine()
-    engine.gate = asyncio.Event()
-    with pytest.raises(EngineTimeout, match="no credential can be verified"):
-        await engine.tenant()

@@ -1,14 +1,12 @@
 """Keys in a file: what is accepted, and what happens when the file changes."""
 
-import hashlib
 import logging
 from pathlib import Path
 
 import pytest
 
 from proxy.key_command import add_key
-from proxy.routes.key_file import KeyFile, KeyFileError, new_key, parse_keys
-from proxy.routes.scopes import KeyScope
+from proxy.routes.key_file import KeyFile, KeyFileError, parse_keys
 
 _ENTRY = f"name: a, id: tp-00000000, sha256: '{'0' * 64}', scopes: [read]"
 
@@ -60,13 +58,6 @@ def test_keys_of_one_name_or_one_tenant_are_one_tenant(path: Path) -> None:
     found = [KeyFile(path).find(key.encode()) for key in keys]
     first, successor, reader, stranger = (key and key.tenant for key in found)
     assert first == successor == reader != stranger
-
-
-def test_the_id_is_part_of_the_digest() -> None:
-    key, entry = new_key("a", [KeyScope.READ])
-    assert entry.sha256 == hashlib.sha256(key.encode()).hexdigest()
-    assert key.startswith(f"{entry.id}-")
-    assert new_key("a", [KeyScope.READ])[0] != key
 
 
 @pytest.mark.parametrize(

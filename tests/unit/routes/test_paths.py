@@ -42,10 +42,7 @@ def test_no_path_of_a_session_has_two_meanings() -> None:
         ("/models/a%2Fb", "/v1/models/a%2Fb"),
         ("/responses/resp_1/cancel/", "/v1/responses/resp_1/cancel"),
         ("/v1/detokenize/", "/detokenize"),
-        *(
-            (same, same)
-            for same in ("/v1/models", "/v1/", "/", "", "/pause", "/some/where/", "/modelsx")
-        ),
+        *((same, same) for same in ("/v1/models", "/v1/", "/", "", "/pause", "/some/where/", "/modelsx")),
         *((same, same) for same in ("/v1/detokenize/x", "//models", "/v2/models")),
     ],
 )

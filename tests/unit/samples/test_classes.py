@@ -24,10 +24,6 @@ def _main(name: str = "a", **fields: Any) -> Turn:
     return root(name, [1], [2], **{"messages": messages, "tools": _TOOLS, **fields})
 
 
-def _class_of(turn: Turn, *before: Turn) -> str:
-    return classes_of([turn, *before])[turn.id]
-
-
 _WITH_TOOLS = {"tools": _TOOLS}
 _CLAUDE = "Your task is to create a detailed summary of this conversation. Go"
 _CODEX = "You are performing a CONTEXT CHECKPOINT COMPACTION. Create"
@@ -52,13 +48,8 @@ _CODEX = "You are performing a CONTEXT CHECKPOINT COMPACTION. Create"
     ],
 )
 def test_first_turns_of_a_session(pairs: Any, fields: dict[str, Any], expected: str) -> None:
-    assert _class_of(root("b", [1], [2], messages=_messages(*pairs), **fields), _main()) == expected
-
-
-def test_a_summary_that_continues_the_conversation() -> None:
-    a = _main()
-    b = child("b", a, [3], [4], messages=_messages(("user", f"CRITICAL: text only.\n\n{_CLAUDE}")))
-    assert classes_of([a, b]) == {"a": "", "b": "compaction"}
+    turn = root("b", [1], [2], messages=_messages(*pairs), **fields)
+    assert classes_of([turn, _main()])["b"] == expected
 
 
 def test_a_side_call_before_the_first_turn() -> None:
@@ -70,8 +61,7 @@ def test_a_side_call_before_the_first_turn() -> None:
 
 
 def test_a_sub_agent_stays_one_and_what_is_stated_decides() -> None:
-    a = _main()
-    other = _messages(("system", "Look!"), ("user", "Where?"))
+    a, other = _main(), _messages(("system", "Look!"), ("user", "Where?"))
     b = root("b", [1], [2], messages=other, tools=_TOOLS)
     c = child("c", b, [3], [4])
     assert classes_of([c, b, a]) == {"a": "", "b": "subagent", "c": "subagent"}
@@ -93,7 +83,6 @@ def test_agents() -> None:
 
 
 def _program() -> list[Turn]:
-    """A session of a program: two turns, a summary after them, a sub-agent, and a turn with the summary."""
     a = root("a", [1], [2], request_class="main")
     b = child("b", a, [3], [4], request_class="main")
     c = child("c", b, [5], [6], request_class="compaction")

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from proxy.history.feed import Cause
 from proxy.history.store import Limits, Session, Store
-from proxy.history.turn import WeightSpan
+from proxy.history.turn import Turn, WeightSpan
 from proxy.samples import feed
 from proxy.samples.feed import FeedFilter, FeedStep, metadata_matches, read_step
 from proxy.stores.memory import MemoryStore
@@ -85,14 +85,11 @@ async def test_a_turn_sampled_by_two_weights_is_of_both(store: Store) -> None:
 
 
 async def test_only_the_samples_that_fit_are_delivered(store: Store) -> None:
-    first = replace(root("a", [1], [2]), rollout="r", weight_versions=(WeightSpan("7", 0, 1),))
-    turns = [
-        first,
-        *(
-            replace(child(name, first, [3], [4]), rollout="r", weight_versions=(WeightSpan(version, 0, 1),))
-            for name, version in (("b", "7"), ("c", "8"))
-        ),
-    ]
+    def of(turn: Turn, version: str) -> Turn:
+        return replace(turn, rollout="r", weight_versions=(WeightSpan(version, 0, 1),))
+
+    first = of(root("a", [1], [2]), "7")
+    turns = [first, of(child("b", first, [3], [4]), "7"), of(child("c", first, [3], [4]), "8")]
     await store.add(make_session("r"), turns, [[], [], []])
     await store.feed.finish("r", Cause.END)
     [rollout] = (await _step(store, weight_versions=frozenset({"7"}))).rollouts
@@ -138,18 +135,3 @@ async def test_steps_are_limited(store: Store, monkeypatch: pytest.MonkeyPatch) 
     assert step.position == (await store.feed.read(0, limit=8))[5].position
     monkeypatch.setattr(feed, "MOST_IDS", 1)
     assert _names(await _step(store)) == ["r0"]
-
-
-async def test_a_rollout_removed_while_it_is_read_is_left_out(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await _finish(store, "a")
-    await _finish(store, "b")
-    turns = store.turns
-
-    async def remove_first(rollout: str) -> Any:
-        await store.delete("a")
-        return await turns(rollout)
-
-    monkeypatch.setattr(store, "turns", remove_first)
-    assert _names(await _step(store)) == ["b"]

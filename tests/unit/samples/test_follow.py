@@ -61,26 +61,6 @@ async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     assert [json.loads(line)["rollout"] for line in file.getvalue().splitlines()] == ["a", "a", "b", "b"]
 
 
-async def test_nothing_is_skipped_when_it_is_stopped() -> None:
-    store = MemoryStore(Limits())
-    await _finish(store, *"abcde")
-    found = await store.feed.read(0, limit=9)
-
-    class StopAfterTwo(io.BytesIO):
-        def flush(self) -> None:
-            if follower.report.rollouts == 1:
-                follower.stop()
-
-    follower = _follower(store)
-    await follower.run(StopAfterTwo(), print)
-    assert follower.position == found[1].position
-    rest = _follower(store, follower.position)
-    running = asyncio.create_task(rest.run(io.BytesIO(), print))
-    await _until(lambda: rest.report.rollouts == 3)
-    rest.stop()
-    await running
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [

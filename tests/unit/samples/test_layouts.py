@@ -45,7 +45,7 @@ _OF_KIND: dict[Kind, Callable[[Any], bool]] = {
 }
 
 
-@pytest.fixture(params=[{}, {"": 1.0, "b": 0.5, "c": 0.25}], ids=["unrewarded", "rewarded"])
+@pytest.fixture(params=[{}, {"": 1.0, "b": 0.5, "c": 0.25}])
 def samples(request: pytest.FixtureRequest) -> list[Sample]:
     """Two branches that share a turn; one ended with a tool call."""
     a = root("a", [1, 2], [3, 4], tools=b'[{"name": "f"}]', weight_versions=(WeightSpan("v1", 0, 2),))

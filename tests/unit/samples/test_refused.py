@@ -48,16 +48,10 @@ def test_first_turns_without_their_prompt_are_refused() -> None:
 
 def test_turns_that_continue_each_other_are_refused() -> None:
     """Only a corrupt store holds such turns."""
-    for name in "ab":
-        turns = [root("a", [1], [2]), root(name, [1], [2], parent=name)]
-        assert _refusals(turns) == [(name, name, "missing_parent")]
-    b = root("b", [1], [2], parent="d")
-    c = child("c", b, [3], [4])
-    d = child("d", c, [5], [6])
-    whole = root("e", [1], [2])
-    for turns in ([b, c, d, whole], [d, whole, c, b]):
-        assert _refusals(turns) == [("d", "b", "missing_parent")]
-        assert [sample.leaf for sample in samples_of(turns, {}).samples] == ["e"]
+    a, b = root("a", [1], [2], parent="b"), root("b", [1], [2], parent="a")
+    found = samples_of([a, b, child("c", b, [3], [4]), root("e", [1], [2])], {})
+    assert [sample.leaf for sample in found.samples] == ["e"]
+    assert {refused.reason for refused in found.refused} == {"missing_parent"}
 
 
 def test_the_first_untrainable_turn_of_a_path_is_named() -> None:
@@ -77,9 +71,8 @@ def test_the_beginning_of_a_refused_path_is_delivered_unless_another_sample_hold
     assert (sample.leaf, sample.whole, sample.completion_ids) == ("b", False, [2, 3, 4])
     assert (sample.loss_mask, sample.reward) == ([1, 0, 1], 1.0)
     assert [(refused.leaf, refused.turn) for refused in found.refused] == [("d", "c")]
-    found = samples_of([a, b, *(child(name, a, [5], [6], problem="media") for name in "cd")], {})
+    found = samples_of([a, b, child("c", a, [5], [6], problem="media")], {})
     assert [sample.leaf for sample in found.samples] == ["b"]
-    assert [refused.leaf for refused in found.refused] == ["c", "d"]
 
 
 @pytest.mark.parametrize("stored", [b"", b"{", b"7", b'"\xff"', b"[" * 100_000])
@@ -88,9 +81,8 @@ def test_json_that_cannot_be_read_is_null(stored: bytes) -> None:
     other = stored or b"{"  # nothing stored means: none, or as in the turn before
     fields = {"tools": other, "template_kwargs": other}
     session = Session(id="r", created=1.0, used=1.0, metadata=other)
-    [sample] = samples_of(
-        [a, child("b", a, [3], [4], messages=stored, **fields)], {}, session=session
-    ).samples
+    b = child("b", a, [3], [4], messages=stored, **fields)
+    [sample] = samples_of([a, b], {}, session=session).samples
     assert (sample.messages, sample.completion_ids, sample.loss_mask) == (None, [2, 3, 4], [1, 0, 1])
     assert (sample.tools, sample.template_kwargs, sample.metadata) == (None, None, None)
     assert samples_of([root("a", [1], [2], message=stored)], {}).samples[0].messages is None

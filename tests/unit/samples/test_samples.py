@@ -24,10 +24,7 @@ def test_a_conversation_without_forks_is_a_single_sample() -> None:
     assert sample.loss_mask == [1, 1, 0, 1, 1, 1]
     assert sample.logprobs == [-0.125, -0.25, None, -0.125, -0.25, -0.375]
     assert [(turn.id, turn.start, turn.end) for turn in sample.turns] == [("a", 0, 2), ("b", 3, 6)]
-    assert [(turn.source, turn.finish_reason) for turn in sample.turns] == [
-        ("rendered", "stop"),
-        ("extended", "length"),
-    ]
+    assert [turn.source for turn in sample.turns] == ["rendered", "extended"]
     assert (sample.rollout, sample.leaf, sample.index, sample.whole) == ("r", "b", 0, True)
     assert (sample.finish_reason, sample.model, sample.reward) == ("length", "m", None)
 
@@ -139,10 +136,9 @@ def test_the_work_is_linear_in_the_length_of_a_conversation_and_needs_no_recursi
         counted: list[str] = []
         sys.setprofile(lambda frame, event, argument: counted.append(event))
         try:
-            [sample] = samples_of(turns, {}).samples
+            assert len(samples_of(turns, {}).samples) == 1
         finally:
             sys.setprofile(None)
-        assert len(sample.turns) == count
         return len(counted)
 
     assert calls(1200) < 5 * calls(300)
