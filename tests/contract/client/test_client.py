@@ -105,10 +105,12 @@ def test_rewards(client: Any) -> None:
     assert client.read_feed().data == []
     assert client.set_reward("s", 1) == {"": 1.0, turn.turn: 0.5}
     assert client.set_rewards("s", {"": 2.0, turn.turn: 0.0}) == {"": 2.0, turn.turn: 0.0}
+    assert client.session("s").reward == 2.0
     [rollout] = client.read_feed().data
     assert (rollout.rollout, rollout.revision, rollout.cause) == ("s", 2, "reward")
     with pytest.raises(InvalidRequest) as refused:
-        client.set_reward("s", 1.0, turn="missing")
+        client.set_rewards("s", {"": 9.0, "missing": 1.0})
+    assert client.session("s").reward == 2.0
     assert (refused.value.status, refused.value.param) == (400, "turn")
 
 

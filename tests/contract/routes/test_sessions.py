@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from proxy.history.store import MAX_DESCRIPTION_BYTES
-from proxy.samples.layouts import LAYOUTS
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT, Message, Talk, call, result, user
 from tests.support.tiny_model import END
@@ -163,39 +162,6 @@ def test_a_named_session_matches_only_its_own_turns_until_it_is_deleted(talk: Ma
     made.pair.client.delete(f"{_SESSIONS}/{name}")
     assert made.ask(user("more")).reason == "no_match"
     assert _get(made.pair.client, name)["turn_count"] == 1
-
-
-def _forked(talk: Make, name: str) -> tuple[Talk, list[str]]:
-    made = talk(headers={"x-session-id": name})
-    turns = [made.ask(reply=Reply(SPLIT)).turn]
-    fork = list(made.messages)
-    turns.append(made.ask(user("more"), reply=Reply((90, END))).turn)
-    made.messages = fork
-    turns.append(made.ask(user("less"), reply=Reply((91, END))).turn)
-    return made, turns
-
-
-def test_samples(talk: Make, name: str) -> None:
-    made, turns = _forked(talk, name)
-    for query, trained in [({}, [2, 8]), ({"shared": "each"}, [8, 8])]:
-        got = _get(made.pair.client, name, "/samples", **query)
-        assert (got["id"], got["refused"]) == (name, [])
-        assert [sum(sample["loss_mask"]) for sample in got["samples"]] == trained
-        assert [sample["leaf"] for sample in got["samples"]] == turns[1:]
-        assert got["samples"][1]["prompt_ids"] + got["samples"][1]["completion_ids"] == made.ids
-    for layout in LAYOUTS:
-        assert len(_get(made.pair.client, name, "/samples", layout=layout)["samples"]) == 2
-
-
-def test_rewards(talk: Make, name: str) -> None:
-    made, turns = _forked(talk, name)
-    client, path = made.pair.client, f"{_SESSIONS}/{name}/reward"
-    assert client.post(path, json={"reward": 1}).json() == {"id": name, "rewards": {"": 1.0}}
-    many = client.post(path, json={"rewards": {turns[0]: 2, turns[1]: 3.5}, "reward": 4}).json()["rewards"]
-    assert many == {"": 4.0, turns[0]: 2.0, turns[1]: 3.5}
-    assert client.post(path, json={"rewards": {turns[0]: 9, "x": 1}}).status_code == 400
-    tree = _get(client, name)
-    assert (tree["reward"], [turn["reward"] for turn in tree["turns"]]) == (4.0, [2.0, 3.5, None])
 
 
 def _make(client: httpx.Client, name: str, **described: Any) -> None:

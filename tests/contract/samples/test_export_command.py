@@ -84,6 +84,12 @@ def test_stdout_holds_only_rows(url: str, capsys: Capture) -> None:
         (["--out", "OUT", "--store", "sqlite:missing.db"], "missing.db"),
         (["--out", "OUT", "--store", "memory:"], "/v1/sessions/{session}/samples"),
         (["--out", "PIPE"], "--out -"),
+        (["--out", "OUT", "--after", "1"], "--follow"),
+        (["--follow", "--out", "OUT", "--format", "parquet"], "JSON lines"),
+        (["--follow", "--out", "OUT", "--session", "y"], "--metadata KEY=VALUE"),
+        (["--follow", "--out", "OUT", "--metadata", "=math"], "KEY=VALUE"),
+        (["--follow", "--out", "."], "not a regular file"),
+        (["--follow", "--out", "OUT", "--store", "memory:"], "/v1/samples"),
     ],
 )
 def test_wrong_use_is_reported_in_a_single_line(

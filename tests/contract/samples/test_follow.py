@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from proxy.cli import main
 from proxy.history.feed import Cause
 from proxy.history.store import Session
 from proxy.history.turn import WeightSpan
@@ -110,24 +109,3 @@ def test_a_reader_that_leaves(url: str) -> None:
     os.close(writing)
     assert ended.returncode == 1
     assert _cursor(ended.stderr) == "0"
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--follow", "--out", "x.parquet"], "JSON lines"),
-        (["--follow", "--out", "x", "--session", "y"], "--metadata KEY=VALUE"),
-        (["--follow", "--out", "x", "--metadata", "=math"], "KEY=VALUE"),
-        (["--follow", "--out", "."], "not a regular file"),
-        (["--follow", "--out", "x", "--store", "memory:"], "/v1/samples"),
-        (["--out", "x", "--after", "1"], "--follow"),
-    ],
-)
-def test_wrong_use_is_reported_in_a_single_line(
-    flags: list[str], words: str, url: str, capsys: Capture, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["export", "--store", url, *flags]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("tokenproxy: ") and words in line
-    assert not (tmp_path / "x").exists()

@@ -1,23 +1,17 @@
 """Each layout against its trainer's own fields, written out here as the trainer documents them."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from proxy.history.store import Session
 from proxy.history.turn import WeightSpan
-from proxy.samples.layouts import LAYOUTS, Kind
+from proxy.samples.layouts import LAYOUTS
 from proxy.samples.samples import Sample, samples_of
 from tests.support.trees import child, root
 
 _DOCS = (Path(__file__).parents[3] / "docs" / "samples.md").read_text()
-
-
-def _list_of(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(type(entry) in kinds for entry in value)
 
 
 _TRAINERS: dict[str, str] = {
@@ -32,17 +26,6 @@ _TRAINERS: dict[str, str] = {
     "skyrl": "prompt_token_ids response_ids rewards loss_masks stop_reasons rollout_logprobs env_metrics",
 }
 _FIELDS = {"plain": list(Sample.__struct_fields__), **{name: _TRAINERS[name].split() for name in _TRAINERS}}
-_OF_KIND: dict[Kind, Callable[[Any], bool]] = {
-    "ids": _list_of(int),
-    "mask": _list_of(int),
-    "flags": _list_of(bool),
-    "floats": _list_of(float),
-    "text": lambda value: type(value) is str,
-    "integer": lambda value: type(value) is int,
-    "number": lambda value: type(value) is float,
-    "flag": lambda value: type(value) is bool,
-    "json": lambda value: isinstance(value, dict | list),
-}
 
 
 @pytest.fixture(params=[{}, {"": 1.0, "b": 0.5, "c": 0.25}])
@@ -65,10 +48,6 @@ def test_fields_and_types(name: str, samples: list[Sample]) -> None:
         assert list(row) == _FIELDS[name] == list(kinds)
         if name == "plain":
             assert msgspec.convert(row, Sample) == sample
-            # the only layout with None where nothing was sampled
-            row["logprobs"] = [each or 0.0 for each in row["logprobs"]]
-        odd = {field: row[field] for field, kind in kinds.items() if not _OF_KIND[kind](row[field])}
-        assert set(odd.values()) <= {None} and set(odd) <= {"reward", "reward_score", "rewards"}
         assert msgspec.json.decode(msgspec.json.encode(row)) == row
 
 

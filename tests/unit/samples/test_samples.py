@@ -111,20 +111,14 @@ def test_the_model_is_that_of_the_last_turn_and_the_logprobs_mode_that_of_all(
 def test_fields_of_the_session() -> None:
     fields: dict[str, Any] = {"tenant": "4f2a", "ambiguous": True, "metadata": b'{"task": 7}'}
     session = Session(id="4f2a/r", created=1.0, used=1.0, **fields)
-    a = root("a", [1], [2], rollout="4f2a/r")
-    bad = root("b", [1], [2], rollout="4f2a/r", problem="media")
-    found = samples_of([a, bad], {}, session=session)
+    turns = [root("a", [1], [2], rollout="4f2a/r"), root("b", [1], [2], rollout="4f2a/r", problem="media")]
+    found = samples_of(turns, {}, session=session)
     [sample] = found.samples
     assert (sample.rollout, sample.tenant, sample.session) == ("r", "4f2a", True)
     assert (sample.ambiguous, sample.metadata) == (True, {"task": 7})
     assert [refused.rollout for refused in found.refused] == ["r"]
-
-
-@pytest.mark.parametrize("session", [None, Session(id="r", created=1.0, used=1.0, explicit=False)])
-def test_a_conversation_without_a_session(session: Session | None) -> None:
-    [sample] = samples_of([root("a", [1], [2])], {}, session=session).samples
-    assert (sample.rollout, sample.tenant, sample.session) == ("r", "", False)
-    assert (sample.ambiguous, sample.metadata) == (False, {})
+    [sample] = samples_of([root("a", [1], [2])], {}).samples
+    assert (sample.rollout, sample.tenant, sample.session, sample.metadata) == ("r", "", False, {})
 
 
 def test_the_work_is_linear_in_the_length_of_a_conversation_and_needs_no_recursion() -> None:
