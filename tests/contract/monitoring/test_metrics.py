@@ -45,14 +45,14 @@ def test_a_request_is_in_flight_until_it_ends(fake: FakeVllm, client: httpx.Clie
     assert grown(before, Scrape(client), "client_disconnects_total") == 0
 
 
-_FAULTS: dict[str, tuple[Reply, bool, int]] = {
-    "an error": (Reply(error=Canned(b'{"error": {"message": "no"}}', 400)), False, 400),
-    "a body that is cut off": (Reply(break_at=0, how="inside"), False, 502),
-    "a broken stream": (Reply(break_at=1, how="reset"), True, 200),
-}
-
-
-@pytest.mark.parametrize(("reply", "stream", "status"), _FAULTS.values(), ids=_FAULTS)
+@pytest.mark.parametrize(
+    ("reply", "stream", "status"),
+    [
+        (Reply(error=Canned(b'{"error": {"message": "no"}}', 400)), False, 400),
+        (Reply(break_at=0, how="inside"), False, 502),
+        (Reply(break_at=1, how="reset"), True, 200),
+    ],
+)
 def test_gauges_return_to_zero_after_faults(
     fake: FakeVllm, client: httpx.Client, reply: Reply, stream: bool, status: int
 ) -> None:

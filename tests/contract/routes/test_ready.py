@@ -12,20 +12,14 @@ def test_an_engine_that_is_ready(fake: FakeVllm, client: httpx.Client) -> None:
     answer = client.get("/ready")
     assert answer.status_code == client.head("/ready").status_code == 200
     found = answer.json()
-    assert found["engines"][0].pop("append_cache").keys() == {"hits", "misses"}
-    template = found["engines"][0].pop("template")
-    assert template == {"after_messages": "new messages", "after_results": "new messages", "reason": ""}
-    assert found == {
-        "ready": True,
-        "engines": [
-            {
-                **{"engine": fake.url, "ready": True, "version": "0.32.0+fake", "model": "tiny"},
-                **{"token_in": "chat", "append": "ready", "breaker": "closed", "draining": False},
-                **{"requests": 0, "conversations": found["engines"][0]["conversations"]},
-            }
-        ],
-        "store": {"state": "ok", "since": None, "error": None, "queued_turns": 0, "lost_turns": 0},
+    [engine] = found["engines"]
+    assert engine["template"]["after_messages"] == engine["template"]["after_results"] == "new messages"
+    expected = {
+        **{"engine": fake.url, "ready": True, "version": "0.32.0+fake", "model": "tiny"},
+        **{"token_in": "chat", "append": "ready", "breaker": "closed", "draining": False, "requests": 0},
     }
+    assert engine.items() >= expected.items()
+    assert (found["ready"], found["store"]["state"], found["store"]["lost_turns"]) == (True, "ok", 0)
 
 
 def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
