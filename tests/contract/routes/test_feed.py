@@ -37,7 +37,7 @@ def test_rollouts_in_the_order_of_finishing(served: Feed) -> None:
     assert found == [("late", "end", 1), ("c", "reward", 1), ("a", "end", 1)]
     first, last = page["data"][0], page["data"][-1]
     assert first["metadata"] == {"task": [1]}
-    assert began <= first["finished"] <= last["finished"] <= time.time()
+    assert began <= first["finished"] <= last["finished"]
     assert last["cursor"] == page["cursor"]
     [sample] = page["data"][1]["samples"]
     assert (sample["rollout"], sample["reward"], sample["revision"]) == ("c", 2.0, 1)

@@ -136,8 +136,6 @@ def test_the_tree_of_a_session(talk: Make, name: str) -> None:
     assert child["completion_ids"] == [90, END]
     assert child["logprobs"] in (None, [-90 / 8, -END / 8])
     assert (root["messages"], child["messages"]) == ([fork[0]], [user("more")])
-    assert child["message"]["content"] == second.message["content"]
-    assert (child["finish_reason"], child["model"]) == ("stop", "tiny")
     assert "completion_ids" not in _get(made.pair.client, name)["turns"][0]
 
 
