@@ -90,7 +90,7 @@ def test_the_list_goes_page_by_page(client: httpx.Client, name: str) -> None:
 
 
 def test_a_description_is_bounded(client: httpx.Client, name: str) -> None:
-    def describe(**described: dict[str, Any]) -> httpx.Response:
+    def describe(**described: Any) -> httpx.Response:
         body = json.dumps({"id": name, **described}, separators=(",", ":"))
         return client.post(_SESSIONS, content=body)
 

@@ -54,6 +54,10 @@ def _rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def _await_rows(out: Path, count: int) -> None:
+    wait_until(lambda: len(_rows(out)) == count)
+
+
 def _cursor(err: str) -> str:
     [cursor] = re.findall(r"(?m)^tokenproxy: continue with --after (\d+)$", err)
     return str(cursor)
@@ -69,9 +73,9 @@ def test_a_signal_ends_it_and_the_cursor_continues_it(url: str, tmp_path: Path) 
     for number, name, seen in ((signal.SIGINT, "t/y", 2), (signal.SIGTERM, "u/z", 4)):
         with _run(url, str(out), "--after", cursor) as process:
             try:
-                wait_until(lambda seen=seen: len(_rows(out)) == seen)
+                _await_rows(out, seen)
                 _finish(url, name)
-                wait_until(lambda seen=seen: len(_rows(out)) == seen + 2)
+                _await_rows(out, seen + 2)
                 process.send_signal(number)
                 printed, err = process.communicate(timeout=30)
             finally:
