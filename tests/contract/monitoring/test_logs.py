@@ -1,13 +1,11 @@
 """Log lines of a real `tokenproxy serve`; `tests/unit/monitoring` has the formatters and filters."""
 
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.serve_process import ServeProcess
@@ -43,9 +41,3 @@ def test_json_lines_and_the_access_log(mortal: FakeVllm, tmp_path: Path) -> None
     warnings = [line for line in lines if line["level"] == "warning" and line.get("request_id") == "broken"]
     assert "ends with an error" in warnings[0]["message"]
     assert "secret" not in json.dumps(lines)
-
-
-def test_no_access_log_unless_it_is_set(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    client.post(CHAT, json=_HI)
-    assert [record for record in caplog.records if record.name == "tokenproxy.access"] == []

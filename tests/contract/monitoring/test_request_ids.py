@@ -6,10 +6,10 @@ import re
 import httpx
 import pytest
 
-from proxy.monitoring.request_ids import LONGEST, request_id
+from proxy.monitoring.request_ids import LONGEST
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.talk import CHAT
-from tests.support.utils import EVERY_SPELLING, run_proxy
+from tests.support.utils import EVERY_SPELLING
 
 _TOKENS = "/v1/chat/completions/tokens"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -18,18 +18,14 @@ _MADE = re.compile(r"[0-9a-f]{32}")
 
 
 @EVERY_SPELLING
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), [(CHAT, _HI), (_TOKENS, {"prompt_ids": [1, 74]})])
-def test_from_the_client_to_the_engine_and_back(
-    fake: FakeVllm, client: httpx.Client, path: str, body: dict[str, object], stream: bool
-) -> None:
-    answer = client.post(path, json={**body, "stream": stream}, headers={"X-Request-ID": "run-7/step:3"})
+def test_from_the_client_to_the_engine_and_back(fake: FakeVllm, client: httpx.Client) -> None:
+    answer = client.post(_TOKENS, json={"prompt_ids": [1, 74]}, headers={"X-Request-ID": "run-7/step:3"})
     assert answer.headers.get_list("x-request-id") == ["run-7/step:3"]
     generating = [seen for seen in fake.requests if seen.path in (CHAT, "/inference/v1/generate")]
     assert {seen.header("x-request-id") for seen in generating} == {b"run-7/step:3"}
 
 
-@pytest.mark.parametrize("value", [None, "", "a b", "a\tb", "ä", 'a"b', "a" * (LONGEST + 1), "a;b", "<a>"])
+@pytest.mark.parametrize("value", [None, "a b", "ä", 'a"b', "a" * (LONGEST + 1)])
 def test_a_missing_or_unusable_id_is_replaced(
     fake: FakeVllm, client: httpx.Client, value: str | None
 ) -> None:
@@ -40,21 +36,13 @@ def test_a_missing_or_unusable_id_is_replaced(
     assert sent == [second.encode()]
 
 
-def test_the_first_usable_id_counts_up_to_the_longest() -> None:
-    longest = b"a" * LONGEST
-    headers = [(b"x-request-id", b"a b"), (b"x-request-id", longest), (b"x-request-id", b"second")]
-    assert request_id(headers) == longest.decode()
-
-
 @pytest.mark.parametrize(
     ("method", "path", "content", "status"),
     [
         ("POST", CHAT, b"no JSON", 400),
         ("GET", "/v1/sessions/unknown", b"", 404),
-        ("GET", "/v1/nothing", b"", 404),
         ("POST", "/sessions/s/unknown", b"", 404),
         ("TRACE", "/health", b"", 405),
-        ("GET", "/health", b"", 200),
         ("GET", "/metrics", b"", 200),
     ],
 )
@@ -63,12 +51,6 @@ def test_in_errors_and_on_other_routes(
 ) -> None:
     answer = client.request(method, path, content=content, headers=_MINE)
     assert (answer.status_code, answer.headers.get_list("x-request-id")) == (status, ["mine"])
-
-
-def test_where_a_key_is_missing(mortal: FakeVllm) -> None:
-    with run_proxy([mortal], api_key=["k"], store="memory:") as client:
-        answer = client.post(CHAT, json=_HI, headers=_MINE)
-        assert (answer.status_code, answer.headers["x-request-id"]) == (401, "mine")
 
 
 def test_when_the_engine_breaks_or_returns_an_id_of_its_own(fake: FakeVllm, client: httpx.Client) -> None:

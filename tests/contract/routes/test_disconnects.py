@@ -75,15 +75,6 @@ def test_a_client_that_leaves_while_the_store_is_slow(
         wait_until(lambda: (fake.running, fake.aborted) == (0, 1))
 
 
-def test_completed_request_is_not_aborted(fake: FakeVllm, client: httpx.Client) -> None:
-    before = Scrape(client)
-    for stream in (False, True):
-        client.post(_TOKENS, json={**_IDS, "stream": stream})
-    wait_until(lambda: not fake.running)
-    assert fake.aborted == 0
-    assert grown(before, Scrape(client), "client_disconnects_total") == 0
-
-
 def test_a_client_that_leaves_while_it_sends(fake: FakeVllm, client: httpx.Client) -> None:
     before = Scrape(client)
     body = json.dumps(_IDS).encode()

@@ -3,9 +3,8 @@
 `tests/unit/samples/test_feed.py` has the filters themselves.
 """
 
-import json
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -14,8 +13,6 @@ import pytest
 from proxy.app import create_app
 from proxy.history import feed_tasks
 from proxy.routes.feed import MOST_CONSUMERS
-from proxy.samples import feed
-from proxy.samples.layouts import LAYOUTS
 from proxy.settings import Settings
 from proxy.turn.running import RunningRequests
 from tests.support.fake_vllm import FakeVllm
@@ -36,40 +33,17 @@ def test_rollouts_in_the_order_of_finishing(served: Feed) -> None:
     served.turn("open")
     served.client.post("/finish_session?session_id=a")
     page = served.read()
-    assert [(each["rollout"], each["cause"]) for each in page["data"]] == [
-        ("late", "end"),
-        ("c", "reward"),
-        ("a", "end"),
-    ]
-    assert [each["revision"] for each in page["data"]] == [1, 1, 1]
+    found = [(each["rollout"], each["cause"], each["revision"]) for each in page["data"]]
+    assert found == [("late", "end", 1), ("c", "reward", 1), ("a", "end", 1)]
     first, last = page["data"][0], page["data"][-1]
     assert first["metadata"] == {"task": [1]}
-    assert began <= first["finished"] <= last["finished"] <= time.time()
+    assert began <= first["finished"] <= last["finished"]
     assert last["cursor"] == page["cursor"]
     [sample] = page["data"][1]["samples"]
     assert (sample["rollout"], sample["reward"], sample["revision"]) == ("c", 2.0, 1)
     assert sample == served.client.get("/v1/sessions/c/samples").json()["samples"][0] | {"revision": 1}
     assert served.names(after=first["cursor"]) == ["c", "a"]
     assert served.names(after=page["cursor"]) == []
-
-
-def test_pages(served: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [served.finish(f"r{number}") for number in range(5)]
-    first = served.read(limit=2)
-    second = served.read(limit=2, after=first["cursor"])
-    monkeypatch.setattr(feed, "MOST_IDS", 1)  # a response is limited in ids too
-    third = served.read(limit=2, after=first["data"][0]["cursor"])
-    read = [[each["rollout"] for each in page["data"]] for page in (first, second, third)]
-    assert read == [names[:2], names[2:4], names[1:2]]
-    assert [page["more"] for page in (first, second, third)] == [True, True, True]
-    last = served.read(limit=2, after=second["cursor"])
-    assert ([each["rollout"] for each in last["data"]], last["more"]) == (names[4:], False)
-    end = last["cursor"]
-    # a cursor beyond the end is the end: its reader's store was lost
-    assert served.read(after="9" * 18)["cursor"] == end
-    assert served.acknowledge("c", "9" * 18) == end
-    served.finish("later")
-    assert served.names(consumer="c") == ["later"]
 
 
 def test_a_change_after_finishing_is_delivered_again(served: Feed) -> None:
@@ -80,17 +54,13 @@ def test_a_change_after_finishing_is_delivered_again(served: Feed) -> None:
     served.reward("a", 0.5)
     served.end("a")
     assert served.read(after=cursor)["data"] == []
-    changes: list[dict[str, Any]] = [{"reward": 1.0}, {"reward": 2.0, "turn": turn}]
-    for number, change in enumerate(changes, 2):
-        served.client.post("/v1/sessions/a/reward", json=change)
-        [again] = served.read(after=cursor)["data"]
-        assert (again["rollout"], again["revision"]) == ("a", number)
-        assert again["samples"][0]["reward"] == change["reward"]
+    served.client.post("/v1/sessions/a/reward", json={"reward": 2.0, "turn": turn})
+    [again] = served.read(after=cursor)["data"]
+    assert (again["rollout"], again["revision"], again["samples"][0]["reward"]) == ("a", 2, 2.0)
     served.turn("a")
-    assert served.read(after=cursor)["data"][0]["revision"] == 3
     assert served.client.post("/v1/sessions/a/end").json()["finished"] is True
     [again] = served.read(after=cursor)["data"]
-    assert (again["revision"], len(again["samples"])) == (4, 2)
+    assert (again["revision"], len(again["samples"])) == (3, 2)
     assert served.names() == ["b", "a"]
 
 
@@ -111,16 +81,11 @@ def test_idle_rollouts_are_finished(engine: FakeVllm) -> None:
         served = Feed(client)
         answer = client.post(CHAT, json={"messages": [user("Hi")]})
         page = served.read(wait=20)
-        assert [(each["rollout"], each["cause"]) for each in page["data"]] == [
-            (answer.headers["x-session-id"], "idle")
-        ]
-        cursor = page["cursor"]
-        served.reward(page["data"][0]["rollout"], 1.0)
-        again = served.read(wait=20, after=cursor)["data"][0]
+        [rollout] = page["data"]
+        assert (rollout["rollout"], rollout["cause"]) == (answer.headers["x-session-id"], "idle")
+        served.reward(rollout["rollout"], 1.0)
+        again = served.read(wait=20, after=page["cursor"])["data"][0]
         assert (again["revision"], again["samples"][0]["reward"]) == (2, 1.0)
-
-
-# --- consumers
 
 
 def test_a_consumer_continues_after_what_it_acknowledged(served: Feed) -> None:
@@ -128,39 +93,24 @@ def test_a_consumer_continues_after_what_it_acknowledged(served: Feed) -> None:
         served.finish(f"r{number}")
     page = served.read(consumer="c", limit=2)
     assert served.names(consumer="c", limit=2) == ["r0", "r1"]  # reading acknowledges nothing
-    assert served.names(consumer="c", after=page["cursor"]) == ["r2", "r3"]
-    assert served.acknowledge("c", page["data"][0]["cursor"]) == page["data"][0]["cursor"]
-    assert served.names(consumer="c") == ["r1", "r2", "r3"]
     served.acknowledge("c", page["cursor"])
     assert served.acknowledge("c", "1") == page["cursor"]
     assert served.names(consumer="c") == ["r2", "r3"]
-    assert served.names(consumer="other") == ["r0", "r1", "r2", "r3"]
     assert served.names(consumer="c", after="0", limit=1) == ["r0"]
-    described = served.consumers()
-    assert [(each["consumer"], each["waiting"]) for each in described] == [("c", 2), ("other", 4)]
-    assert described[0]["cursor"] == page["cursor"]
-    oldest = served.read()["data"][2]
-    assert described[0]["oldest"] == oldest["finished"]
-    assert served.client.delete(f"{FEED}/consumers/c").json() == {"consumer": "c", "deleted": True}
-    assert served.names(consumer="c", limit=1) == ["r0"]
-
-
-def test_an_unknown_consumer_cannot_be_removed(served: Feed) -> None:
-    answer = served.client.delete(f"{FEED}/consumers/nobody")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "consumer_not_found")
+    # a cursor beyond the end is the end: its reader's store was lost
+    assert served.acknowledge("other", "9" * 18) == served.read()["cursor"]
+    served.finish("later")
+    assert served.names(consumer="other") == ["later"]
 
 
 def test_consumers_are_limited(served: Feed) -> None:
     for number in range(MOST_CONSUMERS):
         served.acknowledge(f"c{number}", "0")
-    refused = [
+    for refused in (
         served.client.get(FEED, params={"consumer": "new"}),
         served.client.post(f"{FEED}/ack", json={"consumer": "new", "cursor": "0"}),
-    ]
-    for answer in refused:
-        error = answer.json()["error"]
-        expected = (400, "too_many_consumers", "consumer")
-        assert (answer.status_code, error["code"], error["param"]) == expected
+    ):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_consumers")
     served.acknowledge("c0", "0")
     assert served.read(consumer="c1")["data"] == []
 
@@ -171,106 +121,47 @@ def test_metrics_show_what_consumers_have_not_acknowledged(
     monkeypatch.setattr(feed_tasks, "REPORT_S", 0.02)
     with run_proxy([engine], store="memory:") as client:
         served = Feed(client)
-        cursors = []
         for number in range(3):
             served.finish(f"r{number}")
-            cursors.append(served.read()["cursor"])
-        served.acknowledge("c", cursors[0])
+        first, second, third = (each["cursor"] for each in served.read()["data"])
+        served.acknowledge("c", first)
 
         def waiting() -> float:
             return Scrape(client).value("feed_waiting_rollouts", consumer="c")
 
         wait_until(lambda: waiting() == 2)
         age = Scrape(client).value("feed_oldest_seconds", consumer="c")
-        assert 0 < age <= time.time() - int(cursors[1]) / 1e6
-        served.acknowledge("c", cursors[2])
+        assert 0 < age <= time.time() - int(second) / 1e6
+        served.acknowledge("c", third)
         wait_until(lambda: waiting() == 0)
-        assert Scrape(client).value("feed_oldest_seconds", consumer="c") == 0
         client.delete(f"{FEED}/consumers/c")
         wait_until(lambda: 'consumer="c"' not in client.get("/metrics").text)
 
 
-def test_rollouts_lost_to_a_consumer_are_counted(engine: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.history.pins.LEASE_S", 0.0)
-    with run_proxy([engine], store="memory:", store_max_bytes=20_000) as client:
-        served = Feed(client)
-        served.finish("read")
-        served.acknowledge("c", served.read()["cursor"])
-        served.finish("lost")
-        number = 0
-        while client.get("/v1/sessions/lost").status_code == 200:
-            served.turn(f"more-{number}")
-            number += 1
-        scrape = Scrape(client)
-        assert scrape.value("feed_lost_rollouts_total") == 1
-        assert scrape.value("evicted_rollouts_total") >= 2
-        assert served.names() == []
-
-
-# --- filters
-
-
-def test_metadata_select_rollouts(served: Feed) -> None:
-    served.finish("a", env="math", split=1, gold=True)
-    served.finish("b", env="code", split=1)
-    served.finish("c", env="math", split=2, note="x=y z")
-    served.finish("d")
-    for conditions, names in [
-        (["env=math"], ["a", "c"]),
-        (["env=math", "split=1"], ["a"]),
-        (["note=x=y z"], ["c"]),
-        (["none=1"], []),
-    ]:
-        page = served.read(metadata=conditions)
-        assert [each["rollout"] for each in page["data"]] == names, conditions
-        # what was left out need not be looked at again
-        assert page["cursor"] == served.read()["cursor"]
-    assert served.read(weight_version=["7", "8"])["data"] == []
-
-
-def test_layouts(served: Feed) -> None:
-    served.finish("a")
-    for layout in LAYOUTS:
-        [rollout] = served.read(layout=layout)["data"]
-        expected = served.client.get("/v1/sessions/a/samples", params={"layout": layout}).json()["samples"]
-        revision = {"revision": 1} if layout == "plain" else {}
-        assert [{**sample, **revision} for sample in expected] == rollout["samples"]
-
-
-_BAD: list[tuple[str, str]] = [
-    *(
-        ("limit", query)
-        for query in ("limit=0", "limit=1001", "limit=all", "limit=1.5", "limit", "limit=1&limit=2")
-    ),
-    *(("wait", query) for query in ("wait=301", "wait=-1", "wait=inf", "wait=nan", "wait=abc", "wait=")),
-    *(("after", query) for query in ("after=now", "after=-1", f"after={'1' * 19}")),
-    *(("metadata", query) for query in ("metadata=env", "metadata=%3Dmath")),
-    ("weights", "limit=1&weights=7"),
-    ("Limit", "Limit="),
-    ("class", "class="),
-    ("weight_version", "weight_version=7&weight_version="),
-    ("layout", "layout=other"),
-    ("shared", "shared=twice"),
-    ("consumer", "consumer=a%20b"),
-]
+_BAD = {
+    "limit": "limit=0 limit=1001 limit=1.5 limit limit=1&limit=2",
+    "wait": "wait=301 wait=-1 wait=nan wait=",
+    "after": "after=now after=-1 after=1111111111111111111",
+    "metadata": "metadata=env metadata=%3Dmath",
+    "weights": "limit=1&weights=7",
+    "weight_version": "weight_version=7&weight_version=",
+    "layout": "layout=other",
+    "shared": "shared=twice",
+    "consumer": "consumer=a%20b",
+}
 _BAD_ACKNOWLEDGEMENTS: list[tuple[str, Any]] = [
-    ("consumer", {"cursor": "1"}),
     ("consumer", {"consumer": "", "cursor": "1"}),
     ("cursor", {"consumer": "c"}),
     ("cursor", {"consumer": "c", "cursor": 1}),
-    ("cursor", {"consumer": "c", "cursor": "x"}),
     ("body", []),
 ]
 
 
 def test_bad_requests(client: httpx.Client) -> None:
-    answers = [(param, client.get(f"{FEED}?{query}")) for param, query in _BAD]
+    answers = [(param, client.get(f"{FEED}?{query}")) for param in _BAD for query in _BAD[param].split()]
     answers += [(param, client.post(f"{FEED}/ack", json=body)) for param, body in _BAD_ACKNOWLEDGEMENTS]
     for param, answer in answers:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.url
-
-
-# --- tenants
 
 
 def test_a_tenant_reads_only_its_own_rollouts(engine: FakeVllm) -> None:
@@ -289,27 +180,6 @@ def test_a_tenant_reads_only_its_own_rollouts(engine: FakeVllm) -> None:
         assert three.consumers() == []
         refused = client.delete(f"{FEED}/consumers/c", headers=three.headers)
         assert refused.status_code == 404
-        assert json.dumps(one.read()).find("one") == -1
-
-
-# --- requests that wait
-
-
-def _later(work: Any) -> "Future[Any]":
-    executor = ThreadPoolExecutor(1)
-    future = executor.submit(work)
-    executor.shutdown(wait=False)
-    return future
-
-
-def test_many_requests_wait_for_the_first_rollout(served: Feed) -> None:
-    served.turn("a")
-    with ThreadPoolExecutor(20) as threads:
-        waiting = [threads.submit(served.names, wait=20, consumer=f"c{number}") for number in range(20)]
-        wait_until(lambda: Scrape(served.client).value("requests_in_flight") == 20)
-        assert not any(each.done() for each in waiting)
-        served.reward("a", 1.0)
-        assert [each.result(20) for each in waiting] == [["a"]] * 20
 
 
 def test_a_wait_ends_and_is_no_time_that_the_proxy_adds(served: Feed) -> None:
@@ -332,8 +202,12 @@ def test_a_client_that_leaves_ends_its_wait(served: Feed) -> None:
 def test_a_proxy_that_stops_does_not_wait(engine: FakeVllm) -> None:
     running = RunningRequests()
     app = create_app(Settings(upstreams=[engine.url], store="memory:"), running)
-    with run_server(app) as url, httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
-        waiting = _later(lambda: client.get(FEED, params={"wait": 60}))
+    with (
+        run_server(app) as url,
+        httpx.Client(base_url=url, trust_env=False, timeout=30) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        waiting = thread.submit(client.get, FEED, params={"wait": 60})
         wait_until(lambda: Scrape(client).value("requests_in_flight") == 1)
         running.stopping = True
         answer = waiting.result(20)

@@ -21,6 +21,7 @@ _PREFLIGHT = {
 }
 _HOSTS = "Proxy.example.com,*.internal,::1,127.0.0.1"
 _LIMIT = 1000
+_EVERY_METHOD = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +38,12 @@ def _bearer(key: str = "secret") -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-# --- OPTIONS and CORS
-
-
-@pytest.mark.parametrize(
-    ("path", "allowed"),
-    [
-        (CHAT, "POST, OPTIONS"),
-        ("/sessions/s/v1/chat/completions", "POST, OPTIONS"),
-        ("/v1/sessions", "POST, GET, OPTIONS"),
-        ("/health", "GET, HEAD, OPTIONS"),
-        ("/v1/models", "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"),
-        ("/pause", "POST, OPTIONS"),
-    ],
-)
-def test_options_is_answered_here(client: httpx.Client, fake: FakeVllm, path: str, allowed: str) -> None:
-    answer = client.options(path, headers=_PREFLIGHT)
-    assert (answer.status_code, answer.headers["allow"], answer.content) == (204, allowed, b"")
-    assert not [name for name in answer.headers if name.startswith("access-control")]
+def test_options_is_answered_here(client: httpx.Client, fake: FakeVllm) -> None:
+    for path, allowed in ((CHAT, "POST, OPTIONS"), ("/v1/models", _EVERY_METHOD)):
+        answer = client.options(path, headers=_PREFLIGHT)
+        assert (answer.status_code, answer.headers["allow"], answer.content) == (204, allowed, b"")
+        assert not [name for name in answer.headers if name.startswith("access-control")]
     assert [seen.path for seen in fake.requests if seen.method == "OPTIONS"] == []
-
-
-def test_options_need_no_key_and_reach_no_engine(closed: httpx.Client, engine: FakeVllm) -> None:
-    before = len(engine.requests)
-    for path in ("/pause", "/v1/models", "/anything"):
-        assert closed.options(path).status_code == 204
-    assert "OPTIONS" not in {seen.method for seen in engine.requests[before:]}
 
 
 def test_preflights(closed: httpx.Client) -> None:
@@ -72,16 +53,16 @@ def test_preflights(closed: httpx.Client) -> None:
         assert answer.headers["access-control-allow-origin"] == _PAGE
         assert "POST" in answer.headers["access-control-allow-methods"]
         assert answer.headers["access-control-allow-headers"] == "authorization,x-session-id"
+    assert closed.options("/pause").status_code == 204  # without a key
     refused = closed.options("/v1/models", headers={**_PREFLIGHT, "origin": "https://evil.example"})
     assert refused.status_code == 400
     assert "access-control-allow-origin" not in refused.headers
 
 
-@pytest.mark.parametrize(("key", "status"), [("secret", 200), ("wrong", 401)])
-def test_answers_to_an_allowed_page_can_be_read(closed: httpx.Client, key: str, status: int) -> None:
+def test_answers_to_an_allowed_page_can_be_read(closed: httpx.Client) -> None:
     """Its errors too: a page that cannot read a 401 shows a network error."""
-    for path in (CHAT, "/sessions/s/v1/chat/completions"):
-        answer = closed.post(path, json=_BODY, headers={"origin": _PAGE, **_bearer(key)})
+    for key, status in (("secret", 200), ("wrong", 401)):
+        answer = closed.post(CHAT, json=_BODY, headers={"origin": _PAGE, **_bearer(key)})
         assert answer.status_code == status
         assert answer.headers.get_list("access-control-allow-origin") == [_PAGE]
         assert answer.headers["access-control-expose-headers"] == "*"
@@ -97,21 +78,16 @@ def test_a_client_that_leaves_aborts_the_engine_with_every_door(mortal: FakeVllm
         wait_until(lambda: mortal.aborted)
 
 
-# --- the Host header
-
-
 @pytest.mark.parametrize(
-    ("host", "allowed"),
+    ("allowed", "hosts"),
     [
-        *((host, True) for host in ("proxy.example.com", "PROXY.example.com:8100", "a.b.internal:1")),
-        *((host, True) for host in ("a.internal", "[::1]:8100")),
-        *((host, False) for host in ("evil.example", "internal", "xinternal", "proxy.example.com.evil")),
-        *((host, False) for host in ("", "::1", "proxy.example.com.")),
+        (True, ["PROXY.example.com:8100", "a.b.internal:1", "a.internal", "[::1]:8100"]),
+        (False, ["evil.example", "internal", "xinternal", "proxy.example.com.evil", ""]),
     ],
 )
-def test_hosts(closed: httpx.Client, host: str, allowed: bool) -> None:
-    for method in ("GET", "OPTIONS"):
-        answer = closed.request(method, "/v1/models", headers={"host": host, **_bearer()})
+def test_hosts(closed: httpx.Client, hosts: list[str], allowed: bool) -> None:
+    for host in hosts:
+        answer = closed.get("/v1/models", headers={"host": host, **_bearer()})
         assert answer.is_success == allowed
         assert allowed or (answer.status_code, answer.json()["error"]["code"]) == (400, "host_not_allowed")
 
@@ -123,37 +99,27 @@ def test_health_checks_may_ask_by_address(closed: httpx.Client) -> None:
         assert closed.post(path, headers=headers).status_code == 400
 
 
-# --- sizes
-
-
-@pytest.mark.parametrize("where", ["header", "path", "query"])
-def test_a_head_over_the_limit(closed: httpx.Client, where: str) -> None:
-    for size, status in ((1000, 403 if where == "path" else 200), (3000, 431)):
-        filler = "a" * size
-        path = {"header": "/health", "path": f"/{filler}", "query": f"/health?{filler}"}[where]
-        headers = {"x-filler": filler} if where == "header" else {}
+def test_a_head_over_the_limit(closed: httpx.Client) -> None:
+    assert closed.get(f"/health?{'a' * 1000}").status_code == 200
+    filler = "a" * 3000
+    for path, headers in (("/health", {"x-filler": filler}), (f"/{filler}", {}), (f"/health?{filler}", {})):
         answer = closed.get(path, headers={**headers, **_bearer()})
-        assert answer.status_code == status
-        assert status != 431 or answer.json()["error"]["type"] == "RequestHeaderFieldsTooLargeError"
-
-
-def _pieces(body: bytes) -> Iterator[bytes]:
-    for start in range(0, len(body), 100):
-        yield body[start : start + 100]
+        assert answer.status_code == 431
+        assert answer.json()["error"]["type"] == "RequestHeaderFieldsTooLargeError"
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("path", ["/v1/chat/completions/tokens", "/tokenize", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings"])
 def test_a_body_over_the_limit(closed: httpx.Client, engine: FakeVllm, path: str, chunked: bool) -> None:
     before = len(engine.seen(path))
     for size, refused in [(_LIMIT, False), (_LIMIT + 1, True), (_LIMIT * 50, True)]:
         body = json.dumps(_BODY).encode().ljust(size)
-        answer = closed.post(path, content=_pieces(body) if chunked else body, headers=_bearer())
+        pieces = (body[start : start + 100] for start in range(0, size, 100))
+        answer = closed.post(path, content=pieces if chunked else body, headers=_bearer())
         assert (answer.status_code == 413) == refused
         if refused:
-            error = answer.json()["error"]
-            assert (error["param"], error["type"]) == ("body", "RequestEntityTooLargeError")
-            assert "body_limit_bytes" in error["message"]
+            assert answer.json()["error"]["type"] == "RequestEntityTooLargeError"
+            assert "body_limit_bytes" in answer.json()["error"]["message"]
     assert len(engine.seen(path)) - before <= 1
 
 
@@ -165,24 +131,20 @@ def test_an_announced_body_is_refused_before_it_is_sent(engine: FakeVllm) -> Non
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"\xff", b"\xef\xbb\xbf{}", b"{}{}", b"NaN", b"[" * 100_000]
-)
+@pytest.mark.parametrize("body", [b"", b"[]", b"\xff", b"NaN", b"[" * 100_000])
 def test_a_body_that_is_no_object_is_refused(client: httpx.Client, body: bytes) -> None:
     for path in ("/v1/chat/completions/tokens", "/tokenize", "/v1/sessions/s/reward"):
         answer = client.post(path, content=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body"), path
 
 
-@pytest.mark.parametrize("odd", ["2147483648", "18446744073709551616", "9" * 30])
-def test_an_id_beyond_32_bits_in_a_long_session(client: httpx.Client, name: str, odd: str) -> None:
+def test_an_id_beyond_32_bits_in_a_long_session(client: httpx.Client, name: str) -> None:
     """The session has more turns than one look-up returns."""
     headers = {"x-session-id": name}
     for last in range(40):
         body = {"prompt_ids": [1, 74, 60 + last % 20, 61 + last % 19]}
         assert client.post("/v1/chat/completions/tokens", json=body, headers=headers).status_code == 200
-    for ids in (odd, f"1,74,{odd}"):
+    for ids in ("2147483648", "1,74,18446744073709551616", "9" * 30):
         content = f'{{"prompt_ids": [{ids}]}}'
         answer = client.post("/v1/chat/completions/tokens", content=content, headers=headers)
-        assert answer.status_code == 400
-        assert "out of vocabulary" in answer.text or "digits" in answer.text or "beyond" in answer.text
+        assert answer.status_code == 400, answer.text

@@ -12,11 +12,10 @@ from proxy.key_command import add_key
 from proxy.routes.auth import OPEN_PATHS
 from proxy.routes.routes import all_routes
 from proxy.routes.scopes import KeyScope, scope_of_engine_route
-from proxy.settings import Settings
 from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.talk import CHAT, user
 from tests.support.tiny_model import TinyModel
-from tests.support.utils import run_app, run_proxy, wait_until
+from tests.support.utils import run_proxy, wait_until
 
 _BODY: dict[str, Any] = {"messages": [user("Hi")]}
 _BODIES: dict[str, Any] = {
@@ -27,37 +26,19 @@ _BODIES: dict[str, Any] = {
 _BACKGROUND = {"/health", "/tokenize", "/v1/models"}
 """What the proxy asks an engine at any time, for itself."""
 
-ROUTES = {
-    ("POST", CHAT): "inference",
-    ("POST", "/chat/completions/"): "inference",
-    ("POST", "/sessions/s/v1/chat/completions"): "inference",
-    ("POST", "/v1/chat/completions/tokens"): "inference",
-    ("POST", "/tokenize"): "inference",
-    ("POST", "/v1/messages"): "inference",
-    ("GET", "/models"): "inference",
-    ("GET", "/"): "inference",
-    ("POST", "/v1/embeddings"): "inference",
-    ("POST", "/v1/sessions"): "inference",
-    ("DELETE", "/v1/sessions/s"): "inference",
-    ("POST", "/v1/sessions/s/reward"): "inference",
-    ("GET", "/v1/sessions"): "read",
-    ("GET", "/sessions/s/v1/sessions"): "read",
-    ("GET", "/sessions/s/samples"): "read",
-    ("GET", "/v1/samples"): "read",
-    ("POST", "/v1/samples/ack"): "read",
-    ("DELETE", "/v1/samples/consumers/c"): "read",
-    ("GET", "/version"): "read",
-    ("POST", "/pause/"): "admin",
-    ("POST", "/update_weights"): "admin",
-    ("POST", "/admin/replicas"): "admin",
-    ("POST", "/sessions/s/v1/load_lora_adapter"): "admin",
-    ("POST", "/%70ause"): "admin",
-    ("POST", "//pause"): "admin",
-    ("GET", "/server_info"): "admin",
-    ("GET", "/what/a/new/vllm/adds"): "admin",
-    ("GET", "/v1/modelsx"): "admin",
-}
-_ADMIN = [route for route, scope in ROUTES.items() if scope == "admin"]
+_ROUTES = [
+    ("inference", "POST", "/v1/chat/completions /sessions/s/v1/chat/completions /tokenize /v1/messages"),
+    ("inference", "POST", "/v1/chat/completions/tokens /v1/embeddings /v1/sessions /v1/sessions/s/reward"),
+    ("inference", "DELETE", "/v1/sessions/s"),
+    ("inference", "GET", "/models /"),
+    ("read", "GET", "/v1/sessions /sessions/s/v1/sessions /sessions/s/samples /v1/samples /version"),
+    ("read", "POST", "/v1/samples/ack"),
+    ("read", "DELETE", "/v1/samples/consumers/c"),
+    ("admin", "POST", "/pause/ /update_weights /admin/replicas /sessions/s/v1/load_lora_adapter"),
+    ("admin", "POST", "/%70ause //pause"),
+    ("admin", "GET", "/server_info /what/a/new/vllm/adds"),
+]
+ROUTES = {(method, path): scope for scope, method, paths in _ROUTES for path in paths.split()}
 
 
 class Keyed:
@@ -116,31 +97,16 @@ def test_a_route_needs_a_key_with_its_scope_and_no_other(keyed: Keyed, method: s
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/reset_mm_cache", "/collective_rpc", "/release_kv_cache_memory", "/sessions/s/v1/load_lora_adapter"],
+    ("scope", "paths"),
+    [
+        ("inference", "/ /v1/models /v1/models/a /v1/completions /detokenize /score"),
+        ("read", "/load /version /ping"),
+        ("admin", "/V1/models /v1//models /Tokenize /v1 /v1/modelsx /v1/pause /pause /collective_rpc"),
+        ("admin", "/server_info /inference/v1/abort_requests /v1/unload_lora_adapter /update_weights"),
+    ],
 )
-def test_an_admin_route_reaches_the_engine_with_the_scope(keyed: Keyed, path: str) -> None:
-    forwarded = path.removeprefix("/sessions/s")
-    keyed.engine.canned[forwarded] = Canned(b'{"status": "awake"}')
-    assert keyed.ask("POST", path, "admin").status_code == 200
-    assert keyed.engine.last(forwarded).header("authorization") == b"Bearer engine"
-
-
-def test_routes_of_vllm_that_are_on_no_list_need_admin() -> None:
-    listed = {
-        KeyScope.INFERENCE: ("/", "/v1/models", "/v1/models/a", "/v1/completions", "/detokenize", "/score"),
-        KeyScope.READ: ("/load", "/version", "/ping"),
-        KeyScope.ADMIN: (
-            *("", "/V1/models", "/v1//models", "/Tokenize", "/v1", "/v1/loads", "/v1/modelsx", "/v1/pause"),
-            *("/pause", "/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/start_profile"),
-            *("/server_info", "/inference/v1/abort_requests", "/v1/unload_lora_adapter", "/update_weights"),
-        ),
-    }
-    found = {
-        scope: tuple(path for path in paths if scope_of_engine_route(path) is scope)
-        for scope, paths in listed.items()
-    }
-    assert found == listed
+def test_routes_of_vllm_that_are_on_no_list_need_admin(scope: str, paths: str) -> None:
+    assert {scope_of_engine_route(path) for path in paths.split()} == {scope}
 
 
 def test_scopes_of_the_proxys_own_routes() -> None:
@@ -160,69 +126,59 @@ def test_scopes_of_the_proxys_own_routes() -> None:
     ("headers", "owner"),
     [
         ({"authorization": "Bearer plain-key"}, "plain"),
-        ({"authorization": "BEARER  plain-key"}, "plain"),
-        ({"x-api-key": "admin-key"}, "everything"),
         ({"authorization": "Bearer none", "x-api-key": "admin-key"}, "everything"),
         ({"authorization": "Bearer plain-key", "x-api-key": "admin-key"}, "plain"),
-        ({"authorization": "plain-key"}, None),
-        ({"authorization": "Basic plain-key"}, None),
-        ({"authorization": "Bearer"}, None),
-        ({"x-api-key": ""}, None),
-        ({"x-api-key": "Bearer plain-key"}, None),
     ],
 )
 def test_each_key_is_a_tenant_in_either_header(
-    keyed: Keyed, name: str, headers: dict[str, str], owner: str | None
+    keyed: Keyed, name: str, headers: dict[str, str], owner: str
 ) -> None:
-    made = keyed.client.post("/v1/sessions", json={"id": name}, headers=headers)
-    assert made.status_code == (401 if owner is None else 201)
-    found = [
-        key
-        for key in ("plain", "everything")
-        if keyed.ask("GET", f"/v1/sessions/{name}", key).status_code == 200
-    ]
-    assert found == ([] if owner is None else [owner])
-
-
-# --- open paths, and the details of /ready
+    assert keyed.client.post("/v1/sessions", json={"id": name}, headers=headers).status_code == 201
+    for key in ("plain", "everything"):
+        found = keyed.ask("GET", f"/v1/sessions/{name}", key).status_code == 200
+        assert found == (key == owner)
+    assert keyed.client.get("/v1/sessions", headers={"authorization": "plain-key"}).status_code == 401
 
 
 def test_open_paths_are_open_to_get_and_head_only(keyed: Keyed) -> None:
-    before = len(keyed.engine.requests)
     for path in sorted(OPEN_PATHS):
-        statuses = [
-            keyed.client.request(method, path).status_code for method in ("GET", "HEAD", "POST", "PUT")
-        ]
-        assert statuses == [200, 200, 401, 401], path
-    assert {seen.path for seen in keyed.engine.requests[before:]} <= _BACKGROUND
-    for path in ("/health//", "//health", "/v1/health", "/openapi.json", "/anything"):
+        statuses = [keyed.client.request(method, path).status_code for method in ("GET", "HEAD", "POST")]
+        assert statuses == [200, 200, 401], path
+    for path in ("//health", "/v1/health", "/openapi.json", "/anything"):
         assert keyed.ask("GET", path, "").status_code == 401, path
 
 
 def test_the_details_of_ready_need_the_scope_read(keyed: Keyed) -> None:
-    for key, details in (
-        ("", False),
-        ("wrong", False),
-        ("inference", False),
-        ("admin", False),
-        ("read", True),
-    ):
-        shown = keyed.ask("GET", "/ready", key).json()
-        assert "engines" in shown if details else shown == {"ready": True}
+    for key in ("", "wrong", "inference", "admin"):
+        assert keyed.ask("GET", "/ready", key).json() == {"ready": True}
+    assert "engines" in keyed.ask("GET", "/ready", "read").json()
 
 
 def test_metrics_may_need_a_key(mortal: FakeVllm, tmp_path: Path) -> None:
-    inference = add_key(tmp_path / "keys.yaml", "a", ["inference"], None)
-    keys: dict[str, Any] = {"api_key": ["reads"], "api_key_file": tmp_path / "keys.yaml"}
-    with run_proxy([mortal], **keys, metrics_need_key=True) as client:
-        found = [
-            client.get("/metrics", headers={"x-api-key": key}).status_code for key in ("", inference, "reads")
-        ]
-        assert found == [401, 403, 200]
+    file = tmp_path / "keys.yaml"
+    inference = add_key(file, "a", ["inference"], None)
+    with run_proxy([mortal], api_key=["reads"], api_key_file=file, metrics_need_key=True) as client:
+        for key, status in (("", 401), (inference, 403), ("reads", 200)):
+            assert client.get("/metrics", headers={"x-api-key": key}).status_code == status
         assert client.get("/health").status_code == 200
 
 
-# --- keys of the engine
+def test_a_new_key_works_without_a_restart_and_a_deleted_one_ends(
+    mortal: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.routes.key_file.CHECK_S", 0.01)
+    file = tmp_path / "keys.yaml"
+    first = add_key(file, "first", ["read"], None)
+    with run_proxy([mortal], reader=first, api_key_file=file, store="memory:") as client:
+
+        def status(key: str) -> int:
+            return client.get("/v1/sessions", headers={"authorization": f"Bearer {key}"}).status_code
+
+        second = add_key(file, "second", ["read"], None)
+        wait_until(lambda: status(second) == 200)
+        file.write_text(file.read_text().partition("- name: second")[0])
+        wait_until(lambda: status(second) == 401)
+        assert status(first) == 200
 
 
 def test_a_credential_that_is_not_ours_passes_through(
@@ -247,23 +203,11 @@ def test_all_clients_are_one_tenant_with_only_the_engines_key(mortal: FakeVllm) 
     assert {seen.header("authorization") for seen in mortal.requests} == {b"Bearer engine"}
 
 
-def test_an_engine_that_wants_a_key_is_reported(mortal: FakeVllm) -> None:
-    mortal.api_keys = ("engine",)
-    with run_app(Settings(upstreams=[mortal.url])) as client:
-        wait_until(lambda: "not checked" not in client.get("/ready").text)
-        [engine] = client.get("/ready").json()["engines"]
-    assert engine["ready"] is False
-    assert "set `upstream_api_key`" in engine["problem"]
-
-
-# --- without keys
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "proxy.example.com"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "proxy.example.com"])
 def test_without_keys_admin_routes_are_closed_beyond_loopback(mortal: FakeVllm, host: str) -> None:
     with run_proxy([mortal], host=host, store="memory:") as client:
         keyed, before = Keyed(mortal, client, {}), len(mortal.requests)
-        for method, path in _ADMIN:
+        for method, path in [route for route, scope in ROUTES.items() if scope == "admin"]:
             answer = keyed.ask(method, path, "")
             error = answer.json()["error"]
             assert (answer.status_code, error["code"]) == (403, "admin_needs_key"), path
@@ -278,13 +222,10 @@ def test_without_keys_admin_routes_are_closed_beyond_loopback(mortal: FakeVllm, 
     ("headers", "local"),
     [
         ({}, True),
-        ({"host": "localhost:1"}, True),
         ({"origin": "https://evil.example"}, False),
-        ({"origin": "null"}, False),
         ({"host": "evil.example"}, False),
         ({"x-forwarded-for": "10.0.0.1"}, False),
         ({"forwarded": "for=10.0.0.1"}, False),
-        ({"x-real-ip": "10.0.0.1"}, False),
     ],
 )
 def test_without_keys_only_programs_on_this_machine_may_administrate(

@@ -8,27 +8,20 @@ from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.utils import run_proxy
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"])
-def test_any_method_on_any_route(fake: FakeVllm, client: httpx.Client, method: str) -> None:
-    fake.canned["/some/a%252Fb%20c"] = Canned(b"answer", 202, {"x-answer": "yes"})
-    body = b"\x00body\xff" if method in ("POST", "PUT", "PATCH", "DELETE") else b""
+@pytest.mark.parametrize("method, status", [("GET", 301), ("POST", 202), ("DELETE", 500), ("HEAD", 200)])
+def test_any_method_and_status_on_any_route(
+    fake: FakeVllm, client: httpx.Client, method: str, status: int
+) -> None:
+    fake.canned["/some/a%252Fb%20c"] = Canned(b"answer", status, {"x-answer": "yes"})
+    body = b"\x00body\xff" if method in ("POST", "DELETE") else b""
     target = "/some/a%252Fb%20c?a=1&b=%2F&c=%C3%A9+1"
     answer = client.request(method, target, content=body, headers={"x-question": "why"})
     seen = fake.last("/some/a%252Fb%20c")
     assert (seen.method, seen.target, seen.body) == (method, target, body)
     assert seen.header("x-question") == b"why"
-    assert (answer.status_code, answer.headers["x-answer"]) == (202, "yes")
+    assert (answer.status_code, answer.headers["x-answer"]) == (status, "yes")
     assert answer.content == (b"" if method == "HEAD" else b"answer")
     assert answer.headers["content-length"] == "6"
-
-
-@pytest.mark.parametrize("status", [200, 204, 301, 304, 400, 404, 429, 500, 503])
-def test_any_status(fake: FakeVllm, client: httpx.Client, status: int) -> None:
-    body = b"" if status in (204, 304) else b'{"detail": "as it is"}'
-    fake.canned["/some/where"] = Canned(body, status, {"location": "/x", "retry-after": "9"})
-    answer = client.get("/some/where")
-    assert (answer.status_code, answer.content) == (status, body)
-    assert (answer.headers["location"], answer.headers["retry-after"]) == ("/x", "9")
 
 
 def test_compressed_and_large_bodies_stay_as_they_are(fake: FakeVllm, client: httpx.Client) -> None:
@@ -46,10 +39,8 @@ def test_stock_routes(fake: FakeVllm, client: httpx.Client) -> None:
     """What the proxy leaves alone is answered as the engine alone would."""
     for method, path, body in [
         ("GET", "/v1/models", None),
-        ("GET", "/version", None),
         ("POST", "/tokenize", {"prompt": "hello"}),
         ("POST", "/v1/chat/completions", {"model": "other", "messages": []}),
-        ("POST", "/v1/chat/completions/render", {}),
         ("POST", "/no/such/route", {}),
     ]:
         through = client.request(method, path, json=body)
@@ -64,7 +55,6 @@ def test_stock_routes(fake: FakeVllm, client: httpx.Client) -> None:
         ("POST", "/v1/chat/completions", 2),
         ("POST", "/v1/embeddings?x=1", 2),
         ("POST", "/some/change", 1),
-        ("PATCH", "/anything", 1),
     ],
 )
 def test_only_requests_without_side_effects_are_sent_twice(

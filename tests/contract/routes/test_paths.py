@@ -13,84 +13,41 @@ from proxy.app import create_app
 from proxy.routes.routes import all_routes
 from proxy.settings import Settings
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
-from tests.support.talk import CHAT, GENERATE, Talk, user
+from tests.support.talk import CHAT, Talk, user
 from tests.support.tiny_model import END
 from tests.support.utils import run_proxy, run_server, wait_until
 
 _HI = {"messages": [user("Hi")]}
-_MESSAGE = {"model": "tiny", "max_tokens": 8, **_HI}
-_BODIES: dict[str, Any] = {
-    "/v1/messages": _MESSAGE,
-    "/v1/messages/count_tokens": _MESSAGE,
+_ALIASED: dict[str, dict[str, Any]] = {
     CHAT: _HI,
     "/v1/chat/completions/tokens": {"prompt_ids": [1, 74]},
-    "/v1/completions": {"prompt": [1, 74]},
-    "/inference/v1/generate": {"token_ids": [1, 74], "sampling_params": {}},
-    "/v1/responses": {"input": "Hi"},
-    "/v1/responses/compact": {"input": "Hi"},
+    "/v1/messages": {"model": "tiny", "max_tokens": 8, **_HI},
     "/tokenize": {"prompt": "hello"},
     "/v1/sessions": {"id": "aliased"},
     "/v1/sessions/{session}/reward": {"reward": 1},
-    "/generate": {"prompts": [[1, 74]]},
-    "/chat": {"messages": [[user("Hi")]]},
     "/v1/samples/ack": {"consumer": "aliased", "cursor": "0"},
 }
-_STATUSES = {
-    "/viewer/sessions/{session}/tokens": 400,  # the session has no turn
-    "/viewer/sessions/{session}/drift": 400,
-}
-"""Of a route that does not answer 200."""
-_ALIASED = [
-    pytest.param(method, route.path, route.aliases, id=f"{method} {route.path}")
-    for route in all_routes()
-    for method in route.methods
-    if route.aliases and method != "DELETE" and not route.catches_all
-    # other tests use the same proxy, whose only replica must stay and not be paused
-    if (method == "GET" or not route.path.startswith("/admin/")) and not route.replaces_engine_route
-]
 
 
-@pytest.mark.parametrize(("method", "path", "aliases"), _ALIASED)
-def test_an_alias_answers_as_the_route_does(
-    client: httpx.Client, fake: FakeVllm, method: str, path: str, aliases: list[str]
-) -> None:
-    fake.canned[GENERATE] = Canned(b'{"choices":[]}', headers={"content-type": "application/json"})
+def test_an_alias_answers_as_the_route_does(client: httpx.Client) -> None:
     client.post("/v1/sessions", json={"id": "aliased"})
-    response = client.post("/v1/responses", json={"input": "Hi"}).json()["id"]
-    names = {"{session}": "aliased", "{response_id}": response, "{file}": "main.js"}
-    answers = []
-    for where in (path, *aliases):
-        for name, value in names.items():
-            where = where.replace(name, value)
-        query = {"session_id": "aliased"} if path == "/finish_session" else None
-        answers.append(client.request(method, where, json=_BODIES.get(path), params=query))
-    assert answers[0].status_code == _STATUSES.get(path, 200), answers[0].text
-    for answer in answers[1:]:
-        assert answer.status_code == answers[0].status_code, answer.text
-        if method != "HEAD" and answer.headers["content-type"] == "application/json":
-            found, expected = answer.json(), answers[0].json()
-            assert [*found] == [*expected] if isinstance(found, dict) else found == expected
+    aliases = {route.path: route.aliases for route in all_routes()}
+    for path, body in _ALIASED.items():
+        answers = [
+            client.post(alias.replace("{session}", "aliased"), json=body) for alias in (path, *aliases[path])
+        ]
+        assert len(answers) > 1
+        assert {answer.status_code for answer in answers} == {200}, path
+        assert {tuple(answer.json()) for answer in answers} == {tuple(answers[0].json())}
 
 
-@pytest.mark.parametrize("name", ["v1", "sessions", "samples", "chat"])
+@pytest.mark.parametrize("name", ["v1", "samples"])
 def test_sessions_named_like_parts_of_paths(client: httpx.Client, name: str) -> None:
     client.post("/sessions/", json={"id": name})
     for path in (f"/sessions/{name}", f"/v1/sessions/{name}/", f"/sessions/{name}/samples"):
         assert client.get(path).json()["id"] == name
     assert client.delete(f"/sessions/{name}/").json()["deleted"] is True
     assert client.get(f"/v1/sessions/{name}").status_code == 404
-
-
-def test_engine_and_log_get_the_canonical_path(
-    client: httpx.Client, fake: FakeVllm, caplog: pytest.LogCaptureFixture
-) -> None:
-    for alias in ("/chat/completions", "/v1/chat/completions/", "/chat/completions/"):
-        client.post(f"{alias}?a=1", json=_HI)
-    assert {seen.path for seen in fake.requests if seen.method == "POST"} == {CHAT}
-    fake.replies.append(Reply(break_at=1))
-    client.post("/chat/completions/?a=1", json={**_HI, "stream": True})
-    assert f"a stream of {CHAT}?a=1 ends with an error" in caplog.text
-    assert client.get("/sessions/?limit=0").json()["error"]["param"] == "limit"
 
 
 def test_routes_of_the_engine_without_v1(client: httpx.Client, fake: FakeVllm) -> None:
@@ -100,10 +57,7 @@ def test_routes_of_the_engine_without_v1(client: httpx.Client, fake: FakeVllm) -
     assert client.post("/v1/detokenize", json={"tokens": [1]}).json() == {"prompt": "Hi"}
 
 
-# --- with a session in the path
-
-
-@pytest.mark.parametrize("name", ["v1", "sessions", "a~b:c@d+e=f-g.h_i"])
+@pytest.mark.parametrize("name", ["v1", "a~b:c@d+e=f-g.h_i"])
 def test_a_base_url_is_a_header(
     client: httpx.Client, fake: FakeVllm, talk: Callable[..., Talk], name: str
 ) -> None:
@@ -122,17 +76,10 @@ def test_a_base_url_is_a_header(
     client.delete(f"/v1/sessions/{name}")
 
 
-@pytest.mark.parametrize("bad", ["a%20b", "%C3%A9", "a" * 201])
-def test_names_that_are_none(client: httpx.Client, bad: str) -> None:
-    answer = client.post(f"/sessions/{bad}{CHAT}", json=_HI)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session")
-
-
-@pytest.mark.parametrize("prefix", ["/sessions/prefixed/v1", "/sessions/prefixed"])
-@pytest.mark.parametrize("slash", ["", "/"])
+@pytest.mark.parametrize(("prefix", "slash"), [("/sessions/prefixed/v1", ""), ("/sessions/prefixed", "/")])
 def test_routes_in_a_session(client: httpx.Client, fake: FakeVllm, prefix: str, slash: str) -> None:
     for path in (CHAT, "/v1/chat/completions/tokens"):
-        answer = client.post(f"{prefix}{path[3:]}{slash}", json=_BODIES[path])
+        answer = client.post(f"{prefix}{path[3:]}{slash}", json=_ALIASED[path])
         assert (answer.status_code, answer.headers["x-session-id"]) == (200, "prefixed"), answer.text
     assert client.post(f"{prefix}/tokenize{slash}", json={"prompt": "Hi"}).status_code == 200
     assert client.get(f"{prefix}/models{slash}?a=%20b").json() == client.get("/v1/models").json()
@@ -140,7 +87,7 @@ def test_routes_in_a_session(client: httpx.Client, fake: FakeVllm, prefix: str, 
     assert named == {CHAT, "/tokenize", "/v1/models?a=%20b"}
 
 
-@pytest.mark.parametrize("path", ["turns", "v1", "pause", "sessions", "x/y"])
+@pytest.mark.parametrize("path", ["turns", "v1", "pause"])
 def test_an_unknown_route_of_a_session(client: httpx.Client, fake: FakeVllm, path: str) -> None:
     answer = client.get(f"/sessions/s/{path}")
     assert answer.status_code == 404
@@ -148,17 +95,13 @@ def test_an_unknown_route_of_a_session(client: httpx.Client, fake: FakeVllm, pat
     assert [seen for seen in fake.requests if seen.path.startswith("/sessions")] == []
 
 
-@pytest.mark.parametrize("root", ["/api", "/api/v1"])
-def test_behind_a_root_path(mortal: FakeVllm, root: str) -> None:
+def test_behind_a_root_path(mortal: FakeVllm) -> None:
     app = create_app(Settings(upstreams=[mortal.url], store="memory:", watch_interval_s=0.1))
-    with run_server(app, root_path=root) as url, httpx.Client(base_url=url, trust_env=False) as client:
+    with run_server(app, root_path="/api/v1") as url, httpx.Client(base_url=url, trust_env=False) as client:
         wait_until(lambda: client.get("/ready").status_code == 200)
         assert client.post(f"/sessions/s{CHAT}", json=_HI).headers["x-session-id"] == "s"
         assert client.get("/sessions/s/v1/models").json() == client.get("/v1/models").json()
         assert client.get("/sessions/s/v1/sessions/s").json()["turn_count"] == 1
-
-
-# --- a session that a header or a key names
 
 
 def _session(client: httpx.Client, headers: dict[str, str]) -> str:
@@ -184,22 +127,11 @@ def test_a_made_session_is_used_with_its_id_as_key(mortal: FakeVllm) -> None:
     assert mortal.last(CHAT).json["temperature"] == 0.25
 
 
-def test_what_coding_agents_send_names_explicit_sessions(client: httpx.Client, name: str) -> None:
-    for header in ("x-claude-code-session-id", "session-id", "x-session-affinity"):
-        assert _session(client, {header: name}) == name
-    session = client.get(f"/v1/sessions/{name}").json()
-    assert (session["explicit"], session["turn_count"]) == (True, 3)
-
-
-# --- paths that are refused
-
-
 @pytest.mark.parametrize(
     "path",
     [
-        *("/v1%2fsessions/q", "/v1%2Fsessions%2Fq", "/v1/sessions/a%2Fb", "/v1/sessions%5cq"),
-        *("/v1\\sessions", "/v1/../pause", "/v1/%2e%2e/pause", "/v1/.%2E/pause", "/./pause"),
-        *("/v1/models/..", "/sessions/s%2Fv1/a/b", "/sessions/s/v1/a%2Fb", "/sessions/s/v1/%2e%2e/pause"),
+        *("/v1%2fsessions/q", "/v1/sessions/a%2Fb", "/v1/sessions%5cq", "/v1\\sessions"),
+        *("/v1/../pause", "/v1/.%2E/pause", "/./pause", "/v1/models/..", "/sessions/s/v1/%2e%2e/pause"),
         *("/sessions/%2e%2e/v1/models", "/v1/models%00", "/v1/models%0d%0aX:%20y"),
     ],
 )
@@ -216,7 +148,7 @@ def test_a_path_that_can_be_read_in_two_ways_is_refused(
     assert [seen.path for seen in fake.requests[before:] if "health" not in seen.path] == []
 
 
-@pytest.mark.parametrize("path", ["/v1/a%252fb", "/v1/a%252e%252e/b", "/v1/a..b/...", "/v1/~a;b=c"])
+@pytest.mark.parametrize("path", ["/v1/a%252e%252e/b", "/v1/a..b/..."])
 def test_routed_path_equals_forwarded_path(client: httpx.Client, fake: FakeVllm, path: str) -> None:
     """Nothing is decoded a second time."""
     sent = httpx.Request("GET", client.base_url, extensions={"target": path.encode()})

@@ -12,20 +12,14 @@ def test_an_engine_that_is_ready(fake: FakeVllm, client: httpx.Client) -> None:
     answer = client.get("/ready")
     assert answer.status_code == client.head("/ready").status_code == 200
     found = answer.json()
-    assert found["engines"][0].pop("append_cache").keys() == {"hits", "misses"}
-    template = found["engines"][0].pop("template")
-    assert template == {"after_messages": "new messages", "after_results": "new messages", "reason": ""}
-    assert found == {
-        "ready": True,
-        "engines": [
-            {
-                **{"engine": fake.url, "ready": True, "version": "0.32.0+fake", "model": "tiny"},
-                **{"token_in": "chat", "append": "ready", "breaker": "closed", "draining": False},
-                **{"requests": 0, "conversations": found["engines"][0]["conversations"]},
-            }
-        ],
-        "store": {"state": "ok", "since": None, "error": None, "queued_turns": 0, "lost_turns": 0},
+    [engine] = found["engines"]
+    assert engine["template"]["after_messages"] == engine["template"]["after_results"] == "new messages"
+    expected = {
+        **{"engine": fake.url, "ready": True, "version": "0.32.0+fake", "model": "tiny"},
+        **{"token_in": "chat", "append": "ready", "breaker": "closed", "draining": False, "requests": 0},
     }
+    assert engine.items() >= expected.items()
+    assert (found["ready"], found["store"]["state"], found["store"]["lost_turns"]) == (True, "ok", 0)
 
 
 def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
@@ -33,13 +27,6 @@ def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
         [engine] = client.get("/ready").json()["engines"]
     assert engine["token_in"] is None
     assert "--enable-scale-out" in engine["problem"]
-
-
-def test_a_tokenizer_that_cannot_be_loaded(mortal: FakeVllm) -> None:
-    with run_proxy([mortal], tokenizer="/no/such/folder") as client:
-        [engine] = client.get("/ready").json()["engines"]
-    assert engine["ready"]
-    assert "/no/such/folder" in engine["append"]
 
 
 def test_engines_that_are_down(mortal: FakeVllm) -> None:

@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from proxy.history.store import MAX_DESCRIPTION_BYTES
-from proxy.samples.layouts import LAYOUTS
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT, Message, Talk, call, result, user
 from tests.support.tiny_model import END
@@ -30,7 +29,6 @@ def test_make_describe_and_delete(client: httpx.Client, name: str) -> None:
     described = {"id": name, "defaults": {"temperature": 0.5}, "metadata": {"task": [1, {"a": None}]}}
     made = client.post(_SESSIONS, json=described)
     assert made.status_code == 201
-    assert made.json().items() >= {**described, "overrides": {}, "explicit": True, "turn_count": 0}.items()
     again = client.post(_SESSIONS, json={"id": name, "overrides": {"seed": 1}})
     assert again.status_code == 200
     assert again.json().items() >= {**described, "overrides": {"seed": 1}}.items()
@@ -42,15 +40,7 @@ def test_make_describe_and_delete(client: httpx.Client, name: str) -> None:
     assert client.post(f"{_SESSIONS}/{name}/reward", json={"reward": 1}).status_code == 404
 
 
-def test_a_session_without_a_name_gets_one(client: httpx.Client) -> None:
-    one, two = (client.post(_SESSIONS).json()["id"] for _ in range(2))
-    assert one != two
-    assert _get(client, one)["explicit"] is True
-    error = client.get(f"{_SESSIONS}/nobody").json()["error"]
-    assert error["message"] == "unknown session 'nobody': never used, deleted, or evicted"
-
-
-@pytest.mark.parametrize("bad", ["a b", "a/b", "é", "a" * 201, "a\tb", "a%20b", "..", "."])
+@pytest.mark.parametrize("bad", ["a b", "é", "a" * 201, ".."])
 def test_names_that_are_none(client: httpx.Client, bad: str) -> None:
     made = client.post(_SESSIONS, json={"id": bad})
     headers = {b"x-session-id": bad.encode()}
@@ -61,26 +51,18 @@ def test_names_that_are_none(client: httpx.Client, bad: str) -> None:
 
 _BAD: list[tuple[str, str, Message, str]] = [
     ("POST", "", {"defaults": 5}, "defaults"),
-    ("POST", "", {"overrides": []}, "overrides"),
-    ("POST", "", {"metadata": "a"}, "metadata"),
     ("POST", "", {"id": 5}, "id"),
-    ("POST", "", {"defaults": {"messages": []}}, "defaults.messages"),
+    ("POST", "", {"session_id": 5}, "session_id"),
     ("POST", "", {"overrides": {"stream": True}}, "overrides.stream"),
     ("GET", "?limit=0", {}, "limit"),
-    ("GET", "?limit=1001", {}, "limit"),
-    ("GET", "?limit=nan", {}, "limit"),
     ("GET", "?limit=ten", {}, "limit"),
-    ("GET", "?before=now", {}, "before"),
     ("GET", "?before=x:y", {}, "before"),
-    ("GET", "?before=nan:y", {}, "before"),
     ("GET", "/{}/samples?shared=twice", {}, "shared"),
     ("GET", "/{}/samples?layout=other", {}, "layout"),
     ("POST", "/{}/reward", {}, "reward"),
-    ("POST", "/{}/reward", {"reward": None}, "reward"),
     ("POST", "/{}/reward", {"reward": "good"}, "reward"),
-    ("POST", "/{}/reward", {"reward": 1, "turn": "x"}, "turn"),
     ("POST", "/{}/reward", {"rewards": {"x": 1}}, "turn"),
-    ("POST", "/{}/reward", {"rewards": [1]}, "rewards"),
+    ("GET", "/{}/traces?limit=0", {}, "limit"),
 ]
 
 
@@ -89,64 +71,45 @@ def test_bad_requests(client: httpx.Client, name: str) -> None:
     for method, path, body, param in _BAD:
         answer = client.request(method, _SESSIONS + path.format(name), json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (path, body)
+    for content in (b'{"reward": 1e999}', b'{"rewards": {"": 1e999}}', b'{"reward": NaN}'):
+        assert client.post(f"{_SESSIONS}/{name}/reward", content=content).status_code == 400
+    assert _get(client, name)["reward"] is None
 
 
 def test_the_list_goes_page_by_page(client: httpx.Client, name: str) -> None:
     names = [f"{name}-{index}" for index in range(5)]
     for each in names:
         client.post(_SESSIONS, json={"id": each})
-    for by_number in (False, True):
-        listed: list[str] = []
-        query: dict[str, Any] = {"limit": 2}
-        while len(listed) < 5:
-            page = client.get(_SESSIONS, params=query).json()
-            assert page["object"] == "list"
-            listed += [each["id"] for each in page["data"]]
-            query["before"] = repr(page["data"][-1]["used"]) if by_number else page["next"]
-        assert listed[:5] == names[::-1]
-    page = client.get(_SESSIONS, params={"limit": 1000}).json()
-    while page["next"] is not None:  # other tests have sessions here too
-        page = client.get(_SESSIONS, params={"limit": 1000, "before": page["next"]}).json()
-    oldest = page["data"][-1]
-    after = client.get(_SESSIONS, params={"before": f"{oldest['used']!r}:{oldest['id']}"}).json()
-    assert (after["data"], after["next"]) == ([], None)
+    listed: list[str] = []
+    query: dict[str, Any] = {"limit": 2}
+    while len(listed) < 5:
+        page = client.get(_SESSIONS, params=query).json()
+        listed += [each["id"] for each in page["data"]]
+        query["before"] = page["next"]
+    assert listed[:5] == names[::-1]
 
 
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN"])
-def test_rewards_are_finite(client: httpx.Client, name: str, number: str) -> None:
-    client.post(_SESSIONS, json={"id": name})
-    for body, param in (('{"reward": %s}', "reward"), ('{"rewards": {"": %s}}', "rewards")):
-        answer = client.post(f"{_SESSIONS}/{name}/reward", content=body % number)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] in (param, "body")  # NaN is no JSON
-    assert _get(client, name)["reward"] is None
+def test_a_description_is_bounded(client: httpx.Client, name: str) -> None:
+    def describe(**described: Any) -> httpx.Response:
+        body = json.dumps({"id": name, **described}, separators=(",", ":"))
+        return client.post(_SESSIONS, content=body)
 
-
-@pytest.mark.parametrize("field", ["defaults", "overrides", "metadata"])
-def test_a_description_is_bounded(client: httpx.Client, name: str, field: str) -> None:
-    others = [other for other in ("defaults", "overrides", "metadata") if other != field]
     most = MAX_DESCRIPTION_BYTES - len('{"a":""}') - 2 * len('{"a":1}')
-    largest = {"id": name, **{other: {"a": 1} for other in others}, field: {"a": "x" * most}}
-    assert _describe(client, largest).status_code == 201
-    # What a request leaves out stays, and counts
-    for over in ({**largest, field: {"a": "x" * (most + 1)}}, {"id": name, others[0]: {"a": 11}}):
-        refused = _describe(client, over)
-        error = refused.json()["error"]
-        expected = field if field in over else others[0]
-        assert (refused.status_code, error["param"]) == (400, expected)
-        assert f"`{expected}` is too large" in error["message"]
-        assert str(MAX_DESCRIPTION_BYTES + 1) in error["message"]
-    assert _get(client, name)[others[0]] == {"a": 1}
-    assert _describe(client, {"id": name, field: {}}).status_code == 200
-
-
-def _describe(client: httpx.Client, described: dict[str, Any]) -> httpx.Response:
-    return client.post(_SESSIONS, content=json.dumps(described, separators=(",", ":")))
+    largest = {"defaults": {"a": 1}, "overrides": {"a": 1}, "metadata": {"a": "x" * most}}
+    assert describe(**largest).status_code == 201
+    # what a request leaves out stays, and counts
+    for over in ({**largest, "metadata": {"a": "x" * (most + 1)}}, {"defaults": {"a": 11}}):
+        refused = describe(**over)
+        param = "metadata" if "metadata" in over else "defaults"
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert str(MAX_DESCRIPTION_BYTES + 1) in refused.json()["error"]["message"]
+    assert _get(client, name)["defaults"] == {"a": 1}
+    assert describe(metadata={}).status_code == 200
 
 
 @EVERY_SPELLING
 def test_the_tree_of_a_session(talk: Make, name: str) -> None:
-    """Main agent, a sub-agent, parallel calls, compaction."""
+    """A main agent with a fork, and a sub-agent."""
     made = talk(headers={"x-session-id": name})
     first = made.ask(reply=Reply(SPLIT))
     assert first.session == name
@@ -158,30 +121,21 @@ def test_the_tree_of_a_session(talk: Make, name: str) -> None:
     sub.messages = [{"role": "system", "content": "You search"}, *sub.messages]
     fourth = sub.ask(reply=Reply((92, END)))
     fifth = sub.follow(user("more"), reply=Reply((93, END)))
-    compact = talk(headers=made.headers)
-    compact.messages = [user(f"Summary {name}")]
-    sixth = compact.ask(reply=Reply((94, END)))
-    assert (fourth.reason, sixth.reason) == ("first_turn", "first_turn")
+    assert fourth.reason == "first_turn"
     tree = _get(made.pair.client, name, ids="true")
     turns = tree["turns"]
-    answers = [first, second, third, fourth, fifth, sixth]
-    assert [turn["id"] for turn in turns] == [answered.turn for answered in answers]
-    parents = [None, first.turn, first.turn, None, fourth.turn, None]
-    assert [turn["parent"] for turn in turns] == parents
-    assert tree["turn_count"] == 6
+    assert [turn["id"] for turn in turns] == [each.turn for each in (first, second, third, fourth, fifth)]
+    assert [turn["parent"] for turn in turns] == [None, first.turn, first.turn, None, fourth.turn]
+    assert tree["turn_count"] == 5
     root, child = turns[0], turns[1]
     assert (root["source"], root["reason"], root["reused"]) == ("rendered", "first_turn", 0)
     assert (child["source"], child["reason"], child["reused"]) == ("extended", None, len(before))
     assert child["appended"] == len(child["appended_ids"]) == int(second.prompt["appended"])
     assert root["appended_ids"] + root["completion_ids"] == before
     assert child["prompt_tokens"] == len(before) + child["appended"]
-    assert (child["completion_ids"], child["logprobs"] or [-90 / 8, -END / 8]) == (
-        [90, END],
-        [-90 / 8, -END / 8],
-    )
+    assert child["completion_ids"] == [90, END]
+    assert child["logprobs"] in (None, [-90 / 8, -END / 8])
     assert (root["messages"], child["messages"]) == ([fork[0]], [user("more")])
-    assert child["message"]["content"] == second.message["content"]
-    assert (child["finish_reason"], child["model"]) == ("stop", "tiny")
     assert "completion_ids" not in _get(made.pair.client, name)["turns"][0]
 
 
@@ -208,49 +162,6 @@ def test_a_named_session_matches_only_its_own_turns_until_it_is_deleted(talk: Ma
     assert _get(made.pair.client, name)["turn_count"] == 1
 
 
-# --- samples and rewards
-
-
-def _forked(talk: Make, name: str) -> tuple[Talk, list[str]]:
-    made = talk(headers={"x-session-id": name})
-    turns = [made.ask(reply=Reply(SPLIT)).turn]
-    fork = list(made.messages)
-    turns.append(made.ask(user("more"), reply=Reply((90, END))).turn)
-    made.messages = fork
-    turns.append(made.ask(user("less"), reply=Reply((91, END))).turn)
-    return made, turns
-
-
-def test_samples(talk: Make, name: str) -> None:
-    made, turns = _forked(talk, name)
-    for query, trained in [({}, [2, 8]), ({"shared": "once"}, [2, 8]), ({"shared": "each"}, [8, 8])]:
-        got = _get(made.pair.client, name, "/samples", **query)
-        assert (got["id"], got["refused"]) == (name, [])
-        assert [sum(sample["loss_mask"]) for sample in got["samples"]] == trained
-        assert [sample["leaf"] for sample in got["samples"]] == turns[1:]
-        assert got["samples"][1]["prompt_ids"] + got["samples"][1]["completion_ids"] == made.ids
-    for layout in LAYOUTS:
-        assert len(_get(made.pair.client, name, "/samples", layout=layout)["samples"]) == 2
-
-
-def test_rewards(talk: Make, name: str) -> None:
-    made, turns = _forked(talk, name)
-    client, path = made.pair.client, f"{_SESSIONS}/{name}/reward"
-    assert client.post(path, json={"reward": 1}).json() == {"id": name, "rewards": {"": 1.0}}
-    client.post(path, json={"reward": -0.5, "turn": turns[1]})
-    many = client.post(path, json={"rewards": {turns[0]: 2, turns[1]: 3.5}, "reward": 4}).json()["rewards"]
-    assert many == {"": 4.0, turns[0]: 2.0, turns[1]: 3.5}
-    tree = _get(client, name)
-    assert (tree["reward"], [turn["reward"] for turn in tree["turns"]]) == (4.0, [2.0, 3.5, None])
-    assert [sample["reward"] for sample in _get(client, name, "/samples")["samples"]] == [3.5, 4.0]
-    refused = client.post(path, json={"rewards": {turns[0]: 9, "x": 1}})
-    assert refused.status_code == 400
-    assert _get(client, name)["turns"][0]["reward"] == 2.0
-
-
-# --- what a session wants of its requests
-
-
 def _make(client: httpx.Client, name: str, **described: Any) -> None:
     assert client.post(_SESSIONS, json={"id": name, **described}).status_code == 201
 
@@ -274,17 +185,13 @@ def test_evidence_requested_by_a_session_is_not_shown(
     assert "token_ids" not in text.replace('"token_ids":null', "").replace('"prompt_token_ids":null', "")
 
 
-@pytest.mark.parametrize(("where", "stream"), [("defaults", True), ("overrides", False)])
-def test_evidence_disabled_by_a_session_is_still_recorded(
-    talk: Make, name: str, where: str, stream: bool
-) -> None:
+def test_evidence_disabled_by_a_session_is_still_recorded(talk: Make, name: str) -> None:
     """The session's fields hold for requests with a required prefix too."""
-    disabled = {"logprobs": False, "return_token_ids": False}
-    _make(talk().pair.client, name, **{where: {**disabled, "seed": 7}})
+    _make(talk().pair.client, name, overrides={"logprobs": False, "return_token_ids": False, "seed": 7})
     made = talk(headers={"x-session-id": name})
-    made.ask(reply=Reply(SPLIT), stream=stream)
-    made.follow(user("more"), stream=stream)
-    made.ask(user("more"), stream=stream, required_prefix_token_ids=made.ids)
+    made.ask(reply=Reply(SPLIT))
+    made.follow(user("more"), stream=True)
+    made.ask(user("more"), required_prefix_token_ids=made.ids)
     assert made.pair.fake.last().json["seed"] == 7
     assert _get(made.pair.client, name, "/samples")["refused"] == []
 
@@ -302,13 +209,11 @@ def test_tools_of_a_session_are_part_of_its_conversations(talk: Make, name: str)
 
 
 @EVERY_SPELLING
-@pytest.mark.parametrize("stream", [False, True])
-def test_ids_that_are_just_those_of_the_turn_before(talk: Make, name: str, stream: bool) -> None:
+def test_ids_that_are_just_those_of_the_turn_before(talk: Make, name: str) -> None:
     """A turn that was cut off by its length goes on, on the token route."""
     made = talk(headers={"x-session-id": name})
     first = made.ask(reply=Reply(SPLIT[:-1]))
-    body = {"prompt_ids": made.ids, "stream": stream}
-    answer = made.pair.client.post(f"{CHAT}/tokens", json=body, headers=made.headers)
+    answer = made.pair.client.post(f"{CHAT}/tokens", json={"prompt_ids": made.ids}, headers=made.headers)
     assert answer.status_code == 200, answer.text
     last = _get(made.pair.client, name, ids="true")["turns"][-1]
     assert (last["parent"], last["appended_ids"], last["reused"]) == (first.turn, [], len(made.ids))
@@ -321,9 +226,6 @@ def test_the_temperature_of_a_turn_is_recorded(client: httpx.Client) -> None:
         body = {"messages": [user("Hi")], "temperature": requested}
         client.post(CHAT, json=body, headers={"x-session-id": name})
         assert _get(client, name, "/samples")["samples"][0]["turns"][0]["temperature"] == recorded
-
-
-# --- what rLLM reads
 
 
 def test_traces_hold_whole_prompts(talk: Make, name: str) -> None:
@@ -345,22 +247,7 @@ def test_traces_hold_whole_prompts(talk: Make, name: str) -> None:
         assert trace["prompt_token_ids"][: len(before)] == before
         assert trace["metadata"] == {"parent": one["trace_id"], "problem": None}
     assert [*two["messages"], two["response_message"]] == whole
-    assert two["token_counts"]["prompt"] == len(two["prompt_token_ids"])
     assert len(two["logprobs"]) == len(two["completion_token_ids"]) == two["token_counts"]["completion"]
-    assert two["finish_reason"] == "stop"
-
-    def read(**query: Any) -> list[str]:
-        found = made.pair.client.get(f"{_SESSIONS}/{name}/traces", params=query).json()
-        return [trace["trace_id"] for trace in found]
-
-    assert read(limit=1) == [one["trace_id"]]
-    assert read(since=branch["timestamp"]) == [branch["trace_id"]]
-    assert made.pair.client.get(f"{_SESSIONS}/{name}/traces?limit=0").json()["error"]["param"] == "limit"
-    assert made.pair.client.get(f"{_SESSIONS}/nobody/traces").status_code == 404
-
-
-def test_a_session_with_rllms_name_for_its_id(client: httpx.Client, name: str) -> None:
-    made = client.post("/sessions", json={"session_id": name}).json()
-    read = client.get(f"{_SESSIONS}/{name}").json()
-    assert (made["id"], made["session_id"], read["session_id"]) == (name, name, name)
-    assert client.post("/sessions", json={"session_id": 5}).json()["error"]["param"] == "session_id"
+    for query, found in (({"limit": 1}, one), ({"since": branch["timestamp"]}, branch)):
+        [trace] = made.pair.client.get(f"{_SESSIONS}/{name}/traces", params=query).json()
+        assert trace["trace_id"] == found["trace_id"]

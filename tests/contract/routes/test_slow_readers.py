@@ -1,7 +1,4 @@
-"""A client that does not read its stream: the proxy holds a bounded buffer, and other requests do not wait.
-
-`tests/campaign/robustness/test_many_clients.py` has many such clients, and measures the memory.
-"""
+"""A client that does not read its stream: the proxy holds a bounded buffer, others do not wait."""
 
 import json
 import socket

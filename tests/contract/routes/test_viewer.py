@@ -1,52 +1,17 @@
 """`/viewer`: the page, who gets it, and what it reads. `tests/contract/viewer` has the page in a browser."""
 
-import json
-import struct
-from array import array
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from proxy.key_command import add_key
 from proxy.viewer.files import FOLDER
-from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.fake_vllm import FakeVllm
 from tests.support.talk import CHAT, user
-from tests.support.tiny_model import END, TinyModel
 from tests.support.utils import run_proxy
 
-SPLIT = (74, 71, 78, 78, 81, END)
-"""Ids that the tokenizer would merge, had it encoded their text."""
 _KINDS = {"js": "text/javascript", "css": "text/css", "html": "text/html", "svg": "image/svg+xml"}
-
-
-def _talk(client: httpx.Client, engine: FakeVllm, name: str, **headers: str) -> list[dict[str, Any]]:
-    """Two turns in a session; the first samples ids that no tokenizer would make of its text."""
-    session = {"x-session-id": name, **headers}
-    engine.replies.append(Reply(SPLIT))
-    messages = [user("Hi")]
-    first = client.post(CHAT, json={"messages": messages}, headers=session).json()
-    messages += [first["choices"][0]["message"], user("And?")]
-    assert client.post(CHAT, json={"messages": messages}, headers=session).status_code == 200
-    recorded = client.get(f"/v1/sessions/{name}?ids=true", headers=headers).json()
-    turns: list[dict[str, Any]] = recorded.get("turns", [])
-    return turns
-
-
-def _tokens(client: httpx.Client, name: str, turn: str) -> dict[str, Any]:
-    """The body of ids, read as the page reads it."""
-    body = client.get(f"/viewer/sessions/{name}/tokens", params={"turn": turn}).content
-    [size] = struct.unpack_from("<I", body)
-    header: dict[str, Any] = json.loads(body[4 : 4 + size])
-    ids, logprobs = array("i"), array("f")
-    start, count = 4 + size, header["count"]
-    assert start % 4 == 0 and len(body) == start + 9 * count
-    ids.frombytes(body[start : start + 4 * count])
-    logprobs.frombytes(body[start + 4 * count : start + 8 * count])
-    flags = [*body[start + 8 * count :]]
-    return header | {"ids": ids.tolist(), "logprobs": logprobs.tolist(), "flags": flags}
 
 
 def test_the_page_loads_only_from_its_origin(client: httpx.Client) -> None:
@@ -66,7 +31,7 @@ def test_every_file_is_served_with_its_type_and_no_other(client: httpx.Client) -
         assert (answer.status_code, answer.headers["x-content-type-options"]) == (200, "nosniff")
         assert answer.headers["content-type"].split(";")[0] == _KINDS[file.rpartition(".")[2]]
     tag = answer.headers["etag"]
-    for held, status in ((tag, 304), (f'"other", W/{tag}', 304), ("*", 304), (f"{tag}x", 200), ('"x"', 200)):
+    for held, status in ((f'"other", W/{tag}', 304), ('"x"', 200)):
         again = client.get(f"/viewer/static/{file}", headers={"if-none-match": held})
         assert (again.status_code, again.content == b"") == (status, status == 304), held
     for file in ("nothing.js", "%2e%2e", "index.html.bak", "files.py"):
@@ -85,14 +50,11 @@ def keys(
     engine: FakeVllm, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[httpx.Client, dict[str, dict[str, str]]]]:
     """A client of a proxy with keys, and headers with each key; `other` is another tenant's."""
-    file: Path = tmp_path_factory.mktemp("keys") / "keys.yaml"
-    made = {
-        "inference": add_key(file, "a", ["inference"], None),
-        "read": add_key(file, "b", ["read"], "a"),
-        "other": add_key(file, "c", ["read", "inference"], None),
-    }
-    with run_proxy([engine], reader=made["read"], api_key_file=file, store="memory:") as client:
-        yield client, {name: {"authorization": f"Bearer {key}"} for name, key in made.items()}
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    made = [("inference", "inference", "a"), ("read", "read", "a"), ("other", "read", "b")]
+    keys = {name: add_key(file, name, [scope], tenant) for name, scope, tenant in made}
+    with run_proxy([engine], reader=keys["read"], api_key_file=file, store="memory:") as client:
+        yield client, {name: {"authorization": f"Bearer {key}"} for name, key in keys.items()}
 
 
 def test_data_need_the_scope_read_of_their_tenant(
@@ -103,136 +65,25 @@ def test_data_need_the_scope_read_of_their_tenant(
     assert (without.status_code, "main.js" in without.text) == (401, True)  # the page asks for a key
     assert client.get("/viewer/static/main.js").status_code == 200
     assert client.get("/viewer", headers=headers["read"]).status_code == 200
-    assert client.get("/viewer", headers=headers["inference"]).status_code == 403
-    _talk(client, engine, name, **headers["inference"])
-    for path in ("", f"/{name}", f"/{name}/tokens?turn=x", f"/{name}/drift?turn=x"):
+    session = {"x-session-id": name, **headers["inference"]}
+    assert client.post(CHAT, json={"messages": [user("Hi")]}, headers=session).status_code == 200
+    for path in (f"/{name}", f"/{name}/tokens?turn=x", f"/{name}/drift?turn=x", ""):
         url = f"/viewer/sessions{path}"
         assert client.get(url).status_code == 401
         assert client.get(url, headers=headers["inference"]).status_code == 403
-        other = client.get(url, headers=headers["other"])
-        if path:
-            assert (other.status_code, other.json()["error"]["code"]) == (404, "session_not_found")
-        else:
-            assert other.json()["data"] == []
-    listed = client.get("/viewer/sessions", headers=headers["read"]).json()["data"]
-    assert name in [row["id"] for row in listed]
-    assert client.get(f"/viewer/sessions/{name}", headers=headers["read"]).status_code == 200
-
-
-def test_the_page_reads_what_was_recorded(
-    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel, name: str
-) -> None:
-    recorded = _talk(client, fake, name)
-    tree = client.get(f"/viewer/sessions/{name}").json()
-    shared = ("id", "parent", "source", "reused", "appended", "completion_tokens", "messages", "message")
-    for shown, turn in zip(tree["turns"], recorded, strict=True):
-        assert {field: shown[field] for field in shared} == {field: turn[field] for field in shared}
-    tokens = _tokens(client, name, recorded[-1]["id"])
-    expected: list[int] = []
-    for place, turn in zip(tokens["turns"], recorded, strict=True):
-        assert (place["id"], place["start"]) == (turn["id"], len(expected))
-        expected += turn["appended_ids"]
-        assert place["sampled"] == len(expected)
-        for offset, logprob in enumerate(turn["logprobs"]):
-            assert tokens["logprobs"][len(expected) + offset] == pytest.approx(logprob)
-            assert tokens["flags"][len(expected) + offset] == 2 + 4
-        expected += turn["completion_ids"]
-    assert (tokens["ids"], tokens["note"]) == (expected, "")
-    assert tokens["flags"][0] == 0
-    assert tokens["flags"][tokens["turns"][1]["start"]] == 1
-    joined = "".join(tokens["texts"][str(token)] for token in expected).encode("latin-1").decode()
-    assert joined == tiny_model.reference.decode(expected)
-    assert set(tokens["special"]) >= {END}
-    turn = recorded[0]["id"]
-    for path in ("", f"/{name}", f"/{name}/tokens?turn={turn}", f"/{name}/drift?turn={turn}"):
-        assert client.get(f"/viewer/sessions{path}").headers["cache-control"] == "no-store"
-
-
-def test_drift_is_where_the_template_would_merge_what_was_split(
-    client: httpx.Client, fake: FakeVllm, name: str
-) -> None:
-    turns = _talk(client, fake, name)
-
-    def lane(turn: dict[str, Any], **query: str) -> dict[str, Any]:
-        answer = client.get(f"/viewer/sessions/{name}/drift", params={"turn": turn["id"], **query})
-        return dict(answer.json())
-
-    last, sampled_at = lane(turns[-1]), turns[0]["appended"]
-    assert (last["basis"], last["reason"], last["first"]) == ("template", "", sampled_at)
-    [start, end, other, how] = last["hunks"][0]
-    assert (start, how) == (sampled_at, "same_text")
-    assert end - start > len(other)
-    first = lane(turns[0])
-    assert (first["first"], first["hunks"]) == (None, [])
-    assert lane(turns[-1], basis="before")["reason"]
-    assert lane(turns[-1], basis="guess")["error"]["param"] == "basis"
-
-
-def test_a_prompt_that_was_rendered_is_compared_with_the_turn_before(
-    client: httpx.Client, fake: FakeVllm, name: str
-) -> None:
-    session = {"x-session-id": name}
-    fake.replies.append(Reply(SPLIT))
-    first = client.post(CHAT, json={"messages": [user("Hi")]}, headers=session).json()
-    messages = [user("Hi"), first["choices"][0]["message"], user("And?")]
-    changed = {"messages": messages, "chat_template_kwargs": {"unused": 1}}
-    assert client.post(CHAT, json=changed, headers=session).headers["x-prompt-source"] == "rendered"
-    tree = client.get(f"/viewer/sessions/{name}").json()
-    one, two = tree["turns"]
-    before = one["prompt_tokens"] + one["completion_tokens"]
-    assert two["break"] == {"turn": one["id"], "equal": one["prompt_tokens"], "total": before}
-    assert "template_kwargs_changed" in tree["meanings"]
-    lane = client.get(f"/viewer/sessions/{name}/drift", params={"turn": two["id"]}).json()
-    assert (lane["basis"], lane["first"]) == ("before", one["prompt_tokens"])
-    [row] = [row for row in client.get("/viewer/sessions").json()["data"] if row["id"] == name]
-    assert row["summary"]["drift"] == 1
+        assert client.get(url, headers=headers["other"]).status_code == (404 if path else 200)
+    assert client.get("/viewer/sessions", headers=headers["other"]).json()["data"] == []
+    shown = client.get("/viewer/sessions", headers=headers["read"])
+    assert name in shown.text and shown.headers["cache-control"] == "no-store"
 
 
 def test_a_wrong_parameter_is_named(client: httpx.Client, fake: FakeVllm, name: str) -> None:
-    _talk(client, fake, name)
-    wrong = [
-        *("limit=0", "limit=501", "limit=x", "limit=1.5", "limit=%D9%A3", "limit=5%20", "offset=-1"),
-        *("offset=inf", "sort=best", "order=up", "reward_min=x", "reward_min=inf", "reward_min=1_0"),
-        *("reward_max=nan", "reward_max=-1e999", "rewarded=1", "drift=yes", "metadata=x", "colour=red"),
-        "model=a&model=b",
-    ]
-    paths = {f"?{query}": query.partition("=")[0] for query in wrong}
+    client.post(CHAT, json={"messages": [user("Hi")]}, headers={"x-session-id": name})
+    wrong = "limit=0 limit=501 limit=x limit=%D9%A3 sort=best order=up reward_min=inf reward_max=nan"
+    wrong += " rewarded=1 drift=yes metadata=x colour=red model=a&model=b"
+    paths = {f"?{query}": query.partition("=")[0] for query in wrong.split()}
     paths |= {f"/{name}/tokens": "turn", f"/{name}/tokens?turn=x": "turn", f"/{name}/drift?turn=x": "turn"}
-    paths |= {f"/{name}?since=x": "since", f"/{name}?colour=red": "colour"}
-    paths |= {f"/{name}/tokens?basis=before": "basis", f"/{name}/drift?turn=x&turn=y": "turn"}
+    paths |= {f"/{name}?since=x": "since", f"/{name}/tokens?basis=before": "basis"}
     for path, param in paths.items():
         answer = client.get(f"/viewer/sessions{path}")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), path
-
-
-def test_a_growing_session_is_read_from_a_time_on(client: httpx.Client, fake: FakeVllm, name: str) -> None:
-    _talk(client, fake, name)
-    turns = client.get(f"/viewer/sessions/{name}").json()["turns"]
-    later = client.get(f"/viewer/sessions/{name}", params={"since": turns[1]["created"]}).json()
-    assert [turn["id"] for turn in later["turns"]] == [turns[1]["id"]]
-    seen = {"used": later["session"]["used"]}
-    assert client.get(f"/viewer/sessions/{name}", params=seen).json()["turns"] == []
-    client.post(f"/v1/sessions/{name}/reward", json={"reward": 1, "turn": turns[0]["id"]})
-    assert client.get(f"/viewer/sessions/{name}", params=seen).json()["rewards"] == {turns[0]["id"]: 1.0}
-
-
-def test_the_list_filters_and_sorts(client: httpx.Client, fake: FakeVllm, name: str) -> None:
-    client.post("/v1/sessions", json={"id": name, "metadata": {"group": name, "step": 7}})
-    _talk(client, fake, name)
-    client.post(f"/v1/sessions/{name}/reward", json={"reward": 0.25})
-
-    def listed(query: str) -> list[str]:
-        rows = client.get(f"/viewer/sessions?limit=500&{query}").json()["data"]
-        return [row["id"] for row in rows]
-
-    for query in (f"search={name.upper()}", f"metadata=group={name}", "reward_min=0.2&reward_max=0.3"):
-        assert name in listed(query), query
-    for query in ("metadata=step=7", "rewarded=true", f"reason=first_turn&search={name}"):
-        assert name in listed(query), query
-    for query in ("metadata=step=8", "reward_min=0.3", "rewarded=false", "reason=no_match", "drift=true"):
-        assert name not in listed(query), query
-    for query in ("problem=no_logprobs", "class=main", "model=other"):
-        assert name not in listed(query), query
-    for sort in ("used", "created", "id", "turns", "ids", "sampled", "reward", "drift"):
-        both = [listed(f"sort={sort}&order={order}&rewarded=true") for order in ("asc", "desc")]
-        assert both[0] == both[1][::-1]

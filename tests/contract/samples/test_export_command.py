@@ -3,9 +3,6 @@
 import asyncio
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow.parquet
@@ -21,7 +18,7 @@ from tests.support.trees import rollout
 Capture = pytest.CaptureFixture[str]
 
 
-def _stored(folder: Path, ids: Iterable[str]) -> str:
+def _stored(folder: Path, *ids: str) -> str:
     url = f"sqlite://{folder / 'kept.db'}"
 
     async def fill() -> None:
@@ -39,7 +36,7 @@ def _stored(folder: Path, ids: Iterable[str]) -> str:
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     """A store on disk with two rollouts."""
-    return _stored(tmp_path, ["t/x", "y"])
+    return _stored(tmp_path, "t/x", "y")
 
 
 @pytest.fixture
@@ -53,13 +50,10 @@ def test_the_command(url: str, out: Path, capsys: Capture, tmp_path: Path) -> No
     out.write_text("older")
     config = tmp_path / "settings.yaml"
     config.write_text(f"store: {url}\n")
-    for flags in (["--store", url], ["--config", str(config)]):
-        assert main(["export", *flags, "--out", str(out)]) == 0
-        assert len(out.read_text().splitlines()) == 4
-        printed = capsys.readouterr()
-        assert "no_logprobs" in printed.out and str(out) in printed.out
-        assert printed.err == ""
-        assert list(out.parent.iterdir()) == [out]
+    assert main(["export", "--config", str(config), "--out", str(out)]) == 0
+    assert (len(out.read_text().splitlines()), list(out.parent.iterdir())) == (4, [out])
+    printed = capsys.readouterr()
+    assert "no_logprobs" in printed.out and str(out) in printed.out and printed.err == ""
 
 
 def test_every_flag_of_the_command(url: str, out: Path) -> None:
@@ -74,26 +68,11 @@ def test_every_flag_of_the_command(url: str, out: Path) -> None:
     assert pyarrow.parquet.read_metadata(named).num_rows == 4
 
 
-@pytest.mark.parametrize(("quiet_s", "shown"), [(0.0, True), (60.0, False)])
-def test_only_a_long_export_shows_progress(
-    quiet_s: float, shown: bool, url: str, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.setattr("proxy.export_command._QUIET_S", quiet_s)
-    assert main(["export", "--store", url, "--out", str(out)]) == 0
-    assert ("2/2" in capsys.readouterr().err) is shown
-
-
 def test_stdout_holds_only_rows(url: str, capsys: Capture) -> None:
     assert main(["export", "--store", url, "--out", "-", "--session", "y"]) == 0
     printed = capsys.readouterr()
     assert [json.loads(line)["rollout"] for line in printed.out.splitlines()] == ["y", "y"]
     assert "rollouts" in printed.err
-
-
-def test_an_empty_store_gives_an_empty_file(tmp_path: Path, out: Path, capsys: Capture) -> None:
-    assert main(["export", "--store", _stored(tmp_path, []), "--out", str(out)]) == 0
-    assert out.read_bytes() == b""
-    assert "nothing to export" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -102,17 +81,21 @@ def test_an_empty_store_gives_an_empty_file(tmp_path: Path, out: Path, capsys: C
         (["--out", "-", "--format", "parquet"], "--out FILE.parquet"),
         (["--out", "OUT", "--session", "nobody"], "unknown session nobody"),
         (["--out", "OUT", "--session", "same"], "same: t/same, u/same"),
-        (["--out", "OUT", "--store", "nonsense://x"], "nonsense"),
         (["--out", "OUT", "--store", "sqlite:missing.db"], "missing.db"),
         (["--out", "OUT", "--store", "memory:"], "/v1/sessions/{session}/samples"),
-        (["--out", "OUT", "--config", "missing.yaml"], "missing.yaml"),
         (["--out", "PIPE"], "--out -"),
+        (["--out", "OUT", "--after", "1"], "--follow"),
+        (["--follow", "--out", "OUT", "--format", "parquet"], "JSON lines"),
+        (["--follow", "--out", "OUT", "--session", "y"], "--metadata KEY=VALUE"),
+        (["--follow", "--out", "OUT", "--metadata", "=math"], "KEY=VALUE"),
+        (["--follow", "--out", "."], "not a regular file"),
+        (["--follow", "--out", "OUT", "--store", "memory:"], "/v1/samples"),
     ],
 )
 def test_wrong_use_is_reported_in_a_single_line(
     flags: list[str], words: str, tmp_path: Path, out: Path, capsys: Capture
 ) -> None:
-    url, pipe = _stored(tmp_path, ["t/same", "u/same"]), tmp_path / "pipe"
+    url, pipe = _stored(tmp_path, "t/same", "u/same"), tmp_path / "pipe"
     os.mkfifo(pipe)
     places = {"OUT": str(out), "PIPE": str(pipe)}
     assert main(["export", "--store", url, *[places.get(flag, flag) for flag in flags]]) == 2
@@ -121,8 +104,10 @@ def test_wrong_use_is_reported_in_a_single_line(
     assert list(out.parent.iterdir()) == [] and pipe.is_fifo()
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("error", [StoreError("the store is gone"), OSError("the disk is full")])
+@pytest.mark.parametrize(
+    ("suffix", "error"),
+    [(".jsonl", StoreError("the store is gone")), (".parquet", OSError("the disk is full"))],
+)
 def test_an_export_that_fails_leaves_the_older_file(
     error: Exception, suffix: str, url: str, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -139,21 +124,3 @@ def test_an_export_that_fails_leaves_the_older_file(
     assert main(["export", "--store", url, "--out", str(out)]) == 1
     assert capsys.readouterr().err == f"tokenproxy: {error}\n"
     assert (out.read_text(), list(out.parent.iterdir())) == ("older", [out])
-
-
-def test_closed_pipe_is_not_an_error(url: str) -> None:
-    command = [sys.executable, "-m", "proxy.cli", "export", "--store", url, "--out", "-"]
-    reading, writing = os.pipe()
-    os.close(reading)
-    process = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
-    os.close(writing)
-    assert (process.returncode, process.stderr) == (1, "")
-
-
-def test_help_names_the_choices(capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main(["export", "--help"])
-    assert exited.value.code == 0
-    text = capsys.readouterr().out
-    words = [*LAYOUTS, "--shared", "--session", "sqlite:", "Exit code"]
-    assert [word for word in words if word not in text] == []

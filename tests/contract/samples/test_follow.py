@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from proxy.cli import main
 from proxy.history.feed import Cause
 from proxy.history.store import Session
 from proxy.history.turn import WeightSpan
@@ -55,22 +54,28 @@ def _rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def _await_rows(out: Path, count: int) -> None:
+    wait_until(lambda: len(_rows(out)) == count)
+
+
 def _cursor(err: str) -> str:
     [cursor] = re.findall(r"(?m)^tokenproxy: continue with --after (\d+)$", err)
     return str(cursor)
 
 
+def _run(url: str, out: str, *flags: str) -> "subprocess.Popen[str]":
+    command = [*_COMMAND, "--store", url, "--out", out, *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 def test_a_signal_ends_it_and_the_cursor_continues_it(url: str, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    cursor, expected = "0", [("t", "x"), ("t", "y")]
-    for number in (signal.SIGINT, signal.SIGTERM):
-        command = [*_COMMAND, "--store", url, "--out", str(out), "--after", cursor]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    out, cursor = tmp_path / "out.jsonl", "0"
+    for number, name, seen in ((signal.SIGINT, "t/y", 2), (signal.SIGTERM, "u/z", 4)):
+        with _run(url, str(out), "--after", cursor) as process:
             try:
-                if number == signal.SIGINT:
-                    wait_until(lambda: len(_rows(out)) == 2)
-                    _finish(url, "t/y")
-                wait_until(lambda: len(_rows(out)) == 2 * len(expected))
+                _await_rows(out, seen)
+                _finish(url, name)
+                _await_rows(out, seen + 2)
                 process.send_signal(number)
                 printed, err = process.communicate(timeout=30)
             finally:
@@ -78,13 +83,8 @@ def test_a_signal_ends_it_and_the_cursor_continues_it(url: str, tmp_path: Path) 
         assert (process.returncode, printed) == (0, "")
         assert re.search(rf"rollouts +{2 if number == signal.SIGINT else 1}", err) and str(out) in err
         cursor = _cursor(err)
-        if number == signal.SIGINT:
-            expected.append(("u", "z"))
-            _finish(url, "u/z")
-    assert [(row["tenant"], row["rollout"]) for row in _rows(out)] == [
-        each for name in expected for each in (name, name)
-    ]
-    assert {row["revision"] for row in _rows(out)} == {1}
+    found = [(row["tenant"], row["rollout"], row["revision"]) for row in _rows(out)]
+    assert found == [(tenant, name, 1) for tenant, name in ("tx", "tx", "ty", "ty", "uz", "uz")]
 
 
 def test_to_stdout_with_filters_and_a_layout(url: str) -> None:
@@ -92,8 +92,7 @@ def test_to_stdout_with_filters_and_a_layout(url: str) -> None:
     _finish(url, "t/y", metadata=b'{"env":"math"}', version="7")
     _finish(url, "t/z", version="7")
     flags = ["--layout", "trl", "--metadata", "env=math", "--weight-version", "7", "--shared", "each"]
-    command = [*_COMMAND, "--store", url, "--out", "-", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with _run(url, "-", *flags) as process:
         try:
             assert process.stdout is not None
             lines = [process.stdout.readline() for _ in range(2)]
@@ -114,33 +113,3 @@ def test_a_reader_that_leaves(url: str) -> None:
     os.close(writing)
     assert ended.returncode == 1
     assert _cursor(ended.stderr) == "0"
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--follow", "--out", "x.parquet"], "JSON lines"),
-        (["--follow", "--out", "x", "--format", "parquet"], "JSON lines"),
-        (["--follow", "--out", "x", "--session", "y"], "--metadata KEY=VALUE"),
-        (["--follow", "--out", "x", "--metadata", "=math"], "KEY=VALUE"),
-        (["--follow", "--out", "."], "not a regular file"),
-        (["--follow", "--out", "x", "--store", "memory:"], "/v1/samples"),
-        (["--out", "x", "--after", "1"], "--follow"),
-        (["--out", "x", "--metadata", "a=b"], "--follow"),
-    ],
-)
-def test_wrong_use_is_reported_in_a_single_line(
-    flags: list[str], words: str, url: str, capsys: Capture, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["export", "--store", url, *flags]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("tokenproxy: ") and words in line
-    assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.parametrize("cursor", ["x", "-1", "1" * 19, ""])
-def test_cursors_that_are_none(cursor: str, capsys: Capture) -> None:
-    with pytest.raises(SystemExit):
-        main(["export", "--follow", "--out", "x", f"--after={cursor}"])
-    assert "must be a cursor" in capsys.readouterr().err

@@ -13,8 +13,6 @@ from tests.support.fake_vllm import Reply
 from tests.support.talk import Talk, user
 
 _PAGE = Path(__file__).parents[3] / "docs" / "neighbours.md"
-_REQUIRED = {"prompt_ids", "completion_ids", "logprobs"}
-"""The fields without which GRPOTrainer raises; `env_mask` and others are optional."""
 
 
 def test_the_rollout_func_of_the_page(talk: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,17 +38,14 @@ def test_the_rollout_func_of_the_page(talk: Callable[..., Talk], monkeypatch: py
 
     for method in ("post", "get"):
         monkeypatch.setattr(httpx, method, through_the_proxy(method))
-    [code] = [
-        block
-        for block in re.findall(r"```python\n(.*?)```", _PAGE.read_text(), re.DOTALL)
-        if "trainer" in block
-    ]
+    blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(), re.DOTALL)
+    [code] = [block for block in blocks if "trainer" in block]
     names: dict[str, Any] = {"run_agent": run_agent}
     exec(code, names)
     trainer = SimpleNamespace(state=SimpleNamespace(global_step=4))
     output = names["rollout_func"](["One, says TRL", "Two, says TRL"], trainer)
 
-    assert output.keys() >= _REQUIRED | {"env_mask", "reward"}
+    assert output.keys() >= {"prompt_ids", "completion_ids", "logprobs", "env_mask", "reward"}
     assert {len(values) for values in output.values()} == {2}
     assert output["reward"] == [0.0, 1.0]
     rows = zip(output["completion_ids"], output["logprobs"], output["env_mask"], strict=True)

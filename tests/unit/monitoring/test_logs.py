@@ -3,10 +3,8 @@
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import copy_context
-
-import pytest
 
 from proxy.metrics import Metrics
 from proxy.monitoring.exchange import Exchange, run_exchange
@@ -69,42 +67,25 @@ def test_inside_vllm_the_id_is_in_the_message() -> None:
     assert (target.messages, quiet.messages) == (["no x [request mine]"], [])
 
 
-class _Limited:
-    """A logger whose handler lets two lines of a kind through in 10 s, and its clock."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.later: list[tuple[float, Callable[[], None]]] = []
-        self.logger, self.handler = logging.getLogger("tokenproxy.limited"), _Kept()
-        self.handler.addFilter(
-            RepeatLimit(2, 10.0, lambda: self.now, lambda *scheduled: self.later.append(scheduled))
-        )
-
-
-@pytest.fixture
-def limited() -> Iterator[_Limited]:
-    limited = _Limited()
-    limited.logger.addHandler(limited.handler)
-    yield limited
-    limited.logger.removeHandler(limited.handler)
-
-
-def test_repeated_errors_are_left_out_and_counted(limited: _Limited) -> None:
-    for number in range(10):
-        limited.now += 0.5
-        limited.logger.error("broken: %d", number)
-        limited.logger.info("fine")  # never left out
-    limited.logger.error("another")
-    messages = limited.handler.messages
-    assert [each for each in messages if each != "fine"] == ["broken: 0", "broken: 1", "another"]
-    [(seconds, report)] = limited.later
-    assert seconds == 9.0  # the third line came a second after the first, with which the window began
-    report()
-    assert messages[-1] == "8 lines like this were left out in 10 s, the last one: broken: 9"
-
-
-def test_lines_that_repeat_slowly_are_all_written(limited: _Limited) -> None:
-    for number in range(4):
-        limited.logger.warning("slow: %d", number)
-        limited.now += 10.0
-    assert limited.handler.messages == [f"slow: {number}" for number in range(4)]
+def test_repeated_errors_are_left_out_and_counted() -> None:
+    """Two lines of a kind are written in 10 s."""
+    now, later = 0.0, list[tuple[float, Callable[[], None]]]()
+    logger, handler = logging.getLogger("tokenproxy.limited"), _Kept()
+    handler.addFilter(RepeatLimit(2, 10.0, lambda: now, lambda *scheduled: later.append(scheduled)))
+    logger.addHandler(handler)
+    try:
+        for number in range(10):
+            now += 0.5
+            logger.error("broken: %d", number)
+            logger.info("fine")  # never left out
+        logger.error("another")
+        assert [each for each in handler.messages if each != "fine"] == ["broken: 0", "broken: 1", "another"]
+        [(seconds, report)] = later
+        assert seconds == 9.0  # the third line came a second after the first, with which the window began
+        report()
+        assert handler.messages[-1] == "8 lines like this were left out in 10 s, the last one: broken: 9"
+        now += 10.0
+        logger.error("broken: %d", 10)
+        assert handler.messages[-1] == "broken: 10"
+    finally:
+        logger.removeHandler(handler)

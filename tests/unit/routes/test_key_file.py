@@ -1,14 +1,12 @@
 """Keys in a file: what is accepted, and what happens when the file changes."""
 
-import hashlib
 import logging
 from pathlib import Path
 
 import pytest
 
 from proxy.key_command import add_key
-from proxy.routes.key_file import KeyFile, KeyFileError, new_key, parse_keys
-from proxy.routes.scopes import KeyScope
+from proxy.routes.key_file import KeyFile, KeyFileError, parse_keys
 
 _ENTRY = f"name: a, id: tp-00000000, sha256: '{'0' * 64}', scopes: [read]"
 
@@ -18,21 +16,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys.yaml"
 
 
-def test_keys_are_added_and_removed_with_the_file(path: Path) -> None:
-    first = add_key(path, "first", ["inference", "read"], None)
-    file = KeyFile(path)
-    second = add_key(path, "second", ["read"], None)
-    assert file.find(second.encode()) is None
-    file.reload_if_changed()
-    found = file.find(first.encode())
-    assert found is not None and found.scopes == {KeyScope.INFERENCE, KeyScope.READ}
-    assert file.find(second.encode()) is not None
-    path.write_text("[]")
-    file.reload_if_changed()
-    assert file.find(first.encode()) is None
-
-
-@pytest.mark.parametrize("broken", ["", "- name: [", "- {}", "keys: 1", "\udcff", None])
+@pytest.mark.parametrize("broken", ["", "- name: [", "\udcff", None])
 def test_a_broken_file_keeps_the_old_keys_and_is_logged_once(
     path: Path, caplog: pytest.LogCaptureFixture, broken: str | None
 ) -> None:
@@ -52,6 +36,11 @@ def test_a_broken_file_keeps_the_old_keys_and_is_logged_once(
     second = add_key(path, "second", ["read"], None)
     file.reload_if_changed()
     assert file.find(first.encode()) is not None and file.find(second.encode()) is not None
+    for almost in (first[:-1], first + "0", first.upper(), first.rpartition("-")[0], ""):
+        assert file.find(almost.encode()) is None
+    path.write_text("[]")
+    file.reload_if_changed()
+    assert file.find(first.encode()) is None
 
 
 def test_no_secret_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -71,43 +60,18 @@ def test_keys_of_one_name_or_one_tenant_are_one_tenant(path: Path) -> None:
     assert first == successor == reader != stranger
 
 
-def test_almost_a_key_is_none(path: Path) -> None:
-    key = add_key(path, "first", ["read"], None)
-    file = KeyFile(path)
-    for almost in (key[:-1], key + "0", key.upper(), key.rpartition("-")[0], ""):
-        assert file.find(almost.encode()) is None
-
-
-def test_the_id_is_part_of_the_digest() -> None:
-    key, entry = new_key("a", [KeyScope.READ])
-    assert entry.sha256 == hashlib.sha256(key.encode()).hexdigest()
-    assert key.startswith(f"{entry.id}-")
-    assert new_key("a", [KeyScope.READ])[0] != key
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("# nothing\n", "is empty"),
         ("{", r"is not YAML \(line 1\)"),
         ("a: 1", "expected `array`|Expected `array`"),
-        ("- 1", "object"),
-        ("- {name: a}", "missing required field"),
         (f"- {{{_ENTRY}, more: 1}}", "unknown field"),
         (f"- {{{_ENTRY.replace('[read]', '[]')}}}", "length >= 1"),
-        (f"- {{{_ENTRY.replace('[read]', '[all]')}}}", "Invalid enum value"),
         (f"- {{{_ENTRY.replace('tp-00000000', 'other')}}}", "matching regex"),
-        (f"- {{{_ENTRY.replace('0' * 64, 'secret')}}}", "matching regex"),
-        (f"- {{{_ENTRY.replace('name: a', 'name: a/b')}}}", "matching regex"),
         (f"- {{{_ENTRY}}}\n- {{{_ENTRY}}}", "two keys with one `id`"),
     ],
 )
 def test_files_that_cannot_be_used(text: str, words: str) -> None:
     with pytest.raises(KeyFileError, match=f"keys.yaml.*({words})"):
         parse_keys(text, "keys.yaml")
-
-
-def test_dates_may_be_written_by_hand() -> None:
-    for date in ("2026-01-02", "'2026-01-02'"):
-        [entry] = parse_keys(f"- {{{_ENTRY}, created: {date}}}", "keys.yaml")
-        assert entry.created is not None and entry.created.year == 2026

@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.routes.paths import engine_path, fill, other_paths
+from proxy.routes.paths import engine_path, other_paths
 from proxy.routes.routes import all_routes
 from proxy.routes.session_prefix import WITHOUT_V1
 
@@ -35,25 +35,14 @@ def test_no_path_of_a_session_has_two_meanings() -> None:
     assert following.isdisjoint({*WITHOUT_V1, "v1"})
 
 
-def test_a_template_is_filled_percent_encoded() -> None:
-    kept = "a~b:c@d+e=f"
-    assert fill("/v1/sessions/{session}/samples", {"session": kept}) == f"/v1/sessions/{kept}/samples"
-    assert fill("/v1/sessions/{session}", {"session": "a/é"}) == "/v1/sessions/a%2F%C3%A9"
-
-
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
         ("/models", "/v1/models"),
-        ("/models/", "/v1/models"),
-        ("/v1/models/", "/v1/models"),
         ("/models/a%2Fb", "/v1/models/a%2Fb"),
         ("/responses/resp_1/cancel/", "/v1/responses/resp_1/cancel"),
-        ("/messages/count_tokens", "/v1/messages/count_tokens"),
         ("/v1/detokenize/", "/detokenize"),
-        ("/detokenize/", "/detokenize"),
-        *((same, same) for same in ("/v1/models", "/v1", "/v1/", "/", "", "*", "/score", "/v1/score")),
-        *((same, same) for same in ("/pause", "/some/where/", "/v1/some/where/", "/modelsx")),
+        *((same, same) for same in ("/v1/models", "/v1/", "/", "", "/pause", "/some/where/", "/modelsx")),
         *((same, same) for same in ("/v1/detokenize/x", "//models", "/v2/models")),
     ],
 )

@@ -21,19 +21,14 @@ def _named(*headers: tuple[bytes, bytes], from_key: bool = False, tenant: str = 
 @pytest.mark.parametrize(
     ("headers", "from_key", "name"),
     [
-        ([], True, None),
-        ([_OPENCODE], False, "ses_1"),
         ([_OPENCODE, _CODEX], False, "01a20484-bd3b"),
         ([_OPENCODE, _CODEX, _CLAUDE], False, _UUID),
         ([_CLAUDE, _KEY], False, _UUID),
         ([_CLAUDE, _KEY], True, "session-run-7"),
         ([_CLAUDE, _KEY, (b"x-session-id", b"mine")], True, "mine"),
         ([(b"authorization", b"Basic session-run-7")], True, None),
-        ([(b"authorization", b"session-run-7")], True, None),
         ([(b"authorization", b"bearer  session-run-7 ")], True, "session-run-7"),
         ([(b"x-api-key", b"session-run-7")], True, "session-run-7"),
-        ([(b"x-api-key", b"")], True, None),
-        ([(b"x-claude-code-session-id", b" ")], False, None),
     ],
 )
 def test_the_first_that_names_one_decides(
@@ -42,9 +37,7 @@ def test_the_first_that_names_one_decides(
     assert _named(*headers, from_key=from_key) == name
 
 
-@pytest.mark.parametrize(
-    "key", ["sk-very-secret", "session-a/b", "session-é", "Session-1", "session-" + "a" * 200]
-)
+@pytest.mark.parametrize("key", ["sk-very-secret", "session-é", "Session-1", "session-" + "a" * 200])
 def test_a_key_that_may_be_a_secret_is_never_shown(key: str) -> None:
     raw = key.encode("latin-1")
     name = _named((b"x-api-key", raw), from_key=True)

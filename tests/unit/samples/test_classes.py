@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.history.store import Session
 from proxy.history.turn import Turn
 from proxy.samples.classes import agents_of, classes_of
 from proxy.samples.samples import Samples, samples_of
@@ -25,10 +24,6 @@ def _main(name: str = "a", **fields: Any) -> Turn:
     return root(name, [1], [2], **{"messages": messages, "tools": _TOOLS, **fields})
 
 
-def _class_of(turn: Turn, *before: Turn) -> str:
-    return classes_of([turn, *before])[turn.id]
-
-
 _WITH_TOOLS = {"tools": _TOOLS}
 _CLAUDE = "Your task is to create a detailed summary of this conversation. Go"
 _CODEX = "You are performing a CONTEXT CHECKPOINT COMPACTION. Create"
@@ -43,28 +38,18 @@ _CODEX = "You are performing a CONTEXT CHECKPOINT COMPACTION. Create"
         ([("system", "You code.\n# Now: another day"), ("user", "A summary")], _WITH_TOOLS, ""),
         # a changed prompt of the same conversation, the same prompt again, and what has no system text
         ([("system", "You code, today."), ("user", "Fix it."), ("assistant", "?")], _WITH_TOOLS, ""),
-        ([("system", "You code."), ("user", "Another task")], _WITH_TOOLS, ""),
-        ([("user", "Another task")], _WITH_TOOLS, ""),
         ([("system", "Look!"), ("user", "Where?")], {}, ""),
         # side calls
         ([("system", "Title!"), ("user", "Fix it.")], {"requested_model": "claude-haiku-9"}, "auxiliary"),
-        ([("user", "Fix it.")], {"requested_model": "claude-opus-9"}, ""),
         ([("user", "Hi"), ("assistant", "Ho"), ("user", "Hi")], {"requested_model": "haiku"}, ""),
         # summaries
         ([("user", [{"type": "text", "text": _CLAUDE}])], _WITH_TOOLS, "compaction"),
         ([("user", _CODEX)], {}, "compaction"),
-        ([("user", _CODEX), ("tool", "x")], {}, ""),
-        ([("user", "Make a summary")], {}, ""),
     ],
 )
 def test_first_turns_of_a_session(pairs: Any, fields: dict[str, Any], expected: str) -> None:
-    assert _class_of(root("b", [1], [2], messages=_messages(*pairs), **fields), _main()) == expected
-
-
-def test_a_summary_that_continues_the_conversation() -> None:
-    a = _main()
-    b = child("b", a, [3], [4], messages=_messages(("user", f"CRITICAL: text only.\n\n{_CLAUDE}")))
-    assert classes_of([a, b]) == {"a": "", "b": "compaction"}
+    turn = root("b", [1], [2], messages=_messages(*pairs), **fields)
+    assert classes_of([turn, _main()])["b"] == expected
 
 
 def test_a_side_call_before_the_first_turn() -> None:
@@ -73,23 +58,15 @@ def test_a_side_call_before_the_first_turn() -> None:
     other = _messages(("system", "Look!"), ("user", "Where?"))
     look = root("b", [1], [2], messages=other, tools=_TOOLS)
     assert classes_of([title, _main(), look]) == {"0": "", "a": "", "b": "subagent"}
-    stated = root("0", [1], [2], messages=other, tools=_TOOLS, request_class="subagent")
-    assert classes_of([stated, _main()]) == {"0": "subagent", "a": ""}
 
 
 def test_a_sub_agent_stays_one_and_what_is_stated_decides() -> None:
-    a = _main()
-    other = _messages(("system", "Look!"), ("user", "Where?"))
+    a, other = _main(), _messages(("system", "Look!"), ("user", "Where?"))
     b = root("b", [1], [2], messages=other, tools=_TOOLS)
     c = child("c", b, [3], [4])
     assert classes_of([c, b, a]) == {"a": "", "b": "subagent", "c": "subagent"}
     stated = root("b", [1], [2], messages=other, tools=_TOOLS, request_class="main")
     assert classes_of([a, stated, child("c", stated, [3], [4])]) == {"a": "", "b": "main", "c": ""}
-
-
-def test_turns_that_cannot_be_read_have_no_class() -> None:
-    a, b = _main(messages=b"{"), root("b", [1], [2], messages=b"[" + _CODEX.encode(), tools=_TOOLS)
-    assert classes_of([a, b]) == {"a": "", "b": ""}
 
 
 def test_agents() -> None:
@@ -106,7 +83,6 @@ def test_agents() -> None:
 
 
 def _program() -> list[Turn]:
-    """A session of a program: two turns, a summary after them, a sub-agent, and a turn with the summary."""
     a = root("a", [1], [2], request_class="main")
     b = child("b", a, [3], [4], request_class="main")
     c = child("c", b, [5], [6], request_class="compaction")
@@ -124,25 +100,13 @@ def _masks(found: Samples) -> dict[str, list[int]]:
         ((), {"c": [1, 0, 1, 0, 1], "d": [1], "e": [1]}),
         (("main",), {"b": [1, 0, 1]}),
         (("compaction",), {"c": [0, 0, 0, 0, 1]}),
-        (("main", "compaction"), {"c": [1, 0, 1, 0, 1]}),
         (("subagent",), {"d": [1]}),
-        (("unknown",), {"e": [1]}),
-        (("workflow",), {}),
     ],
 )
 def test_only_turns_of_these_classes_are_trained(
     wanted: tuple[str, ...], masks: dict[str, list[int]]
 ) -> None:
     assert _masks(samples_of(_program(), {}, wanted=frozenset(wanted))) == masks
-
-
-def test_samples_say_class_and_agent() -> None:
-    session = Session(id="r", created=1.0, used=1.0)
-    by_leaf = {sample.leaf: sample for sample in samples_of(_program(), {}, session=session).samples}
-    said = {leaf: (s.request_class, s.agent, s.parent_agent) for leaf, s in by_leaf.items()}
-    assert said == {"c": ("compaction", "", ""), "d": ("subagent", "a1", "a0"), "e": ("", "", "")}
-    assert [turn.request_class for turn in by_leaf["c"].turns] == ["main", "main", "compaction"]
-    assert by_leaf["d"].turns[0].agent == "a1"
 
 
 def test_a_refused_leaf_leaves_the_wanted_turns_before_it() -> None:

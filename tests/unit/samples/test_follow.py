@@ -61,51 +61,14 @@ async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     assert [json.loads(line)["rollout"] for line in file.getvalue().splitlines()] == ["a", "a", "b", "b"]
 
 
-async def test_a_position_beyond_the_end_is_the_end() -> None:
-    """As after the loss of a store: what is finished after the start is written."""
-    store = MemoryStore(Limits())
-    await _finish(store, "a")
-    end = await store.feed.end()
-    follower = _follower(store, 10**17)
-    running = asyncio.create_task(follower.run(io.BytesIO(), print))
-    await _until(lambda: follower.position == end)
-    await _finish(store, "b")
-    await _until(lambda: follower.report.rollouts == 1)
-    follower.stop()
-    await running
-
-
-async def test_nothing_is_skipped_when_it_is_stopped() -> None:
-    store = MemoryStore(Limits())
-    await _finish(store, *"abcde")
-    found = await store.feed.read(0, limit=9)
-
-    class StopAfterTwo(io.BytesIO):
-        def flush(self) -> None:
-            if follower.report.rollouts == 1:
-                follower.stop()
-
-    follower = _follower(store)
-    await follower.run(StopAfterTwo(), print)
-    assert follower.position == found[1].position
-    rest = _follower(store, follower.position)
-    running = asyncio.create_task(rest.run(io.BytesIO(), print))
-    await _until(lambda: rest.report.rollouts == 3)
-    rest.stop()
-    await running
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (b"", b""),
-        (b'{"a":1}\n', b'{"a":1}\n'),
         (b'{"a":1}\n{"b":2}', b'{"a":1}\n{"b":2}\n'),
         (b'{"a":1}\n{"b":', b'{"a":1}\n'),
         (b'{"b":', b""),
         (b'{"a":"' + b"x" * 200_000 + b'"}\n{"b":"' + b"y" * 200_000, b'{"a":"' + b"x" * 200_000 + b'"}\n'),
     ],
-    ids=["empty", "whole", "no newline", "cut", "cut first line", "long"],
 )
 def test_the_last_line_is_whole(tmp_path: Path, before: bytes, after: bytes) -> None:
     path = tmp_path / "out.jsonl"

@@ -65,23 +65,6 @@ def test_sound_turns_are_trained_once_or_in_each_sample_that_holds_them(tree: Tr
 
 @every_tree
 @given(random_trees())
-def test_a_shared_turn_is_trained_in_the_best_sample(tree: Tree) -> None:
-    """Each rule decides only among the samples that the rules before it left."""
-    turns, rewards = tree
-    samples = samples_of(turns, rewards).samples
-    for turn in _sound(turns):
-        holders = [sample for sample in samples if turn in {span.id for span in sample.turns}]
-        [trains] = [sample for sample in holders for span in sample.turns if span.id == turn and span.trained]
-        best = [sample for sample in holders if sample.finish_reason != "abort"] or holders
-        best = [sample for sample in best if sample.leaf in rewards] or best
-        best = [sample for sample in best if sample.whole] or best
-        longest = max(len(sample.completion_ids) for sample in best)  # the prompt is the same
-        best = [sample for sample in best if len(sample.completion_ids) == longest]
-        assert trains.leaf == min(sample.leaf for sample in best)
-
-
-@every_tree
-@given(random_trees())
 def test_every_leaf_is_a_sample_or_refused_and_whole_samples_come_first(tree: Tree) -> None:
     found = samples_of(*tree)
     leaves = {turn.id for turn in tree[0]} - {turn.parent for turn in tree[0]}

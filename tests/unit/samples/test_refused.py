@@ -4,16 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from msgspec.structs import replace
 
 from proxy.history.store import Session
 from proxy.history.turn import Turn, pack_logprobs
 from proxy.history.vocabulary import Problem
-from proxy.samples.samples import Sample, samples_of
-from proxy.samples.traces import traces_of
-from proxy.samples.tree import path_of
+from proxy.samples.samples import samples_of
 from tests.support.trees import child, root
 
 _DOCS = (Path(__file__).parents[3] / "docs" / "samples.md").read_text()
@@ -28,16 +24,12 @@ def _refusals(turns: Sequence[Turn]) -> list[tuple[str, str, str]]:
     [
         ({"problem": Problem.MEDIA}, "media"),
         ({"logprobs": b""}, "no_logprobs"),
-        ({"logprobs": pack_logprobs([-1.0])}, "logprobs_mismatch"),
         ({"logprobs": pack_logprobs([-1.0, -1.0, -1.0])}, "logprobs_mismatch"),
         ({"logprobs": pack_logprobs([-1.0, float("nan")])}, "logprobs_not_finite"),
-        ({"logprobs": pack_logprobs([float("-inf"), -1.0])}, "logprobs_not_finite"),
         ({"completion": b"", "logprobs": b""}, "no_completion_ids"),
         ({"prompt_tokens": 5}, "prompt_length_mismatch"),
-        ({"prompt_tokens": 3}, "prompt_length_mismatch"),
         ({"parent": "lost"}, "missing_parent"),
         ({"appended": b"\4\0\0"}, "unreadable_evidence"),
-        ({"completion": b"\5\0\0\0\6"}, "unreadable_evidence"),
         ({"logprobs": b"\0" * 6}, "unreadable_evidence"),
     ],
 )
@@ -56,26 +48,10 @@ def test_first_turns_without_their_prompt_are_refused() -> None:
 
 def test_turns_that_continue_each_other_are_refused() -> None:
     """Only a corrupt store holds such turns."""
-    for name in "ab":
-        turns = [root("a", [1], [2]), root(name, [1], [2], parent=name)]
-        assert _refusals(turns) == [(name, name, "missing_parent")]
-    b = root("b", [1], [2], parent="d")
-    c = child("c", b, [3], [4])
-    d = child("d", c, [5], [6])
-    a = child("a", d, [7], [8])
-    whole = root("e", [1], [2])
-    for turns in ([b, c, d, whole], [d, whole, c, b]):
-        assert _refusals(turns) == [("d", "b", "missing_parent")]
-        assert [sample.leaf for sample in samples_of(turns, {}).samples] == ["e"]
-    assert [leaf for leaf, _, _ in _refusals([a, b, c, d])] == ["a", "d"]
-
-
-def test_a_path_ends_where_turns_continue_each_other_in_a_circle() -> None:
-    b = child("b", root("a", [1, 2], [3]), [4], [5])
-    a = replace(root("a", [1, 2], [3]), parent="b")
-    turns = {"a": a, "b": b}
-    assert (path_of(b, turns), path_of(a, turns)) == ([a, b], [b, a])
-    assert [trace["trace_id"] for trace in traces_of([a, b], "s")] == ["a", "b"]
+    a, b = root("a", [1], [2], parent="b"), root("b", [1], [2], parent="a")
+    found = samples_of([a, b, child("c", b, [3], [4]), root("e", [1], [2])], {})
+    assert [sample.leaf for sample in found.samples] == ["e"]
+    assert {refused.reason for refused in found.refused} == {"missing_parent"}
 
 
 def test_the_first_untrainable_turn_of_a_path_is_named() -> None:
@@ -95,33 +71,21 @@ def test_the_beginning_of_a_refused_path_is_delivered_unless_another_sample_hold
     assert (sample.leaf, sample.whole, sample.completion_ids) == ("b", False, [2, 3, 4])
     assert (sample.loss_mask, sample.reward) == ([1, 0, 1], 1.0)
     assert [(refused.leaf, refused.turn) for refused in found.refused] == [("d", "c")]
-    found = samples_of([a, b, *(child(name, a, [5], [6], problem="media") for name in "cd")], {})
+    found = samples_of([a, b, child("c", a, [5], [6], problem="media")], {})
     assert [sample.leaf for sample in found.samples] == ["b"]
-    assert [refused.leaf for refused in found.refused] == ["c", "d"]
 
 
-@pytest.mark.parametrize("stored", [b"", b"{", b"7", b"null", b'"\xff"', b"[" * 100_000])
+@pytest.mark.parametrize("stored", [b"", b"{", b"7", b'"\xff"', b"[" * 100_000])
 def test_json_that_cannot_be_read_is_null(stored: bytes) -> None:
     a = root("a", [1], [2])
     other = stored or b"{"  # nothing stored means: none, or as in the turn before
     fields = {"tools": other, "template_kwargs": other}
     session = Session(id="r", created=1.0, used=1.0, metadata=other)
-    [sample] = samples_of(
-        [a, child("b", a, [3], [4], messages=stored, **fields)], {}, session=session
-    ).samples
+    b = child("b", a, [3], [4], messages=stored, **fields)
+    [sample] = samples_of([a, b], {}, session=session).samples
     assert (sample.messages, sample.completion_ids, sample.loss_mask) == (None, [2, 3, 4], [1, 0, 1])
     assert (sample.tools, sample.template_kwargs, sample.metadata) == (None, None, None)
     assert samples_of([root("a", [1], [2], message=stored)], {}).samples[0].messages is None
-
-
-@pytest.mark.parametrize("value", [1.5, True, ["stop"], b"stop"])
-def test_odd_values_next_to_the_evidence_are_null(value: Any) -> None:
-    a = root("a", [1], [2], stop_reason=value, routed_experts=value, finish_reason=value)
-    [sample] = samples_of([a], {}).samples
-    [span] = sample.turns
-    assert (span.stop_reason, span.routed_experts, span.finish_reason) == (None, None, None)
-    assert (sample.finish_reason, sample.loss_mask) == (None, [1])
-    assert msgspec.json.decode(msgspec.json.encode(sample), type=Sample) == sample
 
 
 def test_problems_are_documented() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from proxy.history.store import Session
 from proxy.history.turn import WeightSpan, pack_ids
-from proxy.samples.samples import Sample, Samples, TurnSpan, samples_of
+from proxy.samples.samples import Sample, TurnSpan, samples_of
 from tests.support.trees import child, root
 
 _DOCS = (Path(__file__).parents[3] / "docs" / "samples.md").read_text()
@@ -20,19 +20,13 @@ def test_a_conversation_without_forks_is_a_single_sample() -> None:
     [sample] = found.samples
     assert sample.prompt_ids == [1, 2, 3]
     assert sample.completion_ids == [4, 5, 6, 7, 8, 9]
+    assert [message["content"] for message in sample.messages or []] == ["to a", "from a", "to b", "from b"]
     assert sample.loss_mask == [1, 1, 0, 1, 1, 1]
     assert sample.logprobs == [-0.125, -0.25, None, -0.125, -0.25, -0.375]
     assert [(turn.id, turn.start, turn.end) for turn in sample.turns] == [("a", 0, 2), ("b", 3, 6)]
-    assert [(turn.source, turn.finish_reason) for turn in sample.turns] == [
-        ("rendered", "stop"),
-        ("extended", "length"),
-    ]
+    assert [turn.source for turn in sample.turns] == ["rendered", "extended"]
     assert (sample.rollout, sample.leaf, sample.index, sample.whole) == ("r", "b", 0, True)
     assert (sample.finish_reason, sample.model, sample.reward) == ("length", "m", None)
-
-
-def test_no_turns_give_no_samples() -> None:
-    assert samples_of([], {"": 1.0}) == Samples([], [])
 
 
 def test_spans_hold_the_fields_of_their_turns() -> None:
@@ -54,17 +48,9 @@ def test_spans_hold_the_fields_of_their_turns() -> None:
     assert (first.reward, second.reward) == (None, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("counts", "kept"),
-    [
-        (pack_ids([2]), pack_ids([6, 8])),
-        (pack_ids([2, 1]), pack_ids([6, 8, 7, 9])),
-        (pack_ids([-1, 1]), b""),
-        (b"\x01\x00\x00", b""),
-    ],
-)
-def test_a_mask_whose_lengths_do_not_agree_is_left_out(counts: bytes, kept: bytes) -> None:
-    [sample] = samples_of([root("a", [1], [2, 3], sampling_mask=(counts, kept))], {}).samples
+@pytest.mark.parametrize("counts", [pack_ids([2]), pack_ids([2, 1]), b"\x01\x00\x00"])
+def test_a_mask_whose_lengths_do_not_agree_is_left_out(counts: bytes) -> None:
+    [sample] = samples_of([root("a", [1], [2, 3], sampling_mask=(counts, pack_ids([6, 8])))], {}).samples
     assert sample.turns[0].sampling_mask is None
 
 
@@ -76,7 +62,6 @@ def test_a_mask_whose_lengths_do_not_agree_is_left_out(counts: bytes, kept: byte
         ({"": 1.0, "c": 0.0}, {"b": 1.0, "c": 0.0}),
         ({"a": 5.0}, {"b": None, "c": None}),
         ({"": 1.0, "c": float("nan")}, {"b": 1.0, "c": 1.0}),
-        ({"": float("inf")}, {"b": None, "c": None}),
     ],
 )
 def test_rewards(rewards: dict[str, float], expected: dict[str, float | None]) -> None:
@@ -88,13 +73,6 @@ def test_rewards(rewards: dict[str, float], expected: dict[str, float | None]) -
     }
 
 
-def test_messages_of_the_whole_path() -> None:
-    a = root("a", [1], [2])
-    b = child("b", a, [3], [4])
-    [sample] = samples_of([a, b], {}).samples
-    assert [message["content"] for message in sample.messages or []] == ["to a", "from a", "to b", "from b"]
-
-
 @pytest.mark.parametrize(
     ("first", "second", "third", "expected"),
     [
@@ -102,7 +80,6 @@ def test_messages_of_the_whole_path() -> None:
         (b'[{"name": "f"}]', b'[{"name": "g"}]', None, [{"name": "g"}]),
         (b'[{"name": "f"}]', None, b"", []),
         (b"", None, b'[{"name": "g"}]', [{"name": "g"}]),
-        (None, None, None, []),
     ],
 )
 def test_tools_and_template_arguments_are_those_of_the_last_request(
@@ -117,12 +94,6 @@ def test_tools_and_template_arguments_are_those_of_the_last_request(
     [sample] = samples_of([a, b, c], {}).samples
     assert sample.tools == expected
     assert sample.template_kwargs == ({"tools": expected} if expected else {})
-
-
-def test_tools_of_other_branches_do_not_count() -> None:
-    a = root("a", [1], [2], tools=b'[{"name": "f"}]')
-    turns = [a, child("b", a, [3], [4], tools=b""), child("c", a, [3], [4])]
-    assert [sample.tools for sample in samples_of(turns, {}).samples] == [[], [{"name": "f"}]]
 
 
 @pytest.mark.parametrize(
@@ -140,20 +111,14 @@ def test_the_model_is_that_of_the_last_turn_and_the_logprobs_mode_that_of_all(
 def test_fields_of_the_session() -> None:
     fields: dict[str, Any] = {"tenant": "4f2a", "ambiguous": True, "metadata": b'{"task": 7}'}
     session = Session(id="4f2a/r", created=1.0, used=1.0, **fields)
-    a = root("a", [1], [2], rollout="4f2a/r")
-    bad = root("b", [1], [2], rollout="4f2a/r", problem="media")
-    found = samples_of([a, bad], {}, session=session)
+    turns = [root("a", [1], [2], rollout="4f2a/r"), root("b", [1], [2], rollout="4f2a/r", problem="media")]
+    found = samples_of(turns, {}, session=session)
     [sample] = found.samples
     assert (sample.rollout, sample.tenant, sample.session) == ("r", "4f2a", True)
     assert (sample.ambiguous, sample.metadata) == (True, {"task": 7})
     assert [refused.rollout for refused in found.refused] == ["r"]
-
-
-@pytest.mark.parametrize("session", [None, Session(id="r", created=1.0, used=1.0, explicit=False)])
-def test_a_conversation_without_a_session(session: Session | None) -> None:
-    [sample] = samples_of([root("a", [1], [2])], {}, session=session).samples
-    assert (sample.rollout, sample.tenant, sample.session) == ("r", "", False)
-    assert (sample.ambiguous, sample.metadata) == (False, {})
+    [sample] = samples_of([root("a", [1], [2])], {}).samples
+    assert (sample.rollout, sample.tenant, sample.session, sample.metadata) == ("r", "", False, {})
 
 
 def test_the_work_is_linear_in_the_length_of_a_conversation_and_needs_no_recursion() -> None:
@@ -165,10 +130,9 @@ def test_the_work_is_linear_in_the_length_of_a_conversation_and_needs_no_recursi
         counted: list[str] = []
         sys.setprofile(lambda frame, event, argument: counted.append(event))
         try:
-            [sample] = samples_of(turns, {}).samples
+            assert len(samples_of(turns, {}).samples) == 1
         finally:
             sys.setprofile(None)
-        assert len(sample.turns) == count
         return len(counted)
 
     assert calls(1200) < 5 * calls(300)
