@@ -14,7 +14,6 @@ from tests.support.tiny_model import END
 from tests.support.utils import EVERY_SPELLING, send_and_keep, wait_until
 
 Make = Callable[..., Talk]
-_AGAIN = {"x-stainless-retry-count": "1"}
 
 
 def _turns(made: Talk, answer: httpx.Response) -> list[dict[str, Any]]:
@@ -28,26 +27,20 @@ def _requests(made: Talk) -> int:
     return len([seen for seen in made.pair.fake.seen(CHAT) if seen.json.get("max_tokens") != 1])
 
 
-def _session(made: Talk) -> dict[str, str]:
-    """The header that names a session of the conversation's own."""
-    return {"x-session-id": made.messages[0]["content"].replace(" ", "-")}
-
-
 def _post(made: Talk, body: dict[str, Any], **headers: str) -> httpx.Response:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return made.pair.client.post(CHAT, json=body, headers={"x-stainless-retry-count": "0", **named})
 
 
 def _in_session(made: Talk, body: dict[str, Any], **headers: str) -> httpx.Response:
-    return _post(made, body, **_session(made), **headers)
+    return _post(made, body, x_session_id=made.messages[0]["content"].replace(" ", "-"), **headers)
 
 
-@pytest.mark.parametrize("again", ["1", "9" * 5000], ids=["1", "5,000 digits"])
-def test_a_retry_in_a_session_is_known_by_its_count(talk: Make, again: str) -> None:
+def test_a_retry_in_a_session_is_known_by_its_count(talk: Make) -> None:
     made = talk()
     body = {"messages": made.messages}
     first = _in_session(made, body)
-    second = _in_session(made, body, x_stainless_retry_count=again)
+    second = _in_session(made, body, x_stainless_retry_count="1")
     assert (second.content, second.headers["x-request-replayed"]) == (first.content, "true")
     assert _requests(made) == len(_turns(made, first)) == 1
 
@@ -79,7 +72,7 @@ def test_a_retry_of_a_request_whose_client_left(talk: Make, stream: bool) -> Non
         wait_until(lambda: made.pair.fake.running)
     wait_until(lambda: made.pair.fake.aborted == before + 1)
     made.pair.fake.replies.append(Reply((93, END)))
-    answer = made.pair.client.post(CHAT, content=json.dumps(body).encode(), headers=_AGAIN)
+    answer = _post(made, body, x_stainless_retry_count="1")
     assert "x-request-replayed" not in answer.headers
     assert answer.headers["x-prompt-source"] == "extended"
 

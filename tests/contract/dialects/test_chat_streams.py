@@ -1,6 +1,5 @@
 """Streams of the chat route: what the client sees of them, and what is recorded however they end."""
 
-import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types.chat import ChatCompletionChunk
 
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, data_of
 from tests.support.talk import CHAT, Message, Talk, call, result, user
@@ -40,12 +38,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-_REQUESTED = [
-    {name: True for name, on in zip(("return_token_ids", "logprobs"), some, strict=True) if on}
-    for some in itertools.product((False, True), repeat=2)
-]
-
-
+_REQUESTED: list[Message] = [{}, {"return_token_ids": True}, {"logprobs": True}]
 _USAGE: dict[str, Message] = {
     "whole": {},
     "stream": {"stream": True},
@@ -85,9 +78,6 @@ def test_client_gets_only_requested_fields(talk: Make, requested: Message, how: 
     assert ('"logprob"' in text) is bool(requested.get("logprobs"))
 
 
-# --- ends
-
-
 @EVERY_SPELLING
 def test_what_was_sampled_for_a_client_that_left_can_be_continued(talk: Make) -> None:
     made = talk()
@@ -114,18 +104,16 @@ _STREAM = [
 ]
 
 
-@pytest.mark.parametrize(
-    "requested", [{}, {"return_token_ids": True, "logprobs": True}], ids=["hidden", "shown"]
-)
-def test_an_engine_that_ends_a_stream_with_an_error(talk: Make, requested: Message) -> None:
+def test_an_engine_that_ends_a_stream_with_an_error(talk: Make) -> None:
     """And announces its length, which is no longer that of what the client gets."""
     made = talk()
     session = _named(made)
     body = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in _STREAM)
     canned = Canned(body + b"data: [DONE]\n\n", headers={"content-type": "text/event-stream"})
     made.pair.fake.canned[CHAT] = canned
-    request = {"messages": made.messages, "stream": True, **requested}
-    answer = made.pair.client.post(CHAT, json=request, headers=made.headers)
+    answer = made.pair.client.post(
+        CHAT, json={"messages": made.messages, "stream": True}, headers=made.headers
+    )
     assert list(data_of(answer.content))[-1]["error"]["message"] == "out of memory"
     (turn,) = _turns(made, session, ids="true")
     assert (turn["finish_reason"], turn["completion_ids"]) == ("abort", [74])
@@ -149,13 +137,9 @@ def test_ended_choice_can_be_continued_while_another_runs(talk: Make) -> None:
         list(lines)
 
 
-# --- what the turn ended with
-
-
 _ENDS: dict[str, Reply] = {
     "length": Reply(SPLIT[:-1]),
     "a stop string": Reply(SPLIT[:-1], finish="stop", stop="lo"),
-    "a stop string and the stop token": Reply(SPLIT, finish="stop", stop="lo"),
     "tool calls": Reply(SPLIT, finish="tool_calls", message={"tool_calls": [call(identity="c")]}),
 }
 
@@ -175,9 +159,6 @@ def test_close_of_a_turn_is_appended_and_masked(talk: Make, reply: Reply, stream
     assert sample["prompt_ids"] + sample["completion_ids"] == made.ids
     assert sample["loss_mask"] == [1] * len(reply.ids) + [0] * appended + [1, 1]
     assert sample["logprobs"] == [-token / 8 for token in reply.ids] + [None] * appended + [-90 / 8, -END / 8]
-
-
-# --- evidence
 
 
 _FAULTS: dict[str, tuple[Reply, str, bool]] = {
@@ -213,34 +194,14 @@ def test_inconsistent_counts_of_the_engine_make_the_turn_untrainable(
         made.follow(user("more"))
 
 
-_TOKENS, _CHAT = "/v1/chat/completions/tokens", "/v1/chat/completions"
-_HI = [{"role": "user", "content": "Hi"}]
-_COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-_ALL = {"return_token_ids": True, "logprobs": True, **_COUNTED}
-
-
-@pytest.mark.parametrize("path, body", [(_TOKENS, {"tokens": [1, 74]}), (_CHAT, {"messages": _HI, **_ALL})])
-def test_the_engines_bytes_are_not_changed(
-    fake: FakeVllm, client: httpx.Client, path: str, body: dict[str, Any]
-) -> None:
-    through = client.post(path, json={**body, "stream": True})
-    direct = httpx.post(fake.url + _CHAT, content=fake.last().body, trust_env=False)
-    assert through.content == direct.content
+_HI: Any = [user("Hi")]
 
 
 def test_the_openai_sdk_raises_the_error_of_a_broken_stream(fake: FakeVllm, client: httpx.Client) -> None:
-    fake.replies.extend([Reply(), Reply(break_at=2, how="reset")])
+    fake.replies.append(Reply(break_at=2, how="reset"))
     with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0) as sdk:
-
-        def stream() -> openai.Stream[ChatCompletionChunk]:
-            return sdk.post(
-                "/chat/completions/tokens",
-                body={"tokens": [1, 74], "stream": True},
-                cast_to=ChatCompletionChunk,
-                stream=True,
-                stream_cls=openai.Stream[ChatCompletionChunk],
-            )
-
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream()) == "hi"
+        stream = sdk.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True
+        )
         with pytest.raises(openai.APIError, match="middle of its response"):
-            list(stream())
+            list(stream)

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm, Reply, data_of
+from tests.support.fake_vllm import FakeVllm, Reply, data_of
 from tests.support.tiny_model import END, HI, VOCAB_SIZE, TinyModel
 
 ROUTE = "/v1/completions"
@@ -51,9 +51,6 @@ def choices(answer: httpx.Response, stream: bool) -> list[Body]:
             choice["token_ids"] += piece["token_ids"] or []
             choice["prompt_token_ids"] = choice["prompt_token_ids"] or piece["prompt_token_ids"]
     return [choice for _, choice in sorted(made.items())]
-
-
-# --- prompts of every shape
 
 
 def _shapes(model: TinyModel) -> list[tuple[Any, list[list[int]]]]:
@@ -130,9 +127,6 @@ def test_without_a_session_each_prompt_is_a_rollout(client: httpx.Client) -> Non
     assert len(samples(client, single.headers["x-session-id"])) == 1
 
 
-# --- what the client sees
-
-
 @every_way
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 0, 1])
@@ -152,12 +146,9 @@ def test_client_gets_what_it_requested(
         assert ours.json() == engines.json()
 
 
-# --- continuing
-
-
 @every_way
-@pytest.mark.parametrize("length", [3, 70, 1100])
-@pytest.mark.parametrize("added", [0, 1, 200])
+@pytest.mark.parametrize("length", [3, 1100])
+@pytest.mark.parametrize("added", [0, 200])
 def test_a_prompt_that_begins_with_a_turns_ids_continues_it(
     client: httpx.Client, length: int, added: int, stream: bool
 ) -> None:
@@ -171,9 +162,6 @@ def test_a_prompt_that_begins_with_a_turns_ids_continues_it(
     assert sample["prompt_ids"] == prompt
     assert sample["completion_ids"] == [*_SAMPLED, *more, *_SAMPLED]
     assert sample["loss_mask"] == [1, 1, 1, *[0] * added, 1, 1, 1]
-
-
-# --- requests out of the ordinary
 
 
 @every_way
@@ -195,10 +183,7 @@ def test_special_requests_pass_unrecorded(
     assert "x-turn-id" not in answer.headers and "x-session-id" not in answer.headers
 
 
-_ODD = {
-    "prompt_mismatch": Reply(echo=(5, 6)),
-    "usage_mismatch": Reply(miscounted=1),
-}
+_ODD = {"prompt_mismatch": Reply(echo=(5, 6)), "usage_mismatch": Reply(miscounted=1)}
 
 
 @every_way
@@ -217,21 +202,9 @@ def test_odd_evidence_makes_a_turn_untrainable_and_fails_no_answer(
     assert second["problem"] == (problem if shared else None)
 
 
-_BAD: list[Body] = [{}] + [
-    {"prompt": prompt}
-    for prompt in (None, [], [[1], []], 5, [1, "a"], ["a", 1], [[1], "a"], [1.5], [True], [VOCAB_SIZE])
-]
-
-
-@pytest.mark.parametrize("fields", [*_BAD, {"prompt": [[5], [5] * (MAX_MODEL_LEN + 1)]}], ids=range(12))
-def test_bad_prompts(client: httpx.Client, fields: Body) -> None:
-    answer = client.post(ROUTE, json=fields)
+@pytest.mark.parametrize("prompt", [None, [], [[1], []], [1, "a"], [True], [VOCAB_SIZE], [[5], [5] * 5000]])
+def test_bad_prompts(client: httpx.Client, prompt: Any) -> None:
+    answer = client.post(ROUTE, json={"prompt": prompt})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (400, "prompt", "BadRequestError")
     assert "x-prompt-source" not in answer.headers
-
-
-def test_bad_overrides(client: httpx.Client) -> None:
-    for field in ("prompt", "token_ids"):
-        answer = client.post("/v1/sessions", json={"overrides": {field: [1]}})
-        assert answer.json()["error"]["param"] == f"overrides.{field}"

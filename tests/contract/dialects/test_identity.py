@@ -67,9 +67,6 @@ def test_session_named_like_a_generated_one_belongs_to_the_client(talk: Make) ->
     made.follow(user("more"))
 
 
-# --- planning changes nothing in the request
-
-
 def test_failover_to_an_engine_with_other_abilities_plans_anew(tiny_model: TinyModel) -> None:
     """The first cannot run stop strings on ids; that it could not must not be true of the second."""
     with (
@@ -221,14 +218,6 @@ def test_third_continuation_of_two_equal_rollouts_is_a_rollout_of_its_own(talk: 
     for name in sessions:
         turns = one.pair.client.get(f"/v1/sessions/{name}").json()["turns"]
         assert [turn["parent"] for turn in turns] == [None, turns[0]["id"]]
-
-
-def test_what_was_claimed_for_a_request_that_failed_is_free_again(talk: Make) -> None:
-    one, two, sessions = _twins(talk)
-    one.pair.fake.replies.append(Reply(break_at=0, how="head"))
-    body = {"messages": [*one.messages, user("more")]}
-    assert one.pair.client.post(CHAT, json=body).status_code == 502
-    assert {made.follow(user("more")).session for made in (one, two)} == sessions
 
 
 def test_what_was_claimed_for_a_client_that_left_is_free_again(talk: Make) -> None:

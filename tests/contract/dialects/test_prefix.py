@@ -38,34 +38,19 @@ def test_the_prefix_is_kept(
     assert answer.status_code == 200, answer.text
     sent = sent_ids(fake)
     assert sent == _expected(tiny_model, prefix, messages)
-    headers = {name[9:]: value for name, value in answer.headers.items() if name.startswith("x-prompt-")}
-    appended = str(len(sent) - len(prefix))
-    assert headers == {
-        "source": "given",
-        "reused": str(len(prefix)),
-        "appended": appended,
-        "reason": "prefix_given",
-    }
+    for name, value in (("source", "given"), ("reused", str(len(prefix))), ("reason", "prefix_given")):
+        assert answer.headers[f"x-prompt-{name}"] == value
     generated = [seen for seen in fake.requests if seen.path in (CHAT, GENERATE)]
     assert not any(_FIELD.encode() in seen.body for seen in generated)
 
 
-@pytest.mark.parametrize("prefix", [[], "1", [True], [VOCAB_SIZE]], ids=str)
-def test_prefixes_that_are_none(client: httpx.Client, prefix: Any) -> None:
-    answer = client.post(CHAT, json={"messages": [*_HISTORY, user("more")], _FIELD: prefix})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, _FIELD)
-
-
-@pytest.mark.parametrize("messages", [None, [], [user("Hi")], "Hi"])
-def test_histories_that_end_no_turn(client: httpx.Client, messages: Any) -> None:
-    answer = client.post(CHAT, json={"messages": messages, _FIELD: [5]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-
-
-def test_null_is_no_prefix(talk: Make) -> None:
-    made = talk()
-    made.ask(reply=Reply(SPLIT))
-    made.follow(user("more"), required_prefix_token_ids=None)
+@pytest.mark.parametrize(
+    ("messages", "prefix", "param"),
+    [([user("Hi")], [5], "messages"), ("Hi", [5], "messages"), (_HISTORY, [VOCAB_SIZE], _FIELD)],
+)
+def test_bad_requests(client: httpx.Client, messages: Any, prefix: list[int], param: str) -> None:
+    answer = client.post(CHAT, json={"messages": messages, _FIELD: prefix})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_its_turn_is_recorded_and_continued(talk: Make) -> None:
@@ -88,12 +73,6 @@ def _ask(client: httpx.Client, messages: list[Any], **fields: Any) -> httpx.Resp
     return client.post(CHAT, json={"messages": messages, **fields})
 
 
-def _message(response: httpx.Response) -> dict[str, Any]:
-    assert response.status_code == 200, response.text
-    message: dict[str, Any] = response.json()["choices"][0]["message"]
-    return message
-
-
 @EVERY_SPELLING
 def test_each_turn_begins_with_the_ids_on_the_last_message(client: httpx.Client, fake: FakeVllm) -> None:
     """The client keeps whole messages; nothing but them carries the ids."""
@@ -102,7 +81,7 @@ def test_each_turn_begins_with_the_ids_on_the_last_message(client: httpx.Client,
     for reply in (FIRST, SECOND, FIRST):
         fake.replies.append(Reply(reply))
         response = _ask(client, messages, **ASKING)
-        message = _message(response)
+        message = response.json()["choices"][0]["message"]
         assert message["prompt_token_ids"][: len(before)] == before
         assert message["generation_token_ids"] == list(reply)
         assert len(message["generation_log_probs"]) == len(reply)
@@ -140,25 +119,17 @@ def test_null_and_other_roles_are_no_prefix(
     assert response.headers.get("x-prompt-reason") != "prefix_given"
 
 
-_WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no prompt": ({"prompt_token_ids": None}, "prompt_token_ids"),
-    "fractions": ({"generation_token_ids": [1.5]}, "generation_token_ids"),
-    "no completion": ({"generation_token_ids": None}, "generation_token_ids"),
-    "text as log-probabilities": ({"generation_log_probs": ["-1"]}, "generation_log_probs"),
-    "out of vocabulary": ({"prompt_token_ids": [10**9]}, "prompt_token_ids"),
-}
-
-
-@pytest.mark.parametrize(("wrong", "name"), _WRONG.values(), ids=_WRONG)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("prompt_token_ids", None), ("generation_token_ids", [1.5]), ("generation_log_probs", ["-1"])],
+)
 def test_wrong_ids_name_the_message_and_the_field(
-    client: httpx.Client, tiny_model: TinyModel, wrong: dict[str, Any], name: str
+    client: httpx.Client, tiny_model: TinyModel, name: str, value: Any
 ) -> None:
-    messages = [ASKED, _turn(tiny_model, **wrong), user("more")]
+    messages = [ASKED, _turn(tiny_model, **{name: value}), user("more")]
     response = client.post(CHAT, json={"messages": messages})
     assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["param"] == f"messages[1].{name}"
-    assert f"messages[1].{name}" in error["message"] or "vocabulary" in error["message"]
+    assert response.json()["error"]["param"] == f"messages[1].{name}"
 
 
 def test_an_empty_completion_is_a_turn(client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel) -> None:
@@ -176,33 +147,5 @@ def test_an_edited_history_is_refused(client: httpx.Client, tiny_model: TinyMode
 def test_images_next_to_ids_are_refused(client: httpx.Client, tiny_model: TinyModel) -> None:
     """With media an engine ignores the ids and renders."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-    more = {"role": "user", "content": [image]}
-    response = _ask(client, [ASKED, _turn(tiny_model), more])
+    response = _ask(client, [ASKED, _turn(tiny_model), {"role": "user", "content": [image]}])
     assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
-
-
-def test_tokenize_reads_them_too(client: httpx.Client, tiny_model: TinyModel) -> None:
-    turn = _turn(tiny_model, routed_experts="nrlre1:uint8:1x1x1:AA==")
-    prefix = [*turn["prompt_token_ids"], *FIRST]
-    tokens = client.post("/tokenize", json={"messages": [ASKED, turn, user("more")]}).json()["tokens"]
-    assert tokens[: len(prefix)] == prefix
-    assert len(tokens) > len(prefix)
-
-
-_NOT_ASKING: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "no log-probabilities": {**ASKING, "logprobs": False},
-    "hidden reasoning": {**ASKING, "include_reasoning": False},
-}
-
-
-@pytest.mark.parametrize("fields", _NOT_ASKING.values(), ids=_NOT_ASKING)
-def test_other_requests_get_the_usual_message(client: httpx.Client, fields: dict[str, Any]) -> None:
-    message = _message(_ask(client, [ASKED], **fields))
-    assert not message.keys() & set(NAMES)
-
-
-def test_incomplete_evidence_stays_off_the_message(client: httpx.Client, fake: FakeVllm) -> None:
-    fake.replies.append(Reply(FIRST, logprobs_short=1))
-    message = _message(_ask(client, [ASKED], **ASKING))
-    assert not message.keys() & set(NAMES)

@@ -73,10 +73,10 @@ def _edited(talk: Callable[..., Talk]) -> Answered:
     return made.ask(_MORE)
 
 
-def _refused(talk: Callable[..., Talk]) -> Answered:
+def _appended(talk: Callable[..., Talk], new: Message) -> Answered:
     made = talk()
-    made.ask()
-    return _canned(made, {"messages": [*made.messages, {"role": "nobody", "content": "a"}]})
+    made.ask(reply=Reply(SPLIT))
+    return _canned(made, {"messages": [*made.messages, new]})
 
 
 _OF_ONE_PROXY: dict[str, Callable[[Callable[..., Talk]], Answered]] = {
@@ -90,7 +90,9 @@ _OF_ONE_PROXY: dict[str, Callable[[Callable[..., Talk]], Answered]] = {
     "custom_template": lambda talk: _second(talk(), chat_template=CHATML),
     "special_request": lambda talk: _second(talk(), echo=True),
     "ids_given": lambda talk: _second(talk(), kv_transfer_params={"prompt_token_ids": [5, 6]}),
-    "template_refused": _refused,
+    "template_refused": lambda talk: _appended(talk, {"role": "nobody", "content": "a"}),
+    "media": lambda talk: _appended(talk, _IMAGE),
+    "ends_with_assistant": lambda talk: _appended(talk, {"role": "assistant", "content": "I"}),
     "unreadable": lambda talk: _canned(talk(), {"messages": "Hi"}),
 }
 
@@ -108,19 +110,6 @@ def test_reasons(talk: Callable[..., Talk], client: httpx.Client, reason: str) -
     source = "given" if reason == "ids_given" else "rendered"
     assert (answered.reason, answered.prompt["source"], answered.prompt["reused"]) == (reason, source, "0")
     assert _counted(client, source, reason) == before[source] + 1
-
-
-def test_media(talk: Callable[..., Talk]) -> None:
-    made = talk()
-    made.ask(reply=Reply(SPLIT))
-    assert _canned(made, {"messages": [*made.messages, _IMAGE]}).reason == "media"
-
-
-def test_ends_with_assistant(talk: Callable[..., Talk]) -> None:
-    made = talk()
-    made.ask(reply=Reply(SPLIT))
-    answered = made.ask({"role": "assistant", "content": "I"})
-    assert (answered.sent, answered.reason) == (None, "ends_with_assistant")
 
 
 def test_no_tokenizer(other: Callable[..., Talk], tmp_path: Path) -> None:

@@ -141,13 +141,6 @@ def test_thinking_stays_while_tools_are_called(start: Start) -> None:
     assert talk.ask(user("more"), reply=_thought(3)).reason == "thinking_dropped"
 
 
-def test_a_client_that_drops_the_thinking_gets_the_view_of_the_template(start: Start) -> None:
-    talk = start(_ALWAYS, thinking_policy="template")
-    talk.ask(reply=_thought(0))
-    del talk.messages[-1]["reasoning"]
-    assert talk.ask(user("more")).reason == ""
-
-
 def test_sessions_choose(start: Start) -> None:
     talk = start(_NEVER)
     assert _reasons(talk, 1) == [""]  # by default all is kept

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.settings import Settings
 from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.talk import CHAT, Talk, user
+from tests.support.talk import Talk, user
 from tests.support.tiny_model import END, TinyModel
 from tests.support.utils import Pair, run_app, run_proxy, wait_until
 
@@ -83,14 +83,3 @@ def test_overrides_and_rewards_stay_with_their_tenant(tenants: Tenants) -> None:
     for key, seed in (("one", 1), ("two", 2)):
         (sample,) = tenants.request(key, "GET", f"{_SESSIONS}/s/samples").json()["samples"]
         assert sample["reward"] == seed
-
-
-@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}])
-def test_sessions_need_a_credential_wherever_inference_does(
-    tenants: Tenants, headers: dict[str, str]
-) -> None:
-    for path in (_SESSIONS, "/sessions"):
-        assert tenants.pair.client.get(path, headers=headers).status_code == 401
-    for path in (CHAT, "/chat/completions"):
-        refused = tenants.pair.client.post(path, headers=headers, json={"messages": [user("Hi")]})
-        assert refused.status_code == 401

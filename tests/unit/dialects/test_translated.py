@@ -97,9 +97,7 @@ _TOO_LONG = "This model's maximum context length is 80 tokens"
     ("translation", "status", "message", "expected"),
     [
         (_messages, 400, "no", b'"type":"invalid_request_error","message":"no"'),
-        (_responses, 400, "no", b'"code":"invalid_prompt"'),
         (_responses, 400, _TOO_LONG, b'"code":"context_length_exceeded"'),
-        (_responses, 429, "no", b'"code":"rate_limit_exceeded"'),
     ],
 )
 async def test_an_error_after_the_stream_began_is_its_last_event(

@@ -88,41 +88,37 @@ def test_a_prompt_that_is_too_long(pair: Pair, turn: int, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "message, said",
+    "message, count",
     [
         (
-            "This model's maximum context length is 80 tokens. However, your prompt contains 900 characters "
-            "(more than 800 characters, which is the upper bound for 80 input tokens).",
-            "prompt is too long: 81 tokens > 80 maximum. ",
+            "This model's maximum context length is 80 tokens. But your prompt contains 900 characters",
+            81,
         ),
         (
             "This model's maximum context length is 80 tokens. However, your prompt contains at least 81 "
             "input tokens, which exceeds this limit",
-            "prompt is too long: 81 tokens > 80 maximum. ",
+            81,
         ),
-        (
-            "The decoder prompt (length 99) is longer than the maximum model length of 80.",
-            "prompt is too long: 99 tokens > 80 maximum. ",
-        ),
-        ("something else", ""),
+        ("The decoder prompt (length 99) is longer than the maximum model length of 80.", 99),
+        ("something else", 0),
     ],
 )
-def test_the_wording_of_engines(message: str, said: str) -> None:
+def test_the_wording_of_engines(message: str, count: int) -> None:
     error = json.loads(anthropic_error(400, message))["error"]
+    said = f"prompt is too long: {count} tokens > 80 maximum. " if count else ""
     assert error == {"type": "invalid_request_error", "message": said + message}
 
 
-_CODES = {
-    400: ("invalid_request_error", anthropic.BadRequestError),
-    403: ("permission_error", anthropic.PermissionDeniedError),
-    429: ("rate_limit_error", anthropic.RateLimitError),
-    500: ("api_error", anthropic.InternalServerError),
-}
-
-
-@pytest.mark.parametrize("status", _CODES)
-def test_an_error_of_the_engine(pair: Pair, status: int) -> None:
-    kind, raised = _CODES[status]
+@pytest.mark.parametrize(
+    "status, kind, raised",
+    [
+        (400, "invalid_request_error", anthropic.BadRequestError),
+        (403, "permission_error", anthropic.PermissionDeniedError),
+        (429, "rate_limit_error", anthropic.RateLimitError),
+        (500, "api_error", anthropic.InternalServerError),
+    ],
+)
+def test_an_error_of_the_engine(pair: Pair, status: int, kind: str, raised: type[Exception]) -> None:
     canned = Canned(error_body("no", "X", None, status), status, {"content-type": "application/json"})
     sdk = anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="x", max_retries=0)
     pair.fake.replies.extend([Reply(error=canned)] * 4)
@@ -131,9 +127,8 @@ def test_an_error_of_the_engine(pair: Pair, status: int) -> None:
         sdk.messages.create(**_BODY)
 
 
-@pytest.mark.parametrize("body", [b"oops", b"[]", b'{"id": 5}'])
-def test_an_answer_that_is_no_completion(pair: Pair, body: bytes) -> None:
-    pair.fake.canned["/v1/chat/completions"] = Canned(body, 200, {"content-type": "application/json"})
+def test_an_answer_that_is_no_completion(pair: Pair) -> None:
+    pair.fake.canned["/v1/chat/completions"] = Canned(b"[]", 200, {"content-type": "application/json"})
     _error(pair.client.post(_PATH, json=_BODY), 502, "api_error")
 
 
@@ -142,9 +137,6 @@ def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
     chunk = json.dumps({"id": "c", "choices": [{"index": 0, "delta": {"content": "a"}}]}).encode()
     body = b"data: " + chunk + b"\n\ndata: " + failed + b"\n\ndata: [DONE]\n\n"
     pair.fake.canned["/v1/chat/completions"] = Canned(body, 200, {"content-type": "text/event-stream"})
-    text = pair.client.post(_PATH, json={**_BODY, "stream": True}).text
-    assert text.count("event: error") == 1 and "the engine is dead" in text
-    assert "message_delta" not in text and "message_stop" not in text
     sdk = anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="x", max_retries=0)
     with (
         pytest.raises(anthropic.APIStatusError, match="the engine is dead"),
@@ -153,16 +145,10 @@ def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
         events.until_done()
 
 
-_NO_UTF8 = [
-    b'"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{"a":"\xff"}}]}]',
-    b'"messages":[{"role":"user","content":"a"}],"tools":[{"name":"f","input_schema":{"\xff":1}}]',
-]
-
-
-@pytest.mark.parametrize("fields", _NO_UTF8)
-def test_bodies_that_are_not_utf8(client: httpx.Client, fields: bytes) -> None:
-    """Also in values that are read late, or not at all."""
-    answer = client.post(_PATH, content=b'{"model":"tiny","max_tokens":8,%b}' % fields)
+def test_bodies_that_are_not_utf8(client: httpx.Client) -> None:
+    """Also in values that nobody reads."""
+    tools = b'"messages":[{"role":"user","content":"a"}],"tools":[{"name":"f","input_schema":{"\xff":1}}]'
+    answer = client.post(_PATH, content=b'{"model":"tiny","max_tokens":8,%b}' % tools)
     assert "UTF-8" in _error(answer, 400, "invalid_request_error")
 
 
@@ -172,8 +158,3 @@ def test_bodies_that_are_not_utf8(client: httpx.Client, fields: bytes) -> None:
 def test_whether_to_try_again(error: type[ApiError], again: bytes | None) -> None:
     assert dict(error_headers(_PATH, error("no"))).get(b"x-should-retry") == again
     assert b"x-should-retry" not in dict(error_headers("/v1/chat/completions", error("no")))
-
-
-def test_probes_of_the_base_url(client: httpx.Client) -> None:
-    assert client.head("/").status_code == 200
-    assert client.get("/").json() == {"status": "ok"}

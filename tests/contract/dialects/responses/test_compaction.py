@@ -72,12 +72,8 @@ def test_the_route_returns_the_users_messages_and_the_compaction(
     output = [item.to_dict() for item in compacted.output]
     sdk(client).responses.create(model="tiny", input=[*output, _user("And?")])
     said = [message["content"] for message in engine_body(fake)["messages"]]
-    texts = ["Hi, compact", "more"]
-    assert said == [
-        *([{"type": "text", "text": text}] for text in texts),
-        summary_message("The user said hi."),
-        "And?",
-    ]
+    texts = [[{"type": "text", "text": text}] for text in ("Hi, compact", "more")]
+    assert said == [*texts, summary_message("The user said hi."), "And?"]
 
 
 def test_a_compacted_conversation_of_stored_responses(client: httpx.Client, fake: FakeVllm) -> None:
@@ -92,9 +88,7 @@ def test_a_compacted_conversation_of_stored_responses(client: httpx.Client, fake
     assert said == ["Hi, stored", summary_message("The user said hi."), "And?"]
 
 
-@pytest.mark.parametrize(
-    "reply", [Reply((END,), message={"content": " "}), Reply(SPLIT, finish="abort")], ids=["empty", "aborted"]
-)
+@pytest.mark.parametrize("reply", [Reply((END,), message={"content": " "}), Reply(SPLIT, finish="abort")])
 def test_a_summary_that_was_not_written(client: httpx.Client, fake: FakeVllm, reply: Reply) -> None:
     asked = {"model": "tiny", "input": [_user("Hi"), _TRIGGER]}
     fake.replies.append(reply)

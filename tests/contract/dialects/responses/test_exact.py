@@ -31,24 +31,19 @@ def test_four_turns_with_reasoning_and_calls(
 ) -> None:
     fields = {"tools": [FUNCTION], "instructions": "Be brief.", "include": ["reasoning.encrypted_content"]}
     made = Dialogue(pair, tiny_model, fields, stores)
-    first = made.ask(
-        [_user(f"Hi {stores} {stream}")],
-        _calling("c1", "c2", reasoning="so", content="I look"),
-        stream=stream,
-    )
+    reply = _calling("c1", "c2", reasoning="so", content="I look")
+    first = made.ask([_user(f"Hi {stores} {stream}")], reply, stream=stream)
     calls = [item for item in first.output if item.type == "function_call"]
     made.ids = [*_rendered(made), *SPLIT]
     new = [result(calls[0], "one"), result(calls[1], "two")]
     said = [
-        {"role": "tool", "tool_call_id": "c1", "content": "one"},
-        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+        {"role": "tool", "tool_call_id": f"c{n}", "content": text} for n, text in ((1, "one"), (2, "two"))
     ]
     second = made.follow(new, said, _calling("c3", reasoning="then"), stream=stream)
     [again] = [item for item in second.output if item.type == "function_call"]
     said = [{"role": "tool", "tool_call_id": "c3", "content": "3"}]
     made.follow([result(again, "3")], said, Reply(SPLIT, message={"reasoning": "at last"}), stream=stream)
     made.follow([_user("Thanks")], [_user("Thanks")], Reply((*SPLIT[:3],)), stream=stream)
-    made.follow([_user("Go on")], [_user("Go on")], Reply(SPLIT), stream=stream)
 
 
 def _rendered(made: Dialogue) -> list[int]:
