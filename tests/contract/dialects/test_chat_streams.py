@@ -1,6 +1,5 @@
 """Streams of the chat route: what the client sees of them, and what is recorded however they end."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +7,9 @@ import httpx
 import openai
 import pytest
 
-from tests.support.fake_vllm import Canned, FakeVllm, Reply, data_of
+from tests.support.fake_vllm import FakeVllm, Reply, data_of
 from tests.support.talk import CHAT, Message, Talk, call, result, user
 from tests.support.tiny_model import END
-from tests.support.utils import EVERY_SPELLING, wait_until
 
 Make = Callable[..., Talk]
 SPLIT = (74, 71, 78, 78, 81, END)
@@ -76,65 +74,6 @@ def test_client_gets_only_requested_fields(talk: Make, requested: Message, how: 
     text = mine.text.replace(" ", "")
     assert ('"prompt_token_ids":[' in text) is bool(requested.get("return_token_ids"))
     assert ('"logprob"' in text) is bool(requested.get("logprobs"))
-
-
-@EVERY_SPELLING
-def test_what_was_sampled_for_a_client_that_left_can_be_continued(talk: Make) -> None:
-    made = talk()
-    session = _named(made)
-    made.ask(reply=Reply((*SPLIT, 90, END)))
-    made.messages.append(user("more"))
-    made.pair.fake.replies.append(Reply(SPLIT, hold_at=3))
-    body = {"messages": made.messages, "stream": True}
-    with made.pair.client.stream("POST", CHAT, json=body, headers=made.headers):
-        wait_until(lambda: made.pair.fake.held)
-    wait_until(lambda: len(_turns(made, session)) == 2)
-    first, last = _turns(made, session, ids="true")
-    made.messages.append({"role": "assistant", "content": made.model.decode(last["completion_ids"])})
-    made.follow(user("Go on"), expected=[*_ids_of(first), *_ids_of(last)])
-
-
-def _ids_of(turn: dict[str, Any]) -> list[int]:
-    return [*turn["appended_ids"], *turn["completion_ids"]]
-
-
-_STREAM = [
-    {"prompt_token_ids": [5, 6], "choices": [{"index": 0, "delta": {"content": "h"}, "token_ids": [74]}]},
-    {"error": {"message": "out of memory", "code": 500}},
-]
-
-
-def test_an_engine_that_ends_a_stream_with_an_error(talk: Make) -> None:
-    """And announces its length, which is no longer that of what the client gets."""
-    made = talk()
-    session = _named(made)
-    body = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in _STREAM)
-    canned = Canned(body + b"data: [DONE]\n\n", headers={"content-type": "text/event-stream"})
-    made.pair.fake.canned[CHAT] = canned
-    answer = made.pair.client.post(
-        CHAT, json={"messages": made.messages, "stream": True}, headers=made.headers
-    )
-    assert list(data_of(answer.content))[-1]["error"]["message"] == "out of memory"
-    (turn,) = _turns(made, session, ids="true")
-    assert (turn["finish_reason"], turn["completion_ids"]) == ("abort", [74])
-
-
-def test_ended_choice_can_be_continued_while_another_runs(talk: Make) -> None:
-    """Whoever has seen its end may act on it."""
-    made = talk()
-    made.pair.fake.replies.append(Reply((83, END), others=(Reply(SPLIT),), hold_at=5))
-    body = {"messages": made.messages, "stream": True, "n": 2}
-    with made.pair.client.stream("POST", CHAT, json=body) as answer:
-        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
-        for line in lines:
-            choice = json.loads(line[6:])["choices"][0]
-            if choice["index"] == 0 and choice["finish_reason"]:
-                break
-        ended = {"role": "assistant", "content": made.model.decode([83])}
-        other = Talk(made.pair, made.model, [*made.messages, ended])
-        assert other.ask(user("more")).prompt["source"] == "extended"
-        made.pair.fake.release()
-        list(lines)
 
 
 _ENDS: dict[str, Reply] = {

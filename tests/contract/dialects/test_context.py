@@ -23,32 +23,14 @@ def _error(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def _reached(fake: FakeVllm) -> int:
-    return len([seen for seen in fake.requests if seen.method == "POST"])
-
-
-@pytest.mark.parametrize("name", ["prompt_ids", "prompt_token_ids"])
-def test_ids_beyond_the_context_never_reach_the_engine(
-    client: httpx.Client, fake: FakeVllm, name: str
-) -> None:
-    error = _error(client.post(TOKENS, json={name: [5] * (MAX_MODEL_LEN + 1)}))
-    assert error["param"] == name
+def test_ids_beyond_the_context_never_reach_the_engine(client: httpx.Client, fake: FakeVllm) -> None:
+    error = _error(client.post(TOKENS, json={"prompt_ids": [5] * (MAX_MODEL_LEN + 1)}))
+    assert error["param"] == "prompt_ids"
     assert f"contains {MAX_MODEL_LEN + 1} input tokens" in error["message"]
-    assert _reached(fake) == 0
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["a" * 9000, [{"type": "text", "text": "a" * 9000}], [{"type": "text", "text": "é\\n" * 9000}]],
-    ids=["text", "parts", "escapes"],
-)
-def test_appended_messages_beyond_the_context_never_reach_the_engine(
-    client: httpx.Client, fake: FakeVllm, content: object
-) -> None:
-    new = [{"role": "user", "content": content}]
+    new = [{"role": "user", "content": [{"type": "text", "text": "a" * 9000}]}]
     error = _error(client.post(TOKENS, json={"prompt_ids": [5, END], "append_messages": new}))
     assert error["param"] == "append_messages"
-    assert _reached(fake) == 0
+    assert not [seen for seen in fake.requests if seen.method == "POST"]
 
 
 def test_prompt_and_appended_messages_count_together(client: httpx.Client, tiny_model: TinyModel) -> None:
@@ -78,9 +60,7 @@ def rendering(tiny_model: TinyModel) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_conversation_that_outgrew_the_context_is_rendered(
-    rendering: Pair, tiny_model: TinyModel, stream: bool
-) -> None:
+def test_an_outgrown_conversation_is_rendered(rendering: Pair, tiny_model: TinyModel, stream: bool) -> None:
     made = Talk(rendering, tiny_model)
     first = made.ask(reply=_THOUGHT)
     answered = made.ask(user("a" * 1500), stream=stream)

@@ -156,9 +156,7 @@ def _message(form: Format, answer: httpx.Response) -> str:
 
 @every_way
 @every_format
-def test_a_turn_continues_the_ids_of_the_turn_before(
-    pair: Pair, caller: Caller, tiny_model: TinyModel, stream: bool
-) -> None:
+def test_a_turn_continues_the_ids(pair: Pair, caller: Caller, tiny_model: TinyModel, stream: bool) -> None:
     pair.fake.replies.extend([Reply(SPLIT), Reply(SPLIT)])
     first = caller.post(stream=stream)
     assert first.status_code == 200, first.text
@@ -224,9 +222,7 @@ def test_a_client_that_leaves_has_what_was_sampled_recorded(pair: Pair, caller: 
     ("stream", "how"), [(True, "close"), (False, "reset"), (False, "head"), (False, "inside")]
 )
 @each_format
-def test_an_answer_that_breaks_before_the_client_has_any_of_it(
-    pair: Pair, caller: Caller, stream: bool, how: Any
-) -> None:
+def test_an_answer_that_breaks_before_it_is_sent(pair: Pair, caller: Caller, stream: bool, how: Any) -> None:
     """Where no head had come it is sent once more, since nothing of it had reached the client."""
     pair.fake.replies.extend([Reply(break_at=0, how=how)] * 2)
     answer = caller.post(stream=stream)

@@ -22,9 +22,7 @@ def _asked(**sampling: Any) -> Body:
 
 
 @every_way
-def test_ids_are_recorded_with_their_weights_and_masks(
-    client: httpx.Client, fake: FakeVllm, stream: bool
-) -> None:
+def test_ids_are_recorded_with_weights_and_masks(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
     headers, body = in_session(), {**_asked(routed_experts_prompt_start=4), "stream": stream}
     fake.replies.append(Reply(mask=_MASK, routed_experts="k05VTVBZ"))
     answer = client.post(ROUTE, json=body, headers=headers)
@@ -65,9 +63,7 @@ def test_unknown_fields_are_passed_on(client: httpx.Client, fake: FakeVllm) -> N
 
 
 @pytest.mark.parametrize("field", ["features", "content_parts"])
-def test_turns_with_media_are_recorded_and_not_trained(
-    client: httpx.Client, fake: FakeVllm, field: str
-) -> None:
+def test_turns_with_media_are_recorded_only(client: httpx.Client, fake: FakeVllm, field: str) -> None:
     headers, body = in_session(), _asked()
     if field == "content_parts":  # the engine puts the ids of the image into the prompt
         fake.replies.append(Reply(echo=(*body["token_ids"], 5, 5, 5)))

@@ -101,42 +101,22 @@ def _turn(model: TinyModel, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "hello", **ids, "generation_log_probs": [-0.5] * 6, **fields}
 
 
-def test_the_field_of_the_request_decides(
-    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
-) -> None:
+def test_the_requests_field_decides(client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel) -> None:
     prefix = [*tiny_model.render([ASKED]), *SECOND]
     body = [ASKED, _turn(tiny_model), user("more")]
     assert _ask(client, body, required_prefix_token_ids=prefix).status_code == 200
     assert (sent_ids(fake) or [])[: len(prefix)] == prefix
 
 
-@pytest.mark.parametrize("nothing", [dict.fromkeys(NAMES), {"role": "user"}])
-def test_null_and_other_roles_are_no_prefix(
-    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel, nothing: dict[str, Any]
-) -> None:
-    response = _ask(client, [ASKED, _turn(tiny_model, **nothing), user("more")])
-    assert response.status_code == 200, response.text
-    assert response.headers.get("x-prompt-reason") != "prefix_given"
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("prompt_token_ids", None), ("generation_token_ids", [1.5]), ("generation_log_probs", ["-1"])],
 )
-def test_wrong_ids_name_the_message_and_the_field(
-    client: httpx.Client, tiny_model: TinyModel, name: str, value: Any
-) -> None:
+def test_wrong_ids_of_a_message(client: httpx.Client, tiny_model: TinyModel, name: str, value: Any) -> None:
     messages = [ASKED, _turn(tiny_model, **{name: value}), user("more")]
     response = client.post(CHAT, json={"messages": messages})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == f"messages[1].{name}"
-
-
-def test_an_empty_completion_is_a_turn(client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel) -> None:
-    turn = _turn(tiny_model, generation_token_ids=[], generation_log_probs=[])
-    assert _ask(client, [ASKED, turn, user("more")]).status_code == 200
-    prompt = turn["prompt_token_ids"]
-    assert (sent_ids(fake) or [])[: len(prompt) + 1] == [*prompt, END]
 
 
 def test_an_edited_history_is_refused(client: httpx.Client, tiny_model: TinyModel) -> None:

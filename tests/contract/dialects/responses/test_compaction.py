@@ -58,9 +58,7 @@ def test_a_trigger(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
     assert after.status_code == 200
 
 
-def test_the_route_returns_the_users_messages_and_the_compaction(
-    client: httpx.Client, fake: FakeVllm
-) -> None:
+def test_the_route_returns_user_messages_and_the_compaction(client: httpx.Client, fake: FakeVllm) -> None:
     items = _items(client, fake, "Hi, compact")
     fake.replies.append(_SUMMARY)
     compacted = sdk(client).responses.compact(
