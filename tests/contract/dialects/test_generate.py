@@ -78,12 +78,7 @@ def test_turns_with_media_are_recorded_only(client: httpx.Client, fake: FakeVllm
 
 @pytest.mark.parametrize(
     "param, value",
-    [
-        ("token_ids", None),
-        ("token_ids", [[1]]),
-        ("token_ids", [5] * 9999),
-        ("sampling_params", 5),
-    ],
+    [("token_ids", None), ("token_ids", [[1]]), ("token_ids", [5] * 9999), ("sampling_params", 5)],
 )
 def test_bad_requests(client: httpx.Client, param: str, value: Any) -> None:
     answer = client.post(ROUTE, json={**_asked(), param: value})

@@ -87,10 +87,7 @@ _BAD: list[tuple[str, dict[str, Any]]] = [
     ("tokens", {"tokens": [1, VOCAB_SIZE]}),
     ("prompt_ids", {}),
     ("tokens", {"prompt_ids": [1], "tokens": [1]}),
-    (
-        "kv_transfer_params.prompt_token_ids",
-        {"tokens": [1], "kv_transfer_params": {"prompt_token_ids": [1]}},
-    ),
+    ("kv_transfer_params.prompt_token_ids", {"tokens": [1], "kv_transfer_params": {"prompt_token_ids": [1]}}),
     ("messages", {"prompt_ids": [1], "messages": _IMAGE}),
     ("append_messages", {"prompt_ids": [1], "append_messages": _IMAGE}),
     ("messages", {**_APPEND, "messages": [5]}),
