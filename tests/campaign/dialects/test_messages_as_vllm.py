@@ -1,7 +1,6 @@
 """The chat fields of a request equal those that vLLM's own route makes of it, where vLLM is installed."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ from proxy.dialects.messages.options import chat_options
 from proxy.dialects.messages.request import read_turn
 from tests.support.message_shapes import SHAPES, assistant, user
 from tests.support.templates.families import template_files
-from tests.support.tiny_templates import LOCAL
 from tests.unit.dialects.messages.test_conversation import CASES as CONVERSATIONS
 from tokenization import InvalidMessages
 from tokenization.check import load_for_check
@@ -136,8 +134,3 @@ async def test_the_effort_that_disables_thinking(path: Any) -> None:
     serving: Any = SimpleNamespace(_render_probe_prompt=probe)
     expected = await AnthropicServingMessages._probe_disabled_thinking_effort(serving)
     assert tokenizer.effort_without_thinking == expected
-
-
-def test_a_template_without_an_effort(tmp_path: Path) -> None:
-    (tmp_path / "local.jinja").write_text(LOCAL)
-    assert load_for_check(str(tmp_path / "local.jinja")).effort_without_thinking == "low"

@@ -37,24 +37,16 @@ def turns(client: httpx.Client, session: str) -> list[Body]:
     return found
 
 
-def _shapes(model: TinyModel) -> list[tuple[Any, list[list[int]]]]:
-    ids, others, text = fresh(), fresh(), f"hello {secrets.token_hex(4)}"
-    encoded = model.encode(text)
-    return [
-        (ids, [ids]),
-        ([ids, others], [ids, others]),
-        (text, [encoded]),
-        ([text, "there"], [encoded, model.encode("there")]),
-    ]
-
-
 @every_way
-@pytest.mark.parametrize("shape", range(4))
+@pytest.mark.parametrize("kind", ["ids", "batch of ids", "text", "batch of texts"])
 @pytest.mark.parametrize("n", [1, 3])
 def test_every_choice_is_a_turn(
-    client: httpx.Client, tiny_model: TinyModel, shape: int, n: int, stream: bool
+    client: httpx.Client, tiny_model: TinyModel, kind: str, n: int, stream: bool
 ) -> None:
-    prompt, expected = _shapes(tiny_model)[shape]
+    items: list[Any] = [f"hello {secrets.token_hex(4)}", "there"] if "text" in kind else [fresh(), fresh()]
+    prompt = items if "batch" in kind else items[0]
+    items = items if "batch" in kind else items[:1]
+    expected = [tiny_model.encode(item) if "text" in kind else item for item in items]
     headers = in_session()
     body = {"prompt": prompt, "n": n, "stream": stream, "temperature": 0.5}
     answer = client.post(ROUTE, json=body, headers=headers)
@@ -63,7 +55,7 @@ def test_every_choice_is_a_turn(
     assert all(sample["completion_ids"] == _SAMPLED for sample in recorded)
     assert all(sample["logprobs"] == [-token / 8 for token in _SAMPLED] for sample in recorded)
     assert all(sample["turns"][0]["temperature"] == 0.5 for sample in recorded)
-    given = not isinstance(prompt, str) and not isinstance(prompt[0], str)
+    given = "ids" in kind
     assert answer.headers["x-prompt-source"] == ("given" if given else "rendered")
     assert answer.headers["x-prompt-reason"] == ("ids_given" if given else "text_prompt")
     assert answer.headers["x-prompt-reused"] == str(sum(map(len, expected)) if given else 0)

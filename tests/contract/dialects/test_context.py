@@ -33,15 +33,6 @@ def test_ids_beyond_the_context_never_reach_the_engine(client: httpx.Client, fak
     assert not [seen for seen in fake.requests if seen.method == "POST"]
 
 
-def test_prompt_and_appended_messages_count_together(client: httpx.Client, tiny_model: TinyModel) -> None:
-    appended = {"append_messages": [user("zq" * 100)]}
-    one = client.post("/tokenize", json={"prompt_ids": [5, END], **appended}).json()["appended"]
-    most = [*[5] * (MAX_MODEL_LEN - one - 1), END]
-    assert client.post(TOKENS, json={"prompt_ids": most, **appended}).status_code == 200
-    error = _error(client.post(TOKENS, json={"prompt_ids": [5, *most], **appended}))
-    assert f"contains {MAX_MODEL_LEN + 1} input tokens" in error["message"]
-
-
 def test_a_conversation_that_outgrew_the_context_is_refused(talk: Callable[..., Talk]) -> None:
     made = talk()
     made.ask(reply=_THOUGHT)

@@ -302,22 +302,6 @@ def test_a_model_that_is_not_served(pair: Pair, caller: Caller) -> None:
     assert "nobody" in _message(caller.form, answer)
 
 
-@each_format
-def test_a_session_that_is_deleted_while_its_turn_runs_gets_no_turn(pair: Pair, caller: Caller) -> None:
-    caller.post()
-    pair.fake.replies.append(Reply(SPLIT, hold_at=2))
-    sent = {**caller.first, "stream": True}
-    with caller.client.stream("POST", caller.form.path, json=sent, headers=caller.headers) as answer:
-        wait_until(lambda: pair.fake.held)
-        session = f"/v1/sessions/{caller.headers['x-session-id']}"
-        assert caller.client.delete(session).status_code == 200
-        pair.fake.release()
-        assert _last_event(answer.read()).startswith(caller.form.ended)
-    assert caller.client.get(session).status_code == 404
-    caller.post()
-    assert len(caller.client.get(f"{session}/samples").json()["samples"]) == 1
-
-
 @pytest.fixture(scope="module")
 def keyed(tiny_model: TinyModel) -> Iterator[Pair]:
     """A proxy that knows two keys."""

@@ -10,7 +10,7 @@ import pytest
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
 from tests.support.talk import CHAT, Message, Talk, appended_after, sent_ids, user
 from tests.support.tiny_model import END, TinyModel
-from tests.support.utils import EVERY_SPELLING, Pair, run_proxy, send_and_keep, wait_until
+from tests.support.utils import EVERY_SPELLING, run_proxy, send_and_keep, wait_until
 
 Make = Callable[..., Talk]
 SPLIT = (74, 71, 78, 78, 81, END)
@@ -74,27 +74,6 @@ def test_failover_to_an_engine_with_other_abilities_plans_anew(tiny_model: TinyM
         body = {"messages": messages, "stop": ["x"]}
         sources = [client.post(CHAT, json=body).headers["x-prompt-source"] for _ in range(2)]
         assert sources == ["extended", "extended"]
-
-
-def test_rollout_in_use_is_not_evicted(tiny_model: TinyModel) -> None:
-    """Others fill the store while its turn runs; its next turn still has its parent."""
-    with (
-        FakeVllm(tiny_model) as engine,
-        run_proxy([engine], store="memory:", store_max_bytes=20_000) as client,
-    ):
-        made = Talk(Pair(engine, client), tiny_model)
-        session = made.ask(reply=Reply(SPLIT)).session
-        engine.replies.append(Reply((90, END), hold_at=1))
-        body = {"messages": [*made.messages, user("more")], "stream": True}
-        with client.stream("POST", CHAT, json=body) as response:
-            for _ in range(40):
-                client.post(CHAT, json={"messages": [user("other " * 50)]})
-            engine.release()
-            response.read()
-        turns = client.get(f"/v1/sessions/{session}").json()["turns"]
-        assert [turn["parent"] for turn in turns] == [None, turns[0]["id"]]
-        samples = client.get(f"/v1/sessions/{session}/samples").json()
-        assert (len(samples["samples"]), samples["refused"]) == (1, [])
 
 
 _TOKENS = f"{CHAT}/tokens"

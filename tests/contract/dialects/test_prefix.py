@@ -101,13 +101,6 @@ def _turn(model: TinyModel, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "hello", **ids, "generation_log_probs": [-0.5] * 6, **fields}
 
 
-def test_the_requests_field_decides(client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel) -> None:
-    prefix = [*tiny_model.render([ASKED]), *SECOND]
-    body = [ASKED, _turn(tiny_model), user("more")]
-    assert _ask(client, body, required_prefix_token_ids=prefix).status_code == 200
-    assert (sent_ids(fake) or [])[: len(prefix)] == prefix
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("prompt_token_ids", None), ("generation_token_ids", [1.5]), ("generation_log_probs", ["-1"])],

@@ -19,18 +19,16 @@ SPLIT = (74, 71, 78, 78, 81, END)
 
 @dataclass
 class Tenants:
-    """Two callers of one proxy."""
+    """Two callers of one proxy, each with a key."""
 
     pair: Pair
     model: TinyModel
 
     def talk(self, key: str, session: str | None = None) -> Talk:
-        """A conversation of the one who has a key. All say the same."""
         named = {"x-session-id": session} if session else {}
         return Talk(self.pair, self.model, [user("Hi")], {"authorization": f"Bearer {key}", **named})
 
     def request(self, key: str, method: str, path: str, **more: Any) -> httpx.Response:
-        """A request of the one who has a key."""
         return self.pair.client.request(method, path, headers={"authorization": f"Bearer {key}"}, **more)
 
 

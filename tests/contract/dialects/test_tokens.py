@@ -62,15 +62,13 @@ def test_append(client: httpx.Client, tiny_model: TinyModel, prompt: list[int], 
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"add_generation_prompt": False},
         {"chat_template_kwargs": {"enable_thinking": False}},
-        {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"},
     ],
     ids=lambda fields: "+".join(fields),
 )
 def test_append_with_tools_and_arguments(
     client: httpx.Client, tiny_model: TinyModel, fields: dict[str, Any]
 ) -> None:
-    kwargs = {"enable_thinking": False} if "reasoning_effort" in fields else {}
-    kwargs |= fields.get("chat_template_kwargs", {})
+    kwargs = fields.get("chat_template_kwargs", {})
     tools, add = fields.get("tools"), fields.get("add_generation_prompt", True)
     whole = tiny_model.render([*_HISTORY, *_NEXT], add, tools=tools, **kwargs)
     before = tiny_model.render(_HISTORY, False, tools=tools, **kwargs)

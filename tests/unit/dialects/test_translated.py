@@ -32,13 +32,13 @@ class _Engine:
     """A streamed turn whose response, and whose second chunk, wait for a test."""
 
     status = 200
+    headers = ((b"content-type", b"text/event-stream"), (b"x-turn-id", TURN.encode()))
+    closed = False
 
     def __init__(self) -> None:
-        self.headers = [(b"content-type", b"text/event-stream"), (b"x-turn-id", TURN.encode())]
         self.responds, self.goes_on = asyncio.Event(), asyncio.Event()
-        self.closed = False
 
-    async def serve(self) -> Response:
+    async def serve(self) -> Any:
         await self.responds.wait()
         return self
 
@@ -46,9 +46,6 @@ class _Engine:
         yield b"data: " + msgspec.json.encode(chunk(content="a")) + b"\n\n"
         await self.goes_on.wait()
         yield b"data: " + msgspec.json.encode(chunk("stop", content="b")) + b"\n\ndata: [DONE]\n\n"
-
-    async def read(self) -> bytes:
-        raise AssertionError("a stream is not read as a whole")
 
     async def aclose(self) -> None:
         self.closed = True

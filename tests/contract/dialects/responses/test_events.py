@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from proxy.history.echo import turn_in
-from tests.contract.dialects.responses.dialogue import FUNCTION, Event, Item, engine_body, events_of, sdk
+from tests.contract.dialects.responses.dialogue import FUNCTION, Event, Item, engine_body, events_of
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import call
 from tests.support.tiny_model import END
@@ -57,24 +57,6 @@ def test_a_turn_of_all_kinds(client: httpx.Client, fake: FakeVllm) -> None:
     usage = events[-1]["response"]["usage"]
     assert (usage["output_tokens"], usage["total_tokens"]) == (6, usage["input_tokens"] + 6)
     assert usage["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
-
-
-def test_the_sdk_puts_the_events_together(client: httpx.Client, fake: FakeVllm) -> None:
-    """As Codex sends it, with a tool that is left out and fields without effect."""
-    asked: Item = {
-        **{"model": "tiny", "input": [{"type": "message", "role": "developer", "content": "x"}]},
-        "tools": [*_TOOLS, {"type": "web_search", "external_web_access": False}],
-        **{"reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"], "store": False},
-        **{"prompt_cache_key": "01a2", "extra_body": {"client_metadata": {"session_id": "01a2"}}},
-    }
-    fake.replies.extend([Reply(HELLO, message=_TURN, finish="tool_calls")] * 2)
-    with sdk(client).responses.stream(**asked) as stream:
-        streamed = stream.get_final_response()
-    for response in (streamed, sdk(client).responses.create(**asked)):
-        reasoning, message, *calls = response.output
-        assert (reasoning.content[0].text, message.content[0].text) == ("so", "well")
-        found = [(item.name, item.call_id, item.arguments) for item in calls]
-        assert found == [("f", _CALLS[0], "{}"), ("g", _CALLS[1], '{"b": 1}')]
 
 
 def test_a_custom_tool(client: httpx.Client, fake: FakeVllm) -> None:

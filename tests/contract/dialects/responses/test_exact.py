@@ -78,15 +78,3 @@ def test_the_echoed_item_decides_between_equal_texts(pair: Pair, tiny_model: Tin
         made.ids = [*_rendered(made), *sampled]
     for made in reversed(talks):
         made.follow([_user("more")], [_user("more")], Reply(SPLIT))
-
-
-def test_ids_of_calls_that_repeat_are_unique_for_clients(pair: Pair, tiny_model: TinyModel) -> None:
-    """Engines that name calls `functions.f:0` get them back so: the template may print them."""
-    made = Dialogue(pair, tiny_model, {"tools": [FUNCTION]})
-    first = made.ask([_user("Hi, call twice")], _calling("functions.f:0", "functions.f:1"))
-    made.ids = [*_rendered(made), *SPLIT]
-    calls: list[Any] = list(first.output)
-    names = [item.call_id for item in calls]
-    assert len(set(names)) == 2 and not set(names) & {"functions.f:0", "functions.f:1"}
-    said = [{"role": "tool", "tool_call_id": f"functions.f:{n}", "content": str(n)} for n in range(2)]
-    made.follow([result(item, str(n)) for n, item in enumerate(calls)], said, Reply(SPLIT))

@@ -14,6 +14,7 @@ _HI = [{"role": "user", "content": "Hi"}]
 _SCHEMA = {"properties": {"b": {"type": "string"}, "a": {}}, "type": "object"}
 _LOOK = {"name": "look", "input_schema": _SCHEMA}
 _CHAT_LOOK = {"type": "function", "function": {"name": "look", "description": None, "parameters": _SCHEMA}}
+_OFF = {"thinking": {"type": "disabled"}}
 
 
 def _options(effort: str = "none", **fields: Any) -> dict[str, Any]:
@@ -35,18 +36,11 @@ def _options(effort: str = "none", **fields: Any) -> dict[str, Any]:
         ),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, {"thinking_token_budget": 2000}),
         ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
-        (
-            {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
-            {"reasoning_effort": "none"},
-        ),
+        ({**_OFF, "output_config": {"effort": "high"}}, {"reasoning_effort": "none"}),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}}},
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "json_schema", "schema": _SCHEMA},
-                }
-            },
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "json_schema",
+                                                                        "schema": _SCHEMA}}},
         ),
         ({"cache_salt": "s", "vllm_xargs": {"b": 1}}, {"cache_salt": "s", "vllm_xargs": {"b": 1}}),
         (
@@ -64,22 +58,15 @@ def test_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_disabled_thinking_is_an_effort_that_the_template_knows() -> None:
-    assert _options("low", thinking={"type": "disabled"}) == {"reasoning_effort": "low"}
+    assert _options("low", **_OFF) == {"reasoning_effort": "low"}
 
 
 def test_the_definition_of_a_tool() -> None:
-    tool = {
-        **{"name": "f", "type": "custom", "description": "d", "strict": True, "defer_loading": False},
-        **{"input_schema": {"properties": {}}, "cache_control": {"type": "ephemeral"}},
-    }
-    [made] = _options(tools=[tool])["tools"]
-    assert made == {
-        "type": "function",
-        "function": {
-            **{"name": "f", "description": "d", "strict": True, "defer_loading": False},
-            "parameters": {"properties": {}, "type": "object"},
-        },
-    }
+    same = {"name": "f", "description": "d", "strict": True, "defer_loading": False}
+    schema = {"input_schema": {"properties": {}}, "cache_control": {"type": "ephemeral"}}
+    [made] = _options(tools=[{**same, "type": "custom", **schema}])["tools"]
+    parameters = {"properties": {}, "type": "object"}
+    assert made == {"type": "function", "function": {**same, "parameters": parameters}}
     assert list(made["function"]["parameters"]) == ["properties", "type"]
 
 

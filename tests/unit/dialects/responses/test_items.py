@@ -49,25 +49,13 @@ def _tool(call: str, content: Any = "ok") -> Item:
 
 
 _CASES: dict[str, tuple[list[Item], list[Item]]] = {
-    "texts": (
-        [{"role": "user", "content": "a"}, {"type": "message", "role": "system", "content": "b"}],
-        [_user("a"), {"role": "system", "content": "b"}],
-    ),
     "parts": (
         [{"role": "developer", "content": [{"type": "input_text", "text": t} for t in "ab"]}],
         [{"role": "developer", "content": [{"type": "text", "text": t} for t in "ab"]}],
     ),
-    "an image": (
-        [{"role": "user", "content": [{"type": "input_image", "image_url": "data:x", "detail": "low"}]}],
-        [_user([{"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}}])],
-    ),
     "a turn of all kinds": (
         [_reasoning("r"), _text("t"), _call("1"), _call("2"), _result("1"), _result("2")],
         [_assistant(reasoning="r", content="t", tool_calls=[_chat_call(n) for n in "12"]), *map(_tool, "12")],
-    ),
-    "a refusal": (
-        [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
-        [_assistant(refusal="no")],
     ),
     "two texts are two turns": ([_text("a"), _text("b")], [_assistant(content="a"), _assistant(content="b")]),
     "reasoning after a text is the next turn": (
