@@ -7,15 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.settings import Settings
 from tests.support.fake_vllm import Canned, Reply, Variant, error_body
 from tests.support.talk import CHAT, Message, Talk, call, result, user
-from tests.support.tiny_model import END
-from tests.support.utils import EVERY_SPELLING, Pair, run_app, wait_until
+from tests.support.tiny_model import END, SPLIT
+from tests.support.utils import EVERY_SPELLING, wait_until
 
 Make = Callable[..., Talk]
-SPLIT = (74, 71, 78, 78, 81, END)
-"""Of "hello", an id for each letter: a tokenizer gives three."""
 
 
 @EVERY_SPELLING
@@ -133,19 +130,6 @@ def test_stop_strings(talk: Make) -> None:
         made.follow(user("more"))
     else:  # that route cannot do it; plain requests must not fail for that
         assert made.ask(user("more")).prompt["source"] == "rendered"
-
-
-def test_a_proxy_before_a_proxy(pair: Pair) -> None:
-    """Each keeps the conversation, and the client is told of the nearer one's prompt, once."""
-    with run_app(Settings(upstreams=[str(pair.client.base_url)], store="memory:")) as outer:
-        wait_until(lambda: outer.get("/ready").status_code == 200)
-        messages = [user("Hi")]
-        for source in ("rendered", "extended"):
-            answer = outer.post(CHAT, json={"messages": messages})
-            for name in ("x-prompt-source", "x-prompt-reused", "x-session-id", "x-turn-id"):
-                assert len(answer.headers.get_list(name, split_commas=True)) == 1
-            assert answer.headers["x-prompt-source"] == source
-            messages += [answer.json()["choices"][0]["message"], user("more")]
 
 
 def test_what_a_router_between_proxy_and_engines_can_use(talk: Make) -> None:

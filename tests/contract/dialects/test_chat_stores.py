@@ -12,10 +12,8 @@ from proxy.history.store import Limits, StoreError
 from proxy.stores.memory import MemoryStore
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import Talk, user
-from tests.support.tiny_model import END, TinyModel
+from tests.support.tiny_model import SPLIT, TinyModel
 from tests.support.utils import Pair, run_proxy, wait_until
-
-SPLIT = (74, 71, 78, 78, 81, END)
 
 
 def test_two_proxies_with_one_store(mortal: FakeVllm, tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from tests.support.fake_vllm import FakeVllm, Reply, data_of
 from tests.support.talk import CHAT, Message, Talk, call, result, user
-from tests.support.tiny_model import END
+from tests.support.tiny_model import END, SPLIT
 
 Make = Callable[..., Talk]
-SPLIT = (74, 71, 78, 78, 81, END)
 
 
 def _turns(made: Talk, session: str, **query: str) -> list[dict[str, Any]]:

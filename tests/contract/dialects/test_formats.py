@@ -11,12 +11,10 @@ import pytest
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant, error_body
 from tests.support.message_shapes import user
 from tests.support.talk import CHAT, GENERATE, appended_after
-from tests.support.tiny_model import END, TinyModel
+from tests.support.tiny_model import SPLIT, TinyModel
 from tests.support.utils import Pair, run_proxy, wait_until
 
 COMPLETIONS = "/v1/completions"
-SPLIT = (74, 71, 78, 78, 81, END)
-"""Of "hello", an id for each letter: a tokenizer gives three."""
 _NEW = [5, 9]
 Body = dict[str, Any]
 

@@ -9,11 +9,10 @@ import pytest
 
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
 from tests.support.talk import CHAT, Message, Talk, appended_after, sent_ids, user
-from tests.support.tiny_model import END, TinyModel
+from tests.support.tiny_model import SPLIT, TinyModel
 from tests.support.utils import EVERY_SPELLING, run_proxy, send_and_keep, wait_until
 
 Make = Callable[..., Talk]
-SPLIT = (74, 71, 78, 78, 81, END)
 _TOOLS = [{"type": "function", "function": {"name": "f", "description": "d"}}]
 
 

@@ -8,11 +8,10 @@ import pytest
 
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT, GENERATE, Talk, sent_ids, user
-from tests.support.tiny_model import END, VOCAB_SIZE, TinyModel
+from tests.support.tiny_model import END, SPLIT, VOCAB_SIZE, TinyModel
 from tests.support.utils import EVERY_SPELLING
 
 Make = Callable[..., Talk]
-SPLIT = (74, 71, 78, 78, 81, END)
 _FIELD = "required_prefix_token_ids"
 _HISTORY = [user("Keep it"), {"role": "assistant", "content": "hello"}]
 
@@ -66,7 +65,6 @@ ASKING = {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": Tru
 NAMES = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 ASKED = user("What does Gym ask?")
 """A text of no other test, because tests share one store."""
-FIRST, SECOND = (74, 71, 78, 78, 81, END), (90, END)
 
 
 def _ask(client: httpx.Client, messages: list[Any], **fields: Any) -> httpx.Response:
@@ -78,7 +76,7 @@ def test_each_turn_begins_with_the_ids_on_the_last_message(client: httpx.Client,
     """The client keeps whole messages; nothing but them carries the ids."""
     messages: list[Any] = [ASKED]
     before: list[int] = []
-    for reply in (FIRST, SECOND, FIRST):
+    for reply in (SPLIT, (90, END), SPLIT):
         fake.replies.append(Reply(reply))
         response = _ask(client, messages, **ASKING)
         message = response.json()["choices"][0]["message"]
@@ -97,7 +95,7 @@ def test_each_turn_begins_with_the_ids_on_the_last_message(client: httpx.Client,
 
 def _turn(model: TinyModel, **fields: Any) -> dict[str, Any]:
     prompt = model.render([ASKED])
-    ids = {"prompt_token_ids": prompt, "generation_token_ids": list(FIRST)}
+    ids = {"prompt_token_ids": prompt, "generation_token_ids": list(SPLIT)}
     return {"role": "assistant", "content": "hello", **ids, "generation_log_probs": [-0.5] * 6, **fields}
 
 

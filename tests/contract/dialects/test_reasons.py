@@ -11,10 +11,9 @@ import pytest
 from proxy.history.vocabulary import Reason
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
 from tests.support.talk import CHAT, Answered, Message, Talk, assembled, call, result, sent_ids, user
-from tests.support.tiny_model import CHATML, END, TinyModel, make_tiny_model
+from tests.support.tiny_model import CHATML, END, SPLIT, TinyModel, make_tiny_model
 from tests.support.utils import Pair, run_proxy
 
-SPLIT = (74, 71, 78, 78, 81, END)
 _MORE = user("more")
 _IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 _ANSWER = Canned(b'{"choices": []}', headers={"content-type": "application/json"})
@@ -44,12 +43,9 @@ def other(tiny_model: TinyModel) -> Iterator[Callable[..., Talk]]:
         yield make
 
 
-def _second(
-    made: Talk, *, edit: Message | None = None, reply: Reply | None = None, **fields: Any
-) -> Answered:
+def _second(made: Talk, reply: Reply | None = None, **fields: Any) -> Answered:
     """The second turn of a conversation, requested with other fields."""
     made.ask(reply=reply or Reply(SPLIT))
-    made.messages[-1].update(edit or {})
     return made.ask(_MORE, **fields)
 
 

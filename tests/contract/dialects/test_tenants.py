@@ -10,11 +10,10 @@ import pytest
 from proxy.settings import Settings
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import Talk, user
-from tests.support.tiny_model import END, TinyModel
+from tests.support.tiny_model import SPLIT, TinyModel
 from tests.support.utils import Pair, run_app, run_proxy, wait_until
 
 _SESSIONS = "/v1/sessions"
-SPLIT = (74, 71, 78, 78, 81, END)
 
 
 @dataclass

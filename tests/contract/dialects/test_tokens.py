@@ -65,9 +65,7 @@ def test_append(client: httpx.Client, tiny_model: TinyModel, prompt: list[int], 
     ],
     ids=lambda fields: "+".join(fields),
 )
-def test_append_with_tools_and_arguments(
-    client: httpx.Client, tiny_model: TinyModel, fields: dict[str, Any]
-) -> None:
+def test_append_with_tools(client: httpx.Client, tiny_model: TinyModel, fields: dict[str, Any]) -> None:
     kwargs = fields.get("chat_template_kwargs", {})
     tools, add = fields.get("tools"), fields.get("add_generation_prompt", True)
     whole = tiny_model.render([*_HISTORY, *_NEXT], add, tools=tools, **kwargs)

@@ -54,9 +54,7 @@ def test_prompts_of_all_kinds_in_a_batch(client: httpx.Client, fake: FakeVllm, t
     assert answer["prompt_ids"][0] == client.post("/tokenize", json={"prompt": "hello"}).json()["tokens"]
 
 
-def test_rendering_with_tools_and_arguments(
-    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
-) -> None:
+def test_rendering_with_tools(client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel) -> None:
     function = {"name": "f", "description": None, "parameters": None}
     tools = [{"type": "function", "function": function}]
     kwargs = {"enable_thinking": False}

@@ -13,12 +13,10 @@ import pytest
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.message_shapes import SHAPES, Shape, user
 from tests.support.talk import sent_ids
-from tests.support.tiny_model import END, make_tiny_model
+from tests.support.tiny_model import SPLIT, make_tiny_model
 from tests.support.utils import EVERY_SPELLING, Pair, run_proxy
 
 Fields = dict[str, Any]
-_SPLIT = (74, 71, 78, 78, 81, END)
-"""Of "hello", an id for each letter: a tokenizer gives three."""
 _CACHED = {"cache_control": {"type": "ephemeral"}}
 _LOOK: Fields = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
 _SYSTEM_REFUSED = """\
@@ -45,7 +43,7 @@ class Talk:
         self, *new: Fields, reply: Reply | None = None, stream: bool = True, exact: bool = True
     ) -> list[Any]:
         """Say something; the prompt must begin with `ids`. Returns the content of the answer."""
-        script = reply or Reply(_SPLIT)
+        script = reply or Reply(SPLIT)
         self.messages += new
         self.fake.replies.append(script)
         kwargs: Fields = {"model": "tiny", "max_tokens": 900, **self.fields, "messages": self.messages}
@@ -93,7 +91,7 @@ def _calling(*identities: str, text: str | None = "Well.") -> Reply:
         for identity in identities
     ]
     message = {"content": text, "reasoning": "I look.", "tool_calls": calls}
-    return Reply(_SPLIT, message=message, finish="tool_calls")
+    return Reply(SPLIT, message=message, finish="tool_calls")
 
 
 @EVERY_SPELLING
@@ -109,7 +107,7 @@ def test_four_turns_with_thinking_and_tools(talk: Talk, stream: bool) -> None:
     content = talk.ask(results, reply=_calling(own[2], text=None), stream=stream)
     three = content[-1]["id"]
     result = user(_result(three, [{"type": "text", "text": "x"}]))
-    talk.ask(result, reply=Reply(_SPLIT, message={"reasoning": "so"}))
+    talk.ask(result, reply=Reply(SPLIT, message={"reasoning": "so"}))
     talk.ask(user("Thanks"), stream=not stream)
 
 

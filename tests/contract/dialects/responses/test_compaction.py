@@ -10,10 +10,9 @@ from proxy.history.store import StoreError
 from proxy.stores.memory_documents import MemoryDocuments
 from tests.contract.dialects.responses.dialogue import FUNCTION, engine_body, events_of, sdk
 from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.tiny_model import END
+from tests.support.tiny_model import END, SPLIT
 from tests.support.utils import run_proxy
 
-SPLIT = (74, 71, 78, 78, 81, END)
 _SUMMARY = Reply(SPLIT, message={"content": " The user said hi.\n", "reasoning": "secret"})
 _TRIGGER = {"type": "compaction_trigger"}
 

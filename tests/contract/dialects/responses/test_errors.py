@@ -8,9 +8,8 @@ import pytest
 from proxy.dialects.responses.errors import engine_error, failure
 from tests.contract.dialects.responses.dialogue import events_of, sdk
 from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, error_body
-from tests.support.tiny_model import END
+from tests.support.tiny_model import SPLIT
 
-SPLIT = (74, 71, 78, 78, 81, END)
 _TOO_LONG = f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, ..."
 
 

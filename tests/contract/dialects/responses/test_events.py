@@ -9,9 +9,8 @@ from proxy.history.echo import turn_in
 from tests.contract.dialects.responses.dialogue import FUNCTION, Event, Item, engine_body, events_of
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import call
-from tests.support.tiny_model import END
+from tests.support.tiny_model import SPLIT
 
-HELLO = (74, 71, 78, 78, 81, END)
 _CALLS = [f"chatcmpl-tool-{digit * 32}" for digit in "ab"]
 _TURN = {
     "reasoning": "so",
@@ -44,7 +43,7 @@ _REASONING = [
 
 
 def test_a_turn_of_all_kinds(client: httpx.Client, fake: FakeVllm) -> None:
-    fake.replies.append(Reply(HELLO, message=_TURN, finish="tool_calls"))
+    fake.replies.append(Reply(SPLIT, message=_TURN, finish="tool_calls"))
     events = _stream(client, tools=_TOOLS)
     calls = ["output_item.added", *_CALL, "output_item.added", *_CALL]
     assert _kinds(events) == ["created", "in_progress", *_REASONING, *_MESSAGE, *calls, "completed"]
@@ -60,7 +59,7 @@ def test_a_turn_of_all_kinds(client: httpx.Client, fake: FakeVllm) -> None:
 
 
 def test_a_custom_tool(client: httpx.Client, fake: FakeVllm) -> None:
-    reply = Reply(HELLO, message={"content": None, "tool_calls": [call("sh", '{"input": "ls é"}', "c1")]})
+    reply = Reply(SPLIT, message={"content": None, "tool_calls": [call("sh", '{"input": "ls é"}', "c1")]})
     fake.replies.extend([reply] * 2)
     tools: list[Any] = [{"type": "custom", "name": "sh"}]
     events = _stream(client, tools=tools)
@@ -75,7 +74,7 @@ def test_a_custom_tool(client: httpx.Client, fake: FakeVllm) -> None:
 @pytest.mark.parametrize("own_limit", [True, False])
 def test_a_turn_that_is_cut(client: httpx.Client, fake: FakeVllm, own_limit: bool) -> None:
     """Codex repeats a request whose stream ends with `response.incomplete`: not where it set no limit."""
-    fake.replies.append(Reply(HELLO[:3]))
+    fake.replies.append(Reply(SPLIT[:3]))
     events = _stream(client, **({"max_output_tokens": 3} if own_limit else {}))
     assert events[-1]["type"] == ("response.incomplete" if own_limit else "response.completed")
     response = events[-1]["response"]
@@ -86,7 +85,7 @@ def test_a_turn_that_is_cut(client: httpx.Client, fake: FakeVllm, own_limit: boo
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
-    fake.replies.append(Reply(HELLO))
+    fake.replies.append(Reply(SPLIT))
     fields: Item = {"input": "Hi", "include": ["message.output_text.logprobs"], "stream": stream}
     answer = client.post("/v1/responses", json=fields)
     response = events_of(answer.content)[-1]["response"] if stream else answer.json()
@@ -99,7 +98,7 @@ def test_log_probabilities(client: httpx.Client, fake: FakeVllm, stream: bool) -
 
 def test_encrypted_content_holds_no_text(client: httpx.Client, fake: FakeVllm) -> None:
     for include, expected in (([], False), (["reasoning.encrypted_content"], True)):
-        fake.replies.append(Reply(HELLO, message={"reasoning": "secret", "content": "well"}))
+        fake.replies.append(Reply(SPLIT, message={"reasoning": "secret", "content": "well"}))
         answer = client.post("/v1/responses", json={"input": "Hi", "include": include})
         encrypted = answer.json()["output"][0]["encrypted_content"]
         assert (encrypted is not None) is expected

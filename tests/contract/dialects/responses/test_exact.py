@@ -7,11 +7,8 @@ import pytest
 from tests.contract.dialects.responses.dialogue import FUNCTION, Dialogue, engine_body, result
 from tests.support.fake_vllm import Reply, as_rendered, tools_as_rendered
 from tests.support.talk import call
-from tests.support.tiny_model import END, TinyModel
+from tests.support.tiny_model import END, SPLIT, TinyModel
 from tests.support.utils import EVERY_SPELLING, Pair
-
-SPLIT = (74, 71, 78, 78, 81, END)
-"""Of "hello", an id for each letter: a tokenizer gives three."""
 
 
 def _user(text: str) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from proxy.stores.memory_documents import MemoryDocuments
 from tests.contract.dialects.responses.dialogue import FUNCTION, engine_body, result, sdk
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import call
-from tests.support.tiny_model import END
+from tests.support.tiny_model import SPLIT
 from tests.support.utils import run_proxy
 
-SPLIT = (74, 71, 78, 78, 81, END)
 _CALLING = Reply(
     SPLIT, message={"content": "I look", "reasoning": "so", "tool_calls": [call("f", "{}", "c1")]}
 )

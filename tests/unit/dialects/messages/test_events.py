@@ -68,9 +68,7 @@ def test_blocks(case: tuple[list[Chat], list[str]], early: bool) -> None:
         (None, None, "", ("end_turn", None)),
     ],
 )
-def test_stop_reasons(
-    finish: str | None, stop: Any, tool: str, expected: tuple[str | None, str | None]
-) -> None:
+def test_stop_reasons(finish: str | None, stop: Any, tool: str, expected: tuple[Any, Any]) -> None:
     calls = {"tool_calls": [call(0, "c1", "look", tool)]} if tool else {"content": "a"}
     delta = events(chunk(**calls), chunk(finish, stop))[-2]["delta"]
     assert (delta["stop_reason"], delta["stop_sequence"]) == expected

@@ -13,9 +13,7 @@ from proxy.errors import EngineBroken
 _BASE = "a" * 32
 
 
-def _call(
-    index: int, call: str | None = None, name: str | None = None, arguments: str | None = None
-) -> MessagePart:
+def _call(index: int, call: Any = None, name: Any = None, arguments: Any = None) -> MessagePart:
     return MessagePart(tool_calls=[CallPart(index, call, FunctionPart(name, arguments))])
 
 
