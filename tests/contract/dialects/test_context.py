@@ -50,25 +50,20 @@ def rendering(tiny_model: TinyModel) -> Any:
         yield Pair(engine, client)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_an_outgrown_conversation_is_rendered(rendering: Pair, tiny_model: TinyModel, stream: bool) -> None:
+_OVER: list[tuple[int, Any]] = [(1500, {}), (1500, {"stream": True}), (1, {"max_completion_tokens": 2000})]
+
+
+@pytest.mark.parametrize("length, fields", _OVER)
+def test_an_outgrown_conversation_is_rendered(
+    rendering: Pair, tiny_model: TinyModel, length: int, fields: Any
+) -> None:
+    """The completion must fit too."""
     made = Talk(rendering, tiny_model)
     first = made.ask(reply=_THOUGHT)
-    answered = made.ask(user("a" * 1500), stream=stream)
+    answered = made.ask(user("a" * length), **fields)
     assert (answered.sent, answered.reason) == (None, "context_overflow")
     # an honest branch: the same session, and its next turn continues the rendering
     assert answered.session == first.session
     made.follow(user("more"))
     session = rendering.client.get(f"/v1/sessions/{first.session}").json()
     assert [turn["parent"] for turn in session["turns"]][:2] == [None, None]
-
-
-def test_the_completion_must_fit_too(rendering: Pair, tiny_model: TinyModel) -> None:
-    made = Talk(rendering, tiny_model)
-    made.ask(reply=_THOUGHT)
-    assert made.ask(user("a"), max_tokens=1000).reason == ""
-    for name in ("max_tokens", "max_completion_tokens"):
-        made = Talk(rendering, tiny_model)
-        made.ask(reply=_THOUGHT)
-        fields: dict[str, Any] = {name: 2000}
-        assert made.ask(user("a"), **fields).reason == "context_overflow"

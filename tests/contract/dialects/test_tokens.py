@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -6,7 +5,7 @@ import pytest
 
 from tests.support.fake_vllm import FakeVllm, data_of
 from tests.support.tiny_model import END, HI, VOCAB_SIZE, TinyModel
-from tests.support.utils import EVERY_SPELLING, run_proxy
+from tests.support.utils import EVERY_SPELLING
 
 _TOKENS = "/v1/chat/completions/tokens"
 _PROMPT = [1, 74, 75]
@@ -143,12 +142,3 @@ def test_first_turn_is_sent_unchanged(client: httpx.Client, fake: FakeVllm) -> N
     client.post(_TOKENS, json={"messages": messages, "temperature": 0})
     requested = {"return_token_ids": True, "logprobs": True}
     assert fake.last().json == {"messages": messages, "temperature": 0, **requested}
-
-
-def test_an_engine_with_another_template(mortal: FakeVllm, tmp_path: Path) -> None:
-    template = tmp_path / "other.jinja"
-    template.write_text("{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}")
-    with run_proxy([mortal], chat_template=template) as client:
-        refused = client.post(_TOKENS, json={"tokens": _PROMPT, "append_messages": _NEXT})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (501, "tokenizer_mismatch")
-        assert client.post(_TOKENS, json={"tokens": _PROMPT}).status_code == 200
