@@ -303,7 +303,7 @@ def test_a_model_that_is_not_served(pair: Pair, caller: Caller) -> None:
 @pytest.fixture(scope="module")
 def keyed(tiny_model: TinyModel) -> Iterator[Pair]:
     """A proxy that knows two keys."""
-    settings = {"store": "memory:", "api_key": ["one", "two"]}
+    settings: Any = {"store": "memory:", "api_key": ["one", "two"]}
     with FakeVllm(tiny_model, Variant.SCALE_OUT) as engine, run_proxy([engine], **settings) as client:
         yield Pair(engine, client)
 
@@ -357,7 +357,7 @@ def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
 
 @pytest.mark.parametrize("name", ["tokens", "completions", "generate"])
 def test_recording_of_ids_can_be_turned_off(tiny_model: TinyModel, name: str) -> None:
-    settings = {"store": "memory:", "record_token_route": False}
+    settings: Any = {"store": "memory:", "record_token_route": False}
     with FakeVllm(tiny_model, Variant.SCALE_OUT) as engine, run_proxy([engine], **settings) as client:
         caller = _caller(client, _FORMATS[name])
         answer = caller.post(caller.form.more(caller.first, [1, 74]))

@@ -36,7 +36,7 @@ def tenants(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[T
     """Keys that the proxy checks, or that only the engine does."""
     keys = ("one", "two")
     if request.param == "the proxy":
-        settings = {"store": "memory:", "api_key": list(keys)}
+        settings: Any = {"store": "memory:", "api_key": list(keys)}
         with FakeVllm(tiny_model) as engine, run_proxy([engine], **settings) as client:
             yield Tenants(Pair(engine, client), tiny_model)
         return

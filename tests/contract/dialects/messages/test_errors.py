@@ -40,7 +40,7 @@ def keyed(
     """A proxy with keys and a small limit for bodies, and a key that may only read."""
     file = Path(tmp_path_factory.mktemp("keys")) / "keys.yaml"
     key = add_key(file, "reader", ["read"], "all")
-    settings = {"api_key": ["k"], "admin_key": ["a"], "api_key_file": file, "body_limit_bytes": 500}
+    settings: Any = {"api_key": ["k"], "admin_key": ["a"], "api_key_file": file, "body_limit_bytes": 500}
     with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:", **settings) as client:
         yield client, key
 
