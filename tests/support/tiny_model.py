@@ -13,6 +13,8 @@ END = 2
 """Id of <|im_end|>, which closes every turn."""
 HI = (74, 75)
 """Ids of the letters of "hi"."""
+SPLIT = (74, 71, 78, 78, 81, END)
+"""Of "hello", an id for each letter: a tokenizer gives three."""
 VOCAB_SIZE = 320
 """What config.json says: more than the tokenizer has, as where an embedding is padded."""
 

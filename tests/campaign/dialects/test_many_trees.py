@@ -29,11 +29,10 @@ def _spelled(message: Message, how: list[str]) -> Message:
     """One of the messages that a client may make of one."""
     made = dict(message)
     for each in how:
-        content = made.get("content")
-        if each == "strip" and isinstance(content, str):
-            made["content"] = content.strip()
-        elif each == "parts" and isinstance(content, str):
-            made["content"] = [{"type": "text", "text": content}]
+        if each == "strip" and isinstance(made["content"], str):
+            made["content"] = made["content"].strip()
+        elif each == "parts" and isinstance(made["content"], str):
+            made["content"] = [{"type": "text", "text": made["content"]}]
         elif each == "quiet":
             made = {name: value for name, value in made.items() if not name.startswith("reasoning")}
         elif each == "other" and "reasoning" in made:

@@ -1,7 +1,6 @@
 """The chat fields of a request equal those that vLLM's own route makes of it, where vLLM is installed."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +10,9 @@ import pytest
 from proxy.dialects.messages.conversation import chat_messages
 from proxy.dialects.messages.options import chat_options
 from proxy.dialects.messages.request import read_turn
-from proxy.errors import BadRequest
 from tests.support.message_shapes import SHAPES, assistant, user
 from tests.support.templates.families import template_files
-from tests.support.tiny_templates import LOCAL
 from tests.unit.dialects.messages.test_conversation import CASES as CONVERSATIONS
-from tests.unit.dialects.messages.test_options import _WRONG as WRONG
 from tokenization import InvalidMessages
 from tokenization.check import load_for_check
 from tokenization.system_messages import takes_later_system
@@ -50,27 +46,11 @@ _BODIES: dict[str, dict[str, Any]] = {
         "vllm_xargs": {"a": 1},
     },
 }
-_READ = (
-    *(
-        "messages",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "stop",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stream",
-    ),
-    *(
-        "stream_options",
-        "thinking_token_budget",
-        "reasoning_effort",
-        "response_format",
-        "chat_template_kwargs",
-    ),
-    *("cache_salt", "vllm_xargs", "model", "max_tokens"),
-)
+_READ = [
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "stop", "temperature", "top_p", "top_k"),
+    *("stream", "stream_options", "thinking_token_budget", "reasoning_effort", "response_format", "model"),
+    *("chat_template_kwargs", "cache_salt", "vllm_xargs", "max_tokens"),
+]
 
 
 def _by_vllm(body: dict[str, Any], merges_system: bool, effort: str) -> dict[str, Any]:
@@ -127,13 +107,6 @@ def test_chat_fields(body: dict[str, Any], merges_system: bool) -> None:
         assert _by_us(whole, merges_system, effort) == _by_vllm(whole, merges_system, effort)
 
 
-@pytest.mark.parametrize("param, fields", WRONG, ids=[f"{i}-{param}" for i, (param, _) in enumerate(WRONG)])
-def test_what_vllm_refuses_is_refused(param: str, fields: dict[str, Any]) -> None:
-    body = {"model": "m", "max_tokens": 4000, "messages": _HI, **fields}
-    with pytest.raises(BadRequest):
-        chat_options(read_turn(json.dumps(body).encode()), "none")
-
-
 @pytest.mark.parametrize("path", _TEMPLATES.values(), ids=_TEMPLATES)
 def test_templates_that_take_later_system_messages(path: Any) -> None:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -161,8 +134,3 @@ async def test_the_effort_that_disables_thinking(path: Any) -> None:
     serving: Any = SimpleNamespace(_render_probe_prompt=probe)
     expected = await AnthropicServingMessages._probe_disabled_thinking_effort(serving)
     assert tokenizer.effort_without_thinking == expected
-
-
-def test_a_template_without_an_effort(tmp_path: Path) -> None:
-    (tmp_path / "local.jinja").write_text(LOCAL)
-    assert load_for_check(str(tmp_path / "local.jinja")).effort_without_thinking == "low"

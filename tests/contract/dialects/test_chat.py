@@ -1,30 +1,18 @@
 """Plain OpenAI conversations stay exact, however clients spell them; a turn that does not is reported."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
-from proxy.settings import Settings
-from tests.support.fake_vllm import Reply, Variant
-from tests.support.talk import Message, Talk, call, result, user
-from tests.support.tiny_model import END
-from tests.support.utils import EVERY_SPELLING, Pair, run_app, wait_until
+from tests.support.fake_vllm import Canned, Reply, Variant, error_body
+from tests.support.talk import CHAT, Message, Talk, call, result, user
+from tests.support.tiny_model import END, SPLIT
+from tests.support.utils import EVERY_SPELLING, wait_until
 
 Make = Callable[..., Talk]
-SPLIT = (74, 71, 78, 78, 81, END)
-"""Of "hello", an id for each letter: a tokenizer gives three."""
-
-
-@EVERY_SPELLING
-@pytest.mark.parametrize("streams", ["....", ".s.s"])
-def test_turns_continue_the_ids_of_the_previous_turn(talk: Make, streams: str) -> None:
-    made = talk()
-    first = made.ask(reply=Reply(SPLIT), stream=streams[0] == "s")
-    assert first.prompt == {"source": "rendered", "reused": "0", "reason": "first_turn"}
-    for index, how in enumerate(streams):
-        answered = made.follow(user(f"more {index}"), reply=Reply(SPLIT), stream=how == "s")
-        assert answered.reason == ""
 
 
 @EVERY_SPELLING
@@ -56,9 +44,7 @@ _SPELLINGS: dict[str, Message] = {
     "stripped": {"content": "hi"},
     "as parts": {"content": [{"type": "text", "text": " hi\n"}]},
     "reasoning dropped": {"reasoning": None},
-    "reasoning empty": {"reasoning": ""},
     "reasoning under its other name": {"reasoning": None, "reasoning_content": "so, so"},
-    "reasoning under both names": {"reasoning_content": "so, so"},
     "arguments in another order": _arguments('{"b":[true,null,"\\u00e9"],"a":1}'),
     "arguments as an object": _arguments({"b": [True, None, "é"], "a": 1}),
     "calls without a type": {"tool_calls": [{"id": "call-1", "function": _CALL["function"]}]},
@@ -94,8 +80,7 @@ _EDITS: dict[str, Message] = {
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("edit", _EDITS.values(), ids=_EDITS)
 def test_ids_before_an_edited_turn_are_kept(talk: Make, edit: Message, depth: int) -> None:
-    made = talk()
-    ids: list[list[int]] = []
+    made, ids = talk(), list[list[int]]()
     for index in range(3):
         reply = Reply((80 + index, *SPLIT), message=_WRITTEN if index == depth else {})
         (made.follow if index else made.ask)(*([user("more")] if index else []), reply=reply)
@@ -114,35 +99,12 @@ def test_ids_before_an_edited_turn_are_kept(talk: Make, edit: Message, depth: in
     made.follow(user("Go on"))
 
 
-@pytest.mark.parametrize("at", [0, 1, 3])
-def test_edited_message_ends_the_reuse_of_ids(talk: Make, at: int) -> None:
-    """System prompt, question, tool result."""
-    made = talk()
-    made.messages = [{"role": "system", "content": "Be kind"}, *made.messages]
-    one = call()
-    made.ask(reply=Reply(SPLIT, message={"tool_calls": [one]}))
-    before = made.ids
-    made.follow(result(one, "1"), reply=Reply(SPLIT))
-    made.messages[at] = {**made.messages[at], "content": "edited"}
-    if at == 3:
-        new, made.messages = made.messages[3:], made.messages[:3]
-        answered = made.follow(*new, user("And?"), expected=before)
-    else:
-        answered = made.ask(user("And?"))
-        assert answered.sent is None
-    assert answered.reason == "history_edited"
-    made.follow(user("Go on"))
-
-
 def test_messages_that_the_engine_merges_into_the_first_are_rendered(talk: Make) -> None:
     """Its template does not know the role `developer`, so such a message changes the start of the prompt."""
     made, kind = talk(), {"role": "system", "content": "Be kind"}
     made.ask(reply=Reply(SPLIT))
     made.follow(kind, user("more"))
     answered = made.ask({"role": "developer", "content": "Be brief"}, user("And?"))
-    assert (answered.sent, answered.reason) == (None, "template_unsupported")
-    made.follow(user("Go on"))
-    answered = made.ask(kind, user("And?"))
     assert (answered.sent, answered.reason) == (None, "template_unsupported")
     made.follow(user("Go on"))
 
@@ -170,19 +132,6 @@ def test_stop_strings(talk: Make) -> None:
         assert made.ask(user("more")).prompt["source"] == "rendered"
 
 
-def test_a_proxy_before_a_proxy(pair: Pair) -> None:
-    """Each keeps the conversation, and the client is told of the nearer one's prompt, once."""
-    with run_app(Settings(upstreams=[str(pair.client.base_url)], store="memory:")) as outer:
-        wait_until(lambda: outer.get("/ready").status_code == 200)
-        messages = [user("Hi")]
-        for source in ("rendered", "extended"):
-            answer = outer.post("/v1/chat/completions", json={"messages": messages})
-            for name in ("x-prompt-source", "x-prompt-reused", "x-session-id", "x-turn-id"):
-                assert len(answer.headers.get_list(name, split_commas=True)) == 1
-            assert answer.headers["x-prompt-source"] == source
-            messages += [answer.json()["choices"][0]["message"], user("more")]
-
-
 def test_what_a_router_between_proxy_and_engines_can_use(talk: Make) -> None:
     """docs/kubernetes.md: the whole history next to the exact ids, one session, and the picker's headers."""
     made = talk()
@@ -197,3 +146,36 @@ def test_what_a_router_between_proxy_and_engines_can_use(talk: Make) -> None:
     assert {name: seen.header(name) for name in made.headers} == {
         name: value.encode() for name, value in made.headers.items()
     }
+
+
+def _sent_again(made: Talk, count: int, **more: Any) -> httpx.Response:
+    """The first request in a session of the conversation's own, as the SDK counts its retries."""
+    session = made.messages[0]["content"].replace(" ", "-")
+    headers = {"x-session-id": session, "x-stainless-retry-count": str(count), **more.pop("headers", {})}
+    return made.pair.client.post(CHAT, json={"messages": made.messages, **more}, headers=headers)
+
+
+def test_a_retry_is_known_by_its_count_and_runs_anew_if_the_first_request_failed(talk: Make) -> None:
+    made = talk()
+    made.pair.fake.replies.append(Reply(error=Canned(error_body("busy", "Error", None, 429), 429)))
+    failed, second, third = (_sent_again(made, count) for count in range(3))
+    assert (failed.status_code, second.status_code) == (429, 200)
+    assert "x-request-replayed" not in second.headers
+    assert (third.content, third.headers["x-request-replayed"]) == (second.content, "true")
+    session = made.pair.client.get(f"/v1/sessions/{second.headers['x-session-id']}").json()
+    assert [turn["id"] for turn in session["turns"]] == [second.headers["x-turn-id"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_repeated_key_waits_for_the_first_response(talk: Make, stream: bool) -> None:
+    made = talk()
+    fields = {"stream": stream, "headers": {"idempotency-key": made.messages[0]["content"]}}
+    made.pair.fake.replies.append(Reply((91, 92, END), hold_at=0))
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(_sent_again, made, 0, **fields)
+        wait_until(lambda: made.pair.fake.running)
+        others = [pool.submit(_sent_again, made, 0, **fields) for _ in range(3)]
+        made.pair.client.get("/v1/sessions")  # what was sent before this has arrived
+        made.pair.fake.release()
+        assert {other.result().content for other in others} == {first.result().content}
+    assert len([seen for seen in made.pair.fake.seen(CHAT) if seen.json.get("max_tokens") != 1]) == 1

@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from tests.contract.dialects.test_completions import every_way, fresh, in_session, samples, turns
-from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, Variant, data_of
-from tests.support.tiny_model import END, HI, VOCAB_SIZE
+from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant, data_of
+from tests.support.tiny_model import END, HI
 
 ROUTE = "/inference/v1/generate"
 Body = dict[str, Any]
@@ -22,9 +22,7 @@ def _asked(**sampling: Any) -> Body:
 
 
 @every_way
-def test_ids_are_recorded_with_their_weights_and_masks(
-    client: httpx.Client, fake: FakeVllm, stream: bool
-) -> None:
+def test_ids_are_recorded_with_weights_and_masks(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
     headers, body = in_session(), {**_asked(routed_experts_prompt_start=4), "stream": stream}
     fake.replies.append(Reply(mask=_MASK, routed_experts="k05VTVBZ"))
     answer = client.post(ROUTE, json=body, headers=headers)
@@ -65,9 +63,7 @@ def test_unknown_fields_are_passed_on(client: httpx.Client, fake: FakeVllm) -> N
 
 
 @pytest.mark.parametrize("field", ["features", "content_parts"])
-def test_turns_with_media_are_recorded_and_not_trained(
-    client: httpx.Client, fake: FakeVllm, field: str
-) -> None:
+def test_turns_with_media_are_recorded_only(client: httpx.Client, fake: FakeVllm, field: str) -> None:
     headers, body = in_session(), _asked()
     if field == "content_parts":  # the engine puts the ids of the image into the prompt
         fake.replies.append(Reply(echo=(*body["token_ids"], 5, 5, 5)))
@@ -81,39 +77,16 @@ def test_turns_with_media_are_recorded_and_not_trained(
 
 
 @pytest.mark.parametrize(
-    "fields, param",
-    [
-        ({"token_ids": None}, "token_ids"),
-        ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [[1]]}, "token_ids"),
-        ({"token_ids": [5] * (MAX_MODEL_LEN + 1)}, "token_ids"),
-        ({"token_ids": [VOCAB_SIZE]}, "token_ids"),
-        ({"sampling_params": 5}, "sampling_params"),
-        ({"sampling_params": [1]}, "sampling_params"),
-    ],
-    ids=str,
+    "param, value",
+    [("token_ids", None), ("token_ids", [[1]]), ("token_ids", [5] * 9999), ("sampling_params", 5)],
 )
-def test_bad_requests(client: httpx.Client, fields: Body, param: str) -> None:
-    answer = client.post(ROUTE, json={**_asked(), **fields})
+def test_bad_requests(client: httpx.Client, param: str, value: Any) -> None:
+    answer = client.post(ROUTE, json={**_asked(), param: value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-@pytest.mark.parametrize("status", [403, 404])
-def test_an_engine_without_the_route_answers_itself(
-    client: httpx.Client, fake: FakeVllm, status: int
-) -> None:
-    kind = {"content-type": "application/json"}
-    fake.canned[ROUTE] = Canned(b'{"detail": "not here"}', status, kind)
+def test_an_engine_without_the_route_answers_itself(client: httpx.Client, fake: FakeVllm) -> None:
+    fake.canned[ROUTE] = Canned(b'{"detail": "not here"}', 404, {"content-type": "application/json"})
     answer = client.post(ROUTE, json=_asked())
-    assert (answer.status_code, answer.json()) == (status, {"detail": "not here"})
+    assert (answer.status_code, answer.json()) == (404, {"detail": "not here"})
     assert "x-turn-id" not in answer.headers
-
-
-@every_way
-def test_an_odd_mask_is_left_out(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
-    headers = in_session()
-    fake.replies.append(Reply(mask=(*_MASK[:2], (2**31,))))
-    client.post(ROUTE, json={**_asked(), "stream": stream}, headers=headers)
-    [sample] = samples(client, headers["x-session-id"])
-    assert sample["completion_ids"] == _SAMPLED
-    assert sample["turns"][0]["sampling_mask"] is None

@@ -8,11 +8,10 @@ import pytest
 
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT, GENERATE, Talk, sent_ids, user
-from tests.support.tiny_model import END, VOCAB_SIZE, TinyModel
+from tests.support.tiny_model import END, SPLIT, VOCAB_SIZE, TinyModel
 from tests.support.utils import EVERY_SPELLING
 
 Make = Callable[..., Talk]
-SPLIT = (74, 71, 78, 78, 81, END)
 _FIELD = "required_prefix_token_ids"
 _HISTORY = [user("Keep it"), {"role": "assistant", "content": "hello"}]
 
@@ -38,34 +37,19 @@ def test_the_prefix_is_kept(
     assert answer.status_code == 200, answer.text
     sent = sent_ids(fake)
     assert sent == _expected(tiny_model, prefix, messages)
-    headers = {name[9:]: value for name, value in answer.headers.items() if name.startswith("x-prompt-")}
-    appended = str(len(sent) - len(prefix))
-    assert headers == {
-        "source": "given",
-        "reused": str(len(prefix)),
-        "appended": appended,
-        "reason": "prefix_given",
-    }
+    for name, value in (("source", "given"), ("reused", str(len(prefix))), ("reason", "prefix_given")):
+        assert answer.headers[f"x-prompt-{name}"] == value
     generated = [seen for seen in fake.requests if seen.path in (CHAT, GENERATE)]
     assert not any(_FIELD.encode() in seen.body for seen in generated)
 
 
-@pytest.mark.parametrize("prefix", [[], "1", [True], [VOCAB_SIZE]], ids=str)
-def test_prefixes_that_are_none(client: httpx.Client, prefix: Any) -> None:
-    answer = client.post(CHAT, json={"messages": [*_HISTORY, user("more")], _FIELD: prefix})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, _FIELD)
-
-
-@pytest.mark.parametrize("messages", [None, [], [user("Hi")], "Hi"])
-def test_histories_that_end_no_turn(client: httpx.Client, messages: Any) -> None:
-    answer = client.post(CHAT, json={"messages": messages, _FIELD: [5]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-
-
-def test_null_is_no_prefix(talk: Make) -> None:
-    made = talk()
-    made.ask(reply=Reply(SPLIT))
-    made.follow(user("more"), required_prefix_token_ids=None)
+@pytest.mark.parametrize(
+    ("messages", "prefix", "param"),
+    [([user("Hi")], [5], "messages"), ("Hi", [5], "messages"), (_HISTORY, [VOCAB_SIZE], _FIELD)],
+)
+def test_bad_requests(client: httpx.Client, messages: Any, prefix: list[int], param: str) -> None:
+    answer = client.post(CHAT, json={"messages": messages, _FIELD: prefix})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_its_turn_is_recorded_and_continued(talk: Make) -> None:
@@ -81,17 +65,10 @@ ASKING = {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": Tru
 NAMES = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 ASKED = user("What does Gym ask?")
 """A text of no other test, because tests share one store."""
-FIRST, SECOND = (74, 71, 78, 78, 81, END), (90, END)
 
 
 def _ask(client: httpx.Client, messages: list[Any], **fields: Any) -> httpx.Response:
     return client.post(CHAT, json={"messages": messages, **fields})
-
-
-def _message(response: httpx.Response) -> dict[str, Any]:
-    assert response.status_code == 200, response.text
-    message: dict[str, Any] = response.json()["choices"][0]["message"]
-    return message
 
 
 @EVERY_SPELLING
@@ -99,10 +76,10 @@ def test_each_turn_begins_with_the_ids_on_the_last_message(client: httpx.Client,
     """The client keeps whole messages; nothing but them carries the ids."""
     messages: list[Any] = [ASKED]
     before: list[int] = []
-    for reply in (FIRST, SECOND, FIRST):
+    for reply in (SPLIT, (90, END), SPLIT):
         fake.replies.append(Reply(reply))
         response = _ask(client, messages, **ASKING)
-        message = _message(response)
+        message = response.json()["choices"][0]["message"]
         assert message["prompt_token_ids"][: len(before)] == before
         assert message["generation_token_ids"] == list(reply)
         assert len(message["generation_log_probs"]) == len(reply)
@@ -118,54 +95,19 @@ def test_each_turn_begins_with_the_ids_on_the_last_message(client: httpx.Client,
 
 def _turn(model: TinyModel, **fields: Any) -> dict[str, Any]:
     prompt = model.render([ASKED])
-    ids = {"prompt_token_ids": prompt, "generation_token_ids": list(FIRST)}
+    ids = {"prompt_token_ids": prompt, "generation_token_ids": list(SPLIT)}
     return {"role": "assistant", "content": "hello", **ids, "generation_log_probs": [-0.5] * 6, **fields}
 
 
-def test_the_field_of_the_request_decides(
-    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel
-) -> None:
-    prefix = [*tiny_model.render([ASKED]), *SECOND]
-    body = [ASKED, _turn(tiny_model), user("more")]
-    assert _ask(client, body, required_prefix_token_ids=prefix).status_code == 200
-    assert (sent_ids(fake) or [])[: len(prefix)] == prefix
-
-
-@pytest.mark.parametrize("nothing", [dict.fromkeys(NAMES), {"role": "user"}])
-def test_null_and_other_roles_are_no_prefix(
-    client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel, nothing: dict[str, Any]
-) -> None:
-    response = _ask(client, [ASKED, _turn(tiny_model, **nothing), user("more")])
-    assert response.status_code == 200, response.text
-    assert response.headers.get("x-prompt-reason") != "prefix_given"
-
-
-_WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no prompt": ({"prompt_token_ids": None}, "prompt_token_ids"),
-    "fractions": ({"generation_token_ids": [1.5]}, "generation_token_ids"),
-    "no completion": ({"generation_token_ids": None}, "generation_token_ids"),
-    "text as log-probabilities": ({"generation_log_probs": ["-1"]}, "generation_log_probs"),
-    "out of vocabulary": ({"prompt_token_ids": [10**9]}, "prompt_token_ids"),
-}
-
-
-@pytest.mark.parametrize(("wrong", "name"), _WRONG.values(), ids=_WRONG)
-def test_wrong_ids_name_the_message_and_the_field(
-    client: httpx.Client, tiny_model: TinyModel, wrong: dict[str, Any], name: str
-) -> None:
-    messages = [ASKED, _turn(tiny_model, **wrong), user("more")]
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("prompt_token_ids", None), ("generation_token_ids", [1.5]), ("generation_log_probs", ["-1"])],
+)
+def test_wrong_ids_of_a_message(client: httpx.Client, tiny_model: TinyModel, name: str, value: Any) -> None:
+    messages = [ASKED, _turn(tiny_model, **{name: value}), user("more")]
     response = client.post(CHAT, json={"messages": messages})
     assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["param"] == f"messages[1].{name}"
-    assert f"messages[1].{name}" in error["message"] or "vocabulary" in error["message"]
-
-
-def test_an_empty_completion_is_a_turn(client: httpx.Client, fake: FakeVllm, tiny_model: TinyModel) -> None:
-    turn = _turn(tiny_model, generation_token_ids=[], generation_log_probs=[])
-    assert _ask(client, [ASKED, turn, user("more")]).status_code == 200
-    prompt = turn["prompt_token_ids"]
-    assert (sent_ids(fake) or [])[: len(prompt) + 1] == [*prompt, END]
+    assert response.json()["error"]["param"] == f"messages[1].{name}"
 
 
 def test_an_edited_history_is_refused(client: httpx.Client, tiny_model: TinyModel) -> None:
@@ -176,33 +118,5 @@ def test_an_edited_history_is_refused(client: httpx.Client, tiny_model: TinyMode
 def test_images_next_to_ids_are_refused(client: httpx.Client, tiny_model: TinyModel) -> None:
     """With media an engine ignores the ids and renders."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-    more = {"role": "user", "content": [image]}
-    response = _ask(client, [ASKED, _turn(tiny_model), more])
+    response = _ask(client, [ASKED, _turn(tiny_model), {"role": "user", "content": [image]}])
     assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
-
-
-def test_tokenize_reads_them_too(client: httpx.Client, tiny_model: TinyModel) -> None:
-    turn = _turn(tiny_model, routed_experts="nrlre1:uint8:1x1x1:AA==")
-    prefix = [*turn["prompt_token_ids"], *FIRST]
-    tokens = client.post("/tokenize", json={"messages": [ASKED, turn, user("more")]}).json()["tokens"]
-    assert tokens[: len(prefix)] == prefix
-    assert len(tokens) > len(prefix)
-
-
-_NOT_ASKING: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "no log-probabilities": {**ASKING, "logprobs": False},
-    "hidden reasoning": {**ASKING, "include_reasoning": False},
-}
-
-
-@pytest.mark.parametrize("fields", _NOT_ASKING.values(), ids=_NOT_ASKING)
-def test_other_requests_get_the_usual_message(client: httpx.Client, fields: dict[str, Any]) -> None:
-    message = _message(_ask(client, [ASKED], **fields))
-    assert not message.keys() & set(NAMES)
-
-
-def test_incomplete_evidence_stays_off_the_message(client: httpx.Client, fake: FakeVllm) -> None:
-    fake.replies.append(Reply(FIRST, logprobs_short=1))
-    message = _message(_ask(client, [ASKED], **ASKING))
-    assert not message.keys() & set(NAMES)

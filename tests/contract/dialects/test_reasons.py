@@ -11,10 +11,9 @@ import pytest
 from proxy.history.vocabulary import Reason
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
 from tests.support.talk import CHAT, Answered, Message, Talk, assembled, call, result, sent_ids, user
-from tests.support.tiny_model import CHATML, END, TinyModel, make_tiny_model
+from tests.support.tiny_model import CHATML, END, SPLIT, TinyModel, make_tiny_model
 from tests.support.utils import Pair, run_proxy
 
-SPLIT = (74, 71, 78, 78, 81, END)
 _MORE = user("more")
 _IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 _ANSWER = Canned(b'{"choices": []}', headers={"content-type": "application/json"})
@@ -44,12 +43,9 @@ def other(tiny_model: TinyModel) -> Iterator[Callable[..., Talk]]:
         yield make
 
 
-def _second(
-    made: Talk, *, edit: Message | None = None, reply: Reply | None = None, **fields: Any
-) -> Answered:
+def _second(made: Talk, reply: Reply | None = None, **fields: Any) -> Answered:
     """The second turn of a conversation, requested with other fields."""
     made.ask(reply=reply or Reply(SPLIT))
-    made.messages[-1].update(edit or {})
     return made.ask(_MORE, **fields)
 
 
@@ -73,10 +69,10 @@ def _edited(talk: Callable[..., Talk]) -> Answered:
     return made.ask(_MORE)
 
 
-def _refused(talk: Callable[..., Talk]) -> Answered:
+def _appended(talk: Callable[..., Talk], new: Message) -> Answered:
     made = talk()
-    made.ask()
-    return _canned(made, {"messages": [*made.messages, {"role": "nobody", "content": "a"}]})
+    made.ask(reply=Reply(SPLIT))
+    return _canned(made, {"messages": [*made.messages, new]})
 
 
 _OF_ONE_PROXY: dict[str, Callable[[Callable[..., Talk]], Answered]] = {
@@ -90,7 +86,9 @@ _OF_ONE_PROXY: dict[str, Callable[[Callable[..., Talk]], Answered]] = {
     "custom_template": lambda talk: _second(talk(), chat_template=CHATML),
     "special_request": lambda talk: _second(talk(), echo=True),
     "ids_given": lambda talk: _second(talk(), kv_transfer_params={"prompt_token_ids": [5, 6]}),
-    "template_refused": _refused,
+    "template_refused": lambda talk: _appended(talk, {"role": "nobody", "content": "a"}),
+    "media": lambda talk: _appended(talk, _IMAGE),
+    "ends_with_assistant": lambda talk: _appended(talk, {"role": "assistant", "content": "I"}),
     "unreadable": lambda talk: _canned(talk(), {"messages": "Hi"}),
 }
 
@@ -110,34 +108,19 @@ def test_reasons(talk: Callable[..., Talk], client: httpx.Client, reason: str) -
     assert _counted(client, source, reason) == before[source] + 1
 
 
-def test_media(talk: Callable[..., Talk]) -> None:
-    made = talk()
-    made.ask(reply=Reply(SPLIT))
-    assert _canned(made, {"messages": [*made.messages, _IMAGE]}).reason == "media"
-
-
-def test_ends_with_assistant(talk: Callable[..., Talk]) -> None:
-    made = talk()
-    made.ask(reply=Reply(SPLIT))
-    answered = made.ask({"role": "assistant", "content": "I"})
-    assert (answered.sent, answered.reason) == (None, "ends_with_assistant")
-
-
 def test_no_tokenizer(other: Callable[..., Talk], tmp_path: Path) -> None:
     assert _second(other(tokenizer=str(tmp_path))).reason == "no_tokenizer"
 
 
 def test_tokenizer_unchecked(other: Callable[..., Talk]) -> None:
-    def without_tokenize(engine: FakeVllm) -> None:
-        engine.canned["/tokenize"] = Canned(b'{"error": "no"}', 404)
-
-    assert _second(other(without_tokenize)).reason == "tokenizer_unchecked"
+    canned = {"/tokenize": Canned(b'{"error": "no"}', 404)}
+    made = other(lambda engine: engine.canned.update(canned))
+    assert _second(made).reason == "tokenizer_unchecked"
 
 
 def test_template_unsupported(other: Callable[..., Talk], tmp_path: Path) -> None:
-    model = make_tiny_model(
-        tmp_path, "{% for m in messages %}{{ m.content if m.role == 'user' else '-' }}{% endfor %}"
-    )
+    template = "{% for m in messages %}{{ m.content if m.role == 'user' else '-' }}{% endfor %}"
+    model = make_tiny_model(tmp_path, template)
     assert _second(other(model=model)).reason == "template_unsupported"
 
 
@@ -162,18 +145,14 @@ def test_call_repaired(talk: Callable[..., Talk]) -> None:
     assert made.follow(user("more")).reason == ""
 
 
-@pytest.mark.parametrize("stated", ["sampled", "sent"])
-def test_a_default_of_the_tool_in_a_call_is_no_edit(talk: Callable[..., Talk], stated: str) -> None:
+def test_a_default_of_the_tool_in_a_call_is_no_edit(talk: Callable[..., Talk]) -> None:
     """Claude Code sends calls with the defaults that the schema declares; the sampled ids are kept."""
     schema = {"properties": {"city": {}, "metric": {"type": "boolean", "default": True}}}
     made = talk(fields={"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]})
-    texts = ['{"city": "Paris"}', '{"metric": true, "city": "Paris"}']
-    sampled, sent = texts if stated == "sent" else texts[::-1]
-    whole = call(arguments=sampled)
+    whole = call(arguments='{"city": "Paris"}')
     made.ask(reply=Reply(SPLIT, message={"content": None, "tool_calls": [whole]}))
-    made.messages[-1]["tool_calls"][0]["function"]["arguments"] = sent
+    made.messages[-1]["tool_calls"][0]["function"]["arguments"] = '{"metric": true, "city": "Paris"}'
     assert made.follow(result(whole, "17")).reason == ""
-    assert made.follow(user("more")).reason == ""
 
 
 @pytest.mark.parametrize("names", [(), ("tool_choice",)])
@@ -191,8 +170,7 @@ def test_rendering_changed(other: Callable[..., Talk], names: tuple[str, ...]) -
 
 
 def test_evicted(other: Callable[..., Talk]) -> None:
-    made = other(store_max_bytes=1)
-    assert _second(made).reason == "evicted"
+    assert _second(other(store_max_bytes=1)).reason == "evicted"
 
 
 def test_none_is_left_out() -> None:

@@ -62,7 +62,7 @@ def test_without_the_history_only_proved_templates_are_answered(start: Start) ->
     assert "earlier messages decide" in refused.json()["error"]["message"]
 
 
-def test_requests_before_the_proof_is_complete(
+def test_requests_before_the_proof(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With the history it is exact; without, the client is told to try again."""
@@ -112,25 +112,6 @@ def _thought(index: int, **message: Any) -> Reply:
     return Reply(ids, message={"content": f"It is {index}.", "reasoning": f"thought {index}", **message})
 
 
-def _reasons(talk: Talk, turns: int = 2) -> list[str]:
-    """The reasons of the turns after the first, each after a user message."""
-    talk.ask(reply=_thought(0))
-    return [talk.ask(user(f"more {n}"), reply=_thought(n)).reason for n in range(1, turns + 1)]
-
-
-@pytest.mark.parametrize(
-    "template, reasons",
-    [
-        (_ALWAYS, ["", ""]),
-        (_NEVER, ["thinking_dropped"] * 2),
-        (_AFTER_LAST_USER, ["thinking_dropped"] * 2),
-    ],
-)
-def test_the_view_of_the_template_is_followed(start: Start, template: str, reasons: list[str]) -> None:
-    talk = start(template, thinking_policy="template")
-    assert _reasons(talk) == reasons
-
-
 def test_thinking_stays_while_tools_are_called(start: Start) -> None:
     """A template that drops it at the next user message keeps it before: these turns are one sample."""
     talk = start(_AFTER_LAST_USER, thinking_policy="template")
@@ -141,22 +122,17 @@ def test_thinking_stays_while_tools_are_called(start: Start) -> None:
     assert talk.ask(user("more"), reply=_thought(3)).reason == "thinking_dropped"
 
 
-def test_a_client_that_drops_the_thinking_gets_the_view_of_the_template(start: Start) -> None:
-    talk = start(_ALWAYS, thinking_policy="template")
-    talk.ask(reply=_thought(0))
-    del talk.messages[-1]["reasoning"]
-    assert talk.ask(user("more")).reason == ""
-
-
-def test_sessions_choose(start: Start) -> None:
-    talk = start(_NEVER)
-    assert _reasons(talk, 1) == [""]  # by default all is kept
-    talk = Talk(talk.pair, talk.model)
-    talk.headers["x-session-id"] = "chosen"
+@pytest.mark.parametrize("template, dropped", [(_ALWAYS, ""), (_NEVER, "thinking_dropped")])
+def test_sessions_choose(start: Start, template: str, dropped: str) -> None:
+    """By default all is kept."""
+    first = start(template)
+    pair, model = first.pair, first.model
     described = {"id": "chosen", "defaults": {"thinking_policy": "template"}}
-    assert talk.pair.client.post("/v1/sessions", json=described).is_success
-    assert _reasons(talk, 1) == ["thinking_dropped"]
-    assert len(talk.pair.client.get("/v1/sessions/chosen/samples").json()["samples"]) == 2
+    assert pair.client.post("/v1/sessions", json=described).is_success
+    for session, reason in (("kept", ""), ("chosen", dropped)):
+        talk = Talk(pair, model, headers={"x-session-id": session})
+        talk.ask(reply=_thought(0))
+        assert talk.ask(user("more"), reply=_thought(1)).reason == reason
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,11 @@ _IDS = list(range(5_000))
     "body",
     [
         {"model": "m", "prompt_ids": _IDS, "n": 1},
-        {"tokens": _IDS},
         {"prompt_ids": _IDS, "tokens": _IDS},
         {"inner": {"prompt_ids": _IDS}, "tokens": [1]},
         {"text": '"prompt_ids":[1,2]', "prompt_ids": _IDS},
         {"text": "x" * 70_000, "prompt_ids": _IDS},
-        {"prompt_ids": [*_IDS, -1]},
         {"prompt_ids": [*_IDS, [1]]},
-        {"prompt_ids": "(cut)", "other": _IDS},
         {"prompt_ids": [], "other": _IDS},
     ],
 )
@@ -36,11 +33,7 @@ def test_ids_are_cut_out_and_put_back(body: dict[str, Any], separators: tuple[st
         assert json.loads(bytes(fast[name])) == json.loads(bytes(value))
 
 
-@pytest.mark.parametrize("end", ["", "]", "]}", "],}", '], "n": 01}'])
+@pytest.mark.parametrize("end", ["", "]", "],}", '], "n": 01}'])
 def test_a_broken_large_body_is_refused(end: str) -> None:
-    raw = b'{"prompt_ids": [' + b"1," * 20_000 + b"1" + end.encode()
-    if end == "]}":
-        assert list(parse_with_ids(raw)) == ["prompt_ids"]
-        return
     with pytest.raises(BadRequest, match="not valid JSON"):
-        parse_with_ids(raw)
+        parse_with_ids(b'{"prompt_ids": [' + b"1," * 20_000 + b"1" + end.encode())

@@ -33,13 +33,6 @@ def _error(response: httpx.Response, status: int, kind: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("path", _PATHS)
-def test_a_wrong_field(client: httpx.Client, path: str) -> None:
-    wrong = {**_BODY, "messages": [*_BODY["messages"], {"role": "user", "content": [{"type": "x"}]}]}
-    message = _error(client.post(path, json=wrong), 400, "invalid_request_error")
-    assert message.startswith("messages[1].content[0].type: ")
-
-
 @pytest.fixture(scope="module")
 def keyed(
     tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
@@ -47,17 +40,13 @@ def keyed(
     """A proxy with keys and a small limit for bodies, and a key that may only read."""
     file = Path(tmp_path_factory.mktemp("keys")) / "keys.yaml"
     key = add_key(file, "reader", ["read"], "all")
-    with (
-        FakeVllm(tiny_model) as engine,
-        run_proxy(
-            [engine], api_key=["k"], admin_key=["a"], api_key_file=file, body_limit_bytes=500, store="memory:"
-        ) as client,
-    ):
+    settings: Any = {"api_key": ["k"], "admin_key": ["a"], "api_key_file": file, "body_limit_bytes": 500}
+    with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:", **settings) as client:
         yield client, key
 
 
 @pytest.mark.parametrize("path", _PATHS)
-def test_requests_that_reach_no_route(keyed: tuple[httpx.Client, str], path: str) -> None:
+def test_requests_that_are_refused(keyed: tuple[httpx.Client, str], path: str) -> None:
     client, reader = keyed
     refused = client.post(path, json=_BODY)
     assert "X-API-Key" in _error(refused, 401, "authentication_error")
@@ -65,6 +54,9 @@ def test_requests_that_reach_no_route(keyed: tuple[httpx.Client, str], path: str
     assert "scope" in _error(forbidden, 403, "permission_error")
     large = client.post(path, json={**_BODY, "x": "y" * 500}, headers={"x-api-key": "k"})
     assert "body_limit_bytes" in _error(large, 413, "request_too_large")
+    wrong = {**_BODY, "messages": [*_BODY["messages"], {"role": "user", "content": [{"type": "x"}]}]}
+    message = _error(client.post(path, json=wrong, headers={"x-api-key": "k"}), 400, "invalid_request_error")
+    assert message.startswith("messages[1].content[0].type: ")
     assert client.post(path, json=_BODY, headers={"authorization": "Bearer k"}).is_success
     assert client.head("/", headers={"authorization": "Bearer k"}).status_code == 200
 
@@ -88,41 +80,33 @@ def test_a_prompt_that_is_too_long(pair: Pair, turn: int, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "message, said",
+    "message, count",
     [
+        ("This model's maximum context length is 80 tokens. But your prompt contains 900 characters", 81),
         (
-            "This model's maximum context length is 80 tokens. However, your prompt contains 900 characters "
-            "(more than 800 characters, which is the upper bound for 80 input tokens).",
-            "prompt is too long: 81 tokens > 80 maximum. ",
+            "This model's maximum context length is 80 tokens. Your prompt contains at least 81 input tokens",
+            81,
         ),
-        (
-            "This model's maximum context length is 80 tokens. However, your prompt contains at least 81 "
-            "input tokens, which exceeds this limit",
-            "prompt is too long: 81 tokens > 80 maximum. ",
-        ),
-        (
-            "The decoder prompt (length 99) is longer than the maximum model length of 80.",
-            "prompt is too long: 99 tokens > 80 maximum. ",
-        ),
-        ("something else", ""),
+        ("The decoder prompt (length 99) is longer than the maximum model length of 80.", 99),
+        ("something else", 0),
     ],
 )
-def test_the_wording_of_engines(message: str, said: str) -> None:
+def test_the_wording_of_engines(message: str, count: int) -> None:
     error = json.loads(anthropic_error(400, message))["error"]
+    said = f"prompt is too long: {count} tokens > 80 maximum. " if count else ""
     assert error == {"type": "invalid_request_error", "message": said + message}
 
 
-_CODES = {
-    400: ("invalid_request_error", anthropic.BadRequestError),
-    403: ("permission_error", anthropic.PermissionDeniedError),
-    429: ("rate_limit_error", anthropic.RateLimitError),
-    500: ("api_error", anthropic.InternalServerError),
-}
-
-
-@pytest.mark.parametrize("status", _CODES)
-def test_an_error_of_the_engine(pair: Pair, status: int) -> None:
-    kind, raised = _CODES[status]
+@pytest.mark.parametrize(
+    "status, kind, raised",
+    [
+        (400, "invalid_request_error", anthropic.BadRequestError),
+        (403, "permission_error", anthropic.PermissionDeniedError),
+        (429, "rate_limit_error", anthropic.RateLimitError),
+        (500, "api_error", anthropic.InternalServerError),
+    ],
+)
+def test_an_error_of_the_engine(pair: Pair, status: int, kind: str, raised: type[Exception]) -> None:
     canned = Canned(error_body("no", "X", None, status), status, {"content-type": "application/json"})
     sdk = anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="x", max_retries=0)
     pair.fake.replies.extend([Reply(error=canned)] * 4)
@@ -131,20 +115,11 @@ def test_an_error_of_the_engine(pair: Pair, status: int) -> None:
         sdk.messages.create(**_BODY)
 
 
-@pytest.mark.parametrize("body", [b"oops", b"[]", b'{"id": 5}'])
-def test_an_answer_that_is_no_completion(pair: Pair, body: bytes) -> None:
-    pair.fake.canned["/v1/chat/completions"] = Canned(body, 200, {"content-type": "application/json"})
-    _error(pair.client.post(_PATH, json=_BODY), 502, "api_error")
-
-
 def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
     failed = error_body("the engine is dead", "InternalServerError", None, 500)
     chunk = json.dumps({"id": "c", "choices": [{"index": 0, "delta": {"content": "a"}}]}).encode()
     body = b"data: " + chunk + b"\n\ndata: " + failed + b"\n\ndata: [DONE]\n\n"
     pair.fake.canned["/v1/chat/completions"] = Canned(body, 200, {"content-type": "text/event-stream"})
-    text = pair.client.post(_PATH, json={**_BODY, "stream": True}).text
-    assert text.count("event: error") == 1 and "the engine is dead" in text
-    assert "message_delta" not in text and "message_stop" not in text
     sdk = anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="x", max_retries=0)
     with (
         pytest.raises(anthropic.APIStatusError, match="the engine is dead"),
@@ -153,16 +128,10 @@ def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
         events.until_done()
 
 
-_NO_UTF8 = [
-    b'"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{"a":"\xff"}}]}]',
-    b'"messages":[{"role":"user","content":"a"}],"tools":[{"name":"f","input_schema":{"\xff":1}}]',
-]
-
-
-@pytest.mark.parametrize("fields", _NO_UTF8)
-def test_bodies_that_are_not_utf8(client: httpx.Client, fields: bytes) -> None:
-    """Also in values that are read late, or not at all."""
-    answer = client.post(_PATH, content=b'{"model":"tiny","max_tokens":8,%b}' % fields)
+def test_bodies_that_are_not_utf8(client: httpx.Client) -> None:
+    """Also in values that nobody reads."""
+    tools = b'"messages":[{"role":"user","content":"a"}],"tools":[{"name":"f","input_schema":{"\xff":1}}]'
+    answer = client.post(_PATH, content=b'{"model":"tiny","max_tokens":8,%b}' % tools)
     assert "UTF-8" in _error(answer, 400, "invalid_request_error")
 
 
@@ -172,8 +141,3 @@ def test_bodies_that_are_not_utf8(client: httpx.Client, fields: bytes) -> None:
 def test_whether_to_try_again(error: type[ApiError], again: bytes | None) -> None:
     assert dict(error_headers(_PATH, error("no"))).get(b"x-should-retry") == again
     assert b"x-should-retry" not in dict(error_headers("/v1/chat/completions", error("no")))
-
-
-def test_probes_of_the_base_url(client: httpx.Client) -> None:
-    assert client.head("/").status_code == 200
-    assert client.get("/").json() == {"status": "ok"}

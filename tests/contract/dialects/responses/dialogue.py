@@ -16,22 +16,13 @@ from tests.support.utils import Pair
 
 Item = dict[str, Any]
 Event = dict[str, Any]
-FUNCTION: Item = {
-    "type": "function",
-    "name": "f",
-    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    "strict": False,
-}
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FUNCTION: Item = {"type": "function", "name": "f", "parameters": _SCHEMA, "strict": False}
 
 
-def sdk(client: httpx.Client, **options: Any) -> Any:
+def sdk(client: httpx.Client) -> Any:
     """OpenAI's SDK for a proxy, untyped: items are plain objects here. It repeats nothing."""
-    return openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0, **options)
-
-
-def async_sdk(client: httpx.Client) -> Any:
-    """As `sdk`, for an event loop."""
-    return openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
 
 
 def engine_body(fake: FakeVllm) -> Any:
@@ -53,21 +44,9 @@ def events_of(body: bytes) -> list[Event]:
     return events
 
 
-def output_text(text: str, **fields: Any) -> Item:
-    """A message of the model, without an id as some clients send it."""
-    part = {"type": "output_text", "text": text, "annotations": []}
-    return {"type": "message", "role": "assistant", "content": [part], **fields}
-
-
 def result(call: Any, output: Any) -> Item:
     """The result of a function call."""
     return {"type": "function_call_output", "call_id": call.call_id, "output": output}
-
-
-def shown(item: Any) -> Item:
-    """An output item as a client sends it back."""
-    kept: Item = item.to_dict()
-    return kept
 
 
 @dataclass
@@ -120,7 +99,7 @@ class Dialogue:
         return response
 
     def _kept(self, item: Any) -> Item:
-        kept = shown(item)
+        kept: Item = item.to_dict()
         if self.strip_ids:
             kept.pop("id")
         return kept

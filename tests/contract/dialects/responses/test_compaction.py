@@ -10,10 +10,9 @@ from proxy.history.store import StoreError
 from proxy.stores.memory_documents import MemoryDocuments
 from tests.contract.dialects.responses.dialogue import FUNCTION, engine_body, events_of, sdk
 from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.tiny_model import END
+from tests.support.tiny_model import END, SPLIT
 from tests.support.utils import run_proxy
 
-SPLIT = (74, 71, 78, 78, 81, END)
 _SUMMARY = Reply(SPLIT, message={"content": " The user said hi.\n", "reasoning": "secret"})
 _TRIGGER = {"type": "compaction_trigger"}
 
@@ -58,9 +57,7 @@ def test_a_trigger(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
     assert after.status_code == 200
 
 
-def test_the_route_returns_the_users_messages_and_the_compaction(
-    client: httpx.Client, fake: FakeVllm
-) -> None:
+def test_the_route_returns_user_messages_and_the_compaction(client: httpx.Client, fake: FakeVllm) -> None:
     items = _items(client, fake, "Hi, compact")
     fake.replies.append(_SUMMARY)
     compacted = sdk(client).responses.compact(
@@ -72,12 +69,8 @@ def test_the_route_returns_the_users_messages_and_the_compaction(
     output = [item.to_dict() for item in compacted.output]
     sdk(client).responses.create(model="tiny", input=[*output, _user("And?")])
     said = [message["content"] for message in engine_body(fake)["messages"]]
-    texts = ["Hi, compact", "more"]
-    assert said == [
-        *([{"type": "text", "text": text}] for text in texts),
-        summary_message("The user said hi."),
-        "And?",
-    ]
+    texts = [[{"type": "text", "text": text}] for text in ("Hi, compact", "more")]
+    assert said == [*texts, summary_message("The user said hi."), "And?"]
 
 
 def test_a_compacted_conversation_of_stored_responses(client: httpx.Client, fake: FakeVllm) -> None:
@@ -92,9 +85,7 @@ def test_a_compacted_conversation_of_stored_responses(client: httpx.Client, fake
     assert said == ["Hi, stored", summary_message("The user said hi."), "And?"]
 
 
-@pytest.mark.parametrize(
-    "reply", [Reply((END,), message={"content": " "}), Reply(SPLIT, finish="abort")], ids=["empty", "aborted"]
-)
+@pytest.mark.parametrize("reply", [Reply((END,), message={"content": " "}), Reply(SPLIT, finish="abort")])
 def test_a_summary_that_was_not_written(client: httpx.Client, fake: FakeVllm, reply: Reply) -> None:
     asked = {"model": "tiny", "input": [_user("Hi"), _TRIGGER]}
     fake.replies.append(reply)

@@ -7,11 +7,8 @@ import pytest
 from tests.contract.dialects.responses.dialogue import FUNCTION, Dialogue, engine_body, result
 from tests.support.fake_vllm import Reply, as_rendered, tools_as_rendered
 from tests.support.talk import call
-from tests.support.tiny_model import END, TinyModel
+from tests.support.tiny_model import END, SPLIT, TinyModel
 from tests.support.utils import EVERY_SPELLING, Pair
-
-SPLIT = (74, 71, 78, 78, 81, END)
-"""Of "hello", an id for each letter: a tokenizer gives three."""
 
 
 def _user(text: str) -> dict[str, Any]:
@@ -31,24 +28,19 @@ def test_four_turns_with_reasoning_and_calls(
 ) -> None:
     fields = {"tools": [FUNCTION], "instructions": "Be brief.", "include": ["reasoning.encrypted_content"]}
     made = Dialogue(pair, tiny_model, fields, stores)
-    first = made.ask(
-        [_user(f"Hi {stores} {stream}")],
-        _calling("c1", "c2", reasoning="so", content="I look"),
-        stream=stream,
-    )
+    reply = _calling("c1", "c2", reasoning="so", content="I look")
+    first = made.ask([_user(f"Hi {stores} {stream}")], reply, stream=stream)
     calls = [item for item in first.output if item.type == "function_call"]
     made.ids = [*_rendered(made), *SPLIT]
     new = [result(calls[0], "one"), result(calls[1], "two")]
     said = [
-        {"role": "tool", "tool_call_id": "c1", "content": "one"},
-        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+        {"role": "tool", "tool_call_id": f"c{n}", "content": text} for n, text in ((1, "one"), (2, "two"))
     ]
     second = made.follow(new, said, _calling("c3", reasoning="then"), stream=stream)
     [again] = [item for item in second.output if item.type == "function_call"]
     said = [{"role": "tool", "tool_call_id": "c3", "content": "3"}]
     made.follow([result(again, "3")], said, Reply(SPLIT, message={"reasoning": "at last"}), stream=stream)
     made.follow([_user("Thanks")], [_user("Thanks")], Reply((*SPLIT[:3],)), stream=stream)
-    made.follow([_user("Go on")], [_user("Go on")], Reply(SPLIT), stream=stream)
 
 
 def _rendered(made: Dialogue) -> list[int]:
@@ -83,15 +75,3 @@ def test_the_echoed_item_decides_between_equal_texts(pair: Pair, tiny_model: Tin
         made.ids = [*_rendered(made), *sampled]
     for made in reversed(talks):
         made.follow([_user("more")], [_user("more")], Reply(SPLIT))
-
-
-def test_ids_of_calls_that_repeat_are_unique_for_clients(pair: Pair, tiny_model: TinyModel) -> None:
-    """Engines that name calls `functions.f:0` get them back so: the template may print them."""
-    made = Dialogue(pair, tiny_model, {"tools": [FUNCTION]})
-    first = made.ask([_user("Hi, call twice")], _calling("functions.f:0", "functions.f:1"))
-    made.ids = [*_rendered(made), *SPLIT]
-    calls: list[Any] = list(first.output)
-    names = [item.call_id for item in calls]
-    assert len(set(names)) == 2 and not set(names) & {"functions.f:0", "functions.f:1"}
-    said = [{"role": "tool", "tool_call_id": f"functions.f:{n}", "content": str(n)} for n in range(2)]
-    made.follow([result(item, str(n)) for n, item in enumerate(calls)], said, Reply(SPLIT))

@@ -14,10 +14,6 @@ _SIGNATURE = SIGNER.sign("", TURN)
 _ROLE = chunk(role="assistant", content="")
 _END = chunk("stop")
 _CASES: dict[str, tuple[list[Chat], list[str]]] = {
-    "text": (
-        [_ROLE, chunk(content="a"), chunk(content="b"), _END],
-        ["0 text", "0 text: a", "0 text: b", "0 stop"],
-    ),
     "no chunk at all": ([], ["0 text", "0 stop"]),
     "thinking, then text": (
         [_ROLE, chunk(reasoning="a"), chunk(reasoning_content="b"), chunk(content="c"), _END],
@@ -29,31 +25,15 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
          chunk(tool_calls=[call(0, arguments=": 1}")]), _END],
         ["0 tool_use", '0 input_json: {"a"', "0 input_json: : 1}", "0 stop"],
     ),
-    "a call in one piece": (
-        [chunk("tool_calls", tool_calls=[call(0, "c1", "look", "{}")])],
-        ["0 tool_use", "0 input_json: {}", "0 stop"],
-    ),
     "parallel calls": (
         [chunk(content="x"), chunk(tool_calls=[call(0, "c1", "look", "{}"), call(1, "c2", "look")]),
          chunk(tool_calls=[call(1, arguments="{}")]), _END],
         ["0 text", "0 text: x", "0 stop", "1 tool_use", "1 input_json: {}", "1 stop",
          "2 tool_use", "2 input_json: {}", "2 stop"],
     ),
-    "a call without arguments": (
-        [chunk("tool_calls", tool_calls=[call(0, "c1", "look")])],
-        ["0 tool_use", "0 stop"],
-    ),
-    "pieces before the name": (
-        [chunk(tool_calls=[call(0, "c1")]), chunk(tool_calls=[call(0, "c1", "look", "{}")])],
-        ["0 tool_use", "0 input_json: {}", "0 stop"],
-    ),
     "arguments that are no object": (
         [chunk(tool_calls=[call(0, "c1", "look", '"')]), chunk(tool_calls=[call(0, arguments='a"')])],
         ["0 tool_use", "0 stop"],
-    ),
-    "white space before the arguments": (
-        [chunk(tool_calls=[call(0, "c1", "look", " ")]), chunk(tool_calls=[call(0, arguments="\n{}")])],
-        ["0 tool_use", "0 input_json: {}", "0 stop"],
     ),
     "text while a call is written": (
         [chunk(tool_calls=[call(0, "c1", "look", "{")]), chunk(content="x"),
@@ -67,12 +47,6 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
         ["0 tool_use", "0 input_json: {}", "0 stop", "1 tool_use", "1 input_json: {}", "1 stop",
          "2 text", "2 text: \na\n", "2 stop", "3 tool_use", "3 input_json: {}", "3 stop"],
     ),
-    "thinking again": (
-        [chunk(reasoning="a"), chunk(content="b"), chunk(reasoning="c"), _END],
-        ["0 thinking", "0 thinking: a", f"0 signature: {_SIGNATURE}", "0 stop",
-         "1 text", "1 text: b", "1 stop",
-         "2 thinking", "2 thinking: c", f"2 signature: {_SIGNATURE}", "2 stop"],
-    ),
 }  # fmt: skip
 
 
@@ -83,64 +57,43 @@ def test_blocks(case: tuple[list[Chat], list[str]], early: bool) -> None:
     assert outline(events(*chunks, early=early)) == expected
 
 
-def _stop(*chunks: Chat) -> tuple[str | None, str | None]:
-    delta = events(*chunks)[-2]["delta"]
-    return delta["stop_reason"], delta["stop_sequence"]
-
-
 @pytest.mark.parametrize(
     "finish, stop, tool, expected",
     [
-        ("stop", None, "", ("end_turn", None)),
         ("stop", 2, "", ("end_turn", None)),
         ("stop", "END", "", ("stop_sequence", "END")),
-        ("length", None, "", ("max_tokens", None)),
         ("length", None, "{", ("max_tokens", None)),
-        ("tool_calls", None, "{}", ("tool_use", None)),
-        ("stop", None, "{}", ("tool_use", None)),
         ("stop", "END", "{}", ("tool_use", None)),
         ("stop", "END", '{"a": ', ("stop_sequence", "END")),
-        ("tool_calls", None, '{"a": ', ("tool_use", None)),
         (None, None, "", ("end_turn", None)),
     ],
 )
-def test_stop_reasons(
-    finish: str | None, stop: Any, tool: str, expected: tuple[str | None, str | None]
-) -> None:
+def test_stop_reasons(finish: str | None, stop: Any, tool: str, expected: tuple[Any, Any]) -> None:
     calls = {"tool_calls": [call(0, "c1", "look", tool)]} if tool else {"content": "a"}
-    assert _stop(chunk(**calls), chunk(finish, stop)) == expected
+    delta = events(chunk(**calls), chunk(finish, stop))[-2]["delta"]
+    assert (delta["stop_reason"], delta["stop_sequence"]) == expected
 
 
-def _usage(
-    prompt: int, sampled: int, cached: int | None = None, thinking: int | None = None
-) -> dict[str, Any]:
+def _usage(sampled: int, cached: int | None = None, thinking: int | None = None) -> dict[str, Any]:
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
-        "completion_tokens_details": None if thinking is None else {"reasoning_tokens": thinking},
+        **{"prompt_tokens": 20, "completion_tokens": sampled},
+        "prompt_tokens_details": cached and {"cached_tokens": cached},
+        "completion_tokens_details": thinking and {"reasoning_tokens": thinking},
     }
 
 
-def test_the_start_and_the_end_have_every_key_of_usage() -> None:
+def test_the_start_and_the_end_have_usage() -> None:
     started, *_, ended, stopped = events(
-        chunk(usage=_usage(20, 0, 16), role="assistant", content=""),
-        chunk(content="a", usage=_usage(20, 1)),
-        chunk("stop", usage=_usage(20, 5, 16, 3)),
+        chunk(usage=_usage(0, 16), role="assistant", content=""),
+        chunk(content="a", usage=_usage(1)),
+        chunk("stop", usage=_usage(5, 16, 3)),
     )
     message = started["message"]
-    assert {name: message[name] for name in ("id", "type", "role", "model", "content", "stop_reason")} == {
-        **{"id": f"msg_{TURN}", "type": "message", "role": "assistant", "model": "claude"},
-        **{"content": [], "stop_reason": None},
-    }
-    assert message["stop_sequence"] is None
+    expected = {"id": f"msg_{TURN}", "type": "message", "role": "assistant", "model": "claude", "content": []}
+    assert {name: message[name] for name in expected} == expected
+    assert (message["stop_reason"], message["stop_sequence"]) == (None, None)
     counts = {"input_tokens": 4, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 16}
-    assert message["usage"] == {
-        **counts,
-        **{"output_tokens": 0, "output_tokens_details": None, "server_tool_use": None},
-        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
-        **{"service_tier": "standard", "inference_geo": None, "speed": None},
-    }
+    assert message["usage"].items() >= {**counts, "output_tokens": 0, "service_tier": "standard"}.items()
     details = {"output_tokens_details": {"thinking_tokens": 3}, "server_tool_use": None}
     assert ended["usage"] == {**counts, "output_tokens": 5, **details}
     assert stopped == {"type": "message_stop"}
@@ -175,48 +128,33 @@ def test_further_choices_are_left_out() -> None:
     assert outline(events(chunk(content="a"), other, chunk("stop"))) == ["0 text", "0 text: a", "0 stop"]
 
 
-def _answer(message: dict[str, Any] | None, finish: str = "stop", stop: Any = None) -> dict[str, Any]:
-    choices = [] if message is None else [{"message": message, "finish_reason": finish, "stop_reason": stop}]
-    usage = {"prompt_tokens": 9, "completion_tokens": 3}
-    chat = decode_chat(msgspec.json.encode({"id": "chat-1", "choices": choices, "usage": usage}))
-    translation = MessagesTranslation("claude")
-    translation.turn_id, translation.signer = TURN, SIGNER
-    answer: dict[str, Any] = json.loads(translation.whole(chat))
-    return answer
+def _call(arguments: str | None) -> dict[str, Any]:
+    return {"id": "call_c1c1c1c1c1c1c1c1", "function": {"name": "look", "arguments": arguments}}
 
 
-def _call(arguments: str | None, identity: str = "call_c1c1c1c1c1c1c1c1") -> dict[str, Any]:
-    return {"id": identity, "type": "function", "function": {"name": "look", "arguments": arguments}}
-
-
-def _use(arguments: Any, identity: str = "call_c1c1c1c1c1c1c1c1") -> dict[str, Any]:
-    return {"type": "tool_use", "id": identity, "name": "look", "input": arguments}
+def _use(arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": "call_c1c1c1c1c1c1c1c1", "name": "look", "input": arguments}
 
 
 _TEXT = {"type": "text", "text": "a"}
-_THINKING = {
-    "type": "thinking",
-    "thinking": "so",
-    "signature": SIGNER.sign("", TURN),
-}
+_THINKING = {"type": "thinking", "thinking": "so", "signature": _SIGNATURE}
 
 
 @pytest.mark.parametrize(
     "message, content",
     [
-        ({"content": "a"}, [_TEXT]),
         ({"content": None}, [{"type": "text", "text": ""}]),
-        (None, [{"type": "text", "text": ""}]),
         ({"content": "a", "reasoning": "so"}, [_THINKING, _TEXT]),
         ({"reasoning_content": "so"}, [_THINKING]),
-        (
-            {"content": "a", "tool_calls": [_call('{"b": 1, "a": 2}'), _call("{}", "call_c2c2c2c2c2c2c2c2")]},
-            [_TEXT, _use({"b": 1, "a": 2}), _use({}, "call_c2c2c2c2c2c2c2c2")],
-        ),
+        ({"content": "a", "tool_calls": [_call('{"b": 1, "a": 2}')]}, [_TEXT, _use({"b": 1, "a": 2})]),
         ({"tool_calls": [_call('{"a": ')]}, [_use({})]),
         ({"tool_calls": [_call("[1]")]}, [_use({})]),
         ({"tool_calls": [_call(None)]}, [_use({})]),
     ],
 )
-def test_content(message: dict[str, Any] | None, content: list[Any]) -> None:
-    assert _answer(message)["content"] == content
+def test_content_of_a_whole_answer(message: dict[str, Any], content: list[Any]) -> None:
+    choices = [{"message": message, "finish_reason": "stop"}]
+    chat = decode_chat(msgspec.json.encode({"id": "chat-1", "choices": choices}))
+    translation = MessagesTranslation("claude")
+    translation.turn_id, translation.signer = TURN, SIGNER
+    assert json.loads(translation.whole(chat))["content"] == content

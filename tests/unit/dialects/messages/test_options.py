@@ -14,6 +14,7 @@ _HI = [{"role": "user", "content": "Hi"}]
 _SCHEMA = {"properties": {"b": {"type": "string"}, "a": {}}, "type": "object"}
 _LOOK = {"name": "look", "input_schema": _SCHEMA}
 _CHAT_LOOK = {"type": "function", "function": {"name": "look", "description": None, "parameters": _SCHEMA}}
+_OFF = {"thinking": {"type": "disabled"}}
 
 
 def _options(effort: str = "none", **fields: Any) -> dict[str, Any]:
@@ -24,41 +25,23 @@ def _options(effort: str = "none", **fields: Any) -> dict[str, Any]:
     return made
 
 
-def _named(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
-
-
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({}, {}),
         ({"temperature": 0, "top_p": 0.5, "top_k": 3}, {"temperature": 0.0, "top_p": 0.5, "top_k": 3}),
         ({"stop_sequences": ["a", "b"]}, {"stop": ["a", "b"]}),
-        ({"stream": False}, {}),
         (
             {"stream": True},
             {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         ),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, {"thinking_token_budget": 2000}),
-        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
-        ({"thinking": {"type": "adaptive"}}, {}),
-        ({"thinking": {"type": "between_tools"}}, {}),
         ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
-        (
-            {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
-            {"reasoning_effort": "none"},
-        ),
+        ({**_OFF, "output_config": {"effort": "high"}}, {"reasoning_effort": "none"}),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}}},
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "json_schema", "schema": _SCHEMA},
-                }
-            },
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "json_schema",
+                                                                        "schema": _SCHEMA}}},
         ),
-        ({"output_config": {"format": {"type": "json_schema"}}}, {}),
-        ({"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 1}}),
         ({"cache_salt": "s", "vllm_xargs": {"b": 1}}, {"cache_salt": "s", "vllm_xargs": {"b": 1}}),
         (
             {"metadata": {"user_id": "u"}, "service_tier": "auto", "context_management": {"edits": []},
@@ -67,7 +50,6 @@ def _named(name: str) -> dict[str, Any]:
         ),
         ({"tools": []}, {}),
         ({"tools": [_LOOK]}, {"tools": [_CHAT_LOOK], "tool_choice": "auto"}),
-        ({"tool_choice": {"type": "auto"}}, {}),
         ({"tool_choice": {"type": "any"}}, {"tool_choice": "required", "parallel_tool_calls": True}),
     ],
 )  # fmt: skip
@@ -76,46 +58,35 @@ def test_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_disabled_thinking_is_an_effort_that_the_template_knows() -> None:
-    assert _options("low", thinking={"type": "disabled"}) == {"reasoning_effort": "low"}
+    assert _options("low", **_OFF) == {"reasoning_effort": "low"}
 
 
 def test_the_definition_of_a_tool() -> None:
-    tool = {
-        **{"name": "f", "type": "custom", "description": "d", "strict": True, "defer_loading": False},
-        **{"input_schema": {"properties": {}}, "cache_control": {"type": "ephemeral"}},
-    }
-    [made] = _options(tools=[tool])["tools"]
-    assert made == {
-        "type": "function",
-        "function": {
-            **{"name": "f", "description": "d", "strict": True, "defer_loading": False},
-            "parameters": {"properties": {}, "type": "object"},
-        },
-    }
+    same = {"name": "f", "description": "d", "strict": True, "defer_loading": False}
+    schema = {"input_schema": {"properties": {}}, "cache_control": {"type": "ephemeral"}}
+    [made] = _options(tools=[{**same, "type": "custom", **schema}])["tools"]
+    parameters = {"properties": {}, "type": "object"}
+    assert made == {"type": "function", "function": {**same, "parameters": parameters}}
     assert list(made["function"]["parameters"]) == ["properties", "type"]
 
 
-def _change(kind: str, tool: dict[str, Any]) -> dict[str, Any]:
-    return {"role": "system", "content": [{"type": kind, "tool": tool}]}
-
-
 def test_tools_that_are_added_and_removed_on_the_way() -> None:
-    reference = {"type": "tool_reference", "name": "look"}
     new = {"type": "tool_definition", "definition": {"name": "new", "input_schema": _SCHEMA}}
-    deferred = {**_LOOK, "defer_loading": True}
 
-    def names(*changes: dict[str, Any]) -> list[Any]:
-        tools = _options(tools=[deferred], messages=[*_HI, *changes]).get("tools", [])
+    def names(*changes: tuple[str, dict[str, Any]]) -> list[Any]:
+        messages = [{"role": "system", "content": [{"type": kind, "tool": tool}]} for kind, tool in changes]
+        tools = _options(tools=[{**_LOOK, "defer_loading": True}], messages=[*_HI, *messages]).get(
+            "tools", []
+        )
         return [(tool["function"]["name"], tool["function"].get("defer_loading")) for tool in tools]
 
-    added, removed = _change("tool_addition", reference), _change("tool_removal", reference)
+    added, removed = ("tool_addition", _REFERENCE), ("tool_removal", _REFERENCE)
     assert names() == [("look", True)]
-    assert names(added) == [("look", None)]
     assert names(added, removed) == []
     assert names(removed, added) == [("look", None)]
-    assert names(_change("tool_addition", new)) == [("look", True), ("new", None)]
+    assert names(("tool_addition", new)) == [("look", True), ("new", None)]
     with pytest.raises(BadRequest, match="'gone' is not in `tools`"):
-        names(_change("tool_removal", {"type": "tool_reference", "name": "gone"}))
+        names(("tool_removal", {"type": "tool_reference", "name": "gone"}))
 
 
 def _saying(role: str, block: dict[str, Any]) -> dict[str, Any]:
@@ -126,45 +97,32 @@ _REFERENCE = {"type": "tool_reference", "name": "look"}
 _BLOCK = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "document", "source": {}}]}
 _WRONG: list[tuple[str, dict[str, Any]]] = [
     ("max_tokens", {"max_tokens": None}),
-    ("max_tokens", {"max_tokens": 0}),
-    ("max_tokens", {"max_tokens": "8"}),
-    ("model", {"model": ""}),
     ("model", {"model": 5}),
     ("messages", {"messages": []}),
-    ("messages", {"messages": None}),
     ("messages[0].role", {"messages": [{"role": "tool", "content": "a"}]}),
-    ("messages[0].role", {"messages": [{"content": "a"}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
-    ("messages[0].content", {"messages": [{"role": "user"}]}),
     ("messages[1].content[1].type", {"messages": [*_HI, _BLOCK]}),
-    ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"text": "a"}]}]}),
     ("messages[0].content[0].text", _saying("user", {"type": "text", "text": 1})),
     ("messages[0].content[0].id", _saying("assistant", {"type": "tool_use"})),
     ("messages[0].content[0].type", _saying("user", {"type": "tool_removal", "tool": _REFERENCE})),
-    ("messages[0].content[0].tool", _saying("system", {"type": "tool_removal"})),
     ("chat_template_kwargs", {"chat_template_kwargs": True}),
-    ("system", {"system": 5}),
     ("system[0].type", {"system": [{"type": "image"}]}),
     ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
     ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 4000}}),
-    ("thinking.budget_tokens", {"thinking": {"type": "enabled"}}),
     ("thinking.type", {"thinking": {"type": "on"}}),
     ("output_config.effort", {"output_config": {"effort": "much"}}),
     ("output_config.format.type", {"output_config": {"format": {"type": "xml"}}}),
     ("stop_sequences[1]", {"stop_sequences": ["a", 1]}),
-    ("stream", {"stream": "yes"}),
-    ("temperature", {"temperature": "hot"}),
     ("top_k", {"top_k": 0.5}),
     ("tool_choice.type", {"tool_choice": {"type": "all"}}),
     ("tool_choice.name", {"tool_choice": {"type": "tool"}, "tools": [_LOOK]}),
-    ("tools[0].input_schema", {"tools": [{"name": "f"}]}),
     ("tools[1].input_schema", {"tools": [_LOOK, {"name": "f", "input_schema": 5}]}),
     ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
     ("tools[0].name", {"tools": [{"input_schema": {}}]}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("param, fields", _WRONG, ids=[f"{i}-{param}" for i, (param, _) in enumerate(_WRONG)])
+@pytest.mark.parametrize("param, fields", _WRONG)
 def test_a_wrong_field_is_named(param: str, fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest) as refused:
         _options(**fields)
