@@ -16,7 +16,7 @@ import pytest
 from tests.support.fake_trained import FakeTrained, Rendezvous
 from tests.support.fake_vllm import Canned
 from tests.support.talk import user
-from tests.support.tiny_model import END, HI, TinyModel
+from tests.support.tiny_model import TinyModel
 from tests.support.trl_client import load_client
 from tests.support.utils import run_proxy
 
@@ -78,23 +78,6 @@ def fleet(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[_F
         trl.session.close()
 
 
-def test_chat_and_batches(fleet: _Fleet, tiny_model: TinyModel) -> None:
-    conversations = [[user(f"Number {number}, TRL")] for number in range(6)]
-    answer = fleet.trl.chat(conversations, n=2, tools=[], chat_template_kwargs={"enable_thinking": False})
-    assert answer["prompt_ids"] == [tiny_model.render(each, enable_thinking=False) for each in conversations]
-    assert answer["completion_ids"] == [[*HI, END]] * 12
-    assert answer["logprob_token_ids"] == [[[token] for token in (*HI, END)]] * 12
-    # the second turn of each begins with the ids of the first
-    first = fleet.trl.chat(conversations)
-    said = {"role": "assistant", "content": "hi"}
-    second = fleet.trl.chat([[*each, said, user("more")] for each in conversations])
-    befores = zip(first["prompt_ids"], first["completion_ids"], strict=True)
-    for (prompt, sampled), after in zip(befores, second["prompt_ids"], strict=True):
-        assert after[: len(prompt) + len(sampled)] == prompt + sampled
-    prompts = [[1, 74], [1, 75]]
-    assert fleet.trl.generate(prompts)["prompt_ids"] == prompts
-
-
 def test_a_trainer_updates_all_replicas(fleet: _Fleet) -> None:
     import torch
 
@@ -130,12 +113,3 @@ def test_a_trainer_updates_all_replicas(fleet: _Fleet) -> None:
 
 
 _STEPS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
-
-
-def test_engines_without_weight_transfer_are_named(fleet: _Fleet) -> None:
-    config = json.dumps({"vllm_config": {"weight_transfer_config": None}}).encode()
-    for engine in fleet.engines:
-        engine.canned["/server_info"] = Canned(config, headers={"content-type": "application/json"})
-    with pytest.raises(RuntimeError, match="weight-transfer-config"):
-        fleet.trl.init_communicator(device="cuda")
-    assert [engine.seen("/init_weight_transfer_engine") for engine in fleet.engines] == [[], []]

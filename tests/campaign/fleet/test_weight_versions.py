@@ -97,29 +97,3 @@ def test_updates_under_load(start: Callable[..., list[FakeTrained]], tmp_path: P
         # the streams that ran at one of the two updates, or at both; on a machine that is too busy to see
         # when an event arrived, positions are not known
         assert kinds["mixed"] + kinds["uncertain"] > 150
-
-
-def test_a_replica_that_refuses_the_update_leaves_and_returns_under_load(
-    start: Callable[..., list[FakeTrained]],
-) -> None:
-    engines = start(4, meet=False)
-    bad = engines[2]
-    with run_proxy(engines, watch_interval_s=0.3) as client:
-        load = _Load([client], 200)
-
-        async def trainer() -> None:
-            bad.refuses["/update_weights"] = 500
-            assert await asyncio.to_thread(update, client, "7", "7") == [200, 200, 424, 200, 200]
-            ready = [each["ready"] for each in client.get("/ready").json()["engines"]]
-            assert ready == [True, True, False, True]
-            before = set(bad.sampled)
-            await asyncio.sleep(1.2)
-            assert set(bad.sampled) == before, "something new ran on it"
-            bad.refuses.clear()
-            assert await asyncio.to_thread(update, client, "8", "8") == [200] * 5
-            await asyncio.to_thread(wait_until, lambda: set(bad.sampled) != before)
-
-        asyncio.run(load.run(trainer))
-        assert set(load.outcomes) == {"fine"}
-        wait_until(lambda: not any(engine.running for engine in engines))
-        compare_turns(client, load.sessions, engines)

@@ -39,22 +39,16 @@ def _states(client: httpx.Client) -> dict[str, str]:
     }
 
 
-def _add(client: httpx.Client, engine: FakeVllm) -> dict[str, Any]:
-    return _answer(client.post(_ADMIN, json={"url": engine.url}))
+def _add(client: httpx.Client, engine: FakeVllm) -> Any:
+    return client.post(_ADMIN, json={"url": engine.url}).raise_for_status().json()
 
 
-def _drain(client: httpx.Client, engine: FakeVllm) -> dict[str, Any]:
-    return _answer(client.post(f"{_ADMIN}/drain", json={"url": engine.url}))
+def _drain(client: httpx.Client, engine: FakeVllm) -> Any:
+    return client.post(f"{_ADMIN}/drain", json={"url": engine.url}).raise_for_status().json()
 
 
-def _remove(client: httpx.Client, engine: FakeVllm) -> dict[str, Any]:
-    return _answer(client.delete(_ADMIN, params={"url": engine.url}))
-
-
-def _answer(response: httpx.Response) -> dict[str, Any]:
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+def _remove(client: httpx.Client, engine: FakeVllm) -> Any:
+    return client.delete(_ADMIN, params={"url": engine.url}).raise_for_status().json()
 
 
 # --- two proxies over one store
@@ -224,19 +218,6 @@ async def test_a_newer_change_of_another_process_counts(sqlite_url: str) -> None
         assert other.current == changes.current
 
 
-async def test_a_change_before_the_store_was_ever_read_counts(sqlite_url: str) -> None:
-    async with opened(sqlite_url) as store:
-        link = _Unreliable(store)
-        await link.write(_A, REMOVED)
-        changes = Changes(link)
-        link.down = True
-        await changes.refresh()
-        await changes.set(_A, None)
-        link.down = False
-        await changes.refresh()
-        assert changes.current == await link.read() == {}
-
-
 async def test_what_was_read_before_a_change_does_not_undo_it(sqlite_url: str) -> None:
     async with opened(sqlite_url) as store:
         link = _Unreliable(store)
@@ -249,21 +230,10 @@ async def test_what_was_read_before_a_change_does_not_undo_it(sqlite_url: str) -
         assert changes.current == {_A: REMOVED}
 
 
-@pytest.mark.parametrize(
-    "url, word, message",
-    [
-        (_A, "exploded", "that this version does not know"),
-        ("http://user:secret@a:1", "added", "whose URL is none"),
-        ("http://a:1/v1", "added", "whose URL is none"),
-        ("file:///etc", "added", "whose URL is none"),
-    ],
-)
-async def test_what_no_proxy_wrote_is_not_applied(
-    sqlite_url: str, url: str, word: str, message: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_no_proxy_wrote_is_not_applied(sqlite_url: str, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(sqlite_url) as store:
-        await store.change_replica("fleet", url, word)
+        await store.change_replica("fleet", "http://user:secret@a:1", "added")
         changes = Changes(StoredChanges(store, "fleet"))
         await changes.refresh()
         assert changes.current == {}
-        assert message in caplog.text and "secret" not in caplog.text
+        assert "whose URL is none" in caplog.text and "secret" not in caplog.text

@@ -8,11 +8,9 @@ from functools import partial
 import httpx
 import pytest
 
-from proxy.settings import Settings
 from tests.support.fake_vllm import FakeVllm, Reply, Variant
-from tests.support.ports import held_port
 from tests.support.tiny_model import TinyModel
-from tests.support.utils import run_app, run_proxy, send_and_keep, wait_until
+from tests.support.utils import run_proxy, send_and_keep, wait_until
 
 _TOKENS, _CHAT = "/v1/chat/completions/tokens", "/v1/chat/completions"
 _IDS = {"prompt_ids": [1, 74]}
@@ -62,15 +60,6 @@ def test_engines_die_and_come_back_as_others(start: Callable[..., FakeVllm]) -> 
         assert client.post(_TOKENS, json=_IDS).json()["prompt_token_ids"] == [1, 74]
 
 
-def test_a_request_waits_for_the_first_discovery_of_an_engine(start: Callable[..., FakeVllm]) -> None:
-    engine = start(slow_s={"/health": 0.1})
-    with (
-        held_port() as nobody,
-        run_app(Settings(upstreams=[f"http://127.0.0.1:{nobody}", engine.url])) as client,
-    ):
-        assert client.post(_TOKENS, json=_IDS).status_code == 200
-
-
 @pytest.mark.parametrize("setting, found", [("chat", ["chat", "None"]), ("generate", ["None", "generate"])])
 def test_the_setting_token_in(start: Callable[..., FakeVllm], setting: str, found: list[str]) -> None:
     with run_proxy([start(Variant.CHAT), start(Variant.SCALE_OUT)], token_in=setting) as client:
@@ -101,19 +90,6 @@ def test_no_ids_go_to_an_engine_that_came_back_with_another_model(start: Callabl
         )
         assert client.post(_TOKENS, json=_IDS).status_code == 200
         assert _sent(other) == 1
-
-
-def test_a_request_that_was_not_sent_is_not_suspected(start: Callable[..., FakeVllm]) -> None:
-    """Something else may accept connections at the address of an engine that is gone."""
-    engines = [start(), start()]
-    with run_proxy(engines, watch_interval_s=_NEVER_S) as client:
-        assert client.post(_CHAT, json=_HI, headers={"x-session-id": "s"}).status_code == 200
-        gone, good = sorted(engines, key=_sent, reverse=True)
-        gone.hang_up = lambda seen: True
-        gone.close_idle()
-        for _ in range(2):
-            assert client.post(_CHAT, json=_HI, headers={"x-session-id": "s"}).status_code == 200
-        assert (_sent(gone), _sent(good)) == (1, 2)
 
 
 def test_requests_beyond_the_capacity_wait_and_then_are_refused(start: Callable[..., FakeVllm]) -> None:

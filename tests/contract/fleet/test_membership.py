@@ -65,12 +65,8 @@ def test_a_replica_is_added_drained_and_removed(start: Callable[..., FakeVllm]) 
         wait_until(lambda: second.url not in client.get("/metrics").text)
 
         wrong: list[tuple[str, str, dict[str, Any], int]] = [
-            ("POST", _ADMIN, {"json": {}}, 400),
-            ("POST", _ADMIN, {"json": {"url": 5}}, 400),
             ("POST", _ADMIN, {"json": {"url": "ftp://a"}}, 400),
             ("POST", _ADMIN, {"json": {"url": "http://user:secret@a:1"}}, 400),
-            ("POST", _ADMIN, {"content": b"{"}, 400),
-            ("DELETE", _ADMIN, {"params": {"url": "nonsense"}}, 400),
             ("DELETE", _ADMIN, {"params": {"url": _A}}, 404),
             ("POST", f"{_ADMIN}/drain", {"json": {"url": _A}}, 404),
         ]

@@ -73,11 +73,9 @@ async def test_failed_load_is_reported_and_retried(engine: HttpEngine, loads: li
     "change",
     [
         (CHATML, "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"),
-        ("message.role + '\\n'", "message.role + ('\\n' if loop.first else ':')"),
         ("'<tool_call>'", "'<call>'"),
         ("'<|im_start|>' + message.role", "'<|im_start|>' + message.role | replace('tool', 'user')"),
     ],
-    ids=["all", "second message", "tool calls", "tool results"],
 )
 async def test_other_templates_than_the_engines_are_refused(
     engine: HttpEngine, model: Model, mortal: FakeVllm, change: tuple[str, str]
@@ -108,10 +106,9 @@ async def test_engine_that_renders_nothing_or_nonsense_is_refused(
     with pytest.raises(Unsupported, match="renders no conversation") as caught:
         await Tokenizers().for_engine(engine, model)
     assert caught.value.code == "tokenizer_unchecked"
-    for body in (b"\xff", b'{"tokens": "1"}'):
-        mortal.canned["/tokenize"] = Canned(body)
-        with pytest.raises(ApiError):
-            await Tokenizers().for_engine(engine, model)
+    mortal.canned["/tokenize"] = Canned(b'{"tokens": "1"}')
+    with pytest.raises(ApiError):
+        await Tokenizers().for_engine(engine, model)
 
 
 _EITHER = (
@@ -136,24 +133,3 @@ async def test_content_format_is_the_one_that_the_engine_runs_with(
     assert "user\na\nb<|im_end|>" in tokenizer.decode(tokenizer.append([1], [user]).suffix_ids)
     with pytest.raises(Unsupported, match="renders other ids"):
         await Tokenizers(None, _EITHER, content_format="openai").for_engine(engine, model)
-
-
-async def test_template_arguments_that_the_engine_sets_by_default(
-    engine: HttpEngine, model: Model, mortal: FakeVllm
-) -> None:
-    thinking = "{% if add_generation_prompt and enable_thinking %}{{ '<think>' }}{% endif %}"
-    mortal.chat_template = CHATML + thinking.replace("enable_thinking", "true")
-    with pytest.raises(Unsupported, match="renders other ids"):
-        await Tokenizers(None, CHATML + thinking).for_engine(engine, model)
-    defaults = {"enable_thinking": True}
-    tokenizers = Tokenizers(None, CHATML + thinking, default_template_kwargs=defaults)
-    assert (await tokenizers.for_engine(engine, model)).default_template_kwargs == defaults
-
-
-async def test_engine_that_merges_no_developer_messages_is_refused(
-    engine: HttpEngine, model: Model, mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.support.fake_vllm.as_rendered", lambda messages: messages)
-    mortal.chat_template = "{% for m in messages %}{{ m.role + ':' + m.content | string }}{% endfor %}"
-    with pytest.raises(Unsupported, match="renders other ids"):
-        await Tokenizers(None, mortal.chat_template).for_engine(engine, model)

@@ -1,6 +1,4 @@
 import asyncio
-import itertools
-import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -74,16 +72,3 @@ def test_data_of_several_lines_stays_whole() -> None:
     assert (event_data(comment), comment) == (None, b": ping\n\n")
     assert (event_data(rest), rest) == (b"last", b"data: last\n\n")
     assert data_event(b"a\nb") == b"data: a\ndata: b\n\n"
-
-
-@settings(derandomize=True)
-@given(
-    st.lists(st.sampled_from(["data: 1", "data:2", ": x", "id: 1", "\n", "\n\n", "\r\n", "\r"]), max_size=12)
-)
-def test_events_end_at_empty_lines(parts: list[str]) -> None:
-    block = "".join(parts).encode()
-    ends = [0, *(end.end() for end in re.finditer(rb"\r?\n\r?\n", block))]
-    found = split_events(block)
-    assert found[: len(ends) - 1] == [block[start:end] for start, end in itertools.pairwise(ends)]
-    rest = block[ends[-1] :]
-    assert found[len(ends) - 1 :] == ([rest + b"\n\n"] if rest else [])

@@ -5,7 +5,6 @@ import pytest
 
 from proxy.fleet.choosing import Candidate, Preference, StickyLeastLoaded
 from proxy.fleet.load import Capacity, Load
-from proxy.fleet.pace import Pace
 
 _CHOOSE = StickyLeastLoaded(2.0)
 _NEW = Preference(ids=1000, completion_ids=200)
@@ -55,22 +54,6 @@ def test_conversations_spread_as_fast_as_replicas_are() -> None:
 def test_a_replica_that_was_slow_long_ago_is_tried_again(age_s: float, chosen: str) -> None:
     replicas = [Candidate("fast", 0, 2.0, 1.0), Candidate("slow", 0, 0.0, 10.0, age_s)]
     assert _CHOOSE(replicas, Preference(ids=100, completion_ids=100)).name == chosen
-
-
-def test_the_pace_is_the_mean_of_recent_turns() -> None:
-    time = [100.0]
-    pace = Pace(lambda: time[0])
-    assert pace.seconds is None
-    for _ in range(30):
-        pace.measure(2.0, 100.0)
-    assert pace.seconds == pytest.approx(0.02)
-    pace.measure(12.0, 100.0)
-    assert pace.seconds == pytest.approx(0.04)
-    for _ in range(30):
-        pace.measure(2.0, 100.0)
-    assert pace.seconds == pytest.approx(0.02, rel=0.01)
-    time[0] += 7
-    assert pace.age_s == 7
 
 
 def test_a_load_counts_requests_and_ids() -> None:

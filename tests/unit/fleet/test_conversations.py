@@ -75,23 +75,6 @@ def test_idle_conversations_count_as_much_as_requests_continue_one(conversations
     assert conversations.load("a") > 290
 
 
-def test_loads_are_zero_when_all_is_over(conversations: Conversations, clock: Clock) -> None:
-    for number in range(50):
-        conversations.begin(str(number), "a", number)
-        if number % 3:
-            conversations.finish(str(number))
-        if number % 7 == 0:
-            conversations.begin(str(number), "b", 5)
-    for number in range(50):
-        for _ in range(2):
-            conversations.finish(str(number))
-        if number % 2:
-            conversations.end(str(number))
-    clock.now = 100
-    assert (conversations.load("a"), conversations.load("b"), len(conversations)) == (0, 0, 0)
-    assert (conversations._all, conversations._idle, conversations._total) == ({}, {}, 0)
-
-
 def test_conversation_that_pauses_for_far_longer_than_others_does_not_count(clock: Clock) -> None:
     conversations = Conversations(60.0, clock)
     conversations.begin("over", "a", 100)
