@@ -1,7 +1,6 @@
 import gzip
 import json
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -39,12 +38,6 @@ async def _ask(engine: HttpEngine, request: Request) -> tuple[Response, bytes]:
 )
 def test_base_url_is_normalised(url: str, root: str) -> None:
     assert normalise_base_url(url) == root
-
-
-@pytest.mark.parametrize("url", ["host:8000", "ftp://host", "http://"])
-def test_invalid_base_url_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="is not an http"):
-        normalise_base_url(url)
 
 
 async def test_end_to_end_headers_are_forwarded_unchanged(engine: HttpEngine, fake: FakeVllm) -> None:
@@ -123,9 +116,8 @@ async def test_a_request_over_a_connection_that_was_closed_is_sent_again_if_it_m
         fake.requests.clear()
 
 
-@pytest.fixture
-def deaf_port() -> Iterator[int]:
-    """A port with a full backlog: new connections are never accepted."""
+async def test_connection_that_is_not_accepted_times_out() -> None:
+    """A port with a full backlog accepts no connections."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -134,9 +126,6 @@ def deaf_port() -> Iterator[int]:
             filler = stack.enter_context(socket.socket())
             filler.setblocking(False)
             filler.connect_ex(listener.getsockname())
-        yield listener.getsockname()[1]
-
-
-async def test_connection_that_is_not_accepted_times_out(deaf_port: int) -> None:
-    with pytest.raises(EngineTimeout, match="did not accept a connection"):
-        await HttpEngine(f"http://127.0.0.1:{deaf_port}", connect_timeout_s=0.2).send(_chat())
+        engine = HttpEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=0.2)
+        with pytest.raises(EngineTimeout, match="did not accept a connection"):
+            await engine.send(_chat())

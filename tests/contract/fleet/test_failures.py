@@ -270,18 +270,6 @@ async def test_three_failures_in_a_row_eject_a_healthy_replica_until_a_trial_suc
 
 
 @stepped
-async def test_streams_that_drip_eject_a_replica_too() -> None:
-    first, second = engines(2)
-    async with fleet_of(first, second) as fleet:
-        first.usual = streams(1.0, EngineTimeout("its event dripped", received=True))
-        for _ in range(3):
-            with pytest.raises(EngineTimeout):
-                await ask(fleet)
-        assert (await ask(fleet))[0] == 200
-        assert (first.started, second.started) == (3, 1)
-
-
-@stepped
 async def test_the_last_replica_is_not_ejected() -> None:
     [only] = engines(1)
     async with fleet_of(only) as fleet:

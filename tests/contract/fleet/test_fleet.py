@@ -20,13 +20,12 @@ _NEVER_S = 60.0
 
 @pytest.fixture
 def start(tiny_model: TinyModel) -> Iterator[Callable[..., FakeVllm]]:
-    """Starts fake engines; a given port restarts one, and attributes are set before it listens."""
+    """Starts fake engines; a given port restarts one."""
     with ExitStack() as stack:
 
-        def make(variant: Variant = Variant.CHAT, port: int = 0, **attributes: object) -> FakeVllm:
+        def make(variant: Variant = Variant.CHAT, port: int = 0, names: tuple[str, ...] = ()) -> FakeVllm:
             engine = FakeVllm(tiny_model, variant, port=port)
-            for name, value in attributes.items():
-                setattr(engine, name, value)
+            engine.names = list(names) or engine.names
             return stack.enter_context(engine)
 
         yield make
@@ -60,12 +59,6 @@ def test_engines_die_and_come_back_as_others(start: Callable[..., FakeVllm]) -> 
         assert client.post(_TOKENS, json=_IDS).json()["prompt_token_ids"] == [1, 74]
 
 
-@pytest.mark.parametrize("setting, found", [("chat", ["chat", "None"]), ("generate", ["None", "generate"])])
-def test_the_setting_token_in(start: Callable[..., FakeVllm], setting: str, found: list[str]) -> None:
-    with run_proxy([start(Variant.CHAT), start(Variant.SCALE_OUT)], token_in=setting) as client:
-        assert _state(client) == found
-
-
 def test_no_ids_go_to_an_engine_that_came_back_with_another_model(start: Callable[..., FakeVllm]) -> None:
     """Between two health checks, and without a request that the restart broke."""
     first = start()
@@ -80,7 +73,7 @@ def test_no_ids_go_to_an_engine_that_came_back_with_another_model(start: Callabl
         assert client.post(_TOKENS, json=_IDS).status_code == 200
         assert same.seen("/v1/models")
         same.kill()
-        other = start(port=first.port, names=["other"])
+        other = start(port=first.port, names=("other",))
         refused = client.post(_TOKENS, json=_IDS)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
         assert "another model" in refused.json()["error"]["message"]

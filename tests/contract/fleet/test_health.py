@@ -54,15 +54,6 @@ async def test_two_health_checks_without_an_answer_take_a_replica_out_of_use(bad
 
 
 @stepped
-async def test_a_refused_connection_takes_a_replica_out_of_use_at_once() -> None:
-    [only] = engines(1)
-    async with fleet_of(only, interval_s=5.0) as fleet:
-        only.health = EngineUnavailable("refused")
-        await elapse(5.1)
-        assert not fleet.replicas[0].ready
-
-
-@stepped
 async def test_health_checks_prove_nothing_without_sockets_or_while_this_process_is_late() -> None:
     [only] = engines(1)
     async with fleet_of(only, interval_s=1.0) as fleet:
@@ -113,25 +104,6 @@ async def test_discovery_runs_again_after_an_outage_and_until_it_succeeds() -> N
         assert capabilities.token_in is None
         assert capabilities.model is not None and capabilities.model.name == "other"
         assert not replica.load.responded, "its first response may take long again"
-
-
-@stepped
-async def test_a_replica_that_lost_its_model_under_a_new_connection_is_down() -> None:
-    """A restart ends connections, so the engine asks before the first request over each new one."""
-    [only] = engines(1)
-    async with fleet_of(only, interval_s=600.0) as fleet:
-        [replica] = fleet.replicas
-        assert only.verify_new_connection is not None
-        await only.verify_new_connection()
-        assert replica.ready
-        only.hangs.add("/v1/models")
-        with pytest.raises(EngineTimeout, match="does not report which model"):
-            await only.verify_new_connection()
-        only.hangs.clear()
-        only.model = "other"
-        with pytest.raises(EngineUnavailable, match="another model"):
-            await only.verify_new_connection()
-        assert not replica.ready
 
 
 # --- silence

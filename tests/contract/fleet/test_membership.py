@@ -8,10 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.fleet.changes import Changes, ReplicaChange
+from proxy.fleet.changes import Changes
 from proxy.fleet.membership import Membership, MembershipError, normalise_upstream, resolve_host
 from proxy.fleet.replica import Replica
+from proxy.history.store import Limits
 from proxy.settings import SettingsError, load_settings
+from proxy.stores.memory import MemoryStore
+from proxy.stores.replica_changes import StoredChanges
 from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
 from tests.support.fake_vllm import FakeVllm
 from tests.support.stepped import elapse, stepped
@@ -75,16 +78,6 @@ def test_a_replica_is_added_drained_and_removed(start: Callable[..., FakeVllm]) 
         assert len(client.get(_ADMIN).json()["replicas"]) == 1
 
 
-class _Nowhere:
-    """A store of changes that holds none."""
-
-    async def read(self) -> dict[str, ReplicaChange]:
-        return {}
-
-    async def write(self, name: str, change: ReplicaChange | None) -> None:
-        """Forget it."""
-
-
 @asynccontextmanager
 async def _membership(*upstreams: str, **options: Any) -> AsyncIterator[tuple[Membership, list[str]]]:
     """A membership that was started, and the URLs of which replicas were made."""
@@ -95,7 +88,9 @@ async def _membership(*upstreams: str, **options: Any) -> AsyncIterator[tuple[Me
         return replica_of(MemoryEngine(url.replace("user:one@", "").replace("user:two@", "")))
 
     async with fleet_of() as fleet:
-        membership = Membership(fleet, make, Changes(_Nowhere()), upstreams, **options)
+        membership = Membership(
+            fleet, make, Changes(StoredChanges(MemoryStore(Limits()), "fleet")), upstreams, **options
+        )
         await membership.start()
         try:
             yield membership, made

@@ -1,7 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,18 +41,6 @@ def test_bytes_are_unchanged_and_cut_between_events(
     whole = pieces[:-1] if rest else pieces
     assert all(piece.endswith(end.encode()) for piece in whole)
     assert sum(len(split_events(piece)) for piece in whole) == len(blocks)
-
-
-async def test_broken_stream_yields_only_whole_events() -> None:
-    async def chunks() -> AsyncIterator[bytes]:
-        yield b"data: 1\n\nda"
-        yield b"ta: 2"
-        raise ConnectionError
-
-    pieces = whole_events(chunks())
-    assert await anext(pieces) == b"data: 1\n\n"
-    with pytest.raises(ConnectionError):
-        await anext(pieces)
 
 
 @settings(derandomize=True)

@@ -21,10 +21,8 @@ class _Places:
         self.free = Counter(free)
         self.hold = Hold(now)
         self.queue: FairQueue[str] = FairQueue(max_waiting, timeout_s, self.give_back, self.hold, now)
-        self.tried = 0
-        self.served: list[tuple[str, int, int]] = []
-        """Tenant, weight and number of each request in the order of service."""
-        self._number = 0
+        self.service = Counter[str]()
+        """By tenant: the weights of its requests that were served."""
 
     def give_back(self, kind: str) -> None:
         self.free[kind] += 1
@@ -34,15 +32,11 @@ class _Places:
         self.queue.wake()
 
     def start(self, tenant: str = "a", weight: int = 1, kind: str = "any") -> "asyncio.Task[str]":
-        self._number += 1
-        number = self._number
-
         def try_take() -> str | None:
-            self.tried += 1
             if not self.free[kind]:
                 return None
             self.free[kind] -= 1
-            self.served.append((tenant, weight, number))
+            self.service[tenant] += weight
             return kind
 
         return asyncio.create_task(self.queue.acquire(tenant, weight, try_take, kind))
@@ -68,10 +62,7 @@ async def test_a_tenant_that_returns_with_large_requests_one_at_a_time_gets_no_m
         if large.done():
             large = places.start("large", 1000)
             await settled()
-    service = Counter[str]()
-    for tenant, weight, _ in places.served:
-        service[tenant] += weight
-    assert abs(service["small"] - service["large"]) <= 1010, service
+    assert abs(places.service["small"] - places.service["large"]) <= 1010, places.service
     _cancel(*small, large)
 
 
