@@ -17,7 +17,6 @@ from tests.contract.fleet.memory_engine import (
     MemoryEngine,
     answers,
     ask,
-    broken,
     engines,
     fails,
     fleet_of,
@@ -203,30 +202,6 @@ async def test_replicas_whose_first_responses_take_long() -> None:
             engine.hangs_probes = True
         assert (await ask(fleet))[0] == 200
         assert [engine.started for engine in all_engines] == [1, 1, 0]
-
-
-async def _eject(fleet: Fleet, bad: MemoryEngine) -> None:
-    bad.replies = [fails(broken())] * 3
-    await _served(fleet, 3)
-    assert fleet.replicas[0].breaker.state is BreakerState.OPEN
-
-
-@stepped
-async def test_a_long_trial_is_decided_by_a_request_for_one_token() -> None:
-    bad, good = engines(2)
-    async with fleet_of(bad, good, interval_s=600.0) as fleet:
-        await _eject(fleet, bad)
-        bad.usual = waits(60.0)
-        await elapse(6.2)
-        trial = asyncio.create_task(ask(fleet))
-        await elapse(2.0)
-        breaker = fleet.replicas[0].breaker
-        assert (breaker.state, breaker.on_trial) == (BreakerState.HALF_OPEN, True)
-        await _served(fleet, 2)
-        assert (bad.started, breaker.state) == (4, BreakerState.HALF_OPEN)
-        await elapse(3.0)
-        assert breaker.state is BreakerState.CLOSED
-        assert (await trial)[0] == 200
 
 
 @stepped

@@ -1,6 +1,3 @@
-import random
-from collections import Counter
-
 import pytest
 
 from proxy.fleet.choosing import Candidate, Preference, StickyLeastLoaded
@@ -36,18 +33,6 @@ def test_the_holder_is_chosen_unless_another_is_much_sooner(
     candidates: list[Candidate], preference: Preference, chosen: str
 ) -> None:
     assert _CHOOSE(candidates, preference).name == chosen
-
-
-def test_conversations_spread_as_fast_as_replicas_are() -> None:
-    """Eight replicas, three of them three times slower: no replica has more than its share of the work."""
-    random.seed(1)
-    paces = {str(n): 3.0 if n < 3 else 1.0 for n in range(8)}
-    counts = Counter(dict.fromkeys(paces, 0))
-    for _ in range(400):
-        replicas = [Candidate(name, 0, counts[name], pace) for name, pace in paces.items()]
-        counts[_CHOOSE(replicas, _NEW).name] += 1
-    seconds = [counts[name] * pace for name, pace in paces.items()]
-    assert max(seconds) < 1.15 * min(seconds)
 
 
 @pytest.mark.parametrize(("age_s", "chosen"), [(0.0, "fast"), (300.0, "slow")])
