@@ -53,8 +53,8 @@ def test_updates_under_load(tiny_model: TinyModel, tmp_path: Path) -> None:
         engines = [stack.enter_context(FakeTrained(tiny_model, meeting)) for _ in range(4)]
         for engine in engines:
             engine.usual.ids, engine.usual.pause_s = (*HI,) * 6, 0.15
-        settings = {"store": store, "watch_interval_s": 0.3}
-        proxies = [stack.enter_context(run_proxy(engines, **settings)) for _ in range(2)]
+        starts = [run_proxy(engines, store=store, watch_interval_s=0.3) for _ in range(2)]
+        proxies = [stack.enter_context(start) for start in starts]
         asyncio.run(load())
         assert outcomes == {"fine"}
         wait_until(lambda: not any(engine.running for engine in engines))
