@@ -1,4 +1,4 @@
-"""TRL's unmodified `VLLMClient` before a fleet: batches, chat, and weights as far as that needs no NCCL."""
+"""TRL's unmodified `VLLMClient` updates the weights of a fleet, as far as that needs no NCCL."""
 
 import importlib.util
 import json
@@ -6,44 +6,28 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.fake_trained import FakeTrained, Rendezvous
 from tests.support.fake_vllm import Canned
 from tests.support.talk import user
-from tests.support.tiny_model import END, HI, TinyModel
+from tests.support.tiny_model import TinyModel
 from tests.support.trl_client import load_client
 from tests.support.utils import run_proxy
 
-pytestmark = [
-    pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, ("trl", "vllm", "torch"))), reason="TRL's client needs vLLM"
-    ),
-    pytest.mark.filterwarnings("ignore:TRL currently supports"),
-]
-
-_NCCL = {"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}}
+_STEPS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 
 
-@dataclass
-class _Fleet:
-    """Two engines with 2 and 1 workers, and TRL's client of the proxy before them."""
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("trl", "vllm", "torch"))), reason="TRL's client needs vLLM"
+)
+@pytest.mark.filterwarnings("ignore:TRL currently supports")
+def test_a_trainer_updates_all_replicas(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
 
-    engines: list[FakeTrained]
-    http: httpx.Client
-    trl: Any
-    rendezvous: Rendezvous
-    sent: list[str]
-    """Names of the tensors that the trainer broadcast."""
-
-
-@pytest.fixture
-def fleet(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Fleet]:
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     client_class = load_client(monkeypatch)
     rendezvous = Rendezvous(3)  # the trainer is the third
@@ -66,76 +50,35 @@ def fleet(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[_F
     module = sys.modules[client_class.__module__]
     monkeypatch.setattr(module, "open_trainer_endpoint", join)
     monkeypatch.setattr(module, "packed_nccl_broadcast_producer", broadcast)
+    nccl = json.dumps({"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}}).encode()
     with ExitStack() as stack:
         engines = [stack.enter_context(FakeTrained(tiny_model, rendezvous, workers)) for workers in (2, 1)]
         for engine in engines:
-            engine.canned["/server_info"] = Canned(
-                json.dumps(_NCCL).encode(), headers={"content-type": "application/json"}
-            )
+            engine.canned["/server_info"] = Canned(nccl, headers={"content-type": "application/json"})
         http = stack.enter_context(run_proxy(engines))
         trl = client_class(base_url=str(http.base_url).rstrip("/"))
-        yield _Fleet(engines, http, trl, rendezvous, sent)
-        trl.session.close()
+        stack.callback(trl.session.close)
+        assert trl.get_world_size() == 3
+        trl.init_communicator(device="cuda")  # without an index: no device is needed
+        assert sorted(rendezvous.ranks) == [0, 1, 2, 3]
+        assert [engine.init_info["rank_offset"] for engine in engines] == [1, 3]
 
+        model = torch.nn.Linear(2, 3)
+        trl.update_model_params(model)
+        expected = {"names": sent, "dtype_names": ["float32"] * 2, "shapes": [[3, 2], [3]]}
+        assert sent == ["weight", "bias"]
+        assert [engine.update_info for engine in engines] == [expected] * 2
+        versions = {engine.version for engine in engines}
+        assert len(versions) == 1 and versions != {"default"}  # TRL names none: the proxy does
+        with trl.weight_update():
+            for name, parameter in model.named_parameters():
+                trl.update_named_param(name, parameter.data)
+        counts = [[len(engine.seen(path)) for engine in engines] for path in _STEPS]
+        assert counts == [[2, 2], [3, 3], [2, 2]]
 
-def test_chat_and_batches(fleet: _Fleet, tiny_model: TinyModel) -> None:
-    conversations = [[user(f"Number {number}, TRL")] for number in range(6)]
-    answer = fleet.trl.chat(conversations, n=2, tools=[], chat_template_kwargs={"enable_thinking": False})
-    assert answer["prompt_ids"] == [tiny_model.render(each, enable_thinking=False) for each in conversations]
-    assert answer["completion_ids"] == [[*HI, END]] * 12
-    assert answer["logprob_token_ids"] == [[[token] for token in (*HI, END)]] * 12
-    # the second turn of each begins with the ids of the first
-    first = fleet.trl.chat(conversations)
-    said = {"role": "assistant", "content": "hi"}
-    second = fleet.trl.chat([[*each, said, user("more")] for each in conversations])
-    befores = zip(first["prompt_ids"], first["completion_ids"], strict=True)
-    for (prompt, sampled), after in zip(befores, second["prompt_ids"], strict=True):
-        assert after[: len(prompt) + len(sampled)] == prompt + sampled
-    prompts = [[1, 74], [1, 75]]
-    assert fleet.trl.generate(prompts)["prompt_ids"] == prompts
-
-
-def test_a_trainer_updates_all_replicas(fleet: _Fleet) -> None:
-    import torch
-
-    assert fleet.trl.get_world_size() == 3
-    fleet.trl.init_communicator(device="cuda")  # without an index: no device is needed
-    assert sorted(fleet.rendezvous.ranks) == [0, 1, 2, 3]
-    assert [engine.init_info["rank_offset"] for engine in fleet.engines] == [1, 3]
-    assert {engine.init_info["world_size"] for engine in fleet.engines} == {4}
-    assert {engine.init_info["packed"] for engine in fleet.engines} == {True}
-
-    model = torch.nn.Linear(2, 3)
-    fleet.trl.update_model_params(model)
-    names = ["weight", "bias"]
-    expected = {"names": names, "dtype_names": ["float32"] * 2, "shapes": [[3, 2], [3]]}
-    assert fleet.sent == names
-    assert [engine.update_info for engine in fleet.engines] == [expected] * 2
-    versions = {engine.version for engine in fleet.engines}
-    assert len(versions) == 1 and versions != {"default"}  # TRL names none: the proxy does
-
-    with fleet.trl.weight_update():
-        for name, parameter in model.named_parameters():
-            fleet.trl.update_named_param(name, parameter.data)
-    assert fleet.sent == names * 2
-    counts = [[len(engine.seen(path)) for engine in fleet.engines] for path in _STEPS]
-    assert counts == [[2, 2], [3, 3], [2, 2]]
-
-    fleet.trl.reset_prefix_cache()
-    assert [engine.cached for engine in fleet.engines] == [False, False]
-    answer = fleet.http.post("/v1/chat/completions", json={"messages": [user("Hi")]})
-    [sample] = fleet.http.get(f"/v1/sessions/{answer.headers['x-session-id']}/samples").json()["samples"]
-    assert [span[0] for span in sample["turns"][0]["weight_versions"]] == [fleet.engines[0].version]
-    fleet.trl.close_communicator()
-
-
-_STEPS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
-
-
-def test_engines_without_weight_transfer_are_named(fleet: _Fleet) -> None:
-    config = json.dumps({"vllm_config": {"weight_transfer_config": None}}).encode()
-    for engine in fleet.engines:
-        engine.canned["/server_info"] = Canned(config, headers={"content-type": "application/json"})
-    with pytest.raises(RuntimeError, match="weight-transfer-config"):
-        fleet.trl.init_communicator(device="cuda")
-    assert [engine.seen("/init_weight_transfer_engine") for engine in fleet.engines] == [[], []]
+        trl.reset_prefix_cache()
+        assert [engine.cached for engine in engines] == [False, False]
+        answer = http.post("/v1/chat/completions", json={"messages": [user("Hi")]})
+        samples = http.get(f"/v1/sessions/{answer.headers['x-session-id']}/samples").json()["samples"]
+        assert [span[0] for span in samples[0]["turns"][0]["weight_versions"]] == [engines[0].version]
+        trl.close_communicator()

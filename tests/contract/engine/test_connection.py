@@ -1,16 +1,13 @@
 """Responses of odd engines over real sockets: what is read, and which connections are used again."""
 
 import asyncio
-import gc
 import socket
-import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from proxy.engine.connection import Connection
 from proxy.engine.http import HttpEngine
 from proxy.errors import EngineBroken, EngineTimeout
 from proxy.http import Request, Response
@@ -93,13 +90,10 @@ async def test_connection_whose_request_was_not_sent_whole_is_not_used_again() -
     "response, body",
     [
         (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + _OK, b"ok"),
-        (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
         (b"HTTP/1.1 304 Not Modified\r\ncontent-length: 9\r\n\r\n", b""),
         (_CHUNKED + b"2;extension=1\r\nok\r\n0\r\n\r\n", b"ok"),
         (_CHUNKED + b"2\r\nok\r\n0\r\ncontent-type: text/event-stream\r\nset-cookie: a=b\r\n\r\n", b"ok"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b""),
     ],
-    ids=["informational", "no content", "not modified", "chunk extension", "trailers", "empty"],
 )
 async def test_responses_that_leave_the_connection_open(response: bytes, body: bytes) -> None:
     async with _engine(_answering(response, _OK)) as engine:
@@ -109,26 +103,13 @@ async def test_responses_that_leave_the_connection_open(response: bytes, body: b
         assert (await _ask(engine))[1] == b"ok"
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"HTTP/1.1 200 OK\r\n\r\n",
-        b"HTTP/1.0 200 OK\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\n",
-    ],
-)
-async def test_a_body_without_a_length_ends_with_its_connection(head: bytes) -> None:
-    async with _engine(_answering(head + b"all of it", close=True)) as engine:
+async def test_a_body_without_a_length_ends_with_its_connection() -> None:
+    async with _engine(_answering(b"HTTP/1.0 200 OK\r\n\r\nall of it", close=True)) as engine:
         assert (await _ask(engine))[1] == b"all of it"
 
 
 @pytest.mark.parametrize(
-    "response",
-    [
-        b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort",
-        _CHUNKED + b"9\r\nshort",
-        _CHUNKED + b"2\r\nok\r\n",
-    ],
+    "response", [b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort", _CHUNKED + b"2\r\nok\r\n"]
 )
 async def test_a_short_body_is_an_error(response: bytes) -> None:
     async with _engine(_answering(response, close=True)) as engine:
@@ -136,27 +117,14 @@ async def test_a_short_body_is_an_error(response: bytes) -> None:
             await _ask(engine)
 
 
-@pytest.mark.parametrize(
-    "response",
-    [_OK + b"more", _OK + _OK, b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok"],
-)
-async def test_a_connection_with_bytes_left_over_is_not_used_again(response: bytes) -> None:
-    async with _engine(_answering(response, b"HTTP/1.1 500 Wrong\r\ncontent-length: 0\r\n\r\n")) as engine:
+async def test_a_connection_with_bytes_left_over_is_not_used_again() -> None:
+    async with _engine(_answering(_OK + _OK, b"HTTP/1.1 500 Wrong\r\ncontent-length: 0\r\n\r\n")) as engine:
         for _ in range(3):
             try:
                 answer, body = await _ask(engine)
             except EngineBroken:
                 continue  # what came after the response is no response to the request
             assert (answer.status, body) == (200, b"ok")
-
-
-async def test_a_response_to_head_has_no_body_and_what_is_not_http_is_an_error() -> None:
-    async with _engine(_answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n", _OK)) as engine:
-        answer, body = await _ask(engine, "HEAD")
-        assert (answer.status, body) == (200, b"")
-    async with _engine(_answering(b"220 mail.example.org ESMTP\r\n")) as engine:
-        with pytest.raises(EngineBroken):
-            await _ask(engine)
 
 
 @stepped
@@ -197,40 +165,6 @@ async def test_a_stream_may_pause_for_as_long_as_it_is_allowed_and_longer_while_
             with pytest.raises(EngineTimeout):
                 await anext(chunks)
         await response.aclose()
-
-
-async def test_a_complete_response_is_never_late() -> None:
-    """The timer fires in the same round of the event loop in which the last bytes arrive."""
-    connection = Connection()
-    connection._begin("GET")
-    waiting = asyncio.create_task(connection.wait(60))
-    await asyncio.sleep(0)
-    connection.data_received(_OK.removesuffix(b"ok"))
-    connection._timed_out = True
-    connection.data_received(b"ok")
-    await waiting
-    assert connection.take(10) == b"ok"
-
-
-async def test_connections_that_ended_are_freed_at_once() -> None:
-    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n" + b"x" * 400_000)
-        await reader.read()
-
-    gc.collect()
-    gc.disable()
-    try:
-        async with _engine(flood) as engine:
-            response = await engine.send(Request("GET", "/"))
-            await asyncio.sleep(0.05)
-            kept = weakref.ref(response._connection)
-            await response.aclose()
-            del response
-            await asyncio.sleep(0.05)
-            assert kept() is None
-    finally:
-        gc.enable()
 
 
 async def test_the_second_address_is_tried_if_the_first_does_not_respond(

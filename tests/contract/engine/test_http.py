@@ -1,17 +1,14 @@
-import asyncio
 import gzip
 import json
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
 from proxy.engine.http import HttpEngine, normalise_base_url
-from proxy.errors import EngineBroken, EngineTimeout, EngineUnavailable
+from proxy.errors import EngineBroken, EngineTimeout
 from proxy.http import Request, Response
-from tests.support.fake_vllm import Canned, FakeVllm, Reply
-from tests.support.utils import wait_until
+from tests.support.fake_vllm import Canned, FakeVllm
 
 _CHAT = "/v1/chat/completions"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -33,24 +30,14 @@ async def _ask(engine: HttpEngine, request: Request) -> tuple[Response, bytes]:
 @pytest.mark.parametrize(
     "url, root",
     [
-        ("http://host:8000", "http://host:8000"),
-        ("http://host:8000/", "http://host:8000"),
-        ("http://host:8000/v1", "http://host:8000"),
         ("http://host:8000/v1/", "http://host:8000"),
         ("https://host/models/a/v1", "https://host/models/a"),
-        ("https://host/models/v11", "https://host/models/v11"),
         ("http://host:8000/v1?key=1#part", "http://host:8000"),
         ("http://[::1]:8000/v1", "http://[::1]:8000"),
     ],
 )
 def test_base_url_is_normalised(url: str, root: str) -> None:
     assert normalise_base_url(url) == root
-
-
-@pytest.mark.parametrize("url", ["host:8000", "localhost", "ftp://host", "http://", "/v1", ""])
-def test_invalid_base_url_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="is not an http"):
-        normalise_base_url(url)
 
 
 async def test_end_to_end_headers_are_forwarded_unchanged(engine: HttpEngine, fake: FakeVllm) -> None:
@@ -76,40 +63,13 @@ async def test_end_to_end_headers_are_forwarded_unchanged(engine: HttpEngine, fa
     assert {name for name, _ in arrived} == names | {b"host", b"content-length"}
 
 
-async def test_no_header_is_added_but_the_engines_own_key(engine: HttpEngine, fake: FakeVllm) -> None:
-    await _ask(engine, Request("GET", "/anything"))
-    assert [name.lower() for name, _ in fake.last("/anything").headers] == [b"host"]
-    with_key = HttpEngine(fake.url, "engine")
-    await _ask(with_key, Request("GET", "/anything", [(b"authorization", b"Bearer client")]))
-    assert fake.last("/anything").header("authorization") == b"Bearer engine"
-    await with_key.aclose()
-
-
-async def test_path_and_query_are_forwarded_unchanged(engine: HttpEngine, fake: FakeVllm) -> None:
-    target = "/a%2Fb/%e4%B8%AD;x=1?q=1+2%20&q=%2F&empty=&+"
-    await _ask(engine, Request("GET", target))
-    assert fake.requests[-1].target == target
-
-
-@pytest.mark.parametrize("size", [0, 1, 256 * 1024, 256 * 1024 + 1])
-async def test_bodies_of_all_sizes_are_forwarded(engine: HttpEngine, fake: FakeVllm, size: int) -> None:
-    body = bytes(range(256)) * (size // 256 + 1)
-    await _ask(engine, Request("POST", "/anything", [], body[:size]))
-    seen = fake.last("/anything")
-    assert seen.body == body[:size]
-    assert seen.header("content-length") == str(size).encode()
-    assert seen.header("transfer-encoding") is None
-
-
 @pytest.mark.parametrize(
     "canned",
     [
         Canned(gzip.compress(b"{}"), 200, {"content-encoding": "gzip", "content-type": "application/json"}),
         Canned(b"", 307, {"location": "/elsewhere"}),
-        Canned(b"", 204, {}),
         Canned(b"\x00\xff", 418, {"x-odd": "yes", "set-cookie": "a=1"}),
     ],
-    ids=["compressed", "redirect", "no content", "teapot"],
 )
 async def test_responses_are_returned_unchanged(engine: HttpEngine, fake: FakeVllm, canned: Canned) -> None:
     fake.canned["/anything"] = canned
@@ -156,25 +116,8 @@ async def test_a_request_over_a_connection_that_was_closed_is_sent_again_if_it_m
         fake.requests.clear()
 
 
-async def test_large_body_is_sent_whole_again(engine: HttpEngine, fake: FakeVllm) -> None:
-    fake.hang_up = lambda seen: seen.reused
-    body = _chat(repeatable=True, more="x" * 400_000)
-    for _ in range(2):
-        async with asyncio.timeout(10):
-            response, _ = await _ask(engine, body)
-        assert response.status == 200
-    assert len({len(seen.body) for seen in fake.requests}) == 1
-
-
-async def test_refused_connection_is_unavailable(engine: HttpEngine, fake: FakeVllm) -> None:
-    fake.kill()
-    with pytest.raises(EngineUnavailable, match=f"no engine responds at {fake.url}"):
-        await _ask(engine, _chat())
-
-
-@pytest.fixture
-def deaf_port() -> Iterator[int]:
-    """A port with a full backlog: new connections are never accepted."""
+async def test_connection_that_is_not_accepted_times_out() -> None:
+    """A port with a full backlog accepts no connections."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -183,45 +126,6 @@ def deaf_port() -> Iterator[int]:
             filler = stack.enter_context(socket.socket())
             filler.setblocking(False)
             filler.connect_ex(listener.getsockname())
-        yield listener.getsockname()[1]
-
-
-async def test_connection_that_is_not_accepted_times_out(deaf_port: int) -> None:
-    with pytest.raises(EngineTimeout, match="did not accept a connection"):
-        await HttpEngine(f"http://127.0.0.1:{deaf_port}", connect_timeout_s=0.2).send(_chat())
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [Reply(break_at=1, how="close"), Reply(break_at=1, how="reset"), Reply(break_at=1, how="inside")],
-    ids=lambda reply: reply.how,
-)
-async def test_response_that_breaks_off_is_an_error(engine: HttpEngine, fake: FakeVllm, reply: Reply) -> None:
-    reply.hold_at = 1
-    fake.replies.extend([reply, reply])
-    response = await engine.send(_chat())
-    chunks = response.chunks()
-    received = await anext(chunks)
-    fake.release()
-    with pytest.raises(EngineBroken, match="middle of its response"):
-        async for chunk in chunks:
-            received += chunk
-    assert received.startswith(b"data: {")
-    await response.aclose()
-    with pytest.raises(EngineBroken, match="middle of its response"):
-        await _ask(engine, _chat())
-
-
-async def test_closing_early_or_cancelling_aborts_the_engines_request(
-    engine: HttpEngine, fake: FakeVllm
-) -> None:
-    fake.replies += [Reply(hold_at=2), Reply(hold_at=0)]
-    response = await engine.send(_chat())
-    await anext(response.chunks())
-    assert (fake.running, fake.aborted) == (1, 0)
-    await response.aclose()
-    await asyncio.to_thread(wait_until, lambda: (fake.running, fake.aborted) == (0, 1))
-    sending = asyncio.create_task(engine.send(_chat(stream=False)))
-    await asyncio.to_thread(wait_until, lambda: fake.running)
-    sending.cancel()
-    await asyncio.to_thread(wait_until, lambda: (fake.running, fake.aborted) == (0, 2))
+        engine = HttpEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=0.2)
+        with pytest.raises(EngineTimeout, match="did not accept a connection"):
+            await engine.send(_chat())

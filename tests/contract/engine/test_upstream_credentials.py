@@ -5,7 +5,6 @@ from base64 import b64encode
 
 import pytest
 
-from proxy.engine.http import HttpEngine, normalise_base_url, url_credentials
 from proxy.settings import Settings
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.utils import run_app, wait_until
@@ -17,20 +16,6 @@ _BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 
 def _with_user(url: str) -> str:
     return url.replace("//", "//basil:p%3Aa%2Fss@")
-
-
-@pytest.mark.parametrize(
-    "url, expected",
-    [
-        ("http://a:1", None),
-        ("http://basil:p%3Aa%2Fss@a:1/v1", _BASIC.decode()),
-        ("http://user@a:1", "Basic " + b64encode(b"user:").decode()),
-        ("http://:key@a:1", "Basic " + b64encode(b":key").decode()),
-    ],
-)
-def test_url_credentials(url: str, expected: str | None) -> None:
-    assert url_credentials(normalise_base_url(url)) == expected
-    assert "@" not in HttpEngine(url).name
 
 
 def test_credentials_are_sent_and_never_shown(mortal: FakeVllm, caplog: pytest.LogCaptureFixture) -> None:

@@ -100,7 +100,6 @@ class MemoryEngine:
         """The header without which it describes itself to nobody."""
         self.describes: Callable[[str], Response | None] = lambda path: None
         """Its answers to questions about it, where they are not the usual ones."""
-        self.verify_new_connection: Callable[[], Awaitable[None]] | None = None
         self.replies: list[Answer] = []
         """Answers to the next completions."""
         self.usual: Answer = answers()
@@ -135,28 +134,25 @@ class MemoryEngine:
             return BytesResponse(401, [], b"")
         if (own := self.describes(path)) is not None:
             return own
-        answer = self._describe(path, request)
-        if answer is None:
-            return BytesResponse(404, [], b"")
-        body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        return BytesResponse(200, list(JSON_HEADERS), body)
-
-    def _describe(self, path: str, request: Request) -> Any:
         if path == "/v1/models":
-            return {"data": [{"id": self.model, "root": self.model}]}
+            return _json({"data": [{"id": self.model, "root": self.model}]})
         if path == "/metrics":
-            return f"vllm:generation_tokens_total {len(self.asked) if self.grows else 0}.0\n".encode()
+            count = len(self.asked) if self.grows else 0
+            return BytesResponse(200, [], b"vllm:generation_tokens_total %d.0\n" % count)
         if path == CHAT:
             ids = (json.loads(request.body).get("kv_transfer_params") or {}).get("prompt_token_ids")
-            return {"prompt_token_ids": ids if self.takes_ids else [7]}
-        return None
+            return _json({"prompt_token_ids": ids if self.takes_ids else [7]})
+        return BytesResponse(404, [], b"")
 
     def verify(self, verify: Callable[[], Awaitable[None]] | None) -> None:
         """See `Engine.verify`."""
-        self.verify_new_connection = verify
 
     async def aclose(self) -> None:
         """See `Engine.aclose`."""
+
+
+def _json(answer: Any) -> Response:
+    return BytesResponse(200, list(JSON_HEADERS), json.dumps(answer).encode())
 
 
 def _is_probe(request: Request) -> bool:

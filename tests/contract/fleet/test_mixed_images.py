@@ -1,7 +1,6 @@
 """A fleet of which only some replicas take images with exact ids: sessions with images run on these."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -93,15 +92,3 @@ def test_without_a_replica_for_images_a_request_may_be_repeated(
     with FakeVision(tiny_model, port=vision.port):
         wait_until(lambda: client.get("/ready").json()["engines"][2]["ready"])
         assert _complete(client, "s", prompt_ids=_next(answer))["prompt_token_ids"] == _next(answer)
-
-
-def test_a_replica_that_breaks_under_an_image_is_replaced_by_one_that_takes_it(tiny_model: TinyModel) -> None:
-    with ExitStack() as stack:
-        engines = [FakeVision(tiny_model), FakeVllm(tiny_model), FakeVision(tiny_model)]
-        started = [stack.enter_context(engine) for engine in engines]
-        client = stack.enter_context(run_proxy(started))
-        started[0].hang_up = lambda seen: seen.path == GENERATE
-        for number in range(4):
-            _complete(client, f"s{number}", prompt_ids=[1, PLACEHOLDER, 74], images=[RED])
-        assert _turns(started[1], CHAT) == 0
-        assert _turns(started[2], GENERATE) == 4

@@ -121,9 +121,3 @@ def test_a_tag_of_a_position_that_is_unknown() -> None:
     changing = WeightTag("7", stream=True)
     changing.changing()
     assert changing.spans(0, 4) == ([("7", 0, 4)], True)
-
-
-def test_a_tag_without_changes() -> None:
-    assert WeightTag("7", stream=True).spans(0, 5) == ([("7", 0, 5)], False)
-    assert WeightTag(None, stream=True).spans(0, 5) == ([], False)
-    assert WeightTag("7", stream=True).spans(0, 0) == ([], False)

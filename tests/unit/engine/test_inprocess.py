@@ -24,11 +24,7 @@ class App:
         self.aborted = False
         self.app.post("/echo")(self.echo)
         self.app.get("/stream")(self.stream)
-        self.app.get("/flood")(self.flood)
         self.app.get("/wait")(self.wait)
-        self.app.get("/missing")(self.missing)
-        self.app.get("/crash")(self.crash)
-        self.app.exception_handler(ValueError)(self.on_value_error)
 
     async def echo(self, request: FastapiRequest) -> Response:
         seen = {
@@ -54,13 +50,6 @@ class App:
 
         return StreamingResponse(chunks())
 
-    async def flood(self) -> Response:
-        async def chunks() -> AsyncIterator[bytes]:
-            while True:
-                yield b"more"
-
-        return StreamingResponse(chunks())
-
     async def wait(self, request: FastapiRequest) -> Response:
         """Wait as vLLM does for a completion: until it is complete or the client disconnects."""
         while not self.go.is_set():
@@ -70,15 +59,6 @@ class App:
                 break
             await asyncio.sleep(0.01)
         return Response()
-
-    async def missing(self) -> Response:
-        raise HTTPException(404, "no such thing")
-
-    async def crash(self) -> Response:
-        raise ValueError("bad value")
-
-    async def on_value_error(self, request: FastapiRequest, error: Exception) -> Response:
-        return JSONResponse({"error": {"message": str(error), "code": 400}}, 400)
 
 
 @pytest.fixture
@@ -132,23 +112,6 @@ async def test_closing_early_is_a_client_disconnect(engine: InProcessEngine, app
     assert (app.ended.is_set(), app.aborted) == (True, True)
 
 
-async def test_closing_early_ends_a_stream_that_has_filled_its_queue(app: App) -> None:
-    running = asyncio.Event()
-
-    async def watched(scope: Scope, receive: Receive, send: Send) -> None:
-        running.set()
-        try:
-            await app.app(scope, receive, send)
-        finally:
-            running.clear()
-
-    response = await InProcessEngine(watched).send(Request("GET", "/flood"))
-    await asyncio.sleep(0.02)
-    assert running.is_set()
-    await response.aclose()
-    assert not running.is_set()
-
-
 async def test_cancelling_before_a_response_is_a_client_disconnect(engine: InProcessEngine, app: App) -> None:
     sending = asyncio.create_task(engine.send(Request("GET", "/wait")))
     await asyncio.sleep(0.02)
@@ -157,18 +120,6 @@ async def test_cancelling_before_a_response_is_a_client_disconnect(engine: InPro
         await sending
     assert app.ended.is_set()
     assert app.aborted
-
-
-@pytest.mark.parametrize(
-    "path, status, words",
-    [("/missing", 404, "no such thing"), ("/crash", 400, "bad value"), ("/none", 404, "Not")],
-)
-async def test_error_responses_are_the_applications(
-    engine: InProcessEngine, path: str, status: int, words: str
-) -> None:
-    found, body = await _read(engine, path)
-    assert found == status
-    assert words in body.decode()
 
 
 async def test_exception_handlers_are_the_applications_also_those_registered_later() -> None:

@@ -24,14 +24,6 @@ def test_an_event_may_not_drip() -> None:
     assert limit.seconds() == _IDLE_S
 
 
-def test_each_event_has_its_own_time() -> None:
-    """A fast stream whose chunks never end where an event does."""
-    limit = ReadLimit(True, _IDLE_S)
-    for _ in range(100):
-        limit.received(b"data: 1\n\ndata:", 1.0)
-        assert limit.seconds() == pytest.approx(GRACE_S, abs=0.01)
-
-
 def test_a_body_may_take_the_time_of_its_bytes() -> None:
     limit = ReadLimit(False, _IDLE_S)
     limit.received(b"x" * SLOWEST * 10, 12.0)

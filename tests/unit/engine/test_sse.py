@@ -1,9 +1,6 @@
 import asyncio
-import itertools
-import re
 from collections.abc import AsyncIterator
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,18 +43,6 @@ def test_bytes_are_unchanged_and_cut_between_events(
     assert sum(len(split_events(piece)) for piece in whole) == len(blocks)
 
 
-async def test_broken_stream_yields_only_whole_events() -> None:
-    async def chunks() -> AsyncIterator[bytes]:
-        yield b"data: 1\n\nda"
-        yield b"ta: 2"
-        raise ConnectionError
-
-    pieces = whole_events(chunks())
-    assert await anext(pieces) == b"data: 1\n\n"
-    with pytest.raises(ConnectionError):
-        await anext(pieces)
-
-
 @settings(derandomize=True)
 @given(st.lists(st.integers(0, 12)))
 def test_events_yields_the_data_of_each_event(sizes: list[int]) -> None:
@@ -74,16 +59,3 @@ def test_data_of_several_lines_stays_whole() -> None:
     assert (event_data(comment), comment) == (None, b": ping\n\n")
     assert (event_data(rest), rest) == (b"last", b"data: last\n\n")
     assert data_event(b"a\nb") == b"data: a\ndata: b\n\n"
-
-
-@settings(derandomize=True)
-@given(
-    st.lists(st.sampled_from(["data: 1", "data:2", ": x", "id: 1", "\n", "\n\n", "\r\n", "\r"]), max_size=12)
-)
-def test_events_end_at_empty_lines(parts: list[str]) -> None:
-    block = "".join(parts).encode()
-    ends = [0, *(end.end() for end in re.finditer(rb"\r?\n\r?\n", block))]
-    found = split_events(block)
-    assert found[: len(ends) - 1] == [block[start:end] for start, end in itertools.pairwise(ends)]
-    rest = block[ends[-1] :]
-    assert found[len(ends) - 1 :] == ([rest + b"\n\n"] if rest else [])

@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 
 from proxy.engine.token_in import TokenRequest, chat_body, rename_errors, rename_param
-from proxy.errors import BadRequest
 from proxy.fields import parse
 from proxy.http import BytesResponse
 from tests.support.fake_vllm import error_body
@@ -35,12 +34,6 @@ def test_clients_messages_are_kept_and_a_placeholder_is_added() -> None:
     assert json.loads(chat_body(_request()))["messages"] == [{"role": "user", "content": ""}]
 
 
-def test_invalid_transfer_parameters_are_refused() -> None:
-    with pytest.raises(BadRequest) as caught:
-        chat_body(_request('{"kv_transfer_params": [3]}'))
-    assert caught.value.param == "kv_transfer_params"
-
-
 _CONTEXT = (
     "This model's maximum context length is 4096 tokens. However, your prompt contains 5000 input tokens."
 )
@@ -55,49 +48,25 @@ _CONTEXT = (
             "Token id 9 is out of vocabulary",
             "tokens",
         ),
-        ("kv_transfer_params['prompt_token_ids'] is odd", "prompt_token_ids", "tokens is odd", "tokens"),
-        ("token_ids must not be odd", "body.token_ids", "tokens must not be odd", "tokens"),
         (f"{_CONTEXT} (parameter=input_tokens, value=5000)", "input_tokens", _CONTEXT, "tokens"),
-        (_CONTEXT, None, _CONTEXT, "tokens"),
-        (
-            "The decoder prompt (length 5000) is longer than the maximum model length of 4096.",
-            None,
-            "the prompt exceeds the model's maximum context length: "
-            "The decoder prompt (length 5000) is longer than the maximum model length of 4096.",
-            "tokens",
-        ),
         ("1 validation error", "body.temperature", "1 validation error", "temperature"),
         ("n must be at least 1 (parameter=n, value=0)", "n", "n must be at least 1", "n"),
-        ("something else", None, "something else", None),
     ],
 )
 def test_errors_name_the_clients_fields(
     message: str, param: str | None, expected_message: str, expected_param: str | None
 ) -> None:
     body = rename_param(error_body(message, "BadRequestError", param, 400), 400, "tokens")
-    assert json.loads(body)["error"] == {
-        "message": expected_message,
-        "type": "BadRequestError",
-        "param": expected_param,
-        "code": 400,
-    }
-
-
-def test_unknown_model_error_names_model() -> None:
-    body = error_body("The model `x` does not exist.", "NotFoundError", None, 404)
-    assert json.loads(rename_param(body, 404, "tokens"))["error"]["param"] == "model"
+    error = json.loads(body)["error"]
+    assert (error["message"], error["param"]) == (expected_message, expected_param)
 
 
 @pytest.mark.parametrize(
     "body, words",
     [
         (b"<html>Bad gateway</html>", "the engine returned status 500: <html>Bad gateway"),
-        (b"\xff\x00", "the engine returned status 500: "),
         (b"", "the engine returned status 500: "),
-        (b"[]", "the engine returned status 500: []"),
-        (b'{"detail": "Not Found"}', 'the engine returned status 500: {"detail"'),
         (b'{"error": "Unauthorized"}', "Unauthorized"),
-        (b'{"error": null}', "None"),
     ],
 )
 def test_bodies_without_error_object_become_error_objects(body: bytes, words: str) -> None:
