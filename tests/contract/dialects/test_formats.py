@@ -59,12 +59,16 @@ _ALL = [
         *("messages", "/v1/messages"),
         lambda text: {"model": "tiny", "max_tokens": 99, "messages": [user(text)]},
         lambda first, ids: {**first, "messages": _said(first)},
-        *(b"event: message_stop", b'event: error\ndata: {"type":"error"', True),
+        b"event: message_stop",
+        b'event: error\ndata: {"type":"error"',
+        translated=True,
     ),
     Format(
         *("responses", "/v1/responses", lambda text: {"input": [user(text)]}),
         lambda first, ids: {"input": _said({"messages": first["input"]})},
-        *(b"event: response.completed", b"event: error\n", True),
+        b"event: response.completed",
+        b"event: error\n",
+        translated=True,
     ),
     Format(
         *("completions", COMPLETIONS, lambda text: {"prompt": _ids(text)}),

@@ -23,6 +23,8 @@ from tests.contract.fleet.memory_engine import (
 )
 from tests.support.stepped import block, elapse, settled, stepped
 
+_SSE = b"text/event-stream"
+
 
 def _error_stream(code: str) -> Answer:
     event = f'data: {{"error": {{"message": "no", "type": "x", "code": {code}}}}}\n\n'
@@ -36,11 +38,10 @@ def _started(*all_engines: MemoryEngine) -> list[int]:
 @pytest.mark.parametrize(
     "bad",
     [
-        answers(500),
+        *(answers(status) for status in (500, 502, 503, 504)),
         answers(200, b"<html>", b"text/html"),
         streams(events=[]),
-        _error_stream("503"),
-        _error_stream('"internal"'),
+        *(_error_stream(code) for code in ("503", '"internal"', "null", "7")),
         fails(broken()),
         fails(EngineTimeout("too slow", received=True)),
         fails(EngineTimeout("no connection")),
@@ -60,7 +61,7 @@ async def test_a_failure_before_the_first_byte_runs_on_the_next_replica(bad: Ans
 
 @pytest.mark.parametrize(
     "refusal, status",
-    [(answers(400), 400), (answers(501), 501), (_error_stream("400"), 400)],
+    [*((answers(status), status) for status in (400, 404, 429, 501)), (_error_stream("400"), 400)],
 )
 @stepped
 async def test_a_refusal_is_the_answer(refusal: Answer, status: int) -> None:
@@ -190,6 +191,17 @@ async def test_requests_that_died_together_run_once_more_also_soon_after_an_erro
         assert second.started == 7
 
 
+@stepped
+async def test_a_request_that_cannot_break_an_engine_is_never_suspected() -> None:
+    first, second = all_engines = engines(2)
+    async with fleet_of(*all_engines, interval_s=600.0) as fleet:
+        first.health = 503
+        first.replies = [fails(broken())]
+        assert (await ask(fleet, digest=None))[0] == 200
+        assert (await ask(fleet, digest=None))[0] == 200
+        assert _started(first, second) == [1, 2]
+
+
 # --- replicas that leave meanwhile
 
 
@@ -205,7 +217,7 @@ async def test_nothing_runs_again_on_a_replica_that_was_drained_meanwhile() -> N
         assert _started(*all_engines) == [1, 0, 1]
 
 
-@pytest.mark.parametrize("removed", [True, False])
+@pytest.mark.parametrize("removed", [True, False], ids=["removed", "marked down"])
 @stepped
 async def test_requests_that_hang_on_a_machine_that_is_gone_run_elsewhere(removed: bool) -> None:
     """It breaks no connections: health checks notice, on a removed replica too."""
@@ -246,6 +258,7 @@ async def test_a_removed_replica_ends_its_streams() -> None:
     "bad",
     [
         answers(500),
+        fails(broken()),
         fails(EngineTimeout("its event dripped", received=True)),
         answers(200, b"<html>", b"text/html"),
     ],
@@ -267,6 +280,18 @@ async def test_three_failures_in_a_row_eject_a_healthy_replica_until_a_trial_suc
         first.usual = answers()
         assert (await ask(fleet))[0] == 200
         assert (first.started, breaker.state) == (5, BreakerState.CLOSED)
+
+
+@stepped
+async def test_streams_that_drip_eject_a_replica_too() -> None:
+    first, second = engines(2)
+    async with fleet_of(first, second) as fleet:
+        first.usual = streams(1.0, EngineTimeout("its event dripped", received=True))
+        for _ in range(3):
+            with pytest.raises(EngineTimeout):
+                await ask(fleet)
+        assert (await ask(fleet))[0] == 200
+        assert (first.started, second.started) == (3, 1)
 
 
 @stepped
@@ -292,7 +317,56 @@ async def test_timeouts_do_not_count_while_this_process_was_late() -> None:
         assert (first.started, fleet.replicas[0].breaker.state) == (4, BreakerState.CLOSED)
 
 
+@stepped
+async def test_questions_go_to_another_replica_too() -> None:
+    all_engines = engines(3)
+    async with fleet_of(*all_engines) as fleet:
+        asked: list[str] = []
+
+        async def fail_first(replica: object) -> str:
+            asked.append(getattr(replica, "name", ""))
+            if len(asked) == 1:
+                raise EngineTimeout("slow")
+            if len(asked) == 2:
+                raise broken()
+            return "answer"
+
+        assert await fleet.ask(fail_first) == "answer"
+        assert len(set(asked)) == 3
+        asked.clear()
+
+        async def fail(replica: object) -> str:
+            asked.append(getattr(replica, "name", ""))
+            raise broken()
+
+        with pytest.raises(EngineBroken):
+            await fleet.ask(fail)
+        assert len(asked) == 2
+        with pytest.raises(ApiError, match="no replica at"):
+            fleet.named("http://other")
+
+
 # --- capacity
+
+
+@stepped
+async def test_requests_beyond_the_capacity_wait_for_a_place() -> None:
+    [only] = engines(1)
+    options = {"capacity": Capacity(requests=2), "queue_requests": 2, "queue_timeout_s": 30.0}
+    async with fleet_of(only, interval_s=600.0, **options) as fleet:
+        only.usual = waits(10.0)
+        only.replies = [waits(10.0), waits(20.0)]
+        requests = [asyncio.create_task(ask(fleet)) for _ in range(4)]
+        await settled()
+        assert (only.started, fleet.queue.waiting) == (2, 2)
+        with pytest.raises(Overloaded) as refused:
+            await ask(fleet)
+        assert (refused.value.status, refused.value.code) == (429, "queue_full")
+        requests.pop(2).cancel()  # its client leaves
+        await settled()
+        assert fleet.queue.waiting == 1
+        assert [status for status, _ in await asyncio.gather(*requests)] == [200] * 3
+        assert (only.started, fleet.queue.waiting, fleet.replicas[0].load.requests) == (3, 0, 0)
 
 
 @stepped

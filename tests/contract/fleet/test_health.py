@@ -6,24 +6,27 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.errors import ApiError, EngineTimeout, EngineUnavailable, OutOfSockets
+from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, OutOfSockets
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.health import BreakerState
+from proxy.fleet.lateness import Lateness
 from proxy.fleet.routing import Routing
-from proxy.http import JSON_HEADERS, BytesResponse, Request
+from proxy.http import BytesResponse, Request, Response
 from proxy.metrics import ReplicaState
 from tests.contract.fleet.memory_engine import (
     CHAT,
     MemoryEngine,
     answers,
     ask,
+    broken,
     engines,
     fails,
     fleet_of,
     gone,
+    streams,
     waits,
 )
-from tests.support.stepped import block, elapse, settled, stepped
+from tests.support.stepped import block, elapse, now, settled, stepped
 
 
 def _no_route() -> EngineUnavailable:
@@ -35,7 +38,7 @@ def _no_route() -> EngineUnavailable:
 # --- health checks and discovery
 
 
-@pytest.mark.parametrize("bad", [503, EngineTimeout("slow"), _no_route()], ids=str)
+@pytest.mark.parametrize("bad", [503, EngineTimeout("slow"), EngineBroken("reset"), _no_route()], ids=str)
 @stepped
 async def test_two_health_checks_without_an_answer_take_a_replica_out_of_use(bad: int | ApiError) -> None:
     [only] = engines(1)
@@ -50,6 +53,26 @@ async def test_two_health_checks_without_an_answer_take_a_replica_out_of_use(bad
         only.health = 200
         await elapse(0.6)
         assert replica.state is ReplicaState.READY
+
+
+@stepped
+async def test_a_health_check_may_take_five_seconds() -> None:
+    [only] = engines(1)
+    async with fleet_of(only, interval_s=5.0) as fleet:
+        only.hangs.add("/health")
+        await elapse(5.0 + 5.0 + 0.5 + 4.9)
+        assert fleet.replicas[0].ready
+        await elapse(0.2)
+        assert not fleet.replicas[0].ready
+
+
+@stepped
+async def test_a_refused_connection_takes_a_replica_out_of_use_at_once() -> None:
+    [only] = engines(1)
+    async with fleet_of(only, interval_s=5.0) as fleet:
+        only.health = EngineUnavailable("refused")
+        await elapse(5.1)
+        assert not fleet.replicas[0].ready
 
 
 @stepped
@@ -97,12 +120,42 @@ async def test_discovery_runs_again_after_an_outage_and_until_it_succeeds() -> N
         only.describes = lambda path: BytesResponse(500, [], b"") if path == CHAT else None
         await elapse(1.0)
         assert "retrying later" in replica.problem
+        only.describes = _raise
+        await elapse(1.0)
+        assert "RuntimeError: unexpected" in replica.problem, "the watch goes on"
         only.describes = lambda path: None
         await elapse(1.0)
         capabilities = replica.require_capabilities()
         assert capabilities.token_in is None
         assert capabilities.model is not None and capabilities.model.name == "other"
         assert not replica.load.responded, "its first response may take long again"
+
+
+def _raise(path: str) -> Response:
+    raise RuntimeError("unexpected")
+
+
+@stepped
+async def test_a_loop_that_was_late_has_settled_when_it_is_on_time_again() -> None:
+    """What had arrived before was read then."""
+    lateness = Lateness(now)
+    assert await lateness.settled()
+    lateness.start()
+    await elapse(0.1)
+    block(2.0)
+    assert lateness.was_late
+    began = now()
+    assert await lateness.settled()
+    assert now() - began == pytest.approx(0.2)
+    assert lateness.was_late
+    settling = asyncio.create_task(lateness.settled())
+    for _ in range(40):
+        await elapse(0.01)
+        block(0.2)
+    assert not await settling
+    await elapse(11.0)
+    assert not lateness.was_late
+    await lateness.stop()
 
 
 # --- silence
@@ -138,15 +191,34 @@ def _counts_tokens(engine: MemoryEngine, fleet: Fleet) -> None:
     engine.grows = True
 
 
+def _streams_slowly(engine: MemoryEngine, fleet: Fleet) -> None:
+    engine.usual = streams(2.0, events=[b"data: 1\n\n"] * 30)
+    engine.hangs_probes = True
+
+
 def _is_paused(engine: MemoryEngine, fleet: Fleet) -> None:
     """By a client of the engine that the proxy does not know."""
     engine.usual = waits(60.0)
     engine.hangs_probes = True
-    paused = BytesResponse(200, list(JSON_HEADERS), b'{"is_paused": true}')
-    engine.describes = lambda path: paused if path == "/is_paused" else None
+    engine.describes = lambda path: _json(b'{"is_paused": true}') if path == "/is_paused" else None
 
 
-@pytest.mark.parametrize("excuse", [_answers_probes, _counts_tokens, _is_paused])
+def _cannot_be_asked(engine: MemoryEngine, fleet: Fleet) -> None:
+    engine.usual = waits(60.0)
+    engine.describes = lambda path: _out_of_sockets() if path == CHAT else None
+
+
+def _json(body: bytes) -> Response:
+    return BytesResponse(200, [(b"content-type", b"application/json")], body)
+
+
+def _out_of_sockets() -> Response:
+    raise OutOfSockets("too many open files")
+
+
+@pytest.mark.parametrize(
+    "excuse", [_answers_probes, _counts_tokens, _streams_slowly, _is_paused, _cannot_be_asked]
+)
 @stepped
 async def test_a_slow_replica_is_not_silent(excuse: Callable[[MemoryEngine, Fleet], None]) -> None:
     slow, other = engines(2)
@@ -157,7 +229,7 @@ async def test_a_slow_replica_is_not_silent(excuse: Callable[[MemoryEngine, Flee
         assert (await ask(fleet))[0] == 200
         assert fleet.replicas[0].breaker.state is BreakerState.CLOSED
         assert (slow.started, other.started) == (5, 0)
-        assert slow.probes > probes
+        assert slow.probes > probes or excuse is _streams_slowly
 
 
 @stepped
@@ -192,16 +264,60 @@ async def test_no_replica_is_ejected_while_this_process_is_late_or_without_anoth
         assert fleet.replicas[0].breaker.state is BreakerState.CLOSED
 
 
+@pytest.mark.parametrize("count", [2, 3])
 @stepped
-async def test_replicas_whose_first_responses_take_long() -> None:
+async def test_replicas_whose_first_responses_take_long(count: int) -> None:
     """All were just started: the request moves once, and then waits for as long as it takes."""
-    all_engines = engines(3)
+    all_engines = engines(count)
     async with fleet_of(*all_engines, interval_s=600.0) as fleet:
         for engine in all_engines:
             engine.usual = waits(100.0)
             engine.hangs_probes = True
         assert (await ask(fleet))[0] == 200
-        assert [engine.started for engine in all_engines] == [1, 1, 0]
+        assert [engine.started for engine in all_engines] == [1, 1, 0][:count]
+
+
+async def _eject(fleet: Fleet, bad: MemoryEngine) -> None:
+    bad.replies = [fails(broken())] * 3
+    await _served(fleet, 3)
+    assert fleet.replicas[0].breaker.state is BreakerState.OPEN
+
+
+@stepped
+async def test_a_long_trial_is_decided_by_a_request_for_one_token() -> None:
+    bad, good = engines(2)
+    async with fleet_of(bad, good, interval_s=600.0) as fleet:
+        await _eject(fleet, bad)
+        bad.usual = waits(60.0)
+        await elapse(6.2)
+        trial = asyncio.create_task(ask(fleet))
+        await elapse(2.0)
+        breaker = fleet.replicas[0].breaker
+        assert (breaker.state, breaker.on_trial) == (BreakerState.HALF_OPEN, True)
+        await _served(fleet, 2)
+        assert (bad.started, breaker.state) == (4, BreakerState.HALF_OPEN)
+        await elapse(3.0)
+        assert breaker.state is BreakerState.CLOSED
+        assert (await trial)[0] == 200
+
+
+@stepped
+async def test_a_trial_that_just_began_is_not_decided_by_a_probe() -> None:
+    """Although an earlier request has waited for long, so that the replica looks silent."""
+    bad, good = engines(2)
+    async with fleet_of(bad, good, interval_s=600.0) as fleet:
+        bad.replies = [waits(600.0)]
+        earlier = asyncio.create_task(ask(fleet, repeatable=False))
+        await settled()
+        await _eject(fleet, bad)
+        await elapse(6.0)
+        bad.usual = waits(600.0)
+        trial = asyncio.create_task(ask(fleet))
+        await elapse(2.0)
+        breaker = fleet.replicas[0].breaker
+        assert (breaker.state, breaker.on_trial) == (BreakerState.HALF_OPEN, True)
+        for request in (earlier, trial):
+            request.cancel()
 
 
 @stepped

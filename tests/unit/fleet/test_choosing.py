@@ -1,7 +1,11 @@
+import random
+from collections import Counter
+
 import pytest
 
 from proxy.fleet.choosing import Candidate, Preference, StickyLeastLoaded
 from proxy.fleet.load import Capacity, Load
+from proxy.fleet.pace import Pace
 
 _CHOOSE = StickyLeastLoaded(2.0)
 _NEW = Preference(ids=1000, completion_ids=200)
@@ -35,10 +39,38 @@ def test_the_holder_is_chosen_unless_another_is_much_sooner(
     assert _CHOOSE(candidates, preference).name == chosen
 
 
+def test_conversations_spread_as_fast_as_replicas_are() -> None:
+    """Eight replicas, three of them three times slower: no replica has more than its share of the work."""
+    random.seed(1)
+    paces = {str(n): 3.0 if n < 3 else 1.0 for n in range(8)}
+    counts = Counter(dict.fromkeys(paces, 0))
+    for _ in range(400):
+        replicas = [Candidate(name, 0, counts[name], pace) for name, pace in paces.items()]
+        counts[_CHOOSE(replicas, _NEW).name] += 1
+    seconds = [counts[name] * pace for name, pace in paces.items()]
+    assert max(seconds) < 1.15 * min(seconds)
+
+
 @pytest.mark.parametrize(("age_s", "chosen"), [(0.0, "fast"), (300.0, "slow")])
 def test_a_replica_that_was_slow_long_ago_is_tried_again(age_s: float, chosen: str) -> None:
     replicas = [Candidate("fast", 0, 2.0, 1.0), Candidate("slow", 0, 0.0, 10.0, age_s)]
     assert _CHOOSE(replicas, Preference(ids=100, completion_ids=100)).name == chosen
+
+
+def test_the_pace_is_the_mean_of_recent_turns() -> None:
+    time = [100.0]
+    pace = Pace(lambda: time[0])
+    assert pace.seconds is None
+    for _ in range(30):
+        pace.measure(2.0, 100.0)
+    assert pace.seconds == pytest.approx(0.02)
+    pace.measure(12.0, 100.0)
+    assert pace.seconds == pytest.approx(0.04)
+    for _ in range(30):
+        pace.measure(2.0, 100.0)
+    assert pace.seconds == pytest.approx(0.02, rel=0.01)
+    time[0] += 7
+    assert pace.age_s == 7
 
 
 def test_a_load_counts_requests_and_ids() -> None:

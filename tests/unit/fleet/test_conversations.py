@@ -1,11 +1,26 @@
 import pytest
 
 from proxy.fleet.conversations import Conversations
-from tests.unit.fleet.conftest import Clock
 
 
-def test_loads_are_weighed_by_ids() -> None:
-    conversations = Conversations()
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def conversations(clock: Clock) -> Conversations:
+    return Conversations(10.0, clock)
+
+
+def test_loads_are_weighed_by_ids(conversations: Conversations) -> None:
     for key, replica, ids in [("long", "a", 3000), ("short", "b", 500), ("other", "b", 1000)]:
         conversations.begin(key, replica, ids)
     assert conversations.load("a") == pytest.approx(2.0)
@@ -15,8 +30,7 @@ def test_loads_are_weighed_by_ids() -> None:
     assert (conversations.count("a"), conversations.count("b")) == (1, 2)
 
 
-def test_the_replica_of_the_last_turn_holds_it_until_it_is_ended() -> None:
-    conversations = Conversations()
+def test_the_replica_of_the_last_turn_holds_it_until_it_is_ended(conversations: Conversations) -> None:
     conversations.begin("x", "a", 100)
     conversations.finish("x")
     conversations.begin("x", "b", 200)
@@ -27,19 +41,28 @@ def test_the_replica_of_the_last_turn_holds_it_until_it_is_ended() -> None:
     assert (conversations.holder("x"), conversations.load("b"), len(conversations)) == ("", 0, 0)
 
 
-def test_equal_requests_of_one_conversation_count_once(clock: Clock) -> None:
+def test_one_that_is_idle_no_longer_counts(conversations: Conversations, clock: Clock) -> None:
+    conversations.begin("idle", "a", 100)
+    conversations.finish("idle")
+    conversations.begin("running", "a", 100)
+    clock.now = 11
+    assert conversations.count("a") == 1
+    conversations.finish("running")
+    clock.now = 21.5
+    assert conversations.count("a") == 0
+
+
+def test_equal_requests_of_one_conversation_count_once(conversations: Conversations, clock: Clock) -> None:
     """Samples of one conversation that run at once."""
-    conversations = Conversations(10.0, clock)
     for _ in range(3):
         conversations.begin("x", "a", 100)
     for _ in range(2):
         conversations.finish("x")
-    clock.now += 11
+    clock.now = 11
     assert conversations.count("a") == 1, "one of them still runs"
 
 
-def test_idle_conversations_count_as_much_as_requests_continue_one() -> None:
-    conversations = Conversations()
+def test_idle_conversations_count_as_much_as_requests_continue_one(conversations: Conversations) -> None:
     for number in range(300):
         conversations.begin(f"single {number}", "a", 100)
         conversations.finish(f"single {number}")
@@ -50,6 +73,23 @@ def test_idle_conversations_count_as_much_as_requests_continue_one() -> None:
         conversations.begin("agent", "a", 100)
         conversations.finish("agent")
     assert conversations.load("a") > 290
+
+
+def test_loads_are_zero_when_all_is_over(conversations: Conversations, clock: Clock) -> None:
+    for number in range(50):
+        conversations.begin(str(number), "a", number)
+        if number % 3:
+            conversations.finish(str(number))
+        if number % 7 == 0:
+            conversations.begin(str(number), "b", 5)
+    for number in range(50):
+        for _ in range(2):
+            conversations.finish(str(number))
+        if number % 2:
+            conversations.end(str(number))
+    clock.now = 100
+    assert (conversations.load("a"), conversations.load("b"), len(conversations)) == (0, 0, 0)
+    assert (conversations._all, conversations._idle, conversations._total) == ({}, {}, 0)
 
 
 def test_conversation_that_pauses_for_far_longer_than_others_does_not_count(clock: Clock) -> None:
@@ -65,8 +105,8 @@ def test_conversation_that_pauses_for_far_longer_than_others_does_not_count(cloc
     conversations.begin("over", "a", 100)
     assert conversations.count("a") == 1
     conversations.finish("over")
-    clock.now += 100
-    assert (conversations.count("a"), conversations.holder("over")) == (0, "")
+    clock.now = 100
+    assert (conversations.count("a"), conversations.holder("over"), len(conversations._quiet)) == (0, "", 0)
 
 
 def test_a_cleared_cache_holds_only_the_conversations_that_run() -> None:

@@ -1,5 +1,21 @@
-from proxy.fleet.health import FIRST_OPEN_S, Breaker, BreakerState
-from tests.unit.fleet.conftest import Clock
+from dataclasses import dataclass
+
+import pytest
+
+from proxy.fleet.health import FIRST_OPEN_S, FORGIVEN_AFTER_S, LONGEST_OPEN_S, Breaker, BreakerState
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 def _opened(breaker: Breaker) -> int:
@@ -8,6 +24,31 @@ def _opened(breaker: Breaker) -> int:
     while not breaker.failed("no", may_open=True):
         count += 1
     return count
+
+
+def test_failures_in_a_row_open_it(clock: Clock) -> None:
+    breaker = Breaker(3, clock)
+    for _ in range(2):
+        breaker.failed("no", may_open=True)
+    breaker.succeeded()
+    assert _opened(breaker) == 3
+    assert (breaker.state, breaker.allows, breaker.ejections) == (BreakerState.OPEN, False, 1)
+    assert breaker.reason == "no"
+
+
+def test_half_open_lets_one_request_through(clock: Clock) -> None:
+    breaker = Breaker(3, clock)
+    _opened(breaker)
+    clock.now += breaker.opens_for_s()
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.trial_s() == 0
+    breaker.started(object())
+    assert not breaker.allows
+    clock.now += 2
+    breaker.started(object())
+    assert breaker.trial_s() == 2
+    breaker.succeeded()
+    assert (breaker.state, breaker.allows, breaker.trial_s()) == (BreakerState.CLOSED, True, 0)
 
 
 def test_a_trial_whose_client_left_is_no_trial(clock: Clock) -> None:
@@ -21,6 +62,29 @@ def test_a_trial_whose_client_left_is_no_trial(clock: Clock) -> None:
     assert not breaker.allows, "the end of another request does not end the trial"
     breaker.ended(trial)
     assert (breaker.state, breaker.allows) == (BreakerState.HALF_OPEN, True)
+
+
+def test_each_time_it_stays_open_for_longer(clock: Clock) -> None:
+    breaker = Breaker(3, clock)
+    _opened(breaker)
+    times = []
+    for _ in range(10):
+        times.append(breaker.opens_for_s())
+        clock.now += breaker.opens_for_s()
+        breaker.started(object())
+        assert breaker.failed("again", may_open=True), "one failed trial is enough"
+    expected = [min(FIRST_OPEN_S * 2**k, LONGEST_OPEN_S) for k in range(10)]
+    assert all(want <= time <= 1.1 * want for want, time in zip(expected, times, strict=True))
+
+
+def test_what_was_long_ago_is_forgiven(clock: Clock) -> None:
+    breaker = Breaker(3, clock)
+    _opened(breaker)
+    clock.now += breaker.opens_for_s()
+    breaker.succeeded()
+    clock.now += FORGIVEN_AFTER_S + 1
+    _opened(breaker)
+    assert breaker.opens_for_s() <= 1.1 * FIRST_OPEN_S
 
 
 def test_what_was_sent_before_it_opened_changes_nothing(clock: Clock) -> None:

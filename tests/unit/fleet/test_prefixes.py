@@ -15,6 +15,13 @@ def test_the_replica_with_the_longest_beginning_holds_it() -> None:
     assert share < 0.5
 
 
+def test_short_and_unknown_prompts_have_no_holder() -> None:
+    prefixes = Prefixes()
+    prefixes.put(b"[1,2,3]", "a")
+    assert prefixes.find(b"[1,2,3,4]") == ((), 0.0)
+    assert prefixes.find(ids.dump(list(range(1000)))) == ((), 0.0)
+
+
 def test_a_replica_whose_cache_was_cleared_holds_nothing() -> None:
     prefixes, prompt = Prefixes(), b"1," * 4096
     prefixes.put(prompt, "a")

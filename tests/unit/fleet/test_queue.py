@@ -1,6 +1,7 @@
 """The fair queue: its order, its bounds, and that no place is lost when clients leave."""
 
 import asyncio
+import random
 from collections import Counter
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.errors import Overloaded
+from proxy.errors import ApiError, EngineUnavailable, Overloaded
 from proxy.fleet.hold import Hold
 from proxy.fleet.queue import LOOK_AHEAD, MAX_PASSED_OVER, FairQueue
 from tests.support.stepped import elapse, now, settled, stepped
@@ -21,8 +22,10 @@ class _Places:
         self.free = Counter(free)
         self.hold = Hold(now)
         self.queue: FairQueue[str] = FairQueue(max_waiting, timeout_s, self.give_back, self.hold, now)
-        self.service = Counter[str]()
-        """By tenant: the weights of its requests that were served."""
+        self.tried = 0
+        self.served: list[tuple[str, int, int]] = []
+        """Tenant, weight and number of each request in the order of service."""
+        self._number = 0
 
     def give_back(self, kind: str) -> None:
         self.free[kind] += 1
@@ -32,11 +35,15 @@ class _Places:
         self.queue.wake()
 
     def start(self, tenant: str = "a", weight: int = 1, kind: str = "any") -> "asyncio.Task[str]":
+        self._number += 1
+        number = self._number
+
         def try_take() -> str | None:
+            self.tried += 1
             if not self.free[kind]:
                 return None
             self.free[kind] -= 1
-            self.service[tenant] += weight
+            self.served.append((tenant, weight, number))
             return kind
 
         return asyncio.create_task(self.queue.acquire(tenant, weight, try_take, kind))
@@ -51,6 +58,19 @@ def _cancel(*tasks: "asyncio.Task[str]") -> None:
 
 
 @stepped
+async def test_requests_of_a_tenant_are_served_in_their_order() -> None:
+    places = _Places(any=1)
+    tasks = [places.start(weight=weight) for weight in (9, 1, 5, 2)]
+    await settled()
+    assert tasks[0].done(), "a free place is taken without waiting"
+    for _ in tasks[1:]:
+        places.release()
+    await asyncio.gather(*tasks)
+    assert [number for *_, number in places.served] == [1, 2, 3, 4]
+    assert (places.free["any"], places.queue.waiting) == (0, 0)
+
+
+@stepped
 async def test_a_tenant_that_returns_with_large_requests_one_at_a_time_gets_no_more_than_its_share() -> None:
     places = _Places()
     small = [places.start("small", 10) for _ in range(1000)]
@@ -62,8 +82,75 @@ async def test_a_tenant_that_returns_with_large_requests_one_at_a_time_gets_no_m
         if large.done():
             large = places.start("large", 1000)
             await settled()
-    assert abs(places.service["small"] - places.service["large"]) <= 1010, places.service
+    service = Counter[str]()
+    for tenant, weight, _ in places.served:
+        service[tenant] += weight
+    assert abs(service["small"] - service["large"]) <= 1010, service
     _cancel(*small, large)
+
+
+@stepped
+async def test_tenants_of_one_request_each_do_not_starve_others() -> None:
+    places = _Places()
+    backlog = [places.start("backlog", 10) for _ in range(100)]
+    await settled()
+    fresh = []
+    for number in range(200):
+        fresh += [places.start(f"t{number}-{i}", 10) for i in range(2)]
+        await settled()
+        for _ in range(2):
+            places.release()
+        await settled()
+    # its share shrinks, because two tenants come for two places, and those not served compete as well
+    assert Counter(tenant for tenant, *_ in places.served)["backlog"] > 12
+    _cancel(*backlog, *fresh)
+
+
+@stepped
+async def test_a_tenant_that_was_idle_gets_no_credit_for_that_time() -> None:
+    places = _Places()
+    busy = [places.start("busy", 10) for _ in range(200)]
+    await settled()
+    for _ in range(100):
+        places.release()
+    back = [places.start("back", 10) for _ in range(100)]
+    await settled()
+    for _ in range(20):
+        places.release()
+    assert abs(Counter(tenant for tenant, *_ in places.served[100:])["back"] - 10) <= 1
+    _cancel(*busy, *back)
+
+
+_WEIGHTS = st.lists(st.integers(1, 100), min_size=1, max_size=40)
+
+
+@settings(derandomize=True)
+@given(first=_WEIGHTS, second=_WEIGHTS, third=_WEIGHTS)
+def test_service_of_tenants_that_wait_differs_by_no_more_than_two_requests(
+    first: list[int], second: list[int], third: list[int]
+) -> None:
+    @stepped
+    async def serve_all() -> None:
+        places = _Places()
+        requests = {"a": first, "b": second, "c": third}
+        order = [(name, weight) for name, weights in requests.items() for weight in weights]
+        random.Random(len(order)).shuffle(order)
+        tasks = [places.start(name, weight) for name, weight in order]
+        await settled()
+        left = Counter({name: len(weights) for name, weights in requests.items()})
+        service = Counter[str]()
+        for _ in tasks:
+            places.release()
+            tenant, weight, _ = places.served[-1]
+            service[tenant] += weight
+            left[tenant] -= 1
+            waiting = [name for name in left if left[name]]
+            for one in waiting:
+                for other in waiting:
+                    assert service[one] - service[other] <= max(requests[one]) + max(requests[other])
+        await asyncio.gather(*tasks)
+
+    serve_all()
 
 
 # --- no place is lost
@@ -131,7 +218,50 @@ async def test_who_leaves_when_its_place_was_taken_gives_it_to_the_next() -> Non
     assert places.free["any"] == 0
 
 
+@stepped
+async def test_an_error_of_try_take_goes_to_its_own_request_and_the_next_is_served() -> None:
+    places = _Places()
+    gone = False
+
+    def try_take() -> str | None:
+        if gone:
+            raise EngineUnavailable("the replica is gone")
+        return None
+
+    failing = asyncio.create_task(places.queue.acquire("a", 1, try_take))
+    await settled()
+    following = [places.start("a"), places.start("b")]
+    await settled()
+    gone = True
+    places.give_back("any")
+    places.release()
+    with pytest.raises(ApiError, match="gone"):
+        await failing
+    assert await asyncio.gather(*following) == ["any", "any"]
+
+
 # --- bounds
+
+
+@stepped
+async def test_a_full_queue_refuses_with_429_and_when_to_retry() -> None:
+    places = _Places(max_waiting=2)
+    tasks = [places.start(), places.start()]
+    await settled()
+    with pytest.raises(Overloaded) as refused:
+        await places.start()
+    assert (refused.value.status, refused.value.code) == (429, "queue_full")
+    assert (b"retry-after", b"1") in refused.value.headers()
+    tasks[0].cancel()
+    await settled()
+    third = places.start()
+    await settled()
+    assert not third.done()
+    _cancel(*tasks, third)
+    none_waits = _Places(max_waiting=0, any=1)
+    await none_waits.start()
+    with pytest.raises(Overloaded):
+        await none_waits.start()
 
 
 @stepped
@@ -203,3 +333,48 @@ async def test_a_request_is_not_passed_over_for_ever() -> None:
     assert await large == "large"
     await settled()
     assert all(task.done() for task in small)
+
+
+@stepped
+async def test_few_requests_are_tried_however_many_wait() -> None:
+    places = _Places()
+    tasks = [places.start("ab"[i % 2]) for i in range(200)]
+    tasks += [places.start(f"t{i}") for i in range(100)]
+    await settled()
+    places.tried = 0
+    places.queue.wake()
+    assert places.tried == 1, "a request no heavier than another that found no place is not tried"
+    places.tried = 0
+    places.release()
+    assert places.tried == 2
+    places.tried = 0
+    tasks.append(places.start("new"))
+    await settled()
+    assert places.tried <= 2
+    _cancel(*tasks)
+
+
+@stepped
+async def test_nothing_is_kept_of_tenants_that_are_gone() -> None:
+    places = _Places()
+    blocker = places.start("blocker")
+    await settled()
+    for i in range(500):
+        task = places.start(f"t{i}", weight=10**6)
+        await settled()
+        if i % 2:
+            task.cancel()
+        else:
+            places.release()
+        await settled()
+        if blocker.done():
+            blocker = places.start("blocker")
+            await settled()
+    assert len(places.queue._tenants._heap) < 200
+    assert len(places.queue._tenants.by_name) < 200
+    blocker.cancel()
+    await settled()
+    while places.queue.waiting:
+        places.release()
+        await settled()
+    assert not places.queue._tenants.by_name

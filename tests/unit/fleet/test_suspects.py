@@ -1,5 +1,21 @@
 from proxy.fleet.suspects import REFUSED_S, Suspects
-from tests.unit.fleet.conftest import Clock
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_request_that_ran_alone_is_refused_for_a_while() -> None:
+    clock = Clock()
+    suspects = Suspects(clock)
+    assert not suspects.engine_died(b"a", "first", alone=True)
+    assert suspects.refuses(b"a")
+    assert not suspects.refuses(b"b")
+    clock.now = REFUSED_S
+    assert not suspects.refuses(b"a")
 
 
 def test_one_of_several_runs_once_more() -> None:
@@ -21,5 +37,5 @@ def test_deaths_that_are_far_apart_are_not_added() -> None:
     clock = Clock()
     suspects = Suspects(clock)
     assert suspects.engine_died(b"a", "first", alone=False)
-    clock.now += REFUSED_S
+    clock.now = REFUSED_S
     assert suspects.engine_died(b"a", "second", alone=False)
