@@ -57,8 +57,6 @@ class Response:
         self.head = b""
         self.start_ns, self.end_ns = time.perf_counter_ns(), 0
         """From before the request is sent to the last byte; CLOCK_MONOTONIC."""
-        self.bytes = 0
-        """Received so far."""
         self._parts: list[bytes] = []
         self._left: int | None = None
         self._tail = b""
@@ -69,7 +67,6 @@ class Response:
         Raises:
             BadResponse: the response's status is not 200.
         """
-        self.bytes += len(data)
         if not self._tail:
             self.head += data
             end = self.head.find(b"\r\n\r\n")
@@ -214,8 +211,6 @@ class LoadResult:
     latencies_s: list[float]
     seconds: float
     """Time until the last response."""
-    cpu_s: float
-    """CPU seconds of this client."""
 
     @property
     def requests(self) -> int:
@@ -235,14 +230,14 @@ def load(port: int, requests: Iterable[bytes], connections: int, seconds: float)
 
 async def _load(port: int, requests: Iterator[bytes], connections: int, seconds: float) -> LoadResult:
     opened = [await Connection.connect(port) for _ in range(connections)]
-    start, cpu_s = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     try:
         taken = await asyncio.gather(*(_flood(each, requests, start + seconds) for each in opened))
         elapsed = time.perf_counter() - start
     finally:
         for each in opened:
             each.close()
-    return LoadResult(list(chain.from_iterable(taken)), elapsed, time.process_time() - cpu_s)
+    return LoadResult(list(chain.from_iterable(taken)), elapsed)
 
 
 def _flood(
@@ -289,12 +284,8 @@ class Tally:
     """Rollouts with a response."""
     extended: int = 0
     """Turns for whose prompt the proxy continued recorded ids."""
-    sent_bytes: int = 0
-    received_bytes: int = 0
     seconds: float = 0.0
     """From the first request to the last response."""
-    cpu_s: float = 0.0
-    """CPU seconds of the clients."""
     cut: bool = False
     """Whether the time was up before the last response."""
     errors: list[str] = field(default_factory=list)
@@ -310,21 +301,19 @@ class Rollout:
         steps: Iterable[Step] = (),
         *,
         session: str | None = None,
-        answer: bytes | None = None,
         **fields: Any,
     ) -> None:
         """A rollout that has not begun.
 
         Args:
             session: its name, if the client names it.
-            answer: the assistant's message, if responses need not be parsed for it.
             fields: more fields of each request.
         """
         self.messages = list(map(msgspec.json.encode, opening))
-        self._steps, self._taken = iter(steps), 0
+        self._steps = steps
         self.session = session
         self.headers = {"x-session-id": session} if session else {}
-        self._answer, self._fields = answer, fields
+        self._fields = fields
         self._result: Callable[[str], dict[str, Any]] | None = None
 
     def branch(self) -> "Rollout":
@@ -341,9 +330,6 @@ class Rollout:
 
     def add(self, response: Response) -> None:
         """Append the response's message."""
-        if self._answer is not None:
-            self.messages.append(self._answer)
-            return
         (choice,) = response.choices()
         message = {name: value for name, value in choice["message"].items() if value}
         calls = message.get("tool_calls")
@@ -359,29 +345,22 @@ class Rollout:
         message = self._result(text) if self._result else {"role": "user", "content": text}
         self.messages.append(msgspec.json.encode(message))
 
-    async def take(
-        self, connection: Connection, tally: Tally, turns: int | None = None, faster: float = 1.0
-    ) -> None:
-        """Take some turns; None for all that are left.
+    async def take(self, connection: Connection, tally: Tally, faster: float = 1.0) -> None:
+        """Take all turns.
 
         Raises:
             BadResponse: a status is not 200, or the connection was closed.
         """
-        for number, step in enumerate(self._steps, 1):
-            if self._taken:
+        for number, step in enumerate(self._steps):
+            if number:
                 self.reply(step.text)
             request = self.request(max_tokens=step.max_tokens)
             await asyncio.sleep(step.pause_s / faster)
             response = await connection.exchange(request)
-            self._taken += 1
             tally.latencies_s.append(response.seconds)
-            tally.begun += self._taken == 1
+            tally.begun += number == 0
             tally.extended += response.header("x-prompt-source") == "extended"
-            tally.sent_bytes += len(request)
-            tally.received_bytes += response.bytes
             self.add(response)
-            if number == turns:
-                return
 
 
 async def hold(

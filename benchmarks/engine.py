@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import random
 import re
-import time
 from array import array
 from collections.abc import Hashable
 from dataclasses import asdict
@@ -162,7 +161,6 @@ class Engine:
         self._current = next(iter(self._answers.values()), None)
         self.service_s = 0.0
         self._loop = asyncio.get_running_loop()
-        self.read_bytes = self.written_bytes = 0
         self.totals = Totals()
         model = {"id": MODEL, "object": "model", "owned_by": "vllm", "root": tokenizer.source, "parent": None}
         self._pages = {
@@ -173,7 +171,6 @@ class Engine:
 
     def respond(self, transport: asyncio.Transport, path: str, body: bytes) -> None:
         """Answer a request, or start to."""
-        self.read_bytes += len(body)
         if path == CHAT:
             self.chat(transport, body)
         elif (page := self._page(path, body)) is not None:
@@ -198,7 +195,6 @@ class Engine:
         else:
             parts = [self._current.whole(ids, logprobs, prompt)]
         self.totals.requests += 1
-        self.written_bytes += sum(map(len, parts))
         if not self.service_s:
             self._write(transport, parts, 0)
         elif len(parts) == 1:
@@ -238,8 +234,7 @@ class Engine:
             self.service_s = float(value)
             return {"service_s": self.service_s}
         if command == "totals":
-            counted = {"read": self.read_bytes, "written": self.written_bytes, "cpu_s": time.process_time()}
-            return asdict(self.totals) | counted
+            return asdict(self.totals)
         return self._pages.get(path)
 
     def _render(self, body: bytes) -> list[int]:
@@ -326,7 +321,6 @@ class _Connection(asyncio.Protocol):
             length = _LENGTH.search(head)
             self._missing = int(length[1]) if length else 0
             self._path = head.split(b" ", 2)[1].decode().partition("?")[0]
-            self._engine.read_bytes += len(head)
         self._missing -= len(data)
         self._parts.append(data)
         if self._missing <= 0:

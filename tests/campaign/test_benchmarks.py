@@ -73,7 +73,7 @@ def _same(printed: Table, measured: Table) -> bool:
         (["workers"], ["workers"]),
         (["append"], ["ms, median, after", "ratio", "append / text", "event loop, during"]),
         (["proofs"], ["CPU seconds of a proof", "what decides, number of templates"]),
-        (["turns:SQLite"], ["ms added to a turn", "SQLite: stage, p50 in ms"]),
+        (["turns:SQLite"], ["ms added to a turn"]),
         (["fleet:tokenproxy"], ["policy"]),
         (["soak"], ["third", "aim"]),
         (
