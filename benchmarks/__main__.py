@@ -22,7 +22,7 @@ SUITES = {
     "turns": "what the proxy adds to a turn of a plain conversation; 3 minutes",
     "fleet": "how it chooses a replica, compared with vllm-router; 8 minutes",
     "soak": "memory and errors under long load; 10 minutes",
-    "gateway": "compared with other gateways, by kind of request; 20 minutes",
+    "gateway": "compared with other gateways, by kind of request; 12 minutes",
 }
 _DESCRIPTION = """\
 Benchmarks of tokenproxy. docs/benchmarks.md holds their tables and explains them.
@@ -42,8 +42,7 @@ examples:
   make bench ROW="request:100k ids"                     some rows, after the installation
   python -m benchmarks "gateway:1 KB chat" --json out.json
   python -m benchmarks "gateway:stream/tokenproxy" "gateway:stream/vllm-router" --rounds 5
-  python -m benchmarks "gateway:conversations/SQLite" --seconds 1
-  python benchmarks/simulate.py --help                  plan a deployment: docs/scale.md
+  python -m benchmarks.plan --help                      plan a deployment: docs/scale.md
 
 Only ratios to something that is measured in the same run carry over to other machines, and CPU times bear
 other programs better than rates do. A missed aim does not change the exit code: machines differ. Linux only:

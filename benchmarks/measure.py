@@ -16,7 +16,6 @@ from benchmarks.texts import Answer
 CONNECTIONS = 32
 _CHECKED = 7_000_000
 """Number of the conversation that `check` sends first: none that is measured."""
-_PROMPTS = re.compile(r'^tokenproxy_prompts_total\{.*source="(\w+)".*\} (\S+)$', re.MULTILINE)
 _TURNS = re.compile(r"^tokenproxy_turns_total\{.*\} (\S+)$", re.MULTILINE)
 
 
@@ -39,7 +38,6 @@ class Effort:
 class Target:
     """What requests are sent to: the engine itself, or a gateway in front of it."""
 
-    name: str
     port: int
     running: Running | None = None
     """None for the engine."""
@@ -64,8 +62,6 @@ class Sample:
     """Kilobytes that its process wrote to files, per recorded turn; 0 if it records none."""
     others: float
     """Share of its core that other programs used."""
-    extended: float
-    """Share of the prompts that continue recorded ids."""
     busiest: float
     """Share of the busiest process below it in the CPU time of all of them."""
 
@@ -106,7 +102,7 @@ class Bench:
     """The engine, and what is needed to send loads to it and to gateways in front of it."""
 
     def __init__(self, port: int, loads: Loads) -> None:
-        self.engine, self.loads = Target("engine", port), loads
+        self.engine, self.loads = Target(port), loads
 
     def use(self, load: Load) -> None:
         """Select the engine's answer to a load."""
@@ -170,7 +166,7 @@ class Bench:
         after, sent = _Counters(target), result.requests
         target.positions[load_.answer] += sent
         recorded = after.turns - before.turns if target.ours else sent
-        prompts, cpu_s = after.prompts - before.prompts, during.cpu_s - before.cpu_s
+        cpu_s = during.cpu_s - before.cpu_s
         cell.samples.append(
             Sample(
                 sent / result.seconds,
@@ -179,7 +175,6 @@ class Bench:
                 1000 * cpu_s / sent,
                 (after.written - before.written) / 1000 / recorded if recorded else 0.0,
                 max(0.0, others_s - cpu_s) / result.seconds,
-                (after.extended - before.extended) / prompts if prompts else 0.0,
                 max(used, default=1.0) / (sum(used) or 1.0),
             )
         )
@@ -216,8 +211,6 @@ def _lacking(response: Response, load_: Load, answer: Answer) -> str:
     Raises:
         BadResponse: it holds another text.
     """
-    if load_.path in ("/v1/messages", "/v1/responses"):
-        return ""
     choices = list(response.choices())
     said = ((choice.get("message") or choice.get("delta") or {}).get("content") for choice in choices)
     text = "".join(part or "" for part in said)
@@ -246,7 +239,3 @@ class _Counters:
         self.cpu_s = running.cpu_s() if running is not None else 0.0
         self.written = running.written_bytes() if running is not None else 0
         self.turns = sum(float(count) for count in _TURNS.findall(page))
-        sources: dict[str, float] = defaultdict(float)
-        for source, count in _PROMPTS.findall(page):
-            sources[source] += float(count)
-        self.prompts, self.extended = sum(sources.values()), sources["extended"]

@@ -89,7 +89,7 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
             proxy(cores.proxy, [port], folder / "proxy.log") as running,
             pinned(cores.client),
         ):
-            bench, target = Bench(port, loads), Target("proxy", running.port, running, ours=True)
+            bench, target = Bench(port, loads), Target(running.port, running, ours=True)
             rounds = effort.rounds or int(effort.pick(5, 1))
             for number in range(rounds):
                 progress(f"request: round {number + 1} of {rounds}")

@@ -39,7 +39,7 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
             running.rest()
             if len(children(running.pid)) != (int(number) if int(number) > 1 else 0):
                 raise StartError(f"{number} workers did not start:\n{log.read_text()[-3000:]}")
-            targets.append(Target(number, running.port, running))
+            targets.append(Target(running.port, running))
         stack.enter_context(pinned(cores.engine))
         for target in targets:
             check_same(bench, target, (column.theirs, column.ours))
