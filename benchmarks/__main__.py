@@ -18,7 +18,6 @@ SUITES = {
     "request": "what the proxy adds to a request: latency, CPU time, requests/s on one core; 3 minutes",
     "workers": "what a request costs with several worker processes; 2 minutes",
     "append": "the time to append to a prompt, by the length of the history; 2 minutes",
-    "proofs": "the time to prove what a chat template appends; 3 minutes",
     "turns": "what the proxy adds to a turn of a plain conversation; 3 minutes",
     "fleet": "how it chooses a replica, compared with vllm-router; 8 minutes",
     "soak": "memory and errors under long load; 10 minutes",
