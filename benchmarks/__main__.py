@@ -27,25 +27,19 @@ _DESCRIPTION = """\
 Benchmarks of tokenproxy. docs/benchmarks.md holds their tables and explains them.
 
 A ROW names what to measure: `request` is a whole benchmark, `request:small chat` the rows of it whose names
-contain the text after the colon, `all` is everything. In `gateway:1 KB chat/vllm-router`, the text before the
-slash chooses columns, and the one after it gateways.
+contain the text after the colon, `all` is everything.
 
 benchmarks:
 """
 _EXAMPLES = """
-Start here: `python -m benchmarks --list` shows all rows, `python -m benchmarks --about request` what a
-benchmark measures and what its columns mean, `python -m benchmarks --quick "request:small chat"` runs one row
-within seconds, with imprecise numbers.
-
 examples:
-  make bench ROW="request:100k ids"                     some rows, after the installation
+  python -m benchmarks --quick "request:small chat"     check that it runs, within seconds
   python -m benchmarks "gateway:1 KB chat" --json out.json
   python -m benchmarks "gateway:stream/tokenproxy" "gateway:stream/vllm-router" --rounds 5
   python -m benchmarks.plan --help                      plan a deployment: docs/scale.md
 
-Only ratios to something that is measured in the same run carry over to other machines, and CPU times bear
-other programs better than rates do. A missed aim does not change the exit code: machines differ. Linux only:
-processes are pinned to cores, and /proc is read.
+Only ratios to something that is measured in the same run carry over to other machines. A missed aim does not
+change the exit code. Linux only: processes are pinned to cores, and /proc is read.
 """
 
 
@@ -71,9 +65,8 @@ def choose(texts: Sequence[str]) -> dict[str, list[str]]:
         name, _, wanted = text.partition(":")
         if name not in SUITES:
             raise ValueError(f'no benchmark is called "{name}"; they are {", ".join(SUITES)}')
-        column, _, gateway = wanted.partition("/")
         every = suite(name).rows()
-        found = [row for row in every if wanted in row or (gateway and _in(row, column, gateway))]
+        found = [row for row in every if wanted in row]
         if not found:
             raise ValueError(f'no row of {name} contains "{wanted}"; its rows are: {"; ".join(every)}')
         kept = chosen.setdefault(name, [])
@@ -81,11 +74,6 @@ def choose(texts: Sequence[str]) -> dict[str, list[str]]:
     return {
         name: [row for row in suite(name).rows() if row in chosen[name]] for name in SUITES if name in chosen
     }
-
-
-def _in(row: str, column: str, gateway: str) -> bool:
-    left, _, right = row.partition("/")
-    return column in left and gateway in right
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -204,23 +204,11 @@ class Connection(asyncio.Protocol):
             done(response)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """The result of some seconds of load."""
-
-    latencies_s: list[float]
-    seconds: float
-    """Time until the last response."""
-
-    @property
-    def requests(self) -> int:
-        """Responses."""
-        return len(self.latencies_s)
-
-
-def load(port: int, requests: Iterable[bytes], connections: int, seconds: float) -> LoadResult:
+def load(port: int, requests: Iterable[bytes], connections: int, seconds: float) -> tuple[list[float], float]:
     """Keep `connections` requests in flight for `seconds`, then wait for the last responses. Each connection
     sends at least one request; together they take the requests in their order.
+
+    Returns: the latencies in seconds, and the time until the last response.
 
     Raises:
         BadResponse: a status is not 200, or a connection was closed.
@@ -228,7 +216,9 @@ def load(port: int, requests: Iterable[bytes], connections: int, seconds: float)
     return uvloop.run(_load(port, iter(requests), connections, seconds))
 
 
-async def _load(port: int, requests: Iterator[bytes], connections: int, seconds: float) -> LoadResult:
+async def _load(
+    port: int, requests: Iterator[bytes], connections: int, seconds: float
+) -> tuple[list[float], float]:
     opened = [await Connection.connect(port) for _ in range(connections)]
     start = time.perf_counter()
     try:
@@ -237,7 +227,7 @@ async def _load(port: int, requests: Iterator[bytes], connections: int, seconds:
     finally:
         for each in opened:
             each.close()
-    return LoadResult(list(chain.from_iterable(taken)), elapsed)
+    return list(chain.from_iterable(taken)), elapsed
 
 
 def _flood(

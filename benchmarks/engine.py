@@ -74,9 +74,8 @@ def _logprobs(pieces: list[str]) -> dict[str, Any]:
     return {"content": msgspec.Raw(b"[" + b",".join(map(_logprob, pieces)) + b"]")}
 
 
-def _usage(prompt: int, sampled: int, cached: int | None = None) -> dict[str, Any]:
-    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-    return usage if cached is None else {**usage, "prompt_tokens_details": {"cached_tokens": cached}}
+def _usage(prompt: int, sampled: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _fields(kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -273,7 +272,7 @@ class ModelledEngine(Engine):
 
     def _end(self, job: Job) -> None:
         transport, answer, ids, logprobs = self._running.pop(job)
-        usage = _usage(job.prompt_ids, job.completion_ids, job.cached_ids)
+        usage = _usage(job.prompt_ids, job.completion_ids)
         form = completion(answer, ids, logprobs, usage)
         form = form.replace(CALL_ID.encode(), b"call_%016x" % self._random.getrandbits(64), 1)
         if not transport.is_closing():

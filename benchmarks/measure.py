@@ -110,23 +110,20 @@ class Bench:
             if get_json(self.engine.port, path) is None:
                 raise BadResponse(f"the engine does not know {path}")
 
-    def check(self, cell: Cell, target: Target, load: Load, seconds: float) -> None:
-        """Send two requests; note what the response lacks, and how many connections to load it on.
+    def check(self, target: Target, load: Load) -> tuple[str, float]:
+        """Send two requests.
 
-        A slow gateway gets so few connections that each can have two responses in five times `seconds`.
+        Returns: what the response lacks of the engine's answer, and the seconds until it was complete.
 
         Raises:
             BadResponse: a response is an error, or holds another text than the engine's.
         """
         self.use(load)
-        answer = self.loads.answers[load.answer]
         with closing(Line(target.port)) as line:
             for number in (_CHECKED, _CHECKED + 1):
                 response = line.send(replace(load, conversations=0).request(number, target.prefix))
-                cell.note = _lacking(response, load, answer)
-        cell.connections = max(1, min(CONNECTIONS, int(2.5 * seconds / response.seconds)))
-        if target.running is not None:
-            target.running.rest()
+                lacking = _lacking(response, load, self.loads.answers[load.answer])
+        return lacking, response.seconds
 
     def sequential(self, cell: Cell, target: Target, loads: tuple[Load, Load], samples: int) -> None:
         """Time requests one after the other, each to the engine itself and through the target.
@@ -157,24 +154,26 @@ class Bench:
         before, core_s = _Counters(target), _core_s(target)
         workers = _workers(target)
         try:
-            result = load(target.port, load_.requests(first, target.prefix), cell.connections, seconds)
+            latencies_s, elapsed_s = load(
+                target.port, load_.requests(first, target.prefix), cell.connections, seconds
+            )
         finally:
             during, others_s = _Counters(target), _core_s(target) - core_s
             used = [cpu_s - workers.get(pid, 0.0) for pid, cpu_s in _workers(target).items()]
             if target.running is not None:
                 target.running.rest()
-        after, sent = _Counters(target), result.requests
+        after, sent = _Counters(target), len(latencies_s)
         target.positions[load_.answer] += sent
         recorded = after.turns - before.turns if target.ours else sent
         cpu_s = during.cpu_s - before.cpu_s
         cell.samples.append(
             Sample(
-                sent / result.seconds,
-                1000 * percentile(result.latencies_s, 0.99),
-                cpu_s / result.seconds,
+                sent / elapsed_s,
+                1000 * percentile(latencies_s, 0.99),
+                cpu_s / elapsed_s,
                 1000 * cpu_s / sent,
                 (after.written - before.written) / 1000 / recorded if recorded else 0.0,
-                max(0.0, others_s - cpu_s) / result.seconds,
+                max(0.0, others_s - cpu_s) / elapsed_s,
                 max(used, default=1.0) / (sum(used) or 1.0),
             )
         )
@@ -190,19 +189,6 @@ class Bench:
             for number in range(load_.conversations):
                 line.send(load_.request(number, target.prefix))
         target.positions[load_.answer] = load_.conversations
-
-
-def check_same(bench: Bench, target: Target, loads: tuple[Load, Load]) -> None:
-    """Compare the text of a response through a proxy with the engine's.
-
-    Raises:
-        BadResponse: they differ.
-    """
-    bench.use(loads[1])
-    answer = bench.loads.answers[loads[1].answer]
-    for port, sent in ((bench.engine.port, loads[0]), (target.port, loads[1])):
-        with closing(Line(port)) as line:
-            _lacking(line.send(sent.request(0)), sent, answer)
 
 
 def _lacking(response: Response, load_: Load, answer: Answer) -> str:

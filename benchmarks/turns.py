@@ -2,9 +2,8 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from statistics import median
 
 import msgspec
@@ -59,8 +58,13 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
             if store == "Redis":
                 url = stack.enter_context(redis_server(cores.engine, folder))
             progress(f"turns: {store}: starting")
-            with _bench(cores, engine, folder / store, url, texts, tokenizer) as bench:
-                found |= bench.times(store, lengths, effort, renders)
+            with ExitStack() as proxies:
+                lines = [proxies.enter_context(closing(Line(engine)))]
+                for number in range(1 if store == "memory" else 2):  # processes cannot share memory
+                    log = folder / f"{store}.{number}.log"
+                    running = proxies.enter_context(proxy(cores.proxy, [engine], log, store=url))
+                    lines.append(proxies.enter_context(closing(Line(running.port))))
+                found |= _Bench(lines, texts, tokenizer).times(store, lengths, effort, renders)
     short, long = label(lengths[0]), label(lengths[-1])
     titles = [f"{quantile} {label(length)}" for length in lengths for quantile in ("p50", "p99")]
     head = ["ms added to a turn", *titles, f"{long} / {short}", f"<= {GROWTH:g}x", f"render / added, {long}"]
@@ -78,24 +82,11 @@ def _row(name: str, cells: Sequence[Cell], renders: Sequence[float]) -> list[str
     return [name, *shown, f"{growth:.1f}x", verdict(growth <= GROWTH), f"{gain:.1f}x"]
 
 
-@contextmanager
-def _bench(
-    cores: Cores, engine: int, files: Path, url: str, texts: Texts, tokenizer: ChatTokenizer
-) -> Iterator["_Bench"]:
-    """One proxy in front of the engine, or two if processes can share the store."""
-    with ExitStack() as stack:
-        ports = [engine]
-        for number in range(1 if url == "memory:" else 2):
-            log = files.with_suffix(f".{number}.log")
-            ports.append(stack.enter_context(proxy(cores.proxy, [engine], log, store=url)).port)
-        lines = [stack.enter_context(closing(Line(port))) for port in ports]
-        yield _Bench(lines, texts, tokenizer)
-
-
 class _Bench:
-    """The proxies that share a store, with connections to the engine and to each of them."""
+    """One proxy in front of the engine, or two that share a store, with connections to all of them."""
 
     def __init__(self, lines: list[Line], texts: Texts, tokenizer: ChatTokenizer) -> None:
+        """`lines`: connections to the engine and to each proxy."""
         self._engine, self._here = lines[:2]
         self._other = lines[2] if len(lines) > 2 else None
         self._texts, self._tokenizer = texts, tokenizer

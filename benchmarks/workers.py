@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from benchmarks.measure import Bench, Cell, Effort, Target, check_same
+from benchmarks.measure import Bench, Cell, Effort, Target
 from benchmarks.processes import Cores, StartError, children, engines, pinned, proxy, scratch_folder
 from benchmarks.report import Part, progress, verdict
 from benchmarks.request import make_loads
@@ -42,7 +42,7 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
             targets.append(Target(running.port, running))
         stack.enter_context(pinned(cores.engine))
         for target in targets:
-            check_same(bench, target, (column.theirs, column.ours))
+            bench.check(target, column.ours)
             bench.under_load(Cell(connections=_CONNECTIONS), target, column.ours, seconds)  # warms up
         for done in range(rounds):
             progress(f"workers: round {done + 1} of {rounds}")
