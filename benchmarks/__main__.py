@@ -69,11 +69,8 @@ def choose(texts: Sequence[str]) -> dict[str, list[str]]:
         found = [row for row in every if wanted in row]
         if not found:
             raise ValueError(f'no row of {name} contains "{wanted}"; its rows are: {"; ".join(every)}')
-        kept = chosen.setdefault(name, [])
-        kept += [row for row in found if row not in kept]
-    return {
-        name: [row for row in suite(name).rows() if row in chosen[name]] for name in SUITES if name in chosen
-    }
+        chosen[name] = list(dict.fromkeys([*chosen.get(name, ()), *found]))
+    return chosen
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -335,7 +335,7 @@ class Rollout:
         message = self._result(text) if self._result else {"role": "user", "content": text}
         self.messages.append(msgspec.json.encode(message))
 
-    async def take(self, connection: Connection, tally: Tally, faster: float = 1.0) -> None:
+    async def take(self, connection: Connection, tally: Tally) -> None:
         """Take all turns.
 
         Raises:
@@ -345,7 +345,7 @@ class Rollout:
             if number:
                 self.reply(step.text)
             request = self.request(max_tokens=step.max_tokens)
-            await asyncio.sleep(step.pause_s / faster)
+            await asyncio.sleep(step.pause_s)
             response = await connection.exchange(request)
             tally.latencies_s.append(response.seconds)
             tally.begun += number == 0
@@ -360,14 +360,12 @@ async def hold(
     tally: Tally,
     *,
     limit_s: float | None = None,
-    faster: float = 1.0,
     patient: bool = False,
     finish: Callable[[Rollout], bytes] | None = None,
 ) -> None:
     """Hold rollouts, `connections` at a time, until there are no more or the time is up.
 
     Args:
-        faster: divides the pauses.
         patient: go on with another rollout after an error.
         finish: a request to send after each rollout.
 
@@ -380,7 +378,7 @@ async def hold(
         for rollout in waiting:
             connection = await Connection.connect(port)
             try:
-                await rollout.take(connection, tally, faster=faster)
+                await rollout.take(connection, tally)
                 if finish is not None:
                     await connection.exchange(finish(rollout))
             except BadResponse as error:

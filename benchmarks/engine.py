@@ -1,9 +1,9 @@
 """The engine of all benchmarks, as fast as Python can: `python -m benchmarks.engine --model FOLDER`.
 
 It prints its ports. With `--answers FILE` every chat request gets the canned answer that `GET /use/NAME`
-selected, after the time that `GET /service/SECONDS` set, 0 at first. Without it, an answer is sampled for
-each request, and `engine_model` decides when it ends: a prefix cache, a queue, and a speed. `GET /totals`
-returns what the engine did.
+selected, and a stream takes the time that `GET /service/SECONDS` set, 0 at first. Without it, an answer is
+sampled for each request, and `engine_model` decides when it ends: a prefix cache, a queue, and a speed.
+`GET /totals` returns what the engine did.
 
 A request for a canned answer is not parsed: it is searched for the fields that decide what a response holds,
 as vLLM's would:
@@ -196,8 +196,6 @@ class Engine:
         self.totals.requests += 1
         if not self.service_s:
             self._write(transport, parts, 0)
-        elif len(parts) == 1:
-            self._loop.call_later(self.service_s, self._write, transport, parts, 0)
         else:  # the first chunk has only the role
             self._write_timed(transport, parts, 0, self._loop.time(), self.service_s / (len(parts) - 1))
 

@@ -108,10 +108,10 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
 
 
 def _one_round(row: str, result: Result, words: Words, effort: Effort, folder: Path) -> None:
-    cores, faster = Cores.pick(), effort.pick(1.0, 4.0)
+    cores = Cores.pick()
     policy, _, kind = row.partition(" ")[2].partition(", ")
     sessions = kind == "sessions"
-    with engines(cores.engine, folder, None, "--faster", str(faster)) as ports:
+    with engines(cores.engine, folder) as ports:
         if row == OURS:
             started = proxy(cores.proxy, ports, folder / f"proxy-{len(result.core)}.log")
         else:
@@ -127,9 +127,7 @@ def _one_round(row: str, result: Result, words: Words, effort: Effort, folder: P
             load = make_load(words, int(effort.pick(400, 24)), all_sessions=sessions)
             connections = int(effort.pick(128, 12))
             ends = finish if sessions and policy == "sticky_least_loaded" else None
-            uvloop.run(
-                hold(running.port, load, connections, tally, limit_s=_LIMIT_S, faster=faster, finish=ends)
-            )
+            uvloop.run(hold(running.port, load, connections, tally, limit_s=_LIMIT_S, finish=ends))
             result.core.append((running.cpu_s() - cpu_s) / tally.seconds)
             after = [get_json(port, "/totals") for port in ports]
     result.tallies.append(tally)

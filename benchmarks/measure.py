@@ -135,13 +135,10 @@ class Bench:
             BadResponse: a response is an error.
         """
         self.use(loads[0])
-        first = target.positions[loads[1].answer]
-        target.positions[loads[1].answer] += samples
         with closing(Line(self.engine.port)) as direct, closing(Line(target.port)) as proxied:
-            for position in range(first, first + samples):
-                requests = loads[0].request(position), loads[1].request(position, target.prefix)
-                cell.direct_ms.append(1000 * direct.send(requests[0]).seconds)
-                cell.proxy_ms.append(1000 * proxied.send(requests[1]).seconds)
+            for _ in range(samples):
+                cell.direct_ms.append(1000 * direct.send(loads[0].request(0)).seconds)
+                cell.proxy_ms.append(1000 * proxied.send(loads[1].request(0)).seconds)
 
     def under_load(self, cell: Cell, target: Target, load_: Load, seconds: float) -> None:
         """One round under load.
@@ -151,21 +148,20 @@ class Bench:
         """
         self.use(load_)
         first = target.positions[load_.answer]
-        before, core_s = _Counters(target), _core_s(target)
-        workers = _workers(target)
+        before = _Counters(target)
         try:
             latencies_s, elapsed_s = load(
                 target.port, load_.requests(first, target.prefix), cell.connections, seconds
             )
         finally:
-            during, others_s = _Counters(target), _core_s(target) - core_s
-            used = [cpu_s - workers.get(pid, 0.0) for pid, cpu_s in _workers(target).items()]
+            during = _Counters(target)
             if target.running is not None:
                 target.running.rest()
         after, sent = _Counters(target), len(latencies_s)
         target.positions[load_.answer] += sent
         recorded = after.turns - before.turns if target.ours else sent
-        cpu_s = during.cpu_s - before.cpu_s
+        cpu_s, core_s = during.cpu_s - before.cpu_s, during.core_s - before.core_s
+        used = [worker_s - before.workers.get(pid, 0.0) for pid, worker_s in during.workers.items()]
         cell.samples.append(
             Sample(
                 sent / elapsed_s,
@@ -173,7 +169,7 @@ class Bench:
                 cpu_s / elapsed_s,
                 1000 * cpu_s / sent,
                 (after.written - before.written) / 1000 / recorded if recorded else 0.0,
-                max(0.0, others_s - cpu_s) / elapsed_s,
+                max(0.0, core_s - cpu_s) / elapsed_s,
                 max(used, default=1.0) / (sum(used) or 1.0),
             )
         )
@@ -206,22 +202,15 @@ def _lacking(response: Response, load_: Load, answer: Answer) -> str:
     return "without ids" if b'"return_token_ids":true' in load_.closing and ids != answer.ids else ""
 
 
-def _core_s(target: Target) -> float:
-    return (
-        core_busy_s(target.running.core) if target.running is not None and target.running.core >= 0 else 0.0
-    )
-
-
-def _workers(target: Target) -> dict[int, float]:
-    return target.running.workers_cpu_s() if target.running is not None else {}
-
-
 class _Counters:
-    """Counters of a gateway's process."""
+    """Counters of a gateway's process; all are 0 for the engine."""
 
     def __init__(self, target: Target) -> None:
         running = target.running
         page = get(target.port, "/metrics")[1].decode() if target.ours else ""
-        self.cpu_s = running.cpu_s() if running is not None else 0.0
-        self.written = running.written_bytes() if running is not None else 0
         self.turns = sum(float(count) for count in _TURNS.findall(page))
+        self.cpu_s = running.cpu_s() if running else 0.0
+        self.written = running.written_bytes() if running else 0
+        self.core_s = core_busy_s(running.core) if running and running.core >= 0 else 0.0
+        """CPU seconds of all programs on its core."""
+        self.workers = running.workers_cpu_s() if running else {}

@@ -168,45 +168,35 @@ class Planner:
         """Each part's name, the rollouts that it carries while there is enough of all others, and the remedy;
         in the order in which a growing number of rollouts reaches them."""
         plan, period_s = self._plan, self._period_s
-        per_engine = self._per_engine_s * period_s
+        engine = self._per_engine_s * period_s / _ENGINE
+        process = 1000 / self._cpu_ms("proxy_ms", 1.0) * period_s
+        stored = _STORE_MAX_BYTES / (self._mean("aof_bytes") * plan.turns)
         redis = 1000 / self._cpu_ms("redis_ms", 1.0) * period_s
-        return sorted(
-            [
-                ("one engine", per_engine / _ENGINE, "more engines"),
-                (
-                    "one proxy process",
-                    1000 / self._cpu_ms("proxy_ms", 1.0) * period_s,
-                    "more processes: `workers`, then replicas of the proxy",
-                ),
-                (
-                    "the default `store_max_bytes`",
-                    _STORE_MAX_BYTES / (self._mean("aof_bytes") * plan.turns),
-                    "set it to what the rollouts take: sessions in use are evicted",
-                ),
-                ("one Redis server", redis, "a cluster, with sessions named by the clients"),
-                (
-                    f"a cluster's {_DEFAULT_PARTITIONS} partitions",
-                    _DEFAULT_PARTITIONS * redis,
-                    "name a larger number in the store's URL before it is used first: `partitions`",
-                ),
-                (
-                    f"one machine's {plan.link_gbit:g} Gbit/s",
-                    plan.link_gbit * 1e9 / self._bits * period_s,
-                    "proxies on more machines",
-                ),
-                (
-                    "look-ups without session names",
-                    1000 / (self._search_ms * _PARTITIONS) * period_s,
-                    "name sessions: every partition answers every look-up without a name",
-                ),
-                (
-                    "each process watches each engine: half of its core",
-                    1000 * plan.watch_interval_s / self._probe_ms * per_engine / 2,
-                    "split into cells, each with its own engines; or a longer `watch_interval_s`",
-                ),
-            ],
-            key=lambda limit: limit[1],
-        )
+        network = plan.link_gbit * 1e9 / self._bits * period_s
+        searched = 1000 / (self._search_ms * _PARTITIONS) * period_s
+        watched = 1000 * plan.watch_interval_s / self._probe_ms * self._per_engine_s * period_s / 2
+        partitions, link = f"a cluster's {_DEFAULT_PARTITIONS} partitions", f"{plan.link_gbit:g} Gbit/s"
+        more_partitions = "name a larger number in the store's URL before it is used first: `partitions`"
+        cells = "split into cells, each with its own engines; or a longer `watch_interval_s`"
+        found = [
+            ("one engine", engine, "more engines"),
+            ("one proxy process", process, "more processes: `workers`, then replicas of the proxy"),
+            (
+                "the default `store_max_bytes`",
+                stored,
+                "set it to what the rollouts take: sessions in use are evicted",
+            ),
+            ("one Redis server", redis, "a cluster, with sessions named by the clients"),
+            (partitions, _DEFAULT_PARTITIONS * redis, more_partitions),
+            (f"one machine's {link}", network, "proxies on more machines"),
+            (
+                "look-ups without session names",
+                searched,
+                "name sessions: every partition answers every look-up without a name",
+            ),
+            ("each process watches each engine: half of its core", watched, cells),
+        ]
+        return sorted(found, key=lambda limit: limit[1])
 
     def tables(self, rollouts: Sequence[int]) -> list[Part]:
         """What each number of rollouts needs, and all limits."""
