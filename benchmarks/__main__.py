@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="show all rows")
     parser.add_argument("--about", choices=SUITES, metavar="BENCHMARK", help="explain a benchmark")
     parser.add_argument("--quick", action="store_true", help="only check that it runs")
-    parser.add_argument("--rounds", type=int, metavar="N", help="how often to measure")
+    parser.add_argument("--rounds", type=int, metavar="N", help="how often to measure; not of fleet and soak")
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="of each load and round; of the soak in all"
     )
