@@ -83,7 +83,8 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
                 if not cell.problem:
                     with cell.problems():
                         bench.under_load(cell, targets[gateway], load, seconds)
-    return [*_compared(cells, absent, loads), *_remarks(cells, absent), _goals(cells)]
+    goals = _goals(cells)
+    return [*_compared(cells, absent, loads), *_remarks(cells, absent), *([goals] if len(goals) > 1 else [])]
 
 
 def _start(
