@@ -55,8 +55,7 @@ ifdef ROW
 else
 	-@scripts/install-peers
 	@.venv/bin/python -m benchmarks all
-	@.venv/bin/python benchmarks/simulate.py validate
-	@.venv/bin/python benchmarks/simulate.py plan
+	@.venv/bin/python -m benchmarks.plan
 endif
 
 clean:  ## remove caches and build output; .venv stays

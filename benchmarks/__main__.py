@@ -18,36 +18,28 @@ SUITES = {
     "request": "what the proxy adds to a request: latency, CPU time, requests/s on one core; 3 minutes",
     "workers": "what a request costs with several worker processes; 2 minutes",
     "append": "the time to append to a prompt, by the length of the history; 2 minutes",
-    "proofs": "the time to prove what a chat template appends; 3 minutes",
-    "turns": "what the proxy adds to a turn of a plain conversation, and its stages; 3 minutes",
+    "turns": "what the proxy adds to a turn of a plain conversation; 3 minutes",
     "fleet": "how it chooses a replica, compared with vllm-router; 8 minutes",
     "soak": "memory and errors under long load; 10 minutes",
-    "gateway": "compared with other gateways, by kind of request; 20 minutes",
+    "gateway": "compared with other gateways, by kind of request; 12 minutes",
 }
 _DESCRIPTION = """\
 Benchmarks of tokenproxy. docs/benchmarks.md holds their tables and explains them.
 
 A ROW names what to measure: `request` is a whole benchmark, `request:small chat` the rows of it whose names
-contain the text after the colon, `all` is everything. In `gateway:1 KB chat/vllm-router`, the text before the
-slash chooses columns, and the one after it gateways.
+contain the text after the colon, `all` is everything.
 
 benchmarks:
 """
 _EXAMPLES = """
-Start here: `python -m benchmarks --list` shows all rows, `python -m benchmarks --about request` what a
-benchmark measures and what its columns mean, `python -m benchmarks --quick "request:small chat"` runs one row
-within seconds, with imprecise numbers.
-
 examples:
-  make bench ROW="request:100k ids"                     some rows, after the installation
+  python -m benchmarks --quick "request:small chat"     check that it runs, within seconds
   python -m benchmarks "gateway:1 KB chat" --json out.json
   python -m benchmarks "gateway:stream/tokenproxy" "gateway:stream/vllm-router" --rounds 5
-  python -m benchmarks "gateway:conversations/SQLite" --seconds 1
-  python benchmarks/simulate.py --help                  plan a deployment: docs/scale.md
+  python -m benchmarks.plan --help                      plan a deployment: docs/scale.md
 
-Only ratios to something that is measured in the same run carry over to other machines, and CPU times bear
-other programs better than rates do. A missed aim does not change the exit code: machines differ. Linux only:
-processes are pinned to cores, and /proc is read.
+Only ratios to something that is measured in the same run carry over to other machines. A missed aim does not
+change the exit code. Linux only: processes are pinned to cores, and /proc is read.
 """
 
 
@@ -73,21 +65,12 @@ def choose(texts: Sequence[str]) -> dict[str, list[str]]:
         name, _, wanted = text.partition(":")
         if name not in SUITES:
             raise ValueError(f'no benchmark is called "{name}"; they are {", ".join(SUITES)}')
-        column, _, gateway = wanted.partition("/")
         every = suite(name).rows()
-        found = [row for row in every if wanted in row or (gateway and _in(row, column, gateway))]
+        found = [row for row in every if wanted in row]
         if not found:
             raise ValueError(f'no row of {name} contains "{wanted}"; its rows are: {"; ".join(every)}')
-        kept = chosen.setdefault(name, [])
-        kept += [row for row in found if row not in kept]
-    return {
-        name: [row for row in suite(name).rows() if row in chosen[name]] for name in SUITES if name in chosen
-    }
-
-
-def _in(row: str, column: str, gateway: str) -> bool:
-    left, _, right = row.partition("/")
-    return column in left and gateway in right
+        chosen[name] = list(dict.fromkeys([*chosen.get(name, ()), *found]))
+    return chosen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="show all rows")
     parser.add_argument("--about", choices=SUITES, metavar="BENCHMARK", help="explain a benchmark")
     parser.add_argument("--quick", action="store_true", help="only check that it runs")
-    parser.add_argument("--rounds", type=int, metavar="N", help="how often to measure")
+    parser.add_argument("--rounds", type=int, metavar="N", help="how often to measure; not of fleet and soak")
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="of each load and round; of the soak in all"
     )

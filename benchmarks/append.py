@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from statistics import median
 
 import uvloop
 
 from benchmarks.client import BadResponse
 from benchmarks.measure import Effort
-from benchmarks.report import Part, Table, disturbance, label, other_programs, progress, verdict
+from benchmarks.report import Part, Table, label, progress, verdict
 from benchmarks.texts import ANSWER_IDS, TOOLS, Messages, Texts
 from proxy.demo.checkpoint import TEMPLATE_FILE, ensure_checkpoint
 from tokenization import Appended, ChatTokenizer, Continuation
@@ -45,43 +45,34 @@ class Past:
         """The text of the next prompt, rendered from all messages."""
         return self.tokenizer.text([*self.messages, *new], tools=TOOLS)
 
+    def append(self, new: Messages) -> Appended:
+        """Append, with the messages that led to the ids."""
+        return self.tokenizer.append(self.ids, new, history=self.messages, tools=TOOLS)
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to append."""
+    def append_alone(self, new: Messages) -> Appended:
+        """Append without these messages."""
+        return self.tokenizer.append(self.ids, new, tools=TOOLS)
 
-    function: str
-    new: bool
-    """Whether each call gets a new result; otherwise a cached one."""
-    history: bool
-    """Whether it gets the messages that led to the ids."""
-    local: bool = True
-    """Whether the template is local."""
-
-    @property
-    def name(self) -> str:
-        """The row's name in the tables."""
-        name = f"{self.function}, {'new' if self.new else 'repeated'}{', history=' if self.history else ''}"
-        return name if self.local else f"{name}, not local"
-
-    def call(self, past: Past, new: Messages) -> Appended | Continuation:
-        """Append `new`."""
-        history = past.messages if self.history else None
-        if self.function == "continuation":
-            return past.tokenizer.continuation(past.ids[-1], new, history=history, tools=TOOLS)
-        appended = past.tokenizer.append(past.ids, new, history=history, tools=TOOLS)
-        if self.function == "prompt_ids":
-            _ = appended.prompt_ids
+    def prompt_ids(self, new: Messages) -> Appended:
+        """Append, and make the list of the whole prompt's ids."""
+        appended = self.append(new)
+        _ = appended.prompt_ids
         return appended
 
+    def continuation(self, new: Messages) -> Continuation:
+        """Only the ids to append."""
+        return self.tokenizer.continuation(self.ids[-1], new, history=self.messages, tools=TOOLS)
 
-_NOT_LOCAL = [Way("append", new, history=True, local=False) for new in (True, False)]
-_LOCAL = [
-    Way(function, new, history)
-    for function in ("prompt_ids", "append", "continuation")
-    for new, history in product((True, False), repeat=2)
-]
-_NEW, _NEW_WITH_HISTORY = (Way("append", new=True, history=history) for history in (False, True))
+
+_FUNCTIONS: dict[str, Callable[[Past, Messages], object]] = {
+    "prompt_ids, {}, history=": Past.prompt_ids,
+    "append, {}, history=": Past.append,
+    "append, {}": Past.append_alone,
+    "continuation, {}, history=": Past.continuation,
+}
+_LOCAL = {name.format(result): call for name, call in _FUNCTIONS.items() for result in ("new", "repeated")}
+"""Ways to append, by the names of their rows: a new result in each call, or a cached one."""
+_NOT_LOCAL = {f"append, {result}, history=, not local": Past.append for result in ("new", "repeated")}
 Times = dict[str, dict[int, list[float]]]
 """Milliseconds of each call of a row, by the length of the history."""
 
@@ -92,29 +83,26 @@ def rows() -> list[str]:
 
 
 def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
-    """Prove the templates, write the conversations, check that appends and renderings agree, run all rounds.
+    """Prove the templates, write the conversations, run all rounds.
 
     Raises:
-        BadResponse: an append and a rendering differ, or a template is not local and should be.
+        BadResponse: a template is not local and should be, or the other way round.
         TokenizationError, DemoError: the demo's model cannot be loaded.
     """
-    folder, others = ensure_checkpoint(), list[float]()
+    folder = ensure_checkpoint()
     numbered = TEMPLATE_FILE.read_text("utf-8").replace(_HEADER, _NUMBERED_HEADER)
     texts = Texts(ChatTokenizer.load(folder))
-    pasts = {True: _pasts(ChatTokenizer.load(folder), texts, local=True)}
-    pasts[False] = _pasts(ChatTokenizer.load(folder, numbered), texts, local=False)
-    for way, length in product([*_LOCAL, *_NOT_LOCAL], LENGTHS):
-        _check_same(pasts[way.local][length], way, texts.result(_RESULT_IDS))
+    local = _pasts(ChatTokenizer.load(folder), texts, local=True)
+    not_local = _pasts(ChatTokenizer.load(folder, numbered), texts, local=False)
     times: Times = defaultdict(lambda: defaultdict(list))
     rounds = effort.rounds or int(effort.pick(10, 1))
-    with other_programs(others):
-        for number in range(rounds):
-            progress(f"append: round {number + 1} of {rounds}")
-            for length in LENGTHS:
-                _one_round(times, pasts[True][length], pasts[False][length], length, texts, effort)
-        progress("append: the event loop")
-        waits = uvloop.run(_waits(pasts[True][_LONG], pasts[False][_LONG], texts, int(effort.pick(50, 3))))
-    return [*_tables(times), _wait_table(waits), disturbance(others[0], "the cores")]
+    for number in range(rounds):
+        progress(f"append: round {number + 1} of {rounds}")
+        for length in LENGTHS:
+            _one_round(times, local[length], not_local[length], length, texts, effort)
+    progress("append: the event loop")
+    waits = uvloop.run(_waits(local[_LONG], not_local[_LONG], texts, int(effort.pick(50, 3))))
+    return [*_tables(times), _wait_table(waits)]
 
 
 def _pasts(tokenizer: ChatTokenizer, texts: Texts, *, local: bool) -> dict[int, Past]:
@@ -130,30 +118,19 @@ def _pasts(tokenizer: ChatTokenizer, texts: Texts, *, local: bool) -> dict[int, 
     return pasts
 
 
-def _check_same(past: Past, way: Way, new: Messages) -> None:
-    appended = way.call(past, new)
-    if [*past.ids, *appended.close_ids, *appended.suffix_ids] != past.render(new):
-        raise BadResponse(f"{way.name}: differs from a rendering, after {len(past.ids)} tokens")
-
-
 def _one_round(times: Times, local: Past, not_local: Past, length: int, texts: Texts, effort: Effort) -> None:
-    count = int(effort.pick(20, 5))
-
-    def timed(name: str, call: Callable[[Messages], object], calls: int, *, new: bool = True) -> None:
+    def timed(name: str, call: Callable[[Messages], object], calls: int) -> None:
         """Time the call with each result, except for the first, which warms up."""
         results = [texts.result(_RESULT_IDS)] * (calls + 1)
-        if new:
+        if "repeated" not in name:
             results = [texts.result(_RESULT_IDS) for _ in range(calls + 1)]
         call(results[0])
         times[name][length] += [_ms(partial(call, result)) for result in results[1:]]
 
-    for way in (*_LOCAL, *_NOT_LOCAL):
-        timed(way.name, partial(way.call, local if way.local else not_local), count, new=way.new)
-    for _ in range(int(effort.pick(4, 1))):
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(int).result()  # starts it
-            call = partial(_NEW.call, local, texts.result(_RESULT_IDS))
-            times[_FIRST][length].append(thread.submit(_ms, call).result())
+    count = int(effort.pick(20, 5))
+    for ways, past in ((_LOCAL, local), (_NOT_LOCAL, not_local)):
+        for name, call in ways.items():
+            timed(name, partial(call, past), count)
     timed(_RENDER, local.render, int(effort.pick(2, 1)))
     timed(_TEXT, not_local.text, count)
 
@@ -167,16 +144,18 @@ def _ms(call: Callable[[], object]) -> float:
 async def _waits(past: Past, not_local: Past, texts: Texts, count: int) -> dict[str, list[float]]:
     """Longest waits of the event loop, in milliseconds, during `count` calls of each kind."""
     calls: dict[str, Callable[[Messages], object]] = {
+        _FIRST: past.append_alone,
         "asleep": lambda _: time.sleep(0.001),
-        **{way.name: partial(way.call, past) for way in (_NEW, _NEW_WITH_HISTORY)},
-        _NOT_LOCAL[0].name: partial(_NOT_LOCAL[0].call, not_local),
+        "append, new": past.append_alone,
+        "append, new, history=": past.append,
+        "append, new, history=, not local": not_local.append,
         _RENDER: past.render,
     }
-    waits: dict[str, list[float]] = {name: [] for name in (*calls, _FIRST)}
+    waits: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(count):
         with ThreadPoolExecutor(1) as thread:
             await asyncio.get_running_loop().run_in_executor(thread, int)  # starts it
-            for name, call in ((_FIRST, calls[_NEW.name]), *calls.items()):
+            for name, call in calls.items():
                 waits[name].append(await _longest_wait(thread, partial(call, texts.result(_RESULT_IDS))))
     return waits
 
@@ -200,23 +179,23 @@ async def _longest_wait(thread: ThreadPoolExecutor, work: Callable[[], object]) 
 
 
 def _tables(times: Times) -> list[Table]:
-    p50 = {name: {n: median(ms) for n, ms in by_length.items()} for name, by_length in times.items()}
-    local, lengths = [way.name for way in _LOCAL] + [_FIRST], list(map(label, LENGTHS))
-    order = [*(way.name for way in (*_LOCAL, *_NOT_LOCAL)), _FIRST, _RENDER, _TEXT]
-    table = [["ms, median, after", *lengths]]
-    table += [[name, *(f"{p50[name][n]:.3f}" for n in LENGTHS)] for name in order]
-    growth = {name: p50[name][_LONG] / p50[name][_SHORT] for name in order}
-    ratios = [["ratio", f"128k / 1k (<= {_GROWTH:g}x)", "", f"render / append, 128k (>= {_GAIN:g}x)", ""]]
-    for name in local:
-        gain = p50[_RENDER][_LONG] / p50[name][_LONG]
-        met = "" if name.startswith("prompt_ids") else verdict(growth[name] <= _GROWTH)  # it copies the list
-        ratios.append([name, f"{growth[name]:.2f}x", met, f"{gain:,.0f}x", verdict(gain >= _GAIN)])
-    ratios.append([_RENDER, f"{growth[_RENDER]:.0f}x", "", "", ""])
+    p50 = {name: {n: median(times[name][n]) for n in LENGTHS} for name in times}
+    lengths = [label(length) for length in LENGTHS]
+    growth, gain = f"128k / 1k (<= {_GROWTH:g}x)", f"render / append, 128k (>= {_GAIN:g}x)"
+    table = [["ms, median, after", *lengths, growth, "", gain, ""]]
+    for name, of in p50.items():
+        grown, gained = of[_LONG] / of[_SHORT], p50[_RENDER][_LONG] / of[_LONG]
+        ratios = [f"{grown:.2f}x", "", "", ""]
+        if name in _LOCAL:
+            copies = name.startswith("prompt_ids")  # the list, which grows
+            met = "" if copies else verdict(grown <= _GROWTH)
+            ratios[1:] = [met, f"{gained:,.0f}x", verdict(gained >= _GAIN)]
+        table.append([name, *(f"{of[n]:.3f}" for n in LENGTHS), *ratios])
     texts = [["append / text", *lengths, f"128k <= {_TEXTS:g}x"]]
-    for way in _NOT_LOCAL:
-        shares = [p50[way.name][n] / p50[_TEXT][n] for n in LENGTHS]
-        texts.append([way.name, *(f"{share:.2f}x" for share in shares), verdict(shares[-1] <= _TEXTS)])
-    return [table, ratios, texts]
+    for name in _NOT_LOCAL:
+        shares = [p50[name][n] / p50[_TEXT][n] for n in LENGTHS]
+        texts.append([name, *(f"{share:.2f}x" for share in shares), verdict(shares[-1] <= _TEXTS)])
+    return [table, texts]
 
 
 def _wait_table(waits: dict[str, list[float]]) -> Table:

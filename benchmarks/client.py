@@ -57,8 +57,6 @@ class Response:
         self.head = b""
         self.start_ns, self.end_ns = time.perf_counter_ns(), 0
         """From before the request is sent to the last byte; CLOCK_MONOTONIC."""
-        self.bytes = 0
-        """Received so far."""
         self._parts: list[bytes] = []
         self._left: int | None = None
         self._tail = b""
@@ -69,7 +67,6 @@ class Response:
         Raises:
             BadResponse: the response's status is not 200.
         """
-        self.bytes += len(data)
         if not self._tail:
             self.head += data
             end = self.head.find(b"\r\n\r\n")
@@ -207,25 +204,11 @@ class Connection(asyncio.Protocol):
             done(response)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """The result of some seconds of load."""
-
-    latencies_s: list[float]
-    seconds: float
-    """Time until the last response."""
-    cpu_s: float
-    """CPU seconds of this client."""
-
-    @property
-    def requests(self) -> int:
-        """Responses."""
-        return len(self.latencies_s)
-
-
-def load(port: int, requests: Iterable[bytes], connections: int, seconds: float) -> LoadResult:
+def load(port: int, requests: Iterable[bytes], connections: int, seconds: float) -> tuple[list[float], float]:
     """Keep `connections` requests in flight for `seconds`, then wait for the last responses. Each connection
     sends at least one request; together they take the requests in their order.
+
+    Returns: the latencies in seconds, and the time until the last response.
 
     Raises:
         BadResponse: a status is not 200, or a connection was closed.
@@ -233,16 +216,18 @@ def load(port: int, requests: Iterable[bytes], connections: int, seconds: float)
     return uvloop.run(_load(port, iter(requests), connections, seconds))
 
 
-async def _load(port: int, requests: Iterator[bytes], connections: int, seconds: float) -> LoadResult:
+async def _load(
+    port: int, requests: Iterator[bytes], connections: int, seconds: float
+) -> tuple[list[float], float]:
     opened = [await Connection.connect(port) for _ in range(connections)]
-    start, cpu_s = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     try:
         taken = await asyncio.gather(*(_flood(each, requests, start + seconds) for each in opened))
         elapsed = time.perf_counter() - start
     finally:
         for each in opened:
             each.close()
-    return LoadResult(list(chain.from_iterable(taken)), elapsed, time.process_time() - cpu_s)
+    return list(chain.from_iterable(taken)), elapsed
 
 
 def _flood(
@@ -289,12 +274,8 @@ class Tally:
     """Rollouts with a response."""
     extended: int = 0
     """Turns for whose prompt the proxy continued recorded ids."""
-    sent_bytes: int = 0
-    received_bytes: int = 0
     seconds: float = 0.0
     """From the first request to the last response."""
-    cpu_s: float = 0.0
-    """CPU seconds of the clients."""
     cut: bool = False
     """Whether the time was up before the last response."""
     errors: list[str] = field(default_factory=list)
@@ -310,21 +291,19 @@ class Rollout:
         steps: Iterable[Step] = (),
         *,
         session: str | None = None,
-        answer: bytes | None = None,
         **fields: Any,
     ) -> None:
         """A rollout that has not begun.
 
         Args:
             session: its name, if the client names it.
-            answer: the assistant's message, if responses need not be parsed for it.
             fields: more fields of each request.
         """
         self.messages = list(map(msgspec.json.encode, opening))
-        self._steps, self._taken = iter(steps), 0
+        self._steps = steps
         self.session = session
         self.headers = {"x-session-id": session} if session else {}
-        self._answer, self._fields = answer, fields
+        self._fields = fields
         self._result: Callable[[str], dict[str, Any]] | None = None
 
     def branch(self) -> "Rollout":
@@ -341,9 +320,6 @@ class Rollout:
 
     def add(self, response: Response) -> None:
         """Append the response's message."""
-        if self._answer is not None:
-            self.messages.append(self._answer)
-            return
         (choice,) = response.choices()
         message = {name: value for name, value in choice["message"].items() if value}
         calls = message.get("tool_calls")
@@ -359,29 +335,22 @@ class Rollout:
         message = self._result(text) if self._result else {"role": "user", "content": text}
         self.messages.append(msgspec.json.encode(message))
 
-    async def take(
-        self, connection: Connection, tally: Tally, turns: int | None = None, faster: float = 1.0
-    ) -> None:
-        """Take some turns; None for all that are left.
+    async def take(self, connection: Connection, tally: Tally) -> None:
+        """Take all turns.
 
         Raises:
             BadResponse: a status is not 200, or the connection was closed.
         """
-        for number, step in enumerate(self._steps, 1):
-            if self._taken:
+        for number, step in enumerate(self._steps):
+            if number:
                 self.reply(step.text)
             request = self.request(max_tokens=step.max_tokens)
-            await asyncio.sleep(step.pause_s / faster)
+            await asyncio.sleep(step.pause_s)
             response = await connection.exchange(request)
-            self._taken += 1
             tally.latencies_s.append(response.seconds)
-            tally.begun += self._taken == 1
+            tally.begun += number == 0
             tally.extended += response.header("x-prompt-source") == "extended"
-            tally.sent_bytes += len(request)
-            tally.received_bytes += response.bytes
             self.add(response)
-            if number == turns:
-                return
 
 
 async def hold(
@@ -391,14 +360,12 @@ async def hold(
     tally: Tally,
     *,
     limit_s: float | None = None,
-    faster: float = 1.0,
     patient: bool = False,
     finish: Callable[[Rollout], bytes] | None = None,
 ) -> None:
     """Hold rollouts, `connections` at a time, until there are no more or the time is up.
 
     Args:
-        faster: divides the pauses.
         patient: go on with another rollout after an error.
         finish: a request to send after each rollout.
 
@@ -411,7 +378,7 @@ async def hold(
         for rollout in waiting:
             connection = await Connection.connect(port)
             try:
-                await rollout.take(connection, tally, faster=faster)
+                await rollout.take(connection, tally)
                 if finish is not None:
                     await connection.exchange(finish(rollout))
             except BadResponse as error:

@@ -1,9 +1,9 @@
 """The engine of all benchmarks, as fast as Python can: `python -m benchmarks.engine --model FOLDER`.
 
 It prints its ports. With `--answers FILE` every chat request gets the canned answer that `GET /use/NAME`
-selected, after the time that `GET /service/SECONDS` set, 0 at first. Without it, an answer is sampled for
-each request, and `engine_model` decides when it ends: a prefix cache, a queue, and a speed. `GET /totals`
-returns what the engine did.
+selected, and a stream takes the time that `GET /service/SECONDS` set, 0 at first. Without it, an answer is
+sampled for each request, and `engine_model` decides when it ends: a prefix cache, a queue, and a speed.
+`GET /totals` returns what the engine did.
 
 A request for a canned answer is not parsed: it is searched for the fields that decide what a response holds,
 as vLLM's would:
@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import random
 import re
-import time
 from array import array
 from collections.abc import Hashable
 from dataclasses import asdict
@@ -75,9 +74,8 @@ def _logprobs(pieces: list[str]) -> dict[str, Any]:
     return {"content": msgspec.Raw(b"[" + b",".join(map(_logprob, pieces)) + b"]")}
 
 
-def _usage(prompt: int, sampled: int, cached: int | None = None) -> dict[str, Any]:
-    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-    return usage if cached is None else {**usage, "prompt_tokens_details": {"cached_tokens": cached}}
+def _usage(prompt: int, sampled: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _fields(kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,7 +160,6 @@ class Engine:
         self._current = next(iter(self._answers.values()), None)
         self.service_s = 0.0
         self._loop = asyncio.get_running_loop()
-        self.read_bytes = self.written_bytes = 0
         self.totals = Totals()
         model = {"id": MODEL, "object": "model", "owned_by": "vllm", "root": tokenizer.source, "parent": None}
         self._pages = {
@@ -173,7 +170,6 @@ class Engine:
 
     def respond(self, transport: asyncio.Transport, path: str, body: bytes) -> None:
         """Answer a request, or start to."""
-        self.read_bytes += len(body)
         if path == CHAT:
             self.chat(transport, body)
         elif (page := self._page(path, body)) is not None:
@@ -198,11 +194,8 @@ class Engine:
         else:
             parts = [self._current.whole(ids, logprobs, prompt)]
         self.totals.requests += 1
-        self.written_bytes += sum(map(len, parts))
         if not self.service_s:
             self._write(transport, parts, 0)
-        elif len(parts) == 1:
-            self._loop.call_later(self.service_s, self._write, transport, parts, 0)
         else:  # the first chunk has only the role
             self._write_timed(transport, parts, 0, self._loop.time(), self.service_s / (len(parts) - 1))
 
@@ -238,8 +231,7 @@ class Engine:
             self.service_s = float(value)
             return {"service_s": self.service_s}
         if command == "totals":
-            counted = {"read": self.read_bytes, "written": self.written_bytes, "cpu_s": time.process_time()}
-            return asdict(self.totals) | counted
+            return asdict(self.totals)
         return self._pages.get(path)
 
     def _render(self, body: bytes) -> list[int]:
@@ -278,7 +270,7 @@ class ModelledEngine(Engine):
 
     def _end(self, job: Job) -> None:
         transport, answer, ids, logprobs = self._running.pop(job)
-        usage = _usage(job.prompt_ids, job.completion_ids, job.cached_ids)
+        usage = _usage(job.prompt_ids, job.completion_ids)
         form = completion(answer, ids, logprobs, usage)
         form = form.replace(CALL_ID.encode(), b"call_%016x" % self._random.getrandbits(64), 1)
         if not transport.is_closing():
@@ -326,7 +318,6 @@ class _Connection(asyncio.Protocol):
             length = _LENGTH.search(head)
             self._missing = int(length[1]) if length else 0
             self._path = head.split(b" ", 2)[1].decode().partition("?")[0]
-            self._engine.read_bytes += len(head)
         self._missing -= len(data)
         self._parts.append(data)
         if self._missing <= 0:

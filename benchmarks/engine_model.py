@@ -1,7 +1,6 @@
 """A model of one vLLM engine: prefix cache, queue, prefill and decode. It knows no clock and no network.
 
-The caller passes the time, so that the same model runs in virtual time (`simulation`) and in real time
-(`engine`). What it has in common with a real engine:
+The caller, `engine`, passes the time. What it has in common with a real engine:
 
 - a prompt's cached blocks need no prefill; the cache evicts what was used least recently, and never the
   blocks of a running request;

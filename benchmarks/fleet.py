@@ -2,9 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median
 from urllib.parse import quote
 
 import uvloop
@@ -72,84 +70,61 @@ def _long_tailed(draw: random.Random, middle: int, most: int) -> int:
     return max(16, min(most, round(middle * draw.lognormvariate(0.0, 0.9))))
 
 
-@dataclass(slots=True)
-class Result:
-    """All rounds of one policy."""
-
-    tallies: list[Tally] = field(default_factory=list)
-    totals: list[list[dict[str, float]]] = field(default_factory=list)
-    """Of each replica, in each round."""
-    core: list[float] = field(default_factory=list)
-
-
 def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
-    """Hold all conversations with each policy, each time on a new fleet; the policies alternate.
+    """Hold all conversations with each policy, each time on a new fleet.
 
     Raises:
         StartError: a process does not start.
         BadResponse: a client got an error.
     """
-    words, rounds = Words(), effort.rounds or 1
-    results, absent = {row: Result() for row in chosen}, ""
+    words, absent = Words(), list[Part]()
+    table = [["policy", "makespan", "hit rate", "p50", "p99", "requests", "busy", "core", "exact"]]
     with scratch_folder() as folder:
         words.write(folder)
-        for number in range(rounds):
-            for row, result in results.items():
-                progress(f"fleet: round {number + 1} of {rounds}: {row}")
-                try:
-                    _one_round(row, result, words, effort, folder)
-                except StartError as error:
-                    if row == OURS:
-                        raise
-                    absent = f"vllm-router was not measured: {error}"
-    head = ["policy", "makespan", "hit rate", "p50", "p99", "requests", "busy", "core", "exact"]
-    table = [head, *(_row(row, result) for row, result in results.items() if result.tallies)]
-    return [*([table] if len(table) > 1 else []), *([absent] if absent else [])]
+        for row in chosen:
+            progress(f"fleet: {row}")
+            try:
+                table.append(_measure_row(row, words, effort, folder))
+            except StartError as error:
+                if row == OURS:
+                    raise
+                absent = [f"vllm-router was not measured: {error}"]
+    return [*([table] if len(table) > 1 else []), *absent]
 
 
-def _one_round(row: str, result: Result, words: Words, effort: Effort, folder: Path) -> None:
-    cores, faster = Cores.pick(), effort.pick(1.0, 4.0)
+def _measure_row(row: str, words: Words, effort: Effort, folder: Path) -> list[str]:
+    cores, tally = Cores.pick(), Tally()
     policy, _, kind = row.partition(" ")[2].partition(", ")
     sessions = kind == "sessions"
-    with engines(cores.engine, folder, None, "--faster", str(faster)) as ports:
+    with engines(cores.engine, folder) as ports:
         if row == OURS:
-            started = proxy(cores.proxy, ports, folder / f"proxy-{len(result.core)}.log")
+            started = proxy(cores.proxy, ports, folder / "proxy.log")
         else:
             started = run_peer(router_for_fleet(policy, ports), cores.proxy, ports[0], folder)
 
         def finish(rollout: Rollout) -> bytes:
-            return http_request(
-                f"/finish_session?session_id={quote(rollout.session or '')}", b"", rollout.headers
-            )
+            path = f"/finish_session?session_id={quote(rollout.session or '')}"
+            return http_request(path, b"", rollout.headers)
 
         with started as running, pinned(cores.client):
-            before, cpu_s, tally = [get_json(port, "/totals") for port in ports], running.cpu_s(), Tally()
+            before, cpu_s = [get_json(port, "/totals") for port in ports], running.cpu_s()
             load = make_load(words, int(effort.pick(400, 24)), all_sessions=sessions)
             connections = int(effort.pick(128, 12))
             ends = finish if sessions and policy == "sticky_least_loaded" else None
-            uvloop.run(
-                hold(running.port, load, connections, tally, limit_s=_LIMIT_S, faster=faster, finish=ends)
-            )
-            result.core.append((running.cpu_s() - cpu_s) / tally.seconds)
+            uvloop.run(hold(running.port, load, connections, tally, limit_s=_LIMIT_S, finish=ends))
+            core = (running.cpu_s() - cpu_s) / tally.seconds
             after = [get_json(port, "/totals") for port in ports]
-    result.tallies.append(tally)
-    result.totals.append([{k: a[k] - b[k] for k in a} for a, b in zip(after, before, strict=True)])
-
-
-def _row(row: str, result: Result) -> list[str]:
-    tallies, totals = result.tallies, result.totals
-    hits = [sum(t["cached_ids"] for t in each) / sum(t["prompt_ids"] for t in each) for each in totals]
-    requests = [[t["requests"] for t in each] for each in totals]
-    busy = [[t["busy_s"] / tally.seconds for t in each] for tally, each in zip(tallies, totals, strict=True)]
-    later = sum(len(tally.latencies_s) - tally.begun for tally in tallies)
-    exact = f"{sum(tally.extended for tally in tallies) / max(1, later):.1%}"
+    totals = [{k: a[k] - b[k] for k in a} for a, b in zip(after, before, strict=True)]
+    hits = sum(each["cached_ids"] for each in totals) / sum(each["prompt_ids"] for each in totals)
+    requests, busy = ([each[name] for each in totals] for name in ("requests", "busy_s"))
+    exact = tally.extended / max(1, len(tally.latencies_s) - tally.begun)
     return [
         row,
-        f"{'> ' if any(tally.cut for tally in tallies) else ''}{median(t.seconds for t in tallies):.1f} s",
-        f"{median(hits):.1%}",
-        *(f"{median(percentile(t.latencies_s, share) for t in tallies):.2f} s" for share in (0.5, 0.99)),
-        f"{mean(map(min, requests)):.0f}-{mean(map(max, requests)):.0f}",
-        f"{mean(map(min, busy)):.0%}-{mean(map(max, busy)):.0%}",
-        f"{mean(result.core):.0%}",
-        exact if row == OURS else "-",
+        f"{'> ' if tally.cut else ''}{tally.seconds:.1f} s",
+        f"{hits:.1%}",
+        *(f"{percentile(tally.latencies_s, share):.2f} s" for share in (0.5, 0.99)),
+        f"{min(requests):.0f}-{max(requests):.0f}",
+        f"{min(busy) / tally.seconds:.0%}-{max(busy) / tally.seconds:.0%}",
+        f"{core:.0%}",
+        f"{exact:.1%}" if row == OURS else "-",
     ]

@@ -25,8 +25,6 @@ LONG_TEXT, LONG_BOTH = "answer 32k as text", "history and answer 32k"
 STREAM, RECOGNISED, GIVEN_IDS = "stream", "recognised turn 32k", "100k ids in"
 COLUMNS = (SMALL_CHAT, FIRST_TURN, LONG_ANSWER, LONG_TEXT, LONG_BOTH, STREAM, RECOGNISED, GIVEN_IDS)
 """Of the comparison of gateways."""
-FEW_GIVEN_IDS = "50 ids in"
-MESSAGES_STREAM, RESPONSES_STREAM = "stream of /v1/messages", "stream of /v1/responses"
 CHUNKS = 256
 SMALL_IDS, LONG_IDS, MANY_IDS = 40, 32_000, 100_000
 _NEW_IDS = 200
@@ -51,8 +49,6 @@ class Load:
     """What each further turn of a conversation puts between opening and closing."""
     conversations: int = 0
     """How many take turns; each pass over all of them has one step more. 0: every request starts one."""
-    sessions: bool = False
-    """Whether each conversation names a session."""
     service_s: float = 0.0
     """Time of the engine for an answer."""
 
@@ -65,9 +61,7 @@ class Load:
 
     def request(self, position: int, prefix: str = "") -> bytes:
         """A request as bytes."""
-        number = position % self.conversations if self.conversations else position
-        headers = {"x-session-id": f"bench-{number}"} if self.sessions else None
-        return http_request(prefix + self.path, self.body(position), headers)
+        return http_request(prefix + self.path, self.body(position))
 
     def requests(self, first: int, prefix: str = "") -> Iterator[bytes]:
         """The requests from a position on."""
@@ -96,8 +90,6 @@ class Loads:
     """Kinds of requests by name, and the answers of the engine."""
 
     columns: dict[str, Column] = field(default_factory=dict)
-    conversations: dict[str, dict[bool, Load]] = field(default_factory=dict)
-    """Recognised turns, by the length of the history and by whether they are streamed."""
     answers: dict[str, Answer] = field(default_factory=dict)
 
     def chat(self, name: str, messages: Messages, answer: Answer, chunks: int = 0, **more: Any) -> None:
@@ -126,13 +118,8 @@ class Loads:
         return slug
 
 
-def gateway_loads(tokenizer: ChatTokenizer, conversations: int, lengths: dict[str, int]) -> Loads:
-    """The requests of `gateway`.
-
-    Args:
-        conversations: how many are interleaved where turns are recognised.
-        lengths: of their histories, in ids.
-    """
+def gateway_loads(tokenizer: ChatTokenizer, conversations: int) -> Loads:
+    """The requests of `gateway`; where turns are recognised, so many conversations are interleaved."""
     texts, loads = Texts(tokenizer), Loads()
     mark = NUMBER + ": "
 
@@ -158,42 +145,14 @@ def gateway_loads(tokenizer: ChatTokenizer, conversations: int, lengths: dict[st
     loads.chat(LONG_TEXT, question, answer(question, long))
     loads.chat(LONG_BOTH, history, answer(history, long), **evidence)
     loads.chat(STREAM, question, answer(question, texts.answer(CHUNKS)), CHUNKS, stream=True)
-    _add_translated(loads, question)
-    for label, length in lengths.items():
-        messages = texts.history(length, mark=mark)
-        _add_conversations(loads, label, messages, answer(messages, small), texts, conversations)
-    recognised = loads.conversations.get("32k") or next(iter(loads.conversations.values()))
-    loads.columns[RECOGNISED] = Column(RECOGNISED, recognised[False], recognised[False])
-    for name, count_ids in ((FEW_GIVEN_IDS, 50), (GIVEN_IDS, MANY_IDS)):
-        ids = texts.ids(count_ids)
-        loads.given(name, ids, msgspec.structs.replace(small, prompt=ids))
-    return loads
-
-
-def _add_translated(loads: Loads, question: Messages) -> None:
-    """The column `stream` in the wire formats of other vendors, which only tokenproxy is sent."""
-    chat = loads.columns[STREAM]
-    system, user = (message["content"] for message in question)
-    asked: dict[str, Any] = {"model": MODEL, "stream": True}
-    bodies = {
-        MESSAGES_STREAM: {**asked, "system": system, "messages": question[1:], "max_tokens": 64},
-        RESPONSES_STREAM: {**asked, "instructions": system, "input": user, "max_output_tokens": 64},
-    }
-    for name, body in bodies.items():
-        load = Load(chat.ours.answer, name.rpartition(" ")[2], msgspec.json.encode(body))
-        loads.columns[name] = Column(name, load, chat.theirs, chat.chunks)
-
-
-def _add_conversations(
-    loads: Loads, label: str, messages: Messages, answer: Answer, texts: Texts, conversations: int
-) -> None:
-    name = loads.keep(f"conversation-{label}", answer)
+    ids = texts.ids(MANY_IDS)
+    loads.given(GIVEN_IDS, ids, msgspec.structs.replace(small, prompt=ids))
+    replied = answer(history, small)
     new = {"role": "user", "content": f"{NUMBER}.{STEP}: {texts.text(_NEW_IDS)}"}
-    step = b"," + msgspec.json.encode([answer.message, new])[1:-1]
-    loads.conversations[label] = {
-        stream: Load(name, CHAT, *_chat_body(messages, stream=stream), step, conversations)
-        for stream in (False, True)
-    }
+    step = b"," + msgspec.json.encode([replied.message, new])[1:-1]
+    turns = Load(loads.keep(RECOGNISED, replied), CHAT, *_chat_body(history), step, conversations)
+    loads.columns[RECOGNISED] = Column(RECOGNISED, turns, turns)
+    return loads
 
 
 def _chat_body(messages: Messages, **more: Any) -> tuple[bytes, bytes]:

@@ -16,7 +16,6 @@ from benchmarks.texts import Answer
 CONNECTIONS = 32
 _CHECKED = 7_000_000
 """Number of the conversation that `check` sends first: none that is measured."""
-_PROMPTS = re.compile(r'^tokenproxy_prompts_total\{.*source="(\w+)".*\} (\S+)$', re.MULTILINE)
 _TURNS = re.compile(r"^tokenproxy_turns_total\{.*\} (\S+)$", re.MULTILINE)
 
 
@@ -39,7 +38,6 @@ class Effort:
 class Target:
     """What requests are sent to: the engine itself, or a gateway in front of it."""
 
-    name: str
     port: int
     running: Running | None = None
     """None for the engine."""
@@ -64,8 +62,6 @@ class Sample:
     """Kilobytes that its process wrote to files, per recorded turn; 0 if it records none."""
     others: float
     """Share of its core that other programs used."""
-    extended: float
-    """Share of the prompts that continue recorded ids."""
     busiest: float
     """Share of the busiest process below it in the CPU time of all of them."""
 
@@ -106,7 +102,7 @@ class Bench:
     """The engine, and what is needed to send loads to it and to gateways in front of it."""
 
     def __init__(self, port: int, loads: Loads) -> None:
-        self.engine, self.loads = Target("engine", port), loads
+        self.engine, self.loads = Target(port), loads
 
     def use(self, load: Load) -> None:
         """Select the engine's answer to a load."""
@@ -114,23 +110,20 @@ class Bench:
             if get_json(self.engine.port, path) is None:
                 raise BadResponse(f"the engine does not know {path}")
 
-    def check(self, cell: Cell, target: Target, load: Load, seconds: float) -> None:
-        """Send two requests; note what the response lacks, and how many connections to load it on.
+    def check(self, target: Target, load: Load) -> tuple[str, float]:
+        """Send two requests.
 
-        A slow gateway gets so few connections that each can have two responses in five times `seconds`.
+        Returns: what the response lacks of the engine's answer, and the seconds until it was complete.
 
         Raises:
             BadResponse: a response is an error, or holds another text than the engine's.
         """
         self.use(load)
-        answer = self.loads.answers[load.answer]
         with closing(Line(target.port)) as line:
             for number in (_CHECKED, _CHECKED + 1):
                 response = line.send(replace(load, conversations=0).request(number, target.prefix))
-                cell.note = _lacking(response, load, answer)
-        cell.connections = max(1, min(CONNECTIONS, int(2.5 * seconds / response.seconds)))
-        if target.running is not None:
-            target.running.rest()
+                lacking = _lacking(response, load, self.loads.answers[load.answer])
+        return lacking, response.seconds
 
     def sequential(self, cell: Cell, target: Target, loads: tuple[Load, Load], samples: int) -> None:
         """Time requests one after the other, each to the engine itself and through the target.
@@ -142,13 +135,10 @@ class Bench:
             BadResponse: a response is an error.
         """
         self.use(loads[0])
-        first = target.positions[loads[1].answer]
-        target.positions[loads[1].answer] += samples
         with closing(Line(self.engine.port)) as direct, closing(Line(target.port)) as proxied:
-            for position in range(first, first + samples):
-                requests = loads[0].request(position), loads[1].request(position, target.prefix)
-                cell.direct_ms.append(1000 * direct.send(requests[0]).seconds)
-                cell.proxy_ms.append(1000 * proxied.send(requests[1]).seconds)
+            for _ in range(samples):
+                cell.direct_ms.append(1000 * direct.send(loads[0].request(0)).seconds)
+                cell.proxy_ms.append(1000 * proxied.send(loads[1].request(0)).seconds)
 
     def under_load(self, cell: Cell, target: Target, load_: Load, seconds: float) -> None:
         """One round under load.
@@ -158,28 +148,28 @@ class Bench:
         """
         self.use(load_)
         first = target.positions[load_.answer]
-        before, core_s = _Counters(target), _core_s(target)
-        workers = _workers(target)
+        before = _Counters(target)
         try:
-            result = load(target.port, load_.requests(first, target.prefix), cell.connections, seconds)
+            latencies_s, elapsed_s = load(
+                target.port, load_.requests(first, target.prefix), cell.connections, seconds
+            )
         finally:
-            during, others_s = _Counters(target), _core_s(target) - core_s
-            used = [cpu_s - workers.get(pid, 0.0) for pid, cpu_s in _workers(target).items()]
+            during = _Counters(target)
             if target.running is not None:
                 target.running.rest()
-        after, sent = _Counters(target), result.requests
+        after, sent = _Counters(target), len(latencies_s)
         target.positions[load_.answer] += sent
         recorded = after.turns - before.turns if target.ours else sent
-        prompts, cpu_s = after.prompts - before.prompts, during.cpu_s - before.cpu_s
+        cpu_s, core_s = during.cpu_s - before.cpu_s, during.core_s - before.core_s
+        used = [worker_s - before.workers.get(pid, 0.0) for pid, worker_s in during.workers.items()]
         cell.samples.append(
             Sample(
-                sent / result.seconds,
-                1000 * percentile(result.latencies_s, 0.99),
-                cpu_s / result.seconds,
+                sent / elapsed_s,
+                1000 * percentile(latencies_s, 0.99),
+                cpu_s / elapsed_s,
                 1000 * cpu_s / sent,
                 (after.written - before.written) / 1000 / recorded if recorded else 0.0,
-                max(0.0, others_s - cpu_s) / result.seconds,
-                (after.extended - before.extended) / prompts if prompts else 0.0,
+                max(0.0, core_s - cpu_s) / elapsed_s,
                 max(used, default=1.0) / (sum(used) or 1.0),
             )
         )
@@ -197,27 +187,12 @@ class Bench:
         target.positions[load_.answer] = load_.conversations
 
 
-def check_same(bench: Bench, target: Target, loads: tuple[Load, Load]) -> None:
-    """Compare the text of a response through a proxy with the engine's.
-
-    Raises:
-        BadResponse: they differ.
-    """
-    bench.use(loads[1])
-    answer = bench.loads.answers[loads[1].answer]
-    for port, sent in ((bench.engine.port, loads[0]), (target.port, loads[1])):
-        with closing(Line(port)) as line:
-            _lacking(line.send(sent.request(0)), sent, answer)
-
-
 def _lacking(response: Response, load_: Load, answer: Answer) -> str:
     """What the response to a chat request lacks of the engine's answer.
 
     Raises:
         BadResponse: it holds another text.
     """
-    if load_.path in ("/v1/messages", "/v1/responses"):
-        return ""
     choices = list(response.choices())
     said = ((choice.get("message") or choice.get("delta") or {}).get("content") for choice in choices)
     text = "".join(part or "" for part in said)
@@ -227,26 +202,15 @@ def _lacking(response: Response, load_: Load, answer: Answer) -> str:
     return "without ids" if b'"return_token_ids":true' in load_.closing and ids != answer.ids else ""
 
 
-def _core_s(target: Target) -> float:
-    return (
-        core_busy_s(target.running.core) if target.running is not None and target.running.core >= 0 else 0.0
-    )
-
-
-def _workers(target: Target) -> dict[int, float]:
-    return target.running.workers_cpu_s() if target.running is not None else {}
-
-
 class _Counters:
-    """Counters of a gateway's process."""
+    """Counters of a gateway's process; all are 0 for the engine."""
 
     def __init__(self, target: Target) -> None:
         running = target.running
         page = get(target.port, "/metrics")[1].decode() if target.ours else ""
-        self.cpu_s = running.cpu_s() if running is not None else 0.0
-        self.written = running.written_bytes() if running is not None else 0
         self.turns = sum(float(count) for count in _TURNS.findall(page))
-        sources: dict[str, float] = defaultdict(float)
-        for source, count in _PROMPTS.findall(page):
-            sources[source] += float(count)
-        self.prompts, self.extended = sum(sources.values()), sources["extended"]
+        self.cpu_s = running.cpu_s() if running else 0.0
+        self.written = running.written_bytes() if running else 0
+        self.core_s = core_busy_s(running.core) if running and running.core >= 0 else 0.0
+        """CPU seconds of all programs on its core."""
+        self.workers = running.workers_cpu_s() if running else {}

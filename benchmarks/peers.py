@@ -33,11 +33,6 @@ class Peer:
         """The name of its row."""
         return f"{self.name} {self.version}"
 
-    @property
-    def program(self) -> Path:
-        """Its command."""
-        return ROOT / ".cache" / self.name / "bin" / self.name
-
 
 _LITELLM_CONFIG = f"""\
 model_list:
@@ -92,7 +87,8 @@ def run_peer(peer: Peer, core: int, engine_port: int, folder: Path) -> Iterator[
     Raises:
         StartError: it is not installed, or does not start.
     """
-    if not peer.program.exists():
+    program = ROOT / ".cache" / peer.name / "bin" / peer.name
+    if not program.exists():
         raise StartError(f"not installed: run scripts/install-peers {peer.name}")
     port, metrics = free_ports(2)
     files = folder / peer.name
@@ -101,5 +97,5 @@ def run_peer(peer: Peer, core: int, engine_port: int, folder: Path) -> Iterator[
     for name, text in peer.files.items():
         (files / name).write_text(text.format(**values))
     arguments = [argument.format(port=port, metrics=metrics, **values) for argument in peer.arguments]
-    with gateway([str(peer.program), *arguments], core, port, files / "log", peer.environment) as running:
+    with gateway([str(program), *arguments], core, port, files / "log", peer.environment) as running:
         yield running

@@ -1,33 +1,102 @@
-"""How many of everything a number of rollouts needs, and what is too small first: `simulate.py plan`."""
+"""Plan a fleet: how many of everything a number of concurrent rollouts needs, and what is too small first.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import ceil, inf
+It calculates with what a turn costs (`scale_costs.json`) and with an assumed speed of the engines. A cost was
+measured for the first turn of a rollout and for later ones, at some lengths of the prompt. Between two
+lengths it is interpolated, and beyond them extrapolated, in a straight line. Each further sampled or appended
+id costs the same.
+"""
 
-from benchmarks.costs import Case, Costs
-from benchmarks.engine_model import Speed
-from benchmarks.report import Part, percentile, progress
-from benchmarks.simulation import Deployment, simulate_deployment
+import argparse
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from math import ceil
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import msgspec
+
+from benchmarks.report import Part, as_text
 
 ROLLOUTS = (100, 1_000, 10_000, 100_000, 1_000_000)
-ENGINE = Speed(20_000, 5_000, half=32, during_prefill=0.5, running=128, capacity_ids=1 << 40)
-"""The assumed engine."""
-_FULL, _SLICE = 10_000, 4_000
-"""The most rollouts that are simulated in full, and about how many of a larger deployment are."""
-_WARM_UP_S = _MEASURED_S = 30.0
+COSTS = Path(__file__).resolve().parent / "scale_costs.json"
+_SAMPLED, _APPENDED = 200, 400
+"""Sampled ids of an answer, and ids of the message before it, when the costs were measured."""
 _PROXY, _REDIS, _ENGINE = 0.7, 0.6, 0.8
-"""How full a process' core, a shard's core, and the places of an engine may be in a planned deployment."""
+"""How full a process' core, a shard's core, and the places of an engine may be in a planned fleet."""
 _PARTITIONS, _DEFAULT_PARTITIONS = 4, 16
 """Partitions of the data for each shard of a cluster, and of a cluster whose URL names no number."""
 _STORE_MAX_BYTES = float(1 << 30)
 """The default of the setting."""
+Points = tuple[tuple[float, float], ...]
+"""(ids of the prompt, quantity), by growing ids."""
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What is planned. Each field is an option of the command line."""
+
+    turns: int = _option(10, "of a rollout")
+    opening: int = _option(2_000, "ids of the first prompt")
+    appended: int = _option(_APPENDED, "ids of a tool's result, which each further turn appends")
+    completion: int = _option(_SAMPLED, "sampled ids of an answer")
+    think_s: float = _option(5.0, "mean time of a tool before each turn")
+    stream: bool = _option(False, "answers are streamed, each id in a chunk")
+    prefill_per_s: float = _option(20_000.0, "ids of prompts that an engine prefills per second")
+    decode_per_s: float = _option(5_000.0, "ids that an engine samples per second when it is full")
+    running: int = _option(128, "requests that run at the same time in an engine")
+    cpu_factor: float = _option(1.0, "CPU time of a turn on your cores, relative to the measured one")
+    link_gbit: float = _option(25.0, "network of one machine")
+    watch_interval_s: float = _option(5.0, "the proxy's setting")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One quantity of a turn by the ids of its prompt, in the first turn of a rollout and in later ones."""
+
+    first: Points
+    later: Points
+    per_completion_id: float = 0.0
+    if_idle: float = 0.0
+    """More if each of its steps arrives at an idle event loop, which must wake up."""
+
+    def of(self, prompt_ids: float, plan: Assumptions, *, first: bool) -> float:
+        """The quantity for a turn; never negative."""
+        more = (plan.completion - _SAMPLED) * self.per_completion_id
+        if not first:
+            # a first turn's prompt is all new, so what it costs more per id is the cost of a new id
+            more += (plan.appended - _APPENDED) * max(0.0, _slope(self.first) - _slope(self.later))
+        return max(0.0, interpolate(self.first if first else self.later, prompt_ids) + more)
+
+    def mean(self, plan: Assumptions) -> float:
+        """Of a turn, on average over a rollout."""
+        grown = plan.appended + plan.completion
+        return mean(self.of(plan.opening + n * grown, plan, first=n == 0) for n in range(plan.turns))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Everything that was measured, with Redis as the store."""
+
+    whole: dict[str, Curve]
+    """What a turn uses: CPU milliseconds of proxy and Redis; bytes on the network, in Redis and on disk."""
+    streamed: dict[str, Curve]
+    search_ms: float
+    """CPU of Redis for one look-up of a conversation."""
+    probe_ms: float
+    """CPU of a proxy process to check one engine once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a number of rollouts needs."""
 
-    rollouts: int
     turns_per_s: float
     processes: int
     shards: int
@@ -40,185 +109,170 @@ class Needs:
     """By which Redis grows while it evicts nothing."""
     disk_gb_per_h: float
     """Written to the append-only files."""
-    watching: float
-    """Share of each process' core that watching the engines takes."""
 
 
 class Planner:
-    """Calculates from what a turn costs; `simulate` checks the result."""
+    """Calculates needs and limits."""
 
-    def __init__(
-        self, case: Case, speed: Speed, costs: Costs, link_gbit: float = 25.0, watch_interval_s: float = 5.0
-    ) -> None:
-        self._case, self._speed, self._costs = case, speed, costs
-        self._link_gbit, self._watch_interval_s = link_gbit, watch_interval_s
-        self._turn, self._kinds = costs.turns[case.way], case.kinds()
-        self.engine_s, self.per_engine_s = self._one_engine()
-        self.period_s = case.think_s + self.engine_s + self._cpu_ms("proxy_ms", _PROXY) / 1000
-        """Seconds from one turn of a rollout to its next one."""
+    def __init__(self, plan: Assumptions, costs: Costs) -> None:
+        self._plan, self._curves = plan, costs.streamed if plan.stream else costs.whole
+        self._search_ms, self._probe_ms = costs.search_ms * plan.cpu_factor, costs.probe_ms * plan.cpu_factor
+        engine_s, self._per_engine_s = self._one_engine()
+        self._period_s = plan.think_s + engine_s + self._cpu_ms("proxy_ms", _PROXY) / 1000
+        self._bits = 8 * sum(map(self._mean, ("client_bytes", "engine_bytes", "redis_bytes")))
 
     def _mean(self, quantity: str) -> float:
-        return self._turn.mean(quantity, self._kinds)
+        return self._curves[quantity].mean(self._plan)
 
     def _cpu_ms(self, quantity: str, busy: float) -> float:
         """CPU of a turn in a process that is busy for this share of the time."""
-        return self._mean(quantity) + (1 - busy) * self._turn.apart.get(quantity, 0.0)
+        return self._plan.cpu_factor * (self._mean(quantity) + (1 - busy) * self._curves[quantity].if_idle)
 
     def _one_engine(self) -> tuple[float, float]:
-        """The time of an answer, and the turns per second, of an engine that is as full as it may be."""
-        speed, case = self._speed, self._case
-        running = _ENGINE * speed.running
-        new_ids = (case.opening_ids + case.appended_ids * (case.turns - 1)) / case.turns
+        """The time of an answer, and the turns per second, of an engine that is as full as it may be.
+
+        32 sequences have half of its decoding speed; while it prefills, it decodes half as fast.
+        """
+        plan, running = self._plan, _ENGINE * self._plan.running
+        new_ids = (plan.opening + plan.appended * (plan.turns - 1)) / plan.turns
         rate = 0.0
         for _ in range(100):  # the more it prefills, the slower it decodes
-            prefilling = min(1.0, rate * new_ids / speed.prefill_per_s)
-            slowed = 1 - prefilling * (1 - speed.during_prefill)
-            decode_s = case.completion_ids * (running + speed.half) / (speed.decode_per_s * slowed)
-            rate = (rate + running / (decode_s + new_ids / speed.prefill_per_s)) / 2
+            prefilling = min(1.0, rate * new_ids / plan.prefill_per_s)
+            slowed = plan.decode_per_s * (1 - prefilling / 2)
+            decode_s = plan.completion * (running + 32) / slowed
+            rate = (rate + running / (decode_s + new_ids / plan.prefill_per_s)) / 2
         return running / rate, rate
 
     def needs(self, rollouts: int) -> Needs:
         """What this number of rollouts needs."""
-        rate, search_ms = rollouts / self.period_s, self._costs.search_ms
-        engines = ceil(rate / self.per_engine_s)
-        watching = engines * self._costs.probe_ms / 1000 / self._watch_interval_s
+        rate = rollouts / self._period_s
+        engines = ceil(rate / self._per_engine_s)
+        # each process watches each engine
+        watching = engines * self._probe_ms / 1000 / self._plan.watch_interval_s
         redis_ms = self._cpu_ms("redis_ms", _REDIS)
         # a turn without a session is looked up in every partition
-        left = _REDIS - rate * search_ms * _PARTITIONS / 1000
-        blind = max(1, ceil(rate * (redis_ms - search_ms) / 1000 / left)) if left > 0 else None
+        left = _REDIS - rate * self._search_ms * _PARTITIONS / 1000
+        blind = max(1, ceil(rate * (redis_ms - self._search_ms) / 1000 / left)) if left > 0 else None
         return Needs(
-            rollouts=rollouts,
             turns_per_s=rate,
             processes=ceil(rate * self._cpu_ms("proxy_ms", _PROXY) / 1000 / max(0.05, _PROXY - watching)),
             shards=ceil(rate * redis_ms / 1000 / _REDIS),
             shards_without_sessions=blind,
             engines=engines,
-            gbit=rate * self._bits() / 1e9,
+            gbit=rate * self._bits / 1e9,
             memory_gb_per_h=rate * self._mean("memory_bytes") * 3600 / 1e9,
             disk_gb_per_h=rate * self._mean("aof_bytes") * 3600 / 1e9,
-            watching=watching,
         )
-
-    def _bits(self) -> float:
-        return 8 * sum(map(self._mean, ("client_bytes", "engine_bytes", "redis_bytes")))
 
     def limits(self) -> list[tuple[str, float, str]]:
         """Each part's name, the rollouts that it carries while there is enough of all others, and the remedy;
         in the order in which a growing number of rollouts reaches them."""
-        per_engine, process_ms = self.per_engine_s * self.period_s, self._cpu_ms("proxy_ms", 1.0)
-        redis = 1000 / self._cpu_ms("redis_ms", 1.0) * self.period_s
-        turn_bytes = self._mean("aof_bytes") * self._case.turns
-        look_ups = self._costs.search_ms * _PARTITIONS
-        watched = _over(1000 * self._watch_interval_s, self._costs.probe_ms) * per_engine / 2
+        plan, period_s = self._plan, self._period_s
+        engine = self._per_engine_s * period_s / _ENGINE
+        process = 1000 / self._cpu_ms("proxy_ms", 1.0) * period_s
+        stored = _STORE_MAX_BYTES / (self._mean("aof_bytes") * plan.turns)
+        redis = 1000 / self._cpu_ms("redis_ms", 1.0) * period_s
+        network = plan.link_gbit * 1e9 / self._bits * period_s
+        searched = 1000 / (self._search_ms * _PARTITIONS) * period_s
+        watched = 1000 * plan.watch_interval_s / self._probe_ms * self._per_engine_s * period_s / 2
+        partitions, link = f"a cluster's {_DEFAULT_PARTITIONS} partitions", f"{plan.link_gbit:g} Gbit/s"
+        more_partitions = "name a larger number in the store's URL before it is used first: `partitions`"
+        cells = "split into cells, each with its own engines; or a longer `watch_interval_s`"
         found = [
-            ("one engine", per_engine / _ENGINE, "more engines"),
-            (
-                "one proxy process",
-                1000 / process_ms * self.period_s,
-                "more processes: `workers`, then replicas of the proxy",
-            ),
+            ("one engine", engine, "more engines"),
+            ("one proxy process", process, "more processes: `workers`, then replicas of the proxy"),
             (
                 "the default `store_max_bytes`",
-                _over(_STORE_MAX_BYTES, turn_bytes),
+                stored,
                 "set it to what the rollouts take: sessions in use are evicted",
             ),
             ("one Redis server", redis, "a cluster, with sessions named by the clients"),
-            (
-                f"a cluster's {_DEFAULT_PARTITIONS} partitions",
-                _DEFAULT_PARTITIONS * redis,
-                "name a larger number in the store's URL before it is used first: `partitions`",
-            ),
-            (
-                f"one machine's {self._link_gbit:g} Gbit/s",
-                _over(self._link_gbit * 1e9, self._bits()) * self.period_s,
-                "proxies on more machines",
-            ),
+            (partitions, _DEFAULT_PARTITIONS * redis, more_partitions),
+            (f"one machine's {link}", network, "proxies on more machines"),
             (
                 "look-ups without session names",
-                _over(1000, look_ups) * self.period_s,
+                searched,
                 "name sessions: every partition answers every look-up without a name",
             ),
-            (
-                "each process watches each engine: half of its core",
-                watched,
-                "split into cells, each with its own engines; or a longer `watch_interval_s`",
-            ),
+            ("each process watches each engine: half of its core", watched, cells),
         ]
         return sorted(found, key=lambda limit: limit[1])
 
-    def simulate(self, needs: Needs, slices: int) -> list[str]:
-        """Simulate one of `slices` equal parts of a deployment; returns a row of the table.
-
-        The load of the other parts on the part's Redis shard comes in at random.
-        """
-        shards = max(1, round(needs.shards / slices))
-        deployment = Deployment(
-            rollouts=round(needs.rollouts / slices),
-            processes=max(1, round(needs.processes / slices)),
-            shards=shards,
-            engines=max(1, round(needs.engines / slices)),
-            background_per_s=max(0.0, needs.turns_per_s / needs.shards - needs.turns_per_s / slices / shards),
-            watching=needs.watching,
-        )
-        progress(f"plan: simulate {needs.rollouts:,} rollouts, 1 of {slices} parts")
-        args = (self._case, self._costs, self._speed, deployment, _WARM_UP_S, _MEASURED_S)
-        outcome = simulate_deployment(*args)
-        return [
-            f"{needs.rollouts:,} rollouts",
-            "a whole" if slices == 1 else f"1 of {slices:,} parts",
-            f"{outcome.turns / outcome.seconds * slices:,.0f}",
-            f"{needs.turns_per_s:,.0f}",
-            f"{outcome.proxy_s / outcome.seconds / deployment.processes + deployment.watching:.0%}",
-            f"{outcome.other_s / outcome.seconds / deployment.shards:.0%}",
-            *(f"{1000 * percentile(outcome.added_s, share):.1f} ms" for share in (0.5, 0.99)),
-        ]
-
     def tables(self, rollouts: Sequence[int]) -> list[Part]:
-        """What each number of rollouts needs, the limits, and the simulation of each; the largest one that is
-        simulated in full also in parts."""
-        limits = self.limits()
+        """What each number of rollouts needs, and all limits."""
+        limits, above = self.limits(), 0.0
         head = ["concurrent rollouts", "turns/s", "proxy processes", "Redis shards"]
         head += ["the same, no session names", "engines", "Gbit/s", "Redis GB/h", "disk GB/h"]
         rows = [[*head, "first limits above the row before"]]
-        checks = [
-            ["simulated", "as", "turns/s", "planned", "proxy busy", "Redis busy", "added p50", "added p99"]
-        ]
-        above = 0.0
         for number in rollouts:
             needs = self.needs(number)
             blind = needs.shards_without_sessions
             crossed = [f"{name} ({_round(at)})" for name, at, _ in limits if above < at <= number]
             counts = [f"{needs.turns_per_s:,.0f}", f"{needs.processes:,}", f"{needs.shards:,}"]
-            counts += [
-                "impossible" if blind is None else f"{blind:,}",
-                f"{needs.engines:,}",
-                f"{needs.gbit:,.2f}",
-            ]
-            counts += [
-                f"{needs.memory_gb_per_h:,.1f}",
-                f"{needs.disk_gb_per_h:,.1f}",
-                "; ".join(crossed) or "-",
-            ]
-            rows.append([f"{number:,}", *counts])
-            checks.append(self.simulate(needs, slices_of(needs)))
-            if number == _FULL and needs.processes > 1:
-                checks.append(self.simulate(needs, needs.processes))
+            counts += ["impossible" if blind is None else f"{blind:,}", f"{needs.engines:,}"]
+            sizes = [f"{needs.gbit:,.2f}", f"{needs.memory_gb_per_h:,.1f}", f"{needs.disk_gb_per_h:,.1f}"]
+            rows.append([f"{number:,}", *counts, *sizes, "; ".join(crossed) or "-"])
             above = number
         reached = [["limit", "at concurrent rollouts", "then"]]
-        return [rows, reached + [[name, _round(at), remedy] for name, at, remedy in limits], checks]
+        return [rows, reached + [[name, _round(at), remedy] for name, at, remedy in limits]]
 
 
-def slices_of(needs: Needs) -> int:
-    """In how many equal parts a deployment is simulated, each with some whole processes."""
-    processes = max(1, round(needs.processes * _SLICE / needs.rollouts))
-    return 1 if needs.rollouts <= _FULL else max(1, needs.processes // processes)
+def interpolate(points: Points, at: float) -> float:
+    """The value of straight lines through the points; the outer lines go on.
+
+    With points (1, 10) and (3, 30), the value at 2 is 20, and at 4 it is 40.
+    """
+    upper = min(max(bisect_left([x for x, _ in points], at), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[upper - 1], points[upper]
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
-def _over(value: float, by: float) -> float:
-    """The quotient; infinite for what costs nothing."""
-    return value / by if by > 0 else inf
+def _slope(points: Points) -> float:
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    return (y1 - y0) / (x1 - x0)
 
 
 def _round(value: float) -> str:
     """Two significant digits: more would claim a precision that an extrapolation does not have."""
-    return "never" if value == inf else f"{float(f'{value:.1e}'):,.0f}"
+    return f"{float(f'{value:.1e}'):,.0f}"
+
+
+def read_costs() -> Costs:
+    """What was measured."""
+    return msgspec.json.decode(COSTS.read_bytes(), type=Costs)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.plan",
+        description=(
+            "Calculate what rollouts need, from what a turn costs and from your engine's speed. "
+            "docs/scale.md explains the tables."
+        ),
+    )
+    parser.add_argument("--rollouts", type=_positive(int), nargs="+", default=ROLLOUTS, metavar="N")
+    for each in fields(Assumptions):
+        flag, text = f"--{each.name.replace('_', '-')}", f"{each.metadata['help']} ({each.default})"
+        if each.default is False:
+            parser.add_argument(flag, action="store_true", help=each.metadata["help"])
+        else:
+            kind = _positive(type(each.default))
+            parser.add_argument(flag, type=kind, default=each.default, metavar="N", help=text)
+    options = vars(parser.parse_args(argv))
+    rollouts = options.pop("rollouts")
+    print(as_text(Planner(Assumptions(**options), read_costs()).tables(rollouts)))
+    return 0
+
+
+def _positive(kind: type) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        if (value := kind(text)) <= 0:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        return value
+
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -150,12 +150,7 @@ def engines(
 
 @contextmanager
 def proxy(
-    core: int | None,
-    ports: Sequence[int],
-    log: Path,
-    *flags: str,
-    store: str | None = None,
-    clocks: Path | None = None,
+    core: int | None, ports: Sequence[int], log: Path, *flags: str, store: str | None = None
 ) -> Iterator[Running]:
     """Run the proxy in front of engines, and wait until it is ready and has loaded their tokenizer.
 
@@ -163,11 +158,9 @@ def proxy(
         core: the core to pin it to; None for all cores of this process.
         flags: more flags of its command.
         store: URL of its store; None is a new SQLite file next to the log.
-        clocks: file for the times of its stages; None runs it without timers.
     """
     store = store or f"sqlite://{log.absolute()}.db"
-    program = ["benchmarks.clocked", str(clocks)] if clocks else ["proxy.cli"]
-    command = [sys.executable, "-m", *program, "serve", "--port", "0", "--store", store, *flags]
+    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", "0", "--store", store, *flags]
     for port in ports:
         command += ["--upstream", f"http://127.0.0.1:{port}"]
     with log.open("wb") as out, _process(command, core, stdout=out, stderr=out) as process:
@@ -194,11 +187,8 @@ def gateway(
 
 
 @contextmanager
-def redis_server(core: int, folder: Path, *flags: str) -> Iterator[str]:
+def redis_server(core: int, folder: Path) -> Iterator[str]:
     """Run a Redis that writes no snapshots; yields its URL.
-
-    Args:
-        flags: more flags of its command; an append-only file is written to `folder`.
 
     Raises:
         StartError: Redis is not installed.
@@ -207,18 +197,7 @@ def redis_server(core: int, folder: Path, *flags: str) -> Iterator[str]:
     if program is None:
         raise StartError("Redis is not installed: run scripts/install-programs redis")
     (port,) = free_ports(1)
-    command = [
-        program,
-        "--port",
-        str(port),
-        "--bind",
-        "127.0.0.1",
-        "--save",
-        "",
-        "--dir",
-        str(folder),
-        *flags,
-    ]
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
     log = folder / "redis.log"
     with log.open("wb") as out, _process(command, core, stdout=out, stderr=out) as process:
 

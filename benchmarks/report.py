@@ -4,8 +4,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -42,10 +41,9 @@ def machine() -> dict[str, str]:
     }
 
 
-def machine_text(about: dict[str, str], note: str = "") -> str:
-    """The machine in two lines, with a note about it."""
-    cores = f"{about['cores']} cores of {about['cpu']}{note}"
-    return f"{cores}\nPython {about['python']}, {about['libraries']}"
+def machine_text(about: dict[str, str]) -> str:
+    """The machine in two lines."""
+    return f"{about['cores']} cores of {about['cpu']}\nPython {about['python']}, {about['libraries']}"
 
 
 def as_text(parts: Sequence[Part]) -> str:
@@ -85,30 +83,12 @@ def label(ids: int) -> str:
     return f"{ids // 1000}k"
 
 
-def disturbance(others: float, cores: str = "the proxy's core") -> str:
-    """A remark on the share of `cores` that other programs used."""
+def disturbance(others: float) -> str:
+    """A remark on the share of the proxy's core that other programs used."""
     advice = ": measure again on an idle machine." if others > QUIET else "."
-    return f"Other programs used {others:.0%} of {cores}{advice}"
+    return f"Other programs used {others:.0%} of the proxy's core{advice}"
 
 
 def progress(step: str) -> None:
     """Report on stderr what is done next."""
     print(f"{step} ...", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def other_programs(share: list[float]) -> Iterator[None]:
-    """Append the share of this process' cores that other programs use meanwhile."""
-    ticks = os.sysconf("SC_CLK_TCK")
-
-    def used() -> tuple[float, float]:
-        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        busy = {line[0]: sum(map(int, line[1:4])) / ticks for line in lines if line[0].startswith("cpu")}
-        ours = os.times()
-        cores = sum(busy[f"cpu{core}"] for core in os.sched_getaffinity(0))
-        return cores - ours.user - ours.system, len(os.sched_getaffinity(0)) * ours.elapsed
-
-    before = used()
-    yield
-    after = used()
-    share.append((after[0] - before[0]) / (after[1] - before[1]))

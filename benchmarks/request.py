@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from benchmarks.loads import CHUNKS, MANY_IDS, Loads
-from benchmarks.measure import Bench, Cell, Effort, Target, check_same
+from benchmarks.measure import Bench, Cell, Effort, Target
 from benchmarks.processes import Cores, engines, pinned, proxy, scratch_folder
 from benchmarks.report import Part, disturbance, progress, verdict
 from benchmarks.texts import Answer, Words
@@ -89,7 +89,7 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
             proxy(cores.proxy, [port], folder / "proxy.log") as running,
             pinned(cores.client),
         ):
-            bench, target = Bench(port, loads), Target("proxy", running.port, running, ours=True)
+            bench, target = Bench(port, loads), Target(running.port, running, ours=True)
             rounds = effort.rounds or int(effort.pick(5, 1))
             for number in range(rounds):
                 progress(f"request: round {number + 1} of {rounds}")
@@ -109,7 +109,7 @@ def _one_round(bench: Bench, target: Target, case: Case, effort: Effort, *, firs
     case.direct.connections = case.ours.connections = case.connections
     if first:
         if case.samples:  # the paced row has the same chunks
-            check_same(bench, target, loads)
+            bench.check(target, column.ours)
         bench.under_load(Cell(connections=case.connections), target, column.ours, 0.0)  # opens connections
     if case.samples:
         bench.sequential(case.ours, target, loads, max(3, round(case.samples * effort.pick(1.0, 0.1))))

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +13,13 @@ import uvloop
 from benchmarks.client import Connection, Rollout, Step, Tally, hold
 from benchmarks.fleet import TEMPLATE_IDS, TOOLS
 from benchmarks.measure import Effort
-from benchmarks.processes import Cores, Running, engines, get, pinned, proxy, scratch_folder
+from benchmarks.processes import Cores, Running, engines, pinned, proxy, scratch_folder
 from benchmarks.report import Part, percentile, progress, verdict
 from benchmarks.texts import Words
 
 GROWTH = 1.1
 _CONNECTIONS, _SECONDS = 64, 600.0
 _CONVERSATION_IDS, _TURNS, _APPENDED_IDS, _SAMPLED_IDS, _PAUSE_S = 32_000, 10, 300, 100, 0.5
-_LOOP_LAG = re.compile(r'^tokenproxy_event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.MULTILINE)
 _PROBE = b"GET /health HTTP/1.1\r\nhost: proxy\r\n\r\n"
 
 
@@ -61,7 +59,6 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
             cpu_s = running.cpu_s()
             uvloop.run(_drive(running, words, tally, thirds, seconds))
             core = (running.cpu_s() - cpu_s) / seconds
-            lag = dict(_LOOP_LAG.findall(get(running.port, "/metrics")[1].decode()))
             store_mib = sum(file.stat().st_size for file in folder.glob("proxy.log.db*")) / 2**20
     turns = len(tally.latencies_s)
     thirds[2].turns = turns
@@ -91,10 +88,8 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
         ["errors", str(errors), "0", verdict(not errors)],
         ["later turns that are exact", f"{exact:.1%}", "100%", verdict(tally.extended == later)],
     ]
-    late = [["event loop late by at most, s", "share"]]
-    late += [[bound, f"{float(seen) / max(1.0, float(lag['+Inf'])):.2%}"] for bound, seen in lag.items()]
     failed = [f"first error: {tally.errors[0]}"] if errors else []
-    return [f"{about}; store {store_mib:,.0f} MiB", table, aims, late, *failed]
+    return [f"{about}; store {store_mib:,.0f} MiB", table, aims, *failed]
 
 
 async def _drive(

@@ -8,7 +8,6 @@ import json
 import random
 import sysconfig
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +116,12 @@ class Texts:
             messages[-1]["content"] += self.text(left)
         return messages
 
-    def answer(self, count: int, prompt: Sequence[int] = ()) -> Answer:
+    def answer(self, count: int) -> Answer:
         """An answer of `count` ids without a tool call."""
         sampled = self.take(count - 1)
         pieces = [piece for _, piece in sampled]
         ids = [*(token for token, _ in sampled), self._tokenizer.stop_id()]
-        return Answer(ids, [*pieces, ""], "".join(pieces), list(prompt))
+        return Answer(ids, [*pieces, ""], "".join(pieces))
 
     def calling(self, count: int) -> Answer:
         """An answer with a tool call and `count` ids before it."""
