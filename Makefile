@@ -21,10 +21,10 @@ demo: install  ## start the small model, hold a conversation over several turns,
 serve: install  ## serve the small model on PORT (8000) until Ctrl-C
 	@exec .venv/bin/tokenproxy demo --serve --port $(PORT)
 
-test: install  ## unit, contract and acceptance tests, the last on a real vLLM; ten minutes
+test: install  ## unit, contract and acceptance tests, the last on a real vLLM; four minutes
 	@scripts/test -- $(ARGS)
 
-test-fast: dev  ## unit and contract tests, which need no vLLM; four minutes
+test-fast: dev  ## unit and contract tests, which need no vLLM; two minutes
 	@scripts/test unit contract -- $(ARGS)
 
 # One or more parts of the table in CONTRIBUTING.md: make campaign PART="templates mutants"
