@@ -218,29 +218,6 @@ class Generate(Completions):
         return {"token_ids": self.prompt(), "sampling_params": sampling, "return_token_ids": True}
 
 
-class Trl(Chat):
-    """The chat route of TRL's own server; its client gets no text, and asks for it."""
-
-    path = "/chat/"
-    names_session = True
-    streams = has_headers = calls = False
-
-    def ask(self, http: httpx.Client) -> None:
-        """The next turn, and its text."""
-        super().ask(http)
-        sampled = [token for token in self.seen[-1].ids if token > 2]
-        text = http.post("/detokenize", json={"model": MODEL, "tokens": sampled}).json()["prompt"]
-        self.messages.append({"role": "assistant", "content": text})
-
-    def body(self, turn: int) -> Fields:
-        self.messages += self.new_messages(turn)
-        return {"messages": [self.messages], "max_tokens": TURN_TOKENS}
-
-    def read(self, events: Sequence[Fields], seen: Seen) -> None:
-        [answer] = events
-        [seen.prompt_ids], [seen.ids] = answer["prompt_ids"], answer["completion_ids"]
-
-
 class Messages(Conversation):
     """Anthropic's messages, with a forced tool call, in the session of the base URL."""
 
@@ -319,7 +296,6 @@ FORMATS: dict[str, type[Conversation]] = {
     "token route": Tokens,
     "completions": Completions,
     "generate": Generate,
-    "TRL": Trl,
     "messages": Messages,
     "responses": Responses,
 }
