@@ -193,12 +193,7 @@ def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
         )
     else:
         app.add_middleware(NoKeys, loopback=is_loopback(settings.host), cors_origins=settings.cors_origins)
-    app.add_middleware(
-        Gate,
-        routes=all_routes(),
-        head_limit=settings.head_limit_bytes,
-        allowed_hosts=settings.allowed_hosts,
-    )
+    app.add_middleware(Gate, routes=all_routes(), allowed_hosts=settings.allowed_hosts)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

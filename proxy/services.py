@@ -73,7 +73,6 @@ def make_services(
         model_aliases=ModelAliases([parse_alias(alias) for alias in settings.model_aliases]),
         session_from_key=settings.session_from_key,
         session_indexes=SessionIndexes(guarded) if settings.viewer else None,
-        body_timeout_s=settings.body_timeout_s,
         running=running or RunningRequests(),
     )
 

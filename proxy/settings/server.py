@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
@@ -55,23 +55,8 @@ class ServerSettings(BaseModel):
     tls_key: Annotated[Path | None, Flag("FILE")] = Field(
         default=None, description="PEM file with the private key of `tls_cert`"
     )
-    http_parser: Literal["httptools", "h11"] = Field(
-        default="httptools", description="parser of requests: llhttp in C, or h11 in Python"
-    )
-    head_limit_bytes: Annotated[int, Flag(default="64 KiB")] = Field(
-        default=64 * 2**10, ge=1024, description="largest request line with headers"
-    )
-    head_timeout_s: float = Field(
-        default=10.0, gt=0, description="seconds for the request line and headers to arrive"
-    )
     body_limit_bytes: Annotated[int, Flag(default="64 MiB")] = Field(
         default=64 * 2**20, ge=1, description="largest request body"
-    )
-    body_timeout_s: float = Field(
-        default=30.0, gt=0, description="seconds for a request's body, and 1 more for each 64 KiB of it"
-    )
-    connections_per_address: int = Field(
-        default=0, ge=0, description="open connections from one address; 0 for no limit"
     )
     stop_delay_s: float = Field(
         default=0.0,

@@ -48,8 +48,6 @@ class Services:
     """Whether a request's API key names its session, if nothing checks the key."""
     session_indexes: SessionIndexes | None = None
     """What `/viewer` lists; None if the viewer is turned off."""
-    body_timeout_s: float | None = None
-    """How long a request's body may take; None for no limit."""
     running: RunningRequests = field(default_factory=RunningRequests)
     """The running requests, which are cut off when the process stops."""
 
