@@ -38,7 +38,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _in_body = False
     """Whether the next byte belongs to the body of a request."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         _limit_unsent(transport)
         self._start(HEAD_TIMEOUT_S, self._head_is_late)

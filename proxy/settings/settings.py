@@ -18,23 +18,14 @@ from pydantic_settings import (
 
 from proxy.engine.http import url_credentials
 from proxy.routes.auth import is_loopback
-from proxy.settings.engines import EngineSettings
-from proxy.settings.images import ImageSettings
-from proxy.settings.load import LoadSettings
-from proxy.settings.logs import LogSettings
-from proxy.settings.recording import RecordingSettings
-from proxy.settings.server import ServerSettings
-from proxy.settings.templates import TemplateSettings
+from proxy.settings.groups import EngineSettings, PromptSettings, RecordingSettings, ServerSettings
 
 ENV_PREFIX = "TOKENPROXY_"
 GROUPS: dict[str, type[BaseModel]] = {
     "engines": EngineSettings,
     "server": ServerSettings,
-    "tokenizer and chat template": TemplateSettings,
+    "prompts": PromptSettings,
     "recording": RecordingSettings,
-    "load": LoadSettings,
-    "images": ImageSettings,
-    "logs": LogSettings,
 }
 """The settings by topic, in the order of the command's help and of docs/settings.md."""
 
@@ -43,17 +34,8 @@ class SettingsError(Exception):
     """A setting is missing or wrong; the message names it and the valid values."""
 
 
-class Settings(
-    # Pydantic lists the fields of the last base first
-    LogSettings,
-    ImageSettings,
-    LoadSettings,
-    RecordingSettings,
-    TemplateSettings,
-    ServerSettings,
-    EngineSettings,
-    BaseSettings,
-):
+# Pydantic lists the fields of the last base first
+class Settings(RecordingSettings, PromptSettings, ServerSettings, EngineSettings, BaseSettings):
     """Settings of the proxy. docs/settings.md lists them and those that apply inside vLLM."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", env_ignore_empty=True)

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from proxy.history.store import Limits
 from proxy.settings import ENV_PREFIX, Settings
 from proxy.vllm_plugin import CONFIG_VARIABLE
 from tests.support.kustomize import compose, name_of
@@ -112,6 +113,5 @@ def test_the_store_of_compose_evicts_nothing() -> None:
     """The proxies evict whole rollouts; the server would evict parts of them."""
     command = _COMPOSE["services"]["valkey"]["command"]
     assert command[command.index("--maxmemory-policy") + 1] == "noeviction"
-    settings = Settings()
-    kept = settings.store_max_bytes + settings.stored_response_bytes
+    kept = Settings().store_max_bytes + Limits().document_bytes
     assert kept < int(command[command.index("--maxmemory") + 1].removesuffix("gb")) * 2**30

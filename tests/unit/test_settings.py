@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from PIL import Image
 
 from proxy.cli import main
 from proxy.settings import Settings, SettingsError, load_settings
@@ -60,9 +59,7 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ({"port": 70000}, "port"),
         ({"upstreams": ["a:1"]}, "upstreams"),
-        ({"token_in": "guess"}, "token_in"),
-        ({"request_class_header": "a b"}, "request_class_header"),
-        ({"image_pixels": 2 * (Image.MAX_IMAGE_PIXELS or 0) + 1}, "image_pixels"),
+        ({"overflow": "guess"}, "overflow"),
         ({"api_key": 5}, "api_key"),
         ({"api_key_file": "missing.yaml"}, "api_key_file"),
         ({"tls_cert": "missing.pem", "tls_key": __file__}, "tls_cert"),
@@ -138,8 +135,7 @@ def test_the_reference_has_every_setting_and_no_other() -> None:
 @pytest.mark.parametrize("name", Settings.model_fields)
 def test_the_reference_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flag, variable, default, meaning = _documented()[name]
-    expected_flag = flag_name(name, Settings.model_fields[name])
-    assert re.fullmatch(rf"`{expected_flag}`(, `--no-{expected_flag[2:]}`)?", flag)
+    assert flag == f"`{flag_name(name, Settings.model_fields[name])}`"
     assert variable == f"`TOKENPROXY_{name.upper()}`"
     assert re.fullmatch(re.escape(_shown_default(name, monkeypatch)) + r"( \(.*\))?", default)
     assert meaning
