@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
-from pydantic_settings import NoDecode
 
 from proxy.fleet.membership import MembershipError, normalise_upstream, read_upstreams
 from proxy.history.store import Limits
@@ -51,7 +50,7 @@ def _existing(file: Path | None) -> Path | None:
 class EngineSettings(BaseModel):
     """The addresses of the engines, and how the proxy sends requests to them."""
 
-    upstreams: Annotated[list[str], NoDecode, Flag("URL", name="upstream")] = Field(
+    upstreams: Annotated[list[str], Flag("URL", name="upstream")] = Field(
         default=[],
         description="base URLs of vLLM servers, with or without /v1; dns+http://NAME:PORT adds one for each "
         "address of NAME",
@@ -63,7 +62,7 @@ class EngineSettings(BaseModel):
     upstream_api_key: Annotated[SecretStr | None, Flag("KEY")] = Field(
         default=None, description="key for the engines (their --api-key), sent in place of the clients'"
     )
-    model_aliases: Annotated[list[str], NoDecode, Flag("NAME=MODEL", name="model-alias")] = Field(
+    model_aliases: Annotated[list[str], Flag("NAME=MODEL", name="model-alias")] = Field(
         default=[],
         description="requests that name a model NAME, which no engine serves, are for MODEL; `*` in NAME "
         "stands for any characters",
@@ -133,11 +132,11 @@ class ServerSettings(BaseModel):
         ge=1,
         description="processes that serve the port; more than 1 need SQLite or Redis as `store`",
     )
-    api_key: Annotated[list[SecretStr], NoDecode, Flag("KEY")] = Field(
+    api_key: Annotated[list[SecretStr], Flag("KEY")] = Field(
         default=[],
         description="API keys; clients must send one; each is a tenant that sees only its own recordings",
     )
-    admin_key: Annotated[list[SecretStr], NoDecode, Flag("KEY")] = Field(
+    admin_key: Annotated[list[SecretStr], Flag("KEY")] = Field(
         default=[], description="keys with all scopes, for the engines' admin routes too"
     )
     api_key_file: Annotated[Path | None, Flag("FILE")] = Field(
@@ -151,10 +150,10 @@ class ServerSettings(BaseModel):
         default=False,
         description="lend `upstream_api_key` to clients without a key on any `host`, not on loopback only",
     )
-    allowed_hosts: Annotated[list[str], NoDecode, Flag("HOST")] = Field(
+    allowed_hosts: Annotated[list[str], Flag("HOST")] = Field(
         default=[], description="names under which clients reach the proxy; others in Host headers get a 400"
     )
-    cors_origins: Annotated[list[str], NoDecode, Flag("ORIGIN")] = Field(
+    cors_origins: Annotated[list[str], Flag("ORIGIN")] = Field(
         default=[], description="origins of web pages that may call the proxy from a browser, or *"
     )
     tls_cert: Annotated[Path | None, Flag("FILE")] = Field(
@@ -256,7 +255,7 @@ class PromptSettings(BaseModel):
         description="what happens to a conversation whose ids outgrow the model's context: an error, or the "
         "chat template renders it anew, which may drop thinking and starts a new branch",
     )
-    image_hosts: Annotated[list[str], NoDecode, Flag("HOST")] = Field(
+    image_hosts: Annotated[list[str], Flag("HOST")] = Field(
         default=[], description="hosts from which images are loaded by their URL; by default from none"
     )
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from proxy.history.store import Limits
-from proxy.settings import ENV_PREFIX, Settings
+from proxy.settings import ENV_PREFIX, Settings, load_settings
 from proxy.vllm_plugin import CONFIG_VARIABLE
 from tests.support.kustomize import compose, name_of
 
@@ -79,7 +79,7 @@ def test_every_variable_is_a_setting() -> None:
 def test_the_settings_accept_the_values(proxy: _Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in proxy.variables.items():
         monkeypatch.setenv(name, value)
-    settings = Settings()
+    settings = load_settings()
     assert settings.port == proxy.port
     assert settings.host == "0.0.0.0"  # other machines reach it
 

@@ -54,6 +54,15 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
     assert load_settings().model_dump() == Settings().model_dump()
 
 
+def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("URL", "SERVICE_HOST", "ADMIN_SERVICE_PORT_HTTP", "PORT_8100_TCP_ADDR"):
+        monkeypatch.setenv(f"TOKENPROXY_{name}", "not a setting's")
+    assert load_settings().model_dump() == Settings().model_dump()
+    monkeypatch.setenv("TOKENPROXY_NO_SUCH_SETTING", "1")
+    with pytest.raises(SettingsError, match=r"^TOKENPROXY_NO_SUCH_SETTING: there is no such setting"):
+        load_settings()
+
+
 @pytest.mark.parametrize(
     "flags, name",
     [
@@ -66,7 +75,7 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
         ({"tls_key": __file__}, "settings: .*tls_cert.* and .*tls_key.* belong together"),
         ({"allowed_hosts": ["http://a.example"]}, "allowed_hosts"),
         ({"cors_origins": ["https://app.example.com/"]}, "cors_origins"),
-        ({"no_such_setting": 1}, "no_such_setting"),
+        ({"no_such_setting": 1}, "no_such_setting: there is no such setting"),
     ],
 )
 def test_errors_name_the_setting(flags: dict[str, Any], name: str) -> None:
