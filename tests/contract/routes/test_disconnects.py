@@ -76,10 +76,8 @@ def test_a_client_that_leaves_while_the_store_is_slow(
 
 
 def test_a_client_that_leaves_while_it_sends(fake: FakeVllm, client: httpx.Client) -> None:
-    before = Scrape(client)
-    body = json.dumps(_IDS).encode()
+    before, body = Scrape(client), json.dumps(_IDS).encode()
     with send_and_keep(client.base_url, _TOKENS, body, announced=len(body) + 1):
         wait_until(lambda: Scrape(client).value("requests_in_flight") == 1)
     _await_counted(client, before, _TOKENS, "499")
-    assert client.post(_TOKENS, content=body).status_code == 200
-    assert len(fake.seen(_CHAT)) == 1
+    assert fake.seen(_CHAT) == []

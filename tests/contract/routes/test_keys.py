@@ -83,10 +83,7 @@ def test_a_route_needs_a_key_with_its_scope_and_no_other(keyed: Keyed, method: s
         refused = keyed.ask(method, path, key)
         assert refused.status_code == 403
         error = refused.json()["error"]
-        if is_anthropic(path):
-            assert error["type"] == "permission_error"
-        else:
-            assert (error["code"], error["type"]) == ("insufficient_scope", "PermissionDeniedError")
+        assert is_anthropic(path) or error["code"] == "insufficient_scope"
         assert "`admin_key`" in error["message"] and "`api_key_file`" in error["message"]
     assert {seen.path for seen in keyed.engine.requests[before:]} <= _BACKGROUND - {path}
     for key in {needed, "everything", "plain"} - lacking:
@@ -141,17 +138,14 @@ def test_each_key_is_a_tenant_in_either_header(
 
 
 def test_open_paths_are_open_to_get_and_head_only(keyed: Keyed) -> None:
+    """The details of /ready need the scope `read`."""
     for path in sorted(OPEN_PATHS):
         statuses = [keyed.client.request(method, path).status_code for method in ("GET", "HEAD", "POST")]
         assert statuses == [200, 200, 401], path
     for path in ("//health", "/v1/health", "/openapi.json", "/anything"):
         assert keyed.ask("GET", path, "").status_code == 401, path
-
-
-def test_the_details_of_ready_need_the_scope_read(keyed: Keyed) -> None:
-    for key in ("", "wrong", "inference", "admin"):
-        assert keyed.ask("GET", "/ready", key).json() == {"ready": True}
-    assert "engines" in keyed.ask("GET", "/ready", "read").json()
+    for key in ("", "wrong", "inference", "admin", "read"):
+        assert ("engines" in keyed.ask("GET", "/ready", key).json()) is (key == "read")
 
 
 def test_metrics_may_need_a_key(mortal: FakeVllm, tmp_path: Path) -> None:
@@ -209,9 +203,7 @@ def test_without_keys_admin_routes_are_closed_beyond_loopback(mortal: FakeVllm, 
         keyed, before = Keyed(mortal, client, {}), len(mortal.requests)
         for method, path in [route for route, scope in ROUTES.items() if scope == "admin"]:
             answer = keyed.ask(method, path, "")
-            error = answer.json()["error"]
-            assert (answer.status_code, error["code"]) == (403, "admin_needs_key"), path
-            assert all(f"`{name}`" in error["message"] for name in ("admin_key", "api_key_file", "host"))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_needs_key"), path
         assert {seen.path for seen in mortal.requests[before:]} <= _BACKGROUND
         assert client.post(CHAT, json=_BODY).status_code == 200
         assert client.get("/v1/sessions").status_code == 200

@@ -31,9 +31,8 @@ def test_every_file_is_served_with_its_type_and_no_other(client: httpx.Client) -
         assert (answer.status_code, answer.headers["x-content-type-options"]) == (200, "nosniff")
         assert answer.headers["content-type"].split(";")[0] == _KINDS[file.rpartition(".")[2]]
     tag = answer.headers["etag"]
-    for held, status in ((f'"other", W/{tag}', 304), ('"x"', 200)):
-        again = client.get(f"/viewer/static/{file}", headers={"if-none-match": held})
-        assert (again.status_code, again.content == b"") == (status, status == 304), held
+    again = client.get(f"/viewer/static/{file}", headers={"if-none-match": f'"other", W/{tag}'})
+    assert (again.status_code, again.content) == (304, b"")
     for file in ("nothing.js", "%2e%2e", "index.html.bak", "files.py"):
         assert client.get(f"/viewer/static/{file}").status_code in (400, 404)
 
@@ -79,8 +78,9 @@ def test_data_need_the_scope_read_of_their_tenant(
 
 def test_a_wrong_parameter_is_named(client: httpx.Client, fake: FakeVllm, name: str) -> None:
     client.post(CHAT, json={"messages": [user("Hi")]}, headers={"x-session-id": name})
-    wrong = "limit=0 limit=501 limit=x limit=%D9%A3 sort=best order=up reward_min=inf reward_max=nan"
-    wrong += " rewarded=1 drift=yes metadata=x colour=red model=a&model=b"
+    wrong = (
+        "limit=501 limit=%D9%A3 sort=best order=up reward_min=inf rewarded=1 drift=yes metadata=x"
+    )
     paths = {f"?{query}": query.partition("=")[0] for query in wrong.split()}
     paths |= {f"/{name}/tokens": "turn", f"/{name}/tokens?turn=x": "turn", f"/{name}/drift?turn=x": "turn"}
     paths |= {f"/{name}?since=x": "since", f"/{name}/tokens?basis=before": "basis"}

@@ -115,7 +115,7 @@ async def test_concurrent_requests_ask_once() -> None:
     assert len(engine.received) == 2
 
 
-@pytest.mark.parametrize(("status", "kind"), [(302, EngineBroken), (429, EngineUnavailable)])
+@pytest.mark.parametrize(("status", "kind"), [(500, EngineBroken), (429, EngineUnavailable)])
 async def test_other_status_is_not_a_verdict(status: int, kind: type[ApiError]) -> None:
     engine = Engine(_ANNA)
     engine.status = status
