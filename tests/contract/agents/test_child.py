@@ -54,7 +54,7 @@ def test_signals_reach_it(tmp_path: Path, name: str) -> None:
 
 
 def test_ignored_signals_stay_ignored(tmp_path: Path) -> None:
-    """As of `nohup tokenproxy run ...`, and of commands that a script starts in the background."""
+    """As of `nohup tokenproxy run ...`."""
     ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{_PARENT}"
     command = [sys.executable, "-c", ignoring, _CHILD, str(tmp_path), "", "0"]
     with subprocess.Popen(command, start_new_session=True) as parent:
