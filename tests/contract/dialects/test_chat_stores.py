@@ -27,9 +27,6 @@ def test_two_proxies_with_one_store(mortal: FakeVllm, tiny_model: TinyModel, tmp
                 made.messages[1] = {"role": "assistant", "content": "hello"}
             answered = made.follow(user("more"), reply=Reply(SPLIT), stream=index in (1, 4))
             assert (answered.session, answered.reason) == (first.session, "")
-        turns = [client.get(f"/v1/sessions/{first.session}").json()["turns"] for client in (one, two)]
-        assert len(turns[0]) == 6
-        assert turns[0] == turns[1]
         assert two.delete(f"/v1/sessions/{first.session}").status_code == 200
         made.pair = Pair(mortal, one)
         assert made.ask(user("more")).prompt["source"] == "rendered"
@@ -71,13 +68,9 @@ def test_requests_are_served_if_the_store_fails(
     made = Talk(Pair(mortal, client), tiny_model, headers=headers)
     made.ask(reply=Reply(SPLIT))
     store.broken = True
-    made.headers = {name: value + "2" for name, value in headers.items() if name != "x-session-id"}
-    if "x-session-id" in headers:
-        made.headers = headers
+    made.headers = {name: "k2" if value == "k" else value for name, value in headers.items()}
     answered = made.ask(user("more"))
     assert (answered.sent, answered.reason) == (None, "store_unavailable")
-    page = client.get("/metrics").text
-    assert 'tokenproxy_prompts_total{reason="store_unavailable",source="rendered"} 1.0' in page
     for path in ("/v1/sessions", "/v1/sessions/s", "/v1/sessions/s/samples"):
         assert client.get(path).status_code == 503
     store.broken = False

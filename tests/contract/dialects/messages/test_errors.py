@@ -19,7 +19,7 @@ from tests.support.utils import Pair, run_proxy
 
 _PATH = "/v1/messages"
 _BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "messages": [user("Hi")]}
-_PATHS = (f"{_PATH}?beta=true", f"{_PATH}/count_tokens", f"/sessions/s{_PATH}", "/messages", f"{_PATH}/")
+_PATHS = (f"{_PATH}?beta=true", f"{_PATH}/count_tokens", f"/sessions/s{_PATH}")
 
 
 def _error(response: httpx.Response, status: int, kind: str) -> str:
@@ -57,12 +57,11 @@ def test_requests_that_are_refused(keyed: tuple[httpx.Client, str], path: str) -
     wrong = {**_BODY, "messages": [*_BODY["messages"], {"role": "user", "content": [{"type": "x"}]}]}
     message = _error(client.post(path, json=wrong, headers={"x-api-key": "k"}), 400, "invalid_request_error")
     assert message.startswith("messages[1].content[0].type: ")
-    assert client.post(path, json=_BODY, headers={"authorization": "Bearer k"}).is_success
-    assert client.head("/", headers={"authorization": "Bearer k"}).status_code == 200
+    for method, open_path in (("POST", path), ("HEAD", "/")):
+        assert client.request(method, open_path, json=_BODY, headers={"authorization": "Bearer k"}).is_success
 
 
-@pytest.mark.parametrize("turn", [0, 1])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("turn", "stream"), [(0, False), (1, True)])
 def test_a_prompt_that_is_too_long(pair: Pair, turn: int, stream: bool) -> None:
     """Claude Code compacts the conversation when it reads these words, and these numbers."""
     messages = list(_BODY["messages"])
@@ -83,10 +82,6 @@ def test_a_prompt_that_is_too_long(pair: Pair, turn: int, stream: bool) -> None:
     "message, count",
     [
         ("This model's maximum context length is 80 tokens. But your prompt contains 900 characters", 81),
-        (
-            "This model's maximum context length is 80 tokens. Your prompt contains at least 81 input tokens",
-            81,
-        ),
         ("The decoder prompt (length 99) is longer than the maximum model length of 80.", 99),
         ("something else", 0),
     ],
@@ -98,21 +93,12 @@ def test_the_wording_of_engines(message: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "status, kind, raised",
-    [
-        (400, "invalid_request_error", anthropic.BadRequestError),
-        (403, "permission_error", anthropic.PermissionDeniedError),
-        (429, "rate_limit_error", anthropic.RateLimitError),
-        (500, "api_error", anthropic.InternalServerError),
-    ],
+    "status, kind", [(403, "permission_error"), (429, "rate_limit_error"), (500, "api_error")]
 )
-def test_an_error_of_the_engine(pair: Pair, status: int, kind: str, raised: type[Exception]) -> None:
+def test_an_error_of_the_engine(pair: Pair, status: int, kind: str) -> None:
     canned = Canned(error_body("no", "X", None, status), status, {"content-type": "application/json"})
-    sdk = anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="x", max_retries=0)
-    pair.fake.replies.extend([Reply(error=canned)] * 4)
+    pair.fake.replies.extend([Reply(error=canned)] * 2)
     assert _error(pair.client.post(_PATH, json=_BODY), status, kind) == "no"
-    with pytest.raises(raised):
-        sdk.messages.create(**_BODY)
 
 
 def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
@@ -126,13 +112,6 @@ def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
         sdk.messages.stream(**_BODY) as events,
     ):
         events.until_done()
-
-
-def test_bodies_that_are_not_utf8(client: httpx.Client) -> None:
-    """Also in values that nobody reads."""
-    tools = b'"messages":[{"role":"user","content":"a"}],"tools":[{"name":"f","input_schema":{"\xff":1}}]'
-    answer = client.post(_PATH, content=b'{"model":"tiny","max_tokens":8,%b}' % tools)
-    assert "UTF-8" in _error(answer, 400, "invalid_request_error")
 
 
 @pytest.mark.parametrize(

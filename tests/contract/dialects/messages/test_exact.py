@@ -112,8 +112,7 @@ def test_four_turns_with_thinking_and_tools(talk: Talk, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampled, sent, why",
-    [('{"a": 1.0, "b": 1e3}', {"a": 1, "b": 1000}, None), ('{"a": "b', {}, "call_repaired")],
+    "sampled, sent, why", [('{"a": 1.0}', {"a": 1}, None), ('{"a": "b', {}, "call_repaired")]
 )
 def test_arguments_that_clients_write_anew(talk: Talk, sampled: str, sent: Fields, why: str | None) -> None:
     """Clients hold objects: in JavaScript 1.0 is 1, and what is no object arrives as an empty one."""

@@ -50,20 +50,14 @@ def test_a_trigger(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
     [item] = response["output"]
     assert item.keys() == {"id", "type", "encrypted_content"} and item["type"] == "compaction"
     assert "said hi" not in answer.text and "secret" not in answer.text
-    assert response["usage"]["output_tokens"] == len(SPLIT)
-    # what comes back is understood
-    after = client.post("/v1/responses", json={"model": "tiny", "input": [item, _user("And?")], **fields})
+    client.post("/v1/responses", json={"model": "tiny", "input": [item, _user("And?")], **fields})
     assert engine_body(fake)["messages"] == [_user(summary_message("The user said hi.")), _user("And?")]
-    assert after.status_code == 200
 
 
 def test_the_route_returns_user_messages_and_the_compaction(client: httpx.Client, fake: FakeVllm) -> None:
-    items = _items(client, fake, "Hi, compact")
+    items = [*_items(client, fake, "Hi, compact"), _user("more")]
     fake.replies.append(_SUMMARY)
-    compacted = sdk(client).responses.compact(
-        model="tiny", input=[*items, _user("more")], instructions="Be brief."
-    )
-    assert [item.type for item in compacted.output] == ["message", "message", "compaction"]
+    compacted = sdk(client).responses.compact(model="tiny", input=items, instructions="Be brief.")
     assert (compacted.object, compacted.usage.output_tokens) == ("response.compaction", len(SPLIT))
     assert engine_body(fake)["messages"][0] == {"role": "system", "content": "Be brief."}
     output = [item.to_dict() for item in compacted.output]
@@ -74,23 +68,19 @@ def test_the_route_returns_user_messages_and_the_compaction(client: httpx.Client
 
 
 def test_a_compacted_conversation_of_stored_responses(client: httpx.Client, fake: FakeVllm) -> None:
-    fake.replies.append(Reply(SPLIT))
-    made = client.post("/v1/responses", json={"model": "tiny", "input": "Hi, stored"}).json()
-    fake.replies.append(_SUMMARY)
-    asked = {"model": "tiny", "previous_response_id": made["id"], "input": [_TRIGGER]}
-    compacted = client.post("/v1/responses", json=asked).json()
-    more = {"model": "tiny", "previous_response_id": compacted["id"], "input": "And?"}
-    assert client.post("/v1/responses", json=more).status_code == 200
+    names: dict[str, Any] = {}
+    for reply, new in ((Reply(SPLIT), "Hi, stored"), (_SUMMARY, [_TRIGGER]), (Reply(SPLIT), "And?")):
+        fake.replies.append(reply)
+        made = client.post("/v1/responses", json={"model": "tiny", "input": new, **names})
+        names = {"previous_response_id": made.json()["id"]}
     said = [message["content"] for message in engine_body(fake)["messages"]]
     assert said == ["Hi, stored", summary_message("The user said hi."), "And?"]
 
 
-@pytest.mark.parametrize("reply", [Reply((END,), message={"content": " "}), Reply(SPLIT, finish="abort")])
-def test_a_summary_that_was_not_written(client: httpx.Client, fake: FakeVllm, reply: Reply) -> None:
+def test_a_summary_that_was_not_written(client: httpx.Client, fake: FakeVllm) -> None:
     asked = {"model": "tiny", "input": [_user("Hi"), _TRIGGER]}
-    fake.replies.append(reply)
+    fake.replies.extend([Reply((END,), message={"content": " "}), Reply(SPLIT, finish="abort")])
     assert client.post("/v1/responses", json=asked).status_code == 502
-    fake.replies.append(reply)
     event = events_of(client.post("/v1/responses", json={**asked, "stream": True}).content)[-1]
     assert (event["type"], event["response"]["output"]) == ("response.failed", [])
 
