@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from proxy.cli import main
+from proxy.key_command import add_key
 from proxy.settings import Settings
 from tests.support.fake_vllm import FakeVllm
 from tests.support.ports import held_port
@@ -155,27 +156,23 @@ def test_env_is_sourced(proxy: httpx.Client, capsys: Capture, program: str) -> N
     assert "s-1" in done.stdout and "it's" in done.stdout
 
 
-_TRUE = ["--", "true"]
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["run", "--"], r"no command: pass one after --"),
-        (["run", "--model", "other", *_TRUE], r"'other' is not served: pass --model with one of .*tiny"),
-        (["run", "--session", "a b", *_TRUE], r"refused: `id` must be"),
-        (["run", "--metadata", "task", *_TRUE], r"--metadata must be KEY=VALUE"),
-        (["run", "--url", "nowhere", *_TRUE], r"not an http\(s\) URL"),
-        (["run", "--url", "NOTHING", *_TRUE], r"no proxy at http://127.0.0.1:\d+: start one"),
-        (["run", "--url", "ENGINE", *_TRUE], r"is no tokenproxy: pass --url URL"),
-        (["run", "--url", "NO_ENGINE", *_TRUE], r"refused"),
-        (["env", "claude", "--max-tokens", "5"], r"add --session NAME"),
+        ("run --", r"no command: pass one after --"),
+        ("run --model other -- true", r"'other' is not served: pass --model with one of .*tiny"),
+        ("run --session a/b -- true", r"refused: `id` must be"),
+        ("run --metadata task -- true", r"--metadata must be KEY=VALUE"),
+        ("run --url NOTHING -- true", r"no proxy at http://127.0.0.1:\d+: start one"),
+        ("run --url ENGINE -- true", r"is no tokenproxy: pass --url URL"),
+        ("run --url NO_ENGINE -- true", r"refused"),
+        ("env claude --max-tokens 5", r"add --session NAME"),
     ],
 )
 def test_errors_say_what_to_do(
-    proxy: httpx.Client, urls: dict[str, str], capsys: Capture, arguments: list[str], words: str
+    proxy: httpx.Client, urls: dict[str, str], capsys: Capture, arguments: str, words: str
 ) -> None:
-    assert main([urls.get(word, word) for word in arguments]) == 2
+    assert main([urls.get(word, word) for word in arguments.split()]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     [line] = printed.err.splitlines()
@@ -192,8 +189,7 @@ def test_keys(
     served: tuple[FakeVllm, httpx.Client], capfd: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys.yaml"
-    assert main(["key", "agent", "--file", str(keys), "--scope", "inference"]) == 0
-    inference = capfd.readouterr().out.strip()
+    inference = add_key(keys, "agent", ["inference"], None)
     with run_proxy([served[0]], api_key=["ALICE"], api_key_file=keys, store="memory:") as client:
         monkeypatch.setenv("TOKENPROXY_URL", str(client.base_url))
         assert main(["run", "--", "true"]) == 2

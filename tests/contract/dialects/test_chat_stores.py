@@ -1,6 +1,5 @@
 """Conversations over restarts, between processes, and with stores that fail or are full."""
 
-import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ class _Failing:
 
     def __init__(self) -> None:
         self._store = MemoryStore(Limits())
-        self.broken = self.holds_turns = False
+        self.broken = False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         found = getattr(self._store, name)
@@ -45,8 +44,6 @@ class _Failing:
         async def call(*args: Any, **kwargs: Any) -> Any:
             if self.broken:
                 raise StoreError("out of order")
-            while self.holds_turns and name == "add":  # noqa: ASYNC110 - a test lets it go
-                await asyncio.sleep(0.01)
             return await found(*args, **kwargs)
 
         return call
@@ -72,27 +69,10 @@ def test_requests_are_served_if_the_store_fails(
     answered = made.ask(user("more"))
     assert (answered.sent, answered.reason) == (None, "store_unavailable")
     for path in ("/v1/sessions", "/v1/sessions/s", "/v1/sessions/s/samples"):
-        assert client.get(path).status_code == 503
+        refused = client.get(path)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
     store.broken = False
     wait_until(lambda: client.get("/ready").json()["store"]["state"] == "ok")
     made.headers = headers if "x-session-id" in headers else {}
     assert made.ask(user("more")).reason != "store_unavailable"
     made.follow(user("more"))
-
-
-def test_a_client_cannot_change_a_session_before_its_turns_are_recorded(
-    failing: tuple[_Failing, httpx.Client], mortal: FakeVllm, tiny_model: TinyModel
-) -> None:
-    store, client = failing
-    store.holds_turns = True
-    answered = Talk(Pair(mortal, client), tiny_model, headers={"x-session-id": "s"}).ask()
-    for response in (
-        client.post("/v1/sessions/s/reward", json={"reward": 1.0}),
-        client.delete("/v1/sessions/s"),
-    ):
-        assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
-        assert "still to be recorded" in response.json()["error"]["message"]
-    assert [turn["id"] for turn in client.get("/v1/sessions/s").json()["turns"]] == [answered.turn]
-    store.holds_turns = False
-    wait_until(lambda: client.get("/ready").json()["store"]["state"] == "ok")
-    assert client.post("/v1/sessions/s/reward", json={"reward": 1.0}).status_code == 200

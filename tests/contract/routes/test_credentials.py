@@ -49,3 +49,17 @@ def test_turns_and_sessions_need_a_key_of_the_engine(guarded: httpx.Client, mort
     # the engine was asked once for each key
     sent = [seen.header("authorization") for seen in mortal.seen("/v1/models")]
     assert [value for value in sent if value] == [b"Bearer eve", b"Bearer anna"]
+
+
+def test_nothing_of_a_tenant_reaches_another(guarded: httpx.Client) -> None:
+    anna, bert = _bearer("anna"), _bearer("bert")
+    answers = [guarded.post(CHAT, json=_BODY, headers=anna | more) for more in ({}, {"x-session-id": "s"})]
+    names = {answer.headers["x-session-id"] for answer in answers}
+    assert {each["id"] for each in guarded.get("/v1/sessions", headers=anna).json()["data"]} == names
+    assert guarded.get("/v1/sessions", headers=bert).json()["data"] == []
+    for name in names:
+        for method, what in (("GET", ""), ("GET", "/samples"), ("POST", "/reward"), ("DELETE", "")):
+            body = {"reward": 1.0} if what == "/reward" else None
+            refused = guarded.request(method, f"/v1/sessions/{name}{what}", json=body, headers=bert)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "session_not_found")
+        assert guarded.get(f"/v1/sessions/{name}", headers=anna).json()["reward"] is None

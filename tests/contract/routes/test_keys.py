@@ -188,15 +188,6 @@ def test_a_credential_that_is_not_ours_passes_through(
     assert fake.last().header("authorization") == b"Bearer engine"
 
 
-def test_all_clients_are_one_tenant_with_only_the_engines_key(mortal: FakeVllm) -> None:
-    mortal.api_keys = ("engine",)
-    with run_proxy([mortal], upstream_api_key="engine", store="memory:") as client:
-        headers = {"authorization": "Bearer anything", "x-session-id": "s"}
-        assert client.post(CHAT, json=_BODY, headers=headers).status_code == 200
-        assert client.get("/v1/sessions/s").json()["turn_count"] == 1
-    assert {seen.header("authorization") for seen in mortal.requests} == {b"Bearer engine"}
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "proxy.example.com"])
 def test_without_keys_admin_routes_are_closed_beyond_loopback(mortal: FakeVllm, host: str) -> None:
     with run_proxy([mortal], host=host, store="memory:") as client:

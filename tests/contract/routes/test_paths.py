@@ -46,17 +46,15 @@ def test_routes_of_the_engine_without_v1(client: httpx.Client, fake: FakeVllm) -
 
 
 @pytest.mark.parametrize("name", ["v1", "a~b:c@d+e=f-g.h_i"])
-def test_a_base_url_is_a_header(
+def test_a_base_url_names_a_session(
     client: httpx.Client, fake: FakeVllm, talk: Callable[..., Talk], name: str
 ) -> None:
     made = talk(headers={"x-session-id": name})
     first = made.ask(reply=Reply((74, 71, 78, 78, 81, END)))
     fake.replies.append(Reply())
     body = {"messages": [*made.messages, user("more")]}
-    # the path wins over a header
-    second = client.post(
-        f"/sessions/{quote(name, safe='')}{CHAT}", json=body, headers={"x-session-id": "other"}
-    )
+    path, headers = f"/sessions/{quote(name, safe='')}{CHAT}", {"x-session-id": "other"}
+    second = client.post(path, json=body, headers=headers)  # the path wins over a header
     assert (second.headers["x-prompt-source"], second.headers["x-session-id"]) == ("extended", name)
     assert fake.last().header("x-session-id") == name.encode()
     tree = client.get(f"/sessions/{name}/v1/sessions/{name}").json()

@@ -36,16 +36,15 @@ def test_make_describe_and_delete(client: httpx.Client, name: str) -> None:
     for method, path in [("GET", ""), ("DELETE", ""), ("GET", "/samples")]:
         answer = client.request(method, f"{_SESSIONS}/{name}{path}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
-    assert client.post(f"{_SESSIONS}/{name}/reward", json={"reward": 1}).status_code == 404
 
 
 @pytest.mark.parametrize("bad", ["a b", "é", "a" * 201, ".."])
 def test_names_that_are_none(client: httpx.Client, bad: str) -> None:
     made = client.post(_SESSIONS, json={"id": bad})
+    assert (made.status_code, made.json()["error"]["param"]) == (400, "id")
     headers = {b"x-session-id": bad.encode()}
     refused = client.post(CHAT, json={"messages": [user("Hi")]}, headers=headers)
-    for answer, param in [(made, "id"), (refused, "X-Session-ID")]:
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "X-Session-ID")
 
 
 _BAD: list[tuple[str, str, Message, str]] = [
@@ -67,9 +66,8 @@ def test_bad_requests(client: httpx.Client, name: str) -> None:
     for method, path, body, param in _BAD:
         answer = client.request(method, _SESSIONS + path.format(name), json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (path, body)
-    for content in (b'{"reward": 1e999}', b'{"rewards": {"": 1e999}}', b'{"reward": NaN}'):
-        assert client.post(f"{_SESSIONS}/{name}/reward", content=content).status_code == 400
-    assert _get(client, name)["reward"] is None
+    infinite = client.post(f"{_SESSIONS}/{name}/reward", content=b'{"rewards": {"": 1e999}}')
+    assert infinite.status_code == 400 and _get(client, name)["reward"] is None
 
 
 def test_the_list_goes_page_by_page(client: httpx.Client, name: str) -> None:
@@ -118,10 +116,8 @@ def test_the_tree_of_a_session(talk: Make, name: str) -> None:
     assert (root["source"], root["reason"], root["reused"]) == ("rendered", "first_turn", 0)
     assert (child["source"], child["reason"], child["reused"]) == ("extended", None, len(before))
     assert child["appended"] == len(child["appended_ids"]) == int(second.prompt["appended"])
-    assert root["appended_ids"] + root["completion_ids"] == before
     assert child["prompt_tokens"] == len(before) + child["appended"]
-    assert child["completion_ids"] == [90, END]
-    assert child["logprobs"] in (None, [-90 / 8, -END / 8])
+    assert (root["appended_ids"] + root["completion_ids"], child["completion_ids"]) == (before, [90, END])
     assert (root["messages"], child["messages"]) == ([fork[0]], [user("more")])
     assert "completion_ids" not in _get(made.pair.client, name)["turns"][0]
 
@@ -182,17 +178,6 @@ def test_tools_of_a_session_are_part_of_its_conversations(talk: Make, name: str)
     made.follow(result(one, "1"))
     made.pair.client.post(_SESSIONS, json={"id": name, "defaults": {}})
     assert made.ask(user("more")).reason == "tools_changed"
-
-
-@EVERY_SPELLING
-def test_ids_that_are_just_those_of_the_turn_before(talk: Make, name: str) -> None:
-    """A turn that was cut off by its length goes on, on the token route."""
-    made = talk(headers={"x-session-id": name})
-    first = made.ask(reply=Reply(SPLIT[:-1]))
-    answer = made.pair.client.post(f"{CHAT}/tokens", json={"prompt_ids": made.ids}, headers=made.headers)
-    assert answer.status_code == 200, answer.text
-    last = _get(made.pair.client, name, ids="true")["turns"][-1]
-    assert (last["parent"], last["appended_ids"], last["reused"]) == (first.turn, [], len(made.ids))
 
 
 def test_traces_hold_whole_prompts(talk: Make, name: str) -> None:

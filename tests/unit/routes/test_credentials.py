@@ -94,15 +94,6 @@ async def test_verdicts_expire() -> None:
     assert await engine.tenant(_ANNA) == _tenant("anna")
 
 
-async def test_the_least_recently_used_verdicts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REMEMBERED", 2)
-    keys = [b"Bearer %d" % number for number in range(3)]
-    engine = Engine(*keys)
-    for number in (0, 1, 0, 2, 0, 1):
-        await engine.tenant(keys[number])
-    assert engine.asked == [keys[number] for number in (0, 1, 2, 1)]
-
-
 async def test_concurrent_requests_ask_once() -> None:
     engine = Engine(_ANNA)
     engine.gate = asyncio.Event()

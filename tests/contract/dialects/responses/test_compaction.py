@@ -6,12 +6,9 @@ import httpx
 import pytest
 
 from proxy.dialects.responses.compaction import PROMPT, summary_message
-from proxy.history.store import StoreError
-from proxy.stores.memory_documents import MemoryDocuments
 from tests.contract.dialects.responses.dialogue import FUNCTION, engine_body, events_of, sdk
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.tiny_model import END, SPLIT
-from tests.support.utils import run_proxy
 
 _SUMMARY = Reply(SPLIT, message={"content": " The user said hi.\n", "reasoning": "secret"})
 _TRIGGER = {"type": "compaction_trigger"}
@@ -83,18 +80,3 @@ def test_a_summary_that_was_not_written(client: httpx.Client, fake: FakeVllm) ->
     assert client.post("/v1/responses", json=asked).status_code == 502
     event = events_of(client.post("/v1/responses", json={**asked, "stream": True}).content)[-1]
     assert (event["type"], event["response"]["output"]) == ("response.failed", [])
-
-
-def test_a_summary_that_cannot_be_kept(mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client keeps its conversation, and compacts it later."""
-
-    async def refuse(*args: object) -> None:
-        raise StoreError("no")
-
-    monkeypatch.setattr(MemoryDocuments, "keep", refuse)
-    asked = {"model": "tiny", "input": [_user("Hi"), _TRIGGER]}
-    with run_proxy([mortal], store="memory:") as client:
-        mortal.replies.extend([_SUMMARY] * 2)
-        assert client.post("/v1/responses", json=asked).status_code == 503
-        stream = client.post("/v1/responses", json={**asked, "stream": True}).content
-    assert events_of(stream.partition(b"event: error")[0])[-1]["type"] == "response.failed"

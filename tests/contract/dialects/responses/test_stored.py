@@ -88,10 +88,12 @@ def test_a_store_that_does_not_respond(mortal: FakeVllm, monkeypatch: pytest.Mon
     async def fail(*args: object) -> None:
         raise StoreError("out of order")
 
+    for name in ("keep", "read"):
+        monkeypatch.setattr(MemoryDocuments, name, fail)
     with run_proxy([mortal], store="memory:") as client:
         made = _post(client, input="Hi").json()
-        monkeypatch.setattr(MemoryDocuments, "keep", fail)
-        monkeypatch.setattr(MemoryDocuments, "read", fail)
-        assert _post(client, input="Hi").json()["status"] == "completed"
+        assert made["status"] == "completed"
+        # a summary that cannot be kept is not sent: the client keeps its conversation
+        assert _post(client, input=[_user("Hi"), {"type": "compaction_trigger"}]).status_code == 503
         assert _post(client, input="more", previous_response_id=made["id"]).status_code == 503
         assert client.get(f"/v1/responses/{made['id']}").status_code == 503
