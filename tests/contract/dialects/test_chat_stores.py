@@ -1,10 +1,9 @@
 """Conversations over restarts, between processes, and with stores that fail or are full."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from proxy.history.store import Limits, StoreError
@@ -49,30 +48,24 @@ class _Failing:
         return call
 
 
-@pytest.fixture
-def failing(mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Failing, httpx.Client]]:
+@pytest.mark.parametrize("headers", [{}, {"x-session-id": "s"}, {"idempotency-key": "k"}])
+def test_requests_are_served_if_the_store_fails(
+    mortal: FakeVllm, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+) -> None:
     store = _Failing()
     monkeypatch.setattr("proxy.services.make_store", lambda url, limits: store)
     with run_proxy([mortal], store="memory:", store_timeout_s=0.3) as client:
-        yield store, client
-
-
-@pytest.mark.parametrize("headers", [{}, {"x-session-id": "s"}, {"idempotency-key": "k"}])
-def test_requests_are_served_if_the_store_fails(
-    failing: tuple[_Failing, httpx.Client], mortal: FakeVllm, tiny_model: TinyModel, headers: dict[str, str]
-) -> None:
-    store, client = failing
-    made = Talk(Pair(mortal, client), tiny_model, headers=headers)
-    made.ask(reply=Reply(SPLIT))
-    store.broken = True
-    made.headers = {name: "k2" if value == "k" else value for name, value in headers.items()}
-    answered = made.ask(user("more"))
-    assert (answered.sent, answered.reason) == (None, "store_unavailable")
-    for path in ("/v1/sessions", "/v1/sessions/s", "/v1/sessions/s/samples"):
-        refused = client.get(path)
-        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
-    store.broken = False
-    wait_until(lambda: client.get("/ready").json()["store"]["state"] == "ok")
-    made.headers = headers if "x-session-id" in headers else {}
-    assert made.ask(user("more")).reason != "store_unavailable"
-    made.follow(user("more"))
+        made = Talk(Pair(mortal, client), tiny_model, headers=headers)
+        made.ask(reply=Reply(SPLIT))
+        store.broken = True
+        made.headers = {name: "k2" if value == "k" else value for name, value in headers.items()}
+        answered = made.ask(user("more"))
+        assert (answered.sent, answered.reason) == (None, "store_unavailable")
+        for path in ("/v1/sessions", "/v1/sessions/s", "/v1/sessions/s/samples"):
+            refused = client.get(path)
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        store.broken = False
+        wait_until(lambda: client.get("/ready").json()["store"]["state"] == "ok")
+        made.headers = headers if "x-session-id" in headers else {}
+        assert made.ask(user("more")).reason != "store_unavailable"
+        made.follow(user("more"))

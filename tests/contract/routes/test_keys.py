@@ -76,8 +76,6 @@ def test_a_route_needs_a_key_with_its_scope_and_no_other(keyed: Keyed, method: s
     for key in ("", "wrong"):
         refused = keyed.ask(method, path, key)
         assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
-        if not is_anthropic(path):
-            assert refused.json()["error"]["code"] == "invalid_api_key"
     lacking = {*KeyScope, *(["plain"] if needed == "admin" else [])} - {needed}
     for key in lacking:
         refused = keyed.ask(method, path, key)
@@ -119,17 +117,9 @@ def test_scopes_of_the_proxys_own_routes() -> None:
     assert {path for path in admin if needed[path] != {KeyScope.ADMIN}} == set()
 
 
-@pytest.mark.parametrize(
-    ("headers", "owner"),
-    [
-        ({"authorization": "Bearer plain-key"}, "plain"),
-        ({"authorization": "Bearer none", "x-api-key": "admin-key"}, "everything"),
-        ({"authorization": "Bearer plain-key", "x-api-key": "admin-key"}, "plain"),
-    ],
-)
-def test_each_key_is_a_tenant_in_either_header(
-    keyed: Keyed, name: str, headers: dict[str, str], owner: str
-) -> None:
+@pytest.mark.parametrize(("first", "owner"), [("none", "everything"), ("plain-key", "plain")])
+def test_each_key_is_a_tenant_in_either_header(keyed: Keyed, name: str, first: str, owner: str) -> None:
+    headers = {"authorization": f"Bearer {first}", "x-api-key": "admin-key"}
     assert keyed.client.post("/v1/sessions", json={"id": name}, headers=headers).status_code == 201
     for key in ("plain", "everything"):
         found = keyed.ask("GET", f"/v1/sessions/{name}", key).status_code == 200
@@ -201,22 +191,14 @@ def test_without_keys_admin_routes_are_closed_beyond_loopback(mortal: FakeVllm, 
         assert "engines" in client.get("/ready").json()
 
 
-@pytest.mark.parametrize(
-    ("headers", "local"),
-    [
-        ({}, True),
-        ({"origin": "https://evil.example"}, False),
-        ({"host": "evil.example"}, False),
-        ({"x-forwarded-for": "10.0.0.1"}, False),
-        ({"forwarded": "for=10.0.0.1"}, False),
-    ],
-)
 def test_without_keys_only_programs_on_this_machine_may_administrate(
-    fake: FakeVllm, client: httpx.Client, headers: dict[str, str], local: bool
+    fake: FakeVllm, client: httpx.Client
 ) -> None:
     fake.canned["/reset_mm_cache"] = Canned(b"{}")
-    answer = client.post("/reset_mm_cache", headers=headers)
-    assert answer.status_code == (200 if local else 403)
-    assert len(fake.seen("/reset_mm_cache")) == int(local)
-    assert local or client.post("/admin/replicas", headers=headers).status_code == 403
-    assert client.post(CHAT, json=_BODY, headers=headers).status_code == 200
+    assert client.post("/reset_mm_cache").status_code == 200
+    values = {"x-forwarded-for": "10.0.0.1", "forwarded": "for=10.0.0.1", "host": "evil.example"}
+    for name, value in {**values, "origin": "https://evil.example"}.items():
+        for path in ("/reset_mm_cache", "/admin/replicas"):
+            assert client.post(path, headers={name: value}).status_code == 403
+        assert client.post(CHAT, json=_BODY, headers={name: value}).status_code == 200
+    assert len(fake.seen("/reset_mm_cache")) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from proxy.history.store import MAX_DESCRIPTION_BYTES
 from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.talk import CHAT, Message, Talk, call, result, user
+from tests.support.talk import CHAT, Message, Talk, user
 from tests.support.tiny_model import END
 from tests.support.utils import EVERY_SPELLING
 
@@ -166,18 +166,6 @@ def test_evidence_disabled_by_a_session_is_still_recorded(talk: Make, name: str)
     made.ask(user("more"), required_prefix_token_ids=made.ids)
     assert made.pair.fake.last().json["seed"] == 7
     assert _get(made.pair.client, name, "/samples")["refused"] == []
-
-
-def test_tools_of_a_session_are_part_of_its_conversations(talk: Make, name: str) -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    _make(talk().pair.client, name, defaults={"tools": tools})
-    made = talk(headers={"x-session-id": name})
-    made.ask(reply=Reply((*SPLIT,), message={"tool_calls": [one := call()]}))
-    assert made.pair.fake.last().json["tools"] == tools
-    made.ids = [*made.rendered({"messages": made.messages[:1], "tools": tools}), *SPLIT]
-    made.follow(result(one, "1"))
-    made.pair.client.post(_SESSIONS, json={"id": name, "defaults": {}})
-    assert made.ask(user("more")).reason == "tools_changed"
 
 
 def test_traces_hold_whole_prompts(talk: Make, name: str) -> None:
