@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm, Reply
 from tests.support.talk import CHAT, Talk, user
@@ -40,24 +39,17 @@ def test_a_conversation_that_outgrew_the_context_is_refused(talk: Callable[..., 
     made.follow(user("less"))  # what was refused claims nothing
 
 
-@pytest.fixture(scope="module")
-def rendering(tiny_model: TinyModel) -> Any:
-    """A pair whose proxy renders what outgrew the context."""
-    with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:", overflow="render") as client:
-        yield Pair(engine, client)
-
-
-@pytest.mark.parametrize("length, fields", [(1500, {"stream": True}), (1, {"max_completion_tokens": 2000})])
-def test_an_outgrown_conversation_is_rendered(
-    rendering: Pair, tiny_model: TinyModel, length: int, fields: Any
-) -> None:
+def test_an_outgrown_conversation_is_rendered(mortal: FakeVllm, tiny_model: TinyModel) -> None:
     """The completion must fit too."""
-    made = Talk(rendering, tiny_model)
-    first = made.ask(reply=_THOUGHT)
-    answered = made.ask(user("a" * length), **fields)
-    assert (answered.sent, answered.reason) == (None, "context_overflow")
-    # an honest branch: the same session, and its next turn continues the rendering
-    assert answered.session == first.session
-    made.follow(user("more"))
-    session = rendering.client.get(f"/v1/sessions/{first.session}").json()
-    assert [turn["parent"] for turn in session["turns"]][:2] == [None, None]
+    cases: list[Any] = [(1500, {"stream": True}), (1, {"max_completion_tokens": 2000})]
+    with run_proxy([mortal], store="memory:", overflow="render") as client:
+        for length, fields in cases:
+            made = Talk(Pair(mortal, client), tiny_model)
+            first = made.ask(reply=_THOUGHT)
+            answered = made.ask(user("a" * length), **fields)
+            assert (answered.sent, answered.reason) == (None, "context_overflow")
+            # an honest branch: the same session, and its next turn continues the rendering
+            assert answered.session == first.session
+            made.follow(user("more"))
+            turns = client.get(f"/v1/sessions/{first.session}").json()["turns"]
+            assert [turn["parent"] for turn in turns][:2] == [None, None]

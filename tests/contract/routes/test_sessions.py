@@ -9,11 +9,10 @@ import pytest
 from proxy.history.store import MAX_DESCRIPTION_BYTES
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT, Message, Talk, user
-from tests.support.tiny_model import END
+from tests.support.tiny_model import END, SPLIT
 from tests.support.utils import EVERY_SPELLING
 
 Make = Callable[..., Talk]
-SPLIT = (74, 71, 78, 78, 81, END)
 _SESSIONS = "/v1/sessions"
 
 

@@ -10,17 +10,13 @@ from proxy.history.store import StoreError
 from proxy.stores.memory_documents import MemoryDocuments
 from tests.contract.dialects.responses.dialogue import FUNCTION, engine_body, result, sdk
 from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.talk import call
+from tests.support.talk import call, user
 from tests.support.tiny_model import SPLIT
 from tests.support.utils import run_proxy
 
 _CALLING = Reply(
     SPLIT, message={"content": "I look", "reasoning": "so", "tool_calls": [call("f", "{}", "c1")]}
 )
-
-
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def _post(client: httpx.Client, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
@@ -34,7 +30,7 @@ def test_the_life_of_a_response(client: httpx.Client, fake: FakeVllm) -> None:
     first = asking.responses.create(model="tiny", input="Hi", **fields)
     assert asking.responses.retrieve(first.id).to_dict() == first.to_dict()
     assert (first.metadata, first.instructions) == ({"a": "b"}, "Be brief.")
-    new = [result(first.output[-1], "ok"), _user("And?")]
+    new = [result(first.output[-1], "ok"), user("And?")]
     second = asking.responses.create(model="tiny", previous_response_id=first.id, input=new)
     roles = [message["role"] for message in engine_body(fake)["messages"]]
     assert roles == ["user", "assistant", "tool", "user"]
@@ -75,7 +71,7 @@ def test_references_to_items(client: httpx.Client, fake: FakeVllm) -> None:
     made = _post(client, input="Hi", tools=[FUNCTION]).json()
     references = [{"type": "item_reference", "id": item["id"]} for item in made["output"]]
     answer = {"type": "function_call_output", "call_id": "c1", "output": "ok"}
-    items = [_user("Hi"), *references[:2], {"id": references[2]["id"]}, answer]
+    items = [user("Hi"), *references[:2], {"id": references[2]["id"]}, answer]
     _post(client, input=items, tools=[FUNCTION])
     assistant = engine_body(fake)["messages"][1]
     assert (assistant["reasoning"], assistant["content"]) == ("so", "I look")
@@ -94,6 +90,6 @@ def test_a_store_that_does_not_respond(mortal: FakeVllm, monkeypatch: pytest.Mon
         made = _post(client, input="Hi").json()
         assert made["status"] == "completed"
         # a summary that cannot be kept is not sent: the client keeps its conversation
-        assert _post(client, input=[_user("Hi"), {"type": "compaction_trigger"}]).status_code == 503
+        assert _post(client, input=[user("Hi"), {"type": "compaction_trigger"}]).status_code == 503
         assert _post(client, input="more", previous_response_id=made["id"]).status_code == 503
         assert client.get(f"/v1/responses/{made['id']}").status_code == 503
