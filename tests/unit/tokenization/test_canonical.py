@@ -207,6 +207,8 @@ def test_digests_are_stable() -> None:
         (_turn("\n\na ", reasoning="r\n"), _turn("a", reasoning_content="r")),
         (_turn("\n", tool_calls=[_call('{"x": 1}')]), _turn(None, tool_calls=[_call('{"x":1}')])),
         (_turn("a", reasoning="\n"), _turn("a")),
+        # a decoder's mark of a character that was cut
+        (_turn("a "), _turn("a \ufffd\ufffd")),
         # JSON.stringify(JSON.parse(text)), which clients in JavaScript do with the arguments of calls
         (_with_x("1.0"), _with_x("1")),
         (_with_x("[[2.50, 3.0]]"), _with_x("[[2.5, 3]]")),
@@ -226,6 +228,8 @@ def test_stripped_content_missing_reasoning_and_whole_floats_make_a_copy(recorde
         (_turn("a", reasoning="r"), _turn("a", reasoning="s"), True),
         (_turn("a"), _turn("a", reasoning="r"), True),
         (_turn("a b"), _turn("a  b"), False),
+        (_turn("a b"), _turn("a \ufffdb"), False),
+        (_user("a"), _user("a\ufffd"), False),
         (_turn("a", refusal="r"), _turn("a"), False),
         (_calls("abc"), _calls("abc "), False),
         *((_with_x("1.0"), _with_x(edited), False) for edited in ("1.5", "2", "true", '"1"')),
