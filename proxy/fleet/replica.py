@@ -53,7 +53,6 @@ class Replica:
         self,
         engine: Engine,
         tokenizers: Tokenizers,
-        token_in: str,
         watch_interval_s: float,
         logprobs_mode: str = "",
         metrics: Metrics | None = None,
@@ -80,7 +79,6 @@ class Replica:
         self.breaks = Breaks(clock)
         self.capabilities: Capabilities | None = None
         self.chat_tokenizer = ReplicaTokenizer(engine.name, tokenizers, clock)
-        self._token_in = token_in
         self._interval_s = watch_interval_s
         self.problem = "not checked yet"
         """Why it is not ready."""
@@ -331,7 +329,7 @@ class Replica:
                 if not await self._is_healthy():
                     self._missed()
                     raise EngineUnavailable(f"{self.engine.name} does not respond to /health")
-                capabilities = await discover(self.questions, self._token_in)
+                capabilities = await discover(self.questions)
         except CredentialRequired as error:
             self.problem, self.wants_credential = error.message, True
         except ApiError as error:

@@ -78,7 +78,7 @@ def test_errors_are_one_line(
         (["--api-key", "k1", "--api-key", "k,2"], "api_key", [SecretStr("k1"), SecretStr("k,2")]),
         (["--upstream-api-key", "b"], "upstream_api_key", SecretStr("b")),
         (["--tls-cert", __file__, "--tls-key", __file__], "tls_key", Path(__file__)),
-        (["--no-viewer"], "viewer", False),
+        (["--store-required"], "store_required", True),
         (["--model-alias", "haiku=a", "--model-alias", "*=b"], "model_aliases", ["haiku=a", "*=b"]),
     ],
 )

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from proxy.settings import ENV_PREFIX, Settings
+from proxy.history.store import Limits
+from proxy.settings import ENV_PREFIX, Settings, load_settings
 from proxy.vllm_plugin import CONFIG_VARIABLE
 from tests.support.kustomize import compose, name_of
 
@@ -78,7 +79,7 @@ def test_every_variable_is_a_setting() -> None:
 def test_the_settings_accept_the_values(proxy: _Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in proxy.variables.items():
         monkeypatch.setenv(name, value)
-    settings = Settings()
+    settings = load_settings()
     assert settings.port == proxy.port
     assert settings.host == "0.0.0.0"  # other machines reach it
 
@@ -112,6 +113,5 @@ def test_the_store_of_compose_evicts_nothing() -> None:
     """The proxies evict whole rollouts; the server would evict parts of them."""
     command = _COMPOSE["services"]["valkey"]["command"]
     assert command[command.index("--maxmemory-policy") + 1] == "noeviction"
-    settings = Settings()
-    kept = settings.store_max_bytes + settings.stored_response_bytes
+    kept = Settings().store_max_bytes + Limits().document_bytes
     assert kept < int(command[command.index("--maxmemory") + 1].removesuffix("gb")) * 2**30

@@ -356,13 +356,3 @@ def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
                 assert "--enable-scale-out" in answer.json()["error"]["message"]
             else:
                 assert answer.headers["x-prompt-reason"] == "no_token_in"
-
-
-@pytest.mark.parametrize("name", ["tokens", "completions", "generate"])
-def test_recording_of_ids_can_be_turned_off(tiny_model: TinyModel, name: str) -> None:
-    settings: Any = {"store": "memory:", "record_token_route": False}
-    with FakeVllm(tiny_model, Variant.SCALE_OUT) as engine, run_proxy([engine], **settings) as client:
-        caller = _caller(client, _FORMATS[name])
-        answer = caller.post(caller.form.more(caller.first, [1, 74]))
-        assert answer.status_code == 200 and "x-turn-id" not in answer.headers
-        assert caller.turns() == []

@@ -22,14 +22,20 @@ Start = Callable[..., Talk]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def own_proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proofs of earlier tests do not count."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def start(tmp_path: Path, own_proofs: None) -> Iterator[Start]:
     """Makes a conversation with an engine that runs with a template, and a proxy before it."""
     with ExitStack() as stack:
 
         def made(template: str, **settings: Any) -> Talk:
             model = make_tiny_model(tmp_path / "model", template)
             engine = stack.enter_context(FakeVllm(model))
-            options = {"store": "memory:", "proof_folder": tmp_path / "proofs", **settings}
+            options = {"store": "memory:", **settings}
             return Talk(Pair(engine, stack.enter_context(run_proxy([engine], **options))), model)
 
         yield made
@@ -53,9 +59,8 @@ def test_without_the_history_only_proved_templates_are_answered(start: Start) ->
     assert (refused.status_code, refused.json()["error"]["code"]) == (501, "template_unsupported")
 
 
-def test_requests_before_the_proof(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("own_proofs")
+def test_requests_before_the_proof(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, prove = threading.Event(), ChatTokenizer.prove
 
     def later(tokenizer: ChatTokenizer, folder: Path | None = None) -> Proof:
@@ -65,10 +70,7 @@ def test_requests_before_the_proof(
     monkeypatch.setattr(ChatTokenizer, "prove", later)
     monkeypatch.setattr("tests.support.utils._examined", lambda engine: engine.get("append") == "ready")
     body = {"prompt_ids": [1, 74, END], "append_messages": _NEW}
-    with (
-        FakeVllm(tiny_model) as engine,
-        run_proxy([engine], store="memory:", proof_folder=tmp_path / "proofs") as client,
-    ):
+    with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:") as client:
         talk = Talk(Pair(engine, client), tiny_model)
         talk.ask()
         talk.follow(user("more"))

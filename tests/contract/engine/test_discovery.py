@@ -9,19 +9,14 @@ _CHAT = "/v1/chat/completions"
 
 
 @pytest.mark.parametrize(
-    "variant, setting, found",
-    [
-        (Variant.CHAT, "auto", "chat"),
-        (Variant.CHAT, "generate", None),
-        (Variant.SCALE_OUT, "auto", "generate"),
-        (Variant.NEITHER, "auto", None),
-    ],
+    "variant, found",
+    [(Variant.CHAT, "chat"), (Variant.SCALE_OUT, "generate"), (Variant.NEITHER, None)],
 )
-async def test_spelling_is_found_or_the_given_one_is_tried(
-    engine: HttpEngine, fake: FakeVllm, variant: Variant, setting: str, found: str | None
+async def test_spelling_is_found(
+    engine: HttpEngine, fake: FakeVllm, variant: Variant, found: str | None
 ) -> None:
     fake.variant = variant
-    token_in = (await discover(engine, setting)).token_in
+    token_in = (await discover(engine)).token_in
     assert (token_in and token_in.name) == found
 
 

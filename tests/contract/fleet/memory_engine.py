@@ -170,7 +170,7 @@ def in_order(candidates: Sequence[Candidate], preference: Preference) -> Candida
 
 
 def replica_of(engine: MemoryEngine, interval_s: float = 5.0) -> Replica:
-    return Replica(engine, _NoTokenizers(), "auto", interval_s, clock=now)
+    return Replica(engine, _NoTokenizers(), interval_s, clock=now)
 
 
 @asynccontextmanager

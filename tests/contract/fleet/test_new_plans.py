@@ -14,7 +14,7 @@ def test_a_new_plan_leaves_the_turn_that_the_first_plan_claimed_to_others(tiny_m
     with FakeVllm(tiny_model) as holds, FakeVllm(tiny_model) as differs:
         mode = b'{"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}'
         differs.canned["/server_info"] = Canned(mode, headers={"content-type": "application/json"})
-        settings: dict[str, Any] = {"store": "memory:", "watch_interval_s": 60.0, "overload_ratio": 1000.0}
+        settings: dict[str, Any] = {"store": "memory:", "watch_interval_s": 60.0}
         with run_proxy([holds, differs], **settings) as client:
             drained = {"url": differs.url}
             client.post("/admin/replicas/drain", json=drained)

@@ -35,7 +35,7 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 def auditor(metrics: Metrics, tmp_path: Path) -> Iterator[Auditor]:
-    auditor = Auditor(metrics, 1e-9, tmp_path)
+    auditor = Auditor(metrics, tmp_path, 0.0)
     yield auditor
     auditor.close()
 
@@ -82,10 +82,8 @@ def test_the_first_append_of_each_kind_is_audited(load: Load, auditor: Auditor, 
     wait_until(lambda: _audited(metrics, "same") == 5)
 
 
-@pytest.mark.parametrize("template, share", [(LOCAL, 0.0), (COUNTS_MESSAGES, 1.0)])
-def test_not_audited(load: Load, metrics: Metrics, template: str, share: float) -> None:
-    """With a share of 0, and where the whole history is rendered anyway."""
-    tokenizer, auditor = load(template), Auditor(metrics, share, None)
+def test_appends_that_render_the_whole_history_are_not_audited(load: Load, metrics: Metrics) -> None:
+    tokenizer, auditor = load(COUNTS_MESSAGES), Auditor(metrics, None, 1.0)
     auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering())
     auditor._thread.shutdown(wait=True)
     assert _audited(metrics, "same") + _audited(metrics, "different") == 0

@@ -36,13 +36,6 @@ def test_every_file_is_served_with_its_type_and_no_other(client: httpx.Client) -
         assert client.get(f"/viewer/static/{file}").status_code in (400, 404)
 
 
-def test_a_setting_turns_it_off(engine: FakeVllm) -> None:
-    with run_proxy([engine], viewer=False, store="memory:") as client:
-        for path in ("", "/static/main.js", "/sessions", "/sessions/s", "/sessions/s/tokens"):
-            answer = client.get(f"/viewer{path}")
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "viewer_off"), path
-
-
 def test_data_need_the_scope_read_of_their_tenant(engine: FakeVllm, tmp_path: Path, name: str) -> None:
     file = tmp_path / "keys.yaml"
     made = [("inference", "inference", "a"), ("read", "read", "a"), ("other", "read", "b")]
