@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -144,23 +143,6 @@ def test_audit_compares_with_the_turn_as_it_is() -> None:
     history[1]["content"] = "17"
     assert tokenizer._discovery.refutation([user("And?")], history, options) is not None
     assert tokenizer.prove().after_messages is HISTORY
-
-
-@pytest.mark.parametrize(
-    "template, prove_first, rendered",
-    [(_CHATML, True, False), (_CHATML, False, True), (_prompt_if("'/x' in messages[0].content"), True, True)],
-)
-def test_history_is_not_rendered_where_that_is_proved(
-    monkeypatch: pytest.MonkeyPatch, template: str, prove_first: bool, rendered: bool
-) -> None:
-    tokenizer = tokenizer_with(template)
-    if prove_first:
-        tokenizer.prove()
-    render = Mock(wraps=tokenizer._tokenizer.apply_chat_template)
-    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", render)
-    tokenizer.append([1], [user("And?")], history=_HISTORY)
-    assert "And?" in repr(render.call_args_list)
-    assert ("/no_think" in repr(render.call_args_list)) is rendered
 
 
 def test_turn_that_is_refused_alone_is_rendered_with_its_history() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.unit.tokenization.in_memory import appended_text, tokenizer_with
-from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported
+from tokenization import ChatTokenizer, TemplateUnsupported
 
 _PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
@@ -159,12 +159,3 @@ def test_arguments_of_a_new_turn_may_have_any_form() -> None:
         new = [_user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
         whole = tokenizer.text([*_HISTORY, *new])
         assert whole.endswith("Hello.<|im_end|>" + appended_text(tokenizer, "<|im_end|>", new)[1])
-
-
-def test_deep_nesting_raises_an_error_of_the_package(chatml: ChatTokenizer) -> None:
-    deep: Any = "x"
-    for _ in range(5_000):
-        deep = [deep]
-    call = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": {"q": deep}}}
-    with pytest.raises(InvalidMessages, match="nested too deep"):
-        chatml.continuation(0, [_user(), {"role": "assistant", "content": "", "tool_calls": [call]}])
