@@ -28,12 +28,6 @@ def test_turns_end_at_assistant_messages_that_others_follow() -> None:
     assert [read(_TALK[:n]).ends_with_assistant for n in range(8)] == [n in (3, 5, 6) for n in range(8)]
 
 
-def test_loose_digest_ignores_reasoning_and_the_strict_one_does_not() -> None:
-    dropped = [{key: value for key, value in message.items() if key != "reasoning"} for message in _TALK]
-    assert [m.loose for m in read(dropped).messages] == [m.loose for m in read(_TALK).messages]
-    assert read(dropped).messages[-1].strict != read(_TALK).messages[-1].strict
-
-
 def test_messages_come_back_as_they_were_spelled() -> None:
     raw = b'[ {"role":"user", "content" : "\\u00e9"} ,{"role":"user","content":"x"}]'
     conversation = TurnCache(2**20).parse(raw)

@@ -4,11 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-import pytest
-
-from proxy.history import feed_tasks
-from proxy.history.feed import Cause
-from proxy.history.feed_tasks import MOST_REPORTED, STEP, finish_idle_forever, report_consumers_forever
+from proxy.history.feed_tasks import STEP, finish_idle_forever
 from proxy.history.store import Limits, Store, StoreError
 from proxy.metrics import Metrics
 from proxy.stores.memory import MemoryStore
@@ -24,9 +20,8 @@ async def _until(condition: Callable[[], Awaitable[object]]) -> None:
 
 
 async def _add(store: Store, name: str, used: float) -> None:
-    tenant = name.rpartition("/")[0]
-    await store.add(make_session(name, tenant=tenant), [make_turn(name, completion=b"")], [[]])
-    await store.save_session(make_session(name, tenant=tenant, used=used))
+    await store.add(make_session(name), [make_turn(name, completion=b"")], [[]])
+    await store.save_session(make_session(name, used=used))
 
 
 async def test_idle_rollouts_are_finished_in_steps_also_after_the_store_failed() -> None:
@@ -51,32 +46,4 @@ async def test_idle_rollouts_are_finished_in_steps_also_after_the_store_failed()
     await _until(failed)
     memory.feed.finish_idle = works  # type: ignore[method-assign]
     await _until(all_finished)
-    running.cancel()
-
-
-async def test_consumers_of_one_name_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_tasks, "REPORT_S", 0.005)
-    memory, metrics = MemoryStore(Limits()), Metrics()
-    for name in ("t/a", "t/b", "u/a"):
-        await _add(memory, name, used=1.0)
-        await memory.feed.finish(name, Cause.END)
-    names = [f"c{number:03}" for number in range(MOST_REPORTED + 1)]
-    for tenant, name in (("u", names[0]), *(("t", name) for name in names)):
-        await memory.feed.acknowledge(tenant, name, 2**60 if name == names[1] else 0)
-
-    def value(metric: str, consumer: str) -> float | None:
-        return metrics.registry.get_sample_value(f"tokenproxy_feed_{metric}", {"consumer": consumer})
-
-    async def reported() -> bool:
-        return value("waiting_rollouts", names[0]) == 3
-
-    async def forgotten() -> bool:
-        return value("waiting_rollouts", names[1]) is None
-
-    running = asyncio.create_task(report_consumers_forever(memory, metrics))
-    await _until(reported)
-    assert (value("oldest_seconds", names[0]) or 0) > 0 == value("oldest_seconds", names[1])
-    assert value("waiting_rollouts", names[-1]) is None
-    await memory.feed.forget("t", names[1])
-    await _until(forgotten)
     running.cancel()

@@ -9,7 +9,7 @@ import pytest
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.history import History
 from proxy.history.matcher import Match
-from proxy.history.plan import Given, Placement, PromptPlan, Rendered, ServedModel
+from proxy.history.plan import Given, Placement, PromptPlan, ServedModel
 from proxy.turn.request import ChatRequest, EngineRoute, GivenIds
 from tests.support.recording import assistant, chat_request, rendered_plan, session_ref, user
 from tokenization import ids
@@ -32,17 +32,6 @@ async def _record(history: History, plan: PromptPlan, *sampled: list[int]) -> No
         if isinstance(prompt, Given)
     ]
     await recording.add(Completion(None, choices, sum(map(len, sampled))))
-
-
-async def test_each_prompt_has_its_plan(history: History) -> None:
-    plan = await history.planner.plan(_request([5, 6], None, [7]), _MODEL)
-    assert [type(prompt) for prompt in plan.prompts] == [Given, Rendered, Given]
-    assert len({prompt.placement.turn_id for prompt in plan.prompts}) == 1
-    assert len({prompt.placement.session.id for prompt in plan.prompts}) == 3
-    assert plan.rollout is None
-    named = await history.planner.plan(_request([5, 6], None, session=session_ref("s")), _MODEL)
-    assert [prompt.placement.session.id for prompt in named.prompts] == ["s", "s"]
-    assert named.rollout == "s"
 
 
 async def test_what_was_claimed_is_released_if_another_prompt_fails(
@@ -127,15 +116,6 @@ async def test_a_session_that_the_proxy_named_keeps_to_itself(history: History) 
         again = await history.planner.plan(_request([5, 6, 7, 8], session=named), _MODEL)
         assert again.placement.parent is not None
         assert again.placement.parent.rollout == own.placement.session.id
-
-
-async def test_tenants_do_not_continue_each_other(history: History) -> None:
-    await _record(history, await history.planner.plan(_request([5, 6], tenant="a"), _MODEL), [7])
-    for tenant, found in (("a", True), ("b", False), ("", False)):
-        plan = await history.planner.plan(_request([5, 6, 7, 8], tenant=tenant), _MODEL)
-        assert (plan.placement.parent is not None) is found
-    other = await history.planner.plan(_request([5, 6, 7, 8], tenant="a", model="other"), _MODEL)
-    assert other.placement.parent is None
 
 
 async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: History) -> None:
