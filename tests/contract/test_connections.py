@@ -124,17 +124,6 @@ def test_a_head_over_the_limit_that_never_ends(strict: httpx.Client, parser: str
     assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 ") if parser == "h11" else b"HTTP/1.1 431 ")
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_over_the_limit_is_refused_before_it_is_read(
-    strict: httpx.Client, monkeypatch: pytest.MonkeyPatch, chunked: bool
-) -> None:
-    monkeypatch.setattr("proxy.connections.LINGER_S", 0.05)
-    length = "transfer-encoding: chunked" if chunked else "content-length: 1000000000"
-    with connect(strict.base_url) as connection:
-        connection.sendall(head(CHAT, length) + (b"800\r\n" + b" " * 2048 if chunked else b" "))
-        assert until_closed(connection).startswith(b"HTTP/1.1 413 ")
-
-
 def test_a_body_of_a_refused_request_does_not_keep_its_connection(
     usual: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,14 +138,6 @@ def test_a_body_of_a_refused_request_does_not_keep_its_connection(
             with contextlib.suppress(TimeoutError):
                 if not connection.recv(100):
                     break
-
-
-def test_a_connection_is_kept_after_a_refused_request(usual: httpx.Client) -> None:
-    with connect(usual.base_url) as kept:
-        for _ in range(3):
-            kept.sendall(head(CHAT, f"content-length: {len(BODY)}"))
-            assert kept.recv(1000).startswith(b"HTTP/1.1 401 ")
-            kept.sendall(BODY)
 
 
 def test_connections_per_address(usual: httpx.Client) -> None:

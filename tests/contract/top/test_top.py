@@ -72,16 +72,6 @@ def test_once_without_a_proxy(fake: FakeVllm, capsys: Capture) -> None:
     assert "is not a tokenproxy: GET /ready returned 404" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags", [["--url", "proxy:8100"], ["--interval", "0"], ["--interval", "soon"]])
-def test_wrong_use(flags: list[str], capsys: Capture) -> None:
-    try:
-        code: object = main(["top", "--once", *flags])
-    except SystemExit as exited:
-        code = exited.code
-    assert code == 2
-    assert "tokenproxy" in capsys.readouterr().err
-
-
 class _Breakable(httpx.AsyncHTTPTransport):
     """Connections to a proxy that can be down."""
 
