@@ -42,12 +42,9 @@ _EARLIER = "earlier messages decide what is printed"
 _CONDITIONS = {
     "messages[0].role == 'system' and '/no_think' in messages[0].content": "tool after system '/no_think'",
     "messages | length == 34": "",
-    "messages[0].content | length > 100": "",
     "mode == 'old' and messages | length > 4": "with mode='old': ",
-    "tools and '/no_think' in messages[0].content": "",
     "messages[0].role == 'system' and messages[-1].content == '/think'": "user after system 'qw'",
     "messages[0].content.count('/x') > 2": "'qw /x /x /x qw'",
-    "messages[0].role == 'context'": "user after context 'qw'",
     "messages | selectattr('reasoning_content', 'equalto', '/x') | list": "",
     "messages[0].content == messages[-1].content": "user after user 'qn'",
 }
@@ -66,9 +63,7 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
     "only the last user message": (
         _LAST_USER + _prompt_if("'/no_think' in ns.text"), HISTORY, NEW, f"{_EARLIER}: tool after"
     ),
-    "parity of loop.index": (
-        _LOOP.replace("m.role", "loop.cycle('a', 'b') + m.role") + _PROMPT, HISTORY, HISTORY, _EARLIER
-    ),
+
     "name of the called function": (
         _next_to_result("loop.previtem.tool_calls[0].function.name if loop.previtem.tool_calls else ''"),
         TURN, NEW, r"the last turn decides what is printed: tool after user 'qw', assistant with calls ''",

@@ -62,22 +62,22 @@ def test_every_text_is_appended_as_it_is(chatml: ChatTokenizer, text: str) -> No
     assert appended_text(chatml, "<|im_end|>", results)[1] == _expected(text, text, role="tool")
 
 
-@pytest.mark.parametrize("text", ["qZassistantZq", "qZqassistantZq"])
-def test_marker_in_the_history_is_text(text: str) -> None:
+def test_marker_in_the_history_is_text() -> None:
     """Nothing is proved of this template, so the whole history is rendered."""
+    text = "qZqassistantZq"
     template = _chatml("messages[0].content + m.content if loop.last else m.content")
     history = [_user(text), {"role": "assistant", "content": text}]
     assert _suffix(template, _user("x"), history=history) == _expected(text + "x")
 
 
-_EXACT: dict[str, tuple[str, Any, str]] = {
-    "escaped": ("m.content | tojson", 'é "x"\n\\', json.dumps('é "x"\n\\', ensure_ascii=False)),
-    "as a Python literal": ("[m.content]", 'it\'s "x"\n', str(['it\'s "x"\n'])),
-    "stripped": ("m.content | trim", " x\n", "x"),
-}
-
-
-@pytest.mark.parametrize("content, new, printed", _EXACT.values(), ids=_EXACT)
+@pytest.mark.parametrize(
+    "content, new, printed",
+    [
+        ("m.content | tojson", 'é "x"\n\\', json.dumps('é "x"\n\\', ensure_ascii=False)),
+        ("[m.content]", 'it\'s "x"\n', str(['it\'s "x"\n'])),
+        ("m.content | trim", " x\n", "x"),
+    ],
+)
 def test_text_that_is_printed_otherwise_is_exact(content: str, new: object, printed: str) -> None:
     assert _suffix(_chatml(content), _user(new)) == _expected(printed)
 
@@ -85,19 +85,14 @@ def test_text_that_is_printed_otherwise_is_exact(content: str, new: object, prin
 _REFUSED: dict[str, tuple[str, Any, str]] = {
     "twice": (_chatml("m.content + '|' + m.content"), "x", "prints the text of a turn more than once"),
     "twice, after the turn": (
-        _chatml("m.content if m.role != 'user' else m.content + m.content"),
-        "x",
-        r"new message 0 \(user\) 2 times",
+        _chatml("m.content if m.role != 'user' else m.content + m.content"), "x", "new message 0 .* 2 times"
     ),
     "before the turn": (
         _chatml("m.content", before="{{ messages[-1].content if messages | length == 3 }}"),
-        "x",
-        r"new message 0 \(user\) before the turn",
+        "x", "before the turn",
     ),
     "not if it is long": (
-        _chatml("m.content if m.content | length < 100 else 'too long'"),
-        "x" * 100,
-        r"not print the text of new message 0 \(user\)",
+        _chatml("m.content if m.content | length < 100 else 'too long'"), "x" * 100, "not print the text"
     ),
 }  # fmt: skip
 
