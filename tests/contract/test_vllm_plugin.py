@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import threading
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -19,7 +18,6 @@ from proxy.errors import EngineUnavailable
 from proxy.history.store import StoreError
 from proxy.http import Request as ProxyRequest
 from proxy.vllm_plugin import TokenProxyPlugin
-from tests.support.fake_vllm import data_of
 from tests.support.plugin_host import Server
 from tests.support.tiny_model import CHATML, END, HI, TinyModel
 from tests.support.utils import run_server, wait_until

@@ -66,6 +66,7 @@ _PROXIES = {
 }
 """By the way to deploy: a further one needs a function as those above, and a line here."""
 
+
 def test_every_variable_is_a_setting() -> None:
     for path in (_ROOT / "docker-compose.yml", *(_ROOT / "deploy").glob("**/*.y*ml")):
         assert set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+", path.read_text())) <= _VARIABLES, path

@@ -9,7 +9,7 @@ from proxy.history.audit import Auditor
 from proxy.metrics import Metrics
 from proxy.turn.request import Rendering
 from tests.support.tiny_model import TinyModel
-from tests.support.tiny_templates import COUNTS_MESSAGES, LOCAL, LOOKS_FOR_A_LENGTH, REFUTING_TEXT
+from tests.support.tiny_templates import LOCAL, LOOKS_FOR_A_LENGTH, REFUTING_TEXT
 from tests.support.utils import wait_until
 from tokenization import ChatTokenizer
 from tokenization.locality import Locality
@@ -80,12 +80,3 @@ def test_the_first_append_of_each_kind_is_audited(load: Load, auditor: Auditor, 
     wait_until(lambda: _audited(metrics, "same") == 4)
     auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering(add_generation_prompt=False))
     wait_until(lambda: _audited(metrics, "same") == 5)
-
-
-@pytest.mark.parametrize("template, share", [(LOCAL, 0.0), (COUNTS_MESSAGES, 1.0)])
-def test_not_audited(load: Load, metrics: Metrics, template: str, share: float) -> None:
-    """With a share of 0, and where the whole history is rendered anyway."""
-    tokenizer, auditor = load(template), Auditor(metrics, share, None)
-    auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering())
-    auditor._thread.shutdown(wait=True)
-    assert _audited(metrics, "same") + _audited(metrics, "different") == 0

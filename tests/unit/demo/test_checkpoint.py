@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from proxy.demo.checkpoint import checkpoint_name, ensure_checkpoint
+from proxy.demo.checkpoint import ensure_checkpoint
 from proxy.demo.errors import CheckpointError, MissingPackageError
 
 
@@ -38,17 +38,6 @@ def _convert_with(monkeypatch: pytest.MonkeyPatch, code: int) -> list[Path]:
 
     monkeypatch.setattr(subprocess, "run", run)
     return folders
-
-
-def test_it_is_written_once(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folders = _convert_with(monkeypatch, 0)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = ensure_checkpoint()
-    assert first == tmp_path / "tokenproxy" / checkpoint_name("9.9")
-    assert (first / "config.json").read_text() == "ours"
-    assert ensure_checkpoint() == first
-    assert len(folders) == 1
-    assert [folder.name for folder in first.parent.iterdir()] == [first.name]
 
 
 def test_errors(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -40,19 +40,11 @@ def test_the_table() -> None:
     assert _rows(render(_SHORT, _EXACT))[1].split("|")[1].strip() == ""
 
 
-@pytest.mark.parametrize(
-    "name, arguments",
-    [
-        ("calculator", '{"a": 18, "operator": "*"'),
-        ("calculator", '{"a": "x", "operator": "-", "b": "y"}'),
-        ("get_weather", "{}"),
-        ("search", "{}"),
-    ],
-)
-def test_invalid_calls_return_an_error_result(name: str, arguments: str) -> None:
+def test_invalid_calls_return_an_error_result() -> None:
     assert call_tool("calculator", '{"a": 18, "operator": "-", "b": 7}') == '{"value": 11}'
-    error = json.loads(call_tool(name, arguments))["error"]
-    assert ("unknown tool" in error) == (name not in [tool["function"]["name"] for tool in TOOLS])
+    for wrong in ('{"a": 18, "operator": "*"', '{"a": "x", "operator": "-", "b": "y"}'):
+        assert "error" in json.loads(call_tool("calculator", wrong))
+    assert "unknown tool" in json.loads(call_tool("search", "{}"))["error"]
 
 
 _USER = {"role": "user", "content": "hi"}

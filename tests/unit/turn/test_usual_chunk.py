@@ -133,3 +133,22 @@ def test_any_bytes_are_redacted_as_if_they_were_parsed(edits: list[tuple[int, in
     for start, length, new in edits:
         data = data[:start] + new + data[start + length :]
     _check(data)
+
+
+_texts = st.text('ab "\\\n\u00e9\U0001f600\x00{}[],:', max_size=5) | st.sampled_from(
+    [
+        '"},"logprobs":{"content":[{"token":"x"',
+        ',"token_ids":[1,2]',
+        '\\"}],"usage":{"prompt_tokens":1}}',
+        '{"content":"x"},"logprobs":null',
+    ]
+)
+
+
+@given(_texts, _texts, _texts, st.booleans())
+def test_fields_of_evidence_in_a_text_are_text(content: str, token: str, model: str, escaped: bool) -> None:
+    choice = _choice(delta={"content": content}, logprobs={"content": [_logprob(token)]})
+    data = json.dumps(_chunk(choice, model=model), separators=(",", ":"), ensure_ascii=escaped).encode()
+    _check(data)
+    if not escaped:
+        assert _cut(data) is not None
