@@ -15,12 +15,9 @@ _BODY = b"picture"
 async def _picture(request: web.Request) -> web.StreamResponse:
     assert request.headers["host"].startswith("images.example")
     name = request.match_info["name"]
-    if name == "moved":
-        raise web.HTTPFound("/picture")
-    if name == "elsewhere":
-        raise web.HTTPFound("http://other.example/picture")
-    if name == "around":
-        raise web.HTTPFound("/around")
+    moved = {"moved": "/picture", "elsewhere": "http://other.example/picture", "around": "/around"}
+    if name in moved:
+        raise web.HTTPFound(moved[name])
     if name == "missing":
         raise web.HTTPNotFound
     if name == "slow":
