@@ -3,13 +3,10 @@
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from proxy.history import cache as module
-from proxy.history import conversation
 from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn, cached_turn, hash_ids
 from proxy.history.conversation import Conversation
@@ -37,26 +34,6 @@ def test_conversations_are_the_same_with_and_without_a_history_seen_before(
         history = history + part
         seen, fresh = _parse(cache, history, **spelling), _parse(TurnCache(0), history, **spelling)
         assert (list(seen.raws), list(seen.messages)) == (list(fresh.raws), list(fresh.messages))
-
-
-def test_only_new_messages_are_parsed_however_many_conversations_interleave(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All begin alike, as the rollouts of a group do."""
-    cache, parsed = TurnCache(2**26), list[int]()
-
-    def counting(raw: bytes, index: int, *rest: Any) -> Any:
-        parsed.append(index)
-        return conversation.parse_message(raw, index, *rest)
-
-    monkeypatch.setattr(module, "parse_message", counting)
-    rollouts = [[{"role": "user", "content": "the same beginning"}] for _ in range(60)]
-    for turn in range(3):
-        for number, messages in enumerate(rollouts):
-            parsed.clear()
-            messages += [{"role": role, "content": f"{number} {turn}"} for role in ("assistant", "user")]
-            _parse(cache, messages)
-            assert len(parsed) == (3 if (number, turn) == (0, 0) else 2)
 
 
 def _continued(

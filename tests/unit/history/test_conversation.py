@@ -48,9 +48,3 @@ def test_messages_come_back_as_they_were_spelled() -> None:
 )
 def test_long_messages_and_calls_are_distinctive(message: dict[str, Any], distinctive: bool) -> None:
     assert read([message]).messages[0].distinctive is distinctive
-
-
-def test_media_are_seen_in_any_message() -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:,"}}
-    assert read([*_TALK, {"role": "tool", "content": [{"type": "text", "text": "a"}, part]}, *_TALK]).media
-    assert not read(_TALK).media

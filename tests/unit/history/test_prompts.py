@@ -11,7 +11,7 @@ from proxy.history.history import History
 from proxy.history.matcher import Match
 from proxy.history.plan import Given, Placement, PromptPlan, ServedModel
 from proxy.turn.request import ChatRequest, EngineRoute, GivenIds
-from tests.support.recording import assistant, chat_request, rendered_plan, session_ref, user
+from tests.support.recording import assistant, chat_request, rendered_plan, user
 from tokenization import ids
 
 _MODEL = ServedModel("m", None, max_model_len=100)
@@ -104,26 +104,3 @@ async def test_what_was_claimed_is_released_if_the_client_leaves_while_it_is_pin
     with pytest.raises(asyncio.CancelledError):
         await task
     assert released == ["t"]
-
-
-async def test_a_session_that_the_proxy_named_keeps_to_itself(history: History) -> None:
-    plan = await history.planner.plan(_request([5, 6]), _MODEL)
-    await _record(history, plan, [7])
-    other = await history.planner.plan(_request([5, 6]), _MODEL)
-    await _record(history, other, [7])
-    for own in (plan, other):
-        named = session_ref(own.placement.session.name, explicit=False)
-        again = await history.planner.plan(_request([5, 6, 7, 8], session=named), _MODEL)
-        assert again.placement.parent is not None
-        assert again.placement.parent.rollout == own.placement.session.id
-
-
-async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: History) -> None:
-    plan = await history.planner.plan(_request([5], [6]), _MODEL)
-    recording = history.recorder.start(plan)
-    gone, kept = (prompt.placement.session.id for prompt in plan.prompts)
-    history.recorder.forget(gone)
-    await recording.add(
-        Completion(None, [SampledChoice(at, {}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)], 2)
-    )
-    assert (await history.store.turns(gone), len(await history.store.turns(kept))) == ([], 1)

@@ -92,16 +92,6 @@ def test_choice_without_sampled_ids_gives_no_turn(fields: dict[str, Any], made: 
     assert len(new_turns(_plan(), completion, None)) == made + 1
 
 
-def test_unreadable_message_is_recorded_and_never_found() -> None:
-    message = {"role": "assistant", "content": 5}
-    choice = _sampled()
-    choice.message = message
-    (new,) = new_turns(_plan(), Completion(b"[1]", [choice], 2), None)
-    (found,) = new_turns(_plan(), Completion(b"[1]", [_sampled()], 2), None)
-    assert json.loads(new.turn.message) == message
-    assert (new.entries, bool(found.entries)) == ([], True)
-
-
 def _completion() -> Completion:
     return Completion(b"[1]", [SampledChoice(0, assistant("x"), [3], [0.0], "stop")], 1)
 

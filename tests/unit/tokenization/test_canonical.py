@@ -243,14 +243,6 @@ def test_an_object_in_place_of_other_arguments_is_a_repair(
     assert after.repairs(before.arguments) is repaired
 
 
-def test_without_arguments_ignores_only_arguments_and_reasoning() -> None:
-    plain = canonical(_calls("{}")).without_arguments
-    assert canonical({**_calls('{"a": 1}'), "reasoning": "so"}).without_arguments == plain
-    assert canonical(_turn(tool_calls=[_call("{}", **_NAMED_G)])).without_arguments != plain
-    assert canonical({**_calls("{}"), "content": "text"}).without_arguments != plain
-    assert canonical(_turn("text")).without_arguments == b""
-
-
 MESSAGES = [{"role": "system", "content": "s"}, _user("u"), _turn("a ", reasoning="r"), _user("v")]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": 1, "b": 2}}}
 TOOL_WITH_KEYS_SWAPPED = {"type": "function", "function": {"name": "f", "parameters": {"b": 2, "a": 1}}}

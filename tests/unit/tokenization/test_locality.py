@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.tokenization.in_memory import appended_text, tokenizer_with
-from tokenization import TemplateUnsupported, TokenizationError, locality
+from tokenization import TokenizationError, locality
 from tokenization.histories import user
 from tokenization.locality import Locality, Proof
 from tokenization.proofs import load_proof, store_proof
@@ -115,17 +115,6 @@ def test_refutations_of_two_processes_are_both_kept(tmp_path: Path) -> None:
 _SYSTEM = {"role": "system", "content": "/no_think"}
 _HISTORY = [_SYSTEM, user("Hi"), {"role": "assistant", "content": "Hello."}]
 _REST = "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.mark.parametrize("prove_first", [False, True])
-def test_history_is_rendered_where_it_decides(prove_first: bool) -> None:
-    tokenizer = tokenizer_with(_prompt_if("'/no_think' in messages[0].content"))
-    if prove_first:
-        tokenizer.prove()
-    assert appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY) == ("", _REST + "<think>")
-    assert appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY[1:]) == ("", _REST)
-    with pytest.raises(TemplateUnsupported, match=r"give `history` .*user after system '/no_think'"):
-        tokenizer.append([1], [user("And?")])
 
 
 def test_audit_compares_with_the_turn_as_it_is() -> None:

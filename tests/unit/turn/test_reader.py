@@ -66,34 +66,6 @@ def test_a_whole_completion(spaced: bool) -> None:
     assert _problem(completion) is None
 
 
-def test_a_stream() -> None:
-    completion = _streamed(
-        chunk(piece(ids=None, delta={"role": "assistant", "content": ""}), prompt_token_ids=[5, 6]),
-        chunk(piece(text="h", ids=[7, 8]), usage={"completion_tokens": 2}),
-        chunk(end(stop_reason=2, ids=[2], delta={"content": "i"}), usage={"completion_tokens": 3}),
-        chunk(usage={"completion_tokens": 3}),
-    )
-    expected = SampledChoice(0, _HI, [7, 8, 2], [-0.5] * 3, "stop", stop_reason=2, counted=3)
-    assert completion == Completion(b"[5,6]", [expected])
-    assert _problem(completion) is None
-
-
-def test_a_choice_is_returned_once_when_it_ends() -> None:
-    reader = StreamReader(expected=2)
-    reader.read(encoded(chunk(piece(0), piece(1))))
-    assert reader.ended().choices == []
-    reader.read(encoded(chunk(end(1))))
-    (choice,) = reader.ended().choices
-    reader.read(encoded(chunk(end(1, ids=[9], finish_reason="length"))))
-    assert reader.ended().choices == []
-    assert (choice.index, choice.ids, choice.finish_reason) == (1, [7, 2], "stop")
-    assert not reader.complete
-    reader.read(encoded(chunk(end(0))))
-    assert reader.complete
-    assert [choice.index for choice in reader.ended().choices] == [0]
-    assert reader.rest().choices == []
-
-
 def test_a_stream_that_breaks_off() -> None:
     """Usage counts the ids of a single choice only."""
     reader = StreamReader(expected=2)

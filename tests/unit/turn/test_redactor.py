@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.errors import EngineBroken
 from proxy.turn.redactor import StreamRedactor, redact_completion
-from proxy.turn.request import EngineRoute
 from proxy.turn.visible import Visible
 from tests.unit.turn.bodies import (
     NOTHING,
@@ -69,15 +67,6 @@ def test_other_fields_keep_the_engines_spelling() -> None:
     assert kept.count(odd.encode()) == 3
 
 
-def test_prompts_of_the_other_routes_are_hidden_where_they_stand() -> None:
-    body = encoded(whole(whole_choice(prompt_token_ids=[9]), mm_placeholders={"image": []}))
-    [choice] = json.loads(redact_completion(body, _LOGPROBS, EngineRoute.COMPLETIONS))["choices"]
-    assert (choice["token_ids"], choice["prompt_token_ids"]) == (None, None)
-    generated = json.loads(redact_completion(body, _LOGPROBS, EngineRoute.GENERATE))
-    assert (generated["prompt_token_ids"], generated["mm_placeholders"]) == (None, None)
-    assert generated["choices"][0]["token_ids"] == [7, 2]  # generate always returns them
-
-
 _ROLE = chunk(piece(ids=None, delta={"role": "assistant", "content": ""}), prompt_token_ids=[5, 6])
 _TEXT = chunk(piece(), usage={"completion_tokens": 1})
 _SILENT = chunk(piece(text=None), usage={"completion_tokens": 2})
@@ -127,11 +116,3 @@ def test_error_of_the_engine_is_passed_on_and_evidence_next_to_it_hidden() -> No
     error = {"error": {"message": "out of memory", "code": 500}}
     (kept,) = _streamed(NOTHING, {**error, "choices": [piece(text=None)], "prompt_token_ids": [5]})
     assert kept == {**error, "choices": [piece(text=None, **_HIDDEN)], "prompt_token_ids": None}
-
-
-@pytest.mark.parametrize("data", [b"", b"<html>", b"[]", b"null", b"[" * 9999], ids=range(5))
-def test_data_that_is_not_an_object_is_not_passed_on(data: bytes) -> None:
-    with pytest.raises(EngineBroken):
-        redact_completion(data, NOTHING)
-    with pytest.raises(EngineBroken):
-        redact_chunk(StreamRedactor(NOTHING), data)
