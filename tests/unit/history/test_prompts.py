@@ -1,4 +1,4 @@
-"""Requests with prompts of ids or text: one plan for each prompt, whatever happens to the store."""
+"""What a request claimed is released if its plan fails or its client leaves."""
 
 import asyncio
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import pytest
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.history import History
 from proxy.history.matcher import Match
-from proxy.history.plan import Given, Placement, PromptPlan, ServedModel
+from proxy.history.plan import Placement, PromptPlan, ServedModel
 from proxy.turn.request import ChatRequest, EngineRoute, GivenIds
 from tests.support.recording import assistant, chat_request, rendered_plan, user
 from tokenization import ids
@@ -17,28 +17,18 @@ from tokenization import ids
 _MODEL = ServedModel("m", None, max_model_len=100)
 
 
-def _request(*prompts: list[int] | None, **fields: Any) -> ChatRequest:
-    given = tuple(p if p is None else GivenIds("prompt", ids.dump(p), len(p)) for p in prompts)
-    usual: dict[str, Any] = {"engine_route": EngineRoute.COMPLETIONS, "findable": False}
-    return chat_request(prompts=given, **{**usual, **fields})
-
-
-async def _record(history: History, plan: PromptPlan, *sampled: list[int]) -> None:
-    """Record choices of a plan's prompts, each sampled once."""
-    recording = history.recorder.start(plan)
-    choices = [
-        SampledChoice(at, assistant("x"), own, [-0.5] * len(own), "stop", prompt_ids=prompt.prompt)
-        for at, (prompt, own) in enumerate(zip(plan.prompts, sampled, strict=True))
-        if isinstance(prompt, Given)
-    ]
-    await recording.add(Completion(None, choices, sum(map(len, sampled))))
+def _request(count: int, prompt: list[int]) -> ChatRequest:
+    given = tuple(GivenIds("prompt", ids.dump(prompt), len(prompt)) for _ in range(count))
+    return chat_request(prompts=given, engine_route=EngineRoute.COMPLETIONS, findable=False)
 
 
 async def test_what_was_claimed_is_released_if_another_prompt_fails(
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):  # two rollouts with equal ids
-        await _record(history, await history.planner.plan(_request([5, 6]), _MODEL), [7])
+        plan = await history.planner.plan(_request(1, [5, 6]), _MODEL)
+        choice = SampledChoice(0, assistant("x"), [7], [-0.5], "stop", prompt_ids=b"[5,6]")
+        await history.recorder.start(plan).add(Completion(None, [choice], 1))
     place, placed = history.placer.place, 0
 
     def fail_at_last(*args: Any) -> Placement:
@@ -49,11 +39,10 @@ async def test_what_was_claimed_is_released_if_another_prompt_fails(
         return place(*args)
 
     monkeypatch.setattr(type(history.placer), "place", lambda self, *args: fail_at_last(*args))
-    following = [5, 6, 7, 8]
     with pytest.raises(asyncio.CancelledError):
-        await history.planner.plan(_request(following, following, following), _MODEL)
+        await history.planner.plan(_request(3, [5, 6, 7, 8]), _MODEL)
     monkeypatch.undo()
-    plan = await history.planner.plan(_request(following, following), _MODEL)
+    plan = await history.planner.plan(_request(2, [5, 6, 7, 8]), _MODEL)
     assert len({prompt.placement.claimed for prompt in plan.prompts} - {None}) == 2
 
 

@@ -1,4 +1,4 @@
-"""The most probable tokens at each sampled id, and the prefix cache: read where the engine tells them."""
+"""The most probable tokens at each sampled id are read where the engine tells them."""
 
 from typing import Any
 
