@@ -1,8 +1,6 @@
 import json
 from typing import Any
 
-import pytest
-
 from proxy.history.cache import TurnCache
 from proxy.history.conversation import Conversation
 
@@ -34,17 +32,3 @@ def test_messages_come_back_as_they_were_spelled() -> None:
     assert conversation.json(0) == b'[{"role":"user", "content" : "\\u00e9"},{"role":"user","content":"x"}]'
     assert conversation.json(2) == b"[]"
     assert conversation.parse(1, 2) == [{"role": "user", "content": "x"}]
-
-
-@pytest.mark.parametrize(
-    "message, distinctive",
-    [
-        ({"role": "assistant", "content": "short"}, False),
-        ({"role": "assistant", "content": "x" * 120}, True),
-        ({"role": "assistant", "content": [{"type": "text", "text": "x" * 60}] * 2}, True),
-        ({"role": "assistant", "content": " " * 200}, False),
-        ({"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}, True),
-    ],
-)
-def test_long_messages_and_calls_are_distinctive(message: dict[str, Any], distinctive: bool) -> None:
-    assert read([message]).messages[0].distinctive is distinctive

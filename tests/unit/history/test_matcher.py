@@ -111,17 +111,6 @@ async def test_continued_turn_is_claimed_by_no_other_request() -> None:
     assert (match.turn.id, match.claimed) == (second.turn.id, True)
 
 
-@pytest.mark.parametrize("size", [3, 2 * FOUND_AT_MOST])
-async def test_only_turns_of_a_rollout_match_where_one_is_named(size: int) -> None:
-    record = Record()
-    turns = [await record.add([user("Hi")], assistant("a"), [5], [6, n]) for n in range(size)]
-    request = [user("Hi"), assistant("a"), _MORE]
-    for new in turns[:: size - 1]:
-        match = await record.match(request, rollout=new.turn.rollout)
-        assert match.turn is not None and match.turn.id == new.turn.id
-    assert (await record.match(request, rollout="other")).reason == Reason.NO_MATCH
-
-
 async def test_longest_prefix_of_ids_in_a_wide_rollout() -> None:
     record = Record()
     first = await record.add([user("a")], assistant("a"), [5], [6], scope_of("s"))

@@ -93,3 +93,13 @@ async def test_what_was_claimed_is_released_if_the_client_leaves_while_it_is_pin
     with pytest.raises(asyncio.CancelledError):
         await task
     assert released == ["t"]
+
+
+async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: History) -> None:
+    plan = await history.planner.plan(_request(2, [5]), _MODEL)
+    recording = history.recorder.start(plan)
+    gone, kept = (prompt.placement.session.id for prompt in plan.prompts)
+    history.recorder.forget(gone)
+    choices = [SampledChoice(at, {}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)]
+    await recording.add(Completion(None, choices, 2))
+    assert (await history.store.turns(gone), len(await history.store.turns(kept))) == ([], 1)

@@ -1,6 +1,7 @@
 """A tokenizer that is loaded from a folder: rendering, appending, its cache and its errors."""
 
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -147,6 +148,7 @@ def test_properties_of_a_tokenizer(tokenizer: ChatTokenizer, tiny_model: TinyMod
 
 _CYCLE: dict[str, Any] = {}
 _CYCLE["deep"] = _CYCLE
+_DEEP: Any = reduce(lambda inner, _: [inner], range(5_000), "x")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,7 @@ _CYCLE["deep"] = _CYCLE
         # models sometimes write half of a surrogate pair in the JSON arguments of a call
         {"new_messages": [*_USER, _turn("a", [_call("a", '{"face": "\\ud83d"}')])]},
         {"new_messages": [*_USER, _turn("a", [_call("a", _CYCLE)])]},
+        {"new_messages": [*_USER, _turn("a", [_call("a", _DEEP)])]},
         {"history": iter([])},
         {"tools": 5},
         {"template_kwargs": "abc"},

@@ -45,6 +45,10 @@ _PLAIN_CLOSE = (
 )
 # a token for each role, and a close
 _HEADER = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|im_end|>' }}{% endfor %}"
+_BOTH = (
+    "{% for m in messages %}{{ '<|im_end|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_end|>assistant\n' }}{% endif %}"
+)
 
 # a message of the template's own before each first one, as Kimi K3 prints it
 _ANNOUNCED = "{{ '<|im_start|>system\nYes.<|answered|><|im_end|>' }}" + _TWO_TOKENS
@@ -98,6 +102,7 @@ def tokenizers() -> dict[str, ChatTokenizer]:
         "gptoss": tokenizer_with(_GPTOSS, special=_GPTOSS_TOKENS, stops=["<|return|>", "<|call|>"]),
         "two tokens": tokenizer_with(_TWO_TOKENS, special=[*SPECIAL, "<|answered|>"]),
         "header": tokenizer_with(_HEADER, special=[*SPECIAL, "<|user|>"], stops=["<|im_end|>", "<|user|>"]),
+        "both": tokenizer_with(_BOTH),
         "announced": tokenizer_with(_ANNOUNCED, special=[*SPECIAL, "<|answered|>"]),
         "other stop": tokenizer_with(
             _OTHER_STOP,
@@ -113,6 +118,7 @@ _GPTOSS_RESULT = "<|start|>tool<|message|>sun<|end|><|start|>assistant"
 _GLM_USER, _GLM_RESULT = "\nAnd?<|assistant|>\n", "\nsun<|assistant|>\n"
 _TWO_REST = "<|im_start|>user\nAnd?<|answered|><|im_end|><|im_start|>assistant\n"
 _HEADER_REST = "\nAnd?<|im_end|>"
+_BOTH_REST = "<|im_end|>user\nAnd?<|im_end|><|im_end|>assistant\n"
 _OTHER_REST = "<|im_start|>user\nAnd?<|im_end|><|im_start|>assistant\n"
 _OTHER_RESULT = "<|im_start|>tool\nsun<|im_end|><|im_start|>assistant\n"
 _REPEATED_REST = "<|im_start|>user<|sep|>And?<|sep|>message<|sep|><|im_end|><|im_start|>assistant<|sep|>"
@@ -127,6 +133,7 @@ _AFTER_TEXT: dict[str, Row] = {
     "stop that opens the next message": ("header", "<|user|>", {}, "", "<|user|>" + _HEADER_REST),
     "close before a header": ("header", "<|im_end|>", {}, "", "<|user|>" + _HEADER_REST),
 
+    "one token for both, as length": ("both", "o", _LENGTH, "<|im_end|>", _BOTH_REST),
     "line feed, as length": (
         "line feed", "\n", _LENGTH, "\n<|im_end|>", _CHATML_REST.replace("And?", "And?\n")
     ),

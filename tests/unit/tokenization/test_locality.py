@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.tokenization.in_memory import appended_text, tokenizer_with
-from tokenization import TokenizationError, locality
+from tests.unit.tokenization.in_memory import tokenizer_with
+from tokenization import locality
 from tokenization.histories import user
 from tokenization.locality import Locality, Proof
 from tokenization.proofs import load_proof, store_proof
@@ -127,13 +127,3 @@ def test_audit_compares_with_the_turn_as_it_is() -> None:
     history[1]["content"] = "17"
     assert tokenizer._discovery.refutation([user("And?")], history, options) is not None
     assert tokenizer.prove().after_messages is HISTORY
-
-
-def test_turn_that_is_refused_alone_is_rendered_with_its_history() -> None:
-    tokenizer = tokenizer_with(
-        "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}" + _CHATML
-    )
-    tokenizer.prove()
-    assert appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY) == ("", _REST)
-    with pytest.raises(TokenizationError):
-        tokenizer.append([1], [user("And?")], history=_HISTORY[1:])

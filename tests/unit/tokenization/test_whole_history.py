@@ -1,14 +1,11 @@
 """An append after a template that is not local: the whole history is rendered as text, once or twice."""
 
-import random
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from tests.support.tiny_model import CHATML, END, TinyModel
 from tokenization import ChatTokenizer
-from tokenization.new_texts import unused_mark
 
 _NUMBERED = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + message.role ~ loop.index")
 _CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"q": "x"}'}}
@@ -43,10 +40,3 @@ def test_prompt_equals_a_rendering(
         sampled = ids[: len(ids) - ids[::-1].index(END)]
         appended = tokenizer.append(sampled, new, history=history)
         assert appended.prompt_ids == tokenizer.render([*history, *new])
-
-
-def test_mark_that_the_conversation_holds_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    candidates = Mock(side_effect=[1, 2, 3])
-    monkeypatch.setattr(random, "getrandbits", candidates)
-    first = {"role": "user", "content": "qZ0000000001assistantZq"}
-    assert unused_mark([first, {"role": "user", "content": ["0000000002"]}]) == "qZ0000000003assistantZq"
