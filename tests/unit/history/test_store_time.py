@@ -8,10 +8,6 @@ import pytest
 from proxy.history.store_time import abandon_if_cancelled, within
 
 
-async def _never() -> None:
-    await asyncio.Event().wait()
-
-
 async def test_a_result_that_arrived_while_the_loop_was_busy_counts() -> None:
     arrived: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -28,7 +24,7 @@ async def test_work_that_heeds_no_cancellation_is_abandoned() -> None:
 
     async def stubborn() -> None:
         try:
-            await _never()
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             await goes_on.wait()
             ended.set()

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenization.ids_difference import apply, common_prefix, difference
+from tokenization.ids_difference import Hunk, apply, common_prefix, difference
 
 _IDS = st.lists(st.integers(0, 3), max_size=80)
 
@@ -20,3 +20,7 @@ def test_the_hunks_make_the_other_list(left: list[int], right: list[int]) -> Non
     length = common_prefix(np.array(left, np.int64), np.array(right, np.int32))
     assert left[:length] == right[:length]
     assert left[length : length + 1] != right[length : length + 1] or length == min(len(left), len(right))
+
+
+def test_a_hunk_holds_only_what_differs() -> None:
+    assert difference([1, *range(10, 20)], [1, 5, 6, *range(10, 20)]) == [Hunk(1, 1, [5, 6])]
