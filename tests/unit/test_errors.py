@@ -28,4 +28,3 @@ def test_body_is_an_openai_error_object(kind: type[ApiError]) -> None:
 
 def test_retry_after_header() -> None:
     assert (b"retry-after", b"2") in EngineUnavailable("down").headers()
-    assert errors.EngineBroken("broken").headers() == [(b"content-type", b"application/json")]

@@ -62,14 +62,12 @@ def test_errors_name_the_setting(flags: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content, complaint",
-    [("prot: 1", "prot"), ("port: many", "port"), ("port: [1", "settings.yaml"), ("- port", "settings.yaml")],
+    "content, complaint", [("prot: 1", "prot"), ("port: [1", "settings.yaml"), ("- port", "settings.yaml")]
 )
-def test_errors_in_the_file(tmp_path: Path, content: str, complaint: str) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text(content)
+def test_errors_in_the_file(file: Path, content: str, complaint: str) -> None:
+    file.write_text(content)
     with pytest.raises(SettingsError, match=complaint):
-        load_settings(path)
+        load_settings(file)
 
 
 def test_keys_are_not_shown() -> None:

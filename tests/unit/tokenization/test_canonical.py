@@ -243,7 +243,6 @@ def test_an_object_in_place_of_other_arguments_is_a_repair(
     assert after.repairs(before.arguments) is repaired
 
 
-MESSAGES = [{"role": "system", "content": "s"}, _user("u"), _turn("a ", reasoning="r"), _user("v")]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": 1, "b": 2}}}
 TOOL_WITH_KEYS_SWAPPED = {"type": "function", "function": {"name": "f", "parameters": {"b": 2, "a": 1}}}
 
@@ -263,8 +262,9 @@ def test_different_arguments_of_start() -> None:
 
 def test_chain_equals_repeated_extend() -> None:
     digest = start(tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s")
-    links = [digest := extend(digest, canonical(message).strict) for message in MESSAGES]
-    assert chain(MESSAGES, tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s") == links
+    messages = [_user("u"), _turn("a ", reasoning="r"), _user("v")]
+    links = [digest := extend(digest, canonical(message).strict) for message in messages]
+    assert chain(messages, tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s") == links
     with pytest.raises(InvalidMessages, match="message 1 needs a role"):
         chain([_user("a"), {"content": "a"}], tools=None, template_kwargs=None)
     with pytest.raises(InvalidMessages, match="type 'set' is not JSON"):

@@ -148,7 +148,7 @@ def test_properties_of_a_tokenizer(tokenizer: ChatTokenizer, tiny_model: TinyMod
 
 _CYCLE: dict[str, Any] = {}
 _CYCLE["deep"] = _CYCLE
-_DEEP: Any = reduce(lambda inner, _: [inner], range(5_000), "x")
+_DEEP = reduce(lambda inner, _: [inner], range(5_000), list[Any]())
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,6 @@ def _talk(*texts: str) -> list[dict[str, Any]]:
 
 _REST = "\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n"
 _NOTED = "\n<|im_start|>system\nSay why: A<|im_end|>" + _REST
-_WITHOUT_REPETITIONS = "{% set ns = namespace(seen=[]) %}" + _chatml(
-    before="{% if m.content not in ns.seen %}", after="{% endif %}"
-).replace("{% endif %}{% endfor %}", "{% endif %}{% set ns.seen = ns.seen + [m.content] %}{% endfor %}")
 
 
 @pytest.mark.parametrize("proved", [False, True])
@@ -46,8 +43,6 @@ _WITHOUT_REPETITIONS = "{% set ns = namespace(seen=[]) %}" + _chatml(
         (_noted_if("messages|length > 4"), _talk("a", "b", "c", "d", "Hi", "A"), _NOTED),
         (_noted_if("messages|length > 4"), _talk("a", "b", "c", "d", "Hi", "B"), _NOTED),
         (_chatml(before="{% if loop.index > 5 %}{% break %}{% endif %}"), _talk(*"abcdef"), None),
-        (_WITHOUT_REPETITIONS, _talk("a", "b"), _REST),
-        (_WITHOUT_REPETITIONS, _talk("why", "b"), None),
     ],
 )
 def test_text_after_the_turn_is_that_of_this_conversation_or_refused(

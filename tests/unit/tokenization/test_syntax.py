@@ -47,11 +47,9 @@ def test_numbers(source: str, numbers: tuple[int, ...]) -> None:
     [
         ("{{ bos_token }}{{ tools }}{{ messages }}{{ raise_exception('x') }}{{ namespace() }}", set()),
         ("{% if add_generation_prompt and y %}{{ strftime_now('%d') }}{% endif %}{{ date }}", {"date", "y"}),
-        ("{% set x = 1 %}{{ x }}", set()),
         ("{{ x }}{% set x = 1 %}", {"x"}),
         ("{% set x = x or 1 %}{{ x }}", {"x"}),
         ("{% set x %}{{ y }}{% endset %}{{ x }}", {"y"}),
-        ("{% if a %}{% set x = 1 %}{% endif %}{{ x }}", {"a", "x"}),
         ("{% if a %}{% set x = 1 %}{% elif b %}{% else %}{% set x = 2 %}{% endif %}{{ x }}", {"a", "b", "x"}),
         ("{% if a %}{% set x = 1 %}{% else %}{% set x = 2 %}{% endif %}{{ x }}", {"a"}),
         ("{% if x is not defined %}{% set x = 1 %}{% endif %}{{ x }}", {"x"}),
