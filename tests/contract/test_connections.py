@@ -112,17 +112,6 @@ def test_a_head_over_the_limit_that_never_ends(strict: httpx.Client) -> None:
         assert until_closed(connection).startswith(b"HTTP/1.1 431 ")
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_over_the_limit_is_refused_before_it_is_read(
-    strict: httpx.Client, monkeypatch: pytest.MonkeyPatch, chunked: bool
-) -> None:
-    monkeypatch.setattr("proxy.connections.LINGER_S", 0.05)
-    length = "transfer-encoding: chunked" if chunked else "content-length: 1000000000"
-    with connect(strict.base_url) as connection:
-        connection.sendall(head(CHAT, length) + (b"800\r\n" + b" " * 2048 if chunked else b" "))
-        assert until_closed(connection).startswith(b"HTTP/1.1 413 ")
-
-
 def test_a_body_of_a_refused_request_does_not_keep_its_connection(
     usual: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,26 +67,21 @@ _PROXIES = {
 }
 """By the way to deploy: a further one needs a function as those above, and a line here."""
 
-every_proxy = pytest.mark.parametrize("proxy", _PROXIES.values(), ids=_PROXIES)
-
 
 def test_every_variable_is_a_setting() -> None:
     for path in (_ROOT / "docker-compose.yml", *(_ROOT / "deploy").glob("**/*.y*ml")):
         assert set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+", path.read_text())) <= _VARIABLES, path
 
 
-@every_proxy
-def test_the_settings_accept_the_values(proxy: _Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("proxy", _PROXIES.values(), ids=_PROXIES)
+def test_the_settings_accept_the_values_and_ports_are_the_same_everywhere(
+    proxy: _Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in proxy.variables.items():
         monkeypatch.setenv(name, value)
     settings = load_settings()
-    assert settings.port == proxy.port
+    assert settings.port == proxy.port == Settings.model_fields["port"].default
     assert settings.host == "0.0.0.0"  # other machines reach it
-
-
-@every_proxy
-def test_ports_are_the_same_everywhere(proxy: _Proxy) -> None:
-    assert proxy.port == Settings.model_fields["port"].default
     [upstream] = proxy.variables[f"{ENV_PREFIX}UPSTREAMS"].split(",")
     store = urlsplit(proxy.variables[f"{ENV_PREFIX}STORE"])
     assert urlsplit(upstream).port == _ENGINE_PORT

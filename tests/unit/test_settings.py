@@ -17,7 +17,7 @@ _CONFIGS = sorted((Path(__file__).parents[2] / "config").glob("*.yaml"))
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "settings.yaml"
-    path.write_text("port: 1\nhost: file\nbody_limit_bytes: 10\nupstreams: [http://a:1]\n")
+    path.write_text("port: 1\nhost: file\nadmin_key: [d, e]\nupstreams: [http://a:1]\n")
     return path
 
 
@@ -26,26 +26,9 @@ def test_file_below_environment_below_flags(file: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TOKENPROXY_HOST", "environment")
     monkeypatch.setenv("TOKENPROXY_API_KEY", "a,b, c")
     settings = load_settings(file, port=3, host=None)
-    assert (settings.port, settings.host, settings.body_limit_bytes) == (3, "environment", 10)
-    assert settings.upstreams == ["http://a:1"]
-    assert _keys(settings) == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize("given", ["a, b", ["a", "b"]])
-def test_api_keys_in_the_file(tmp_path: Path, given: object) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text(yaml.safe_dump({"api_key": given}))
-    assert _keys(load_settings(path)) == ["a", "b"]
-
-
-@pytest.mark.parametrize("keys", [[""], ["a", " "]])
-def test_an_empty_key_is_refused(keys: list[str]) -> None:
-    with pytest.raises(SettingsError, match=r"^api_key: .*must not be empty"):
-        load_settings(api_key=keys)
-
-
-def _keys(settings: Settings) -> list[str]:
-    return [key.get_secret_value() for key in settings.api_key]
+    assert (settings.port, settings.host, settings.upstreams) == (3, "environment", ["http://a:1"])
+    assert [key.get_secret_value() for key in settings.api_key] == ["a", "b", "c"]
+    assert [key.get_secret_value() for key in settings.admin_key] == ["d", "e"]
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +52,7 @@ def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         ({"port": 70000}, "port"),
         ({"upstreams": ["a:1"]}, "upstreams"),
         ({"overflow": "guess"}, "overflow"),
-        ({"api_key": 5}, "api_key"),
+        ({"api_key": ["a", " "]}, "api_key: .*must not be empty"),
         ({"api_key_file": "missing.yaml"}, "api_key_file"),
         ({"tls_cert": "missing.pem", "tls_key": __file__}, "tls_cert"),
         ({"tls_key": __file__}, "settings: .*tls_cert.* and .*tls_key.* belong together"),
@@ -84,14 +67,12 @@ def test_errors_name_the_setting(flags: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content, complaint",
-    [("prot: 1", "prot"), ("port: many", "port"), ("port: [1", "settings.yaml"), ("- port", "settings.yaml")],
+    "content, complaint", [("prot: 1", "prot"), ("port: [1", "settings.yaml"), ("- port", "settings.yaml")]
 )
-def test_errors_in_the_file(tmp_path: Path, content: str, complaint: str) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text(content)
+def test_errors_in_the_file(file: Path, content: str, complaint: str) -> None:
+    file.write_text(content)
     with pytest.raises(SettingsError, match=complaint):
-        load_settings(path)
+        load_settings(file)
 
 
 def test_keys_are_not_shown() -> None:
