@@ -25,6 +25,7 @@ _THINKING: dict[str, Any] = {
     "chat_template_kwargs": {"thinking": True},
     "logit_bias": {"2": 5, str(_END_OF_REASONING): 17},
 }
+_NO_THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": False, "enable_thinking": False}}
 _TEXTS = ("Name a colour.", "And another?", "Which one is warmer?", "Thanks.")
 
 
@@ -84,7 +85,7 @@ def test_claude_code(server: Server, tmp_path: Path, thinks: bool) -> None:
     """The thinking of earlier turns stays in the prompt, as it was sampled."""
     for attempt in range(8):
         home, commands = tmp_path / f"home-{attempt}", _claude_turns("" if thinks else "Bash")
-        session, turns = _converse(server, home, commands, **(_THINKING if thinks else {}))
+        session, turns = _converse(server, home, commands, **(_THINKING if thinks else _NO_THINKING))
         thoughts = [turn for turn in turns[:-1] if turn["message"].get("reasoning")]
         if all(map(_is_visible, turns)) and (thoughts or not thinks):
             break
