@@ -24,7 +24,6 @@ from proxy.stores.urls import make_store
 from proxy.turn.model_aliases import ModelAliases, parse_alias
 from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
-from proxy.viewer.session_index import SessionIndexes
 
 
 def make_services(
@@ -72,7 +71,7 @@ def make_services(
         cache_salt_by_version=settings.cache_salt_by_version,
         model_aliases=ModelAliases([parse_alias(alias) for alias in settings.model_aliases]),
         session_from_key=settings.session_from_key,
-        session_indexes=SessionIndexes(guarded) if settings.viewer else None,
+        viewer=settings.viewer,
         body_timeout_s=settings.body_timeout_s,
         running=running or RunningRequests(),
     )

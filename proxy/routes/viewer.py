@@ -8,6 +8,7 @@ import asyncio
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -20,14 +21,15 @@ from proxy.routes.base import Route
 from proxy.routes.parameters import check_parameters
 from proxy.routes.scopes import KeyScope
 from proxy.routes.session_names import session_in_path, unknown_session
-from proxy.routes.store_route import number
+from proxy.routes.sessions import next_page, requested_page
+from proxy.routes.store_route import StoreRoute, number
 from proxy.samples.tree import TurnTree, path_of
 from proxy.turn.services import Services
 from proxy.types import Headers
 from proxy.viewer.drift import Basis, drift_lane
 from proxy.viewer.files import PAGE, StaticFile, load_files
 from proxy.viewer.recording import Recording
-from proxy.viewer.session_index import SessionIndexes
+from proxy.viewer.session_list import list_sessions, rows_of
 from proxy.viewer.tokens import encode_tokens
 from proxy.viewer.tree import session_tree
 from tokenization import ChatTokenizer
@@ -41,15 +43,14 @@ _PAGE_HEADERS: Headers = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-cache"),
 ]
-DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+_DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 """Of responses that hold recorded data."""
 
 
-def indexes_of(services: Services) -> SessionIndexes:
-    """The indexes of sessions. Raises NotFound if the setting turns the viewer off."""
-    if services.session_indexes is None:
+def _check_is_on(services: Services) -> None:
+    """Raises NotFound if the setting turns the viewer off."""
+    if not services.viewer:
         raise NotFound("the viewer is turned off by the setting `viewer`", code="viewer_off")
-    return services.session_indexes
 
 
 class ViewerPage(Route):
@@ -72,7 +73,7 @@ class ViewerPage(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """HTML. 401 without a key where one is needed (the page then asks for it), 403 without `read`."""
-        indexes_of(services)
+        _check_is_on(services)
         if not request.may_read and request.tenant:
             raise Forbidden("the viewer needs an API key with the scope `read`", code="insufficient_scope")
         return _file_response(self._files[PAGE], request, 200 if request.may_read else 401)
@@ -114,11 +115,31 @@ class ViewerFile(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """One of the package's files; 404 for all other names."""
-        indexes_of(services)
+        _check_is_on(services)
         file = self._files.get(request.path.partition("?")[0].split("/")[3])
         if file is None:
             raise NotFound("the viewer has no such file", param="file", code="file_not_found")
         return _file_response(file, request, 200)
+
+
+class ViewerSessions(StoreRoute):
+    """Lists the most recently used sessions."""
+
+    path = "/viewer/sessions"
+    is_public = False
+    methods = ("GET",)
+    response_headers: ClassVar[Headers] = [*_DATA_HEADERS, *JSON_HEADERS]
+    summary = "The list of sessions with a search, for the page"
+
+    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+        """`?search=&limit=&before=`. See `proxy.viewer.session_list`."""
+        _check_is_on(services)
+        check_parameters(request, ("search", "limit", "before"))
+        store, (limit, before) = services.history.store, requested_page(request)
+        search = query_value(request, "search", "")
+        found, last = await list_sessions(store, request.tenant, search, before, limit)
+        following = next_page(last) if last is not None else None
+        return 200, {"object": "list", "data": await rows_of(store, found), "next": following}
 
 
 class ViewerDataRoute(Route):
@@ -133,7 +154,7 @@ class ViewerDataRoute(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """See the route's summary."""
-        indexes_of(services)
+        _check_is_on(services)
         check_parameters(request, self.parameters)
         store, name = services.history.store, session_in_path(request)
         rollout = session_id(request.tenant, name)
@@ -192,7 +213,7 @@ class ViewerTokens(ViewerDataRoute):
         path = _path(request, found.turns)
         tokenizer, note = _tokenizer(services, path[-1])
         body = await asyncio.to_thread(lambda: encode_tokens(path, TurnTree(found.turns), tokenizer, note))
-        return BytesResponse(200, [*DATA_HEADERS, (b"content-type", b"application/octet-stream")], body)
+        return BytesResponse(200, [*_DATA_HEADERS, (b"content-type", b"application/octet-stream")], body)
 
 
 class ViewerDrift(ViewerDataRoute):
@@ -238,7 +259,7 @@ def _tokenizer(services: Services, turn: Turn) -> tuple[ChatTokenizer | None, st
 
 
 def _data(body: bytes) -> Response:
-    return BytesResponse(200, [*DATA_HEADERS, *JSON_HEADERS], body)
+    return BytesResponse(200, [*_DATA_HEADERS, *JSON_HEADERS], body)
 
 
 def _file_response(file: StaticFile, request: Request, status: int) -> Response:

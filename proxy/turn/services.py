@@ -13,7 +13,6 @@ from proxy.history.store_time import REQUEST_S
 from proxy.stores.guarded import GuardedStore
 from proxy.turn.model_aliases import ModelAliases
 from proxy.turn.running import RunningRequests
-from proxy.viewer.session_index import SessionIndexes
 
 T = TypeVar("T")
 
@@ -46,8 +45,8 @@ class Services:
     """The models that serve requests for others."""
     session_from_key: bool = False
     """Whether a request's API key names its session, if nothing checks the key."""
-    session_indexes: SessionIndexes | None = None
-    """What `/viewer` lists; None if the viewer is turned off."""
+    viewer: bool = True
+    """Whether `/viewer` is served."""
     body_timeout_s: float | None = None
     """How long a request's body may take; None for no limit."""
     running: RunningRequests = field(default_factory=RunningRequests)

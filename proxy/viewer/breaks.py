@@ -33,12 +33,7 @@ class Break(msgspec.Struct, frozen=True):
     equal: int
     """Number of ids with which both begin."""
     total: int
-    """Number of ids of the earlier turn."""
-
-    @property
-    def drifted(self) -> bool:
-        """Whether an id of the earlier turn is another one in the prompt."""
-        return self.equal < self.total
+    """Number of ids of the earlier turn. The prompt drifted if it holds fewer of them."""
 
 
 def breaks_of(turns: Sequence[Turn]) -> dict[str, Break]:

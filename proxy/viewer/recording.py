@@ -52,7 +52,7 @@ class PageData(msgspec.Struct):
         """
         name = self._unused(name)
         session = {**tree["session"], "id": name}
-        self.sessions.append({**session, "summary": tree.get("summary")})
+        self.sessions.append(session)
         self.trees[name] = {**tree, "session": session}
         for leaf in leaves:
             data = read(leaf)

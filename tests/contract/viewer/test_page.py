@@ -165,49 +165,23 @@ async def test_a_problem_is_told(
         assert await viewer.page.locator(".problem-bar").is_hidden()
 
 
-async def _listed(viewer: Viewer, fragment: str) -> list[str]:
-    """The names in the list, once all sessions were read."""
-    await viewer.page.goto("about:blank")  # nothing of another list is left
-    await viewer.open(fragment)
-    await viewer.page.wait_for_function(
-        "() => /sessions$|^No sessions/.test(document.querySelector('.list > .status')?.textContent ?? '')"
-    )
-    names: list[str] = await viewer.page.locator(".list-row").evaluate_all(
-        "rows => rows.map((row) => row.dataset.session)"
-    )
-    return names
-
-
-async def test_filters_and_order_are_in_the_address(viewer: Viewer) -> None:
-    assert SMALL in await _listed(viewer, "#/")
-    assert await _listed(viewer, "#/?reason=history_edited&search=small") == [SMALL]
-    assert await _listed(viewer, "#/?metadata=task%3Dfix-test") == [SMALL]
-    assert SMALL in await _listed(viewer, "#/?drift=true")
-    assert SMALL in await _listed(viewer, "#/?problem=usage_mismatch")
-    assert await _listed(viewer, "#/?reward_min=0.7&reward_max=0.8&search=small") == [SMALL]
-    by_turns = await _listed(viewer, "#/?sort=turns&order=desc")
-    assert by_turns == [SMALL, HOSTILE]
-    assert await _listed(viewer, "#/?sort=turns&order=asc") == by_turns[::-1]
-
-
-async def test_a_row_tells_what_is_in_the_session(viewer: Viewer) -> None:
-    await _listed(viewer, "#/?search=small")
+async def test_the_list_is_searched_and_opened(viewer: Viewer) -> None:
+    page = viewer.page
+    await viewer.open("#/?search=task%3Dfix-test")
+    await page.wait_for_selector(".status:text-is('1 session')")
     row = await viewer.text(f".list-row[data-session='{SMALL}']")
-    for part in (
-        "drift 1",
-        "history_edited",
-        "usage_mismatch",
-        "subagent",
-        "aborted 1",
-        "11 turns",
-        "0.75",
-        "task=fix-test",
-    ):
-        assert part in row
-    await viewer.page.locator(".windowed").focus()
-    await viewer.page.keyboard.press("ArrowDown")
-    await viewer.page.keyboard.press("Enter")
-    await viewer.page.wait_for_selector(".tree-row")
+    assert all(part in row for part in ("11 turns", "0.75", "task=fix-test", " kB")), row
+    await page.get_by_label("Search sessions").fill("")
+    await page.wait_for_selector(f".list-row[data-session='{HOSTILE}']")
+    await page.get_by_label("Search sessions").fill(SMALL)
+    await page.wait_for_selector(".status:text-is('1 session')")
+    assert "search=small" in page.url
+    await page.locator(".windowed").focus()
+    await page.keyboard.press("ArrowDown")
+    await page.keyboard.press("Enter")
+    await page.click(".facts a:text('split train')")  # the other sessions of its split
+    await page.wait_for_selector(f".list-row[data-session='{SMALL}']")
+    assert await page.get_by_label("Search sessions").input_value() == "split=train"
 
 
 async def test_two_paths_side_by_side(viewer: Viewer, small: SmallSession) -> None:

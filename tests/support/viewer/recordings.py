@@ -43,12 +43,13 @@ LONG_IDS = 128_000
 LONG_TURNS = 64
 DEEP_TURNS = 2_000
 MANY_SESSIONS = 100_000
+FIRST_OF_MANY = "step-0000-000"
+"""The one of them that was used first."""
 LIMITS: Final = Limits(max_bytes=2**34, max_age_s=1e10)
 """Of stores with recordings: nothing is evicted."""
 _HOUR_S = 3600.0
 _WRITTEN_TOGETHER = 2_000
 """Sessions that are written at the same time: SQLite commits them in groups."""
-"""Different sessions among the many."""
 _SECONDS_BETWEEN = 7.0
 """From the start of one of the many sessions to that of the next."""
 
