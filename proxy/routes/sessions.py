@@ -16,8 +16,7 @@ from proxy.routes.session_names import check_name, session_in_path, unknown_sess
 from proxy.routes.store_route import StoreRoute, number
 from proxy.samples.classes import agents_of, classes_of
 from proxy.samples.samples import samples_of
-from proxy.samples.traces import traces_of
-from proxy.samples.turn_fields import turn_fields
+from proxy.samples.turn_json import traces_of, turn_fields
 from proxy.turn.services import Services
 from proxy.types import Fields
 

@@ -27,7 +27,7 @@ from proxy.samples.tree import TurnTree, path_of
 from proxy.turn.services import Services
 from proxy.types import Headers
 from proxy.viewer.drift import Basis, drift_lane
-from proxy.viewer.files import PAGE, StaticFile, load_files
+from proxy.viewer.page import PAGE, StaticFile, load_files
 from proxy.viewer.recording import Recording
 from proxy.viewer.session_list import list_sessions, rows_of
 from proxy.viewer.tokens import encode_tokens

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from proxy.history.store import Cursor, Session, Store, session_id
+from proxy.samples.tree import parsed
 
 _SEARCHED = 1000
 """Sessions that a search reads from the store at a time."""
@@ -82,15 +83,9 @@ def stored_json(stored: bytes, instead: bytes) -> msgspec.Raw:
 
 def _searched(session: Session) -> str:
     """The text in which a search looks, in lower case."""
-    try:
-        metadata = msgspec.json.decode(session.metadata, type=dict[str, msgspec.Raw])
-        values = [f"{key}={_shown(value)}" for key, value in metadata.items()]
-        return "\n".join([session.name, *values]).lower()
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return session.name.lower()
-
-
-def _shown(value: msgspec.Raw) -> str:
-    """A string as its text, another value as its JSON."""
-    written = bytes(value)
-    return msgspec.json.decode(written, type=str) if written.startswith(b'"') else written.decode()
+    metadata = parsed(session.metadata, dict[str, Any]) or {}
+    pairs = (
+        f"{key}={value if isinstance(value, str) else msgspec.json.encode(value).decode()}"
+        for key, value in metadata.items()
+    )
+    return "\n".join([session.name, *pairs]).lower()

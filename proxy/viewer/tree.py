@@ -10,7 +10,7 @@ from proxy.history.turn import Turn, request_time
 from proxy.history.vocabulary import Problem, Reason
 from proxy.samples.classes import agents_of, classes_of
 from proxy.samples.tree import TurnTree
-from proxy.samples.turn_fields import turn_fields
+from proxy.samples.turn_json import turn_fields
 from proxy.viewer.breaks import Break, breaks_of
 from proxy.viewer.session_list import describe, stored_json
 

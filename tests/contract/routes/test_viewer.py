@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from proxy.key_command import add_key
-from proxy.viewer.files import FOLDER
+from proxy.viewer.page import FOLDER
 from tests.support.fake_vllm import FakeVllm
 from tests.support.talk import CHAT, user
 from tests.support.utils import run_proxy

@@ -14,7 +14,7 @@ from proxy.client import (
     TooManyRequests,
     UnknownResource,
 )
-from proxy.client.calls import Address, FeedPosition, Patience
+from proxy.client.calls import Address, Patience, read_feed, repeatable
 from proxy.client.errors import error_of
 
 
@@ -41,10 +41,11 @@ def test_base_urls() -> None:
 
 
 def test_every_page_of_a_feed_is_selected_by_the_same_weights() -> None:
-    position = FeedPosition("trainer", None, 0.0, True, {"weight_versions": iter(["7", "8"])})
+    selection = repeatable({"weight_versions": iter(["7", "8"]), "classes": iter(["main"])})
     for _ in range(2):
-        weights = [value for name, value in position.next_page().query if name == "weight_version"]
-        assert weights == ["7", "8"]
+        query = read_feed("trainer", None, 0.0, **selection).query
+        selected = [value for name, value in query if name in ("weight_version", "class")]
+        assert selected == ["7", "8", "main"]
 
 
 def test_patience_ends_and_waits_as_long_as_the_proxy_asks() -> None:

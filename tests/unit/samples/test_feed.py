@@ -1,7 +1,8 @@
 """Reading the feed as samples: steps, filters, and what changes meanwhile."""
 
-from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,7 +16,6 @@ from proxy.stores.memory import MemoryStore
 from tests.support.store_utils import make_session
 from tests.support.trees import child, root
 
-T = TypeVar("T")
 _METADATA = b"""{"env": "x=y z", "n": 1, "text": "1", "yes": true, "a": "b=c", "d=e": "f",
     "nested": {"a": [1, {"b": 2}]}}"""
 _NESTED = 'nested={"a": [1, {"b": 2.0}]}'
@@ -30,12 +30,8 @@ async def store() -> AsyncIterator[Store]:
     await store.aclose()
 
 
-async def _at_once(work: Callable[[], T]) -> T:
-    return work()
-
-
 async def _step(store: Store, after: int = 0, limit: int = 100, **conditions: Any) -> FeedStep:
-    return await read_step(store, after, limit, FeedFilter(**conditions), "once", _at_once)
+    return await read_step(store, after, limit, FeedFilter(**conditions), "once", asyncio.to_thread)
 
 
 async def _finish(store: Store, name: str, *versions: str, **fields: Any) -> Session:

@@ -48,12 +48,6 @@ def test_spans_hold_the_fields_of_their_turns() -> None:
     assert (first.reward, second.reward) == (None, 2.0)
 
 
-@pytest.mark.parametrize("counts", [pack_ids([2]), pack_ids([2, 1]), b"\x01\x00\x00"])
-def test_a_mask_whose_lengths_do_not_agree_is_left_out(counts: bytes) -> None:
-    [sample] = samples_of([root("a", [1], [2, 3], sampling_mask=(counts, pack_ids([6, 8])))], {}).samples
-    assert sample.turns[0].sampling_mask is None
-
-
 @pytest.mark.parametrize(
     "rewards, expected",
     [

@@ -80,7 +80,6 @@ def _spans(*places: tuple[int, int]) -> list[dict[str, Any]]:
         ({"turns": _spans((-1, 2))}, "spans"),
         ({"turns": _spans((1, 2), (0, 1))}, "spans"),
         ({"logprobs": []}, "logprobs"),
-        ({"completion_ids": [3, -4]}, "negative"),
     ],
 )
 def test_a_damaged_sample_is_refused_by_number(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:

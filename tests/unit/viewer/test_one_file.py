@@ -11,7 +11,7 @@ import pytest
 
 from proxy.cli import main
 from proxy.viewer.exported import NotAnExport, read_export
-from proxy.viewer.page import single_file
+from proxy.viewer.page import bundle, single_file
 from proxy.viewer.recording import PageData
 from tests.support.store_utils import opened
 from tests.support.tiny_model import TinyModel
@@ -54,6 +54,12 @@ def test_the_policy_allows_exactly_its_script_and_style() -> None:
         assert part is not None
         digest = base64.b64encode(hashlib.sha256(part[1].encode()).digest()).decode()
         assert f"'sha256-{digest}'" in policy[1]
+
+
+def test_the_script_is_whole() -> None:
+    script = bundle()
+    assert re.search(r"^(import|export)\b", script, re.MULTILINE) is None
+    assert "</script" not in script.lower()
 
 
 def test_no_text_of_a_recording_ends_the_data() -> None:
