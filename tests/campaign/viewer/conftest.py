@@ -4,13 +4,12 @@ import pytest
 
 from tests.contract.viewer.conftest import (  # noqa: F401
     browser,
-    open_page,
     page_options,
     pytest_collection_modifyitems,
     recorded,
-    recorded_proxies,
     recorded_store,
-    started_proxies,
+    run_recorded,
+    small,
     viewer,
 )
 

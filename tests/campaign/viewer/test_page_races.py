@@ -6,21 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-import pytest
-
 from proxy.history.store import Session, Store
-from tests.support.tiny_model import TinyModel
 from tests.support.trees import child, root
 from tests.support.viewer.browser import Viewer
-from tests.support.viewer.small_session import SMALL, SmallSession, small_session
+from tests.support.viewer.small_session import SMALL, SmallSession
 
 if TYPE_CHECKING:
     from playwright.async_api import Route
-
-
-@pytest.fixture(scope="module")
-def small(viewer_model: TinyModel) -> SmallSession:
-    return small_session(viewer_model)
 
 
 @asynccontextmanager

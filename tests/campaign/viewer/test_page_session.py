@@ -10,26 +10,13 @@ from proxy.history.turn import WeightSpan, pack_alternatives
 from tests.support.tiny_model import TinyModel
 from tests.support.trees import child, root
 from tests.support.viewer.browser import DARK, PHONE, PageOptions, Viewer, axe_is_installed
-from tests.support.viewer.small_session import SMALL, SmallSession, small_session
+from tests.support.viewer.small_session import SMALL, SmallSession
 
 _SERIOUS = ("serious", "critical")
 
 
-@pytest.fixture(scope="module")
-def small(viewer_model: TinyModel) -> SmallSession:
-    return small_session(viewer_model)
-
-
-async def _open_tokens(viewer: Viewer, turn: str, token: int | None = None) -> None:
-    await viewer.open(f"#/s/{SMALL}/{turn}/tokens" + ("" if token is None else f"?token={token}"))
-    await viewer.page.wait_for_selector(".token.sampled")
-    await viewer.page.wait_for_function(
-        "() => document.querySelector('.token-panel > .status').textContent !== ''"
-    )
-
-
 async def test_a_broken_prompt_is_compared_with_the_turn_before(viewer: Viewer, small: SmallSession) -> None:
-    await _open_tokens(viewer, small.broken.id)
+    await viewer.open_tokens(SMALL, small.broken.id)
     await viewer.page.get_by_label("Prompt compared").select_option(small.broken.id)
     await viewer.page.wait_for_function(
         "() => document.querySelector('.token-panel > .status').textContent.includes('turn before')"
@@ -80,7 +67,7 @@ async def test_alternatives_are_in_the_details(
 
 async def test_find_copies_and_permalinks(viewer: Viewer, small: SmallSession) -> None:
     await viewer.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    await _open_tokens(viewer, small.fork.id)
+    await viewer.open_tokens(SMALL, small.fork.id)
     page = viewer.page
     await page.get_by_label("Find text").fill("coding AGENT")
     await page.keyboard.press("Enter")

@@ -67,10 +67,7 @@ async def test_sessions_are_chosen_with_the_keyboard(viewer: Viewer, recorded_st
     await _open_list(viewer, "spaced")
     for key in ("j", "Space", "j", "Space", "j", "Space", "Space"):
         await viewer.page.keyboard.press(key)
-    chosen = await viewer.page.locator(".list-row:has(input:checked)").evaluate_all(
-        "rows => rows.map((row) => row.dataset.session)"
-    )
-    assert chosen == ["spaced-2", "spaced-1"]
+    assert await viewer.shown(".list-row:has(input:checked)", "session") == ["spaced-2", "spaced-1"]
     await viewer.page.click("text=compare 2")
     await viewer.page.wait_for_function("() => document.querySelectorAll('.column').length === 2")
     await _delete(viewer, recorded_store, *turns)

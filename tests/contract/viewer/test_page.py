@@ -1,9 +1,8 @@
 """The viewer's page in Chromium: the list, a session, its tokens and drift, a comparison, keys, one file."""
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -14,28 +13,15 @@ from proxy.key_command import add_key
 from tests.support.fake_vllm import FakeVllm
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
-from tests.support.viewer.browser import Viewer, missing_program
-from tests.support.viewer.proxies import RecordedProxy
-from tests.support.viewer.recordings import HOSTILE
-from tests.support.viewer.small_session import SMALL, SmallSession, small_session
+from tests.support.viewer.browser import Viewer, missing_program, watched_page
+from tests.support.viewer.recordings import HOSTILE, RecordedProxy
+from tests.support.viewer.small_session import SMALL, SmallSession
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
 
 if missing := missing_program():
     pytest.skip(missing, allow_module_level=True)
-
-OpenPage = Callable[..., AbstractAsyncContextManager[Viewer]]
-
-
-@pytest.fixture(scope="module")
-def small(viewer_model: TinyModel) -> SmallSession:
-    return small_session(viewer_model)
-
-
-async def _open_tokens(viewer: Viewer, turn: str, token: int | None = None) -> None:
-    await viewer.open(f"#/s/{SMALL}/{turn}/tokens" + ("" if token is None else f"?token={token}"))
-    await viewer.page.wait_for_selector(".token.sampled")
-    await viewer.page.wait_for_function(
-        "() => document.querySelector('.token-panel > .status').textContent !== ''"
-    )
 
 
 async def test_the_tree_tells_what_became_of_each_turn(viewer: Viewer, small: SmallSession) -> None:
@@ -64,17 +50,16 @@ async def test_the_tree_tells_what_became_of_each_turn(viewer: Viewer, small: Sm
 async def test_a_path_is_chosen_in_the_tree_and_in_its_menu(viewer: Viewer, small: SmallSession) -> None:
     await viewer.open(f"#/s/{SMALL}")
     await viewer.page.click(f".tree-row[data-turn='{small.other_choice.id}']")
-    on_path = await viewer.page.locator(".tree-row.on-path").evaluate_all(
-        "rows => rows.map(r => r.dataset.turn)"
-    )
-    assert on_path == [small.first.id, small.other_choice.id, small.aborted.id]
+    assert await viewer.shown(".tree-row.on-path", "turn") == [
+        small.first.id,
+        small.other_choice.id,
+        small.aborted.id,
+    ]
     assert small.other_choice.id in viewer.page.url
     await viewer.page.get_by_label("Path", exact=True).first.select_option(small.special.id)
     await viewer.page.wait_for_selector(f".conversation [data-turn='{small.special.id}']")
-    shown = await viewer.page.locator(".conversation .turn").evaluate_all(
-        "turns => turns.map(t => t.dataset.turn)"
-    )
-    assert shown == [small.first.id, small.fork.id, small.emoji.id, small.refused.id, small.special.id]
+    path = [small.first.id, small.fork.id, small.emoji.id, small.refused.id, small.special.id]
+    assert await viewer.shown(".conversation .turn", "turn") == path
     text = await viewer.text(".conversation")
     for part in ("I read the file first.", "read_file", "tests/test_list.py", "assert sum([1, 2]) == 4"):
         assert part in text
@@ -83,7 +68,7 @@ async def test_a_path_is_chosen_in_the_tree_and_in_its_menu(viewer: Viewer, smal
 async def test_tokens_are_those_of_the_record(
     viewer: Viewer, small: SmallSession, viewer_model: TinyModel
 ) -> None:
-    await _open_tokens(viewer, small.fork.id)
+    await viewer.open_tokens(SMALL, small.fork.id)
     page = viewer.page
     await page.evaluate("document.querySelector('.tokens').scrollTop = 0")
     await page.wait_for_selector("#token-0")
@@ -98,13 +83,13 @@ async def test_tokens_are_those_of_the_record(
 
 
 async def test_half_characters_and_white_space_are_visible(viewer: Viewer, small: SmallSession) -> None:
-    await _open_tokens(viewer, small.emoji.id, small.emoji.prompt_tokens)
+    await viewer.open_tokens(SMALL, small.emoji.id, small.emoji.prompt_tokens)
     text = await viewer.text(".tokens")
     assert "\u2039f0\u203a\u20399f\u203a" in text.replace("\n", "") and "·" in text and "⏎" in text
 
 
 async def test_the_drift_lane_shows_what_a_template_renders(viewer: Viewer, small: SmallSession) -> None:
-    await _open_tokens(viewer, small.aborted.id)
+    await viewer.open_tokens(SMALL, small.aborted.id)
     status = await viewer.text(".token-panel > .status")
     assert "differs from the template's own rendering" in status
     await viewer.page.click("text=next difference")
@@ -152,10 +137,8 @@ async def test_an_open_session_grows(
         await client.delete("/v1/sessions/growing")
 
 
-async def test_a_problem_is_told(
-    open_page: Callable[..., AbstractAsyncContextManager[Viewer]], recorded: RecordedProxy
-) -> None:
-    async with open_page(recorded.url) as viewer:
+async def test_a_problem_is_told(browser: "Browser", recorded: RecordedProxy) -> None:
+    async with watched_page(browser, recorded.url) as viewer:
         await viewer.open("#/s/never-used")
         await viewer.page.wait_for_selector(".problem-bar:not([hidden])")
         assert "unknown session 'never-used'" in await viewer.text(".problem-bar")
@@ -193,10 +176,7 @@ async def test_two_paths_side_by_side(viewer: Viewer, small: SmallSession) -> No
     fork, other = small.fork.completion, small.other_choice.completion
     while fork[:4] == other[:4]:
         fork, other, differs = fork[4:], other[4:], differs + 1
-    marked = await page.locator(".token.first-difference").evaluate_all(
-        "tokens => tokens.map((token) => Number(token.dataset.i))"
-    )
-    assert marked == [differs, differs]
+    assert await viewer.shown(".token.first-difference", "i") == [str(differs)] * 2
     assert await page.locator("[id$='-token-0']").count() == 0
     assert "reward -0.5" in await viewer.text(".columns")
     await page.click(".compare .tools button:has-text('equal ids before')")
@@ -210,13 +190,13 @@ async def test_two_paths_side_by_side(viewer: Viewer, small: SmallSession) -> No
     assert active is not None and await page.locator(f".column:last-child .focused#{active}").count() == 1
 
 
-async def test_the_page_asks_for_a_key(open_page: OpenPage, viewer_model: TinyModel, tmp_path: Path) -> None:
+async def test_the_page_asks_for_a_key(browser: "Browser", viewer_model: TinyModel, tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     key = add_key(file, "reader", ["read"], None)
     settings = {"api_key_file": file, "store": f"sqlite://{tmp_path / 'rollouts.db'}"}
     with FakeVllm(viewer_model) as engine, run_proxy([engine], reader=key, **settings) as client:
         url = str(client.base_url).rstrip("/")
-        async with open_page(url) as viewer:
+        async with watched_page(browser, url) as viewer:
             response = await viewer.page.goto(f"{url}/viewer")
             assert response is not None and response.status == 401
             await viewer.page.wait_for_selector(".problem-bar input:focus")
@@ -231,11 +211,11 @@ async def test_the_page_asks_for_a_key(open_page: OpenPage, viewer_model: TinyMo
 
 
 async def test_one_file_shows_the_same_and_contacts_nobody(
-    open_page: OpenPage, recorded: RecordedProxy, small: SmallSession, tmp_path: Path
+    browser: "Browser", recorded: RecordedProxy, small: SmallSession, tmp_path: Path
 ) -> None:
     out = tmp_path / "page.html"
     assert main(["view", SMALL, HOSTILE, "--url", recorded.url, "-o", str(out)]) == 0
-    async with open_page("file://") as viewer:
+    async with watched_page(browser, "file://") as viewer:
         page = viewer.page
         await page.goto(out.as_uri())
         await page.wait_for_selector(".list-row")

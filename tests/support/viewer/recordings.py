@@ -1,8 +1,7 @@
-"""The recorded sessions that the page is tested with, and how they get into a store.
+"""The recorded sessions that the page is tested with, how they get into a store, and proxies over it.
 
     small     every kind of turn once: see `small_session`
     hostile   HTML and scripts in everything that a model or a client chooses
-    empty     a session that was described and has no turns
     long      one path of 128,000 ids
     deep      2,000 turns with forks and sub-agents
 
@@ -12,7 +11,10 @@ and 100,000 small sessions, in a store of their own.
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -21,7 +23,8 @@ import msgspec
 from proxy.history.origin import RequestClass
 from proxy.history.store import Limits, Session, Store
 from proxy.history.turn import Turn, WeightSpan
-from proxy.history.vocabulary import Reason
+from tests.support.fake_vllm import FakeVllm
+from tests.support.serve_process import ServeProcess
 from tests.support.tiny_model import END, TinyModel
 from tests.support.viewer.model import EMOJI, WORDS
 from tests.support.viewer.recorder import (
@@ -37,11 +40,8 @@ from tests.support.viewer.recorder import (
 )
 from tests.support.viewer.small_session import READ_FILE, small_session
 
-HOSTILE, EMPTY, LONG, DEEP = "hostile", "empty", "long", "deep"
+HOSTILE, LONG, DEEP = "hostile", "long", "deep"
 """The names of sessions."""
-LONG_IDS = 128_000
-LONG_TURNS = 64
-DEEP_TURNS = 2_000
 MANY_SESSIONS = 100_000
 FIRST_OF_MANY = "step-0000-000"
 """The one of them that was used first."""
@@ -77,8 +77,6 @@ def two_sessions(model: TinyModel) -> Iterator[Recorded]:
 def few_sessions(model: TinyModel) -> Iterator[Recorded]:
     """The named sessions."""
     yield from two_sessions(model)
-    started = START + _HOUR_S
-    yield Recorded(Session(id=EMPTY, created=started, used=started, metadata=b'{"task":"none"}'), [])
     yield long_session(model)
     yield deep_session(model)
 
@@ -110,7 +108,7 @@ def hostile_session(model: TinyModel) -> Recorded:
     return record.recorded()
 
 
-def long_session(model: TinyModel, ids: int = LONG_IDS, turns: int = LONG_TURNS) -> Recorded:
+def long_session(model: TinyModel, ids: int = 128_000, turns: int = 64) -> Recorded:
     """One path whose last turn ends after exactly so many ids."""
     drawn = random.Random("long")
     record = SessionRecorder(model, LONG, start=START + 3 * _HOUR_S, metadata={"task": LONG})
@@ -129,7 +127,7 @@ def long_session(model: TinyModel, ids: int = LONG_IDS, turns: int = LONG_TURNS)
     return record.recorded()
 
 
-def deep_session(model: TinyModel, turns: int = DEEP_TURNS) -> Recorded:
+def deep_session(model: TinyModel, turns: int = 2_000) -> Recorded:
     """Many short turns: every 20th is a fork, every 50th begins a sub-agent."""
     drawn = random.Random("deep")
     record = SessionRecorder(model, DEEP, start=START + 4 * _HOUR_S, metadata={"task": DEEP})
@@ -151,31 +149,13 @@ def deep_session(model: TinyModel, turns: int = DEEP_TURNS) -> Recorded:
     return record.recorded()
 
 
-def many_sessions(model: TinyModel, count: int = MANY_SESSIONS) -> Iterator[Recorded]:
-    """Sessions of two turns, which differ in name, time, metadata, reward, class and weight version."""
-    drawn = random.Random("many")
-    prototype = SessionRecorder(model, "prototype")
-    first = prototype.turn([user(_sentence(drawn, 6))], answer(model, _sentence(drawn, 30)))
-    second = prototype.turn([user(_sentence(drawn, 6))], answer(model, _sentence(drawn, 30)), parent=first)
-    for number in range(count):
-        name, later = f"step-{number // 256:04d}-{number % 256:03d}", _SECONDS_BETWEEN * number
-        ids = [f"{round((turn.created + later) * 1e9):016x}{number:012x}0000" for turn in (first, second)]
-        versions = (WeightSpan(str(number % 5), 0, second.completion_tokens),)
-        fields: dict[str, Any] = {
-            "rollout": name,
-            "request_class": drawn.choice(["", RequestClass.MAIN]),
-            "reason": drawn.choice([Reason.FIRST_TURN, Reason.NO_MATCH]),
-            "weight_versions": versions,
-        }
-        turns = [
-            msgspec.structs.replace(turn, id=own, request=own, created=turn.created + later, **fields)
-            for turn, own in zip((first, second), ids, strict=True)
-        ]
-        turns[1] = msgspec.structs.replace(turns[1], parent=ids[0], reason="")
+def many_sessions(model: TinyModel) -> Iterator[Recorded]:
+    """Sessions without turns: the list reads none."""
+    for number in range(MANY_SESSIONS):
         metadata = msgspec.json.encode({"step": number // 256, "task": f"task-{number % 40}"})
-        session = Session(id=name, metadata=metadata, created=START + later, used=turns[1].created)
-        rewards = {"": round(drawn.betavariate(0.6, 0.8), 3)} if drawn.random() < 0.8 else {}
-        yield Recorded(session, turns, rewards)
+        used = START + _SECONDS_BETWEEN * number
+        name = f"step-{number // 256:04d}-{number % 256:03d}"
+        yield Recorded(Session(id=name, metadata=metadata, created=used, used=used), [])
 
 
 def _sentence(drawn: random.Random, words: int) -> str:
@@ -206,3 +186,21 @@ async def _write(store: Store, recorded: Recorded) -> None:
     await store.save_session(recorded.session)
     if recorded.rewards:
         await store.set_rewards(recorded.session.id, recorded.rewards)
+
+
+@dataclass(frozen=True)
+class RecordedProxy:
+    """A running proxy whose store holds recorded sessions."""
+
+    url: str
+    store: str
+    """The URL of its store. Other processes may write to it while the proxy runs."""
+
+
+@contextmanager
+def run_recorded_proxy(model: TinyModel, store: str, log: Path) -> Iterator[RecordedProxy]:
+    """Serve over a store, in a process of its own before a fake engine; nothing in it becomes too old."""
+    kept = ("--store", store, "--store-max-age-s", "1e10", "--finish-after-s", "0")
+    with FakeVllm(model) as engine, ServeProcess([engine.url], log, *kept) as process:
+        process.wait_ready()
+        yield RecordedProxy(process.url, store)
