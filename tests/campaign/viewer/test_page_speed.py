@@ -1,4 +1,4 @@
-"""The page with 128,000 ids, with 2,000 turns and with 100,000 sessions: it never makes a reader wait.
+"""The page with 128,000 ids, with 2,000 turns and with 10,000 sessions: it never makes a reader wait.
 
 The limits are those of a reader, several times what a machine of two cores needs.
 """
@@ -86,7 +86,7 @@ async def test_the_tree_of_2000_turns(viewer: Viewer) -> None:
 
 
 @pytest.mark.parametrize("recorded", ["many"], indirect=True)
-async def test_a_list_of_100_000_sessions(viewer: Viewer) -> None:
+async def test_a_list_of_10_000_sessions(viewer: Viewer) -> None:
     assert await _first_paint_ms(viewer, "#/", ".list-row") < FIRST_PAINT_MS
     page = viewer.page
     assert await _longest_frame_ms(page, ".windowed") < FRAME_MS

@@ -9,11 +9,11 @@ import pyarrow.parquet
 import pytest
 
 from proxy.cli import main
-from proxy.history.store import Session, StoreError
+from proxy.history.store import StoreError
 from proxy.samples.layouts import LAYOUTS
 from proxy.stores.sqlite import SqliteStore
 from tests.support.store_utils import opened
-from tests.support.trees import rollout
+from tests.support.trees import add_rollouts
 
 Capture = pytest.CaptureFixture[str]
 
@@ -23,11 +23,7 @@ def _stored(folder: Path, *ids: str) -> str:
 
     async def fill() -> None:
         async with opened(url) as store:
-            for session_id in ids:
-                turns = rollout(session_id)
-                tenant = session_id.rpartition("/")[0]
-                session = Session(id=session_id, tenant=tenant, created=1.0, used=1.0)
-                await store.add(session, turns, [[] for _ in turns])
+            await add_rollouts(store, *ids)
 
     asyncio.run(fill())
     return url

@@ -50,11 +50,8 @@ async def test_the_tree_tells_what_became_of_each_turn(viewer: Viewer, small: Sm
 async def test_a_path_is_chosen_in_the_tree_and_in_its_menu(viewer: Viewer, small: SmallSession) -> None:
     await viewer.open(f"#/s/{SMALL}")
     await viewer.page.click(f".tree-row[data-turn='{small.other_choice.id}']")
-    assert await viewer.shown(".tree-row.on-path", "turn") == [
-        small.first.id,
-        small.other_choice.id,
-        small.aborted.id,
-    ]
+    path = [small.first.id, small.other_choice.id, small.aborted.id]
+    assert await viewer.shown(".tree-row.on-path", "turn") == path
     assert small.other_choice.id in viewer.page.url
     await viewer.page.get_by_label("Path", exact=True).first.select_option(small.special.id)
     await viewer.page.wait_for_selector(f".conversation [data-turn='{small.special.id}']")

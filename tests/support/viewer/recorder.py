@@ -9,7 +9,7 @@ from the name and the start, so that each run records equal sessions.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,12 @@ START = 1_780_000_000.0
 MODEL = "tiny"
 
 Message = dict[str, Any]
+
+_OF_A_REQUEST = (
+    *("parent", "request", "messages", "appended", "tools", "template_kwargs", "prompt_tokens", "source"),
+    "reason",
+)
+"""Fields of a turn that all choices of its request share."""
 
 
 @dataclass
@@ -84,10 +90,6 @@ def tool_result(content: str, number: int = 1) -> Message:
     return {"role": "tool", "tool_call_id": f"call_{number}", "content": content}
 
 
-def user(content: str) -> Message:
-    return {"role": "user", "content": content}
-
-
 def system(content: str) -> Message:
     return {"role": "system", "content": content}
 
@@ -117,7 +119,7 @@ class SessionRecorder:
     def turn(
         self,
         new: Sequence[Message],
-        sampled: Answer | Callable[[int], Answer],
+        sampled: Answer,
         *,
         parent: Turn | None = None,
         **fields: Any,
@@ -126,7 +128,6 @@ class SessionRecorder:
 
         Args:
             new: the messages after the parent's conversation; the whole conversation if there is no parent.
-            sampled: or what makes it of the number of ids in the prompt.
             fields: of `Turn`, in place of the usual ones.
         """
         appended = self._appended(new, parent)
@@ -145,29 +146,15 @@ class SessionRecorder:
             "source": Source.EXTENDED if parent else Source.RENDERED,
             "reason": "" if parent else Reason.FIRST_TURN,
         }
-        if not isinstance(sampled, Answer):
-            sampled = sampled(before + len(appended))
         return self._keep(parent, sampled, {**usual, **fields})
 
-    def choice(self, holder: Turn, sampled: Answer, **fields: Any) -> Turn:
+    def choice(self, holder: Turn, sampled: Answer) -> Turn:
         """Record another choice of the request of a turn, which holds the prompt of both."""
         index = sum(turn.request == holder.request for turn in self.turns.values())
-        shared = {
-            "id": turn_id(holder.request, index),
-            "parent": holder.parent,
-            "request": holder.request,
-            "choice": index,
-            "prompt_turn": holder.id,
-            "messages": holder.messages,
-            "appended": holder.appended,
-            "tools": holder.tools,
-            "template_kwargs": holder.template_kwargs,
-            "prompt_tokens": holder.prompt_tokens,
-            "source": holder.source,
-            "reason": holder.reason,
-        }
+        shared = {name: getattr(holder, name) for name in _OF_A_REQUEST}
         parent = self.turns[holder.parent] if holder.parent else None
-        return self._keep(parent, sampled, {**shared, **fields})
+        own = {"id": turn_id(holder.request, index), "choice": index, "prompt_turn": holder.id}
+        return self._keep(parent, sampled, {**shared, **own})
 
     def recorded(self) -> Recorded:
         """The session with all turns so far."""

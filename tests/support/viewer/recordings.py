@@ -2,10 +2,10 @@
 
     small     every kind of turn once: see `small_session`
     hostile   HTML and scripts in everything that a model or a client chooses
-    long      one path of 128,000 ids
+    long      one path of more than 128,000 ids
     deep      2,000 turns with forks and sub-agents
 
-and 100,000 small sessions, in a store of their own.
+and 10,000 sessions without turns, in a store of their own.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -25,31 +24,28 @@ from proxy.history.store import Limits, Session, Store
 from proxy.history.turn import Turn, WeightSpan
 from tests.support.fake_vllm import FakeVllm
 from tests.support.serve_process import ServeProcess
-from tests.support.tiny_model import END, TinyModel
+from tests.support.talk import user
+from tests.support.tiny_model import TinyModel
 from tests.support.viewer.model import EMOJI, WORDS
 from tests.support.viewer.recorder import (
     START,
-    Answer,
     Recorded,
     SessionRecorder,
     answer,
     system,
     tool_call,
     tool_result,
-    user,
 )
 from tests.support.viewer.small_session import READ_FILE, small_session
 
 HOSTILE, LONG, DEEP = "hostile", "long", "deep"
 """The names of sessions."""
-MANY_SESSIONS = 100_000
+MANY_SESSIONS = 10_000
 FIRST_OF_MANY = "step-0000-000"
 """The one of them that was used first."""
 LIMITS: Final = Limits(max_bytes=2**34, max_age_s=1e10)
 """Of stores with recordings: nothing is evicted."""
 _HOUR_S = 3600.0
-_WRITTEN_TOGETHER = 2_000
-"""Sessions that are written at the same time: SQLite commits them in groups."""
 _SECONDS_BETWEEN = 7.0
 """From the start of one of the many sessions to that of the next."""
 
@@ -108,22 +104,13 @@ def hostile_session(model: TinyModel) -> Recorded:
     return record.recorded()
 
 
-def long_session(model: TinyModel, ids: int = 128_000, turns: int = 64) -> Recorded:
-    """One path whose last turn ends after exactly so many ids."""
+def long_session(model: TinyModel, words: int = 2_000, turns: int = 64) -> Recorded:
+    """One path of 128,000 words, which are more ids."""
     drawn = random.Random("long")
     record = SessionRecorder(model, LONG, start=START + 3 * _HOUR_S, metadata={"task": LONG})
     turn: Turn | None = None
-    for number in range(1, turns + 1):
-        asked = user(_sentence(drawn, 20))
-        new = [asked] if turn else [system("You are a coding agent."), asked]
-        text = model.encode(_sentence(drawn, 2 * ids // turns))
-        end = ids * number // turns
-
-        def sampled(prompt: int, text: list[int] = text, end: int = end) -> Answer:
-            ended = [*text[: end - prompt - 1], END]
-            return Answer({"role": "assistant", "content": model.decode(ended)}, ended)
-
-        turn = record.turn(new, sampled, parent=turn)
+    for _ in range(turns):
+        turn = record.turn([user(_sentence(drawn, 20))], answer(model, _sentence(drawn, words)), parent=turn)
     return record.recorded()
 
 
@@ -174,9 +161,7 @@ RECORDINGS: Final[Mapping[str, Callable[[TinyModel], Iterable[Recorded]]]] = Map
 
 async def write(store: Store, recordings: Iterable[Recorded]) -> None:
     """Write sessions into an open store, with the times at which they were used."""
-    remaining = iter(recordings)
-    while group := list(islice(remaining, _WRITTEN_TOGETHER)):
-        await asyncio.gather(*(_write(store, recorded) for recorded in group))
+    await asyncio.gather(*(_write(store, recorded) for recorded in recordings))
 
 
 async def _write(store: Store, recorded: Recorded) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from proxy.history.origin import RequestClass
 from proxy.history.turn import Turn, WeightSpan
 from proxy.history.vocabulary import Problem, Reason
+from tests.support.talk import user
 from tests.support.tiny_model import END, TinyModel
 from tests.support.viewer.model import EMOJI
 from tests.support.viewer.recorder import (
@@ -18,7 +19,6 @@ from tests.support.viewer.recorder import (
     system,
     tool_call,
     tool_result,
-    user,
 )
 
 SMALL = "small"

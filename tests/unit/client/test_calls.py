@@ -14,7 +14,7 @@ from proxy.client import (
     TooManyRequests,
     UnknownResource,
 )
-from proxy.client.calls import Address, Patience, read_feed, repeatable
+from proxy.client.calls import Address, Patience, list_models, read_feed, repeatable
 from proxy.client.errors import error_of
 
 
@@ -38,6 +38,7 @@ def test_statuses(status: int, kind: type[ErrorResponse]) -> None:
 def test_base_urls() -> None:
     urls = ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/")
     assert {Address(url, None).url for url in urls} == {"http://h:1"}
+    assert Address("http://h:1", "key").arguments(list_models())["headers"] == {"authorization": "Bearer key"}
 
 
 def test_every_page_of_a_feed_is_selected_by_the_same_weights() -> None:

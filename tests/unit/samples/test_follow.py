@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 
 from proxy.history.feed import Cause
-from proxy.history.store import Limits, Session, Store, StoreError
+from proxy.history.store import Limits, Store, StoreError
 from proxy.samples.feed import FeedFilter
 from proxy.samples.follow import Follower, end_last_line
 from proxy.samples.layouts import LAYOUTS
 from proxy.stores.memory import MemoryStore
-from tests.support.trees import rollout
+from tests.support.trees import add_rollouts
 
 
 async def _finish(store: Store, *names: str) -> None:
     for name in names:
-        turns = rollout(name)
-        await store.add(Session(id=name, created=1.0, used=1.0), turns, [[] for _ in turns])
+        await add_rollouts(store, name)
         assert await store.feed.finish(name, Cause.END)
 
 
