@@ -71,8 +71,6 @@ async def test_a_turn_that_the_session_does_not_have_is_told(viewer: Viewer, rec
     await page.wait_for_selector(".token.focused[data-i='1']")
     await notice.wait_for(state="hidden")
     assert await page.locator(f".tree-row.on-path[data-turn='{second.id}']").count() == 1
-    await page.goto("about:blank")
-    await recorded_store.delete(name)
 
 
 async def test_a_reader_of_tokens_keeps_the_place_while_the_path_grows(
@@ -98,4 +96,3 @@ async def test_a_reader_of_tokens_keeps_the_place_while_the_path_grows(
     assert await viewer.page.get_by_label("Find text").input_value() == "find me"
     assert await viewer.page.locator(".tokens .token.plain").count() > 0
     assert await viewer.page.locator(".tokens .token:not(.plain)").count() == 0
-    await recorded_store.delete(name)

@@ -46,12 +46,10 @@ async def test_uncertain_weights_are_not_shown_as_one_version(viewer: Viewer, re
     assert f"{name}: not known which" in await viewer.text(".details")
     await viewer.page.hover("#token-5")
     assert f"weights {name}, not known which" in await viewer.text(".tip")
-    await viewer.page.goto("about:blank")
-    await recorded_store.delete("updated")
 
 
 async def test_alternatives_are_in_the_details(
-    viewer: Viewer, recorded_store: Store, viewer_model: TinyModel
+    viewer: Viewer, recorded_store: Store, tiny_model: TinyModel
 ) -> None:
     found = pack_alternatives([[(b" the", -0.25), (b"\xf0\x9f", -1.5)]])
     turn = root("0" * 32, [1, 74], [75], rollout="alternatives", alternatives=found, messages=b"[]")
@@ -62,7 +60,6 @@ async def test_alternatives_are_in_the_details(
     rows = await viewer.page.locator(".details tr").all_inner_texts()
     half = "\u2039f0\u203a\u20399f\u203a"
     assert [row.split("\t")[:2] for row in rows] == [["·the", "-0.250"], [half, "-1.500"]]
-    await recorded_store.delete("alternatives")
 
 
 async def test_find_copies_and_permalinks(viewer: Viewer, small: SmallSession) -> None:

@@ -45,7 +45,7 @@ async def browser() -> AsyncIterator["Browser"]:
 
 
 @pytest.fixture(scope="session")
-def run_recorded(viewer_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRecorded]:
+def run_recorded(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRecorded]:
     """Runs a proxy over the recordings of a name, once in a run. What a test adds to it stays."""
     started: dict[str, RecordedProxy] = {}
     with ExitStack() as stack:
@@ -55,8 +55,8 @@ def run_recorded(viewer_model: TinyModel, tmp_path_factory: pytest.TempPathFacto
                 folder = tmp_path_factory.mktemp(f"recorded-{name}")
                 store = f"sqlite://{folder / 'rollouts.db'}"
                 async with opened(store, LIMITS) as opened_store:
-                    await write(opened_store, RECORDINGS[name](viewer_model))
-                proxy = run_recorded_proxy(viewer_model, store, folder / "proxy.log")
+                    await write(opened_store, RECORDINGS[name](tiny_model))
+                proxy = run_recorded_proxy(tiny_model, store, folder / "proxy.log")
                 started[name] = stack.enter_context(proxy)
             return started[name]
 
@@ -78,8 +78,8 @@ async def recorded(
 
 
 @pytest.fixture(scope="session")
-def small(viewer_model: TinyModel) -> SmallSession:
-    return small_session(viewer_model)
+def small(tiny_model: TinyModel) -> SmallSession:
+    return small_session(tiny_model)
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -28,23 +28,20 @@ async def test_the_tree_tells_what_became_of_each_turn(viewer: Viewer, small: Sm
     await viewer.open(f"#/s/{SMALL}")
     await viewer.page.wait_for_selector(".tree-row")
 
-    async def row(turn: str) -> str:
-        text: str = await viewer.page.locator(f".tree-row[data-turn='{turn}']").inner_text()
-        return text
-
     assert await viewer.page.locator(".tree-row").count() == 11
-    assert "abort" in await row(small.aborted.id) and "reward -0.5" in await row(small.aborted.id)
-    assert "choice 2" in await row(small.other_choice.id)
-    assert "usage_mismatch" in await row(small.refused.id)
-    assert "not trained" in await row(small.special.id)
-    assert "agent-1" in await row(small.subagent.id) and "subagent" in await row(small.subagent.id)
-    assert "length" in await row(small.subagent_end.id)
-    broken = await row(small.broken.id)
-    assert "history_edited" in broken and "drift at" in broken
-    title = await viewer.page.locator(f".tree-row[data-turn='{small.broken.id}'] .reason").get_attribute(
-        "title"
-    )
-    assert title is not None and "differs from the recorded one" in title
+    for turn, words in (
+        (small.aborted, ("abort", "reward -0.5")),
+        (small.other_choice, ("choice 2",)),
+        (small.refused, ("usage_mismatch",)),
+        (small.special, ("not trained",)),
+        (small.subagent, ("agent-1", "subagent")),
+        (small.subagent_end, ("length",)),
+        (small.broken, ("history_edited", "drift at")),
+    ):
+        row = await viewer.text(f".tree-row[data-turn='{turn.id}']")
+        assert all(word in row for word in words), row
+    reason = viewer.page.locator(f".tree-row[data-turn='{small.broken.id}'] .reason")
+    assert "differs from the recorded one" in (await reason.get_attribute("title") or "")
 
 
 async def test_a_path_is_chosen_in_the_tree_and_in_its_menu(viewer: Viewer, small: SmallSession) -> None:
@@ -63,7 +60,7 @@ async def test_a_path_is_chosen_in_the_tree_and_in_its_menu(viewer: Viewer, smal
 
 
 async def test_tokens_are_those_of_the_record(
-    viewer: Viewer, small: SmallSession, viewer_model: TinyModel
+    viewer: Viewer, small: SmallSession, tiny_model: TinyModel
 ) -> None:
     await viewer.open_tokens(SMALL, small.fork.id)
     page = viewer.page
@@ -87,15 +84,12 @@ async def test_half_characters_and_white_space_are_visible(viewer: Viewer, small
 
 async def test_the_drift_lane_shows_what_a_template_renders(viewer: Viewer, small: SmallSession) -> None:
     await viewer.open_tokens(SMALL, small.aborted.id)
-    status = await viewer.text(".token-panel > .status")
-    assert "differs from the template's own rendering" in status
+    assert "differs from the template's own rendering" in await viewer.text(".token-panel > .status")
     await viewer.page.click("text=next difference")
-    lane = viewer.page.locator(".lane").first
-    await lane.wait_for()
+    await viewer.page.wait_for_selector(".lane")
     assert await viewer.page.locator(".token.differs").count() > 0
     assert await viewer.page.locator(".token.first-difference").count() == 1
-    details = await viewer.text(".details")
-    assert "Difference" in details
+    assert "Difference" in await viewer.text(".details")
 
 
 async def test_hostile_text_is_only_text(viewer: Viewer) -> None:
@@ -113,7 +107,7 @@ async def test_hostile_text_is_only_text(viewer: Viewer) -> None:
 
 
 async def test_an_open_session_grows(
-    viewer: Viewer, recorded: RecordedProxy, recorded_store: Store, viewer_model: TinyModel
+    viewer: Viewer, recorded: RecordedProxy, recorded_store: Store, tiny_model: TinyModel
 ) -> None:
     headers = {"x-session-id": "growing"}
     messages = [{"role": "user", "content": "Hi"}]
@@ -187,11 +181,11 @@ async def test_two_paths_side_by_side(viewer: Viewer, small: SmallSession) -> No
     assert active is not None and await page.locator(f".column:last-child .focused#{active}").count() == 1
 
 
-async def test_the_page_asks_for_a_key(browser: "Browser", viewer_model: TinyModel, tmp_path: Path) -> None:
+async def test_the_page_asks_for_a_key(browser: "Browser", tiny_model: TinyModel, tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     key = add_key(file, "reader", ["read"], None)
     settings = {"api_key_file": file, "store": f"sqlite://{tmp_path / 'rollouts.db'}"}
-    with FakeVllm(viewer_model) as engine, run_proxy([engine], reader=key, **settings) as client:
+    with FakeVllm(tiny_model) as engine, run_proxy([engine], reader=key, **settings) as client:
         url = str(client.base_url).rstrip("/")
         async with watched_page(browser, url) as viewer:
             response = await viewer.page.goto(f"{url}/viewer")

@@ -25,6 +25,8 @@ from tests.support.tiny_model import END, TinyModel
 START = 1_780_000_000.0
 """When the first recorded session began, in seconds since the epoch: 28 May 2026, 20:26:40 UTC."""
 MODEL = "tiny"
+EMOJI = "😀😁😂😃😄😅😆😇😈😉😊😋😌😍😎😏"
+"""Each is several ids, none of which is a character."""
 
 Message = dict[str, Any]
 

@@ -26,8 +26,8 @@ from tests.support.fake_vllm import FakeVllm
 from tests.support.serve_process import ServeProcess
 from tests.support.talk import user
 from tests.support.tiny_model import TinyModel
-from tests.support.viewer.model import EMOJI, WORDS
 from tests.support.viewer.recorder import (
+    EMOJI,
     START,
     Recorded,
     SessionRecorder,
@@ -46,6 +46,7 @@ FIRST_OF_MANY = "step-0000-000"
 LIMITS: Final = Limits(max_bytes=2**34, max_age_s=1e10)
 """Of stores with recordings: nothing is evicted."""
 _HOUR_S = 3600.0
+_WORDS = "the of and file line test error return value function import class read write list range"
 _SECONDS_BETWEEN = 7.0
 """From the start of one of the many sessions to that of the next."""
 
@@ -104,8 +105,8 @@ def hostile_session(model: TinyModel) -> Recorded:
     return record.recorded()
 
 
-def long_session(model: TinyModel, words: int = 2_000, turns: int = 64) -> Recorded:
-    """One path of 128,000 words, which are more ids."""
+def long_session(model: TinyModel, words: int = 430, turns: int = 64) -> Recorded:
+    """One path of so many words in each turn, together more than 128,000 ids."""
     drawn = random.Random("long")
     record = SessionRecorder(model, LONG, start=START + 3 * _HOUR_S, metadata={"task": LONG})
     turn: Turn | None = None
@@ -147,7 +148,7 @@ def many_sessions(model: TinyModel) -> Iterator[Recorded]:
 
 def _sentence(drawn: random.Random, words: int) -> str:
     """So many words, and an emoji now and then."""
-    chosen = drawn.choices(WORDS, k=words)
+    chosen = drawn.choices(_WORDS.split(), k=words)
     if drawn.random() < 0.2:
         chosen.append(drawn.choice(EMOJI))
     return " ".join(chosen).capitalize() + "."

@@ -8,8 +8,8 @@ from proxy.history.turn import Turn, WeightSpan
 from proxy.history.vocabulary import Problem, Reason
 from tests.support.talk import user
 from tests.support.tiny_model import END, TinyModel
-from tests.support.viewer.model import EMOJI
 from tests.support.viewer.recorder import (
+    EMOJI,
     Answer,
     Recorded,
     SessionRecorder,
@@ -48,9 +48,9 @@ class SmallSession:
     other_choice: Turn
     """The other choice, sampled letter by letter: the template would render other ids for it."""
     emoji: Turn
-    """Continues `fork`. Each emoji is two ids, none of which is a character; two weight versions."""
+    """Continues `fork`. Each emoji is several ids, none of which is a character; two weight versions."""
     aborted: Turn
-    """Continues `other_choice`. Its client left after the first half of an emoji."""
+    """Continues `other_choice`. Its client left in the middle of an emoji."""
     refused: Turn
     """Continues `emoji`, and cannot be trained on."""
     special: Turn

@@ -77,12 +77,12 @@ def test_all_choices_of_a_request_break_with_the_same_turn() -> None:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(viewer_model: TinyModel) -> ChatTokenizer:
-    return ChatTokenizer.load(viewer_model.folder)
+def tokenizer(tiny_model: TinyModel) -> ChatTokenizer:
+    return ChatTokenizer.load(tiny_model.folder)
 
 
-def test_lanes_of_a_session(viewer_model: TinyModel, tokenizer: ChatTokenizer) -> None:
-    small = small_session(viewer_model)
+def test_lanes_of_a_session(tiny_model: TinyModel, tokenizer: ChatTokenizer) -> None:
+    small = small_session(tiny_model)
     turns = small.recorded.turns
     spelled = drift_lane(turns, [small.first, small.other_choice, small.aborted], "", tokenizer)
     assert (spelled.basis, spelled.reason) == (Basis.TEMPLATE, "")
@@ -96,10 +96,10 @@ def test_lanes_of_a_session(viewer_model: TinyModel, tokenizer: ChatTokenizer) -
     assert (broken.first, broken.other) == (found.equal, found.total)
 
 
-def test_stripped_thinking_is_left_out(viewer_model: TinyModel) -> None:
+def test_stripped_thinking_is_left_out(tiny_model: TinyModel) -> None:
     strips = CHATML.replace("message.content }}", "(message.content.split('</think>') | last) }}")
     assert strips != CHATML
-    stripping = ChatTokenizer.load(viewer_model.folder, strips)
+    stripping = ChatTokenizer.load(tiny_model.folder, strips)
     question = [{"role": "user", "content": "a"}]
     prompt = stripping.render(question)
     thought = [*stripping.encode("<think>so</think>b"), 2]

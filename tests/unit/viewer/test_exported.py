@@ -84,12 +84,12 @@ def test_what_is_no_export_is_refused_by_name(tmp_path: Path, content: bytes) ->
 
 
 def test_a_prompt_with_images_is_not_compared_with_the_template(
-    tmp_path: Path, viewer_model: TinyModel
+    tmp_path: Path, tiny_model: TinyModel
 ) -> None:
     images = (PromptImage(1, 2, "0" * 32, "image/png", b"..."),)
     file, _ = _export(tmp_path, recorded=_turns(images=images))
     [recording] = read_export(file)
     assert [[each.offset for each in turn.images] for turn in recording.turns] == [[1], []]
     path = path_of(recording.turns[-1], {turn.id: turn for turn in recording.turns})
-    lane = drift_lane(recording.turns, path, Basis.TEMPLATE, ChatTokenizer.load(viewer_model.folder))
+    lane = drift_lane(recording.turns, path, Basis.TEMPLATE, ChatTokenizer.load(tiny_model.folder))
     assert "images" in lane.reason and lane.hunks == []

@@ -26,8 +26,8 @@ _KEPT = (
 
 
 @pytest.fixture(scope="module")
-def small(viewer_model: TinyModel) -> SmallSession:
-    return small_session(viewer_model)
+def small(tiny_model: TinyModel) -> SmallSession:
+    return small_session(tiny_model)
 
 
 @pytest.fixture
@@ -70,10 +70,10 @@ def test_no_text_of_a_recording_ends_the_data() -> None:
 
 
 def test_sessions_of_a_store(
-    store_url: str, small: SmallSession, viewer_model: TinyModel, tmp_path: Path
+    store_url: str, small: SmallSession, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     out = tmp_path / "page.html"
-    flags = ["--store", store_url, "--tokenizer", str(viewer_model.folder), "-o", str(out)]
+    flags = ["--store", store_url, "--tokenizer", str(tiny_model.folder), "-o", str(out)]
     assert main(["view", SMALL, *flags]) == 0
     data = _data(out.read_text())
     assert [row["id"] for row in data["sessions"]] == [SMALL]
