@@ -15,6 +15,6 @@ from tests.contract.viewer.conftest import (  # noqa: F401
 
 
 @pytest.fixture
-def recordings() -> str:
-    """See `recordings` there."""
+def usual() -> str:
+    """See `usual` there."""
     return "few"

@@ -90,7 +90,7 @@ async def test_a_list_of_10_000_sessions(viewer: Viewer) -> None:
     assert await _first_paint_ms(viewer, "#/", ".list-row") < FIRST_PAINT_MS
     page = viewer.page
     assert await _longest_frame_ms(page, ".windowed") < FRAME_MS
-    await page.click("text=older")
+    await page.click("button:text-is('older')")
     await page.wait_for_selector("button:text('newest')")
     await page.get_by_label("Search sessions").fill(FIRST_OF_MANY)
     await page.wait_for_selector(f".list-row[data-session='{FIRST_OF_MANY}']")

@@ -17,7 +17,7 @@ import pytest_asyncio
 from tests.support.store_utils import opened
 from tests.support.tiny_model import TinyModel
 from tests.support.viewer.browser import PageOptions, Viewer, missing_program, run_browser, watched_page
-from tests.support.viewer.recordings import LIMITS, RECORDINGS, RecordedProxy, run_recorded_proxy, write
+from tests.support.viewer.recordings import LIMITS, RecordedProxy, recordings, run_recorded_proxy, write
 from tests.support.viewer.small_session import SmallSession, small_session
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run_recorded(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
                 folder = tmp_path_factory.mktemp(f"recorded-{name}")
                 store = f"sqlite://{folder / 'rollouts.db'}"
                 async with opened(store, LIMITS) as opened_store:
-                    await write(opened_store, RECORDINGS[name](tiny_model))
+                    await write(opened_store, recordings(name, tiny_model))
                 proxy = run_recorded_proxy(tiny_model, store, folder / "proxy.log")
                 started[name] = stack.enter_context(proxy)
             return started[name]
@@ -64,17 +64,15 @@ def run_recorded(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def recordings() -> str:
-    """What the proxies of these tests have recorded, of `RECORDINGS`."""
+def usual() -> str:
+    """What the proxies of these tests have recorded, as `recordings` names it."""
     return "two"
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def recorded(
-    request: pytest.FixtureRequest, recordings: str, run_recorded: RunRecorded
-) -> RecordedProxy:
-    """A proxy over the recordings that the parameter names: `recordings` if there is none."""
-    return await run_recorded(getattr(request, "param", recordings))
+async def recorded(request: pytest.FixtureRequest, usual: str, run_recorded: RunRecorded) -> RecordedProxy:
+    """A proxy over the recordings that the parameter names: the usual ones if there is none."""
+    return await run_recorded(getattr(request, "param", usual))
 
 
 @pytest.fixture(scope="session")

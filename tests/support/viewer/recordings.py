@@ -10,11 +10,10 @@ and 10,000 sessions without turns, in a store of their own.
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -63,19 +62,6 @@ HOSTILE_TEXTS = (
 )
 """If one of them runs, it sets `window.hostileRan`, opens a dialog, asks another server, or makes an element
 with the id `injected`."""
-
-
-def two_sessions(model: TinyModel) -> Iterator[Recorded]:
-    """The sessions `small` and `hostile`."""
-    yield small_session(model).recorded
-    yield hostile_session(model)
-
-
-def few_sessions(model: TinyModel) -> Iterator[Recorded]:
-    """The named sessions."""
-    yield from two_sessions(model)
-    yield long_session(model)
-    yield deep_session(model)
 
 
 def hostile_session(model: TinyModel) -> Recorded:
@@ -137,7 +123,7 @@ def deep_session(model: TinyModel, turns: int = 2_000) -> Recorded:
     return record.recorded()
 
 
-def many_sessions(model: TinyModel) -> Iterator[Recorded]:
+def many_sessions() -> Iterator[Recorded]:
     """Sessions without turns: the list reads none."""
     for number in range(MANY_SESSIONS):
         metadata = msgspec.json.encode({"step": number // 256, "task": f"task-{number % 40}"})
@@ -154,10 +140,12 @@ def _sentence(drawn: random.Random, words: int) -> str:
     return " ".join(chosen).capitalize() + "."
 
 
-RECORDINGS: Final[Mapping[str, Callable[[TinyModel], Iterable[Recorded]]]] = MappingProxyType(
-    {"two": two_sessions, "few": few_sessions, "many": many_sessions}
-)
-"""What the proxies of the tests have recorded."""
+def recordings(name: str, model: TinyModel) -> Iterable[Recorded]:
+    """What a proxy has recorded: `two` sessions, a `few` or `many`."""
+    if name == "many":
+        return many_sessions()
+    two = [small_session(model).recorded, hostile_session(model)]
+    return two if name == "two" else [*two, long_session(model), deep_session(model)]
 
 
 async def write(store: Store, recordings: Iterable[Recorded]) -> None:
