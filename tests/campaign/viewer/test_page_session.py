@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from proxy.history.store import Session, Store
-from proxy.history.turn import WeightSpan, pack_alternatives
+from proxy.history.turn import WeightSpan, new_id, pack_alternatives
 from tests.support.tiny_model import TinyModel
 from tests.support.trees import child, root
 from tests.support.viewer.browser import DARK, PHONE, PageOptions, Viewer, axe_is_installed
@@ -28,9 +28,9 @@ async def test_a_broken_prompt_is_compared_with_the_turn_before(viewer: Viewer, 
 async def test_uncertain_weights_are_not_shown_as_one_version(viewer: Viewer, recorded_store: Store) -> None:
     spans, name = (WeightSpan("7", 0, 2), WeightSpan("8", 0, 2)), "7 or 8"
     known = (WeightSpan("7", 0, 1), WeightSpan("8", 1, 2))
-    first = root(f"{1:032x}", [1], [74, 75], rollout="updated", weight_versions=known, message=b"{}")
+    first = root(new_id(), [1], [74, 75], rollout="updated", weight_versions=known, message=b"{}")
     fields: dict[str, Any] = {"rollout": "updated", "weight_versions": spans, "weights_uncertain": True}
-    second = child(f"{2:032x}", first, [76], [77, 78], message=b"{}", **fields)
+    second = child(new_id(), first, [76], [77, 78], message=b"{}", **fields)
     await recorded_store.add(Session(id="updated", created=1.0, used=1.0), [first, second], [[], []])
     await viewer.open("#/s/updated/-/tokens?token=5")
     await viewer.page.wait_for_selector("#token-5")
@@ -52,7 +52,7 @@ async def test_alternatives_are_in_the_details(
     viewer: Viewer, recorded_store: Store, tiny_model: TinyModel
 ) -> None:
     found = pack_alternatives([[(b" the", -0.25), (b"\xf0\x9f", -1.5)]])
-    turn = root("0" * 32, [1, 74], [75], rollout="alternatives", alternatives=found, messages=b"[]")
+    turn = root(new_id(), [1, 74], [75], rollout="alternatives", alternatives=found, messages=b"[]")
     session = Session(id="alternatives", created=1.0, used=1.0)
     await recorded_store.add(session, [turn], [[]])
     await viewer.open("#/s/alternatives/-/tokens?token=2")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from proxy.history.store import Session, Store
-from proxy.history.turn import Turn
+from proxy.history.turn import Turn, new_id
 from tests.support.trees import child, root
 from tests.support.viewer.browser import Viewer
 
@@ -19,7 +19,7 @@ async def _record(store: Store, turn: Turn, used: float) -> None:
 
 async def _three_sessions(store: Store, prefix: str) -> list[Turn]:
     """Sessions that end with 0, 1 and 2; the list shows the last one first."""
-    turns = [root(f"{i + 1:032x}", [1, 74], [75], rollout=f"{prefix}-{i}", **_EMPTY) for i in range(3)]
+    turns = [root(new_id(), [1, 74], [75], rollout=f"{prefix}-{i}", **_EMPTY) for i in range(3)]
     for used, turn in enumerate(turns, start=1):
         await _record(store, turn, float(used))
     return turns
@@ -35,7 +35,7 @@ async def test_the_active_row_stays_with_its_session(viewer: Viewer, recorded_st
     await _open_list(viewer, "moving")
     await viewer.page.keyboard.press("j")
     await viewer.page.keyboard.press("j")
-    used = child("f" * 32, turns[0], [7], [8], rollout="moving-0", **_EMPTY)
+    used = child(new_id(), turns[0], [7], [8], rollout="moving-0", **_EMPTY)
     await _record(recorded_store, used, 9.0)
     await viewer.page.wait_for_selector(".list-row[data-session='moving-0'][id$='-0']")
     assert await viewer.shown(".list-row", "session") == ["moving-0", "moving-2", "moving-1"]
@@ -65,7 +65,7 @@ async def test_the_search_keeps_the_focus_and_follows_the_address(
     await _open_list(viewer, "searched")
     await page.get_by_label("Search sessions").fill("searched-1")
     await page.wait_for_function("() => document.querySelectorAll('.list-row').length === 1")
-    await _record(recorded_store, child("f" * 32, turns[1], [7], [8], rollout="searched-1", **_EMPTY), 9.0)
+    await _record(recorded_store, child(new_id(), turns[1], [7], [8], rollout="searched-1", **_EMPTY), 9.0)
     await page.wait_for_selector(".list-row[data-session='searched-1']:has-text('2 turns')")
     assert await page.evaluate("document.activeElement.ariaLabel") == "Search sessions"
     await page.go_back()

@@ -17,9 +17,10 @@ import msgspec
 
 from proxy.history.cached_turn import hash_ids
 from proxy.history.store import Session
-from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, turn_id
+from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, turn_id, unpack_ids
 from proxy.history.vocabulary import ABORTED, Reason, Source
 from tests.support.fake_wire import as_rendered, tools_as_rendered
+from tests.support.talk import appended_after
 from tests.support.tiny_model import END, TinyModel
 
 START = 1_780_000_000.0
@@ -80,16 +81,6 @@ def spelled_answer(model: TinyModel, content: str) -> Answer:
 def cut_answer(model: TinyModel, ids: Sequence[int], finish_reason: str = ABORTED) -> Answer:
     """An answer that ended before its stop token."""
     return Answer({"role": "assistant", "content": model.decode(list(ids))}, list(ids), finish_reason)
-
-
-def tool_call(name: str, number: int = 1, **arguments: Any) -> Message:
-    """A tool call of an assistant message; `number` tells the calls of a session apart."""
-    spelled = msgspec.json.encode(arguments).decode()
-    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": spelled}}
-
-
-def tool_result(content: str, number: int = 1) -> Message:
-    return {"role": "tool", "tool_call_id": f"call_{number}", "content": content}
 
 
 def system(content: str) -> Message:
@@ -197,16 +188,4 @@ class SessionRecorder:
         if parent is None:
             tools = tools_as_rendered(self._tools) if self._tools else None
             return self._model.render(as_rendered(list(new)), tools=tools)
-        # the template prints each message alike whatever came before the last one
-        last: Message = msgspec.json.decode(parent.message)
-        before = self._text([last], prompt=False)
-        after = self._text([last, *new], prompt=True)
-        assert after.startswith(before)
-        closed = parent.completion[-4:] == pack_ids([END])
-        return self._model.encode(("\n" if closed else "<|im_end|>\n") + after[len(before) :])
-
-    def _text(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        text: str = self._model.reference.apply_chat_template(
-            as_rendered(list(messages)), tokenize=False, add_generation_prompt=prompt
-        )
-        return text
+        return appended_after(self._model, unpack_ids(parent.completion), list(new))

@@ -23,7 +23,7 @@ from proxy.history.store import Limits, Session, Store
 from proxy.history.turn import Turn, WeightSpan
 from tests.support.fake_vllm import FakeVllm
 from tests.support.serve_process import ServeProcess
-from tests.support.talk import user
+from tests.support.talk import call, result, user
 from tests.support.tiny_model import TinyModel
 from tests.support.viewer.recorder import (
     EMOJI,
@@ -32,8 +32,6 @@ from tests.support.viewer.recorder import (
     SessionRecorder,
     answer,
     system,
-    tool_call,
-    tool_result,
 )
 from tests.support.viewer.small_session import READ_FILE, small_session
 
@@ -83,9 +81,10 @@ def hostile_session(model: TinyModel) -> Recorded:
     }
     turn: Turn | None = None
     for number, text in enumerate(HOSTILE_TEXTS):
-        calls = [tool_call(text, number, path=text, **{"__proto__": text})]
+        arguments = msgspec.json.encode({"path": text, "__proto__": text}).decode()
+        calls = [call(text, arguments, f"call_{number}")]
         sampled = answer(model, text, thinking=text, calls=calls)
-        new = [tool_result(text, number - 1), user(text)] if turn else [system(text), user(text)]
+        new = [result({"id": f"call_{number - 1}"}, text), user(text)] if turn else [system(text), user(text)]
         versions = (WeightSpan(text, 0, len(sampled.ids)),)
         turn = record.turn(new, sampled, parent=turn, weight_versions=versions, **named)
     return record.recorded()

@@ -6,7 +6,7 @@ from typing import Any
 from proxy.history.origin import RequestClass
 from proxy.history.turn import Turn, WeightSpan
 from proxy.history.vocabulary import Problem, Reason
-from tests.support.talk import user
+from tests.support.talk import call, result, user
 from tests.support.tiny_model import END, TinyModel
 from tests.support.viewer.recorder import (
     EMOJI,
@@ -17,8 +17,6 @@ from tests.support.viewer.recorder import (
     cut_answer,
     spelled_answer,
     system,
-    tool_call,
-    tool_result,
 )
 
 SMALL = "small"
@@ -31,7 +29,7 @@ READ_FILE: dict[str, Any] = {
     },
 }
 _OPENING = (system("You are a coding agent."), user("Why does the test fail?"))
-_CALL = tool_call("read_file", path="tests/test_list.py")
+_CALL = call("read_file", '{"path":"tests/test_list.py"}', "call_1")
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def small_session(model: TinyModel) -> SmallSession:
     thinking = answer(model, "", thinking="I read the file first.", calls=[_CALL])
     first = record.turn(_OPENING, thinking)
     sound = answer(model, "The test is wrong: the sum is 3.", thinking="1 + 2 is 3, not 4.")
-    fork = record.turn([tool_result("assert sum([1, 2]) == 4")], sound, parent=first)
+    fork = record.turn([result(_CALL, "assert sum([1, 2]) == 4")], sound, parent=first)
     other = record.choice(fork, spelled_answer(model, "The function is wrong."))
     faces = answer(model, f"Done {EMOJI[0]} and {EMOJI[5]}{EMOJI[7]}!")
     versions = (WeightSpan("1", 0, 4), WeightSpan("2", 4, len(faces.ids)))
@@ -85,16 +83,16 @@ def small_session(model: TinyModel) -> SmallSession:
     special = record.turn([asked], sampled, parent=refused)
     agent: dict[str, Any] = {"request_class": RequestClass.SUBAGENT, "agent": "agent-1"}
     opening = [system("You search files."), user("Find every test of lists.")]
-    calls = [tool_call("read_file", 2, path="tests")]
-    subagent = record.turn(opening, answer(model, "", calls=calls), **agent)
+    read = call("read_file", '{"path":"tests"}', "call_2")
+    subagent = record.turn(opening, answer(model, "", calls=[read]), **agent)
     cut = cut_answer(model, model.encode("There are two of them: the first one is"), "length")
-    found = [tool_result("test_list.py test_lists.py", 2)]
+    found = [result(read, "test_list.py test_lists.py")]
     subagent_end = record.turn(found, cut, parent=subagent, **agent)
     # the client dropped the thinking and shortened the result of the tool
     history = [
         *_OPENING,
         {"role": "assistant", "content": None, "tool_calls": [_CALL]},
-        tool_result("assert sum([1, 2]) == ..."),
+        result(_CALL, "assert sum([1, 2]) == ..."),
         {"role": "assistant", "content": "The test is wrong: the sum is 3."},
         user("Repair the test."),
     ]
