@@ -60,12 +60,9 @@ async def _longest_frame_ms(page: "Page", selector: str) -> float:
 async def _heap_bytes(page: "Page") -> int:
     """The size of a page's JavaScript objects, after garbage was collected."""
     session = await page.context.new_cdp_session(page)
-    try:
-        await session.send("HeapProfiler.collectGarbage")
-        await session.send("Performance.enable")
-        metrics = (await session.send("Performance.getMetrics"))["metrics"]
-    finally:
-        await session.detach()
+    await session.send("HeapProfiler.collectGarbage")
+    await session.send("Performance.enable")
+    metrics = (await session.send("Performance.getMetrics"))["metrics"]
     return int(next(each["value"] for each in metrics if each["name"] == "JSHeapUsedSize"))
 
 

@@ -123,7 +123,11 @@ class SessionRecorder:
             new: the messages after the parent's conversation; the whole conversation if there is no parent.
             fields: of `Turn`, in place of the usual ones.
         """
-        appended = self._appended(new, parent)
+        if parent is None:
+            tools = tools_as_rendered(self._tools) if self._tools else None
+            appended = self._model.render(as_rendered(list(new)), tools=tools)
+        else:
+            appended = appended_after(self._model, unpack_ids(parent.completion), list(new))
         began, self._now = self._now, self._now + self._random.uniform(0.5, 6.0)
         request = f"{round(began * 1e9):016x}{self._random.getrandbits(48):012x}0000"
         before = parent.prompt_tokens + parent.completion_tokens if parent else 0
@@ -182,10 +186,3 @@ class SessionRecorder:
         self._hashes[turn.id] = hasher
         self.turns[turn.id] = turn
         return turn
-
-    def _appended(self, new: Sequence[Message], parent: Turn | None) -> list[int]:
-        """What the chat template puts after the parent's ids; the whole prompt if there is no parent."""
-        if parent is None:
-            tools = tools_as_rendered(self._tools) if self._tools else None
-            return self._model.render(as_rendered(list(new)), tools=tools)
-        return appended_after(self._model, unpack_ids(parent.completion), list(new))

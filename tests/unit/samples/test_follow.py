@@ -17,14 +17,9 @@ from proxy.stores.memory import MemoryStore
 from tests.support.trees import add_rollouts
 
 
-async def _finish(store: Store, *names: str) -> None:
-    for name in names:
-        await add_rollouts(store, name)
-        assert await store.feed.finish(name, Cause.END)
-
-
-def _follower(store: Store, after: int = 0) -> Follower:
-    return Follower(store, LAYOUTS["plain"], FeedFilter(), "once", after, poll_s=0.001)
+async def _finish(store: Store, name: str) -> None:
+    await add_rollouts(store, name)
+    assert await store.feed.finish(name, Cause.END)
 
 
 async def _until(condition: Any) -> None:
@@ -47,7 +42,7 @@ async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -
         return await read(*args, **kwargs)
 
     monkeypatch.setattr(store.feed, "read", fail_at_times)
-    follower = _follower(store)
+    follower = Follower(store, LAYOUTS["plain"], FeedFilter(), "once", 0, poll_s=0.001)
     running = asyncio.create_task(follower.run(file, errors.append))
     await _until(lambda: reads > 6)
     await _finish(store, "b")

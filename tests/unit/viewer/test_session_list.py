@@ -1,13 +1,16 @@
-"""The viewer's list: a page of the store at a time, a search that is limited, each tenant's own sessions."""
+"""The viewer's list and one session: a page of the store at a time, a limited search, damaged JSON."""
 
 import json
 
+import msgspec
 import pytest
 
 from proxy.history.store import Cursor, Session, Store, session_id
 from proxy.stores.memory import MemoryStore
 from proxy.viewer import session_list
 from proxy.viewer.session_list import list_sessions, rows_of
+from proxy.viewer.tree import session_tree
+from tests.support.trees import child, root
 from tests.support.viewer.recordings import LIMITS
 
 
@@ -73,3 +76,14 @@ async def test_rows_have_the_rewards(store: Store) -> None:
     await store.set_rewards("a", {"": 0.5})
     rows = await rows_of(store, await store.sessions(limit=9))
     assert [(row["id"], row["reward"]) for row in rows] == [("b", None), ("a", 0.5)]
+
+
+@pytest.mark.parametrize("damaged", [b"broken", b'["\xff"]', b"[" * 5000 + b"]" * 5000])
+@pytest.mark.parametrize("field, empty", [("messages", []), ("message", {})])
+def test_other_turns_are_shown_next_to_damaged_json(field: str, empty: object, damaged: bytes) -> None:
+    sound = root("a", [1, 2], [3])
+    session = Session(id="s", created=1.0, used=2.0, metadata=damaged)
+    tree = session_tree(session, [sound, child("b", sound, [4], [5], **{field: damaged})], {})
+    read = json.loads(msgspec.json.encode(tree))
+    assert read["turns"][0]["message"]["content"] == "from a"
+    assert (read["turns"][1][field], read["session"]["metadata"]) == (empty, {})
