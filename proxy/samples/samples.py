@@ -201,7 +201,7 @@ def samples_of(
     tree = TurnTree(selected(turns, classes, wanted) if wanted else turns)
     rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
     trainable = {turn.id for turn in turns if not wanted or (classes[turn.id] or UNKNOWN) in wanted}
-    paths = [path for path in map(tree.path, tree.ends()) if any(turn.id in trainable for turn in path)]
+    paths = [path for path in tree.sound_paths() if any(turn.id in trainable for turn in path)]
     leaf_of = _leaf_that_trains(sorted(paths, key=lambda path: _preference(path[-1], tree, rewards)))
     samples = []
     delivered: set[str] = set()

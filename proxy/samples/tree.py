@@ -55,17 +55,12 @@ class TurnTree:
         """Whether no turn continues this one."""
         return not self._children.get(turn.id)
 
-    def path(self, turn: Turn) -> list[Turn]:
-        """A turn and all turns that it continues, the first one first."""
-        return path_of(turn, self._turns)
-
-    def ends(self) -> list[Turn]:
-        """Sound turns that no sound turn continues, by id: first the leaves, then ends of refused paths."""
+    def sound_paths(self) -> list[list[Turn]]:
+        """Paths to sound turns that no sound turn continues, by id: those of leaves first."""
         sound = [turn for turn in self._turns.values() if self._faults[turn.id] is None]
         continued = {turn.parent for turn in sound}
-        return sorted(
-            (turn for turn in sound if turn.id not in continued), key=lambda turn: not self.is_leaf(turn)
-        )
+        ends = [turn for turn in sound if turn.id not in continued]
+        return [path_of(turn, self._turns) for turn in sorted(ends, key=lambda turn: not self.is_leaf(turn))]
 
     def faulty_leaves(self) -> Iterator[tuple[Turn, Fault]]:
         """The leaves with a fault on their path, in the order of their ids."""
