@@ -43,7 +43,8 @@ FIRST_OF_MANY = "step-0000-000"
 LIMITS: Final = Limits(max_bytes=2**34, max_age_s=1e10)
 """Of stores with recordings: nothing is evicted."""
 _HOUR_S = 3600.0
-_WORDS = "the of and file line test error return value function import class read write list range"
+_WORDS = "there what is the in today user tool call think"
+"""Words of one or two ids."""
 _SECONDS_BETWEEN = 7.0
 """From the start of one of the many sessions to that of the next."""
 
@@ -90,7 +91,7 @@ def hostile_session(model: TinyModel) -> Recorded:
     return record.recorded()
 
 
-def long_session(model: TinyModel, words: int = 430, turns: int = 64) -> Recorded:
+def long_session(model: TinyModel, words: int = 1_240, turns: int = 64) -> Recorded:
     """One path of so many words in each turn, together more than 128,000 ids."""
     drawn = random.Random("long")
     record = SessionRecorder(model, LONG, start=START + 3 * _HOUR_S, metadata={"task": LONG})
