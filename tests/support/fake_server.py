@@ -184,8 +184,7 @@ class FakeServer:
             if stream:
                 await response.prepare(request)
             for position, event in enumerate(events):
-                if stream and reply.pause_s:
-                    await asyncio.sleep(reply.pause_s)
+                await self._before(request, reply, event)
                 if position == reply.hold_at:
                     self.held += 1
                     await self._released.wait()
@@ -199,12 +198,15 @@ class FakeServer:
                     if reply.how in ("inside", "chunked"):
                         await response.write(event[: len(event) // 2])
                     raise _break(request, reply.how)
-                for piece in _pieces(event, reply):
-                    await asyncio.sleep(reply.drip_s)
-                    await response.write(piece)
+                await response.write(event)
             await response.write_eof()
             settle()
         return response
+
+    async def _before(self, request: web.Request, reply: Reply, event: bytes) -> None:
+        """Wait before an event of an answer."""
+        if event.startswith(b"data: "):
+            await asyncio.sleep(reply.pause_s)
 
     async def _stream_endlessly(self, request: web.Request, event: bytes) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -230,11 +232,6 @@ class FakeServer:
         finally:
             self.running -= 1
             self.aborted += not settled
-
-
-def _pieces(event: bytes, reply: Reply) -> list[bytes]:
-    """What is written at once: the event, or each of its bytes."""
-    return [event[at : at + 1] for at in range(len(event))] if reply.drip_s else [event]
 
 
 def _break(request: web.Request, how: str) -> BaseException:
