@@ -62,15 +62,10 @@ class FakeTrained(FakeVllm):
         """Status that is answered to calls of a path, without doing anything."""
         self.waits_at: int | None = None
         """Number of ids after which each turn waits for other weights."""
-        self.dies_at = ""
-        """Path of the call at which it ends at once."""
         self.sampled: defaultdict[str, list[str]] = defaultdict(list)
         """By session: the weights that sampled each id."""
 
     async def _answer(self, request: web.Request, seen: Seen) -> web.StreamResponse:
-        if seen.path == self.dies_at:
-            threading.Thread(target=self.kill).start()
-            await asyncio.Event().wait()
         if seen.path in self.refuses:
             return web.json_response({"error": "refused"}, status=self.refuses[seen.path])
         answer = self._control(request, seen) or self._adapter(seen) or await self._transfer(seen)
