@@ -10,9 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.crowd import Crowd, check_record, counted, run_proxy_process, store_state
+from tests.support.crowd import Crowd, check_record, run_proxy_process, store_state
 from tests.support.fake_vllm import FakeVllm
 from tests.support.redis_server import RedisServer
+from tests.support.scraping import Scrape
 from tests.support.utils import wait_until
 
 _AT_ONCE = 80
@@ -87,7 +88,7 @@ def test_a_full_disk(mortal: FakeVllm, tmp_path: Path) -> None:
                 while True:
                     file.write(bytes(4096))
             waves = [crowd.ask() for _ in range(8)]
-            state, errors = store_state(client), counted(client, "tokenproxy_store_errors_total")
+            state, errors = store_state(client), Scrape(client).value("store_errors_total")
             filler.unlink()
             seconds = _recovered(client)
             print(f"{state}; recovered after {seconds:.1f} s; p99 {max(wave.p99 for wave in waves):.2f} s")

@@ -64,6 +64,11 @@ def wait_ready(url: str, key: str | None = None) -> None:
     wait_until(lambda: can_append(url, key), START_TIMEOUT_S)
 
 
+def forced(token: int, count: int = 2) -> dict[str, Any]:
+    """Options with which the engine samples one token, `count` times."""
+    return {"logit_bias": {str(token): 100.0}, "max_tokens": count, "temperature": 0}
+
+
 def replicas(http: httpx.Client) -> dict[str, dict[str, Any]]:
     """The state of each replica of a proxy, by its URL."""
     return {each["engine"]: each for each in http.get("/admin/replicas").json()["replicas"]}

@@ -13,11 +13,12 @@ from tests.campaign.real_vllm.conftest import (
     INSIDE,
     START_TIMEOUT_S,
     checkpoint_with,
+    forced,
     run_proxy,
     start_engine,
     wait_ready,
 )
-from tests.campaign.real_vllm.plain import Conversation, Message, Turn, continues, forced, user
+from tests.support.talk import Answered, Conversation, Message, user
 from tests.support.tiny_templates import REFUTING_TEXT
 from tests.support.utils import wait_until
 from tokenization import ChatTokenizer
@@ -87,9 +88,9 @@ def _answers(text: str) -> dict[str, Any]:
     return {"structured_outputs": {"choice": [text]}, "temperature": 0, "max_tokens": 8}
 
 
-def _extended_by(turn: Turn, before: Turn, tokenizer: ChatTokenizer) -> str:
+def _extended_by(turn: Answered, before: Answered, tokenizer: ChatTokenizer) -> str:
     """The text of what was appended to all that the turn before consumed and sampled."""
-    assert continues(turn, before), turn.source
+    assert turn.continues(before), turn.source
     return tokenizer.decode(turn.prompt_ids[len(before.prompt_ids) + len(before.ids) :])
 
 

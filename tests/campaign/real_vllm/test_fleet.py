@@ -14,8 +14,8 @@ import pytest
 
 from tests.acceptance.conftest import Server, running
 from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, ready, replicas, run_proxy, start_engine
-from tests.campaign.real_vllm.plain import CHAT, Conversation, Turn, continues, user
 from tests.support.quiet import quiet
+from tests.support.talk import CHAT, Answered, Conversation, user
 from tests.support.utils import wait_until
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 600)
@@ -59,7 +59,7 @@ def _served(url: str) -> float:
     return sum(float(line.split()[-1]) for line in counts if 'finished_reason="abort"' not in line)
 
 
-def _ask(conversation: Conversation, text: str) -> Turn:
+def _ask(conversation: Conversation, text: str) -> Answered:
     return conversation.ask(user(text), max_tokens=8)
 
 
@@ -77,7 +77,7 @@ def test_kill_return_and_drain(servers: Mapping[str, Server], model: Path, tmp_p
         # a conversation stays on its replica
         before = {engine.url: _served(engine.url) for engine in (stock, second)}
         turns = [_ask(conversation, text) for text in ("Hi.", "And?", "More.")]
-        assert all(continues(turn, earlier) for earlier, turn in itertools.pairwise(turns))
+        assert all(turn.continues(earlier) for earlier, turn in itertools.pairwise(turns))
         none, all_three = sorted(_served(engine) - count for engine, count in before.items())
         # an engine that is slow to respond is also asked for one token
         assert none == 0 and all_three >= 3
@@ -100,7 +100,7 @@ def test_kill_return_and_drain(servers: Mapping[str, Server], model: Path, tmp_p
 
         # the conversation stays exact on the other engine
         turns.append(_ask(conversation, "Go on."))
-        assert continues(turns[-1], turns[-2])
+        assert turns[-1].continues(turns[-2])
 
         # it comes back on its port
         second.stop(progress=quiet)
@@ -112,5 +112,5 @@ def test_kill_return_and_drain(servers: Mapping[str, Server], model: Path, tmp_p
         http.post(f"{_ADMIN}/drain", json={"url": stock.url})
         count = _served(second.url)
         turns.append(_ask(conversation, "On and on."))
-        assert continues(turns[-1], turns[-2])
+        assert turns[-1].continues(turns[-2])
         assert _served(second.url) > count

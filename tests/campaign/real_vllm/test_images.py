@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.acceptance.formats import TOKENS
 from tests.campaign.real_vllm.conftest import (
     FRONT,
     INSIDE,
@@ -15,8 +16,8 @@ from tests.campaign.real_vllm.conftest import (
     start_engine,
     wait_ready,
 )
-from tests.campaign.real_vllm.plain import TOKENS, Conversation, Message, continues, user
 from tests.campaign.real_vllm.vision import make_vision_model, picture
+from tests.support.talk import Conversation, Message, user
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 300)
 
@@ -80,7 +81,7 @@ def test_plain_chat_is_exact(http: httpx.Client) -> None:
     turns = [talk.ask(message, **_FEW) for message in _NEW]
     assert [turn.source for turn in turns] == ["rendered: first_turn", *["extended"] * 3]
     for turn, before in zip(turns[1:], turns, strict=False):
-        assert continues(turn, before)
+        assert turn.continues(before)
     placeholder = _placeholder(http)
     assert [turn.prompt_ids.count(placeholder) for turn in turns] == [4, 4, 12, 12]
 
@@ -92,8 +93,8 @@ def test_an_image_as_a_tool_result_is_exact(http: httpx.Client) -> None:
     second = talk.ask({"role": "tool", "tool_call_id": call["id"], "content": [image(RED)]}, **_FEW)
     third = talk.ask(user("What is on it?"), **_FEW)
     assert [turn.source for turn in (second, third)] == ["extended", "extended"]
-    assert continues(second, first)
-    assert continues(third, second)
+    assert second.continues(first)
+    assert third.continues(second)
     assert second.prompt_ids.count(_placeholder(http)) == 4
 
 

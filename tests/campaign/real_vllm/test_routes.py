@@ -10,10 +10,10 @@ import pytest
 
 from proxy.routes.scopes import KeyScope, scope_of_engine_route
 from tests.acceptance.conftest import Server
-from tests.acceptance.formats import CHAT, CHAT_TOOL, FORMATS, TURNS, Chat, user
+from tests.acceptance.formats import CHAT_TOOL, FORMATS, TURNS, Chat
 from tests.campaign.real_vllm.conftest import run_proxy
-from tests.campaign.real_vllm.plain import Conversation
 from tests.support.recorded import record_of
+from tests.support.talk import CHAT, Conversation, user
 
 _CALL: dict[str, Any] = {"tools": [CHAT_TOOL], "tool_choice": "required", "max_tokens": 60}
 _NAMED = {"type": "function", "function": {"name": "look"}}

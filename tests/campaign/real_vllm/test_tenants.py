@@ -6,8 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.campaign.real_vllm.conftest import FRONT, INSIDE, START_TIMEOUT_S, run_proxy, start_engine
-from tests.campaign.real_vllm.plain import CHAT, SESSIONS, Conversation, continues, forced, user
+from tests.campaign.real_vllm.conftest import FRONT, INSIDE, START_TIMEOUT_S, forced, run_proxy, start_engine
+from tests.support.recorded import SESSIONS
+from tests.support.talk import CHAT, Conversation, user
 
 _KEYS = ("anna", "bert")
 
@@ -36,7 +37,7 @@ def test_nothing_of_a_tenant_reaches_another(url: str) -> None:
         first = talk.ask()
         other = Conversation(bert, list(talk.messages), forced(260))
         assert other.ask(user("More.")).source == "rendered: no_match"
-        assert continues(talk.ask(user("More.")), first)
+        assert talk.ask(user("More.")).continues(first)
         listed = [{each["id"] for each in client.get(SESSIONS).json()["data"]} for client in (anna, bert)]
         assert first.session in listed[0] and first.session not in listed[1]
         refused = bert.get(f"{SESSIONS}/{first.session}/samples")

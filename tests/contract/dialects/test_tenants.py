@@ -25,7 +25,7 @@ class Tenants:
 
     def talk(self, key: str, session: str | None = None) -> Talk:
         named = {"x-session-id": session} if session else {}
-        return Talk(self.pair, self.model, [user("Hi")], {"authorization": f"Bearer {key}", **named})
+        return Talk(self.pair, self.model, [user("Hi")], headers={"authorization": f"Bearer {key}", **named})
 
     def request(self, key: str, method: str, path: str, **more: Any) -> httpx.Response:
         return self.pair.client.request(method, path, headers={"authorization": f"Bearer {key}"}, **more)
