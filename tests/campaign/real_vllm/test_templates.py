@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from tests.acceptance.conftest import Server
-from tests.support.templates.corpus import ChatTemplate, corpus, fetched_template
-from tests.support.templates.sample import sample_names
+from tests.support.templates.corpus import ChatTemplate, corpus, sample
 from tokenization import ChatTokenizer, TokenizationError
 
 Message = dict[str, Any]
@@ -65,7 +64,7 @@ _CONVERSATIONS: dict[str, tuple[list[Message], list[Message]]] = {
 
 
 def _templates() -> list[ChatTemplate]:
-    return [*corpus(("trl",)), *(fetched_template(name) for name in sample_names())]
+    return [*corpus(("trl",)), *sample()]
 
 
 def _rendered(engine: httpx.Client, template: ChatTemplate, messages: list[Message]) -> list[int] | None:
