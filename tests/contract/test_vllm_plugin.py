@@ -19,8 +19,8 @@ from proxy.errors import EngineUnavailable
 from proxy.history.store import StoreError
 from proxy.http import Request as ProxyRequest
 from proxy.vllm_plugin import TokenProxyPlugin
+from tests.contract.plugin_host import Server
 from tests.support.fake_vllm import data_of
-from tests.support.plugin_host import Server
 from tests.support.tiny_model import CHATML, END, HI, TinyModel
 from tests.support.utils import run_server, wait_until
 

@@ -10,7 +10,7 @@ import yaml
 
 from proxy.settings import ENV_PREFIX, Settings
 from proxy.vllm_plugin import CONFIG_VARIABLE
-from tests.support.kustomize import compose, name_of
+from tests.unit.kustomize import compose, name_of
 
 _ROOT = Path(__file__).parents[2]
 _VARIABLES = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | {CONFIG_VARIABLE}
