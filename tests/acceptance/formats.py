@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import httpx
 
-CHAT = "/v1/chat/completions"
+from tests.support.talk import CHAT, GENERATE, add_delta, user
+
 TOKENS = f"{CHAT}/tokens"
 COMPLETIONS = "/v1/completions"
-GENERATE = "/inference/v1/generate"
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
 MODEL = "smollm2"
@@ -32,11 +32,6 @@ CALL_TOKENS, TURN_TOKENS = 64, 8
 _SKIPPED = frozenset(range(17)) - {11, 12}
 """Special tokens of the engines' checkpoint: decoders skip them. Its marks of reasoning are none."""
 _SAMPLING = {"temperature": 1.3}
-
-
-def user(text: str) -> Fields:
-    """A user message."""
-    return {"role": "user", "content": text}
 
 
 def stream_of(response: httpx.Response) -> Iterator[Fields]:
@@ -336,16 +331,3 @@ def _take(seen: Seen, event: Fields) -> None:
     for choice in event["choices"]:
         seen.prompt_ids = choice.get("prompt_token_ids") or seen.prompt_ids
         seen.ids += choice.get("token_ids") or []
-
-
-def add_delta(message: Fields, delta: Fields) -> None:
-    """Add a delta, or a whole message, to what came before."""
-    for name in ("content", "reasoning"):
-        if delta.get(name):
-            message[name] = message.get(name, "") + delta[name]
-    for position, piece in enumerate(delta.get("tool_calls") or []):
-        calls = message.setdefault("tool_calls", [])
-        if piece.get("index", position) == len(calls):
-            calls.append({"id": piece["id"], "type": "function", "function": {"name": "", "arguments": ""}})
-        for name in ("name", "arguments"):
-            calls[piece.get("index", position)]["function"][name] += piece["function"].get(name) or ""

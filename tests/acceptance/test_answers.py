@@ -14,18 +14,8 @@ import httpx
 import pytest
 
 from tests.acceptance.conftest import Server
-from tests.acceptance.formats import (
-    CHAT,
-    CHAT_TOOL,
-    COMPLETIONS,
-    GENERATE,
-    MESSAGES,
-    MODEL,
-    RESPONSES,
-    Fields,
-    events_of,
-    user,
-)
+from tests.acceptance.formats import CHAT_TOOL, COMPLETIONS, MESSAGES, MODEL, RESPONSES, Fields, events_of
+from tests.support.talk import CHAT, GENERATE, user
 
 _HELLO = [user("Name a colour.")]
 _IDS = [1, 4093, 198, 2683, 2, 198]

@@ -3,8 +3,9 @@
 from uuid import uuid4
 
 from tests.acceptance.conftest import Server, running
-from tests.acceptance.formats import CHAT, MODEL, Fields, stream_of, user
+from tests.acceptance.formats import MODEL, Fields, stream_of
 from tests.support.recorded import record_of
+from tests.support.talk import CHAT, user
 from tests.support.utils import wait_until
 
 _PATIENCE_S = 90.0

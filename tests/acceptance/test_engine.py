@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from tests.acceptance.conftest import Server
-from tests.acceptance.formats import CHAT, MODEL, events_of, user
+from tests.acceptance.formats import MODEL, events_of
+from tests.support.talk import CHAT, user
 
 _IDS = [1, 4093, 198, 2683, 2, 198, 1, 520, 9531, 198]
 """Ids of a ChatML prompt that no tokenizer would produce from its text."""

@@ -9,8 +9,9 @@ from uuid import uuid4
 import httpx
 
 from tests.acceptance.conftest import Server, running
-from tests.acceptance.formats import CHAT, MODEL, Fields, stream_of, user
+from tests.acceptance.formats import MODEL, Fields, stream_of
 from tests.support.recorded import record_of
+from tests.support.talk import CHAT, user
 from tests.support.utils import wait_until
 
 _LONG: Fields = {"model": MODEL, "max_tokens": 3000, "ignore_eos": True}

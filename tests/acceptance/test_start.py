@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.acceptance.conftest import START_TIMEOUT_S, Server
-from tests.acceptance.formats import CHAT, user
+from tests.support.talk import CHAT, user
 
 
 @pytest.mark.timeout(START_TIMEOUT_S)

@@ -18,7 +18,8 @@ from proxy.errors import EngineUnavailable
 from proxy.history.store import StoreError
 from proxy.http import Request as ProxyRequest
 from proxy.vllm_plugin import TokenProxyPlugin
-from tests.support.plugin_host import Server
+from tests.contract.plugin_host import Server
+from tests.support.fake_vllm import Reply, data_of
 from tests.support.tiny_model import CHATML, END, HI, TinyModel
 from tests.support.utils import run_server, wait_until
 
@@ -27,8 +28,9 @@ _NEXT = [{"role": "user", "content": "And then?"}]
 
 
 @pytest.fixture
-def server(tiny_model: TinyModel) -> Server:
-    return Server(tiny_model)
+def server(tiny_model: TinyModel) -> Iterator[Server]:
+    with Server(tiny_model) as server:
+        yield server
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def inside(server: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("resolved", [True, False])
-def test_appending_renders_with_vllms_flags(tiny_model: TinyModel, resolved: bool) -> None:
+def test_appending_renders_with_vllms_flags(server: Server, tiny_model: TinyModel, resolved: bool) -> None:
     """The renderer's resolved values come first; the arguments stand in for a vLLM without this attribute."""
     template = CHATML.replace("message.content", "(message.content | string)") + "{{ suffix }}"
     values: dict[str, Any] = {
@@ -47,8 +49,7 @@ def test_appending_renders_with_vllms_flags(tiny_model: TinyModel, resolved: boo
         "chat_template_content_format": "string",
         "default_chat_template_kwargs": {"suffix": "hi"},
     }
-    server = Server(tiny_model)
-    server.template = template.replace("{{ suffix }}", "hi")
+    server.chat_template = template.replace("{{ suffix }}", "hi")
     if resolved:
         server.app.state.online_renderer = Namespace(**values)
     else:
@@ -66,16 +67,29 @@ def test_vllm_finds_it() -> None:
     assert (made.name, made.required_tasks) == ("tokenproxy", ("generate",))
 
 
+def test_a_client_that_leaves(inside: httpx.Client, server: Server) -> None:
+    server.replies.append(Reply(hold_at=1))
+    body = {"tokens": [1, 74], "stream": True}
+    with inside.stream("POST", _TOKENS, json=body) as answer:
+        chunks = answer.iter_raw()
+        assert next(chunks).startswith(b"data: ")
+        assert server.aborted == 0
+    wait_until(lambda: server.aborted == 1)
+
+
 def test_turns_and_the_engines_own_routes(inside: httpx.Client) -> None:
     answer = inside.post(_TOKENS, json={"tokens": [1, 74]})
     assert answer.json()["prompt_token_ids"] == [1, 74]
-    assert answer.json()["choices"][0]["token_ids"] == [74, END]
+    assert answer.json()["choices"][0]["token_ids"] == [*HI, END]
     assert answer.headers["x-prompt-source"] == "given"
+    stream = inside.post(_TOKENS, json={"tokens": [1, 74], "stream": True})
+    assert next(data_of(stream.content))["prompt_token_ids"] == [1, 74]
+    assert stream.content.endswith(b"data: [DONE]\n\n")
     refused = inside.post(_TOKENS, json={"tokens": [True]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
     [engine] = inside.get("/ready").json()["engines"]
-    assert (engine["engine"], engine["version"], engine["token_in"]) == ("in-process", "inside", "chat")
-    assert inside.get("/version").json() == {"version": "inside"}
+    assert (engine["engine"], engine["version"], engine["token_in"]) == ("in-process", "0.32.0+fake", "chat")
+    assert inside.get("/version").json() == {"version": "0.32.0+fake"}
     assert inside.get("/version/", follow_redirects=False).status_code == 307
     assert inside.get("/no/such/route").status_code == 404
     paths = inside.get("/openapi.json").json()["paths"]
@@ -105,7 +119,7 @@ _ROUTES: list[tuple[str, str, Any]] = [
 @pytest.fixture
 def guarded(tiny_model: TinyModel) -> Iterator[tuple[Server, httpx.Client]]:
     server = Server(tiny_model, api_keys=["anna", "bert"])
-    with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+    with server, run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
         wait_until(lambda: client.get("/ready").status_code == 200)
         yield server, client
 
@@ -135,7 +149,7 @@ def test_each_key_that_vllm_accepts_is_a_tenant(
         return 200, {}
 
     monkeypatch.setattr("proxy.routes.sessions.Sessions.reply", reply)
-    server.credentials.clear()
+    server.requests.clear()
     for _ in range(2):
         for key in ("anna", "bert"):
             for path in ("/v1/sessions", "/sessions", "/sessions/s/v1/sessions"):
@@ -143,7 +157,8 @@ def test_each_key_that_vllm_accepts_is_a_tenant(
     anna, bert = (hashlib.blake2b(key, digest_size=16).hexdigest() for key in (b"anna", b"bert"))
     assert tenants == [*[anna] * 3, *[bert] * 3] * 2
     # each once; the guard answered those without a key
-    assert server.credentials == ["Bearer anna", "Bearer bert"]
+    keys = [seen.header("authorization") for seen in server.seen("/v1/models")]
+    assert keys == [b"Bearer anna", b"Bearer bert"]
 
 
 # --- aliases next to vLLM's own routes
@@ -192,7 +207,8 @@ def test_streams_are_cut_when_vllms_server_ends(
 ) -> None:
     """vLLM waits for open connections, and its engine, which has ended, sends no more events."""
     monkeypatch.setattr("proxy.vllm_plugin._CUT_AFTER_S", 0.2)
-    body = {"tokens": [1, 74], "stream": True, "user": "patient"}
+    server.replies.append(Reply(hold_at=1))
+    body = {"tokens": [1, 74], "stream": True}
     with inside.stream("POST", _TOKENS, json=body) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: {")

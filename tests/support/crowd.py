@@ -5,7 +5,8 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import aiohttp
 import httpx
 
 from tests.support.fake_vllm import FakeVllm
+from tests.support.recorded import record_of
 from tests.support.serve_process import ServeProcess
-from tests.support.talk import CHAT, user
+from tests.support.talk import CHAT, Answered, Message, user
 
 _PATIENCE_S = 60.0
 
@@ -35,108 +37,70 @@ def store_state(client: httpx.Client) -> dict[str, Any]:
     return state
 
 
-def counted(client: httpx.Client, counter: str) -> float:
-    """The sum of a counter over its labels."""
-    lines = client.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(counter))
-
-
-@dataclass
-class Answer:
-    """What a client got for one request."""
-
-    seconds: float
-    session: str
-    turn: str
-    reason: str
-    source: str
-    prompt: list[int]
-    completion: list[int]
-
-
 @dataclass
 class Wave:
     """The answers of all conversations to one request each, sent at once."""
 
-    answers: list[Answer]
+    answers: list[Answered]
+
+    @property
+    def seconds(self) -> list[float]:
+        """How long each request took, sorted."""
+        return sorted(answer.response.elapsed.total_seconds() for answer in self.answers)
 
     @property
     def p99(self) -> float:
         """Seconds."""
-        return sorted(answer.seconds for answer in self.answers)[int(len(self.answers) * 0.99) - 1]
+        return self.seconds[int(len(self.answers) * 0.99) - 1]
 
     @property
     def median(self) -> float:
         """Seconds."""
-        return sorted(answer.seconds for answer in self.answers)[len(self.answers) // 2]
+        return self.seconds[len(self.answers) // 2]
 
     @property
     def reasons(self) -> set[str]:
         return {answer.reason for answer in self.answers}
 
 
-@dataclass
 class Crowd:
     """Clients that hold one conversation each. No other one starts with the same text."""
 
-    url: str
-    size: int
-    headers: dict[str, str] = field(default_factory=dict)
-    talks: list[list[dict[str, Any]]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.talks = [[user(f"Hi {secrets.token_hex(6)}")] for _ in range(self.size)]
+    def __init__(self, url: str, size: int) -> None:
+        self.answers: list[Answered] = []
+        self._url = url
+        self._talks = [[user(f"Hi {secrets.token_hex(6)}")] for _ in range(size)]
 
     def ask(self) -> Wave:
         """One request of each conversation, all at once."""
-        wave = asyncio.run(self._ask())
+        wave = Wave([Answered(response) for response in asyncio.run(self._ask())])
+        for talk, answer in zip(self._talks, wave.answers, strict=True):
+            assert answer.response.status_code == 200, answer.response.text
+            talk += [answer.message, user("more")]
         self.answers += wave.answers
         return wave
 
-    async def _ask(self) -> Wave:
+    async def _ask(self) -> list[httpx.Response]:
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(self.url, connector=connector) as session:
-            return Wave(await asyncio.gather(*(self._one(session, talk) for talk in self.talks)))
-
-    async def _one(self, session: aiohttp.ClientSession, talk: list[dict[str, Any]]) -> Answer:
-        body = {"messages": talk, "return_token_ids": True}
-        start = time.monotonic()
-        async with session.post(CHAT, json=body, headers=self.headers) as response:
-            answered = await response.json()
-            seconds = time.monotonic() - start
-            assert response.status == 200, answered
-            headers = response.headers
-        (choice,) = answered["choices"]
-        talk += [{"role": "assistant", "content": choice["message"]["content"]}, user("more")]
-        return Answer(
-            seconds,
-            headers["x-session-id"],
-            headers["x-turn-id"],
-            headers.get("x-prompt-reason", ""),
-            headers["x-prompt-source"],
-            answered["prompt_token_ids"],
-            choice["token_ids"],
-        )
+        async with aiohttp.ClientSession(self._url, connector=connector) as session:
+            return await asyncio.gather(*(_send(session, talk) for talk in self._talks))
 
 
-def check_record(client: httpx.Client, answers: list[Answer]) -> None:
-    """Every answer was recorded once, with its parent, as the engine consumed and sampled it."""
-    by_session: dict[str, dict[str, Answer]] = {}
+async def _send(session: aiohttp.ClientSession, messages: list[Message]) -> httpx.Response:
+    """Send a request by aiohttp: with httpx, so many at once would wait for the client."""
+    start = time.monotonic()
+    async with session.post(CHAT, json={"messages": messages, "return_token_ids": True}) as response:
+        answer = httpx.Response(response.status, headers=response.headers, content=await response.read())
+    answer.elapsed = timedelta(seconds=time.monotonic() - start)
+    return answer
+
+
+def check_record(client: httpx.Client, answers: list[Answered]) -> None:
+    """Every answer was recorded once, after the one before, as the engine consumed and sampled it."""
+    by_session: dict[str, list[Answered]] = {}
     for answer in answers:
-        by_session.setdefault(answer.session, {})[answer.turn] = answer
+        by_session.setdefault(answer.session, []).append(answer)
     for session, expected in by_session.items():
-        recorded = client.get(f"/v1/sessions/{session}?ids=true").json()["turns"]
-        turns = {turn["id"]: turn for turn in recorded}
-        assert sorted(turn["id"] for turn in recorded) == sorted(expected), session
-        for name, turn in turns.items():
-            parent = turns[turn["parent"]] if turn["parent"] else None
-            before = parent["all_ids"] if parent else []
-            prompt = [*before, *turn["appended_ids"]]
-            turn["all_ids"] = [*prompt, *turn["completion_ids"]]
-            assert prompt == expected[name].prompt, (session, name)
-            assert turn["completion_ids"] == expected[name].completion
-        exported = client.get(f"/v1/sessions/{session}/samples").json()
-        assert exported["refused"] == []
-        trained = {turn["id"] for sample in exported["samples"] for turn in sample["turns"]}
-        assert trained == set(expected)
+        record = record_of(client, session, len(expected))
+        assert [turn["id"] for turn in record.turns] == [answer.turn for answer in expected], session
+        assert record.check_exact() == [(answer.prompt_ids, answer.ids) for answer in expected], session

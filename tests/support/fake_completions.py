@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.support.fake_wire import Reply, echoed, steps_of
+from tests.support.fake_wire import Asked, Reply, counts, steps_of, usage_of
 from tests.support.tiny_model import TinyModel
 
 
@@ -17,85 +17,71 @@ def prompts_of(model: TinyModel, prompt: Any) -> list[list[int]]:
 
 
 def completed_of(
-    model: TinyModel, prompts: Sequence[list[int]], replies: Sequence[Reply], asked: dict[str, Any]
+    model: TinyModel, replies: Sequence[Reply], prompts: Sequence[list[int]], body: dict[str, Any]
 ) -> dict[str, Any]:
     """A whole answer; `replies` are the scripts of the prompts."""
-    n, with_ids = asked.get("n") or 1, asked.get("return_token_ids")
-    choices: list[dict[str, Any]] = []
-    for prompt, reply in zip(prompts, replies, strict=True):
-        for one in reply.choices(n):
-            ids = list(one.ids)
-            choices.append(
-                {
-                    "index": len(choices),
-                    "text": model.decode(ids),
-                    "logprobs": _logprobs(one, ids, asked),
-                    "finish_reason": one.finish_reason,
-                    "stop_reason": one.stop,
-                    "token_ids": one.told if with_ids and "ids" not in one.silent else None,
-                    "prompt_logprobs": None,
-                    "prompt_token_ids": echoed(one, prompt) if with_ids else None,
-                    "routed_experts": one.routed_experts,
-                }
-            )
-    sampled = sum(len(one.ids) + one.miscounted for reply in replies for one in reply.choices(n))
-    usage = _usage(sum(map(len, prompts)), sampled)
-    return {**_fixed(asked), "choices": choices, "system_fingerprint": "vllm", "usage": usage}
+    asked = Asked(body)
+    scripts = [
+        (one, prompt)
+        for prompt, reply in zip(prompts, replies, strict=True)
+        for one in reply.choices(asked.n)
+    ]
+    choices = [
+        {
+            "index": index,
+            "text": model.decode(list(one.ids)),
+            "logprobs": _logprobs(one, one.ids, body),
+            "finish_reason": one.finish_reason,
+            "stop_reason": one.stop,
+            "token_ids": asked.sampled(one),
+            "prompt_logprobs": None,
+            "prompt_token_ids": asked.echo(one, prompt),
+            "routed_experts": one.routed_experts,
+        }
+        for index, (one, prompt) in enumerate(scripts)
+    ]
+    usage = usage_of(sum(map(len, prompts)), [one for one, _ in scripts])
+    return {**_fixed(body), "choices": choices, "system_fingerprint": "vllm", "usage": usage}
 
 
 def completed_chunks_of(
-    model: TinyModel, prompts: Sequence[list[int]], replies: Sequence[Reply], asked: dict[str, Any]
+    model: TinyModel, replies: Sequence[Reply], prompts: Sequence[list[int]], body: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """The events of a stream, one for each sampled id; only the first choice of a prompt echoes it."""
-    n, with_ids, options = (
-        asked.get("n") or 1,
-        asked.get("return_token_ids"),
-        asked.get("stream_options") or {},
-    )
-    running = options.get("include_usage") and options.get("continuous_usage_stats")
-    sampled = 0
+    asked, sampled = Asked(body), 0
     for position, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
-        echo = echoed(reply, prompt) if with_ids else None
-        for step in steps_of(reply, n):
-            for index, one, at in step:
-                last = at == len(one.ids) - 1
-                choice = {
-                    "index": position * n + index,
-                    "text": model.decode([one.ids[at]]),
-                    "logprobs": _logprobs(one, [one.ids[at]], asked),
-                    "finish_reason": one.finish_reason if last else None,
-                    "stop_reason": one.stop if last else None,
-                    "prompt_token_ids": echo,
-                    "token_ids": [one.ids[at]] if with_ids and at not in one.lost_ids else None,
-                }
-                echo = None
-                sampled += 1
-                usage = {"usage": _usage(len(prompt), at + 1 + one.miscounted)} if running else {}
-                yield {**_fixed(asked), "choices": [choice], **usage}
-    if options.get("include_usage"):
-        yield {**_fixed(asked), "choices": [], "usage": _usage(sum(map(len, prompts)), sampled)}
+        echo = asked.echo(reply, prompt)
+        for index, one, at in steps_of(reply, asked.n):
+            last = at == len(one.ids) - 1
+            choice = {
+                "index": position * asked.n + index,
+                "text": model.decode([one.ids[at]]),
+                "logprobs": _logprobs(one, one.ids[at : at + 1], body),
+                "finish_reason": one.finish_reason if last else None,
+                "stop_reason": one.stop if last else None,
+                "prompt_token_ids": echo,
+                "token_ids": asked.sampled(one, at, at + 1),
+            }
+            echo, sampled = None, sampled + 1
+            usage = {"usage": counts(len(prompt), at + 1 + one.miscounted)} if asked.running_usage else {}
+            yield {**_fixed(body), "choices": [choice], **usage}
+    if asked.usage:
+        yield {**_fixed(body), "choices": [], "usage": counts(sum(map(len, prompts)), sampled)}
 
 
-def _fixed(asked: dict[str, Any]) -> dict[str, Any]:
-    return {"id": "cmpl-fake", "object": "text_completion", "created": 1, "model": asked.get("model", "tiny")}
+def _fixed(body: dict[str, Any]) -> dict[str, Any]:
+    return {"id": "cmpl-fake", "object": "text_completion", "created": 1, "model": body.get("model", "tiny")}
 
 
-def _logprobs(reply: Reply, ids: Sequence[int], asked: dict[str, Any]) -> dict[str, Any] | None:
+def _logprobs(reply: Reply, ids: Sequence[int], body: dict[str, Any]) -> dict[str, Any] | None:
     """Of each id, and of itself as the only alternative."""
-    if asked.get("logprobs") is None or "logprobs" in reply.silent:
+    if body.get("logprobs") is None or "logprobs" in reply.silent:
         return None
-    told = ids[: len(ids) - reply.logprobs_short]
-    tokens = [
-        f"token_id:{token}" if asked.get("return_tokens_as_token_ids") else str(token) for token in told
-    ]
-    values = [-token / 8 for token in told]
+    spelled = "token_id:{}" if body.get("return_tokens_as_token_ids") else "{}"
+    tokens, values = [spelled.format(token) for token in ids], [-token / 8 for token in ids]
     return {
-        "text_offset": [0] * len(told),
+        "text_offset": [0] * len(ids),
         "token_logprobs": values,
         "tokens": tokens,
         "top_logprobs": [{token: value} for token, value in zip(tokens, values, strict=True)],
     }
-
-
-def _usage(prompt: int, sampled: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}

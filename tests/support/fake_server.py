@@ -46,15 +46,14 @@ class Seen:
 
 
 class FakeServer:
-    """A server in a thread of its own. It can be killed, and another started on its port."""
+    """A server in a thread of its own. It can be killed, and started again on its port."""
 
     def __init__(self, port: int) -> None:
         """Nothing listens yet. `port` 0 chooses a free one."""
         self.port = port
         self.running = 0
         self.reset()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.alive = False
         self._connections: set[object] = set()
 
     def reset(self) -> None:
@@ -71,11 +70,12 @@ class FakeServer:
         self.endless_pause_s = 0.01
         self.hang_up: Callable[[Seen], bool] = lambda seen: False
         """Requests whose connection is closed without an answer."""
+        self.deadly: Callable[[Seen], bool] = lambda seen: False
+        """Requests that end the server at once."""
         self._released = asyncio.Event()
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self._call(self._start())
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,17 +86,22 @@ class FakeServer:
         """Its root."""
         return f"http://127.0.0.1:{self.port}"
 
+    def start(self) -> None:
+        """Listen, after a kill on the port it had before."""
+        self._released = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._call(self._listen())
+        self.alive = True
+
     def kill(self) -> None:
         """End it at once, like SIGKILL: all connections break, nothing listens any more."""
-        if self._thread.is_alive():
+        if self.alive:
             self._call(self._stop())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_PATIENCE_S)
             self._loop.close()
-
-    def join(self) -> None:
-        """Wait until it ends."""
-        self._thread.join()
 
     def release(self) -> None:
         """Continue the answers that are held."""
@@ -117,7 +122,7 @@ class FakeServer:
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_PATIENCE_S)
 
-    async def _start(self) -> None:
+    async def _listen(self) -> None:
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", self._serve)
         self._runner = web.AppRunner(
@@ -130,11 +135,13 @@ class FakeServer:
             max_field_size=2**20,
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await self._site.start()
         self.port = self._runner.addresses[0][1]
 
     async def _stop(self) -> None:
+        self.alive = False
+        await self._site.stop()
         await self._close_connections()
         await self._runner.cleanup()
 
@@ -164,6 +171,9 @@ class FakeServer:
         self._connections.add(peer)
         self.requests.append(seen)
         await asyncio.sleep(self.slow_s.get(seen.path, 0))
+        if self.deadly(seen):
+            threading.Thread(target=self.kill).start()
+            await asyncio.Event().wait()
         if self.hang_up(seen):
             raise _break(request, "reset")
         if not self._allowed(seen):
@@ -184,8 +194,7 @@ class FakeServer:
             if stream:
                 await response.prepare(request)
             for position, event in enumerate(events):
-                if stream and reply.pause_s:
-                    await asyncio.sleep(reply.pause_s)
+                await self._before(request, reply, event)
                 if position == reply.hold_at:
                     self.held += 1
                     await self._released.wait()
@@ -199,12 +208,15 @@ class FakeServer:
                     if reply.how in ("inside", "chunked"):
                         await response.write(event[: len(event) // 2])
                     raise _break(request, reply.how)
-                for piece in _pieces(event, reply):
-                    await asyncio.sleep(reply.drip_s)
-                    await response.write(piece)
+                await response.write(event)
             await response.write_eof()
             settle()
         return response
+
+    async def _before(self, request: web.Request, reply: Reply, event: bytes) -> None:
+        """Wait before an event of an answer."""
+        if event.startswith(b"data: "):
+            await asyncio.sleep(reply.pause_s)
 
     async def _stream_endlessly(self, request: web.Request, event: bytes) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -230,11 +242,6 @@ class FakeServer:
         finally:
             self.running -= 1
             self.aborted += not settled
-
-
-def _pieces(event: bytes, reply: Reply) -> list[bytes]:
-    """What is written at once: the event, or each of its bytes."""
-    return [event[at : at + 1] for at in range(len(event))] if reply.drip_s else [event]
 
 
 def _break(request: web.Request, how: str) -> BaseException:

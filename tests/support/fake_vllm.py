@@ -19,6 +19,7 @@ from tests.support.fake_scale_out import (
     derendered_of,
     generated_chunks_of,
     generated_of,
+    generation_name,
     refused_by_derender,
     sampling_of,
 )
@@ -27,11 +28,9 @@ from tests.support.fake_wire import (
     Canned,
     Reply,
     as_rendered,
-    choice_of,
     chunks_of,
     completion_of,
     data_of,
-    echoed,
     error_body,
     event_of,
     tools_as_rendered,
@@ -141,20 +140,20 @@ class FakeVllm(FakeServer):
         return web.Response(status=200 if self.healthy else 503)
 
     async def _version(self, request: web.Request, seen: Seen) -> web.StreamResponse:
-        return _json({"version": "0.32.0+fake"})
+        return web.json_response({"version": "0.32.0+fake"})
 
     async def _models(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         base, *adapters = self.names
         first = {"id": base, "root": self.root, "parent": None, "max_model_len": self.max_model_len}
         others = [{"id": name, "root": "/lora", "parent": base, "max_model_len": None} for name in adapters]
         # the base model last: whoever wants it must look at `parent`
-        return _json({"object": "list", "data": [*others, first]})
+        return web.json_response({"object": "list", "data": [*others, first]})
 
     async def _tokenize(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         body = seen.json
         ids = self._render(body) if "messages" in body else self.model.encode(body["prompt"])
         strings = self.model.reference.convert_ids_to_tokens(ids) if body.get("return_token_strs") else None
-        return _json(
+        return web.json_response(
             {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": strings}
         )
 
@@ -185,19 +184,25 @@ class FakeVllm(FakeServer):
         if refusal is not None:
             return refusal
         reply = self._next_reply(prompt, body.get("max_tokens"))
+        return await self._send(request, body, reply, (completion_of, chunks_of), prompt)
+
+    async def _send(
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        reply: Reply,
+        formats: tuple[Callable[..., Any], Callable[..., Any]],
+        prompt: Sequence[Any],
+        scripts: Sequence[Reply] = (),
+    ) -> web.StreamResponse:
+        """Send a generation, whole or as a stream; `scripts` are those of a request with several prompts."""
         if reply.error is not None:
             return respond(reply.error)
-        with_ids = bool(body.get("return_token_ids"))
-        logprobs = bool(body.get("logprobs"))
-        n = body.get("n") or 1
-        if not body.get("stream"):
-            scripts = enumerate(reply.choices(n))
-            choices = [choice_of(self.model, i, one, with_ids, logprobs) for i, one in scripts]
-            completion = completion_of(choices, len(prompt), reply, body.get("model") or self.names[0])
-            completion["prompt_token_ids"] = echoed(reply, prompt) if with_ids else None
-            return await self._finish(request, reply, [json.dumps(completion).encode()], "application/json")
-        chunks = chunks_of(self.model, reply, prompt, body)
-        return await self._finish(request, reply, [*map(event_of, chunks), b"data: [DONE]\n\n"])
+        whole, chunks = formats
+        made = (chunks if body.get("stream") else whole)(self.model, scripts or reply, prompt, body)
+        if body.get("stream"):
+            return await self._finish(request, reply, [*map(event_of, made), b"data: [DONE]\n\n"])
+        return await self._finish(request, reply, [json.dumps(made).encode()], "application/json")
 
     def _refusal(self, body: dict[str, Any], prompt: list[int], param: str) -> web.Response | None:
         model = body.get("model")
@@ -215,8 +220,8 @@ class FakeVllm(FakeServer):
 
     def _next_reply(self, prompt: list[int], max_tokens: int | None) -> Reply:
         """How a generation after a prompt goes."""
-        if max_tokens == 1:  # a probe: scripts are for the requests of tests, but a slow line is slow for all
-            return Reply(ids=HI[:1], drip_s=self.usual.drip_s)
+        if max_tokens == 1:  # a probe: scripts are for the requests of tests
+            return Reply(ids=HI[:1])
         return self.replies.popleft() if self.replies else self.usual
 
     async def _render_chat(self, request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -226,7 +231,7 @@ class FakeVllm(FakeServer):
             return refusal
         prompt = self._render(body)
         passed = ("stream", "stream_options", "model", "cache_salt", "priority", "kv_transfer_params")
-        return _json(
+        return web.json_response(
             {
                 "request_id": f"chatcmpl-{len(self.requests)}",
                 "token_ids": prompt,
@@ -244,15 +249,8 @@ class FakeVllm(FakeServer):
         if refusal is not None:
             return refusal
         reply = self._next_reply(prompt, sampling.get("max_tokens"))
-        if reply.error is not None:
-            return respond(reply.error)
-        name = f"generate-tokens-{body.get('request_id', 'none')}"
-        self._generations[name] = reply
-        if not body.get("stream"):
-            generated = generated_of(self.model, reply, name, len(prompt), body)
-            return await self._finish(request, reply, [json.dumps(generated).encode()], "application/json")
-        chunks = generated_chunks_of(self.model, reply, name, len(prompt), body)
-        return await self._finish(request, reply, [*map(event_of, chunks), b"data: [DONE]\n\n"])
+        self._generations[generation_name(body)] = reply
+        return await self._send(request, body, reply, (generated_of, generated_chunks_of), prompt)
 
     async def _complete(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         body = seen.json
@@ -261,13 +259,8 @@ class FakeVllm(FakeServer):
             if (refusal := self._refusal(body, prompt, "prompt")) is not None:
                 return refusal
         replies = [self._next_reply(prompt, body.get("max_tokens")) for prompt in prompts]
-        if (error := replies[0].error) is not None:
-            return respond(error)
-        if not body.get("stream"):
-            whole = completed_of(self.model, prompts, replies, body)
-            return await self._finish(request, replies[0], [json.dumps(whole).encode()], "application/json")
-        chunks = completed_chunks_of(self.model, prompts, replies, body)
-        return await self._finish(request, replies[0], [*map(event_of, chunks), b"data: [DONE]\n\n"])
+        formats = (completed_of, completed_chunks_of)
+        return await self._send(request, body, replies[0], formats, prompts, replies)
 
     async def _derender(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         body = seen.json
@@ -275,7 +268,7 @@ class FakeVllm(FakeServer):
             return _error(400, refusal, "BadRequestError")
         made = derendered_chunk_of if body.get("stream") else derendered_of
         name = (body.get("generate_response") or body.get("generate_chunk"))["request_id"]
-        return _json(made(self.model, self._generations[name], body.get("model") or self.names[0], body))
+        return web.json_response(made(self.model, self._generations[name], body))
 
 
 _ROUTES = {  # by name, so that a subclass may replace one
@@ -289,10 +282,6 @@ _ROUTES = {  # by name, so that a subclass may replace one
     ("POST", "/v1/completions"): "_complete",
     ("POST", "/v1/chat/completions/derender"): "_derender",
 }
-
-
-def _json(value: object) -> web.Response:
-    return web.json_response(value)
 
 
 def _error(status: int, message: str, kind: str, param: str | None = None) -> web.Response:

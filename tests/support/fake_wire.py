@@ -1,8 +1,8 @@
-"""The wire formats of a fake vLLM, and the scripts by which its generations go."""
+"""The chat format of a fake vLLM, and the scripts by which its generations go."""
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,8 +26,6 @@ class Reply:
     """What is sampled: "hi" and the stop token."""
     others: tuple["Reply", ...] = ()
     """How the further choices go, where n > 1; those without a script go like this one."""
-    one_by_one: bool = False
-    """Stream a choice when the one before has ended, instead of all side by side."""
     error: Canned | None = None
     """Answered instead of a completion."""
     message: dict[str, Any] = field(default_factory=dict)
@@ -38,28 +36,22 @@ class Reply:
     """The finish reason; None for "stop" after the stop token and "length" elsewhere."""
     stop: str | int | None = None
     """The stop reason."""
-    silent: tuple[Literal["prompt", "ids", "logprobs"], ...] = ()
-    """What the engine does not say though it was asked."""
+    silent: tuple[Literal["ids", "logprobs"], ...] = ()
+    """What the engine leaves out though it was requested."""
     echo: tuple[int, ...] | None = None
     """Ids it says the prompt had; None for the true ones."""
     miscounted: int = 0
     """By how much the number of sampled ids in `usage` is wrong."""
-    lost_ids: tuple[int, ...] = ()
-    """Positions whose ids are missing from the answer."""
     mask: tuple[tuple[int, ...], ...] | None = None
     """For each position the ids that could be sampled there; generate alone returns it."""
     routed_experts: str | None = None
-    """Returned with a choice's last event."""
-    logprobs_short: int = 0
-    """How many log-probabilities are missing."""
+    """Returned with a choice's last event; the chat format has none."""
     pause_s: float = 0.0
     """Before each event of a stream."""
     hold_at: int | None = None
     """Wait for `release` before this event."""
     break_at: int | None = None
     """Break the connection instead of sending this event."""
-    drip_s: float = 0.0
-    """Send byte by byte, and wait this long before each."""
     how: Literal["close", "reset", "head", "inside", "chunked"] = "close"
     """An orderly end, a TCP reset, an orderly end after the head of the answer or inside the event, and the
     last for an answer that does not announce its length."""
@@ -70,13 +62,28 @@ class Reply:
 
     @property
     def finish_reason(self) -> str:
-        """How it ends."""
         return self.finish or ("stop" if self.ids[-1:] == (END,) else "length")
 
-    @property
-    def told(self) -> list[int]:
-        """The ids that it says were sampled."""
-        return [token for position, token in enumerate(self.ids) if position not in self.lost_ids]
+
+class Asked:
+    """What a request of any format asks for."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        options = body.get("stream_options") or {}
+        self.n: int = body.get("sampling_params", body).get("n") or 1
+        self.ids = bool(body.get("return_token_ids"))
+        self.usage = bool(options.get("include_usage"))
+        """At the end of a stream."""
+        self.running_usage = self.usage and bool(options.get("continuous_usage_stats"))
+        """In each event too."""
+
+    def echo(self, reply: Reply, prompt: Sequence[int]) -> list[int] | None:
+        """The prompt as the engine says it was."""
+        return list(prompt if reply.echo is None else reply.echo) if self.ids else None
+
+    def sampled(self, reply: Reply, first: int = 0, end: int | None = None) -> list[int] | None:
+        """The sampled ids of some positions."""
+        return list(reply.ids[first:end]) if self.ids and "ids" not in reply.silent else None
 
 
 def error_body(message: str, kind: str, param: str | None, code: int) -> bytes:
@@ -85,114 +92,99 @@ def error_body(message: str, kind: str, param: str | None, code: int) -> bytes:
     return json.dumps({"error": error}, separators=(",", ":")).encode()
 
 
-def choice_of(
-    model: TinyModel, index: int, reply: Reply, with_ids: bool, logprobs: bool = False
+def usage_of(prompt: int, replies: Sequence[Reply]) -> dict[str, int]:
+    """How many tokens there were in all choices."""
+    return counts(prompt, sum(len(one.ids) + one.miscounted for one in replies))
+
+
+def counts(prompt: int, sampled: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
+
+
+def completion_of(
+    model: TinyModel, reply: Reply, prompt: Sequence[int], body: dict[str, Any]
 ) -> dict[str, Any]:
-    """One choice of a whole completion."""
-    ids = list(reply.ids)
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": model.decode(ids), **reply.message},
-        "logprobs": _logprobs(reply, ids) if logprobs and "logprobs" not in reply.silent else None,
-        "finish_reason": reply.finish_reason,
-        "stop_reason": reply.stop,
-        "token_ids": reply.told if with_ids and "ids" not in reply.silent else None,
-        **({"routed_experts": reply.routed_experts} if reply.routed_experts is not None else {}),
-    }
-
-
-def completion_of(choices: list[dict[str, Any]], prompt: int, reply: Reply, model: str) -> dict[str, Any]:
     """A whole completion."""
+    asked = Asked(body)
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": model.decode(list(one.ids)), **one.message},
+            "logprobs": _logprobs(one, one.ids, body),
+            "finish_reason": one.finish_reason,
+            "stop_reason": one.stop,
+            "token_ids": asked.sampled(one),
+        }
+        for index, one in enumerate(reply.choices(asked.n))
+    ]
     return {
         "id": "chatcmpl-fake",
         "object": "chat.completion",
         "created": 1,
-        "model": model,
+        "model": body.get("model") or "tiny",
         "choices": choices,
-        "usage": usage_of(prompt, reply, len(choices)),
+        "usage": usage_of(len(prompt), reply.choices(asked.n)),
+        "prompt_token_ids": asked.echo(reply, prompt),
     }
 
 
-def echoed(reply: Reply, prompt: list[int]) -> list[int] | None:
-    """The prompt as the engine says it was."""
-    if "prompt" in reply.silent:
+def _logprobs(reply: Reply, ids: Sequence[int], body: dict[str, Any]) -> dict[str, Any] | None:
+    if not body.get("logprobs") or "logprobs" in reply.silent:
         return None
-    return prompt if reply.echo is None else list(reply.echo)
-
-
-def _logprobs(reply: Reply, ids: list[int]) -> dict[str, Any]:
-    """Of each id, as vLLM writes them; `Reply.logprobs_short` leaves some out."""
     return {
         "content": [
             {"token": f"token_id:{token}", "logprob": -token / 8, "bytes": [], "top_logprobs": []}
-            for token in ids[: len(ids) - reply.logprobs_short]
+            for token in ids
         ]
     }
 
 
-def steps_of(reply: Reply, n: int) -> list[list[tuple[int, Reply, int]]]:
-    """What is sampled together: lists of (index of the choice, its script, position of the id)."""
+def steps_of(reply: Reply, n: int) -> list[tuple[int, Reply, int]]:
+    """What is sampled, in order: (index of the choice, its script, position of the id)."""
     scripts = list(enumerate(reply.choices(n)))
-    if reply.one_by_one:
-        return [[(index, one, at)] for index, one in scripts for at in range(len(one.ids))]
     longest = max(len(one.ids) for _, one in scripts)
-    return [[(i, one, at) for i, one in scripts if at < len(one.ids)] for at in range(longest)]
+    return [(index, one, at) for at in range(longest) for index, one in scripts if at < len(one.ids)]
 
 
 def chunks_of(
-    model: TinyModel, reply: Reply, prompt: list[int], asked: dict[str, Any]
-) -> list[dict[str, Any]]:
+    model: TinyModel, reply: Reply, prompt: Sequence[int], body: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     """One chunk with the role and the prompt's ids, then one for each sampled token and choice."""
-    n, with_ids, options = (
-        asked.get("n") or 1,
-        asked.get("return_token_ids"),
-        asked.get("stream_options") or {},
-    )
-    running = options.get("include_usage") and options.get("continuous_usage_stats")
-    roles = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-    head: dict[str, Any] = {"choices": [{"index": index, **roles} for index in range(n)]}
-    if running:
-        head["usage"] = _usage(len(prompt), 0)
-    if with_ids:
-        head["prompt_token_ids"] = echoed(reply, prompt)
-    chunks = [head]
-    for step in steps_of(reply, n):
-        for index, one, at in step:
-            choice = {"index": index, **piece_of(model, one, at)}
-            if with_ids and "ids" not in one.silent:
-                choice["token_ids"] = None if at in one.lost_ids else [one.ids[at]]
-            shown = asked.get("logprobs") and "logprobs" not in one.silent
-            choice["logprobs"] = _logprobs(one, [one.ids[at]]) if shown else None
-            usage = {"usage": _usage(len(prompt), at + 1 + one.miscounted)} if running else {}
-            chunks.append({"choices": [choice], **usage})
-    if options.get("include_usage"):
-        chunks.append({"choices": [], "usage": usage_of(len(prompt), reply, n)})
+    asked = Asked(body)
     fixed = {"id": "chatcmpl-fake", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}
-    return [{**fixed, **chunk} for chunk in chunks]
+    roles = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    head = {**fixed, "choices": [{"index": index, **roles} for index in range(asked.n)]}
+    echo = {"prompt_token_ids": asked.echo(reply, prompt)} if asked.ids else {}
+    yield {**head, **({"usage": counts(len(prompt), 0)} if asked.running_usage else {}), **echo}
+    for index, one, at in steps_of(reply, asked.n):
+        choice = {"index": index, **_piece_of(model, one, at)}
+        if (ids := asked.sampled(one, at, at + 1)) is not None:
+            choice["token_ids"] = ids
+        choice["logprobs"] = _logprobs(one, [one.ids[at]], body)
+        usage = {"usage": counts(len(prompt), at + 1 + one.miscounted)} if asked.running_usage else {}
+        yield {**fixed, "choices": [choice], **usage}
+    if asked.usage:
+        yield {**fixed, "choices": [], "usage": usage_of(len(prompt), reply.choices(asked.n))}
 
 
-def piece_of(model: TinyModel, reply: Reply, at: int) -> dict[str, Any]:
+def _piece_of(model: TinyModel, reply: Reply, at: int) -> dict[str, Any]:
     """The delta that comes with the id at a position, and how the choice ends if that is the last one."""
     delta: dict[str, Any] = {} if "content" in reply.message else {"content": model.decode([reply.ids[at]])}
     if reply.deltas:
         delta = reply.deltas[at]
     elif at == 0:
-        calls = reply.message.get("tool_calls")
-        numbered = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else {}
-        delta |= {**reply.message, **numbered}
+        delta |= first_delta(reply)
     if at < len(reply.ids) - 1:
         return {"delta": delta, "finish_reason": None}
     ending = {"stop_reason": reply.stop} if reply.stop is not None else {}
     return {"delta": delta, "finish_reason": reply.finish_reason, **ending}
 
 
-def usage_of(prompt: int, reply: Reply, n: int) -> dict[str, int]:
-    """How many tokens there were in all choices."""
-    return _usage(prompt, sum(len(one.ids) for one in reply.choices(n)) + reply.miscounted)
-
-
-def _usage(prompt: int, sampled: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+def first_delta(reply: Reply) -> dict[str, Any]:
+    """The message of a script as a delta: its calls are numbered."""
+    calls = reply.message.get("tool_calls")
+    numbered = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else {}
+    return {**reply.message, **numbered}
 
 
 def event_of(value: object) -> bytes:

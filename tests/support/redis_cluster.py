@@ -1,7 +1,6 @@
 """A Redis cluster of the tests' own: masters, and replicas of them."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.support.redis_server import RedisServer
+from tests.support.utils import wait_until
 
 _SLOTS = 16_384
-_PATIENCE_S = 30.0
 
 
 class RedisNode(RedisServer):
@@ -59,15 +58,15 @@ class RedisCluster:
             master.call("CLUSTER", "ADDSLOTSRANGE", i * _SLOTS // count, (i + 1) * _SLOTS // count - 1)
         for node in nodes[1:]:
             nodes[0].call("CLUSTER", "MEET", "127.0.0.1", node.port, node.bus_port)
-        wait_for(lambda: all(_count(node, "cluster_known_nodes") == len(nodes) for node in nodes))
+        wait_until(lambda: all(_count(node, "cluster_known_nodes") == len(nodes) for node in nodes))
         for master, replica in zip(self.masters, self.replicas, strict=False):
             name = master.id
-            wait_for(lambda: name in _text(replica, "CLUSTER", "NODES"))  # noqa: B023
+            wait_until(lambda: name in _text(replica, "CLUSTER", "NODES"))  # noqa: B023
             replica.call("CLUSTER", "REPLICATE", name)
         for replica in self.replicas:
-            wait_for(lambda: "master_link_status:up" in _text(replica, "INFO", "replication"))  # noqa: B023
-        wait_for(lambda: all("cluster_state:ok" in _text(node, "CLUSTER", "INFO") for node in nodes))
-        wait_for(lambda: all(_count(node, "cluster_size") == count for node in nodes))
+            wait_until(lambda: "master_link_status:up" in _text(replica, "INFO", "replication"))  # noqa: B023
+        wait_until(lambda: all("cluster_state:ok" in _text(node, "CLUSTER", "INFO") for node in nodes))
+        wait_until(lambda: all(_count(node, "cluster_size") == count for node in nodes))
 
     def keys(self) -> list[bytes]:
         """The names of all keys, sorted."""
@@ -90,15 +89,6 @@ def run_cluster(
         cluster = RedisCluster(nodes[:3], nodes[3:])
         cluster.form()
         yield cluster
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("waited in vain")
-        time.sleep(0.02)
 
 
 def is_up_to_date(replica: RedisServer, master: RedisServer) -> bool:

@@ -3,7 +3,6 @@
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,8 +14,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.support.ports import held_port
-
-_PATIENCE_S = 20.0
+from tests.support.utils import wait_until
 
 
 class NoRedisServer(Skipped):
@@ -63,11 +61,8 @@ class RedisServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        deadline = time.monotonic() + _PATIENCE_S
-        while not _answers(self.port):
-            running = self._process.poll() is None and time.monotonic() < deadline
-            assert running, (self.folder / "redis.log").read_text()
-            time.sleep(0.01)
+        wait_until(lambda: _answers(self.port) or self._process.poll() is not None)
+        assert self._process.poll() is None, (self.folder / "redis.log").read_text()
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal."""
@@ -108,11 +103,7 @@ def run_sentinel(folder: Path, master: int, quorum: int) -> Iterator[int]:
         command = [redis_program(), str(config), "--sentinel"]
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
         try:
-            deadline = time.monotonic() + _PATIENCE_S
-            while not _answers(port):
-                if time.monotonic() > deadline:
-                    raise TimeoutError((folder / "sentinel.log").read_text())
-                time.sleep(0.01)
+            wait_until(lambda: _answers(port))
             yield port
         finally:
             process.kill()

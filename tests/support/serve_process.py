@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ from types import TracebackType
 import httpx
 
 from tests.support.child_environment import python_path_without_torch
+from tests.support.utils import wait_until
 
 _PATIENCE_S = 60.0
 _ADDRESS = re.compile(r"running on (http://\S+)")
@@ -103,13 +103,11 @@ class ServeProcess:
         self._wait(lambda: self.text.count("chat template of") >= count)
 
     def _wait(self, condition: Callable[[], object]) -> None:
-        """Wait until a condition holds. Raises AssertionError with its log if it ends before, or too late."""
-        assert self._process is not None
-        deadline = time.monotonic() + _PATIENCE_S
-        while not condition():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"waited in vain: {self.text[-3000:]}")
-            time.sleep(0.02)
+        """Wait until a condition holds. Raises AssertionError with its log if it ends before."""
+        process = self._process
+        assert process is not None
+        wait_until(lambda: condition() or process.poll() is not None, _PATIENCE_S)
+        assert process.poll() is None, self.text[-3000:]
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send it a signal."""

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,26 +40,23 @@ def sqlite_url(tmp_path: Path) -> str:
     return f"sqlite://{tmp_path}/folder/store.db"
 
 
-def _url(kind: str, request: pytest.FixtureRequest) -> str:
-    return "memory:" if kind == "memory" else str(request.getfixturevalue(f"{kind}_url"))
+def _urls(*kinds: str) -> Any:
+    """A fixture with the URL of an empty store of each of these kinds."""
+
+    @pytest.fixture(params=kinds)
+    def url(request: pytest.FixtureRequest) -> str:
+        return (
+            "memory:" if request.param == "memory" else str(request.getfixturevalue(f"{request.param}_url"))
+        )
+
+    return url
 
 
-@pytest.fixture(params=["memory", "sqlite", "redis", "split"])
-def url(request: pytest.FixtureRequest) -> str:
-    """The URL of an empty store of each kind."""
-    return _url(request.param, request)
-
-
-@pytest.fixture(params=["memory", "sqlite", "redis"])
-def whole_url(request: pytest.FixtureRequest) -> str:
-    """The URL of an empty store of each kind that keeps all rollouts in one place."""
-    return _url(request.param, request)
-
-
-@pytest.fixture(params=["sqlite", "redis", "split"])
-def shared_url(request: pytest.FixtureRequest) -> str:
-    """The URL of an empty store of each kind that several processes can share."""
-    return _url(request.param, request)
+url = _urls("memory", "sqlite", "redis", "split")
+whole_url = _urls("memory", "sqlite", "redis")
+"""Of stores that keep all rollouts in one place."""
+shared_url = _urls("sqlite", "redis", "split")
+"""Of stores that several processes can share."""
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
 """A plain OpenAI client of the proxy, and what plain transformers says the engine must have been given."""
 
+import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
@@ -58,10 +59,13 @@ class Answered:
     """An answer of the chat route."""
 
     response: httpx.Response
-    messages: list[Message]
-    """Of each choice, as an SDK puts it together."""
-    sent: list[int] | None
-    """Ids the engine was given; None if it was given messages."""
+    sent: list[int] | None = None
+    """Ids that a fake engine was given; None if it was given messages."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The message of each choice, as an SDK puts it together."""
+        return assembled(self.response)
 
     @property
     def message(self) -> Message:
@@ -80,6 +84,11 @@ class Answered:
         return self.prompt.get("reason", "")
 
     @property
+    def source(self) -> str:
+        """Source of the prompt, with the reason if there is one."""
+        return self.prompt["source"] + (f": {self.reason}" if self.reason else "")
+
+    @property
     def session(self) -> str:
         """The rollout it belongs to."""
         return str(self.response.headers["x-session-id"])
@@ -89,34 +98,70 @@ class Answered:
         """The turn's id."""
         return str(self.response.headers["x-turn-id"])
 
+    @property
+    def prompt_ids(self) -> list[int]:
+        """What the engine consumed, if the request asks for ids."""
+        ids: list[int] = self.response.json()["prompt_token_ids"]
+        return ids
+
+    @property
+    def ids(self) -> list[int]:
+        """What the engine sampled, if the request asks for ids."""
+        ids: list[int] = self.response.json()["choices"][0]["token_ids"]
+        return ids
+
+    def continues(self, before: "Answered") -> bool:
+        """Whether the prompt begins with all that was consumed and sampled before."""
+        ids = [*before.prompt_ids, *before.ids]
+        return self.source.startswith("extended") and self.prompt_ids[: len(ids)] == ids
+
 
 @dataclass
-class Talk:
-    """A conversation as a client holds it: text only."""
+class Conversation:
+    """A conversation as a client holds it: messages only."""
 
-    pair: Pair
-    model: TinyModel
-    messages: list[Message] = field(default_factory=lambda: [user(f"Hi {secrets.token_hex(6)}")])
-    """What the next request says. The first text is nobody else's, because tests share one store."""
-    headers: dict[str, str] = field(default_factory=dict)
+    client: httpx.Client
+    messages: list[Message]
     fields: dict[str, Any] = field(default_factory=dict)
-    ids: list[int] = field(default_factory=list)
-    """Prompt and completion of the last turn, as the engine consumed and sampled them."""
+    """Of each request."""
+    headers: dict[str, str] = field(default_factory=dict)
+    usual: ClassVar[dict[str, Any]] = {"return_token_ids": True}
 
-    def ask(self, *new: Message, reply: Reply | None = None, stream: bool = False, **fields: Any) -> Answered:
+    def ask(self, *new: Message, path: str = CHAT, stream: bool = False, **fields: Any) -> Answered:
         """Say something, and keep the answer as an SDK gives it."""
         self.messages = [*self.messages, *new]
+        streamed = {"stream": True} if stream else {}
+        body = {"messages": self.messages, **self.usual, **self.fields, **fields, **streamed}
+        response = self.client.post(path, json=body, headers=self.headers)
+        assert response.status_code == 200, response.text
+        answered = Answered(response)
+        self.messages.append(answered.message)
+        return answered
+
+
+class Talk(Conversation):
+    """A conversation with a fake engine. The first text is nobody else's, because tests share one store."""
+
+    usual: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self, pair: Pair, model: TinyModel, messages: list[Message] | None = None, **options: Any
+    ) -> None:
+        super().__init__(pair.client, messages or [user(f"Hi {secrets.token_hex(6)}")], **options)
+        self.pair = pair
+        self.model = model
+        self.ids: list[int] = []
+        """Prompt and completion of the last turn, as the engine consumed and sampled them."""
+
+    def ask(self, *new: Message, reply: Reply | None = None, **asking: Any) -> Answered:
+        """Say something that the engine answers by a script."""
         script = reply or Reply()
         self.pair.fake.replies.append(script)
-        body = {"messages": self.messages, **self.fields, **fields}
-        if stream:
-            body["stream"] = True
-        response = self.pair.client.post(CHAT, json=body, headers=self.headers)
+        answered = super().ask(*new, **asking)
         self.pair.fake.replies.clear()
-        assert response.status_code == 200, response.text
-        answered = Answered(response, assembled(response, stream), sent_ids(self.pair.fake))
-        self.ids = [*(answered.sent or self.rendered(body)), *script.ids]
-        self.messages.append(answered.message)
+        answered.sent = sent_ids(self.pair.fake)
+        self.ids = [*(answered.sent or self.rendered(json.loads(answered.response.request.content)))]
+        self.ids += script.ids
         return answered
 
     def rendered(self, body: dict[str, Any]) -> list[int]:
@@ -139,22 +184,28 @@ class Talk:
         return answered
 
 
-def assembled(response: httpx.Response, stream: bool) -> list[Message]:
-    """The messages of an answer."""
-    if not stream:
-        return [choice["message"] for choice in response.json()["choices"]]
+def assembled(response: httpx.Response) -> list[Message]:
+    """The messages of an answer, without the fields that vLLM leaves empty."""
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        messages = [choice["message"] for choice in response.json()["choices"]]
+        return [{key: value for key, value in each.items() if value or key == "content"} for each in messages]
     made: dict[int, Message] = {}
     for chunk in data_of(response.content):
         for choice in chunk["choices"]:
-            _add(made.setdefault(choice["index"], {"role": "assistant", "content": None}), choice["delta"])
+            message = made.setdefault(choice["index"], {"role": "assistant", "content": None})
+            add_delta(message, choice["delta"])
     return [message for _, message in sorted(made.items())]
 
 
-def _add(message: Message, delta: Message) -> None:
+def add_delta(message: Message, delta: Message) -> None:
+    """Add a delta, or a whole message, to what came before."""
     for name in ("content", "reasoning"):
         if delta.get(name) is not None:
             message[name] = (message.get(name) or "") + delta[name]
-    for piece in delta.get("tool_calls") or []:
+    for position, piece in enumerate(delta.get("tool_calls") or []):
         calls = message.setdefault("tool_calls", [])
-        assert piece["index"] == len(calls)
-        calls.append({name: value for name, value in piece.items() if name != "index"})
+        index = piece.get("index", position)
+        if index == len(calls):
+            calls.append({"id": piece["id"], "type": "function", "function": {"name": "", "arguments": ""}})
+        for name in ("name", "arguments"):
+            calls[index]["function"][name] += piece["function"].get(name) or ""

@@ -11,7 +11,7 @@ import yaml
 from proxy.history.store import Limits
 from proxy.settings import ENV_PREFIX, Settings, load_settings
 from proxy.vllm_plugin import CONFIG_VARIABLE
-from tests.support.kustomize import compose, name_of
+from tests.unit.kustomize import compose, name_of
 
 _ROOT = Path(__file__).parents[2]
 _VARIABLES = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | {CONFIG_VARIABLE}

@@ -13,7 +13,7 @@ from proxy.metrics import Metrics
 from proxy.routes.routes import all_routes
 from proxy.routes.status import Health, Ready
 from proxy.settings import Settings
-from tests.support.kustomize import Manifest, compose, name_of, read_manifests
+from tests.unit.kustomize import Manifest, compose, name_of, read_manifests
 
 _ROOT = Path(__file__).parents[2]
 _KUBERNETES = _ROOT / "deploy" / "kubernetes"

@@ -53,7 +53,7 @@ def test_every_turn_continues_the_exact_ids_of_its_parent(
         text = f"{step['around']}{tiny_model.decode(list(ids))} {index}{step['around']}"
         message = {"content": text} | ({} if step["reasoning"] is None else {"reasoning": step["reasoning"]})
         reply = Reply(ids, message=message)
-        made = Talk(pair, tiny_model, list(root.messages), root.headers)
+        made = Talk(pair, tiny_model, list(root.messages))
         if not histories:
             made.ask(reply=reply, stream=step["stream"])
         else:

@@ -8,8 +8,7 @@ from statistics import median
 
 import pytest
 
-from tests.support.engine_process import DEADLY
-from tests.support.processes import Clients, KillableEngine, in_thread
+from tests.campaign.fleet.under_load import DEADLY, Clients, KillableEngine
 from tests.support.serve_process import ServeProcess
 from tests.support.tiny_model import TinyModel
 
@@ -29,7 +28,7 @@ def _fleet(
     tiny_model: TinyModel, folder: Path, count: int, seconds: float = _GENERATION_S
 ) -> Iterator[tuple[list[KillableEngine], str]]:
     with ExitStack() as stack:
-        engines = [stack.enter_context(KillableEngine(tiny_model.folder, seconds)) for _ in range(count)]
+        engines = [stack.enter_context(KillableEngine(tiny_model, seconds)) for _ in range(count)]
         urls = [engine.url for engine in engines]
         proxy = stack.enter_context(ServeProcess(urls, folder / "proxy.log", "--store", "memory:"))
         proxy.wait_ready(count)
@@ -51,10 +50,10 @@ def test_killed_engine_costs_no_request_that_had_not_begun(
                 await asyncio.gather(*(clients.ask(n) for n in range(2 * count)))
                 requests = [asyncio.create_task(clients.ask(n)) for n in range(_REQUESTS)]
                 await engines[victim].wait_busy(_BUSY)
-                engines[victim].kill()
+                await asyncio.to_thread(engines[victim].kill)
                 left_s.append(await clients.seconds_until_gone(victim))
                 await asyncio.gather(*requests)
-                await in_thread(engines[victim].start)
+                await asyncio.to_thread(engines[victim].start)
                 back_s.append(await clients.seconds_until_all_ready())
         outcomes = clients.outcomes
         assert not outcomes.failed, outcomes

@@ -19,8 +19,8 @@ from openai import OpenAI
 from tests.acceptance.conftest import Server, running
 from tests.campaign.ray.cluster import Cluster, run_cluster
 from tests.campaign.real_vllm.conftest import wait_ready
-from tests.campaign.real_vllm.plain import CHAT, user
 from tests.support.redis_server import run_redis
+from tests.support.talk import CHAT, user
 from tests.support.utils import wait_until
 
 pytest.importorskip("ray", reason="scripts/install-programs ray installs it")

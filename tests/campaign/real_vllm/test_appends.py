@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, WAYS, run_way
-from tests.campaign.real_vllm.plain import Conversation, Message, Turn, continues, user
-from tests.support.crowd import counted
+from tests.support.scraping import Scrape
+from tests.support.talk import Answered, Conversation, Message, user
 from tests.support.tiny_templates import REFUTING_TEXT
 from tests.support.utils import wait_until
 from tokenization import ChatTokenizer
@@ -68,9 +68,9 @@ def tokenizer(model: Path) -> ChatTokenizer:
     return ChatTokenizer.load(model)
 
 
-def _extended_by(turn: Turn, before: Turn, tokenizer: ChatTokenizer) -> str:
+def _extended_by(turn: Answered, before: Answered, tokenizer: ChatTokenizer) -> str:
     """The text of what was appended to all that the turn before consumed and sampled."""
-    assert continues(turn, before), turn.source
+    assert turn.continues(before), turn.source
     return tokenizer.decode(turn.prompt_ids[len(before.prompt_ids) + len(before.ids) :])
 
 
@@ -101,7 +101,7 @@ def test_audit_finds_a_difference_that_the_proof_missed(http: httpx.Client, toke
     first = talk.ask()
     second = talk.ask(_RESULT)
     assert "hidden" not in _extended_by(second, first, tokenizer)
-    wait_until(lambda: counted(http, 'tokenproxy_append_audits_total{result="different"}') == 1)
+    wait_until(lambda: Scrape(http).value("append_audits_total", result="different") == 1)
     third = talk.ask({**_RESULT, "content": "18 °C"})
     expected = f"\n<|im_start|>tool\n18 °C{_CLOSE}\nhidden<|im_start|>assistant\n"
     assert _extended_by(third, second, tokenizer) == expected

@@ -14,8 +14,8 @@ import pytest
 
 from tests.acceptance.conftest import Server, running
 from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, run_proxy, start_engine
-from tests.campaign.real_vllm.plain import CHAT, Conversation, Turn, continues, user
 from tests.support.quiet import quiet
+from tests.support.talk import CHAT, Answered, Conversation, user
 from tests.support.utils import wait_until
 
 _CLIENTS = 24
@@ -54,7 +54,7 @@ def test_kill_return_and_drain(servers: Mapping[str, Server], model: Path, tmp_p
             replicas = http.get("/admin/replicas").json()["replicas"]
             return {each["engine"] for each in replicas if each["ready"]}
 
-        def ask(text: str) -> Turn:
+        def ask(text: str) -> Answered:
             return conversation.ask(user(text), max_tokens=8)
 
         wait_until(lambda: len(ready()) == 2, 60)
@@ -87,5 +87,5 @@ def test_kill_return_and_drain(servers: Mapping[str, Server], model: Path, tmp_p
         http.post("/admin/replicas/drain", json={"url": stock.url})
         count = _served(second.url)
         turns.append(ask("On and on."))
-        assert all(continues(turn, earlier) for earlier, turn in itertools.pairwise(turns))
+        assert all(turn.continues(earlier) for earlier, turn in itertools.pairwise(turns))
         assert _served(second.url) > count

@@ -7,9 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.acceptance.formats import TOKENS
 from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, WAYS, run_way
-from tests.campaign.real_vllm.plain import TOKENS, Conversation, Message, continues, user
 from tests.campaign.real_vllm.vision import make_vision_model, picture
+from tests.support.talk import Conversation, Message, user
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 300)
 
@@ -60,7 +61,7 @@ def test_plain_chat_is_exact(http: httpx.Client, pad: int) -> None:
     turns = [talk.ask(message, **_FEW) for message in _NEW]
     assert turns[0].source == "rendered: first_turn"
     for turn, before in zip(turns[1:], turns, strict=False):
-        assert continues(turn, before)
+        assert turn.continues(before)
     assert [turn.prompt_ids.count(pad) for turn in turns] == [4, 4, 12, 16]
 
 

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, run_proxy, start_engine, wait_ready
-from tests.campaign.real_vllm.plain import CHAT, user
 from tests.support.otlp import ReceivedSpan, otlp_receiver
+from tests.support.talk import CHAT, user
 from tests.support.utils import wait_until
 
 

@@ -11,9 +11,10 @@ from proxy.engine.protocol import Engine
 from proxy.routes.scopes import KeyScope, scope_of_engine_route
 from proxy.settings import Settings
 from tests.acceptance.conftest import Server
-from tests.acceptance.formats import CHAT, CHAT_TOOL, FORMATS, TURNS, Chat, user
+from tests.acceptance.formats import CHAT_TOOL, FORMATS, TURNS, Chat
 from tests.campaign.real_vllm.conftest import wait_ready
 from tests.support.recorded import record_of
+from tests.support.talk import CHAT, user
 from tests.support.utils import run_app
 
 _CALL: dict[str, Any] = {"tools": [CHAT_TOOL], "tool_choice": "required", "max_tokens": 60}

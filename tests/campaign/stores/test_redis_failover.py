@@ -14,9 +14,10 @@ from proxy.metrics import Metrics
 from proxy.stores.guarded import GuardedStore
 from proxy.stores.redis_partitions import SLOTS
 from proxy.stores.urls import make_store
-from tests.support.redis_cluster import RedisCluster, RedisNode, is_up_to_date, run_cluster, wait_for
+from tests.support.redis_cluster import RedisCluster, RedisNode, is_up_to_date, run_cluster
 from tests.support.redis_server import RedisServer, run_sentinel
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
+from tests.support.utils import wait_until
 
 
 async def _move(source: RedisNode, target: RedisNode, slot: int, share: float) -> None:
@@ -75,7 +76,7 @@ async def _check_failover(url: str, master: RedisServer, replica: RedisServer) -
     turns = [make_turn(f"r{number}", completion=b"") for number in range(120)]
     for turn in turns[:60]:
         await add(store, turn, entry(turn.id, "ids"))
-    await asyncio.to_thread(wait_for, lambda: is_up_to_date(replica, master))
+    await asyncio.to_thread(wait_until, lambda: is_up_to_date(replica, master))
     master.send(signal.SIGKILL)
     for turn in turns[60:]:
         await add(store, turn, entry(turn.id, "ids"))
@@ -116,6 +117,6 @@ async def test_a_master_that_sentinels_watch_dies(tmp_path: Path) -> None:
             stack.enter_context(run_sentinel(tmp_path / f"s{number}", servers[0].port, quorum=2))
             for number in range(3)
         ]
-        await asyncio.to_thread(wait_for, lambda: all(map(_ready, sentinels)))
+        await asyncio.to_thread(wait_until, lambda: all(map(_ready, sentinels)))
         hosts = ",".join(f"127.0.0.1:{port}" for port in sentinels)
         await _check_failover(f"redis+sentinel://{hosts}/the-master/0", *servers)

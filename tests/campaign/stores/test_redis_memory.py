@@ -8,9 +8,9 @@ import pytest
 import redis
 
 from proxy.history.turn import Turn, pack_ids, pack_logprobs
-from tests.support.redis_cluster import wait_for
 from tests.support.redis_server import run_redis
 from tests.support.store_utils import add, entry, make_session, make_turn, opened
+from tests.support.utils import wait_until
 
 _TURNS_OF_A_ROLLOUT = 6
 
@@ -59,7 +59,7 @@ async def test_the_documented_bound_holds(tmp_path: Path, count: int, logprobs: 
                 entries = [entry(f"{turn.id}a", "i"), entry(f"{turn.id}b", "i"), entry(f"{turn.id}c")]
                 await store.add(make_session(rollout, tenant="t" * 16), [turn], [entries])
             counted = (await store.usage()).size - counted_at_start
-        wait_for(lambda: client.info("clients")["connected_clients"] == 1)
+        wait_until(lambda: client.info("clients")["connected_clients"] == 1)
         used = client.info("memory")["used_memory"] - start
     # the last are for what each partition takes once
     print(f"{used / turns:.0f} bytes a turn, {counted / turns:.0f} counted")

@@ -10,7 +10,7 @@ import pytest
 
 from proxy.history.vocabulary import Reason
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
-from tests.support.talk import CHAT, Answered, Message, Talk, assembled, call, result, sent_ids, user
+from tests.support.talk import CHAT, Answered, Message, Talk, call, result, sent_ids, user
 from tests.support.tiny_model import CHATML, END, SPLIT, TinyModel
 from tests.support.utils import Pair, run_proxy
 
@@ -53,7 +53,7 @@ def _canned(made: Talk, body: dict[str, Any]) -> Answered:
     """The answer of an engine that takes anything."""
     made.pair.fake.canned[CHAT] = _ANSWER
     response = made.pair.client.post(CHAT, json=body)
-    return Answered(response, assembled(response, False), sent_ids(made.pair.fake))
+    return Answered(response, sent_ids(made.pair.fake))
 
 
 def _no_match(talk: Callable[..., Talk]) -> Answered:

@@ -133,7 +133,7 @@ def test_a_replica_that_dies_in_an_update_leaves_and_returns(start: Start, tiny_
     good, bad = start(1, 1, alone=True)
     with run_proxy([good, bad]) as client:
         assert update(client, "6") == [200] * 5
-        bad.dies_at = "/finish_weight_update"
+        bad.deadly = lambda seen: seen.path == "/finish_weight_update"
         assert 424 in update(client, "7")
         wait_until(lambda: _states(client) == [True, False])
         with FakeTrained(tiny_model, Rendezvous(1), port=bad.port) as again:

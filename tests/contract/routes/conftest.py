@@ -3,8 +3,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.contract.routes.feed_client import Feed
 from tests.support.fake_vllm import FakeVllm
-from tests.support.feed_client import Feed
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
 

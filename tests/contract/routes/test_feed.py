@@ -12,8 +12,8 @@ from proxy.app import create_app
 from proxy.routes.feed import MOST_CONSUMERS
 from proxy.settings import Settings
 from proxy.turn.running import RunningRequests
+from tests.contract.routes.feed_client import FEED, Feed
 from tests.support.fake_vllm import FakeVllm
-from tests.support.feed_client import FEED, Feed
 from tests.support.scraping import Scrape
 from tests.support.talk import CHAT, user
 from tests.support.utils import run_proxy, run_server, send_and_keep, wait_until

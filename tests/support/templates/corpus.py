@@ -65,10 +65,17 @@ def corpus(sources: tuple[str, ...] = SOURCES) -> list[ChatTemplate]:
     return list({template.name: template for template in templates.values()}.values())
 
 
-def fetched_template(name: str) -> ChatTemplate:
-    """A template of `scripts/fetch-templates`, by its name. Raises FileNotFoundError."""
-    source, _, stem = name.partition("/")
-    return ChatTemplate(source, stem, _paths(source)[stem].read_text("utf-8"))
+def sample() -> list[ChatTemplate]:
+    """The fetched templates in `sample.txt`, the most diverse first.
+
+    Each has the most fields, filters, tests, variables and constants that no template before it has.
+
+    Raises:
+        FileNotFoundError: a source was not fetched.
+    """
+    names = Path(__file__).with_name("sample.txt").read_text("utf-8").split()
+    sources = [name.split("/", 1) for name in names]
+    return [ChatTemplate(source, stem, _paths(source)[stem].read_text("utf-8")) for source, stem in sources]
 
 
 def _paths(source: str) -> dict[str, Path]:

@@ -16,12 +16,11 @@ def marked(history: Sequence[Message], mark: str) -> list[Message]:
     if last.get("tool_calls"):
         function = last["tool_calls"][-1]["function"]
         arguments = json.loads(function["arguments"] or "{}")
-        texts = [name for name, value in arguments.items() if isinstance(value, str)]
-        if texts:
-            arguments[texts[-1]] += mark
-            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        else:
+        if marks_a_name(history):
             function["name"] += mark
+        else:
+            arguments[[name for name, value in arguments.items() if isinstance(value, str)][-1]] += mark
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
     elif isinstance(last["content"], list):
         last["content"][-1]["text"] += mark
     else:
@@ -30,21 +29,16 @@ def marked(history: Sequence[Message], mark: str) -> list[Message]:
 
 
 def marks_a_name(history: Sequence[Message]) -> bool:
-    """Whether `marked` puts the marker into the name of a call."""
-    calls = history[-1].get("tool_calls") or []
-    arguments = [json.loads(call["function"]["arguments"] or "{}") for call in calls[-1:]]
-    return bool(calls) and not any(isinstance(value, str) for value in arguments[0].values())
+    """Whether `marked` puts the marker into the name of a call: no argument of the last call is a string."""
+    calls = history[-1].get("tool_calls")
+    arguments = json.loads(calls[-1]["function"]["arguments"] or "{}") if calls else {}
+    return bool(calls) and not any(isinstance(value, str) for value in arguments.values())
 
 
 def words_of(new: Sequence[Message]) -> list[str]:
     """The word of each new message that starts with "new", by which to find the message."""
-    return [word_of(message) for message in new]
-
-
-def word_of(message: Message) -> str:
-    content = message["content"]
-    text = " ".join(part["text"] for part in content) if isinstance(content, list) else content
-    return next(word for word in text.replace('"', " ").split() if word.startswith("new")).rstrip(":,\u200b")
+    texts = [content_of(message).replace('"', " ").split() for message in new]
+    return [next(word for word in text if word.startswith("new")).rstrip(":,\u200b") for text in texts]
 
 
 def content_of(message: Message) -> str:

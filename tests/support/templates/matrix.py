@@ -8,23 +8,25 @@ and the ids after `prompt_ids` are the expected ones. Where the oracle has none,
 reason, and `append` is called all the same: see `unshown`.
 """
 
+import functools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tests.support.templates import sampling
 from tests.support.templates.conversations import shapes_of, variables_of
-from tests.support.templates.laws import Kind, kind_of_difference, malformed
 from tests.support.templates.oracle import Oracle, Reason, Undecided
 from tests.support.templates.pairing import Pairing
-from tests.support.templates.renderer import Renderer, TemplateRefuses
+from tests.support.templates.renderer import Renderer
 from tests.support.templates.sampling import ENDINGS, Sampled, Turn, applies, sampled_ids
 from tests.support.templates.shapes import SHAPES, TOOLS, Shape, user
 from tests.support.templates.stand_in import StandIn
 from tests.support.templates.unshown import Unshown
-from tests.support.templates.verdicts import Finding, Result, Verdict
+from tests.support.templates.verdicts import Finding, Kind, Result, Verdict, malformed
 from tokenization import Appended, ChatTokenizer, TokenizationError
 
 # conversations that end in every way, the others with their own stop token or by length
@@ -55,22 +57,22 @@ class Trial:
     shapes: list[Shape]
     variables: dict[str, dict[str, Any]]
     """The template arguments to try, by name."""
-    _turns: dict[tuple[str, str], Turn | Undecided] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, pairing: Pairing, folder: Path) -> "Trial":
+    def start(cls, pairing: Pairing) -> "Trial":
         """Write the pairing's tokenizer to a folder and load it from there."""
         template, tokens = pairing.template, pairing.stand_in()
         renderer = Renderer(tokens.tokenizer)
-        oracle = Oracle(renderer, tokens.tokenizer, _reads_generation_prompt(renderer))
+        oracle = Oracle(renderer)
         stops = _stops(oracle, tokens)
         if tokens.eos_is_a_guess:
             tokens = replace(tokens, eos=stops[0])
             tokens.tokenizer.eos_token = stops[0]
-        tokens.tokenizer.save_pretrained(folder)
         config = {"eos_token_id": [tokens.id_of(stop) for stop in stops]}
-        (folder / "generation_config.json").write_text(json.dumps(config))
-        subject = ChatTokenizer.load(folder)
+        with tempfile.TemporaryDirectory() as folder:
+            tokens.tokenizer.save_pretrained(folder)
+            Path(folder, "generation_config.json").write_text(json.dumps(config))
+            subject = ChatTokenizer.load(folder)
         variables = {
             name: kwargs for name, kwargs in variables_of(template).items() if not _prints(renderer, kwargs)
         }
@@ -88,6 +90,7 @@ class Trial:
                     ):
                         yield Cell(shape, ending, variables)
 
+    @cached_property
     def results(self) -> list[Result]:
         """The findings on every cell, with history and without."""
         before = repr((SHAPES, TOOLS))
@@ -98,61 +101,61 @@ class Trial:
     def judge(self, cell: Cell) -> list[Result]:
         """The findings on a cell, with history and without."""
         turn = self.turn(cell.shape, cell.variables)
-        undecided: Undecided
         if isinstance(turn, Turn):
             try:
                 return self._judge_shown(cell, turn, ENDINGS[cell.ending](turn))
-            except Undecided as error:
-                undecided = error
-        else:
-            undecided = turn
-        return self._judge_unshown(cell, undecided.reason)
+            except Undecided as undecided:
+                return self._judge_unshown(cell, undecided.reason)
+        return self._judge_unshown(cell, turn.reason)
 
     def turn(self, shape: Shape, variables: str) -> Turn | Undecided:
         """The conversation at the moment of sampling; or why its rendering does not show what follows."""
-        key = (shape.name, variables)
-        if key not in self._turns:
-            kwargs = self.variables[variables]
-            try:
-                end = self.oracle.turn_end(shape, kwargs)
-                self._turns[key] = Turn(self.oracle, shape, kwargs, end, self.tokens.other_stop)
-            except Undecided as undecided:
-                self._turns[key] = undecided
-        return self._turns[key]
+        kwargs = self.variables[variables]
+        try:
+            end = self.oracle.turn_end(shape, kwargs)
+        except Undecided as undecided:
+            return undecided
+        return Turn(self.oracle, shape, kwargs, end, self.tokens.other_stop)
 
     def prompt_ids(self, cell: Cell, turn: Turn, sampled: Sampled) -> list[int]:
         """The ids of the prompt and of the sampled turn."""
         prompt = self.oracle.encode(self.oracle.prompt(turn.shape, turn.kwargs))
-        return prompt + sampled_ids(sampled.text, self._seed(cell), self.oracle)
+        return prompt + sampled_ids(sampled.text, self._name(cell), self.oracle)
 
     def _judge_shown(self, cell: Cell, turn: Turn, sampled: Sampled) -> list[Result]:
         ids = self.prompt_ids(cell, turn, sampled)
-        results = []
-        for history in (True, False):
-            answer = self.append(cell, sampled, ids, history)
-            finding = answer if isinstance(answer, Finding) else self._compare(cell, sampled, ids, answer)
-            results.append(self._result(cell, history, finding))
-        return results
+        return self._results(cell, sampled, ids, lambda answer: self._compare(cell, sampled, ids, answer))
 
     def _judge_unshown(self, cell: Cell, reason: Reason) -> list[Result]:
         kwargs, other_stop = self.variables[cell.variables], self.tokens.other_stop
         unshown = Unshown.of(self.oracle, cell.shape, kwargs, cell.ending, reason, other_stop)
         sampled = unshown.sampled(self.stops[0], other_stop)
-        ids = unshown.prompt() + sampled_ids(sampled.text, self._seed(cell), self.oracle)
+        ids = unshown.prompt() + sampled_ids(sampled.text, self._name(cell), self.oracle)
         # an aborted turn may have no ids, and `append` refuses that
         ids = ids or self.oracle.encode("Hi")
-        results = []
-        for history in (True, False):
-            answer = self.append(cell, sampled, ids, history)
+
+        def verdict(answer: Appended | Finding) -> Finding:
             if not isinstance(answer, Finding):
-                finding = unshown.judge(ids, answer)
-            else:
-                finding = answer if answer.verdict is Verdict.WRONG else Finding(Verdict.EXCLUDED, reason)
-            results.append(self._result(cell, history, finding))
+                return unshown.judge(ids, answer)
+            return answer if answer.verdict is Verdict.WRONG else Finding(Verdict.EXCLUDED, reason)
+
+        return self._results(cell, sampled, ids, verdict)
+
+    def _results(
+        self, cell: Cell, sampled: Sampled, ids: list[int], verdict: Callable[[Appended | Finding], Finding]
+    ) -> list[Result]:
+        """The findings on a cell, with history and without."""
+        name, results = self._name(cell), []
+        for history in (True, False):
+            finding = verdict(self.append(cell, sampled, ids, history))
+            where = f"{name} | {'with' if history else 'without'} history"
+            results.append(Result(self.pairing.group, where, history, finding))
         return results
 
-    def _compare(self, cell: Cell, sampled: Sampled, ids: list[int], appended: Appended) -> Finding:
-        """The verdict on an answer if the ids are given."""
+    def _compare(self, cell: Cell, sampled: Sampled, ids: list[int], appended: Appended | Finding) -> Finding:
+        """The verdict on an answer, or on an error, where the ids are shown."""
+        if isinstance(appended, Finding):
+            return appended
         if error := malformed(appended, ids):
             return Finding(Verdict.WRONG, error)
         new_ids = appended.prompt_ids[len(ids) :]
@@ -163,10 +166,8 @@ class Trial:
         if cut_off and text.lstrip() == expected.lstrip():
             # whether the white space before the close is part of the call's syntax is not shown
             return Finding(Verdict.EXACT)
-        kind = kind_of_difference(cell.shape, text, expected)
-        if kind is Kind.OTHER_IDS:
-            return Finding(Verdict.WRONG, kind, f"{new_ids} instead of {sampled.expected}: {text!r}")
-        return Finding(Verdict.WRONG, kind, f"appended {text!r} instead of {expected!r}")
+        detail = f"appended {text!r} {new_ids} instead of {expected!r} {sampled.expected}"
+        return Finding(Verdict.WRONG, Kind.OTHER_IDS, detail)
 
     def append(self, cell: Cell, sampled: Sampled, ids: list[int], history: bool) -> Appended | Finding:
         """The answer; or the finding on the error."""
@@ -187,50 +188,19 @@ class Trial:
         except Exception as error:  # noqa: BLE001 - the boundary: an untyped error is a finding, not a crash
             return Finding(Verdict.WRONG, Kind.UNTYPED_ERROR, repr(error))
 
-    def _seed(self, cell: Cell) -> str:
+    def _name(self, cell: Cell) -> str:
         return f"{self.pairing.name} | {cell.shape.name} | {cell.ending} | {cell.variables}"
 
-    def _result(self, cell: Cell, history: bool, finding: Finding) -> Result:
-        where = (self.pairing.group, self.pairing.name, cell.shape.name, cell.ending, cell.variables)
-        return Result(*where, history, finding)
 
-
-@dataclass
-class Matrix:
-    """The trials of pairings. Each pairing runs once."""
-
-    folder: Path
-    """The folder for the tokenizers of the pairings."""
-    _trials: dict[str, Trial] = field(default_factory=dict)
-    _results: dict[str, list[Result]] = field(default_factory=dict)
-
-    def trial(self, pairing: Pairing) -> Trial:
-        if pairing.name not in self._trials:
-            folder = self.folder / pairing.name.replace("/", "_")
-            self._trials[pairing.name] = Trial.start(pairing, folder)
-        return self._trials[pairing.name]
-
-    def results(self, pairing: Pairing) -> list[Result]:
-        if pairing.name not in self._results:
-            self._results[pairing.name] = self.trial(pairing).results()
-        return self._results[pairing.name]
-
-
-def _reads_generation_prompt(renderer: Renderer) -> bool:
-    """Whether a prompt ends otherwise with `add_generation_prompt` than without."""
-    try:
-        texts = {renderer.render([user("Hi")], None, {"add_generation_prompt": on}) for on in (True, False)}
-    except TemplateRefuses:
-        return False
-    return len(texts) > 1
+@functools.cache
+def trial(pairing: Pairing) -> Trial:
+    """The trial of a pairing, which starts once."""
+    return Trial.start(pairing)
 
 
 def _prints(renderer: Renderer, kwargs: Mapping[str, Any]) -> bool:
     """Whether a template prints the value of an argument, such as a token's text: it is no switch then."""
-    try:
-        text = renderer.render([user("Hi")], None, kwargs)
-    except TemplateRefuses:
-        return False
+    text = renderer.render_alone([user("Hi")], kwargs) or ""
     return any(str(value) in text for value in kwargs.values() if isinstance(value, bool))
 
 

@@ -25,17 +25,14 @@ Where a step has no result, `Undecided` tells why.
 """
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
 from typing import Any
 
 from tests.support.templates.marks import MARKS, content_of, marked, marks_a_name, words_of
-from tests.support.templates.renderer import Renderer, TemplateRefuses
+from tests.support.templates.renderer import Renderer, TemplateRefuses, Token, stem
 from tests.support.templates.shapes import Message, Shape
-from tests.support.templates.template_tokens import TemplateTokens, Token, stem
 
 
 class Reason(StrEnum):
@@ -73,7 +70,7 @@ class TurnEnd:
     """What closes the turn, up to its stop token; empty where the stop token opens the next message or is not
     printed."""
     rest: str
-    """TemplateTokens, the new messages and the generation prompt."""
+    """Added tokens, the new messages and the generation prompt."""
     stop: str
     """The stop token in this rendering: the end of `close` or, if that is empty, the first special token of
     `rest`; empty if the template prints none."""
@@ -104,21 +101,12 @@ class Oracle:
     """Reads the text and the ids after a turn from the renderings of one template."""
 
     renderer: Renderer
-    tokenizer: Any
-    """A transformers tokenizer, for the ids."""
-    reads_generation_prompt: bool
-    """Whether the template reads `add_generation_prompt`; if not, a history alone may end with the header of
-    the next turn."""
     _ends: dict[str, "TurnEnd | Undecided"] = field(default_factory=dict)
 
-    @cached_property
-    def _tokens(self) -> TemplateTokens:
-        return TemplateTokens(self.renderer, self.tokenizer, self.reads_generation_prompt)
-
     @property
-    def added_tokens(self) -> re.Pattern[str]:
-        """A pattern that matches each added token of the tokenizer."""
-        return self._tokens.added_tokens
+    def tokenizer(self) -> Any:
+        """A transformers tokenizer, for the ids."""
+        return self.renderer.tokenizer
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
@@ -130,7 +118,7 @@ class Oracle:
 
     def render(self, messages: Sequence[Message], shape: Shape, kwargs: Mapping[str, Any]) -> str:
         """Raises TemplateRefuses."""
-        return self._tokens.render(messages, kwargs, shape.with_tools)
+        return self.renderer.render(messages, kwargs, shape.with_tools)
 
     def turn_end(self, shape: Shape, kwargs: Mapping[str, Any]) -> TurnEnd:
         """What the template prints after the last turn of the history, with the new messages.
@@ -175,8 +163,10 @@ class Oracle:
 
     def second_stop(self, rest: str) -> str:
         """The token that closes a turn or a user message at the start of a text; empty if there is none."""
-        first = next((token for token in self._tokens.find(rest) if token.text in self._tokens.special), None)
-        closes = {*self._tokens.closes, self.tokenizer.eos_token} - self._tokens.openers
+        first = next(
+            (token for token in self.renderer.find(rest) if token.text in self.renderer.special), None
+        )
+        closes = {*self.renderer.closes, self.tokenizer.eos_token} - self.renderer.openers
         return first.text if first and first.text in closes and not rest[: first.start].strip() else ""
 
     def _turn_end(self, shape: Shape, kwargs: Mapping[str, Any]) -> TurnEnd:
@@ -218,35 +208,39 @@ class Oracle:
         """Divide the text after the marker."""
         after, alone = rendering.after, rendering.alone
         header = after[: min(after.index(word) for word in words_of(shape.new))]
-        tokens = self._tokens.find(header)
+        tokens = self.renderer.find(header)
         syntax = self._syntax(shape, rendering.turn_text, tokens)
         free = list(itertools.dropwhile(lambda token: token.text in syntax, tokens))
         shared = _shared_length(header, alone) if alone is not None else 0
-        closing = [token for token in free if token.end <= shared and token.text in self._tokens.special]
-        if not self.reads_generation_prompt:
+        closing = [token for token in free if token.end <= shared and token.text in self.renderer.special]
+        if not self.renderer.reads_generation_prompt:
             opened = itertools.takewhile(
-                lambda token: token.text not in self._tokens.assistant_header, closing
+                lambda token: token.text not in self.renderer.assistant_header, closing
             )
             closing = list(opened) or closing[:1]
         # the history alone may go on with another message
-        while closing and [closing[-1].text] == self._tokens.assistant_header[:1]:
+        while closing and [closing[-1].text] == self.renderer.assistant_header[:1]:
             closing.pop()
-        if self._tokens.between_messages == ("", ""):
+        if self.renderer.between_messages == ("", ""):
             closing = closing[:1]
         if closing and self._opens_message(closing[-1], rendering):
             closing.pop()
         if closing:
-            later = next((t for t in self._tokens.find(after) if t.start >= closing[-1].end), None)
+            later = next((t for t in self.renderer.find(after) if t.start >= closing[-1].end), None)
             between = after[closing[-1].end : later.start] if later else ""
             if later and later.text == closing[-1].text and not between.strip():
                 raise Undecided(Reason.SECOND_STOP, after)
             return _closed(shape, after, closing[-1], closing[-1].text)
-        ends = [token for token in free if token.text in self._tokens.special]
+        ends = [token for token in free if token.text in self.renderer.special]
         last = [
-            token for token in self._tokens.find(alone or "") if token.text in self._tokens.special - syntax
+            token for token in self.renderer.find(alone or "") if token.text in self.renderer.special - syntax
         ]
-        if last and self.reads_generation_prompt and [last[0].text] != [token.text for token in ends[:1]]:
-            if ends and ends[0].text not in self._tokens.assistant_header:
+        if (
+            last
+            and self.renderer.reads_generation_prompt
+            and [last[0].text] != [token.text for token in ends[:1]]
+        ):
+            if ends and ends[0].text not in self.renderer.assistant_header:
                 return _closed(shape, after, ends[0], last[0].text)
             # only the last turn of a rendering has a close
             tail = (alone or "")[: last[0].start] if shape.kind == "call" else ""
@@ -262,8 +256,8 @@ class Oracle:
         """
         after, alone = rendering.after, rendering.alone
         stop = ends[0] if ends else None
-        if stop and stop.text not in self._tokens.assistant_header:
-            closes = stop.text in self._tokens.closes or stop.text != ends[-1].text
+        if stop and stop.text not in self.renderer.assistant_header:
+            closes = stop.text in self.renderer.closes or stop.text != ends[-1].text
             if closes and not self._opens_message(stop, rendering):
                 # one that is not printed after the last turn may open the next message as well
                 may_open = len(ends) == 1 and alone is not None
@@ -275,7 +269,7 @@ class Oracle:
         # the model samples EOS, and the template does not print it
         if shape.kind == "content":
             return TurnEnd("", "", after, "", self.tokenizer.eos_token)
-        if alone is None or not after.startswith(alone) or not self.reads_generation_prompt:
+        if alone is None or not after.startswith(alone) or not self.renderer.reads_generation_prompt:
             raise Undecided(Reason.UNCLEAR_STOP, after)
         return TurnEnd(alone, "", after[len(alone) :], "", self.tokenizer.eos_token)
 
@@ -284,7 +278,7 @@ class Oracle:
         if stop.text.startswith("</") or "end" in stop.text:
             return False
         earlier, later = (
-            [token.text for token in self._tokens.find(text) if stem(token.text) == stem(stop.text)]
+            [token.text for token in self.renderer.find(text) if stem(token.text) == stem(stop.text)]
             for text in (rendering.before, rendering.after[stop.end :])
         )
         return earlier[:1] in ([], [stop.text]) and bool(later) and later[0] != stop.text
@@ -293,20 +287,20 @@ class Oracle:
         """The texts of those tokens that are call syntax."""
         if shape.kind == "content":
             return set()
-        opened = {stem(token.text) for token in self._tokens.find(turn_text)}
-        opened -= {stem(token) for token in self._tokens.of_messages}
-        syntax = {token.text for token in tokens if stem(token.text) in opened} | self._tokens.between_calls
-        return syntax | self._tokens.after_name if marks_a_name(shape.history) else syntax
+        opened = {stem(token.text) for token in self.renderer.find(turn_text)}
+        opened -= {stem(token) for token in self.renderer.of_messages}
+        syntax = {token.text for token in tokens if stem(token.text) in opened} | self.renderer.between_calls
+        return syntax | self.renderer.after_name if marks_a_name(shape.history) else syntax
 
     def _alone(self, history: Sequence[Message], shape: Shape, kwargs: Mapping[str, Any]) -> str | None:
         """The rendering of a history that ends with the turn; None if the template refuses it."""
-        return self._tokens.render_alone(history, kwargs, with_tools=shape.with_tools)
+        return self.renderer.render_alone(history, kwargs, shape.with_tools)
 
     def _after_prompt(self, prompt: str, text: str) -> str:
         """A rendering without its common prefix with the prompt, which ends before an added token."""
         shared = _shared_length(prompt, text)
         cut = next(
-            (token.start for token in self._tokens.find(text) if token.start < shared < token.end), shared
+            (token.start for token in self.renderer.find(text) if token.start < shared < token.end), shared
         )
         return text[cut:]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tests.support.templates.corpus import FETCHED, ChatTemplate, corpus
 from tests.support.templates.families import FAMILY_OF, Family
 from tests.support.templates.renderer import Renderer, TemplateRefuses
-from tests.support.templates.shapes import SHAPES, TOOLS
+from tests.support.templates.shapes import SHAPES
 from tests.support.templates.stand_in import StandIn, declared, guessed
 
 _SENTENCEPIECE = {
@@ -72,13 +72,10 @@ class Pairing:
 
 def _renderings(template: ChatTemplate) -> list[str]:
     """What a template prints for common conversations."""
-    renderer = Renderer(guessed(template).tokenizer)
-    texts = []
+    renderer, texts = Renderer(guessed(template).tokenizer), []
     for shape in SHAPES:
-        tools = TOOLS if shape.with_tools else None
         with contextlib.suppress(TemplateRefuses):
-            messages = [*shape.history, *shape.new]
-            texts.append(renderer.render(messages, tools, {"add_generation_prompt": True}))
+            texts.append(renderer.render([*shape.history, *shape.new], with_tools=shape.with_tools))
     return texts
 
 

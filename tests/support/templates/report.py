@@ -11,7 +11,6 @@ import io
 import logging
 import multiprocessing
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,8 +44,8 @@ def table(results: Sequence[Result]) -> str:
 
 def _run(pairing: Pairing) -> list[Result]:
     logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        return Trial.start(pairing, Path(folder)).results()
+    with contextlib.redirect_stderr(io.StringIO()):
+        return Trial.start(pairing).results
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ class Turn:
 
     @property
     def tokens_of_close(self) -> list[str]:
-        return self.oracle.added_tokens.findall(self.end.close)
+        return self.oracle.renderer.added_tokens.findall(self.end.close)
 
 
 def own_stop(turn: Turn) -> Sampled:
@@ -173,9 +173,9 @@ def sampled_ids(text: str, seed: str, oracle: Oracle) -> list[int]:
     """
     rng = random.Random(seed)
     ids: list[int] = []
-    for piece in re.split(f"({oracle.added_tokens.pattern})", text):
+    for piece in re.split(f"({oracle.renderer.added_tokens.pattern})", text):
         while piece:
-            size = len(piece) if oracle.added_tokens.fullmatch(piece) else rng.randint(1, 6)
+            size = len(piece) if oracle.renderer.added_tokens.fullmatch(piece) else rng.randint(1, 6)
             ids += oracle.encode(piece[:size])
             piece = piece[size:]
     return ids

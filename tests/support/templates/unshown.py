@@ -12,13 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.support.templates.laws import Kind, broken_law, malformed
-from tests.support.templates.marks import words_of
 from tests.support.templates.oracle import Oracle, Reason, Undecided
-from tests.support.templates.renderer import TemplateRefuses
 from tests.support.templates.sampling import ENDINGS, Sampled, Turn, applies
 from tests.support.templates.shapes import ANSWER, Message, Shape, assistant, call
-from tests.support.templates.verdicts import Finding, Verdict
+from tests.support.templates.verdicts import Finding, Kind, Verdict, broken_law, malformed
 from tokenization import Appended
 
 _NOT_APPENDED = (Reason.NEW_NOT_PRINTED, Reason.NEW_BEFORE_TURN, Reason.REORDERED)
@@ -85,8 +82,7 @@ class Unshown:
         if error := malformed(appended, ids):
             return Finding(Verdict.WRONG, error, f"appended {text!r}")
         if law := broken_law(self.shape, text):
-            kind = Kind.NEW_DROPPED if law is Kind.NEW_MISSING and self._drops_new() else law
-            return Finding(Verdict.WRONG, kind, f"appended {text!r}; {self.reason}")
+            return Finding(Verdict.WRONG, law, f"appended {text!r}; {self.reason}")
         expected = [ENDINGS[self.ending](turn).expected for turn in self.turns]
         if self._is_in(new_ids, expected) or appended.notes:
             return Finding(Verdict.EXCLUDED, self.reason)
@@ -102,14 +98,6 @@ class Unshown:
             texts = {self.oracle.decode(ids).lstrip() for ids in expected}
             return self.oracle.decode(new_ids).lstrip() in texts
         return new_ids in expected
-
-    def _drops_new(self) -> bool:
-        """Whether the rendering of the whole conversation lacks a new message too."""
-        try:
-            whole = self.oracle.render([*self.shape.history, *self.shape.new], self.shape, self.kwargs)
-        except TemplateRefuses:
-            return False
-        return not all(word in whole for word in words_of(self.shape.new))
 
 
 def _calls_of(new: Sequence[Message]) -> list[Message]:

@@ -14,8 +14,8 @@ from proxy.dialects.translated import Translation, serve_early
 from proxy.http import JSON_HEADERS, BytesResponse, Response
 from proxy.routes.sending import send_events
 from proxy.turn.running import RunningRequests
-from tests.support.chunks import TURN, chunk
 from tests.support.fake_vllm import error_body
+from tests.unit.dialects.chunks import TURN, chunk
 
 _SILENCE_S = 0.01
 

@@ -4,11 +4,9 @@ The campaign compares every cell of the matrix with what an oracle reads off the
 oracle must find the texts written here.
 """
 
-from pathlib import Path
-
 import pytest
 
-from tests.support.templates.matrix import Cell, Matrix
+from tests.support.templates.matrix import Cell, trial
 from tests.support.templates.pairing import pairing
 from tests.support.templates.sampling import ENDINGS, Turn
 from tests.support.templates.shapes import SHAPES
@@ -67,23 +65,18 @@ _CELLS = {
 }
 
 
-@pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(Path(tmp_path_factory.mktemp("templates")))
-
-
 @pytest.mark.parametrize("names", _CELLS, ids=" | ".join)
-def test_appended_text_is_the_one_written_by_hand(matrix: Matrix, names: tuple[str, str, str]) -> None:
+def test_appended_text_is_the_one_written_by_hand(names: tuple[str, str, str]) -> None:
     template, shape, ending = names
-    trial, cell = matrix.trial(pairing(template)), Cell(_SHAPES[shape], ending, "none")
-    turn = trial.turn(cell.shape, cell.variables)
+    subject, cell = trial(pairing(template)), Cell(_SHAPES[shape], ending, "none")
+    turn = subject.turn(cell.shape, cell.variables)
     assert isinstance(turn, Turn), turn
     sampled = ENDINGS[ending](turn)
     end_of_turn, expected = _CELLS[names]
     assert sampled.text.endswith(end_of_turn)
-    assert trial.oracle.decode(sampled.expected) == expected
-    ids = trial.prompt_ids(cell, turn, sampled)
-    appended = trial.append(cell, sampled, ids, history=True)
+    assert subject.oracle.decode(sampled.expected) == expected
+    ids = subject.prompt_ids(cell, turn, sampled)
+    appended = subject.append(cell, sampled, ids, history=True)
     assert isinstance(appended, Appended), appended
     assert appended.prompt_ids == ids + appended.close_ids + appended.suffix_ids
     assert appended.prompt_ids[len(ids) :] == sampled.expected

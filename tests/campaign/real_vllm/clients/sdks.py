@@ -5,8 +5,8 @@ from typing import Any
 import anthropic
 
 from proxy.demo.tools import TOOLS, call_tool
-from tests.acceptance.formats import add_delta
 from tests.campaign.real_vllm.clients.target import MODEL, QUESTIONS, Target
+from tests.support.talk import add_delta
 
 Message = dict[str, Any]
 _SAMPLING: dict[str, Any] = {"model": MODEL, "temperature": 1.2}

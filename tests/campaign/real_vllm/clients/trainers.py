@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from proxy.demo.tools import TOOLS, call_tool
-from tests.acceptance.formats import CHAT
 from tests.campaign.real_vllm.clients.target import MODEL, QUESTIONS, Target
+from tests.support.talk import CHAT
 from tests.support.trl_client import load_client
 
 

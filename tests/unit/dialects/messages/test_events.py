@@ -8,7 +8,7 @@ import pytest
 
 from proxy.dialects.chat_parts import Chat, decode_chat
 from proxy.dialects.messages.events import MessagesTranslation
-from tests.support.chunks import SIGNER, TURN, call, chunk, events, outline
+from tests.unit.dialects.chunks import SIGNER, TURN, call, chunk, events, outline
 
 _SIGNATURE = SIGNER.sign("", TURN)
 _ROLE = chunk(role="assistant", content="")

@@ -1,73 +1,50 @@
-"""Engines as processes, so that a test can kill them as an operating system does, and clients."""
+"""A slow engine that can be killed, and many clients of the proxy before it."""
 
 import asyncio
-import re
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
+from aiohttp import web
 
-_ROOT = Path(__file__).parents[2]
-_LISTENS = re.compile(r"running on (http://127\.0\.0\.1:\d+)")
+from tests.support.fake_server import Seen
+from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.talk import CHAT, user
+from tests.support.tiny_model import END, HI, TinyModel
+
+DEADLY = "This request kills the engine."
+"""In a message: the engine dies at once."""
+_IDS = (*HI * 2, END)
 _PATIENCE_S = 60.0
-CHAT = "/v1/chat/completions"
 
 
-class KillableEngine:
-    """A fake engine. Leaving the block kills it."""
+class KillableEngine(FakeVllm):
+    """Each generation takes `seconds`; a stream sends its first event after a sixth of that."""
 
-    def __init__(self, model: Path, seconds: float) -> None:
-        self._command = [sys.executable, "-m", "tests.support.engine_process", "--model", str(model)]
-        self._command += ["--seconds", str(seconds)]
-        self.port = 0
+    def __init__(self, model: TinyModel, seconds: float) -> None:
+        super().__init__(model)
+        self._seconds = seconds
+        # the head, and an event for each id
+        self.usual = Reply(ids=_IDS, pause_s=seconds / (1 + len(_IDS)))
+        self.deadly = _is_deadly
 
-    def __enter__(self) -> "KillableEngine":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    @property
-    def url(self) -> str:
-        """Its root."""
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
-
-    def start(self) -> None:
-        """Start it, on the port that it had before, and wait until it listens."""
-        command = [*self._command, "--port", str(self.port)]
-        self._process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the engine did not start"
-        self.port = int(line)
+    async def _before(self, request: web.Request, reply: Reply, event: bytes) -> None:
+        if event.startswith(b"data: ") or reply is not self.usual:
+            await super()._before(request, reply, event)
+        else:
+            await asyncio.sleep(self._seconds)
 
     async def wait_busy(self, requests: int) -> None:
         """Wait until so many requests run on it."""
         begun = time.monotonic()
-        async with aiohttp.ClientSession(self.url) as session:
-            while True:
-                async with session.get("/running") as response:
-                    if await response.json() >= requests:
-                        return
-                await _pause(begun)
+        while self.running < requests:
+            await _pause(begun)
 
-    def kill(self) -> None:
-        """SIGKILL."""
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+
+def _is_deadly(seen: Seen) -> bool:
+    return DEADLY.encode() in seen.body
 
 
 @dataclass
@@ -88,9 +65,8 @@ class Clients:
         self.outcomes = Outcomes()
         self._url = url
 
-    async def __aenter__(self) -> "Clients":
-        connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(self._url, connector=connector)
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(self._url, connector=aiohttp.TCPConnector(limit=0))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -98,8 +74,7 @@ class Clients:
 
     async def ask(self, number: int, text: str = "Hi") -> None:
         """Send one request, every other one as a stream. No two requests are equal."""
-        content = f"{text} {number} {time.monotonic_ns()}"
-        body = {"messages": [{"role": "user", "content": content}], "stream": number % 2 == 0}
+        body = {"messages": [user(f"{text} {number} {time.monotonic_ns()}")], "stream": number % 2 == 0}
         received = b""
         try:
             async with self._session.post(CHAT, json=body) as response:
@@ -109,11 +84,6 @@ class Clients:
             self._ended(200 if received else 0, received, type(error).__name__)
         else:
             self._ended(response.status, received, received[:120].decode(errors="replace"))
-
-    async def repeat(self, number: int, until: Callable[[], bool]) -> None:
-        """Send requests one after the other."""
-        while not until():
-            await self.ask(number)
 
     async def seconds_until_gone(self, engine: int) -> float:
         """Seconds until the proxy reports that one engine gets no requests."""
@@ -148,8 +118,3 @@ async def _pause(begun: float) -> None:
     if time.monotonic() - begun > _PATIENCE_S:
         raise TimeoutError("waited in vain")
     await asyncio.sleep(0.02)
-
-
-def in_thread(work: Callable[[], object]) -> Awaitable[object]:
-    """Run what blocks, while the clients go on."""
-    return asyncio.get_running_loop().run_in_executor(None, work)

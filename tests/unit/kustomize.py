@@ -32,7 +32,7 @@ def compose(folder: Path) -> list[Manifest]:
     [path] = folder.glob("kustomization.y*ml")
     [kustomization] = read_manifests(path)
     if unknown := set(kustomization) - _FIELDS:
-        raise ValueError(f"{folder}/kustomization.yaml: tests/kustomize.py does not read {sorted(unknown)}")
+        raise ValueError(f"{path} has fields that are not read here: {sorted(unknown)}")
     manifests: list[Manifest] = []
     for name in kustomization.get("resources", ()):
         path = (folder / name).resolve()
@@ -40,7 +40,7 @@ def compose(folder: Path) -> list[Manifest]:
     manifests += [_config_map(folder, each) for each in kustomization.get("configMapGenerator", ())]
     for patch in kustomization.get("patches", ()):
         if set(patch) != {"path"}:
-            raise ValueError(f"{folder}/kustomization.yaml: tests/kustomize.py reads patches by `path` only")
+            raise ValueError(f"{folder} has patches that are not given by `path`")
         for change in read_manifests(folder / patch["path"]):
             _apply(manifests, change)
     return manifests
@@ -59,9 +59,7 @@ def name_of(manifest: Manifest) -> str:
 def _config_map(folder: Path, generator: Manifest) -> Manifest:
     options = generator.get("options", {})
     if set(generator) - {"name", "files", "options"} or not options.get("disableNameSuffixHash"):
-        raise ValueError(
-            f"{folder}/kustomization.yaml: tests/kustomize.py adds no hash to a ConfigMap's name"
-        )
+        raise ValueError(f"{folder} has a ConfigMap with a hash in its name")
     metadata = {"name": generator["name"], "labels": options.get("labels", {})}
     data = {Path(name).name: (folder / name).read_text() for name in generator["files"]}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
