@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from proxy.engine.generate import GENERATE_PATH, RENDER_PATH, GenerateTokenIn
-from proxy.engine.protocol import Engine
+from proxy.engine.protocol import Engine, check_told
 from proxy.engine.token_in import json_request
 from proxy.errors import EngineBroken
 from proxy.images import Image, InvalidImage
@@ -54,9 +54,15 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 class EngineImages:
     """How one engine takes images with exact ids."""
 
-    def __init__(self, engine: Engine, placeholder: int) -> None:
-        """`placeholder`: the id that stands for an image before it is expanded."""
+    def __init__(self, engine: Engine, placeholder: int, probe_count: int) -> None:
+        """Images that an engine takes.
+
+        Args:
+            placeholder: the id that stands for an image before it is expanded.
+            probe_count: number of ids that the image of `find_images` takes.
+        """
         self.placeholder = placeholder
+        self.probe_count = probe_count
         self.token_in = GenerateTokenIn()
         self._engine = engine
         self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()
@@ -115,6 +121,7 @@ async def find_images(engine: Engine) -> EngineImages | None:
     """
     url = probe_image()
     status, body = await _fetch(engine, RENDER_PATH, _render_request(url))
+    check_told(engine, RENDER_PATH, status)
     found = _read_rendered(body) if status == 200 else None
     if found is None:
         return None
@@ -129,8 +136,9 @@ async def find_images(engine: Engine) -> EngineImages | None:
             "return_token_ids": True,
         }
         status, body = await _fetch(engine, GENERATE_PATH, request)
+        check_told(engine, GENERATE_PATH, status)
         if status == 200 and _expanded(body) == prompt:
-            return EngineImages(engine, placeholder)
+            return EngineImages(engine, placeholder, len(span))
     log.warning("%s takes images, but it was not found out how to send one with exact ids", engine.name)
     return None
 

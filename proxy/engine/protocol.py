@@ -4,7 +4,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from proxy.errors import EngineBroken
 from proxy.http import Request, Response
+
+_TELLS_NOTHING = frozenset({429, 502, 503, 504})
 
 
 class Engine(Protocol):
@@ -60,3 +63,13 @@ class EngineWithCredential:
 
     async def aclose(self) -> None:
         """Does nothing: the owner of the wrapped engine closes it."""
+
+
+def check_told(engine: Engine, path: str, status: int) -> None:
+    """Check that the status of a response tells whether an engine supports the request.
+
+    Raises:
+        EngineBroken: it does not, for example because the engine is busy; the same request tells it later.
+    """
+    if status in _TELLS_NOTHING:
+        raise EngineBroken(f"{engine.name} returned status {status} for {path}; retrying later")

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from proxy.engine.discovery import Model, fetch
+from proxy.engine.discovery import Model, examine
 from proxy.engine.protocol import Engine
 from proxy.engine.token_in import json_request
-from proxy.errors import EngineBroken, Unsupported
+from proxy.errors import Unsupported
 from tokenization import ChatTokenizer, TokenizationError
 from tokenization.content_format import ContentFormat
 
@@ -100,11 +100,28 @@ class Tokenizers:
         self._examined: dict[int, ChatTokenizer] = {}
         self._in_format: dict[tuple[str, ContentFormat], ChatTokenizer] = {}
 
+    async def find(
+        self, engine: Engine, model: Model | None, timeout_s: float
+    ) -> tuple[ChatTokenizer | None, Unsupported | None]:
+        """The tokenizer of the model that an engine serves; or None, and why there is none or none yet.
+
+        Raises:
+            ApiError: the engine does not respond.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.for_engine(engine, model), None
+        except TimeoutError:  # loading goes on
+            return None, Unsupported("the model's tokenizer is still loading", code="no_tokenizer")
+        except Unsupported as error:
+            return None, error
+
     async def for_engine(self, engine: Engine, model: Model | None) -> ChatTokenizer:
         """The tokenizer of the model that an engine serves, compared with that engine.
 
         Raises:
             Unsupported: the tokenizer cannot be loaded, or renders other ids than the engine.
+            ApiError: the engine does not respond.
         """
         source = self._source or (model.root if model else None)
         if source is None:
@@ -202,16 +219,15 @@ async def _rendered(engine: Engine, request: dict[str, Any]) -> list[int] | None
     """The ids to which an engine renders a conversation; None if it refuses the request.
 
     Raises:
-        EngineBroken: the response is malformed.
         ApiError: the engine does not respond.
     """
-    status, body = await fetch(engine, json_request("/tokenize", request))
+    status, body = await examine(engine, json_request("/tokenize", request))
     if status != 200:
         return None
     try:
         return msgspec.json.decode(body, type=_Rendered).tokens
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise EngineBroken(f"{engine.name} returned no list of `tokens` for /tokenize") from error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _agrees(tokenizer: ChatTokenizer, renderings: list[tuple[dict[str, Any], list[int]]]) -> bool:
