@@ -8,7 +8,7 @@ import msgspec
 
 from proxy.engine.generate import DERENDER_PATH, GENERATE_PATH, RENDER_PATH, GenerateTokenIn
 from proxy.engine.images import EngineImages, find_images
-from proxy.engine.protocol import Engine, check_told
+from proxy.engine.protocol import Engine, examine, fetch
 from proxy.engine.token_in import CHAT_PATH, ChatTokenIn, TokenIn, json_request
 from proxy.errors import EngineBroken, EngineUnavailable, Unsupported
 from proxy.http import Request
@@ -110,31 +110,6 @@ async def discover(engine: Engine, spelling: str = "auto") -> Capabilities:
     )
 
 
-async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:
-    """Send a request; returns the status and body of the response.
-
-    Raises:
-        ApiError: the engine does not respond.
-    """
-    response = await engine.send(request)
-    try:
-        return response.status, await response.read()
-    finally:
-        await response.aclose()
-
-
-async def examine(engine: Engine, request: Request) -> tuple[int, bytes]:
-    """Send a request that finds out what an engine supports; returns the status and body of the response.
-
-    Raises:
-        EngineBroken: the status does not tell it; see `check_told`.
-        ApiError: the engine does not respond.
-    """
-    status, body = await fetch(engine, request)
-    check_told(engine, request.path, status)
-    return status, body
-
-
 async def list_models(engine: Engine) -> list[Model]:
     """The models an engine serves, base model first.
 
@@ -219,11 +194,9 @@ async def _takes_ids_in_chat(engine: Engine) -> bool:
         "max_tokens": 1,
         "return_token_ids": True,
     }
-    status, body = await fetch(engine, json_request(CHAT_PATH, request))
-    if status in (429, 500, 502, 503, 504):
-        raise EngineBroken(
-            f"{engine.name} returned status {status} for a chat request of one token; retrying later"
-        )
+    status, body = await examine(engine, json_request(CHAT_PATH, request))
+    if status == 500:
+        raise EngineBroken(f"{engine.name} returned status 500 for {CHAT_PATH}; retrying later")
     return status == 200 and _json(body).get("prompt_token_ids") == _PROBE_IDS
 
 

@@ -65,11 +65,27 @@ class EngineWithCredential:
         """Does nothing: the owner of the wrapped engine closes it."""
 
 
-def check_told(engine: Engine, path: str, status: int) -> None:
-    """Check that the status of a response tells whether an engine supports the request.
+async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:
+    """Send a request; returns the status and body of the response.
 
     Raises:
-        EngineBroken: it does not, for example because the engine is busy; the same request tells it later.
+        ApiError: the engine does not respond.
     """
+    response = await engine.send(request)
+    try:
+        return response.status, await response.read()
+    finally:
+        await response.aclose()
+
+
+async def examine(engine: Engine, request: Request) -> tuple[int, bytes]:
+    """Send a request that finds out what an engine supports; returns the status and body of the response.
+
+    Raises:
+        EngineBroken: the status does not tell it, for example because the engine is busy.
+        ApiError: the engine does not respond.
+    """
+    status, body = await fetch(engine, request)
     if status in _TELLS_NOTHING:
-        raise EngineBroken(f"{engine.name} returned status {status} for {path}; retrying later")
+        raise EngineBroken(f"{engine.name} returned status {status} for {request.path}; retrying later")
+    return status, body

@@ -19,6 +19,7 @@ from proxy.fleet.place import Place, end_lease, give_back
 from proxy.fleet.prefix_caches import PrefixCaches
 from proxy.fleet.queue import FairQueue
 from proxy.fleet.replica import Replica
+from proxy.fleet.replica_report import report
 from proxy.fleet.routing import Routing
 from proxy.fleet.silence import SilenceWatch
 from proxy.fleet.suspects import Suspects
@@ -128,8 +129,6 @@ class Fleet:
                 log.warning("%s gets no requests: %s", replica.name, difference)
             replica.difference = difference
             replica.report_state()
-            if difference and model is not earlier and replica.tokenizer is None:
-                replica.retry_tokenizer()
 
     async def served_model(self) -> FleetModel:
         """The model that the fleet serves, once a replica is ready.
@@ -354,7 +353,7 @@ class Fleet:
     def report(self) -> list[dict[str, Any]]:
         """The state of every replica, as `GET /ready` returns it."""
         return [
-            replica.report() | {"conversations": self.conversations.count(replica.name)}
+            report(replica) | {"conversations": self.conversations.count(replica.name)}
             for replica in self.replicas
         ]
 

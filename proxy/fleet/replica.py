@@ -6,23 +6,20 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from proxy.engine.discovery import (
     NO_TOKEN_IN,
     Capabilities,
     CredentialRequired,
     discover,
-    fetch,
     list_models,
 )
-from proxy.engine.protocol import Engine, EngineWithCredential
+from proxy.engine.protocol import Engine, EngineWithCredential, fetch
 from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, OutOfSockets, Unsupported
 from proxy.fleet.breaks import Breaks
 from proxy.fleet.health import Breaker
 from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Load
-from proxy.fleet.replica_report import report
 from proxy.fleet.tokenizers import Tokenizers
 from proxy.fleet.weight_state import ReplicaWeights
 from proxy.http import Request
@@ -192,11 +189,6 @@ class Replica:
         """Check the engine's health now instead of at the next interval: a request to it failed."""
         self._check_due.set()
 
-    def retry_tokenizer(self) -> None:
-        """Load the tokenizer again now: another replica has one."""
-        self._tokenizer_retry_at = 0.0
-        self.check_now()
-
     def note_break(self) -> None:
         """A connection broke under a request that still counts as running."""
         self.breaks.note(self.load.requests)
@@ -266,10 +258,6 @@ class Replica:
         if self.capabilities is capabilities:
             self.capabilities = replace(capabilities, models=tuple(m.name for m in models))
         return any(m.name == model for m in models)
-
-    def report(self) -> dict[str, Any]:
-        """This replica's part of `GET /ready`."""
-        return report(self)
 
     @property
     def weight_problem(self) -> str:
@@ -420,13 +408,7 @@ class Replica:
         self.report_state()
 
     def _log_capabilities(self, capabilities: Capabilities) -> None:
-        spelling = capabilities.token_in.name if capabilities.token_in else "none"
-        log.info(
-            "%s is ready: vLLM %s, model %s, exact prompts by route: %s",
-            self.engine.name,
-            capabilities.version,
-            capabilities.model.name if capabilities.model else "unknown",
-            spelling,
-        )
+        name = capabilities.model.name if capabilities.model else "unknown"
+        log.info("%s responds: vLLM %s, model %s", self.name, capabilities.version, name)
         if capabilities.token_in is None:
             log.warning("%s: %s", self.engine.name, NO_TOKEN_IN)

@@ -10,14 +10,14 @@ import asyncio
 import gc
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from proxy.engine.discovery import Model, examine
-from proxy.engine.protocol import Engine
+from proxy.engine.discovery import Model
+from proxy.engine.protocol import Engine, examine
 from proxy.engine.token_in import json_request
 from proxy.errors import Unsupported
 from tokenization import ChatTokenizer, TokenizationError
@@ -96,9 +96,8 @@ class Tokenizers:
         self._content_format = content_format
         self._default_template_kwargs = default_template_kwargs
         self._proof_folder = proof_folder
-        self._loading: dict[str, asyncio.Task[ChatTokenizer]] = {}
+        self._loading: dict[str, asyncio.Task[list[ChatTokenizer]]] = {}
         self._examined: dict[int, ChatTokenizer] = {}
-        self._in_format: dict[tuple[str, ContentFormat], ChatTokenizer] = {}
 
     async def find(
         self, engine: Engine, model: Model | None, timeout_s: float
@@ -134,7 +133,7 @@ class Tokenizers:
         if source not in self._loading:
             self._loading[source] = asyncio.create_task(asyncio.to_thread(self._load, source))
         try:
-            tokenizer = await asyncio.shield(self._loading[source])
+            candidates = await asyncio.shield(self._loading[source])
         except Exception as error:
             # the boundary of loading: a model's files or the hub may raise anything. The request gets the
             # reason, and the next one loads again
@@ -144,14 +143,15 @@ class Tokenizers:
                 param="append_messages",
                 code="no_tokenizer",
             ) from error
-        tokenizer = await self._check(engine, source, tokenizer)
+        tokenizer = await _find_alike(candidates, engine)
         if id(tokenizer) not in self._examined:
             self._examined[id(tokenizer)] = tokenizer
             # a daemon, because the end of the process must not wait for a proof
             threading.Thread(target=self._prove, args=(tokenizer,), name="prove", daemon=True).start()
         return tokenizer
 
-    def _load(self, source: str) -> ChatTokenizer:
+    def _load(self, source: str) -> list[ChatTokenizer]:
+        """The tokenizer; if no content format is configured, followed by one with each format."""
         tokenizer = ChatTokenizer.load(
             source,
             self._chat_template,
@@ -163,7 +163,8 @@ class Tokenizers:
         # a vocabulary and the libraries that read it are a million objects that live as long as the process:
         # a full garbage collection that visits them blocks the event loop for 0.2 s
         gc.freeze()
-        return tokenizer
+        formats = _CONTENT_FORMATS if self._content_format is None else ()
+        return [tokenizer, *map(tokenizer.with_content_format, formats)]
 
     def _prove(self, tokenizer: ChatTokenizer) -> None:
         try:
@@ -179,40 +180,30 @@ class Tokenizers:
             f" ({proof.reason})" if proof.reason else "",
         )
 
-    async def _check(self, engine: Engine, source: str, tokenizer: ChatTokenizer) -> ChatTokenizer:
-        """The tokenizer, with the content format with which it renders the same ids as the engine.
 
-        Raises:
-            Unsupported: it renders other ids with each format, or there is no rendering to compare.
-        """
-        renderings = [
-            (request, ids) for request in _REQUESTS if (ids := await _rendered(engine, request)) is not None
-        ]
-        if not renderings:
-            raise Unsupported(
-                f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
-                "its /tokenize route and chat template must accept a conversation",
-                param="append_messages",
-                code="tokenizer_unchecked",
-            )
-        for candidate in self._candidates(source, tokenizer):
-            if await asyncio.to_thread(_agrees, candidate, renderings):
-                return candidate
+async def _find_alike(candidates: list[ChatTokenizer], engine: Engine) -> ChatTokenizer:
+    """The first tokenizer that renders the same ids as the engine.
+
+    Raises:
+        Unsupported: there is none, or no rendering to compare.
+    """
+    renderings = [(request, ids) for request in _REQUESTS if (ids := await _rendered(engine, request))]
+    if not renderings:
         raise Unsupported(
-            f"the tokenizer or template in {tokenizer.source!r} renders other ids than the engine "
-            f"{engine.name}: set `tokenizer` and `chat_template` to what the engine uses",
+            f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
+            "its /tokenize route and chat template must accept a conversation",
             param="append_messages",
-            code="tokenizer_mismatch",
+            code="tokenizer_unchecked",
         )
-
-    def _candidates(self, source: str, tokenizer: ChatTokenizer) -> Iterator[ChatTokenizer]:
-        """Yield the tokenizer, and if no content format is configured, one with each format."""
-        yield tokenizer
-        for content_format in _CONTENT_FORMATS if self._content_format is None else ():
-            key = (source, content_format)
-            if key not in self._in_format:
-                self._in_format[key] = tokenizer.with_content_format(content_format)
-            yield self._in_format[key]
+    for candidate in candidates:
+        if await asyncio.to_thread(_agrees, candidate, renderings):
+            return candidate
+    raise Unsupported(
+        f"the tokenizer or template in {candidates[0].source!r} renders other ids than the engine "
+        f"{engine.name}: set `tokenizer` and `chat_template` to what the engine uses",
+        param="append_messages",
+        code="tokenizer_mismatch",
+    )
 
 
 async def _rendered(engine: Engine, request: dict[str, Any]) -> list[int] | None:

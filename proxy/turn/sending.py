@@ -11,7 +11,7 @@ from time import time
 from typing import NamedTuple
 
 from proxy.engine.generate import GenerateTokenIn
-from proxy.engine.token_in import CHAT_PATH, TokenIn, TokenRequest, rename_errors
+from proxy.engine.token_in import CHAT_PATH, TokenRequest, rename_errors
 from proxy.errors import Unavailable
 from proxy.fields import join, raw, raw_value
 from proxy.fleet.model import FleetImages, FleetModel
@@ -208,15 +208,13 @@ async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, servic
     name = request.given.field if request.given else "messages"
     if request.required_prefix is not None:
         name = request.required_prefix.field
-    capabilities, images = replica.require_capabilities(), images_of(plan)
-    token_in: TokenIn | None = capabilities.token_in
-    single = b""
+    capabilities, images, single = replica.require_capabilities(), images_of(plan), b""
+    token_in = GenerateTokenIn() if images else capabilities.require_token_in()
     if images:
-        by_images = capabilities.require_images()
-        token_in, placeholder = by_images.token_in, by_images.placeholder
+        placeholder = capabilities.require_images().placeholder
         single = await services.in_thread(lambda: single_placeholders(prompt, placeholder, images))
     completion = TokenRequest(prompt, fields, headers, name, single, [each.image for each in images])
-    response = await (token_in or capabilities.require_token_in()).complete(replica.engine, completion)
+    response = await token_in.complete(replica.engine, completion)
     _note_prefixes(plan, replica, response, services)
     return response
 

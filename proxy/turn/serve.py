@@ -66,21 +66,17 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
         try:
             request = await history.echoes.resolve(request)
             turn = await plan_turn(request, services)
+            recording = history.recorder.start(turn.plan, turn.add_weights)
+            stack.push_async_callback(_release_unless_recorded, recording, services)
             for prompt in turn.plan.prompts:  # keep its rollouts from eviction until the request ends
                 stack.enter_context(history.pins.hold(prompt.placement.session.id))
-            try:
-                response = opened.response = await services.fleet.send(turn.send, turn.routing())
-            except BaseException:
-                # cancellation too: no other request could use a turn that stays claimed
-                await history.planner.release(turn.plan)
-                raise
+            response = opened.response = await services.fleet.send(turn.send, turn.routing())
         except PrefixRefused as refused:
             await attempt.fail(refused.response.status)
             return refused.response
         plan = turn.plan
         turn.tag.progress = unknown  # until the stream is read
-        recording = history.recorder.start(plan, turn.replica.name, turn.add_weights)
-        stack.push_async_callback(_release_unless_recorded, recording, services)
+        recording.replica = turn.replica.name
         count_plan(plan, history.metrics)
         add_prompt_headers(response, plan)
         if response.status >= 400:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
+from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.talk import CHAT, Message, Talk, appended_after, sent_ids, user
 from tests.support.tiny_model import SPLIT, TinyModel
 from tests.support.utils import EVERY_SPELLING, run_proxy, send_and_keep, wait_until
@@ -57,22 +57,24 @@ def test_session_named_like_a_generated_one_belongs_to_the_client(talk: Make) ->
     made.follow(user("more"))
 
 
-def test_failover_to_an_engine_with_other_abilities_plans_anew(tiny_model: TinyModel) -> None:
-    """The first cannot run stop strings on ids; that it could not must not be true of the second."""
+def test_after_a_failure_another_replica_gets_the_same_prompt(tiny_model: TinyModel) -> None:
     with (
-        FakeVllm(tiny_model, Variant.SCALE_OUT) as first,
+        FakeVllm(tiny_model) as first,
         FakeVllm(tiny_model) as second,
         run_proxy([first, second], store="memory:", watch_interval_s=60) as client,
     ):
         for engine in (first, second):
-            engine.replies.extend([Reply(SPLIT)] * 2)
+            engine.replies.append(Reply(SPLIT))
         messages = [user("Hi")]
-        answer = client.post(CHAT, json={"messages": messages, "stop": ["x"]})
-        messages += [answer.json()["choices"][0]["message"], user("more")]
-        first.kill()
-        body = {"messages": messages, "stop": ["x"]}
-        sources = [client.post(CHAT, json=body).headers["x-prompt-source"] for _ in range(2)]
-        assert sources == ["extended", "extended"]
+        answer = client.post(CHAT, json={"messages": messages, "return_token_ids": True}).json()
+        [choice] = answer["choices"]
+        messages += [choice["message"], user("more")]
+        served, other = (second, first) if first.replies else (first, second)
+        served.kill()
+        again = client.post(CHAT, json={"messages": messages})
+        assert again.headers["x-prompt-source"] == "extended"
+        before = [*answer["prompt_token_ids"], *choice["token_ids"]]
+        assert sent_ids(other) == [*before, *appended_after(tiny_model, before, [user("more")])]
 
 
 _TOKENS = f"{CHAT}/tokens"
