@@ -11,6 +11,7 @@ import gc
 import logging
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,15 @@ class Tokenizers:
         `proof_folder` is the folder for proofs about chat templates; None keeps them in memory.
         """
         self._source = source
-        self._chat_template = chat_template
-        self._trust_remote_code = trust_remote_code
-        self._revision = revision
-        self._content_format = content_format
-        self._default_template_kwargs = default_template_kwargs
+        self._load_one = partial(
+            ChatTokenizer.load,
+            chat_template=chat_template,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            content_format=content_format,
+            default_template_kwargs=default_template_kwargs,
+        )
+        self._other_formats = _CONTENT_FORMATS if content_format is None else ()
         self._proof_folder = proof_folder
         self._loading: dict[str, asyncio.Task[list[ChatTokenizer]]] = {}
         self._examined: dict[int, ChatTokenizer] = {}
@@ -152,19 +157,11 @@ class Tokenizers:
 
     def _load(self, source: str) -> list[ChatTokenizer]:
         """The tokenizer; if no content format is configured, followed by one with each format."""
-        tokenizer = ChatTokenizer.load(
-            source,
-            self._chat_template,
-            revision=self._revision,
-            trust_remote_code=self._trust_remote_code,
-            content_format=self._content_format,
-            default_template_kwargs=self._default_template_kwargs,
-        )
+        tokenizer = self._load_one(source)
         # a vocabulary and the libraries that read it are a million objects that live as long as the process:
         # a full garbage collection that visits them blocks the event loop for 0.2 s
         gc.freeze()
-        formats = _CONTENT_FORMATS if self._content_format is None else ()
-        return [tokenizer, *map(tokenizer.with_content_format, formats)]
+        return [tokenizer, *map(tokenizer.with_content_format, self._other_formats)]
 
     def _prove(self, tokenizer: ChatTokenizer) -> None:
         try:
