@@ -8,7 +8,7 @@ COPY . /opt/tokenproxy
 # vLLM's own packages stay as they are: the proxy goes in without its dependencies. All of them come with vLLM, and
 # naming the ones that vLLM only has by way of others makes sure of it.
 RUN uv pip install --system --no-deps /opt/tokenproxy \
-    && uv pip install --system 'pydantic-settings>=2.6,<3' 'httptools>=0.6' 'redis>=6' 'uvloop>=0.21'
+    && uv pip install --system 'httptools>=0.6' 'redis>=6' 'uvloop>=0.21'
 
 EXPOSE 8000
 ENTRYPOINT ["tokenproxy", "vllm"]

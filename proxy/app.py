@@ -10,10 +10,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from proxy import __version__
 from proxy.engine.http import HttpEngine
-from proxy.fleet.choosing import StickyLeastLoaded
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.hold import Hold
-from proxy.fleet.load import Capacity
 from proxy.fleet.membership import Resolve, resolve_host
 from proxy.fleet.replica import RETRY_S, Replica
 from proxy.fleet.routing import Routing
@@ -33,7 +31,7 @@ from proxy.routes.key_file import KeyFile
 from proxy.routes.mount import mount
 from proxy.routes.routes import all_routes
 from proxy.services import make_membership, make_services
-from proxy.settings import Settings, lends_credentials
+from proxy.settings import Settings, lends_credentials, proof_folder
 from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
 from proxy.types import Scope
@@ -76,7 +74,7 @@ def create_app(
     if metrics is None:
         metrics = Metrics()
         ProcessCollector(registry=metrics.registry)
-    observer = Observer(metrics, make_tracing(), settings.access_log)
+    observer = Observer(metrics, make_tracing())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -116,12 +114,9 @@ def _make_fleet(settings: Settings) -> Fleet:
     """Create a fleet without replicas: its membership adds them."""
     return Fleet(
         [],
-        StickyLeastLoaded(settings.overload_ratio),
-        Capacity(settings.replica_requests, settings.replica_ids),
-        settings.queue_requests,
-        settings.queue_timeout_s,
-        settings.watch_interval_s,
-        settings.weight_update_timeout_s,
+        replica_requests=settings.replica_requests,
+        watch_interval_s=settings.watch_interval_s,
+        weight_update_timeout_s=settings.weight_update_timeout_s,
     )
 
 
@@ -137,7 +132,7 @@ def _replica_maker(
         settings.tokenizer,
         template,
         settings.trust_remote_code,
-        proof_folder=settings.proof_folder,
+        proof_folder=proof_folder(),
     )
     key = settings.upstream_api_key.get_secret_value() if settings.upstream_api_key else None
 
@@ -145,14 +140,12 @@ def _replica_maker(
         engine = HttpEngine(
             url,
             key,
-            connect_timeout_s=settings.connect_timeout_s,
             idle_timeout_s=settings.idle_timeout_s or None,
             held_seconds=hold.seconds,
         )
         return Replica(
             MonitoredEngine(engine, metrics),
             tokenizers,
-            settings.token_in,
             settings.watch_interval_s,
             metrics=metrics,
             retry_s=retry_s,
@@ -171,8 +164,7 @@ async def _serving(
     resolve: Resolve,
 ) -> AsyncIterator[Services]:
     """Run the services of a fleet, and keep its replicas equal to the list of engines."""
-    encoders = EncoderPool(settings.encoder_threads, settings.encoder_bytes)
-    made = make_services(settings, fleet, encoders, metrics, requests)
+    made = make_services(settings, fleet, EncoderPool(), metrics, requests)
     async with running(made) as services:
         services.membership = membership = make_membership(settings, services, make_replica, resolve)
         await membership.start()
@@ -193,12 +185,7 @@ def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
         )
     else:
         app.add_middleware(NoKeys, loopback=is_loopback(settings.host), cors_origins=settings.cors_origins)
-    app.add_middleware(
-        Gate,
-        routes=all_routes(),
-        head_limit=settings.head_limit_bytes,
-        allowed_hosts=settings.allowed_hosts,
-    )
+    app.add_middleware(Gate, routes=all_routes(), allowed_hosts=settings.allowed_hosts)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

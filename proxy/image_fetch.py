@@ -9,8 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 
-from proxy.images import InvalidImage
+from proxy.images import MAX_BYTES, InvalidImage
 
+TIMEOUT_S = 10.0
+"""How long loading an image may take."""
 _REQUESTS = 3
 """For one image: the first, and those after redirects."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -31,8 +33,8 @@ class ImageFetcher:
     def __init__(
         self,
         hosts: Sequence[str],
-        max_bytes: int,
-        timeout_s: float,
+        max_bytes: int = MAX_BYTES,
+        timeout_s: float = TIMEOUT_S,
         find_address: Callable[[str, int], Awaitable[str]] | None = None,
     ) -> None:
         """Load nothing yet.
@@ -63,9 +65,7 @@ class ImageFetcher:
                         return await self._body(response)
                     url = str(httpx.URL(url).join(response.headers.get("location", "")))
         except TimeoutError as error:
-            raise InvalidImage(
-                f"it did not arrive within {self._timeout_s:g} s (`image_timeout_s`)"
-            ) from error
+            raise InvalidImage(f"it did not arrive within {self._timeout_s:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
             raise InvalidImage(f"it could not be loaded: {error or type(error).__name__}") from error
         raise InvalidImage("it could not be loaded: too many redirects")
@@ -96,7 +96,7 @@ class ImageFetcher:
             parts.append(part)
             size += len(part)
             if size > self._max_bytes:
-                raise InvalidImage(f"it has more than {self._max_bytes} bytes (`image_bytes`)")
+                raise InvalidImage(f"it has more than {self._max_bytes} bytes")
         return b"".join(parts)
 
 

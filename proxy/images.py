@@ -17,6 +17,8 @@ FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 _DAMAGED = f"it is damaged, or not one of {', '.join(FORMATS)}"
 _DATA = "data:"
 _DIGEST_BYTES = 16
+MAX_BYTES = 20 * 2**20
+"""The largest image, in bytes of its file."""
 
 
 class InvalidImage(Exception):
@@ -43,8 +45,10 @@ class Image:
 class ImageLimits:
     """How large an image may be."""
 
-    max_bytes: int = 20 * 2**20
+    max_bytes: int = MAX_BYTES
+    """Of its file."""
     max_pixels: int = 64_000_000
+    """Width times height. Pillow opens none with more than 178,956,970."""
 
 
 def decode_image(value: str, limits: ImageLimits) -> Image:
@@ -83,8 +87,7 @@ def check_image(data: bytes, limits: ImageLimits) -> Image:
             # before it is decoded: Pillow's own check only warns
             if width * height > limits.max_pixels:
                 raise InvalidImage(
-                    f"it has {width} x {height} pixels; at most {limits.max_pixels} are accepted "
-                    "(`image_pixels`)"
+                    f"it has {width} x {height} pixels; at most {limits.max_pixels} are accepted"
                 )
             picture.load()
             kind = Pillow.MIME.get(picture.format or "", "image/png")
@@ -98,4 +101,4 @@ def check_image(data: bytes, limits: ImageLimits) -> Image:
 
 
 def _too_large(limits: ImageLimits) -> InvalidImage:
-    return InvalidImage(f"it has more than {limits.max_bytes} bytes (`image_bytes`)")
+    return InvalidImage(f"it has more than {limits.max_bytes} bytes")

@@ -49,8 +49,6 @@ _SERVED_BY_RAY = frozenset(
         "workers",
         "tls_cert",
         "tls_key",
-        "http_parser",
-        "connections_per_address",
         "stop_delay_s",
     }
 )

@@ -80,7 +80,7 @@ def server_config(
         port=settings.port,
         log_level=settings.log_level,
         log_config=None,  # uvicorn's log lines use the proxy's handlers and format
-        access_log=False,  # `access_log` is the proxy's own: uvicorn's knows no request ids and no prompts
+        access_log=False,  # the proxy has its own: uvicorn's knows no request ids and no prompts
         # `Server.shutdown` waits itself; this covers the last bytes of closed connections
         timeout_graceful_shutdown=1,
         # SDK clients keep connections for a minute: close later than they do, so that none is closed in use

@@ -13,10 +13,9 @@ from proxy.history.history import History
 from proxy.history.images import ImageLoader
 from proxy.history.store import Limits
 from proxy.image_fetch import ImageFetcher
-from proxy.images import ImageLimits
 from proxy.metrics import Metrics
 from proxy.monitoring.store import timed_store
-from proxy.settings import Settings
+from proxy.settings import Settings, proof_folder
 from proxy.stores.fleet_state import StoredState
 from proxy.stores.guarded import GuardedStore
 from proxy.stores.replica_changes import StoredChanges
@@ -35,19 +34,14 @@ def make_services(
     running: RunningRequests | None = None,
 ) -> Services:
     """Create the services of one application. Open their history before the first request."""
-    limits = Limits(
-        max_bytes=settings.store_max_bytes,
-        max_age_s=settings.store_max_age_s,
-        document_bytes=settings.stored_response_bytes,
-    )
-    auditor = Auditor(metrics, settings.audit_share, settings.proof_folder)
+    limits = Limits(max_bytes=settings.store_max_bytes, max_age_s=settings.store_max_age_s)
+    auditor = Auditor(metrics, proof_folder())
     store = timed_store(make_store(settings.store, limits), metrics)
     guarded = GuardedStore(store, metrics, required=settings.store_required)
-    fetcher = ImageFetcher(settings.image_hosts, settings.image_bytes, settings.image_timeout_s)
-    limits_of_images = ImageLimits(settings.image_bytes, settings.image_pixels)
-    images = ImageLoader(encoders, limits_of_images, fetcher.fetch if settings.image_hosts else None)
+    fetch = ImageFetcher(settings.image_hosts).fetch if settings.image_hosts else None
+    images = ImageLoader(encoders, fetch=fetch)
     shared = settings.store != "memory:"
-    fleet.weights.store = StoredState(guarded, _fleet_name(settings), shared=shared)
+    fleet.weights.store = StoredState(guarded, _fleet_of(settings), shared=shared)
     return Services(
         fleet,
         guarded,
@@ -60,20 +54,16 @@ def make_services(
             settings.overflow,
             settings.finish_after_s,
             images,
-            settings.request_class_header,
             settings.thinking_policy,
         ),
         WeightCalls(fleet, metrics, salted=settings.cache_salt_by_version),
         encoders,
+        SessionIndexes(guarded),
         settings.body_limit_bytes,
         store_timeout_s=settings.store_timeout_s,
-        record_logprobs=settings.record_logprobs,
-        record_token_route=settings.record_token_route,
         cache_salt_by_version=settings.cache_salt_by_version,
         model_aliases=ModelAliases([parse_alias(alias) for alias in settings.model_aliases]),
         session_from_key=settings.session_from_key,
-        session_indexes=SessionIndexes(guarded) if settings.viewer else None,
-        body_timeout_s=settings.body_timeout_s,
         running=running or RunningRequests(),
     )
 
@@ -89,7 +79,7 @@ def make_membership(
     return Membership(
         services.fleet,
         make_replica,
-        Changes(StoredChanges(services.store, _fleet_name(settings))),
+        Changes(StoredChanges(services.store, _fleet_of(settings))),
         settings.upstreams,
         settings.upstreams_file,
         settings.watch_interval_s,
@@ -97,6 +87,6 @@ def make_membership(
     )
 
 
-def _fleet_name(settings: Settings) -> str:
+def _fleet_of(settings: Settings) -> str:
     """The name under which processes of one fleet share what changes while they run."""
-    return settings.fleet_name or fleet_id(settings.upstreams, settings.upstreams_file)
+    return fleet_id(settings.upstreams, settings.upstreams_file)

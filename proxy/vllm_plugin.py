@@ -33,7 +33,7 @@ from proxy.monitoring.tracing import make_tracing
 from proxy.routes.credentials import EngineCredentials
 from proxy.routes.mount import mount
 from proxy.services import make_services
-from proxy.settings import load_settings
+from proxy.settings import load_settings, proof_folder
 from proxy.turn.request import EngineRoute
 from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
@@ -111,13 +111,11 @@ class TokenProxyPlugin:
             revision,
             rendering.content_format,
             rendering.default_template_kwargs,
-            settings.proof_folder,
+            proof_folder(),
         )
         mode = str(getattr(args, "logprobs_mode", None) or "")
         metrics = self._observer.metrics
-        replica = Replica(
-            self._engine, tokenizers, settings.token_in, settings.watch_interval_s, mode, metrics
-        )
+        replica = Replica(self._engine, tokenizers, settings.watch_interval_s, mode, metrics)
         fleet = Fleet(
             [replica],
             watch_interval_s=settings.watch_interval_s,
@@ -128,8 +126,7 @@ class TokenProxyPlugin:
                 "`store` is memory: and there are %d API server processes: a conversation is recognised only "
                 "by the process that recorded it", args.api_server_count,
             )  # fmt: skip
-        encoders = EncoderPool(settings.encoder_threads, settings.encoder_bytes)
-        services = make_services(settings, fleet, encoders, metrics)
+        services = make_services(settings, fleet, EncoderPool(), metrics)
         self._services = await self._opened.enter_async_context(running(services))
         watch = asyncio.create_task(_cut_at_end(state, services.running))
         self._opened.callback(watch.cancel)

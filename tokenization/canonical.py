@@ -29,8 +29,10 @@ Python parses, and nesting deeper than `lossless_json.MAX_DEPTH`.
 
 A matcher compares `strict` first. A client may drop the reasoning of an assistant message, strip its content
 and write the defaults of tools into its calls before it sends the message back; `loose` ignores all three. It
-also ignores whether a whole number in arguments is a float: clients in JavaScript send 1.0 back as 1. `loose`
-ignores *edited* reasoning as well, so check a match on `loose` alone with `CanonicalMessage.is_copy_of`.
+also ignores whether a whole number in arguments is a float: clients in JavaScript send 1.0 back as 1. And it
+ignores U+FFFD at the end of the content: where sampling stopped within a character, engines show no text for
+its first bytes, and a client that decodes the ids itself gets U+FFFD for them. `loose` ignores *edited*
+reasoning as well, so check a match on `loose` alone with `CanonicalMessage.is_copy_of`.
 """
 
 import hashlib
@@ -46,6 +48,8 @@ from tokenization.messages import TEXT_PARTS, Message
 _DIGEST_SIZE = 16
 _ARGUMENTS_INDEX = 3
 """Index of the arguments in the list that `_call` returns for a function call."""
+_REPLACEMENT = "\ufffd"
+"""What decoders put for bytes that are no character."""
 _PARTS_WITH_OWN_KEY = frozenset({"refusal", "thinking"})
 """Types of text parts whose text is under the name of the type, not under `text`."""
 
@@ -58,8 +62,8 @@ class CanonicalMessage:
     """16 bytes: digest of the whole message."""
     loose: bytes
     """16 bytes: digest of an assistant message without reasoning, its content stripped of white space at both
-    ends, 1.0 in arguments as 1, its calls without arguments that equal the tool's default. Equals `strict` if
-    that changes nothing, and for all other roles."""
+    ends and of U+FFFD at its end, 1.0 in arguments as 1, its calls without arguments that equal the tool's
+    default. Equals `strict` if that changes nothing, and for all other roles."""
     reasoning: bytes
     """16 bytes: digest of an assistant's reasoning, stripped; empty if there is none."""
     without_arguments: bytes = b""
@@ -311,7 +315,8 @@ def _lacks_object(call: list[Any]) -> bool:
 
 
 def _stripped(value: object) -> object:
-    return value.strip() if isinstance(value, str) else value
+    """A text without white space at its ends, and without the mark of a character that was cut at its end."""
+    return value.strip().rstrip(_REPLACEMENT).rstrip() if isinstance(value, str) else value
 
 
 def _digest(kind: bytes, packed: bytes) -> bytes:

@@ -42,12 +42,11 @@ class Dialect(Protocol):
     summary: ClassVar[str]
     openapi: ClassVar[dict[str, Any]]
 
-    def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
+    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
         """Parse the request, once.
 
         Args:
             session: the session that the request names.
-            record: whether turns of requests that carry ids are recorded.
 
         Raises:
             BadRequest: a field cannot be read; `param` names it.

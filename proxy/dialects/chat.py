@@ -20,7 +20,7 @@ class ChatDialect(Dialect):
     summary: ClassVar[str] = "Chat completion, token-exact over turns"
     openapi: ClassVar[dict[str, Any]] = {}
 
-    def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
+    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
         """See `Dialect.parse`."""
         fields = parse(request.body)
         visible = visible_of(fields)

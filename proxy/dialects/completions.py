@@ -32,7 +32,7 @@ class CompletionsDialect(Dialect):
     summary: ClassVar[str] = "Completions of ids or texts, recorded"
     openapi: ClassVar[dict[str, Any]] = request_body("The fields of a vLLM completion.", {"prompt": _PROMPT})
 
-    def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
+    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
         """See `Dialect.parse`."""
         fields = parse(request.body)
         visible = visible_of_prompts(fields, logprobs=raw_value(fields, "logprobs") is not None)
@@ -49,7 +49,7 @@ class CompletionsDialect(Dialect):
             choices=max(1, int(number(fields, "n") or 1)),
             temperature=number(fields, "temperature"),
             routed_experts_start=routed_experts_start(fields),
-            record=record and not special,
+            record=not special,
             engine_route=EngineRoute.COMPLETIONS,
         )
 

@@ -43,7 +43,7 @@ class GenerateDialect(Dialect):
         "The fields of vLLM's generate route.", {_FIELD: IDS, "sampling_params": {"type": "object"}}
     )
 
-    def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
+    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
         """See `Dialect.parse`."""
         fields = parse(request.body)
         given = read(fields, "sampling_params", Fields) or {}
@@ -66,7 +66,6 @@ class GenerateDialect(Dialect):
             choices=max(1, int(number(sampling, "n") or 1)),
             temperature=number(sampling, "temperature"),
             routed_experts_start=routed_experts_start(sampling),
-            record=record,
             engine_route=EngineRoute.GENERATE,
         )
 

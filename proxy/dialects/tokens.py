@@ -49,7 +49,7 @@ class TokensDialect(Dialect):
         },
     )
 
-    def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
+    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
         """See `Dialect.parse`."""
         fields = parse_with_ids(request.body)
         if raw_value(fields, "return_token_ids") is None:
@@ -87,7 +87,6 @@ class TokensDialect(Dialect):
             images=images,
             media=media,
             token_route=True,
-            record=record,
         )
 
 

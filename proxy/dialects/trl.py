@@ -166,9 +166,7 @@ def _checked(field: str, value: bytes) -> tuple[bytes, int]:
         ) from error
 
 
-def turn_of(
-    prompt: Prompt, batch: Batch, request: Request, session: SessionFields | None, *, record: bool
-) -> ChatRequest:
+def turn_of(prompt: Prompt, batch: Batch, request: Request, session: SessionFields | None) -> ChatRequest:
     """The turn of one prompt, which is not text.
 
     Raises:
@@ -183,7 +181,7 @@ def turn_of(
         array, count = _checked(prompt.field, prompt.raw)
         given["given"] = GivenIds(prompt.field, ids.compact(array), count)
         given |= {"images": prompt.images, "images_field": prompt.images_field}
-        given |= {"token_route": True, "record": record}
+        given["token_route"] = True
     return chat_request(request, fields, session, batch.visible, **given)
 
 

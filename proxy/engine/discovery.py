@@ -85,21 +85,17 @@ class Capabilities:
         return self.images
 
 
-async def discover(engine: Engine, spelling: str = "auto") -> Capabilities:
+async def discover(engine: Engine) -> Capabilities:
     """Discover an engine's version, models and how to send it an exact prompt.
-
-    Args:
-        spelling: the way to send exact prompts that is tried: `chat`, `generate`, or `auto` for both in
-            this order.
 
     Raises:
         ApiError: the engine does not respond.
     """
     models = await list_models(engine)
     token_in: TokenIn | None = None
-    if spelling in ("auto", "chat") and await _takes_ids_in_chat(engine):
+    if await _takes_ids_in_chat(engine):
         token_in = ChatTokenIn()
-    elif spelling in ("auto", "generate") and await _takes_ids_in_generate(engine):
+    elif await _takes_ids_in_generate(engine):
         token_in = GenerateTokenIn()
     names = tuple(model.name for model in models)
     version, rendered_fields, mode, images = await asyncio.gather(

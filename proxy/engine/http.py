@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from yarl import URL
 
 from proxy.engine.connection import BrokenOff, Connection, Disconnected
-from proxy.engine.pool import ConnectionPool, Verify
+from proxy.engine.pool import CONNECT_TIMEOUT_S, ConnectionPool, Verify
 from proxy.engine.read_limit import ReadLimit
 from proxy.errors import BadRequest, EngineBroken, EngineTimeout, EngineUnavailable
 from proxy.http import Request, Response, is_event_stream
@@ -53,7 +53,7 @@ class HttpEngine:
         base_url: str,
         api_key: str | None = None,
         *,
-        connect_timeout_s: float | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
         idle_timeout_s: float | None = None,
         held_seconds: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -63,7 +63,7 @@ class HttpEngine:
         They are never part of `name`, which is in logs, errors, metrics and `/ready`.
 
         Args:
-            connect_timeout_s: None for no limit.
+            connect_timeout_s: how long a connection may take to open.
             idle_timeout_s: how long a stream may pause; None for no limit.
             held_seconds: returns how long engines were paused until now. A pause starts the time anew.
             clock: the time that the event loop's own waits follow.

@@ -13,6 +13,8 @@ from yarl import URL
 from proxy.engine.connection import Connection
 from proxy.errors import EngineTimeout, EngineUnavailable, OutOfSockets
 
+CONNECT_TIMEOUT_S = 5.0
+"""How long an engine may take to accept a connection."""
 KEEPALIVE_S = 4.0
 """vLLM closes idle connections after 5 s."""
 _OUR_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
@@ -26,13 +28,13 @@ Verify = Callable[[], Awaitable[None]]
 class ConnectionPool:
     """Connections to one address."""
 
-    def __init__(self, url: URL, name: str, connect_timeout_s: float | None) -> None:
+    def __init__(self, url: URL, name: str, connect_timeout_s: float) -> None:
         """No connection is opened yet.
 
         Args:
             url: scheme, host and port.
             name: the engine's, for errors.
-            connect_timeout_s: None for no limit.
+            connect_timeout_s: how long a connection may take to open.
         """
         self.verify: Verify | None = None
         """Called before the first POST over each connection; it raises to stop the request."""

@@ -47,13 +47,15 @@ class Preference:
     """Expected number of sampled ids."""
 
 
+OVERLOAD_RATIO = 1.5
+
 Choose = Callable[[Sequence[Candidate], Preference], Candidate]
 
 
 class StickyLeastLoaded:
     """The replica that holds the conversation; if it is overloaded or gone, the one that serves soonest."""
 
-    def __init__(self, overload_ratio: float) -> None:
+    def __init__(self, overload_ratio: float = OVERLOAD_RATIO) -> None:
         """Create the choice.
 
         Args:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from proxy.fleet.conversations import Conversations
 from proxy.fleet.dispatch import Dispatch, Work
 from proxy.fleet.health import BreakerState
 from proxy.fleet.lateness import Lateness
-from proxy.fleet.load import Capacity, Lease
+from proxy.fleet.load import Lease
 from proxy.fleet.model import FleetModel, choose_model
 from proxy.fleet.pace import ExpectedLength
 from proxy.fleet.place import Place, end_lease, give_back
@@ -31,7 +32,10 @@ T = TypeVar("T")
 log = logging.getLogger("tokenproxy")
 
 FIRST_ANSWER_TIMEOUT_S = 30.0
-OVERLOAD_RATIO = 1.5
+QUEUE_REQUESTS = 16_384
+"""How many requests may wait for a replica."""
+QUEUE_TIMEOUT_S = 600.0
+"""How long a request may wait: as long as clients do by default."""
 
 
 class Fleet:
@@ -41,9 +45,9 @@ class Fleet:
         self,
         replicas: Sequence[Replica],
         choose: Choose | None = None,
-        capacity: Capacity | None = None,
-        queue_requests: int = 0,
-        queue_timeout_s: float = 600.0,
+        replica_requests: int = 0,
+        queue_requests: int = QUEUE_REQUESTS,
+        queue_timeout_s: float = QUEUE_TIMEOUT_S,
         watch_interval_s: float = 5.0,
         weight_update_timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
@@ -51,7 +55,7 @@ class Fleet:
         """A fleet that is not watched yet.
 
         Args:
-            capacity: how much may run on each replica; requests wait for more in a fair queue.
+            replica_requests: how many may run on each replica, others wait in a fair queue; 0 for no limit.
             queue_requests: how many may wait.
             queue_timeout_s: how long each may wait.
             watch_interval_s: seconds between two looks at the weights of the replicas.
@@ -66,7 +70,7 @@ class Fleet:
         self.weights = Weights(self, weight_update_timeout_s)
         self.leaving: list[Replica] = []
         """Removed replicas on which requests still run."""
-        self._capacity = capacity or Capacity()
+        self._replica_requests = replica_requests or math.inf
         self.queue: FairQueue[Place] = FairQueue(
             queue_requests, queue_timeout_s, give_back, self.weights.hold, clock
         )
@@ -74,7 +78,7 @@ class Fleet:
         self.prefix_caches = PrefixCaches(self)
         self.suspects = Suspects(clock)
         self.expected_length = ExpectedLength()
-        self._choose = choose or StickyLeastLoaded(OVERLOAD_RATIO)
+        self._choose = choose or StickyLeastLoaded()
         self.lateness = Lateness(clock)
         self._silence = SilenceWatch(self)
         self._next = 0
@@ -266,7 +270,7 @@ class Fleet:
             usable = _in_service(ready)
             if not usable:
                 raise self.nothing_responds()
-            free = [replica for replica in usable if replica.load.has_capacity(routing.ids, self._capacity)]
+            free = [replica for replica in usable if replica.load.requests < self._replica_requests]
             if not free and held.active:
                 free = usable  # the requests that run are paused, so that no place becomes free
             if not free:

@@ -28,15 +28,6 @@ class Lease:
     """Whether the request may not run again if this replica fails."""
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """Limits of what may run on each replica at once; 0 for no limit."""
-
-    requests: int = 0
-    ids: int = 0
-    """Of the prompts."""
-
-
 @dataclass(slots=True)
 class _Decayed:
     """A sum with exponential decay over time."""
@@ -58,8 +49,6 @@ class Load:
 
     clock: Callable[[], float] = time.monotonic
     running: set[Lease] = field(default_factory=set)
-    ids: int = 0
-    """Of the prompts that run."""
     pace: Pace = field(init=False)
     slowest_gap_s: float = 0.0
     """The longest recent time between two signs of progress."""
@@ -78,13 +67,6 @@ class Load:
         """How many requests run."""
         return len(self.running)
 
-    def has_capacity(self, ids: int, capacity: "Capacity") -> bool:
-        """Whether one more request may run; one that is larger than the limit may run alone."""
-        if not self.running:
-            return True
-        fits = not capacity.requests or self.requests < capacity.requests
-        return fits and (not capacity.ids or self.ids + ids <= capacity.ids)
-
     def begin(self, ids: int) -> Lease:
         """Count a request until `end`."""
         now = self.clock()
@@ -92,14 +74,11 @@ class Load:
             self._progressed = now
         lease = Lease(ids, now)
         self.running.add(lease)
-        self.ids += ids
         return lease
 
     def end(self, lease: Lease) -> None:
         """Remove a request that ended. A second call does nothing."""
-        if lease in self.running:
-            self.running.remove(lease)
-            self.ids -= lease.ids
+        self.running.discard(lease)
 
     def give_up(self, now: float, *, gone: bool) -> None:
         """End the wait of requests without a first byte, so that they can run on another replica.

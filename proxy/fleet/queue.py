@@ -199,8 +199,7 @@ class FairQueue(Generic[T]):
             self._abandon(waiter)
             self._waited(since)
             raise Overloaded(
-                f"no replica had capacity for the request within {self._timeout_s:g} s (`queue_timeout_s`): "
-                "try again later",
+                f"no replica had capacity for the request within {self._timeout_s:g} s: try again later",
                 code="queue_timeout",
                 retry_after=self._retry_after(),
             )
@@ -292,7 +291,7 @@ class FairQueue(Generic[T]):
         own = tenants.get(tenant)
         most = max((each.waiting for each in tenants.values()), key=len, default=OrderedDict())
         refusal = Overloaded(
-            f"{self._waiting} requests already wait for a replica (`queue_requests`): try again later",
+            f"{self._waiting} requests already wait for a replica: try again later",
             code="queue_full",
             retry_after=self._retry_after(),
         )

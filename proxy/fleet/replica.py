@@ -55,7 +55,6 @@ class Replica:
         self,
         engine: Engine,
         tokenizers: Tokenizers,
-        token_in: str,
         watch_interval_s: float,
         logprobs_mode: str = "",
         metrics: Metrics | None = None,
@@ -92,7 +91,6 @@ class Replica:
         self.changed: Callable[[], None] = self.report_state
         """Called when it begins or ceases to respond."""
         self._clock = clock
-        self._token_in = token_in
         self._interval_s = watch_interval_s
         self.problem = "not checked yet"
         """Why it is not ready."""
@@ -336,7 +334,7 @@ class Replica:
                 if not await self._is_healthy():
                     self._missed()
                     raise EngineUnavailable(f"{self.engine.name} does not respond to /health")
-                capabilities = await discover(self.questions, self._token_in)
+                capabilities = await discover(self.questions)
             self.problem = f"the tokenizer for {self.engine.name} is still loading"
             await self._find_tokenizer(capabilities, TOKENIZER_TIMEOUT_S)
         except CredentialRequired as error:

@@ -21,6 +21,8 @@ from tokenization.cache import BoundedCache
 
 log = logging.getLogger("tokenproxy")
 
+SHARE = 0.01
+"""Share of the appends that are audited, besides the first of each kind."""
 MAX_WAITING = 32
 """Number of audits that may wait. Further ones are skipped: under load the share shrinks, and the proxy does
 not slow down."""
@@ -38,8 +40,13 @@ class _Append:
 class Auditor:
     """Decides which appends are audited, and audits them one at a time, off the event loop."""
 
-    def __init__(self, metrics: Metrics, share: float, proof_folder: Path | None) -> None:
-        """`share`: the share of appends to audit, from 0 to 1; 0 skips the first of each kind too."""
+    def __init__(self, metrics: Metrics, proof_folder: Path | None, share: float = SHARE) -> None:
+        """Audit nothing yet.
+
+        Args:
+            proof_folder: holds the proofs, which a difference changes; None keeps them in memory.
+            share: of the appends after the first of each kind, from 0 to 1.
+        """
         self._metrics = metrics
         self._share = share
         self._proof_folder = proof_folder
@@ -55,11 +62,8 @@ class Auditor:
         rendering: Rendering,
     ) -> None:
         """Audit an append later, if it is the first of its kind or drawn. Any thread may call it."""
-        if (
-            not self._share
-            or not tokenizer.is_local(new, rendering.parse_template_kwargs())
-            or self._waiting >= MAX_WAITING
-        ):
+        local = tokenizer.is_local(new, rendering.parse_template_kwargs())
+        if not local or self._waiting >= MAX_WAITING:
             return
         kind = _kind(tokenizer, history, new, rendering)
         first = self._audited_kinds.get(kind) is None

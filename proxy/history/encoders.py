@@ -16,6 +16,10 @@ from proxy.fleet.queue import FairQueue
 
 T = TypeVar("T")
 
+THREADS = 2
+"""For small work. Requests share one core, and tokenisers give up the interpreter's lock."""
+MAX_BYTES = 256 * 2**20
+"""The most bytes of input that may be processed or wait."""
 WORTH_A_THREAD_BYTES = 16_384
 """Bytes of input from which parsing, compressing or recording runs on a thread. With less input, the work
 takes less time than handing it to a thread."""
@@ -31,7 +35,7 @@ _RETRY_AFTER_S = 2
 class EncoderPool(Executor):
     """Runs work on threads. As an `Executor` it accepts small work, which is never refused."""
 
-    def __init__(self, threads: int, max_bytes: int) -> None:
+    def __init__(self, threads: int = THREADS, max_bytes: int = MAX_BYTES) -> None:
         """`max_bytes`: the most bytes of input that may be processed or wait."""
         self._small = ThreadPoolExecutor(threads, "encode")
         self._large = ThreadPoolExecutor(1, "encode-large")
@@ -68,8 +72,7 @@ class EncoderPool(Executor):
         """
         if self._bytes and size and self._bytes + size > self._max_bytes:
             raise Overloaded(
-                f"the proxy already tokenises or parses {self._bytes} bytes of messages (`encoder_bytes`): "
-                "try again later",
+                f"the proxy already tokenises or parses {self._bytes} bytes of messages: try again later",
                 code="encoders_busy",
                 retry_after=_RETRY_AFTER_S,
             )

@@ -40,10 +40,9 @@ class History:
         overflow: str = "error",
         finish_after_s: float = 0.0,
         images: ImageLoader | None = None,
-        request_class_header: str = "",
         thinking_policy: ThinkingPolicy = ThinkingPolicy.KEEP,
     ) -> None:
-        """`overflow`, `finish_after_s` and those after `images` are the settings of these names."""
+        """`overflow`, `finish_after_s` and `thinking_policy` are the settings of these names."""
         self.auditor = auditor
         self.store = store
         self.metrics = metrics
@@ -51,10 +50,8 @@ class History:
         self.tasks = Tasks()
         self.pins = Pins(store, metrics)
         matcher = Matcher(store, self.cache, encoders)
-        loader, class_header = images or ImageLoader(encoders), request_class_header.lower().encode()
-        self.placer = Placer(
-            store, self.cache, matcher, self.pins, encoders, metrics, auditor, loader, class_header
-        )
+        loader = images or ImageLoader(encoders)
+        self.placer = Placer(store, self.cache, matcher, self.pins, encoders, metrics, auditor, loader)
         self.planner = Planner(self.placer, thinking_policy, renders_overflow=overflow == "render")
         self.echoes = Echoes(store, matcher.load, metrics)
         self.recorder = Recorder(store, self.cache, encoders, metrics, self.tasks)

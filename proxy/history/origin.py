@@ -16,8 +16,10 @@ _LENGTH = 100
 """Most characters of a recorded value."""
 _THREAD, _PARENT_THREAD, _SESSION = b"thread-id", b"x-codex-parent-thread-id", b"session-id"
 _SUBAGENT, _METADATA = b"x-openai-subagent", b"x-codex-turn-metadata"
+_CLASS = b"x-claude-code-request-class"
+"""The class of a request, as Claude Code names it; any client may."""
 _AGENT, _PARENT_AGENT = b"x-claude-code-agent-id", b"x-claude-code-parent-agent-id"
-_NAMES = frozenset({_THREAD, _PARENT_THREAD, _SESSION, _SUBAGENT, _METADATA, _AGENT, _PARENT_AGENT})
+_NAMES = frozenset({_THREAD, _PARENT_THREAD, _SESSION, _SUBAGENT, _METADATA, _CLASS, _AGENT, _PARENT_AGENT})
 
 
 class RequestClass(StrEnum):
@@ -64,19 +66,13 @@ class _CodexTurn(msgspec.Struct):
     parent_thread_id: str = ""
 
 
-def origin_of(headers: Headers, class_header: bytes) -> Origin:
-    """The origin of a request.
-
-    Args:
-        class_header: the setting `request_class_header` in lower case; empty for none.
-    """
+def origin_of(headers: Headers) -> Origin:
+    """The origin of a request."""
     # the first of headers with one name decides
-    values = {
-        name: value for name, value in reversed(headers) if value and (name in _NAMES or name == class_header)
-    }
+    values = {name: value for name, value in reversed(headers) if value and name in _NAMES}
     if not values:
         return _UNKNOWN
-    stated = _text(values.get(class_header, b""))
+    stated = _text(values.get(_CLASS, b""))
     if agent := _text(values.get(_AGENT, b"")):
         return Origin(stated or RequestClass.SUBAGENT, agent, _text(values.get(_PARENT_AGENT, b"")))
     if _METADATA in values or _SUBAGENT in values or _PARENT_THREAD in values:

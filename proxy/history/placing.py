@@ -51,8 +51,6 @@ class Placer:
     metrics: Metrics
     auditor: Auditor
     images: ImageLoader
-    class_header: bytes = b""
-    """Lower-case name of the request header with the class of a request; empty for none."""
     _defaults: BoundedCache[bytes, ArgumentDefaults] = field(default_factory=lambda: BoundedCache(1024))
     _parts: BoundedCache[bytes, tuple[bytes, ...]] = field(default_factory=lambda: BoundedCache(1024))
 
@@ -188,7 +186,7 @@ class Placer:
             temperature=request.temperature,
             choices=request.choices,
             media=request.prompt_media,
-            origin=origin_of(request.headers, self.class_header),
+            origin=origin_of(request.headers),
             requested_model=request.requested_model,
             routed_experts_start=request.routed_experts_start,
         )

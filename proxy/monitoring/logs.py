@@ -22,12 +22,16 @@ WINDOW_S = 10.0
 
 
 def configure_logs(level: str, form: Literal["text", "json"]) -> None:
-    """Write the log of this process to stderr. Loggers that have handlers already keep them."""
+    """Write the log of this process to stderr. Loggers that have handlers already keep them.
+
+    `debug` is for the proxy's own loggers, as those of libraries then write much about little.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     handler.addFilter(RequestFields())
     handler.addFilter(RepeatLimit())
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.basicConfig(level="INFO" if level == "debug" else level.upper(), handlers=[handler])
+    logging.getLogger("tokenproxy").setLevel(level.upper())
 
 
 class RequestFields(logging.Filter):

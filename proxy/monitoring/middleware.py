@@ -19,6 +19,7 @@ from proxy.types import ASGIApp, Message, Receive, Scope, Send
 
 log = logging.getLogger("tokenproxy")
 access_log = logging.getLogger("tokenproxy.access")
+"""A line for each request, at level debug."""
 
 _UNEXPECTED = "an unexpected error in the proxy; its log has the details"
 EXCHANGE_KEY = "tokenproxy.exchange"
@@ -31,7 +32,6 @@ class Observer:
 
     metrics: Metrics
     tracing: Tracing | None = None
-    access_log: bool = False
 
     async def aclose(self) -> None:
         """Send the spans that were not sent yet."""
@@ -45,7 +45,7 @@ class Observer:
         if self.tracing is not None:
             span = self.tracing.request_span(scope["method"], _path(scope), scope["headers"])
         scope["headers"] = with_request_id(scope["headers"], identity)
-        return Exchange(identity, self.metrics, span, noting=self.access_log)
+        return Exchange(identity, self.metrics, span, noting=access_log.isEnabledFor(logging.DEBUG))
 
     def end(self, exchange: Exchange, scope: Scope) -> None:
         """Report a completed request."""
@@ -61,7 +61,7 @@ class Observer:
             metrics.added.observe(added)
             if exchange.first_byte:
                 metrics.first_byte.observe(exchange.first_byte - exchange.began)
-            if self.access_log:
+            if access_log.isEnabledFor(logging.DEBUG):
                 self._log(exchange, scope, status, duration, added)
         if exchange.span.recording:
             if status >= 500:
@@ -91,7 +91,7 @@ class Observer:
         }
         if exchange.client_left:
             fields["client_left"] = True
-        access_log.info(
+        access_log.debug(
             "%s %s %d", scope["method"], fields["path"], status,
             extra={"fields": fields, "request_id": exchange.id},
         )  # fmt: skip

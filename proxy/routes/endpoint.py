@@ -30,6 +30,8 @@ from proxy.types import Receive, Scope, Send
 
 log = logging.getLogger("tokenproxy")
 
+BODY_TIMEOUT_S = 30.0
+"""How long a request's body may take that arrives slower than `BODY_BYTES_PER_S`."""
 BODY_BYTES_PER_S = 65_536
 """A body that arrives at least as fast as this never times out."""
 
@@ -88,7 +90,7 @@ class Endpoint(fastapi.Response):
             with services.running.cuttable():
                 # Before the body is read: a client without a valid credential must not fill the memory
                 tenant = await self._tenant(scope)
-                body = await read_body(scope, receive, services.body_limit_bytes, services.body_timeout_s)
+                body = await read_body(scope, receive, services.body_limit_bytes, BODY_TIMEOUT_S)
         except ClientGone:
             exchange.leave()
             self._log_unread(scope)
@@ -261,7 +263,7 @@ async def read_body(
     scope: Scope,
     receive: Receive,
     limit: int,
-    timeout_s: float | None = None,
+    timeout_s: float = BODY_TIMEOUT_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> bytes:
     """The request's body.
@@ -287,9 +289,8 @@ async def read_body(
             async with asyncio.timeout(_time_left(clock() - start, size, timeout_s)):
                 message = await receive()
         except TimeoutError as error:
-            raise BodyTimeout(
-                f"the request body did not arrive within {timeout_s:g} s (`body_timeout_s`)", param="body"
-            ) from error
+            problem = f"the request body did not arrive within {timeout_s:g} s"
+            raise BodyTimeout(problem, param="body") from error
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
@@ -301,9 +302,9 @@ async def read_body(
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _time_left(passed_s: float, size: int, timeout_s: float | None) -> float | None:
-    """Seconds to wait for the next bytes of a body; None for no limit."""
-    return None if timeout_s is None else max(0.0, timeout_s + size / BODY_BYTES_PER_S - passed_s)
+def _time_left(passed_s: float, size: int, timeout_s: float) -> float:
+    """Seconds to wait for the next bytes of a body."""
+    return max(0.0, timeout_s + size / BODY_BYTES_PER_S - passed_s)
 
 
 def _too_large(limit: int) -> BodyTooLarge:

@@ -16,6 +16,8 @@ from proxy.routes.endpoint import check_path
 from proxy.routes.sending import send_error
 from proxy.types import ASGIApp, Receive, Scope, Send
 
+HEAD_LIMIT_BYTES = 64 * 2**10
+"""Largest request line with headers."""
 _IN_SESSION = re.compile(r"/sessions/[^/]+(?=/v1/)")
 _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 """Methods of a route that the engine serves, because only the engine knows which of them it accepts."""
@@ -24,12 +26,9 @@ _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 class Gate:
     """Refuses requests that no route should get, and responds to OPTIONS."""
 
-    def __init__(
-        self, app: ASGIApp, routes: Iterable[Route], head_limit: int, allowed_hosts: Sequence[str] = ()
-    ) -> None:
-        """`head_limit`: in bytes. `allowed_hosts`: empty allows all; `*.example.com` all hosts below it."""
+    def __init__(self, app: ASGIApp, routes: Iterable[Route], allowed_hosts: Sequence[str] = ()) -> None:
+        """`allowed_hosts`: empty allows all; `*.example.com` all hosts below it."""
         self._app = app
-        self._head_limit = head_limit
         self._hosts = frozenset(host.lower() for host in allowed_hosts if not host.startswith("*."))
         self._domains = tuple(host[1:].lower() for host in allowed_hosts if host.startswith("*."))
         self._methods = [
@@ -71,11 +70,8 @@ class Gate:
         size = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
         for name, value in scope["headers"]:
             size += len(name) + len(value) + 4  # ": " and the line's end
-        if size > self._head_limit:
-            raise HeadTooLarge(
-                f"the request line and headers are over the limit of {self._head_limit} bytes "
-                "(`head_limit_bytes`)"
-            )
+        if size > HEAD_LIMIT_BYTES:
+            raise HeadTooLarge(f"the request line and headers are over the limit of {HEAD_LIMIT_BYTES} bytes")
 
     def _check_host(self, scope: Scope, values: Sequence[bytes]) -> None:
         if len(values) > 1:

@@ -41,7 +41,7 @@ class TrlBatch(Route):
         async def serve(prompt: Prompt) -> Response:
             if prompt.is_text:
                 prompt = await _tokenise(prompt, request, services)
-            turn = turn_of(prompt, batch, request, session, record=services.record_token_route)
+            turn = turn_of(prompt, batch, request, session)
             with store_time(self.store_seconds or services.store_timeout_s):
                 return await serve_turn(turn, services)
 

@@ -35,11 +35,7 @@ class TurnRoute(Route):
 async def serve_dialect(dialect: Dialect, request: Request, services: Services) -> Response:
     """Respond to a request in a dialect, which may be one of this request alone. Raises ApiError."""
     session = await session_fields(request, services)
-    chat = await parsed(
-        request,
-        services,
-        lambda: dialect.parse(request, session, record=services.record_token_route),
-    )
+    chat = await parsed(request, services, lambda: dialect.parse(request, session))
     chat = await services.model_aliases.map(chat, services.fleet)
     translation = dialect.translation(chat)
     if translation is None:

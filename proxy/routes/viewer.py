@@ -27,7 +27,6 @@ from proxy.types import Headers
 from proxy.viewer.drift import Basis, drift_lane
 from proxy.viewer.files import PAGE, StaticFile, load_files
 from proxy.viewer.recording import Recording
-from proxy.viewer.session_index import SessionIndexes
 from proxy.viewer.tokens import encode_tokens
 from proxy.viewer.tree import session_tree
 from tokenization import ChatTokenizer
@@ -43,13 +42,6 @@ _PAGE_HEADERS: Headers = [
 ]
 DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 """Of responses that hold recorded data."""
-
-
-def indexes_of(services: Services) -> SessionIndexes:
-    """The indexes of sessions. Raises NotFound if the setting turns the viewer off."""
-    if services.session_indexes is None:
-        raise NotFound("the viewer is turned off by the setting `viewer`", code="viewer_off")
-    return services.session_indexes
 
 
 class ViewerPage(Route):
@@ -72,7 +64,6 @@ class ViewerPage(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """HTML. 401 without a key where one is needed (the page then asks for it), 403 without `read`."""
-        indexes_of(services)
         if not request.may_read and request.tenant:
             raise Forbidden("the viewer needs an API key with the scope `read`", code="insufficient_scope")
         return _file_response(self._files[PAGE], request, 200 if request.may_read else 401)
@@ -114,7 +105,6 @@ class ViewerFile(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """One of the package's files; 404 for all other names."""
-        indexes_of(services)
         file = self._files.get(request.path.partition("?")[0].split("/")[3])
         if file is None:
             raise NotFound("the viewer has no such file", param="file", code="file_not_found")
@@ -133,7 +123,6 @@ class ViewerDataRoute(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """See the route's summary."""
-        indexes_of(services)
         check_parameters(request, self.parameters)
         store, name = services.history.store, session_in_path(request)
         rollout = session_id(request.tenant, name)

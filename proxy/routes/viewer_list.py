@@ -7,7 +7,7 @@ from proxy.errors import BadRequest
 from proxy.http import JSON_HEADERS, Request, query_value, query_values
 from proxy.routes.parameters import check_parameters
 from proxy.routes.store_route import StoreRoute, number
-from proxy.routes.viewer import DATA_HEADERS, indexes_of
+from proxy.routes.viewer import DATA_HEADERS
 from proxy.samples.feed import metadata_condition
 from proxy.turn.services import Services
 from proxy.types import Headers
@@ -47,7 +47,7 @@ class ViewerSessions(StoreRoute):
         `?search=&model=&metadata=&reason=&problem=&class=&weight_version=&reward_min=&reward_max=&rewarded=
         &drift=&sort=&order=&offset=&limit=`; unknown and repeated parameters are refused, except `metadata`.
         """
-        indexes = indexes_of(services)
+        indexes = services.session_indexes
         check_parameters(request, _PARAMETERS, several=("metadata",))
         offset, limit = _whole("offset", request, "0"), _whole("limit", request, "100")
         if not 1 <= limit <= _MOST_ROWS:

@@ -46,9 +46,7 @@ def _options(field: FieldInfo) -> dict[str, Any]:
     default = flag.default or _shown(field)
     options: dict[str, Any] = {"default": None, "help": f"{text} (default: {default})" if default else text}
     if kind is bool:
-        # a switch that is on by default needs a --no- form
-        options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
-        return options
+        return {**options, "action": "store_true"}  # no switch is on by default
     if get_origin(kind) is list:
         options.update(action="append", help=f"{text}; repeatable")
         kind = get_args(kind)[0]
@@ -76,6 +74,4 @@ def _shown(field: FieldInfo) -> str:
     value = field.default
     if field.default_factory is not None or value in (None, False, []):
         return ""
-    if value is True:
-        return "yes"
     return f"{value:g}" if isinstance(value, float) else str(value)

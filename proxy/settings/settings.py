@@ -4,37 +4,27 @@ Every setting has a name that is the same everywhere: `body_limit_bytes` in the 
 `TOKENPROXY_BODY_LIMIT_BYTES` in the environment, `--body-limit-bytes` on the command line.
 """
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from proxy.engine.http import url_credentials
 from proxy.routes.auth import is_loopback
-from proxy.settings.engines import EngineSettings
-from proxy.settings.images import ImageSettings
-from proxy.settings.load import LoadSettings
-from proxy.settings.logs import LogSettings
-from proxy.settings.recording import RecordingSettings
-from proxy.settings.server import ServerSettings
-from proxy.settings.templates import TemplateSettings
+from proxy.settings.groups import EngineSettings, PromptSettings, RecordingSettings, ServerSettings
 
 ENV_PREFIX = "TOKENPROXY_"
+_NO_SETTINGS = re.compile("CONFIG|SESSION|URL|(.+_)?(SERVICE_(HOST|PORT.*)|PORT(_.+)?)")
+"""Other variables with the prefix: those of the commands, and those that Kubernetes sets for a Service whose
+name begins like the prefix."""
 GROUPS: dict[str, type[BaseModel]] = {
     "engines": EngineSettings,
     "server": ServerSettings,
-    "tokenizer and chat template": TemplateSettings,
+    "prompts": PromptSettings,
     "recording": RecordingSettings,
-    "load": LoadSettings,
-    "images": ImageSettings,
-    "logs": LogSettings,
 }
 """The settings by topic, in the order of the command's help and of docs/settings.md."""
 
@@ -43,20 +33,11 @@ class SettingsError(Exception):
     """A setting is missing or wrong; the message names it and the valid values."""
 
 
-class Settings(
-    # Pydantic lists the fields of the last base first
-    LogSettings,
-    ImageSettings,
-    LoadSettings,
-    RecordingSettings,
-    TemplateSettings,
-    ServerSettings,
-    EngineSettings,
-    BaseSettings,
-):
+# Pydantic lists the fields of the last base first
+class Settings(RecordingSettings, PromptSettings, ServerSettings, EngineSettings):
     """Settings of the proxy. docs/settings.md lists them and those that apply inside vLLM."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", env_ignore_empty=True)
+    model_config = ConfigDict(extra="forbid")
 
 
 def lends_credentials(settings: Settings) -> bool:
@@ -97,32 +78,31 @@ def load_settings(file: Path | None = None, **flags: Any) -> Settings:
     """Settings from a YAML file, the environment and the flags that are not None.
 
     Raises:
-        SettingsError: the file cannot be read, or a setting is wrong.
+        SettingsError: the file cannot be read, or a setting is wrong or unknown.
     """
-    in_file = _read(file) if file is not None else {}
-
-    class FileSettings(Settings):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            """Flags before environment before file."""
-            return init_settings, env_settings, InitSettingsSource(settings_cls, in_file)
-
-    given = {name: value for name, value in flags.items() if value is not None}
+    given = (_read(file) if file is not None else {}) | _environment()
+    given |= {name: value for name, value in flags.items() if value is not None}
     try:
-        return FileSettings(**given)
+        return Settings.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "settings"
-        raise SettingsError(f"{name}: {first['msg']}") from error
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
+        problem = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
+        raise SettingsError(f"{name}: {problem}") from error
+
+
+def _environment() -> dict[str, str]:
+    """The settings in the environment; an empty variable counts as unset. Raises SettingsError."""
+    found: dict[str, str] = {}
+    for variable, value in os.environ.items():
+        name = variable.removeprefix(ENV_PREFIX)
+        if not value or name == variable:
+            continue
+        if name.lower() in Settings.model_fields:
+            found[name.lower()] = value
+        elif not _NO_SETTINGS.fullmatch(name):
+            raise SettingsError(f"{variable}: there is no such setting; docs/settings.md lists them")
+    return found
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -12,12 +12,11 @@ _NO_ALTERNATIVES = msgspec.Raw(b"0")
 """The number of alternatives with which the log-probabilities of sampled ids are requested."""
 
 
-def request_for_engine(request: ChatRequest, *, evidence: bool, logprobs: bool) -> Fields:
+def request_for_engine(request: ChatRequest, *, evidence: bool) -> Fields:
     """The fields of the request.
 
     Args:
-        evidence: whether to request ids and usage, and with `logprobs` log-probabilities, to record them.
-        logprobs: whether log-probabilities are recorded even if the client does not request them.
+        evidence: whether to request ids, usage and log-probabilities, to record them.
     """
     fields = dict(request.fields)
     if not evidence:
@@ -25,17 +24,17 @@ def request_for_engine(request: ChatRequest, *, evidence: bool, logprobs: bool) 
     fields["return_token_ids"] = _TRUE
     match request.engine_route:
         case EngineRoute.CHAT:
-            if logprobs and raw_value(fields, "top_logprobs") in (None, b"0"):
+            if raw_value(fields, "top_logprobs") in (None, b"0"):
                 fields["logprobs"] = _TRUE
             if not request.visible.reasoning and not _constrained(fields):
                 # else vLLM hides ids too; the redactor removes the reasoning
                 fields["include_reasoning"] = _TRUE
         case EngineRoute.COMPLETIONS:
-            if logprobs and raw_value(fields, "logprobs") is None:
+            if raw_value(fields, "logprobs") is None:
                 fields["logprobs"] = _NO_ALTERNATIVES
         case EngineRoute.GENERATE:
             sampling = read(fields, "sampling_params", Fields)
-            if logprobs and sampling is not None and raw_value(sampling, "logprobs") is None:
+            if sampling is not None and raw_value(sampling, "logprobs") is None:
                 sampling["logprobs"] = _NO_ALTERNATIVES
                 fields["sampling_params"] = msgspec.Raw(join(sampling))
     if request.stream:

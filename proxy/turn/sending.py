@@ -195,7 +195,7 @@ async def _plan(request: ChatRequest, model: FleetModel, services: Services) -> 
 async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:
     recorded = plan.placement.conversation is not None
     evidence = recorded or request.visible.on_messages
-    fields = request_for_engine(request, evidence=evidence, logprobs=services.record_logprobs)
+    fields = request_for_engine(request, evidence=evidence)
     if services.cache_salt_by_version and replica.weight_version is not None:
         fields.setdefault("cache_salt", raw(replica.weight_version))
     headers = _headers(request, plan)

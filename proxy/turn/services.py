@@ -30,26 +30,19 @@ class Services:
     """Sends the engine's admin routes to all replicas."""
     encoders: EncoderPool
     """Threads for tokenising, which would block the event loop."""
+    session_indexes: SessionIndexes
+    """What `/viewer` lists."""
     body_limit_bytes: int
     membership: Membership | None = None
     """Adds and removes replicas; None inside vLLM, where there is one engine."""
     store_timeout_s: float = REQUEST_S
     """How long a request waits for the store, all its calls together."""
-    record_logprobs: bool = True
-    """Whether log-probabilities are requested and recorded even if the client does not request them."""
     cache_salt_by_version: bool = False
     """Whether engines get the version of their weights as `cache_salt`."""
-    record_token_route: bool = True
-    """Whether turns of the token route are recorded that have a session, or whose messages are the whole
-    conversation."""
     model_aliases: ModelAliases = field(default_factory=ModelAliases)
     """The models that serve requests for others."""
     session_from_key: bool = False
     """Whether a request's API key names its session, if nothing checks the key."""
-    session_indexes: SessionIndexes | None = None
-    """What `/viewer` lists; None if the viewer is turned off."""
-    body_timeout_s: float | None = None
-    """How long a request's body may take; None for no limit."""
     running: RunningRequests = field(default_factory=RunningRequests)
     """The running requests, which are cut off when the process stops."""
 

@@ -126,8 +126,7 @@ class Supervisor:
             sockets: where the workers accept connections; the supervisor closes them.
             folder: for the metrics of the workers.
         """
-        # the class that `load_settings` makes cannot be pickled, and these are validated already
-        self._settings = Settings.model_construct(**dict(settings))
+        self._settings = settings
         self._sockets = sockets
         self._folder = folder
         self._workers: dict[int, _Worker] = {}

@@ -29,6 +29,8 @@ _SCHEMA: Fields = {
 _LOOK: Fields = {"name": "look", "description": "Looks.", "strict": True}
 CHAT_TOOL: Fields = {"type": "function", "function": {**_LOOK, "parameters": _SCHEMA}}
 CALL_TOKENS, TURN_TOKENS = 64, 8
+_SKIPPED = frozenset(range(17)) - {11, 12}
+"""Special tokens of the engines' checkpoint: decoders skip them. Its marks of reasoning are none."""
 _SAMPLING = {"temperature": 1.3}
 
 
@@ -218,6 +220,29 @@ class Generate(Completions):
         return {"token_ids": self.prompt(), "sampling_params": sampling, "return_token_ids": True}
 
 
+class Trl(Chat):
+    """The chat route of TRL's own server; its client gets no text, and asks for it."""
+
+    path = "/chat/"
+    names_session = True
+    streams = has_headers = calls = False
+
+    def ask(self, http: httpx.Client) -> None:
+        """The next turn, and its text."""
+        super().ask(http)
+        shown = [token for token in self.seen[-1].ids if token not in _SKIPPED]
+        text = http.post("/detokenize", json={"model": MODEL, "tokens": shown}).json()["prompt"]
+        self.messages.append({"role": "assistant", "content": text})
+
+    def body(self, turn: int) -> Fields:
+        self.messages += self.new_messages(turn)
+        return {"messages": [self.messages], "max_tokens": TURN_TOKENS}
+
+    def read(self, events: Sequence[Fields], seen: Seen) -> None:
+        [answer] = events
+        [seen.prompt_ids], [seen.ids] = answer["prompt_ids"], answer["completion_ids"]
+
+
 class Messages(Conversation):
     """Anthropic's messages, with a forced tool call, in the session of the base URL."""
 
@@ -296,6 +321,7 @@ FORMATS: dict[str, type[Conversation]] = {
     "token route": Tokens,
     "completions": Completions,
     "generate": Generate,
+    "TRL": Trl,
     "messages": Messages,
     "responses": Responses,
 }

@@ -20,7 +20,7 @@ from proxy.stores.urls import make_store
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.ports import held_port
 from tests.support.serve_process import ServeProcess, is_process
-from tests.support.tiny_model import END, HI, TinyModel
+from tests.support.tiny_model import END, HI
 from tests.support.utils import send_and_keep, wait_until
 
 TOKENS, _CHAT, _MESSAGES = "/v1/chat/completions/tokens", "/v1/chat/completions", "/v1/messages"
@@ -179,37 +179,6 @@ def test_requests_are_served_before_the_socket_closes(mortal: FakeVllm, tmp_path
         assert proxy.wait() == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{proxy.url}/health", trust_env=False)
-
-
-def test_a_start_before_the_engines(tiny_model: TinyModel, tmp_path: Path, store: str) -> None:
-    """No engine of two responds; then one comes up."""
-    with held_port() as port, held_port() as silent:
-        urls = [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{silent}"]
-        flags = ("--store", store, "--watch-interval-s", "0.1")
-        with (
-            ServeProcess(urls, tmp_path / "proxy.log", *flags) as proxy,
-            httpx.Client(base_url=proxy.url, trust_env=False, timeout=40) as client,
-        ):
-            early = client.post(_CHAT, json={"messages": _HI})
-            assert (early.status_code, early.headers["retry-after"]) == (503, "2")
-            assert early.json()["error"]["type"] == "ServiceUnavailableError"
-            state = client.get("/ready")
-            assert state.status_code == 503
-            assert [engine["engine"] for engine in state.json()["engines"] if engine["problem"]] == urls
-            assert all(f"{url} is not ready: " in proxy.text for url in urls)
-            with FakeVllm(tiny_model, port=port):
-                proxy.wait_ready()
-                assert [engine["ready"] for engine in client.get("/ready").json()["engines"]] == [True, False]
-                assert client.post(_CHAT, json={"messages": _HI}).status_code == 200
-
-
-def test_an_unusable_store_is_reported_before_serving(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "rollouts.db"
-    file.write_bytes(b"no database" * 1000)
-    assert run(Settings(upstreams=["http://127.0.0.1:1"], port=0, store=f"sqlite://{file}")) == 1
-    assert str(file) in caplog.text
 
 
 def test_a_required_store_that_does_not_respond(caplog: pytest.LogCaptureFixture) -> None:

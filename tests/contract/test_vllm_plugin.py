@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import threading
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -19,7 +18,6 @@ from proxy.errors import EngineUnavailable
 from proxy.history.store import StoreError
 from proxy.http import Request as ProxyRequest
 from proxy.vllm_plugin import TokenProxyPlugin
-from tests.support.fake_vllm import data_of
 from tests.support.plugin_host import Server
 from tests.support.tiny_model import CHATML, END, HI, TinyModel
 from tests.support.utils import run_server, wait_until
@@ -65,17 +63,7 @@ def test_appending_renders_with_vllms_flags(tiny_model: TinyModel, resolved: boo
 def test_vllm_finds_it() -> None:
     [plugin] = entry_points(group="vllm.endpoint_plugins", name="tokenproxy")
     made = plugin.load()()
-    assert isinstance(made, TokenProxyPlugin)
     assert (made.name, made.required_tasks) == ("tokenproxy", ("generate",))
-
-
-def test_a_client_that_leaves(inside: httpx.Client, server: Server) -> None:
-    body = {"tokens": [1, 74], "stream": True, "user": "patient"}
-    with inside.stream("POST", _TOKENS, json=body) as answer:
-        chunks = answer.iter_raw()
-        assert next(chunks).startswith(b"data: ")
-        assert server.aborted == 0
-    wait_until(lambda: server.aborted == 1)
 
 
 def test_turns_and_the_engines_own_routes(inside: httpx.Client) -> None:
@@ -83,9 +71,6 @@ def test_turns_and_the_engines_own_routes(inside: httpx.Client) -> None:
     assert answer.json()["prompt_token_ids"] == [1, 74]
     assert answer.json()["choices"][0]["token_ids"] == [74, END]
     assert answer.headers["x-prompt-source"] == "given"
-    stream = inside.post(_TOKENS, json={"tokens": [1, 74], "stream": True})
-    assert [chunk["prompt_token_ids"] for chunk in data_of(stream.content)] == [[1, 74]]
-    assert stream.content.endswith(b"data: [DONE]\n\n")
     refused = inside.post(_TOKENS, json={"tokens": [True]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
     [engine] = inside.get("/ready").json()["engines"]
@@ -184,25 +169,17 @@ def test_aliases_do_not_replace_vllms_own_routes(tiny_model: TinyModel) -> None:
 # --- the end
 
 
-def _encoder_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("encode")]
-
-
 async def test_services_are_closed_at_shutdown(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENPROXY_STORE", f"sqlite:///{tmp_path / 'history.db'}")
-    threads, tasks = _encoder_threads(), asyncio.all_tasks()
+    tasks = asyncio.all_tasks()
     async with server.app.router.lifespan_context(server.app):
         services = server.plugin._services_or_unavailable({})
         await services.in_thread(lambda: None)
-        assert len(_encoder_threads()) == len(threads) + 1
-        transport = httpx.ASGITransport(server.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as client:
-            assert (await client.get("/v1/sessions")).status_code == 200
         assert asyncio.all_tasks() > tasks
-    assert asyncio.all_tasks() == tasks
-    assert _encoder_threads() == threads
+    while asyncio.all_tasks() != tasks:  # noqa: ASYNC110 - a thread ends its task last
+        await asyncio.sleep(0.001)
     with pytest.raises(StoreError):
         await services.history.store.usage()
     with pytest.raises(EngineUnavailable, match="stopping"):

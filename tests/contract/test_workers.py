@@ -65,9 +65,7 @@ def test_worker_that_does_not_start_ends_the_start(
     settings = Settings(upstreams=[_ENGINE], port=0, workers=2, store=store, tls_cert=wrong, tls_key=wrong)
     assert run(settings) == 1
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
-    message = record.getMessage()
-    assert message.startswith("the proxy did not start: its first worker (process ")
-    assert message.endswith(" ended with exit code 1")
+    assert "did not start: its first worker (process " in record.getMessage()
 
 
 def test_pauses_grow_up_to_a_limit() -> None:

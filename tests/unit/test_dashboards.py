@@ -57,12 +57,6 @@ def test_every_metric_is_in_the_dashboard() -> None:
     assert [name for name in names if not any(name in expression for expression in _EXPRESSIONS)] == []
 
 
-def test_legends_name_labels_of_their_expression() -> None:
-    for target in (target for panel in _DASHBOARD["panels"] for target in panel["targets"]):
-        for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
-            assert re.search(rf"by \([^)]*\b{label}\b", target["expr"])
-
-
 def test_prometheus_scrapes_services_that_exist() -> None:
     scrapes = yaml.safe_load((_ROOT / "config" / "prometheus.yml").read_text())["scrape_configs"]
     for discovery in [each for scrape in scrapes for each in scrape["dns_sd_configs"]]:

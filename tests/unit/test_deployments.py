@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from proxy.settings import ENV_PREFIX, Settings
+from proxy.history.store import Limits
+from proxy.settings import ENV_PREFIX, Settings, load_settings
 from proxy.vllm_plugin import CONFIG_VARIABLE
 from tests.support.kustomize import compose, name_of
 
@@ -66,26 +67,21 @@ _PROXIES = {
 }
 """By the way to deploy: a further one needs a function as those above, and a line here."""
 
-every_proxy = pytest.mark.parametrize("proxy", _PROXIES.values(), ids=_PROXIES)
-
 
 def test_every_variable_is_a_setting() -> None:
     for path in (_ROOT / "docker-compose.yml", *(_ROOT / "deploy").glob("**/*.y*ml")):
         assert set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+", path.read_text())) <= _VARIABLES, path
 
 
-@every_proxy
-def test_the_settings_accept_the_values(proxy: _Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("proxy", _PROXIES.values(), ids=_PROXIES)
+def test_the_settings_accept_the_values_and_ports_are_the_same_everywhere(
+    proxy: _Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in proxy.variables.items():
         monkeypatch.setenv(name, value)
-    settings = Settings()
-    assert settings.port == proxy.port
+    settings = load_settings()
+    assert settings.port == proxy.port == Settings.model_fields["port"].default
     assert settings.host == "0.0.0.0"  # other machines reach it
-
-
-@every_proxy
-def test_ports_are_the_same_everywhere(proxy: _Proxy) -> None:
-    assert proxy.port == Settings.model_fields["port"].default
     [upstream] = proxy.variables[f"{ENV_PREFIX}UPSTREAMS"].split(",")
     store = urlsplit(proxy.variables[f"{ENV_PREFIX}STORE"])
     assert urlsplit(upstream).port == _ENGINE_PORT
@@ -112,6 +108,5 @@ def test_the_store_of_compose_evicts_nothing() -> None:
     """The proxies evict whole rollouts; the server would evict parts of them."""
     command = _COMPOSE["services"]["valkey"]["command"]
     assert command[command.index("--maxmemory-policy") + 1] == "noeviction"
-    settings = Settings()
-    kept = settings.store_max_bytes + settings.stored_response_bytes
+    kept = Settings().store_max_bytes + Limits().document_bytes
     assert kept < int(command[command.index("--maxmemory") + 1].removesuffix("gb")) * 2**30

@@ -7,6 +7,8 @@ import kubernetes_validate
 import pytest
 from prometheus_client import Gauge
 
+from proxy.history.encoders import MAX_BYTES
+from proxy.history.store import Limits
 from proxy.metrics import Metrics
 from proxy.routes.routes import all_routes
 from proxy.routes.status import Health, Ready
@@ -62,14 +64,9 @@ def _bytes(amount: str) -> int:
 @pytest.mark.parametrize("folder", _FOLDERS, ids=lambda path: str(path.relative_to(_KUBERNETES)))
 def test_every_manifest_is_valid(folder: Path, version: str) -> None:
     """Strictly: a field that the schema does not have is an error, too."""
-    for manifest in compose(folder):
+    for manifest in [*compose(folder), *read_manifests(_KUBERNETES / "secret.example.yaml")]:
         if manifest["kind"] not in _WITHOUT_SCHEMA:
             kubernetes_validate.validate(manifest, version, strict=True)
-
-
-def test_the_example_of_the_secret_is_valid() -> None:
-    [secret] = read_manifests(_KUBERNETES / "secret.example.yaml")
-    kubernetes_validate.validate(secret, _VERSIONS[-1], strict=True)
 
 
 @every_overlay
@@ -154,11 +151,10 @@ def test_the_store_has_memory_for_what_the_proxies_keep(overlay: str) -> None:
     pods = _pods(overlay)
     store, proxy = _container(pods["StatefulSet/valkey"]), _container(pods["Deployment/tokenproxy"])
     [maxmemory] = [_bytes(each.split()[1]) for each in store["args"] if each.startswith("--maxmemory ")]
-    kept = int(_values(proxy)["TOKENPROXY_STORE_MAX_BYTES"]) + Settings().stored_response_bytes
+    kept = int(_values(proxy)["TOKENPROXY_STORE_MAX_BYTES"]) + Limits().document_bytes
     assert kept < maxmemory < _bytes(store["resources"]["limits"]["memory"])
     assert "--maxmemory-policy noeviction" in store["args"]
-    settings = Settings()
-    assert settings.cache_bytes + settings.encoder_bytes < _bytes(proxy["resources"]["limits"]["memory"]) / 2
+    assert Settings().cache_bytes + MAX_BYTES < _bytes(proxy["resources"]["limits"]["memory"]) / 2
 
 
 def test_the_autoscaler_reads_a_gauge_that_exists() -> None:

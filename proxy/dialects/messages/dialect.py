@@ -30,7 +30,7 @@ class MessagesDialect(Dialect):
         """`template`: the facts about the fleet's template; None if they are not known."""
         self._template = template or TemplateFacts()
 
-    def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
+    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
         """See `Dialect.parse`."""
         return self._chat_request(request, read_turn(request.body), session)
 

@@ -37,7 +37,7 @@ class ResponsesDialect(Dialect):
         self._keep = keep
         self._items: list[Item] = []
 
-    def parse(self, request: Request, session: SessionFields | None, *, record: bool) -> ChatRequest:
+    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
         """See `Dialect.parse`."""
         asked, recalled = self._asked, self._recalled
         self._items = resolved(asked.input, recalled.items)

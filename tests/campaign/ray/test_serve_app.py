@@ -40,7 +40,7 @@ _SHARED = {"store": "redis://127.0.0.1:6379/0"}
         ({"upstreams": ["http://a:8000", "http://user:p@h:8000"]}, "set TOKENPROXY_UPSTREAMS in"),
         ({"port": 1, **_URL}, "port: Ray Serve has the server here"),
         ({}, "no engine: name some with upstreams=URL"),
-        ({"policy": "best", **_URL}, "policy: Input should be"),
+        ({"overflow": "best", **_URL}, "overflow: Input should be"),
         ({"replicas": 2, "store": "memory:", **_URL}, "cannot share turns that `store: memory:` keeps"),
     ],
 )

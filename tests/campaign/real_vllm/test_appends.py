@@ -49,25 +49,22 @@ def http(
 ) -> Iterator[httpx.Client]:
     """A client of a server whose engine runs with the template, and with two EOS, as many models have."""
     folder = tmp_path_factory.mktemp("appends")
-    template, proofs = str(folder / "template.jinja"), str(folder / "proofs")
+    template = str(folder / "template.jinja")
     Path(template).write_text(_TEMPLATE)
     name = "generation_config.json"
     config = {**json.loads((model / name).read_text()), "eos_token_id": [_STOP, _OTHER_STOP]}
     two_stops = checkpoint_with(model, folder / "model", name, config)
-    # proofs of its own, because the audit changes the stored one; each local append is audited
-    environment = {"TOKENPROXY_PROOF_FOLDER": proofs, "TOKENPROXY_AUDIT_SHARE": "1"}
     inside = request.param == INSIDE
     flags = ("--chat-template", template)
-    with start_engine(
-        two_stops, folder / "vllm.log", *flags, plugin=inside, environment=environment
-    ) as engine:
-        engine.wait_ready(START_TIMEOUT_S)
-        if inside:
-            yield from _client(engine.url)
-        else:
-            proofs_of_its_own = ("--proof-folder", proofs, "--audit-share", "1", "--store", "memory:")
-            with run_proxy(engine.url, *flags, *proofs_of_its_own) as url:
-                yield from _client(url)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder))  # proofs of its own, because the audit changes them
+        with start_engine(two_stops, folder / "vllm.log", *flags, plugin=inside) as engine:
+            engine.wait_ready(START_TIMEOUT_S)
+            if inside:
+                yield from _client(engine.url)
+            else:
+                with run_proxy(engine.url, *flags, "--store", "memory:") as url:
+                    yield from _client(url)
 
 
 def _client(url: str) -> Iterator[httpx.Client]:

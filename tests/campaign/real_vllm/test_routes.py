@@ -8,12 +8,15 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from proxy.engine.protocol import Engine
 from proxy.routes.scopes import KeyScope, scope_of_engine_route
+from proxy.settings import Settings
 from tests.acceptance.conftest import Server
 from tests.acceptance.formats import CHAT, CHAT_TOOL, FORMATS, TURNS, Chat, user
-from tests.campaign.real_vllm.conftest import run_proxy
+from tests.campaign.real_vllm.conftest import wait_ready
 from tests.campaign.real_vllm.plain import Conversation
 from tests.support.recorded import record_of
+from tests.support.utils import run_app
 
 _CALL: dict[str, Any] = {"tools": [CHAT_TOOL], "tool_choice": "required", "max_tokens": 60}
 _NAMED = {"type": "function", "function": {"name": "look"}}
@@ -31,13 +34,17 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def by_generate(servers: Mapping[str, Server]) -> Iterator[httpx.Client]:
-    """A proxy that sends ids by vLLM's generate route."""
-    flags = ("--token-in", "generate", "--store", "memory:")
-    with (
-        run_proxy(servers["in front"].engine.url, *flags) as url,
-        httpx.Client(base_url=url, timeout=280) as http,
-    ):
-        yield http
+    """A proxy that finds no ids in vLLM's chat route, and so sends them by its generate route."""
+
+    async def takes_none(engine: Engine) -> bool:
+        return False
+
+    settings = Settings(upstreams=[servers["in front"].engine.url], store="memory:")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("proxy.engine.discovery._takes_ids_in_chat", takes_none)
+        with run_app(settings) as client, httpx.Client(base_url=client.base_url, timeout=280) as http:
+            wait_ready(str(http.base_url))
+            yield http
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -34,12 +34,12 @@ class _Served:
     client: httpx.Client
 
 
-def _proxy(model: TinyModel, log: Path, max_model_len: int, *flags: str) -> Iterator[_Served]:
+def _proxy(model: TinyModel, log: Path, max_model_len: int) -> Iterator[_Served]:
     with FakeVllm(model) as engine:
         served = {"id": "tiny", "root": str(model.folder), "max_model_len": max_model_len}
         headers = {"content-type": "application/json"}
         engine.canned["/v1/models"] = Canned(json.dumps({"data": [served]}).encode(), headers=headers)
-        with ServeProcess([engine.url], log, "--store", "memory:", *flags) as process:
+        with ServeProcess([engine.url], log, "--store", "memory:") as process:
             process.wait_ready()
             with httpx.Client(base_url=process.url, timeout=120, trust_env=False) as client:
                 yield _Served(process, client)
@@ -54,7 +54,7 @@ def proxy(tiny_model: TinyModel, tmp_path: Path) -> Iterator[_Served]:
 @pytest.fixture
 def unlimited(tiny_model: TinyModel, tmp_path: Path) -> Iterator[_Served]:
     """Its engine has a context that no text here exceeds."""
-    yield from _proxy(tiny_model, tmp_path / "log", 10**9, "--encoder-bytes", str(100 * _MIB))
+    yield from _proxy(tiny_model, tmp_path / "log", 10**9)
 
 
 def _small_requests(proxy: _Served, others: "list[Future[httpx.Response]]") -> list[float]:

@@ -53,17 +53,6 @@ def test_signals_reach_it(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "received").read_text() == f"[{int(getattr(signal, name))}]"
 
 
-def test_ignored_signals_stay_ignored(tmp_path: Path) -> None:
-    """As of `nohup tokenproxy run ...`, and of commands that a script starts in the background."""
-    ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{_PARENT}"
-    command = [sys.executable, "-c", ignoring, _CHILD, str(tmp_path), "", "0"]
-    with subprocess.Popen(command, start_new_session=True) as parent:
-        wait_until((tmp_path / "ready").exists)
-        os.killpg(parent.pid, signal.SIGHUP)
-        (tmp_path / "sent").touch()
-        assert parent.wait(20) == 7
-
-
 def test_ctrl_c_reaches_it_once(tmp_path: Path) -> None:
     """The terminal sends it to both, and programs end at a second one."""
     process, terminal = pty.fork()

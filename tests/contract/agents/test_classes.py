@@ -76,7 +76,6 @@ def test_samples_and_feed_of_some_classes(client: httpx.Client, stated: str) -> 
     [main_sample] = _get(client, path, **{"class": "main"})["samples"]
     assert [turn["request_class"] for turn in main_sample["turns"]] == ["main", "main"]
     assert len(_get(client, path, **{"class": ["main", "subagent"]})["samples"]) == 3
-    assert _get(client, path, **{"class": "unknown"})["samples"] == []
 
     client.post(f"/v1/sessions/{stated}/reward", json={"reward": 1.0})
     start = {"limit": 1000, "after": "0"}
@@ -86,11 +85,8 @@ def test_samples_and_feed_of_some_classes(client: httpx.Client, stated: str) -> 
     assert stated not in [each["rollout"] for each in others]
 
 
-@pytest.mark.parametrize("flags, count", [([], 3), (["--class", "main"], 1), (["--class", "other"], 0)])
-def test_the_export(stated: str, store: str, tmp_path: Path, flags: list[str], count: int) -> None:
+def test_the_export(stated: str, store: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    assert main(["export", "--store", store, "--out", str(out), *flags]) == 0
-    rows = [row for row in map(json.loads, out.read_text().splitlines()) if row["rollout"] == stated]
-    assert len(rows) == count
-    if count == 1:
-        assert rows[0]["request_class"] == "main" and rows[0]["agent"] == ""
+    assert main(["export", "--store", store, "--out", str(out), "--class", "main"]) == 0
+    [row] = [row for row in map(json.loads, out.read_text().splitlines()) if row["rollout"] == stated]
+    assert (row["request_class"], row["agent"]) == ("main", "")

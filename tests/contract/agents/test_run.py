@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from proxy.cli import main
+from proxy.key_command import add_key
 from proxy.settings import Settings
 from tests.support.fake_vllm import FakeVllm
 from tests.support.ports import held_port
@@ -85,7 +86,6 @@ def test_a_command_is_recorded_in_a_session_of_its_own(proxy: httpx.Client, capf
     assert rows["exact"] == "2 of 2 that continue a conversation"
     assert rows["roots"] == "1 conversations; 0 forks"
     assert re.match(r"1 \d+ ids to train on", rows["samples"])
-    assert "exit code 3" in printed.err
     session = proxy.get(f"/v1/sessions/{_session(printed.err)}").json()
     assert (session["explicit"], session["turn_count"], session["reward"]) == (True, 3, None)
 
@@ -106,7 +106,7 @@ def test_a_session_goes_on(
 ) -> None:
     command = ["run", "--session", "task-7", "--max-tokens", "5", "--temperature", "0.5", "--"]
     assert main([*command, *_agent(0, "Hi")]) == 0
-    assert "are new" not in capfd.readouterr().err
+    capfd.readouterr()
     assert main([*command, *_agent(0, "Ho", "He")]) == 0
     assert "2 turns are new" in _rows(capfd.readouterr().err)["turns"]
     assert proxy.get("/v1/sessions/task-7").json()["turn_count"] == 3
@@ -141,7 +141,6 @@ def test_a_script_gets_everything_and_a_program_its_own(
     assert (own["OPENAI_API_KEY"], own.get("ANTHROPIC_API_KEY")) == ("of a judge", None)
     every = seen("--", "env")
     assert {"ANTHROPIC_BASE_URL", "CODEX_HOME", "OPENCODE_CONFIG_CONTENT", "OPENAI_BASE_URL"} <= every.keys()
-    assert every["ANTHROPIC_BASE_URL"] + "/v1" == every["OPENAI_BASE_URL"]
     some = seen("--for", "openai", "--model", "adapter", "--", "env")
     assert (some["OPENAI_MODEL"], some["ANTHROPIC_API_KEY"]) == ("adapter", "the user's own")
 
@@ -157,45 +156,40 @@ def test_env_is_sourced(proxy: httpx.Client, capsys: Capture, program: str) -> N
     assert "s-1" in done.stdout and "it's" in done.stdout
 
 
-_TRUE = ["--", "true"]
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["run", "--"], r"no command: pass one after --"),
-        (["run", "--model", "other", *_TRUE], r"'other' is not served: pass --model with one of .*tiny"),
-        (["run", "--session", "a b", *_TRUE], r"refused: `id` must be"),
-        (["run", "--metadata", "task", *_TRUE], r"--metadata must be KEY=VALUE"),
-        (["run", "--url", "nowhere", *_TRUE], r"not an http\(s\) URL"),
-        (["run", "--url", "NOTHING", *_TRUE], r"no proxy at http://127.0.0.1:\d+: start one"),
-        (["run", "--url", "ENGINE", *_TRUE], r"is no tokenproxy: pass --url URL"),
-        (["run", "--url", "NO_ENGINE", *_TRUE], r"refused"),
-        (["env", "claude", "--max-tokens", "5"], r"add --session NAME"),
+        ("run --", r"no command: pass one after --"),
+        ("run --model other -- true", r"'other' is not served: pass --model with one of .*tiny"),
+        ("run --session a/b -- true", r"refused: `id` must be"),
+        ("run --metadata task -- true", r"--metadata must be KEY=VALUE"),
+        ("run --url NOTHING -- true", r"no proxy at http://127.0.0.1:\d+: start one"),
+        ("run --url ENGINE -- true", r"is no tokenproxy: pass --url URL"),
+        ("run --url NO_ENGINE -- true", r"refused"),
+        ("env claude --max-tokens 5", r"add --session NAME"),
     ],
 )
 def test_errors_say_what_to_do(
-    proxy: httpx.Client, urls: dict[str, str], capsys: Capture, arguments: list[str], words: str
+    proxy: httpx.Client, urls: dict[str, str], capsys: Capture, arguments: str, words: str
 ) -> None:
-    assert main([urls.get(word, word) for word in arguments]) == 2
+    assert main([urls.get(word, word) for word in arguments.split()]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     [line] = printed.err.splitlines()
     assert re.match(f"tokenproxy: .*{words}", line)
 
 
-@pytest.mark.parametrize("command, code", [("no-such-command", 127), ("/tmp", 126)])
-def test_commands_that_cannot_be_run(proxy: httpx.Client, capfd: Capture, command: str, code: int) -> None:
-    assert main(["run", "--", command]) == code
-    assert f"tokenproxy: {command}: " in capfd.readouterr().err
+def test_commands_that_cannot_be_run(proxy: httpx.Client, capfd: Capture) -> None:
+    for command, code in (("no-such-command", 127), ("/tmp", 126)):
+        assert main(["run", "--", command]) == code
+        assert f"tokenproxy: {command}: " in capfd.readouterr().err
 
 
 def test_keys(
     served: tuple[FakeVllm, httpx.Client], capfd: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys.yaml"
-    assert main(["key", "agent", "--file", str(keys), "--scope", "inference"]) == 0
-    inference = capfd.readouterr().out.strip()
+    inference = add_key(keys, "agent", ["inference"], None)
     with run_proxy([served[0]], api_key=["ALICE"], api_key_file=keys, store="memory:") as client:
         monkeypatch.setenv("TOKENPROXY_URL", str(client.base_url))
         assert main(["run", "--", "true"]) == 2

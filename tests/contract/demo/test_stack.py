@@ -1,6 +1,5 @@
 """EngineProcess with a small program in place of vLLM: real processes and a real port."""
 
-import os
 import sys
 import urllib.request
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from proxy.demo.children import group_members
 from proxy.demo.errors import EngineStartError
-from proxy.demo.stack import STANDARD_FLAGS, EngineProcess
+from proxy.demo.stack import EngineProcess
 
 _STUBBORN = """
 import signal
@@ -41,15 +40,14 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 class _FakeEngineProcess(EngineProcess):
-    """Runs `code`, if any, in place of vLLM, with the port and `_STUBBORN` as its arguments."""
+    """Runs `code` in place of vLLM, with the port and `_STUBBORN` as its arguments."""
 
     def __init__(self, code: str, **options: Any) -> None:
         super().__init__(Path("model"), **options)
         self._code = code
 
     def _command(self) -> list[str]:
-        if not self._code:
-            return super()._command()
+
         return [sys.executable, "-c", self._code, self.url.rsplit(":", 1)[1], _STUBBORN]
 
 
@@ -84,19 +82,3 @@ def test_a_server_that_ends_or_never_listens(tmp_path: Path) -> None:
         pytest.raises(EngineStartError, match="not ready after 0 s"),
     ):
         engine.wait_ready(timeout_s=0, progress=lambda line: None)
-
-
-@pytest.mark.parametrize(
-    "plugin, module", [(True, ["proxy.cli", "vllm"]), (False, ["proxy.demo.stock_vllm"])]
-)
-def test_command_and_environment(monkeypatch: pytest.MonkeyPatch, plugin: bool, module: list[str]) -> None:
-    monkeypatch.setenv("VLLM_PLUGINS", "another")
-    flags, variables = ["--max-model-len", "512"], {"OMP_NUM_THREADS": "7"}
-    engine = _FakeEngineProcess("", port=1, plugin=plugin, extra_flags=flags, extra_environment=variables)
-    command, environment = engine._command(), engine._environment()
-    assert command[: 3 + len(module)] == [sys.executable, "-m", *module, "model"]
-    assert command[-2:] == flags
-    assert set(STANDARD_FLAGS) < set(command)
-    assert environment["VLLM_PLUGINS"] == ("another" if plugin else "")
-    assert environment["OMP_NUM_THREADS"] == "7"
-    assert Path(environment["PYTHONPATH"].split(os.pathsep)[0], "proxy", "demo").is_dir()

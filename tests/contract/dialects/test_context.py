@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm, Reply
 from tests.support.talk import CHAT, Talk, user
@@ -26,7 +25,6 @@ def _error(response: httpx.Response) -> dict[str, Any]:
 def test_ids_beyond_the_context_never_reach_the_engine(client: httpx.Client, fake: FakeVllm) -> None:
     error = _error(client.post(TOKENS, json={"prompt_ids": [5] * (MAX_MODEL_LEN + 1)}))
     assert error["param"] == "prompt_ids"
-    assert f"contains {MAX_MODEL_LEN + 1} input tokens" in error["message"]
     new = [{"role": "user", "content": [{"type": "text", "text": "a" * 9000}]}]
     error = _error(client.post(TOKENS, json={"prompt_ids": [5, END], "append_messages": new}))
     assert error["param"] == "append_messages"
@@ -36,34 +34,22 @@ def test_ids_beyond_the_context_never_reach_the_engine(client: httpx.Client, fak
 def test_a_conversation_that_outgrew_the_context_is_refused(talk: Callable[..., Talk]) -> None:
     made = talk()
     made.ask(reply=_THOUGHT)
-    response = made.pair.client.post(CHAT, json={"messages": [*made.messages, user("a" * 1500)]})
-    error = _error(response)
-    assert error["param"] == "messages"
-    assert "`overflow: render`" in error["message"]
+    error = _error(made.pair.client.post(CHAT, json={"messages": [*made.messages, user("a" * 1500)]}))
+    assert error["param"] == "messages" and "`overflow: render`" in error["message"]
     made.follow(user("less"))  # what was refused claims nothing
 
 
-@pytest.fixture(scope="module")
-def rendering(tiny_model: TinyModel) -> Any:
-    """A pair whose proxy renders what outgrew the context."""
-    with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:", overflow="render") as client:
-        yield Pair(engine, client)
-
-
-_OVER: list[tuple[int, Any]] = [(1500, {}), (1500, {"stream": True}), (1, {"max_completion_tokens": 2000})]
-
-
-@pytest.mark.parametrize("length, fields", _OVER)
-def test_an_outgrown_conversation_is_rendered(
-    rendering: Pair, tiny_model: TinyModel, length: int, fields: Any
-) -> None:
+def test_an_outgrown_conversation_is_rendered(mortal: FakeVllm, tiny_model: TinyModel) -> None:
     """The completion must fit too."""
-    made = Talk(rendering, tiny_model)
-    first = made.ask(reply=_THOUGHT)
-    answered = made.ask(user("a" * length), **fields)
-    assert (answered.sent, answered.reason) == (None, "context_overflow")
-    # an honest branch: the same session, and its next turn continues the rendering
-    assert answered.session == first.session
-    made.follow(user("more"))
-    session = rendering.client.get(f"/v1/sessions/{first.session}").json()
-    assert [turn["parent"] for turn in session["turns"]][:2] == [None, None]
+    cases: list[Any] = [(1500, {"stream": True}), (1, {"max_completion_tokens": 2000})]
+    with run_proxy([mortal], store="memory:", overflow="render") as client:
+        for length, fields in cases:
+            made = Talk(Pair(mortal, client), tiny_model)
+            first = made.ask(reply=_THOUGHT)
+            answered = made.ask(user("a" * length), **fields)
+            assert (answered.sent, answered.reason) == (None, "context_overflow")
+            # an honest branch: the same session, and its next turn continues the rendering
+            assert answered.session == first.session
+            made.follow(user("more"))
+            turns = client.get(f"/v1/sessions/{first.session}").json()["turns"]
+            assert [turn["parent"] for turn in turns][:2] == [None, None]

@@ -168,7 +168,6 @@ def test_a_turn_continues_the_ids(pair: Pair, caller: Caller, tiny_model: TinyMo
     second = caller.post(caller.form.more(caller.first, before), stream=stream)
     appended = appended_after(tiny_model, before, [user("more")]) if caller.form.text else _NEW
     assert _sent(pair.fake) == [*before, *appended]
-    assert second.headers["x-session-id"] == first.headers["x-session-id"]
     assert second.headers["x-prompt-source"] == ("extended" if caller.form.text else "given")
     assert not stream or _last_event(second.content).startswith(caller.form.ended)
     url = f"/v1/sessions/{caller.headers['x-session-id']}/samples"
@@ -288,12 +287,12 @@ def test_fields_of_the_session_have_their_chat_names(pair: Pair, caller: Caller)
     assert sampling.items() >= {"max_tokens": 7, "temperature": 0.5, "top_p": 0.9}.items()
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"\xff", b"[" * 5000], ids=lambda body: body[:3])
 @each_format
-def test_bodies_that_are_no_json_object(pair: Pair, caller: Caller, body: bytes) -> None:
-    answer = caller.client.post(caller.form.path, content=body)
-    assert answer.status_code == 400
-    assert _message(caller.form, answer)
+def test_bodies_that_are_no_json_object(pair: Pair, caller: Caller) -> None:
+    for body in (b"", b"[1]", b"\xff", b"[" * 5000):
+        answer = caller.client.post(caller.form.path, content=body)
+        assert answer.status_code == 400
+        assert _message(caller.form, answer)
     assert _generations(pair.fake) == []
 
 
@@ -357,13 +356,3 @@ def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
                 assert "--enable-scale-out" in answer.json()["error"]["message"]
             else:
                 assert answer.headers["x-prompt-reason"] == "no_token_in"
-
-
-@pytest.mark.parametrize("name", ["tokens", "completions", "generate"])
-def test_recording_of_ids_can_be_turned_off(tiny_model: TinyModel, name: str) -> None:
-    settings: Any = {"store": "memory:", "record_token_route": False}
-    with FakeVllm(tiny_model, Variant.SCALE_OUT) as engine, run_proxy([engine], **settings) as client:
-        caller = _caller(client, _FORMATS[name])
-        answer = caller.post(caller.form.more(caller.first, [1, 74]))
-        assert answer.status_code == 200 and "x-turn-id" not in answer.headers
-        assert caller.turns() == []

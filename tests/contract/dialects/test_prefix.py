@@ -67,10 +67,6 @@ ASKED = user("What does Gym ask?")
 """A text of no other test, because tests share one store."""
 
 
-def _ask(client: httpx.Client, messages: list[Any], **fields: Any) -> httpx.Response:
-    return client.post(CHAT, json={"messages": messages, **fields})
-
-
 @EVERY_SPELLING
 def test_each_turn_begins_with_the_ids_on_the_last_message(client: httpx.Client, fake: FakeVllm) -> None:
     """The client keeps whole messages; nothing but them carries the ids."""
@@ -78,14 +74,13 @@ def test_each_turn_begins_with_the_ids_on_the_last_message(client: httpx.Client,
     before: list[int] = []
     for reply in (SPLIT, (90, END), SPLIT):
         fake.replies.append(Reply(reply))
-        response = _ask(client, messages, **ASKING)
+        response = client.post(CHAT, json={"messages": messages, **ASKING})
         message = response.json()["choices"][0]["message"]
         assert message["prompt_token_ids"][: len(before)] == before
         assert message["generation_token_ids"] == list(reply)
         assert len(message["generation_log_probs"]) == len(reply)
         if before:
             assert sent_ids(fake) == message["prompt_token_ids"]
-            assert response.headers["x-prompt-source"] == "given"
             assert response.headers["x-prompt-reused"] == str(len(before))
         before = [*message["prompt_token_ids"], *reply]
         messages += [message, user("more")]
@@ -93,30 +88,25 @@ def test_each_turn_begins_with_the_ids_on_the_last_message(client: httpx.Client,
     assert not any(name.encode() in body for body in generated for name in NAMES[1:])
 
 
-def _turn(model: TinyModel, **fields: Any) -> dict[str, Any]:
-    prompt = model.render([ASKED])
-    ids = {"prompt_token_ids": prompt, "generation_token_ids": list(SPLIT)}
-    return {"role": "assistant", "content": "hello", **ids, "generation_log_probs": [-0.5] * 6, **fields}
+_IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("prompt_token_ids", None), ("generation_token_ids", [1.5]), ("generation_log_probs", ["-1"])],
+    ("first", "fields", "last", "param"),
+    [
+        (ASKED, {"prompt_token_ids": None}, user("more"), "messages[1].prompt_token_ids"),
+        (ASKED, {"generation_token_ids": [1.5]}, user("more"), "messages[1].generation_token_ids"),
+        (ASKED, {"generation_log_probs": ["-1"]}, user("more"), "messages[1].generation_log_probs"),
+        (ASKED, {}, _IMAGE, "messages"),  # with media an engine ignores the ids and renders
+        (user("Ho ho ho"), {}, user("more"), "messages[1].prompt_token_ids"),
+    ],
 )
-def test_wrong_ids_of_a_message(client: httpx.Client, tiny_model: TinyModel, name: str, value: Any) -> None:
-    messages = [ASKED, _turn(tiny_model, **{name: value}), user("more")]
-    response = client.post(CHAT, json={"messages": messages})
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == f"messages[1].{name}"
-
-
-def test_an_edited_history_is_refused(client: httpx.Client, tiny_model: TinyModel) -> None:
-    response = _ask(client, [user("Ho ho ho"), _turn(tiny_model), user("more")])
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "prefix_mismatch")
-
-
-def test_images_next_to_ids_are_refused(client: httpx.Client, tiny_model: TinyModel) -> None:
-    """With media an engine ignores the ids and renders."""
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-    response = _ask(client, [ASKED, _turn(tiny_model), {"role": "user", "content": [image]}])
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+def test_wrong_histories(
+    client: httpx.Client, tiny_model: TinyModel, first: Any, fields: Any, last: Any, param: str
+) -> None:
+    ids = {"prompt_token_ids": tiny_model.render([ASKED]), "generation_token_ids": list(SPLIT)}
+    turn = {"role": "assistant", "content": "hello", **ids, "generation_log_probs": [-0.5] * 6, **fields}
+    response = client.post(CHAT, json={"messages": [first, turn, last]})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), response.text
+    assert (error["code"] == "prefix_mismatch") is (first is not ASKED)

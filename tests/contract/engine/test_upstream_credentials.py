@@ -32,8 +32,7 @@ def test_credentials_are_sent_and_never_shown(mortal: FakeVllm, caplog: pytest.L
         assert client.get("/v1/models", headers=mine).status_code == 200
         assert {seen.header("authorization") for seen in mortal.requests} == {_BASIC}
         # the engine sees the proxy's credentials, so all clients are one tenant
-        theirs = {"authorization": "Bearer bert"}
-        assert client.get("/v1/sessions/one", headers=theirs).status_code == 200
+        assert client.get("/v1/sessions/one", headers={"authorization": "Bearer bert"}).status_code == 200
         mortal.replies.append(Reply(break_at=0, how="inside"))
         broken = client.post("/v1/chat/completions", json=_BODY)
         mortal.kill()

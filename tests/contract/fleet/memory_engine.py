@@ -172,7 +172,7 @@ def in_order(candidates: Sequence[Candidate], preference: Preference) -> Candida
 def replica_of(
     engine: MemoryEngine, interval_s: float = 5.0, tokenizers: Tokenizers | None = None
 ) -> Replica:
-    return Replica(engine, tokenizers or _NoTokenizers(), "auto", interval_s, clock=now)
+    return Replica(engine, tokenizers or _NoTokenizers(), interval_s, clock=now)
 
 
 @asynccontextmanager

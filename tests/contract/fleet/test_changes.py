@@ -85,15 +85,6 @@ def test_a_process_that_starts_later_applies_changes(start: Callable[..., FakeVl
         wait_until(lambda: set(_states(client).values()) == {"used"} and len(_states(client)) == 3)
 
 
-def test_processes_with_one_fleet_name_share_changes(start: Callable[..., FakeVllm], sqlite_url: str) -> None:
-    """Without the name their upstreams, which differ, make two fleets of them."""
-    first, second, third = start(), start(), start()
-    settings: dict[str, Any] = {"store": sqlite_url, "fleet_name": "trainers"}
-    with run_proxy([first], **settings) as here, run_proxy([second], **settings) as there:
-        _add(here, third)
-        wait_until(lambda: set(_states(there)) == {second.url, third.url})
-
-
 def test_equal_settings_name_one_fleet() -> None:
     file = Path("/etc/engines.txt")
     assert fleet_id([_A, _B], file) == fleet_id([_B, _A, "http://user:key@a:1"], file)

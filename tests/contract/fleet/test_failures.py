@@ -6,7 +6,6 @@ import pytest
 
 from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Overloaded
 from proxy.fleet.health import BreakerState
-from proxy.fleet.load import Capacity
 from tests.contract.fleet.memory_engine import (
     Answer,
     MemoryEngine,
@@ -336,7 +335,7 @@ async def test_questions_go_to_another_replica_too() -> None:
 @stepped
 async def test_requests_beyond_the_capacity_wait_for_a_place() -> None:
     [only] = engines(1)
-    options = {"capacity": Capacity(requests=2), "queue_requests": 2, "queue_timeout_s": 30.0}
+    options = {"replica_requests": 2, "queue_requests": 2, "queue_timeout_s": 30.0}
     async with fleet_of(only, interval_s=600.0, **options) as fleet:
         only.usual = waits(10.0)
         only.replies = [waits(10.0), waits(20.0)]
@@ -356,7 +355,7 @@ async def test_requests_beyond_the_capacity_wait_for_a_place() -> None:
 @stepped
 async def test_waiting_requests_time_out_or_end_with_the_last_replica_or_run_on_one_that_joins() -> None:
     first, second = engines(2)
-    options = {"capacity": Capacity(requests=1), "queue_requests": 9, "queue_timeout_s": 30.0}
+    options = {"replica_requests": 1, "queue_requests": 9, "queue_timeout_s": 30.0}
     async with fleet_of(first, interval_s=1.0, **options) as fleet:
         first.usual = waits(100.0)
         running = asyncio.create_task(ask(fleet))

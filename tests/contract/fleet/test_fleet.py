@@ -8,6 +8,7 @@ from functools import partial
 import httpx
 import pytest
 
+from proxy.fleet.fleet import Fleet
 from tests.support.fake_vllm import FakeVllm, Reply, Variant
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, send_and_keep, wait_until
@@ -86,10 +87,13 @@ def test_no_ids_go_to_an_engine_that_came_back_with_another_model(start: Callabl
         assert _sent(other) == 1
 
 
-def test_requests_beyond_the_capacity_wait_and_then_are_refused(start: Callable[..., FakeVllm]) -> None:
+def test_requests_beyond_the_capacity_wait_and_then_are_refused(
+    start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.app.Fleet", partial(Fleet, queue_requests=1))
     engine = start()
     body = json.dumps(_IDS).encode()
-    with run_proxy([engine], replica_requests=1, queue_requests=1) as client, ExitStack() as stack:
+    with run_proxy([engine], replica_requests=1) as client, ExitStack() as stack:
         engine.replies.append(Reply(hold_at=0))
         stack.enter_context(send_and_keep(client.base_url, _TOKENS, body))
         wait_until(lambda: engine.running == 1)

@@ -17,7 +17,8 @@ from tests.contract.fleet.memory_engine import MemoryEngine, ask, engines, fleet
 from tests.support.fake_vision import FakeVision, picture
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
 from tests.support.stepped import elapse, settled, stepped
-from tests.support.tiny_model import CHATML, TinyModel
+from tests.support.talk import appended_after, sent_ids, user
+from tests.support.tiny_model import CHATML, SPLIT, TinyModel
 from tests.support.utils import run_proxy, send_and_keep, wait_until
 from tokenization import ChatTokenizer
 
@@ -164,6 +165,39 @@ def test_a_drained_replica_leaves_its_place_to_another_model(start: Callable[...
         old.release()
         client.post(_ADMIN, json={"url": old.url})
         wait_until(lambda: _state(client, old) == "different")
+
+
+def test_after_a_failure_another_replica_gets_the_same_prompt(
+    start: Callable[..., FakeVllm], tiny_model: TinyModel
+) -> None:
+    first, second = start(), start()
+    with run_proxy([first, second], store="memory:", watch_interval_s=60.0) as client:
+        for engine in (first, second):
+            engine.replies.append(Reply(SPLIT))
+        answer = client.post(_CHAT, json={"messages": [_HI], "return_token_ids": True}).json()
+        [choice] = answer["choices"]
+        served, other = (second, first) if first.replies else (first, second)
+        served.kill()
+        again = client.post(_CHAT, json={"messages": [_HI, choice["message"], user("more")]})
+        assert again.headers["x-prompt-source"] == "extended"
+        before = [*answer["prompt_token_ids"], *choice["token_ids"]]
+        assert sent_ids(other) == [*before, *appended_after(tiny_model, before, [user("more")])]
+
+
+def test_a_request_that_fails_leaves_the_turn_that_it_claimed_to_others(
+    start: Callable[..., FakeVllm],
+) -> None:
+    """Of two equal conversations each request continues one."""
+    engine = start()
+    with run_proxy([engine], store="memory:") as client:
+        began = [client.post(_CHAT, json={"messages": [_HI]}) for _ in range(2)]
+        body = {"messages": [_HI, began[0].json()["choices"][0]["message"], user("more")]}
+        engine.replies.append(Reply(error=Canned(b"{}", 400)))
+        assert client.post(_CHAT, json=body).status_code == 400
+        more = [client.post(_CHAT, json=body) for _ in range(2)]
+        sessions = [{answer.headers["x-session-id"] for answer in answers} for answers in (began, more)]
+        assert sessions[0] == sessions[1]
+        assert len(sessions[0]) == 2
 
 
 def test_any_replica_tells_the_ids_of_an_image(start: Callable[..., FakeVllm]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from proxy.fleet.admin_calls import ADMIN_CALLS
 from proxy.fleet.admin_requests import cleared_by
+from proxy.fleet.fleet import Fleet
 from proxy.fleet.weight_calls import WeightCalls
 from proxy.fleet.weight_state import Failure, FleetState, StateError
 from proxy.history.store import Limits
@@ -205,11 +207,13 @@ def test_what_fails_on_all_replicas(start: Start) -> None:
         assert client.get("/ready").status_code == 200
 
 
-def test_requests_wait_while_the_fleet_is_held_whatever_the_limits_of_the_queue(start: Start) -> None:
+def test_requests_wait_while_the_fleet_is_held_whatever_the_limits_of_the_queue(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a pause, an update or a sleep. An unnamed update gets a name: a restarted replica is not updated."""
     replicas = start(1, 1)
-    options: dict[str, Any] = {"queue_requests": 0, "queue_timeout_s": 0.05}
-    with run_proxy(replicas, **options) as client, ThreadPoolExecutor(32) as pool:
+    monkeypatch.setattr("proxy.app.Fleet", partial(Fleet, queue_requests=0, queue_timeout_s=0.05))
+    with run_proxy(replicas) as client, ThreadPoolExecutor(32) as pool:
         for begin, within, end in (
             ("/pause?mode=keep", "/is_paused", "/resume"),
             ("/start_weight_update", "/update_weight_version", "/finish_weight_update"),

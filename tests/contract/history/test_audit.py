@@ -9,7 +9,7 @@ from proxy.history.audit import Auditor
 from proxy.metrics import Metrics
 from proxy.turn.request import Rendering
 from tests.support.tiny_model import TinyModel
-from tests.support.tiny_templates import COUNTS_MESSAGES, LOCAL, LOOKS_FOR_A_LENGTH, REFUTING_TEXT
+from tests.support.tiny_templates import LOCAL, LOOKS_FOR_A_LENGTH, REFUTING_TEXT
 from tests.support.utils import wait_until
 from tokenization import ChatTokenizer
 from tokenization.locality import Locality
@@ -29,13 +29,8 @@ def load(tiny_model: TinyModel) -> Load:
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
-
-
-@pytest.fixture
-def auditor(metrics: Metrics, tmp_path: Path) -> Iterator[Auditor]:
-    auditor = Auditor(metrics, 1e-9, tmp_path)
+def auditor(tmp_path: Path) -> Iterator[Auditor]:
+    auditor = Auditor(Metrics(), tmp_path, 0.0)
     yield auditor
     auditor.close()
 
@@ -45,12 +40,12 @@ def _history(text: str, exchanges: int = 1) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}, *later]
 
 
-def _audited(metrics: Metrics, result: str) -> float:
-    return float(metrics.audits.labels(result)._value.get())
+def _audited(auditor: Auditor, result: str) -> float:
+    return float(auditor._metrics.audits.labels(result)._value.get())
 
 
 def test_a_difference_ends_local_appends(
-    load: Load, auditor: Auditor, metrics: Metrics, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    load: Load, auditor: Auditor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = load(LOOKS_FOR_A_LENGTH)
     history = _history(REFUTING_TEXT, 30)
@@ -58,7 +53,7 @@ def test_a_difference_ends_local_appends(
     assert "hidden" not in tokenizer.decode(tokenizer.append([1], _NEW, history=history).suffix_ids)
     with caplog.at_level(logging.ERROR, "tokenproxy"):
         auditor.consider(tokenizer, history, _NEW, Rendering())
-        wait_until(lambda: _audited(metrics, "different") == 1)
+        wait_until(lambda: _audited(auditor, "different") == 1)
     assert not tokenizer.is_local(_NEW)
     assert "hidden" in tokenizer.decode(tokenizer.append([1], _NEW, history=history).suffix_ids)
     wait_until(lambda: caplog.records)
@@ -71,21 +66,12 @@ def test_a_difference_ends_local_appends(
     assert later.prove(tmp_path).after_results is Locality.NEW
 
 
-def test_the_first_append_of_each_kind_is_audited(load: Load, auditor: Auditor, metrics: Metrics) -> None:
+def test_the_first_append_of_each_kind_is_audited(load: Load, auditor: Auditor) -> None:
     tokenizer = load(LOCAL)
     for _ in range(5):
         for history in (_history("Hi"), _history("Ho", 20)):
             for kwargs in (b"", b'{"enable_thinking": true}'):
                 auditor.consider(tokenizer, history, _NEW, Rendering(template_kwargs=kwargs))
-    wait_until(lambda: _audited(metrics, "same") == 4)
+    wait_until(lambda: _audited(auditor, "same") == 4)
     auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering(add_generation_prompt=False))
-    wait_until(lambda: _audited(metrics, "same") == 5)
-
-
-@pytest.mark.parametrize("template, share", [(LOCAL, 0.0), (COUNTS_MESSAGES, 1.0)])
-def test_not_audited(load: Load, metrics: Metrics, template: str, share: float) -> None:
-    """With a share of 0, and where the whole history is rendered anyway."""
-    tokenizer, auditor = load(template), Auditor(metrics, share, None)
-    auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering())
-    auditor._thread.shutdown(wait=True)
-    assert _audited(metrics, "same") + _audited(metrics, "different") == 0
+    wait_until(lambda: _audited(auditor, "same") == 5)

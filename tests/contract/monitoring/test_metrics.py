@@ -30,21 +30,6 @@ def _at_rest(client: httpx.Client) -> bool:
     return all(scrape.value(name) == 0 for name in _GAUGES)
 
 
-def test_a_request_is_in_flight_until_it_ends(fake: FakeVllm, client: httpx.Client) -> None:
-    wait_until(lambda: _at_rest(client))
-    before = Scrape(client)
-    fake.replies.append(Reply(hold_at=0))
-    with send_and_keep(client.base_url, CHAT, json.dumps(_HI).encode()) as connection:
-        wait_until(lambda: fake.running)
-        scrape = Scrape(client)
-        assert scrape.value("requests_in_flight") == 1
-        assert scrape.value("replica_requests_in_flight", replica=fake.url) == 1
-        fake.release()
-        assert connection.recv(1)
-        wait_until(lambda: _at_rest(client))
-    assert grown(before, Scrape(client), "client_disconnects_total") == 0
-
-
 @pytest.mark.parametrize(
     ("reply", "stream", "status"),
     [
@@ -101,17 +86,25 @@ def _not_added(before: Scrape, client: httpx.Client, route: str) -> float:
     return grown(before, after, "request_seconds_sum", route=route) - added
 
 
-def test_the_time_of_the_engine_is_not_added_time(fake: FakeVllm, client: httpx.Client) -> None:
+def test_a_request_is_in_flight_until_it_ends_and_the_time_of_the_engine_is_not_added(
+    fake: FakeVllm, client: httpx.Client
+) -> None:
+    wait_until(lambda: _at_rest(client))
     before = Scrape(client)
     fake.replies.append(Reply(hold_at=1))
     with send_and_keep(client.base_url, CHAT, json.dumps({**_HI, "stream": True}).encode()) as connection:
         assert connection.recv(1)
+        scrape = Scrape(client)
+        assert scrape.value("requests_in_flight") == 1
+        assert scrape.value("replica_requests_in_flight", replica=fake.url) == 1
         time.sleep(_WAIT_S)
         fake.release()
         assert _not_added(before, client, CHAT) >= _WAIT_S
+        wait_until(lambda: _at_rest(client))
     first_byte = grown(before, Scrape(client), "time_to_first_byte_seconds_sum", route=CHAT)
     total = grown(before, Scrape(client), "request_seconds_sum", route=CHAT)
     assert total - first_byte >= _WAIT_S
+    assert grown(before, Scrape(client), "client_disconnects_total") == 0
 
 
 def test_a_request_that_waits_for_a_replica_is_queued(mortal: FakeVllm) -> None:

@@ -41,7 +41,6 @@ def test_a_missing_or_unusable_id_is_replaced(
     [
         ("POST", CHAT, b"no JSON", 400),
         ("GET", "/v1/sessions/unknown", b"", 404),
-        ("POST", "/sessions/s/unknown", b"", 404),
         ("TRACE", "/health", b"", 405),
         ("GET", "/metrics", b"", 200),
     ],
@@ -72,6 +71,7 @@ def test_in_an_unexpected_error_and_in_its_log(
     monkeypatch.setattr("proxy.routes.turns.TurnRoute.answer", fail)
     answer = client.post(CHAT, json=_HI, headers=_MINE)
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
+    assert list(answer.json()["error"]) == ["message", "type", "param", "code"]
     assert "secret detail" not in answer.text
     [record] = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert CHAT in record.getMessage() and record.exc_info is not None

@@ -5,13 +5,10 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
-import pytest
 
 from proxy.app import create_app
-from proxy.history import feed_tasks
 from proxy.routes.feed import MOST_CONSUMERS
 from proxy.settings import Settings
 from proxy.turn.running import RunningRequests
@@ -23,8 +20,6 @@ from tests.support.utils import run_proxy, run_server, send_and_keep, wait_until
 
 
 def test_rollouts_in_the_order_of_finishing(served: Feed) -> None:
-    empty = served.read()
-    assert (empty["data"], empty["cursor"], empty["more"]) == ([], "0", False)
     began = time.time()
     for name in ("a", "b", "c"):
         served.turn(name)
@@ -38,9 +33,8 @@ def test_rollouts_in_the_order_of_finishing(served: Feed) -> None:
     first, last = page["data"][0], page["data"][-1]
     assert first["metadata"] == {"task": [1]}
     assert began <= first["finished"] <= last["finished"]
-    assert last["cursor"] == page["cursor"]
     [sample] = page["data"][1]["samples"]
-    assert (sample["rollout"], sample["reward"], sample["revision"]) == ("c", 2.0, 1)
+    assert sample["reward"] == 2.0
     assert sample == served.client.get("/v1/sessions/c/samples").json()["samples"][0] | {"revision": 1}
     assert served.names(after=first["cursor"]) == ["c", "a"]
     assert served.names(after=page["cursor"]) == []
@@ -48,11 +42,9 @@ def test_rollouts_in_the_order_of_finishing(served: Feed) -> None:
 
 def test_a_change_after_finishing_is_delivered_again(served: Feed) -> None:
     turn = served.turn("a")
-    served.finish("b")
     served.reward("a", 0.5)
     cursor = served.read()["cursor"]
     served.reward("a", 0.5)
-    served.end("a")
     assert served.read(after=cursor)["data"] == []
     served.client.post("/v1/sessions/a/reward", json={"reward": 2.0, "turn": turn})
     [again] = served.read(after=cursor)["data"]
@@ -61,31 +53,13 @@ def test_a_change_after_finishing_is_delivered_again(served: Feed) -> None:
     assert served.client.post("/v1/sessions/a/end").json()["finished"] is True
     [again] = served.read(after=cursor)["data"]
     assert (again["revision"], len(again["samples"])) == (3, 2)
-    assert served.names() == ["b", "a"]
-
-
-def test_sessions_without_turns_and_deleted_ones(served: Feed) -> None:
-    served.describe("empty")
-    served.reward("empty", 1.0)
-    assert served.client.post("/v1/sessions/empty/end").json()["finished"] is False
-    unknown = served.client.post("/v1/sessions/unknown/end")
-    assert (unknown.status_code, unknown.json()["finished"]) == (200, False)
-    for name in ("a", "b"):
-        served.finish(name)
-    served.client.delete("/v1/sessions/a")
-    assert served.names() == ["b"]
 
 
 def test_idle_rollouts_are_finished(engine: FakeVllm) -> None:
     with run_proxy([engine], store="memory:", finish_after_s=0.4) as client:
-        served = Feed(client)
         answer = client.post(CHAT, json={"messages": [user("Hi")]})
-        page = served.read(wait=20)
-        [rollout] = page["data"]
+        [rollout] = Feed(client).read(wait=20)["data"]
         assert (rollout["rollout"], rollout["cause"]) == (answer.headers["x-session-id"], "idle")
-        served.reward(rollout["rollout"], 1.0)
-        again = served.read(wait=20, after=page["cursor"])["data"][0]
-        assert (again["revision"], again["samples"][0]["reward"]) == (2, 1.0)
 
 
 def test_a_consumer_continues_after_what_it_acknowledged(served: Feed) -> None:
@@ -115,51 +89,12 @@ def test_consumers_are_limited(served: Feed) -> None:
     assert served.read(consumer="c1")["data"] == []
 
 
-def test_metrics_show_what_consumers_have_not_acknowledged(
-    engine: FakeVllm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feed_tasks, "REPORT_S", 0.02)
-    with run_proxy([engine], store="memory:") as client:
-        served = Feed(client)
-        for number in range(3):
-            served.finish(f"r{number}")
-        first, second, third = (each["cursor"] for each in served.read()["data"])
-        served.acknowledge("c", first)
-
-        def waiting() -> float:
-            return Scrape(client).value("feed_waiting_rollouts", consumer="c")
-
-        wait_until(lambda: waiting() == 2)
-        age = Scrape(client).value("feed_oldest_seconds", consumer="c")
-        assert 0 < age <= time.time() - int(second) / 1e6
-        served.acknowledge("c", third)
-        wait_until(lambda: waiting() == 0)
-        client.delete(f"{FEED}/consumers/c")
-        wait_until(lambda: 'consumer="c"' not in client.get("/metrics").text)
-
-
-_BAD = {
-    "limit": "limit=0 limit=1001 limit=1.5 limit limit=1&limit=2",
-    "wait": "wait=301 wait=-1 wait=nan wait=",
-    "after": "after=now after=-1 after=1111111111111111111",
-    "metadata": "metadata=env metadata=%3Dmath",
-    "weights": "limit=1&weights=7",
-    "weight_version": "weight_version=7&weight_version=",
-    "layout": "layout=other",
-    "shared": "shared=twice",
-    "consumer": "consumer=a%20b",
-}
-_BAD_ACKNOWLEDGEMENTS: list[tuple[str, Any]] = [
-    ("consumer", {"consumer": "", "cursor": "1"}),
-    ("cursor", {"consumer": "c"}),
-    ("cursor", {"consumer": "c", "cursor": 1}),
-    ("body", []),
-]
-
-
 def test_bad_requests(client: httpx.Client) -> None:
-    answers = [(param, client.get(f"{FEED}?{query}")) for param in _BAD for query in _BAD[param].split()]
-    answers += [(param, client.post(f"{FEED}/ack", json=body)) for param, body in _BAD_ACKNOWLEDGEMENTS]
+    wrong = "limit=0 limit=1.5 limit=1&limit=2 wait=301 wait=nan after=now after=1111111111111111111"
+    wrong += " metadata=env weights=7 weight_version= layout=other shared=twice consumer=a%20b"
+    answers = [(query.partition("=")[0], client.get(f"{FEED}?{query}")) for query in wrong.split()]
+    acknowledgement = {"consumer": "c", "cursor": 1}
+    answers.append(("cursor", client.post(f"{FEED}/ack", json=acknowledgement)))
     for param, answer in answers:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.url
 
@@ -170,16 +105,11 @@ def test_a_tenant_reads_only_its_own_rollouts(engine: FakeVllm) -> None:
         one.finish("same")
         two.finish("same")
         one.finish("more")
-        assert one.names() == ["same", "more"]
-        assert two.names(consumer="c") == ["same"]
-        assert three.names() == []
         two.acknowledge("c", two.read()["cursor"])
         assert one.names(consumer="c") == ["same", "more"]
-        assert [each["waiting"] for each in one.consumers()] == [2]
-        assert [each["waiting"] for each in two.consumers()] == [0]
-        assert three.consumers() == []
-        refused = client.delete(f"{FEED}/consumers/c", headers=three.headers)
-        assert refused.status_code == 404
+        for feed, waiting in ((one, [2]), (two, [0]), (three, [])):
+            assert [each["waiting"] for each in feed.consumers()] == waiting
+        assert client.delete(f"{FEED}/consumers/c", headers=three.headers).status_code == 404
 
 
 def test_a_wait_ends_and_is_no_time_that_the_proxy_adds(served: Feed) -> None:

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from proxy.routes.auth import OPEN_PATHS
+from proxy.routes.gate import HEAD_LIMIT_BYTES
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT, user
 from tests.support.utils import run_proxy, send_and_keep, wait_until
@@ -26,11 +27,9 @@ _EVERY_METHOD = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 
 @pytest.fixture(scope="module")
 def closed(engine: FakeVllm) -> Iterator[httpx.Client]:
-    """A client of a proxy with a key, a page, hosts and small limits."""
-    limits: dict[str, Any] = {"head_limit_bytes": 2048, "body_limit_bytes": _LIMIT}
-    with run_proxy(
-        [engine], api_key="secret", cors_origins=_PAGE, allowed_hosts=_HOSTS, store="memory:", **limits
-    ) as client:
+    """A client of a proxy with a key, a page, hosts and a small limit of bodies."""
+    doors: dict[str, Any] = {"cors_origins": _PAGE, "allowed_hosts": _HOSTS, "body_limit_bytes": _LIMIT}
+    with run_proxy([engine], api_key="secret", store="memory:", **doors) as client:
         yield client
 
 
@@ -46,7 +45,8 @@ def test_options_is_answered_here(client: httpx.Client, fake: FakeVllm) -> None:
     assert [seen.path for seen in fake.requests if seen.method == "OPTIONS"] == []
 
 
-def test_preflights(closed: httpx.Client) -> None:
+def test_pages_of_allowed_origins(closed: httpx.Client) -> None:
+    """They read errors too: a page that cannot read a 401 shows a network error."""
     for path in (CHAT, "/sessions/s/v1/models"):
         answer = closed.options(path, headers=_PREFLIGHT)
         assert answer.status_code == 200
@@ -58,9 +58,6 @@ def test_preflights(closed: httpx.Client) -> None:
     assert refused.status_code == 400
     assert "access-control-allow-origin" not in refused.headers
 
-
-def test_answers_to_an_allowed_page_can_be_read(closed: httpx.Client) -> None:
-    """Its errors too: a page that cannot read a 401 shows a network error."""
     for key, status in (("secret", 200), ("wrong", 401)):
         answer = closed.post(CHAT, json=_BODY, headers={"origin": _PAGE, **_bearer(key)})
         assert answer.status_code == status
@@ -69,7 +66,7 @@ def test_answers_to_an_allowed_page_can_be_read(closed: httpx.Client) -> None:
         assert "access-control-allow-credentials" not in answer.headers
 
 
-def test_a_client_that_leaves_aborts_the_engine_with_every_door(mortal: FakeVllm) -> None:
+def test_a_client_that_leaves_aborts_the_engine(mortal: FakeVllm) -> None:
     """No middleware hides the disconnect."""
     with run_proxy([mortal], cors_origins="*", allowed_hosts="proxy,127.0.0.1") as client:
         mortal.replies.append(Reply(hold_at=1))
@@ -78,21 +75,13 @@ def test_a_client_that_leaves_aborts_the_engine_with_every_door(mortal: FakeVllm
         wait_until(lambda: mortal.aborted)
 
 
-@pytest.mark.parametrize(
-    ("allowed", "hosts"),
-    [
-        (True, ["PROXY.example.com:8100", "a.b.internal:1", "a.internal", "[::1]:8100"]),
-        (False, ["evil.example", "internal", "xinternal", "proxy.example.com.evil", ""]),
-    ],
-)
-def test_hosts(closed: httpx.Client, hosts: list[str], allowed: bool) -> None:
-    for host in hosts:
+def test_hosts(closed: httpx.Client) -> None:
+    """Health checks may ask by any address."""
+    for host in ("PROXY.example.com:8100", "a.b.internal:1", "a.internal", "[::1]:8100"):
+        assert closed.get("/v1/models", headers={"host": host, **_bearer()}).status_code == 200
+    for host in ("evil.example", "internal", "xinternal", "proxy.example.com.evil", ""):
         answer = closed.get("/v1/models", headers={"host": host, **_bearer()})
-        assert answer.is_success == allowed
-        assert allowed or (answer.status_code, answer.json()["error"]["code"]) == (400, "host_not_allowed")
-
-
-def test_health_checks_may_ask_by_address(closed: httpx.Client) -> None:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "host_not_allowed")
     for path in sorted(OPEN_PATHS):
         headers = {"host": "10.1.2.3:8100"}
         assert closed.get(path, headers=headers).status_code == 200
@@ -100,10 +89,11 @@ def test_health_checks_may_ask_by_address(closed: httpx.Client) -> None:
 
 
 def test_a_head_over_the_limit(closed: httpx.Client) -> None:
-    assert closed.get(f"/health?{'a' * 1000}").status_code == 200
-    filler = "a" * 3000
-    for path, headers in (("/health", {"x-filler": filler}), (f"/{filler}", {}), (f"/health?{filler}", {})):
-        answer = closed.get(path, headers={**headers, **_bearer()})
+    """Header, path and query count together."""
+    headers = {"x-filler": "a" * (HEAD_LIMIT_BYTES - 2000), **_bearer()}
+    assert closed.get("/health", headers=headers).status_code == 200
+    for path in (f"/{'a' * 3000}", f"/health?{'a' * 3000}"):
+        answer = closed.get(path, headers=headers)
         assert answer.status_code == 431
         assert answer.json()["error"]["type"] == "RequestHeaderFieldsTooLargeError"
 
@@ -117,9 +107,7 @@ def test_a_body_over_the_limit(closed: httpx.Client, engine: FakeVllm, path: str
         pieces = (body[start : start + 100] for start in range(0, size, 100))
         answer = closed.post(path, content=pieces if chunked else body, headers=_bearer())
         assert (answer.status_code == 413) == refused
-        if refused:
-            assert answer.json()["error"]["type"] == "RequestEntityTooLargeError"
-            assert "body_limit_bytes" in answer.json()["error"]["message"]
+        assert not refused or "body_limit_bytes" in answer.json()["error"]["message"]
     assert len(engine.seen(path)) - before <= 1
 
 
@@ -129,22 +117,3 @@ def test_an_announced_body_is_refused_before_it_is_sent(engine: FakeVllm) -> Non
         send_and_keep(client.base_url, "/tokenize", b"", announced=_LIMIT + 1) as connection,
     ):
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"\xff", b"NaN", b"[" * 100_000])
-def test_a_body_that_is_no_object_is_refused(client: httpx.Client, body: bytes) -> None:
-    for path in ("/v1/chat/completions/tokens", "/tokenize", "/v1/sessions/s/reward"):
-        answer = client.post(path, content=body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body"), path
-
-
-def test_an_id_beyond_32_bits_in_a_long_session(client: httpx.Client, name: str) -> None:
-    """The session has more turns than one look-up returns."""
-    headers = {"x-session-id": name}
-    for last in range(40):
-        body = {"prompt_ids": [1, 74, 60 + last % 20, 61 + last % 19]}
-        assert client.post("/v1/chat/completions/tokens", json=body, headers=headers).status_code == 200
-    for ids in ("2147483648", "1,74,18446744073709551616", "9" * 30):
-        content = f'{{"prompt_ids": [{ids}]}}'
-        answer = client.post("/v1/chat/completions/tokens", content=content, headers=headers)
-        assert answer.status_code == 400, answer.text

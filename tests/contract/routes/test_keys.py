@@ -76,17 +76,12 @@ def test_a_route_needs_a_key_with_its_scope_and_no_other(keyed: Keyed, method: s
     for key in ("", "wrong"):
         refused = keyed.ask(method, path, key)
         assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
-        if not is_anthropic(path):
-            assert refused.json()["error"]["code"] == "invalid_api_key"
     lacking = {*KeyScope, *(["plain"] if needed == "admin" else [])} - {needed}
     for key in lacking:
         refused = keyed.ask(method, path, key)
         assert refused.status_code == 403
         error = refused.json()["error"]
-        if is_anthropic(path):
-            assert error["type"] == "permission_error"
-        else:
-            assert (error["code"], error["type"]) == ("insufficient_scope", "PermissionDeniedError")
+        assert is_anthropic(path) or error["code"] == "insufficient_scope"
         assert "`admin_key`" in error["message"] and "`api_key_file`" in error["message"]
     assert {seen.path for seen in keyed.engine.requests[before:]} <= _BACKGROUND - {path}
     for key in {needed, "everything", "plain"} - lacking:
@@ -122,17 +117,9 @@ def test_scopes_of_the_proxys_own_routes() -> None:
     assert {path for path in admin if needed[path] != {KeyScope.ADMIN}} == set()
 
 
-@pytest.mark.parametrize(
-    ("headers", "owner"),
-    [
-        ({"authorization": "Bearer plain-key"}, "plain"),
-        ({"authorization": "Bearer none", "x-api-key": "admin-key"}, "everything"),
-        ({"authorization": "Bearer plain-key", "x-api-key": "admin-key"}, "plain"),
-    ],
-)
-def test_each_key_is_a_tenant_in_either_header(
-    keyed: Keyed, name: str, headers: dict[str, str], owner: str
-) -> None:
+@pytest.mark.parametrize(("first", "owner"), [("none", "everything"), ("plain-key", "plain")])
+def test_each_key_is_a_tenant_in_either_header(keyed: Keyed, name: str, first: str, owner: str) -> None:
+    headers = {"authorization": f"Bearer {first}", "x-api-key": "admin-key"}
     assert keyed.client.post("/v1/sessions", json={"id": name}, headers=headers).status_code == 201
     for key in ("plain", "everything"):
         found = keyed.ask("GET", f"/v1/sessions/{name}", key).status_code == 200
@@ -141,17 +128,14 @@ def test_each_key_is_a_tenant_in_either_header(
 
 
 def test_open_paths_are_open_to_get_and_head_only(keyed: Keyed) -> None:
+    """The details of /ready need the scope `read`."""
     for path in sorted(OPEN_PATHS):
         statuses = [keyed.client.request(method, path).status_code for method in ("GET", "HEAD", "POST")]
         assert statuses == [200, 200, 401], path
     for path in ("//health", "/v1/health", "/openapi.json", "/anything"):
         assert keyed.ask("GET", path, "").status_code == 401, path
-
-
-def test_the_details_of_ready_need_the_scope_read(keyed: Keyed) -> None:
-    for key in ("", "wrong", "inference", "admin"):
-        assert keyed.ask("GET", "/ready", key).json() == {"ready": True}
-    assert "engines" in keyed.ask("GET", "/ready", "read").json()
+    for key in ("", "wrong", "inference", "admin", "read"):
+        assert ("engines" in keyed.ask("GET", "/ready", key).json()) is (key == "read")
 
 
 def test_metrics_may_need_a_key(mortal: FakeVllm, tmp_path: Path) -> None:
@@ -194,46 +178,27 @@ def test_a_credential_that_is_not_ours_passes_through(
     assert fake.last().header("authorization") == b"Bearer engine"
 
 
-def test_all_clients_are_one_tenant_with_only_the_engines_key(mortal: FakeVllm) -> None:
-    mortal.api_keys = ("engine",)
-    with run_proxy([mortal], upstream_api_key="engine", store="memory:") as client:
-        headers = {"authorization": "Bearer anything", "x-session-id": "s"}
-        assert client.post(CHAT, json=_BODY, headers=headers).status_code == 200
-        assert client.get("/v1/sessions/s").json()["turn_count"] == 1
-    assert {seen.header("authorization") for seen in mortal.requests} == {b"Bearer engine"}
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "proxy.example.com"])
 def test_without_keys_admin_routes_are_closed_beyond_loopback(mortal: FakeVllm, host: str) -> None:
     with run_proxy([mortal], host=host, store="memory:") as client:
         keyed, before = Keyed(mortal, client, {}), len(mortal.requests)
         for method, path in [route for route, scope in ROUTES.items() if scope == "admin"]:
             answer = keyed.ask(method, path, "")
-            error = answer.json()["error"]
-            assert (answer.status_code, error["code"]) == (403, "admin_needs_key"), path
-            assert all(f"`{name}`" in error["message"] for name in ("admin_key", "api_key_file", "host"))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_needs_key"), path
         assert {seen.path for seen in mortal.requests[before:]} <= _BACKGROUND
         assert client.post(CHAT, json=_BODY).status_code == 200
         assert client.get("/v1/sessions").status_code == 200
         assert "engines" in client.get("/ready").json()
 
 
-@pytest.mark.parametrize(
-    ("headers", "local"),
-    [
-        ({}, True),
-        ({"origin": "https://evil.example"}, False),
-        ({"host": "evil.example"}, False),
-        ({"x-forwarded-for": "10.0.0.1"}, False),
-        ({"forwarded": "for=10.0.0.1"}, False),
-    ],
-)
 def test_without_keys_only_programs_on_this_machine_may_administrate(
-    fake: FakeVllm, client: httpx.Client, headers: dict[str, str], local: bool
+    fake: FakeVllm, client: httpx.Client
 ) -> None:
     fake.canned["/reset_mm_cache"] = Canned(b"{}")
-    answer = client.post("/reset_mm_cache", headers=headers)
-    assert answer.status_code == (200 if local else 403)
-    assert len(fake.seen("/reset_mm_cache")) == int(local)
-    assert local or client.post("/admin/replicas", headers=headers).status_code == 403
-    assert client.post(CHAT, json=_BODY, headers=headers).status_code == 200
+    assert client.post("/reset_mm_cache").status_code == 200
+    values = {"x-forwarded-for": "10.0.0.1", "forwarded": "for=10.0.0.1", "host": "evil.example"}
+    for name, value in {**values, "origin": "https://evil.example"}.items():
+        for path in ("/reset_mm_cache", "/admin/replicas"):
+            assert client.post(path, headers={name: value}).status_code == 403
+        assert client.post(CHAT, json=_BODY, headers={name: value}).status_code == 200
+    assert len(fake.seen("/reset_mm_cache")) == 1

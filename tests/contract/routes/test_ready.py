@@ -1,9 +1,8 @@
 import httpx
 
 from proxy.settings import Settings
-from tests.support.fake_vllm import FakeVllm, Variant
-from tests.support.tiny_model import TinyModel
-from tests.support.utils import run_app, run_proxy, wait_until
+from tests.support.fake_vllm import FakeVllm
+from tests.support.utils import run_app, wait_until
 
 _DOWN = "http://127.0.0.1:9"
 
@@ -20,13 +19,6 @@ def test_an_engine_that_is_ready(fake: FakeVllm, client: httpx.Client) -> None:
     }
     assert engine.items() >= expected.items()
     assert (found["ready"], found["store"]["state"], found["store"]["lost_turns"]) == (True, "ok", 0)
-
-
-def test_an_engine_that_takes_no_ids(tiny_model: TinyModel) -> None:
-    with FakeVllm(tiny_model, Variant.NEITHER) as fake, run_proxy([fake]) as client:
-        [engine] = client.get("/ready").json()["engines"]
-    assert engine["token_in"] is None
-    assert "--enable-scale-out" in engine["problem"]
 
 
 def test_engines_that_are_down(mortal: FakeVllm) -> None:

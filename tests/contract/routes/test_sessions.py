@@ -1,6 +1,5 @@
 """Sessions: trees of turns, what they want of their requests, rewards and samples."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +8,11 @@ import pytest
 
 from proxy.history.store import MAX_DESCRIPTION_BYTES
 from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.talk import CHAT, Message, Talk, call, result, user
-from tests.support.tiny_model import END
+from tests.support.talk import CHAT, Message, Talk, user
+from tests.support.tiny_model import END, SPLIT
 from tests.support.utils import EVERY_SPELLING
 
 Make = Callable[..., Talk]
-SPLIT = (74, 71, 78, 78, 81, END)
 _SESSIONS = "/v1/sessions"
 
 
@@ -37,29 +35,25 @@ def test_make_describe_and_delete(client: httpx.Client, name: str) -> None:
     for method, path in [("GET", ""), ("DELETE", ""), ("GET", "/samples")]:
         answer = client.request(method, f"{_SESSIONS}/{name}{path}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
-    assert client.post(f"{_SESSIONS}/{name}/reward", json={"reward": 1}).status_code == 404
 
 
 @pytest.mark.parametrize("bad", ["a b", "é", "a" * 201, ".."])
 def test_names_that_are_none(client: httpx.Client, bad: str) -> None:
     made = client.post(_SESSIONS, json={"id": bad})
+    assert (made.status_code, made.json()["error"]["param"]) == (400, "id")
     headers = {b"x-session-id": bad.encode()}
     refused = client.post(CHAT, json={"messages": [user("Hi")]}, headers=headers)
-    for answer, param in [(made, "id"), (refused, "X-Session-ID")]:
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "X-Session-ID")
 
 
 _BAD: list[tuple[str, str, Message, str]] = [
     ("POST", "", {"defaults": 5}, "defaults"),
-    ("POST", "", {"id": 5}, "id"),
     ("POST", "", {"session_id": 5}, "session_id"),
     ("POST", "", {"overrides": {"stream": True}}, "overrides.stream"),
     ("GET", "?limit=0", {}, "limit"),
-    ("GET", "?limit=ten", {}, "limit"),
     ("GET", "?before=x:y", {}, "before"),
     ("GET", "/{}/samples?shared=twice", {}, "shared"),
     ("GET", "/{}/samples?layout=other", {}, "layout"),
-    ("POST", "/{}/reward", {}, "reward"),
     ("POST", "/{}/reward", {"reward": "good"}, "reward"),
     ("POST", "/{}/reward", {"rewards": {"x": 1}}, "turn"),
     ("GET", "/{}/traces?limit=0", {}, "limit"),
@@ -71,9 +65,8 @@ def test_bad_requests(client: httpx.Client, name: str) -> None:
     for method, path, body, param in _BAD:
         answer = client.request(method, _SESSIONS + path.format(name), json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (path, body)
-    for content in (b'{"reward": 1e999}', b'{"rewards": {"": 1e999}}', b'{"reward": NaN}'):
-        assert client.post(f"{_SESSIONS}/{name}/reward", content=content).status_code == 400
-    assert _get(client, name)["reward"] is None
+    infinite = client.post(f"{_SESSIONS}/{name}/reward", content=b'{"rewards": {"": 1e999}}')
+    assert infinite.status_code == 400 and _get(client, name)["reward"] is None
 
 
 def test_the_list_goes_page_by_page(client: httpx.Client, name: str) -> None:
@@ -90,21 +83,14 @@ def test_the_list_goes_page_by_page(client: httpx.Client, name: str) -> None:
 
 
 def test_a_description_is_bounded(client: httpx.Client, name: str) -> None:
-    def describe(**described: Any) -> httpx.Response:
-        body = json.dumps({"id": name, **described}, separators=(",", ":"))
-        return client.post(_SESSIONS, content=body)
-
     most = MAX_DESCRIPTION_BYTES - len('{"a":""}') - 2 * len('{"a":1}')
     largest = {"defaults": {"a": 1}, "overrides": {"a": 1}, "metadata": {"a": "x" * most}}
-    assert describe(**largest).status_code == 201
+    assert client.post(_SESSIONS, json={"id": name, **largest}).status_code == 201
     # what a request leaves out stays, and counts
-    for over in ({**largest, "metadata": {"a": "x" * (most + 1)}}, {"defaults": {"a": 11}}):
-        refused = describe(**over)
-        param = "metadata" if "metadata" in over else "defaults"
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
-        assert str(MAX_DESCRIPTION_BYTES + 1) in refused.json()["error"]["message"]
+    refused = client.post(_SESSIONS, json={"id": name, "defaults": {"a": 11}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "defaults")
+    assert str(MAX_DESCRIPTION_BYTES + 1) in refused.json()["error"]["message"]
     assert _get(client, name)["defaults"] == {"a": 1}
-    assert describe(metadata={}).status_code == 200
 
 
 @EVERY_SPELLING
@@ -122,19 +108,15 @@ def test_the_tree_of_a_session(talk: Make, name: str) -> None:
     fourth = sub.ask(reply=Reply((92, END)))
     fifth = sub.follow(user("more"), reply=Reply((93, END)))
     assert fourth.reason == "first_turn"
-    tree = _get(made.pair.client, name, ids="true")
-    turns = tree["turns"]
+    turns = _get(made.pair.client, name, ids="true")["turns"]
     assert [turn["id"] for turn in turns] == [each.turn for each in (first, second, third, fourth, fifth)]
     assert [turn["parent"] for turn in turns] == [None, first.turn, first.turn, None, fourth.turn]
-    assert tree["turn_count"] == 5
     root, child = turns[0], turns[1]
     assert (root["source"], root["reason"], root["reused"]) == ("rendered", "first_turn", 0)
     assert (child["source"], child["reason"], child["reused"]) == ("extended", None, len(before))
     assert child["appended"] == len(child["appended_ids"]) == int(second.prompt["appended"])
-    assert root["appended_ids"] + root["completion_ids"] == before
     assert child["prompt_tokens"] == len(before) + child["appended"]
-    assert child["completion_ids"] == [90, END]
-    assert child["logprobs"] in (None, [-90 / 8, -END / 8])
+    assert (root["appended_ids"] + root["completion_ids"], child["completion_ids"]) == (before, [90, END])
     assert (root["messages"], child["messages"]) == ([fork[0]], [user("more")])
     assert "completion_ids" not in _get(made.pair.client, name)["turns"][0]
 
@@ -144,12 +126,11 @@ def test_an_echoed_id_continues_the_rollout(talk: Make) -> None:
     first = made.ask(reply=Reply(SPLIT))
     made.headers["x-session-id"] = first.session
     second = made.follow(user("more"))
+    del made.headers["x-session-id"]
     third = made.follow(user("more"))
     assert {first.session, second.session, third.session} == {first.session}
     tree = _get(made.pair.client, first.session)
     assert (tree["explicit"], tree["turn_count"]) == (False, 3)
-    del made.headers["x-session-id"]
-    assert made.follow(user("more")).session == first.session
 
 
 def test_a_named_session_matches_only_its_own_turns_until_it_is_deleted(talk: Make, name: str) -> None:
@@ -172,17 +153,7 @@ def test_defaults_and_overrides_reach_the_engine(client: httpx.Client, fake: Fak
     assert client.post(CHAT, json=body, headers={"x-session-id": name}).status_code == 200
     sent = fake.last().json
     assert (sent["temperature"], sent["top_p"], sent["seed"], sent["user"]) == (0.1, 0.9, 7, None)
-
-
-@pytest.mark.parametrize(("where", "stream"), [("defaults", False), ("overrides", True)])
-def test_evidence_requested_by_a_session_is_not_shown(
-    client: httpx.Client, name: str, where: str, stream: bool
-) -> None:
-    _make(client, name, **{where: {"logprobs": True, "return_token_ids": True}})
-    body = {"messages": [user("Hi")], "stream": stream}
-    text = client.post(CHAT, json=body, headers={"x-session-id": name}).text
-    assert '"logprob"' not in text
-    assert "token_ids" not in text.replace('"token_ids":null', "").replace('"prompt_token_ids":null', "")
+    assert _get(client, name, "/samples")["samples"][0]["turns"][0]["temperature"] == 0.1
 
 
 def test_evidence_disabled_by_a_session_is_still_recorded(talk: Make, name: str) -> None:
@@ -196,38 +167,6 @@ def test_evidence_disabled_by_a_session_is_still_recorded(talk: Make, name: str)
     assert _get(made.pair.client, name, "/samples")["refused"] == []
 
 
-def test_tools_of_a_session_are_part_of_its_conversations(talk: Make, name: str) -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    _make(talk().pair.client, name, defaults={"tools": tools})
-    made = talk(headers={"x-session-id": name})
-    made.ask(reply=Reply((*SPLIT,), message={"tool_calls": [one := call()]}))
-    assert made.pair.fake.last().json["tools"] == tools
-    made.ids = [*made.rendered({"messages": made.messages[:1], "tools": tools}), *SPLIT]
-    made.follow(result(one, "1"))
-    made.pair.client.post(_SESSIONS, json={"id": name, "defaults": {}})
-    assert made.ask(user("more")).reason == "tools_changed"
-
-
-@EVERY_SPELLING
-def test_ids_that_are_just_those_of_the_turn_before(talk: Make, name: str) -> None:
-    """A turn that was cut off by its length goes on, on the token route."""
-    made = talk(headers={"x-session-id": name})
-    first = made.ask(reply=Reply(SPLIT[:-1]))
-    answer = made.pair.client.post(f"{CHAT}/tokens", json={"prompt_ids": made.ids}, headers=made.headers)
-    assert answer.status_code == 200, answer.text
-    last = _get(made.pair.client, name, ids="true")["turns"][-1]
-    assert (last["parent"], last["appended_ids"], last["reused"]) == (first.turn, [], len(made.ids))
-
-
-def test_the_temperature_of_a_turn_is_recorded(client: httpx.Client) -> None:
-    hot = {"temperature": 1.5}
-    for requested, overrides, recorded in [(0.5, hot, 1.5), (0.5, {}, 0.5), (None, {}, None)]:
-        name = client.post(_SESSIONS, json={"overrides": overrides}).json()["id"]
-        body = {"messages": [user("Hi")], "temperature": requested}
-        client.post(CHAT, json=body, headers={"x-session-id": name})
-        assert _get(client, name, "/samples")["samples"][0]["turns"][0]["temperature"] == recorded
-
-
 def test_traces_hold_whole_prompts(talk: Make, name: str) -> None:
     """As rLLM's trainers read them: one record for each turn, branches included."""
     made = talk(headers={"x-session-id": name})
@@ -237,10 +176,7 @@ def test_traces_hold_whole_prompts(talk: Make, name: str) -> None:
     whole = list(made.messages)
     made.messages = first
     made.ask(user("something else"))
-    answer = made.pair.client.get(f"/sessions/{name}/traces")
-    assert answer.status_code == 200
-    one, two, branch = answer.json()
-    assert {trace["session_id"] for trace in (one, two, branch)} == {name}
+    one, two, branch = made.pair.client.get(f"/sessions/{name}/traces").json()
     before = one["prompt_token_ids"] + one["completion_token_ids"]
     assert one["completion_token_ids"] == list(SPLIT)
     for trace in (two, branch):

@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -6,7 +5,6 @@ import pytest
 
 from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm
 from tests.support.tiny_model import END, VOCAB_SIZE, TinyModel
-from tests.support.utils import run_proxy
 
 _NEXT = [{"role": "user", "content": "And then?"}]
 _TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "hello there"}]
@@ -36,27 +34,15 @@ def test_append_equals_what_the_token_route_sends(client: httpx.Client, fake: Fa
 
 
 @pytest.mark.parametrize("sampled", [(74, 300, 75, END), (74, 300, 75)])
-@pytest.mark.parametrize("more", [[*_NEXT, *_NEXT], []])
 def test_a_required_prefix_keeps_the_models_own_tokens(
-    client: httpx.Client, tiny_model: TinyModel, sampled: tuple[int, ...], more: list[dict[str, Any]]
+    client: httpx.Client, tiny_model: TinyModel, sampled: tuple[int, ...]
 ) -> None:
-    prompt = tiny_model.render(_TURNS[:1])
-    whole, before = tiny_model.render([*_TURNS, *more]), tiny_model.render(_TURNS, False)
-    messages, prefix = [*_TURNS, *more], [*prompt, *sampled]
+    prompt, messages = tiny_model.render(_TURNS[:1]), [*_TURNS, *_NEXT]
+    whole, before, prefix = tiny_model.render(messages), tiny_model.render(_TURNS, False), [*prompt, *sampled]
     request = {"messages": messages, "required_prefix_token_ids": prefix, "return_token_strs": True}
     body = client.post("/tokenize", json=request).json()
     assert body["tokens"] == [*prompt, 74, 300, 75, END, *whole[len(before) - 1 :]]
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
-
-
-def test_a_required_prefix_of_another_question(client: httpx.Client, tiny_model: TinyModel) -> None:
-    """The client edited a message that no model sampled."""
-    edited = [{**_TURNS[0], "content": "Something else"}, *_TURNS[1:]]
-    prefix = [*tiny_model.render(_TURNS[:1]), 74, END]
-    answer = client.post("/tokenize", json={"messages": edited, "required_prefix_token_ids": prefix})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (400, "prefix_mismatch")
-    assert "send earlier messages as they were" in error["message"]
 
 
 _PREFIX = "required_prefix_token_ids"
@@ -69,15 +55,11 @@ _IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
     [
         ({"tokens": [1]}, "append_messages"),
         ({"append_messages": _NEXT}, "prompt_ids"),
-        ({**_APPEND, "append_messages": []}, "append_messages"),
         ({**_APPEND, "append_messages": [_IMAGE]}, "append_messages"),
-        ({**_APPEND, "tokens": [True]}, "tokens"),
         ({**_APPEND, "tokens": [VOCAB_SIZE]}, "tokens"),
         ({**_APPEND, "tokens": [10**30, 1]}, "tokens"),
         ({**_APPEND, "return_token_strs": "yes"}, "return_token_strs"),
         ({"messages": _TURNS, _PREFIX: []}, _PREFIX),
-        ({"messages": _TURNS, _PREFIX: [VOCAB_SIZE, END]}, _PREFIX),
-        ({_PREFIX: [1]}, "messages"),
         ({"messages": _NEXT, _PREFIX: [1]}, "messages"),
     ],
 )
@@ -100,22 +82,6 @@ def test_an_engine_that_refuses_or_answers_nonsense(client: httpx.Client, fake: 
     fake.canned["/tokenize"] = Canned(error, 400, {"content-type": "application/json"})
     answer = client.post("/tokenize", json=request)
     assert (answer.status_code, answer.content) == (400, error)
-    for body in (b"<html>", b"{}"):
-        fake.canned["/tokenize"] = Canned(body)
-        answer = client.post("/tokenize", json=request)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (502, "BadGatewayError")
-
-
-def test_a_history_that_the_template_rewrites(mortal: FakeVllm, tmp_path: Path) -> None:
-    """The engine drops the assistant's text if a message follows: no cut is certain."""
-    rewriting = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
-        "{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}"
-        "{% endfor %}"
-    )
-    mortal.chat_template = rewriting
-    (tmp_path / "rewriting.jinja").write_text(rewriting)
-    with run_proxy([mortal], chat_template=tmp_path / "rewriting.jinja") as client:
-        request = {"messages": [*_TURNS, *_NEXT], "required_prefix_token_ids": [1, END]}
-        error = client.post("/tokenize", json=request).json()["error"]
-    assert (error["code"], error["param"]) == ("template_unsupported", "required_prefix_token_ids")
+    fake.canned["/tokenize"] = Canned(b"{}")
+    answer = client.post("/tokenize", json=request)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "BadGatewayError")

@@ -1,9 +1,8 @@
 """`/viewer`: the page, who gets it, and what it reads. `tests/contract/viewer` has the page in a browser."""
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
-import pytest
 
 from proxy.key_command import add_key
 from proxy.viewer.files import FOLDER
@@ -31,59 +30,29 @@ def test_every_file_is_served_with_its_type_and_no_other(client: httpx.Client) -
         assert (answer.status_code, answer.headers["x-content-type-options"]) == (200, "nosniff")
         assert answer.headers["content-type"].split(";")[0] == _KINDS[file.rpartition(".")[2]]
     tag = answer.headers["etag"]
-    for held, status in ((f'"other", W/{tag}', 304), ('"x"', 200)):
-        again = client.get(f"/viewer/static/{file}", headers={"if-none-match": held})
-        assert (again.status_code, again.content == b"") == (status, status == 304), held
+    again = client.get(f"/viewer/static/{file}", headers={"if-none-match": f'"other", W/{tag}'})
+    assert (again.status_code, again.content) == (304, b"")
     for file in ("nothing.js", "%2e%2e", "index.html.bak", "files.py"):
         assert client.get(f"/viewer/static/{file}").status_code in (400, 404)
 
 
-def test_a_setting_turns_it_off(engine: FakeVllm) -> None:
-    with run_proxy([engine], viewer=False, store="memory:") as client:
-        for path in ("", "/static/main.js", "/sessions", "/sessions/s", "/sessions/s/tokens"):
-            answer = client.get(f"/viewer{path}")
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "viewer_off"), path
-
-
-@pytest.fixture(scope="module")
-def keys(
-    engine: FakeVllm, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[httpx.Client, dict[str, dict[str, str]]]]:
-    """A client of a proxy with keys, and headers with each key; `other` is another tenant's."""
-    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+def test_data_need_the_scope_read_of_their_tenant(engine: FakeVllm, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "keys.yaml"
     made = [("inference", "inference", "a"), ("read", "read", "a"), ("other", "read", "b")]
-    keys = {name: add_key(file, name, [scope], tenant) for name, scope, tenant in made}
+    keys = {key: add_key(file, key, [scope], tenant) for key, scope, tenant in made}
     with run_proxy([engine], reader=keys["read"], api_key_file=file, store="memory:") as client:
-        yield client, {name: {"authorization": f"Bearer {key}"} for name, key in keys.items()}
-
-
-def test_data_need_the_scope_read_of_their_tenant(
-    keys: tuple[httpx.Client, dict[str, dict[str, str]]], engine: FakeVllm, name: str
-) -> None:
-    client, headers = keys
-    without = client.get("/viewer")
-    assert (without.status_code, "main.js" in without.text) == (401, True)  # the page asks for a key
-    assert client.get("/viewer/static/main.js").status_code == 200
-    assert client.get("/viewer", headers=headers["read"]).status_code == 200
-    session = {"x-session-id": name, **headers["inference"]}
-    assert client.post(CHAT, json={"messages": [user("Hi")]}, headers=session).status_code == 200
-    for path in (f"/{name}", f"/{name}/tokens?turn=x", f"/{name}/drift?turn=x", ""):
-        url = f"/viewer/sessions{path}"
-        assert client.get(url).status_code == 401
-        assert client.get(url, headers=headers["inference"]).status_code == 403
-        assert client.get(url, headers=headers["other"]).status_code == (404 if path else 200)
-    assert client.get("/viewer/sessions", headers=headers["other"]).json()["data"] == []
-    shown = client.get("/viewer/sessions", headers=headers["read"])
-    assert name in shown.text and shown.headers["cache-control"] == "no-store"
-
-
-def test_a_wrong_parameter_is_named(client: httpx.Client, fake: FakeVllm, name: str) -> None:
-    client.post(CHAT, json={"messages": [user("Hi")]}, headers={"x-session-id": name})
-    wrong = "limit=0 limit=501 limit=x limit=%D9%A3 sort=best order=up reward_min=inf reward_max=nan"
-    wrong += " rewarded=1 drift=yes metadata=x colour=red model=a&model=b"
-    paths = {f"?{query}": query.partition("=")[0] for query in wrong.split()}
-    paths |= {f"/{name}/tokens": "turn", f"/{name}/tokens?turn=x": "turn", f"/{name}/drift?turn=x": "turn"}
-    paths |= {f"/{name}?since=x": "since", f"/{name}/tokens?basis=before": "basis"}
-    for path, param in paths.items():
-        answer = client.get(f"/viewer/sessions{path}")
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), path
+        headers = {key: {"authorization": f"Bearer {value}"} for key, value in keys.items()}
+        without = client.get("/viewer")
+        assert (without.status_code, "main.js" in without.text) == (401, True)  # the page asks for a key
+        assert client.get("/viewer/static/main.js").status_code == 200
+        assert client.get("/viewer", headers=headers["read"]).status_code == 200
+        session = {"x-session-id": name, **headers["inference"]}
+        assert client.post(CHAT, json={"messages": [user("Hi")]}, headers=session).status_code == 200
+        for path in (f"/{name}", f"/{name}/tokens?turn=x", f"/{name}/drift?turn=x", ""):
+            url = f"/viewer/sessions{path}"
+            assert client.get(url).status_code == 401
+            assert client.get(url, headers=headers["inference"]).status_code == 403
+            assert client.get(url, headers=headers["other"]).status_code == (404 if path else 200)
+        assert client.get("/viewer/sessions", headers=headers["other"]).json()["data"] == []
+        shown = client.get("/viewer/sessions", headers=headers["read"])
+        assert name in shown.text and shown.headers["cache-control"] == "no-store"

@@ -76,17 +76,10 @@ def test_without_aliases_the_engine_decides(pair: Pair) -> None:
     assert pair.fake.last().json["model"] == "nobody"
 
 
-@pytest.mark.parametrize(
-    "pattern, name, matches",
-    [
-        ("*haiku*", "claude-haiku-4-5", True),
-        ("claude-*", "a-claude-3", False),
-        ("a[1m]", "a1", False),
-        ("haiku", "Haiku", False),
-    ],
-)
-def test_patterns(pattern: str, name: str, matches: bool) -> None:
-    assert ModelAlias(pattern, "m").matches(name) is matches
+def test_patterns() -> None:
+    assert ModelAlias("*haiku*", "m").matches("claude-haiku-4-5")
+    for pattern, name in (("claude-*", "a-claude-3"), ("a[1m]", "a1"), ("haiku", "Haiku")):
+        assert not ModelAlias(pattern, "m").matches(name)
 
 
 async def test_an_adapter_that_is_loaded_later_is_served() -> None:

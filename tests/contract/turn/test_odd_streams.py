@@ -76,14 +76,12 @@ def test_empty_stream_is_an_error_of_the_engine(fake: FakeVllm, client: httpx.Cl
 @pytest.mark.parametrize(
     "body, status",
     [
-        ('{"choices": [1, {}]}', 200),
         ('{"choices": [{"message": {"content": "\\ud800"}, "token_ids": [NaN], "finish_reason": 7}]}', 200),
         ('{"choices": [{"index": 99999999999999999999, "message": {"tool_calls": {"a": 1}}}]}', 200),
-        ("[]", 502),
         ('{"choices": ' + "[" * 2000 + "]" * 2000 + "}", 502),
         ("", 502),
     ],
-    ids=range(6),
+    ids=range(4),
 )
 def test_malformed_responses_are_not_a_500(
     fake: FakeVllm, client: httpx.Client, path: str, body: str, status: int

@@ -65,10 +65,6 @@ def test_codex_keeps_its_folder_and_what_it_wrote_there() -> None:
     file.write_text(learnt)
     codex_variables(_FULL)
     assert file.read_text() == learnt
-    file.write_text("")
-    codex_variables(_FULL)
-    assert tomllib.loads(file.read_text())["model_provider"] == "tokenproxy"
-    assert [each.name for each in file.parent.iterdir()] == ["config.toml"]
 
 
 def test_openai_and_opencode() -> None:

@@ -1,4 +1,4 @@
-"""The demo's checkpoint: written once, by one run, to a folder whose name says what it holds."""
+"""What hinders the demo from writing its checkpoint."""
 
 import importlib.metadata
 import importlib.util
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from proxy.demo.checkpoint import checkpoint_name, ensure_checkpoint
+from proxy.demo.checkpoint import ensure_checkpoint
 from proxy.demo.errors import CheckpointError, MissingPackageError
 
 
@@ -27,34 +27,15 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
-def _convert_with(monkeypatch: pytest.MonkeyPatch, code: int) -> list[Path]:
-    """Replace the converter's process, which ends with an exit code; returns the folders that it filled."""
-    folders: list[Path] = []
-
-    def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
-        folders.append(Path(command[-1]))
-        (folders[-1] / "config.json").write_text("ours")
-        return subprocess.CompletedProcess(list(command), code, stdout="loading\nno memory left\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    return folders
-
-
-def test_it_is_written_once(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folders = _convert_with(monkeypatch, 0)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = ensure_checkpoint()
-    assert first == tmp_path / "tokenproxy" / checkpoint_name("9.9")
-    assert (first / "config.json").read_text() == "ours"
-    assert ensure_checkpoint() == first
-    assert len(folders) == 1
-    assert [folder.name for folder in first.parent.iterdir()] == [first.name]
-
-
 def test_errors(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A failed conversion leaves no files; a missing package is named with the command that installs it."""
     cache = tmp_path / "cache"
-    _convert_with(monkeypatch, 1)
+
+    def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+        (Path(command[-1]) / "config.json").touch()
+        return subprocess.CompletedProcess(list(command), 1, stdout="loading\nno memory left\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(CheckpointError, match="no memory left"):
         ensure_checkpoint(cache)
     assert list(cache.iterdir()) == []

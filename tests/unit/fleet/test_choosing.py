@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 
 from proxy.fleet.choosing import Candidate, Preference, StickyLeastLoaded
-from proxy.fleet.load import Capacity, Load
+from proxy.fleet.load import Load
 from proxy.fleet.pace import Pace
 
 _CHOOSE = StickyLeastLoaded(2.0)
@@ -73,19 +73,14 @@ def test_the_pace_is_the_mean_of_recent_turns() -> None:
     assert pace.age_s == 7
 
 
-def test_a_load_counts_requests_and_ids() -> None:
+def test_a_load_counts_and_times_requests() -> None:
     time = [100.0]
-    load, capacity = Load(lambda: time[0]), Capacity(requests=2, ids=100)
-    assert load.has_capacity(1000, capacity), "one that is larger than the bound runs alone"
-    first = load.begin(60)
-    assert (load.has_capacity(40, capacity), load.has_capacity(41, capacity)) == (True, False)
-    second = load.begin(1)
-    assert not load.has_capacity(1, capacity)
-    assert load.has_capacity(10**9, Capacity())
+    load = Load(lambda: time[0])
+    first, second = load.begin(60), load.begin(1)
+    assert load.requests == 2
     load.end(second)
     load.end(second)
-    assert (load.requests, load.ids) == (1, 60)
-    assert not load.has_capacity(1, Capacity(requests=1))
+    assert load.requests == 1
     first.to_read = 32
     time[0] += 30
     load.shift(10)  # a pause does not count

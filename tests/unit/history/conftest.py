@@ -16,14 +16,7 @@ from proxy.stores.memory import MemoryStore
 async def history() -> AsyncIterator[History]:
     """An open record without turns."""
     with EncoderPool(1, 2**20) as encoders:
-        made = History(
-            MemoryStore(Limits()),
-            encoders,
-            Metrics(),
-            2**20,
-            Auditor(Metrics(), 0, None),
-            request_class_header="X-Class",
-        )
+        made = History(MemoryStore(Limits()), encoders, Metrics(), 2**20, Auditor(Metrics(), None))
         await made.open()
         yield made
         await made.aclose()

@@ -1,21 +1,17 @@
 """The cache of conversations: what is parsed with it equals what is parsed without, within its bytes."""
 
 import json
-import random
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from proxy.history import cache as module
-from proxy.history import conversation
 from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn, cached_turn, hash_ids
 from proxy.history.conversation import Conversation
 from tests.support.trees import root
-from tokenization import InvalidMessages, ids
+from tokenization import ids
 
 _MESSAGES = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.text()}),
@@ -38,40 +34,6 @@ def test_conversations_are_the_same_with_and_without_a_history_seen_before(
         history = history + part
         seen, fresh = _parse(cache, history, **spelling), _parse(TurnCache(0), history, **spelling)
         assert (list(seen.raws), list(seen.messages)) == (list(fresh.raws), list(fresh.messages))
-
-
-def test_only_new_messages_are_parsed_however_many_conversations_interleave(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All begin alike, as the rollouts of a group do."""
-    cache, parsed = TurnCache(2**26), list[int]()
-
-    def counting(raw: bytes, index: int, *rest: Any) -> Any:
-        parsed.append(index)
-        return conversation.parse_message(raw, index, *rest)
-
-    monkeypatch.setattr(module, "parse_message", counting)
-    rollouts = [[{"role": "user", "content": "the same beginning"}] for _ in range(60)]
-    for turn in range(3):
-        for number, messages in enumerate(rollouts):
-            parsed.clear()
-            messages += [{"role": role, "content": f"{number} {turn}"} for role in ("assistant", "user")]
-            _parse(cache, messages)
-            assert len(parsed) == (3 if (number, turn) == (0, 0) else 2)
-
-
-def test_bytes_are_bounded_and_the_recently_used_stay() -> None:
-    cache = TurnCache(100_000)
-    generator = random.Random(7)
-    conversations = [[{"role": "user", "content": f"start {n}"}] for n in range(40)]
-    for _ in range(300):
-        messages = generator.choice(conversations)
-        messages.append({"role": "user", "content": f"{generator.random()}"})
-        if len(messages) > 30:
-            del messages[generator.randrange(1, 20) :]
-        _parse(cache, messages)
-        cache.put(_turn(f"{generator.random()}", 50))
-        assert cache.size <= 100_000
 
 
 def _continued(
@@ -98,12 +60,6 @@ def test_turns_stay_while_they_are_used() -> None:
     assert cache.turn("0") is None
     cache.drop("rfirst")
     assert cache.turn("first") is None
-
-
-@pytest.mark.parametrize("messages", [b"{}", b"[1]", b"[", b'[{"content":"b"}]'])
-def test_other_json_raises(messages: bytes) -> None:
-    with pytest.raises((ValueError, InvalidMessages)):
-        TurnCache(2**20).parse(messages)
 
 
 def test_turns_that_continue_each_other_are_held_once() -> None:

@@ -16,23 +16,14 @@ def _completion(
 _CASES: dict[str, tuple[Completion, str]] = {
     "sound": (_completion(), ""),
     "nothing counted": (_completion(None), ""),
-    "two choices counted together": (
-        _completion(3, _SENT, SampledChoice(1, ids=[9], finish_reason="stop")),
-        "",
-    ),
+    "two choices counted together": (_completion(3, _SENT, SampledChoice(1, ids=[9])), ""),
     "no prompt": (_completion(2, None), "no_prompt_ids"),
     "another prompt": (_completion(2, b"[5,7]"), "prompt_mismatch"),
     "no ids": (_completion(ids=None), "no_completion_ids"),
     "one id too few": (_completion(ids=[7]), "ids_missing"),
     "one id too many": (_completion(ids=[7, 8, 9]), "usage_mismatch"),
-    "one id too few, counted for the choice": (
-        _completion(None, ids=[7], logprobs=[0.0], counted=2),
-        "usage_mismatch",
-    ),
-    "one id too few in another choice": (
-        _completion(3, _SENT, SampledChoice(1, ids=[], finish_reason="stop")),
-        "usage_mismatch",
-    ),
+    "too few of a choice": (_completion(None, ids=[7], logprobs=[0.0], counted=2), "usage_mismatch"),
+    "too few in another choice": (_completion(3, _SENT, SampledChoice(1, ids=[])), "usage_mismatch"),
     "no logprobs": (_completion(logprobs=None), "no_logprobs"),
     "one logprob too few": (_completion(logprobs=[0.0]), "logprobs_mismatch"),
     "a logprob that is not a number": (_completion(logprobs=[0.0, float("nan")]), "logprobs_not_finite"),

@@ -1,8 +1,6 @@
 import json
 from typing import Any
 
-import pytest
-
 from proxy.history.cache import TurnCache
 from proxy.history.conversation import Conversation
 
@@ -28,35 +26,9 @@ def test_turns_end_at_assistant_messages_that_others_follow() -> None:
     assert [read(_TALK[:n]).ends_with_assistant for n in range(8)] == [n in (3, 5, 6) for n in range(8)]
 
 
-def test_loose_digest_ignores_reasoning_and_the_strict_one_does_not() -> None:
-    dropped = [{key: value for key, value in message.items() if key != "reasoning"} for message in _TALK]
-    assert [m.loose for m in read(dropped).messages] == [m.loose for m in read(_TALK).messages]
-    assert read(dropped).messages[-1].strict != read(_TALK).messages[-1].strict
-
-
 def test_messages_come_back_as_they_were_spelled() -> None:
     raw = b'[ {"role":"user", "content" : "\\u00e9"} ,{"role":"user","content":"x"}]'
     conversation = TurnCache(2**20).parse(raw)
     assert conversation.json(0) == b'[{"role":"user", "content" : "\\u00e9"},{"role":"user","content":"x"}]'
     assert conversation.json(2) == b"[]"
     assert conversation.parse(1, 2) == [{"role": "user", "content": "x"}]
-
-
-@pytest.mark.parametrize(
-    "message, distinctive",
-    [
-        ({"role": "assistant", "content": "short"}, False),
-        ({"role": "assistant", "content": "x" * 120}, True),
-        ({"role": "assistant", "content": [{"type": "text", "text": "x" * 60}] * 2}, True),
-        ({"role": "assistant", "content": " " * 200}, False),
-        ({"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}, True),
-    ],
-)
-def test_long_messages_and_calls_are_distinctive(message: dict[str, Any], distinctive: bool) -> None:
-    assert read([message]).messages[0].distinctive is distinctive
-
-
-def test_media_are_seen_in_any_message() -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:,"}}
-    assert read([*_TALK, {"role": "tool", "content": [{"type": "text", "text": "a"}, part]}, *_TALK]).media
-    assert not read(_TALK).media

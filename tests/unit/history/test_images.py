@@ -1,14 +1,11 @@
 """Given ids of a session with images, on engines that take images with exact ids and on those that do not."""
 
-import base64
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from PIL import Image as Pillow
 
 from proxy.errors import BadRequest
 from proxy.history.completion import Completion, SampledChoice
@@ -16,6 +13,7 @@ from proxy.history.history import History
 from proxy.history.plan import Given, PromptPlan, ServedModel
 from proxy.images import Image
 from proxy.turn.request import GivenIds
+from tests.support.fake_vision import picture
 from tests.support.recording import chat_request, session_ref
 from tokenization import ids
 
@@ -32,12 +30,6 @@ class _Images:
 
 
 _WITH_IMAGES = ServedModel("m", None, images=_Images(), placeholder=_PLACEHOLDER)
-
-
-def _picture(color: str) -> str:
-    out = io.BytesIO()
-    Pillow.new("RGB", (4, 4), color).save(out, "PNG")
-    return base64.b64encode(out.getvalue()).decode()
 
 
 async def _plan(history: History, model: ServedModel, prompt: list[int], *images: str) -> PromptPlan:
@@ -58,19 +50,19 @@ async def _record(history: History, prompt: list[int], *images: str) -> list[int
 
 @pytest.mark.parametrize("model", [ServedModel("m", None, placeholder=_PLACEHOLDER), ServedModel("m", None)])
 async def test_recorded_images_are_never_left_out(history: History, model: ServedModel) -> None:
-    whole = await _record(history, [5, _PLACEHOLDER], _picture("red"))
+    whole = await _record(history, [5, _PLACEHOLDER], picture("red"))
     with pytest.raises(BadRequest) as refused:
         await _plan(history, model, [*whole, 7])
     assert (refused.value.param, refused.value.code) == ("prompt_ids", "no_images")
 
 
 async def test_only_a_turn_with_the_same_images_is_continued(history: History) -> None:
-    red, blue, green = map(_picture, ("red", "blue", "green"))
-    for picture in (red, blue):
-        whole = await _record(history, [5, _PLACEHOLDER], picture)
+    red, blue, green = map(picture, ("red", "blue", "green"))
+    for image in (red, blue):
+        whole = await _record(history, [5, _PLACEHOLDER], image)
     first, second = sorted(turn.id for turn in await history.store.turns("s"))
-    for picture, parent in ((red, first), (blue, second), (green, None)):
-        plan = await _plan(history, _WITH_IMAGES, [*whole, 7], picture)
+    for image, parent in ((red, first), (blue, second), (green, None)):
+        plan = await _plan(history, _WITH_IMAGES, [*whole, 7], image)
         assert (plan.placement.parent.id if plan.placement.parent else None) == parent
     with pytest.raises(BadRequest) as refused:
         await _plan(history, _WITH_IMAGES, [*whole, 7])

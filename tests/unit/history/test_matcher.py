@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -110,66 +109,6 @@ async def test_continued_turn_is_claimed_by_no_other_request() -> None:
     match = await record.match([*messages[:2], user("other")])
     assert match.turn is not None
     assert (match.turn.id, match.claimed) == (second.turn.id, True)
-
-
-async def test_sessions_and_tenants_see_their_own_turns_only() -> None:
-    record = Record()
-    request = [user("Hi"), assistant("a"), _MORE]
-    await record.add([user("Hi")], assistant("a"), [5], [6], scope_of("one", "t"))
-    others = [scope_of("two", "t"), scope_of(None, "t"), scope_of("one", "u"), scope_of("one"), scope_of()]
-    for scope in others:
-        assert (await record.match(request, scope)).reason == Reason.NO_MATCH
-    assert (await record.match(request, scope_of("one", "t"))).turn is not None
-
-
-@pytest.mark.parametrize(
-    "change, reason",
-    [
-        ({"tools": b'[{"a":1}]'}, Reason.TOOLS_CHANGED),
-        ({"template_kwargs": b'{"a":1}'}, Reason.TEMPLATE_KWARGS_CHANGED),
-        ({"options": {"tool_choice": b'"required"'}}, Reason.RENDERING_CHANGED),
-        ({"model": "n"}, Reason.MODEL_CHANGED),
-    ],
-)
-@pytest.mark.parametrize("session", [None, "s"])
-async def test_other_scope_does_not_match_and_is_reported(
-    change: dict[str, Any], reason: Reason, session: str | None
-) -> None:
-    record = Record()
-    await record.add([user("Hi")], assistant("a"), [5], [6], scope_of(session))
-    match = await record.match([user("Hi"), assistant("a"), _MORE], scope_of(session, **change))
-    assert (match.turn, match.reason) == (None, reason)
-
-
-@pytest.mark.parametrize("size", [3, 2 * FOUND_AT_MOST])
-async def test_only_turns_of_a_rollout_match_where_one_is_named(size: int) -> None:
-    record = Record()
-    turns = [await record.add([user("Hi")], assistant("a"), [5], [6, n]) for n in range(size)]
-    request = [user("Hi"), assistant("a"), _MORE]
-    for new in turns[:: size - 1]:
-        match = await record.match(request, rollout=new.turn.rollout)
-        assert match.turn is not None and match.turn.id == new.turn.id
-    assert (await record.match(request, rollout="other")).reason == Reason.NO_MATCH
-
-
-def _calling(arguments: object) -> dict[str, Any]:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return assistant(None, tool_calls=[call])
-
-
-@pytest.mark.parametrize(
-    "sent, reason",
-    [('{"a": "b"}', Reason.CALL_REPAIRED), ({"a": "b"}, Reason.CALL_REPAIRED), ('{"a": "b', None)],
-)
-async def test_call_that_the_client_completed_is_the_same_turn(sent: object, reason: Reason | None) -> None:
-    """One that it changed is an edit."""
-    record = Record()
-    new = await record.add([user("Hi")], _calling('{"a": "b'), [5], [6])
-    match = await record.match([user("Hi"), _calling(sent), {"role": "tool", "content": "1"}])
-    assert match.turn is not None
-    assert (match.turn.id, match.reason) == (new.turn.id, reason)
-    edited = [user("Hi"), _calling('{"a": "x'), {"role": "tool", "content": "1"}]
-    assert (await record.match(edited)).turn is None
 
 
 async def test_longest_prefix_of_ids_in_a_wide_rollout() -> None:

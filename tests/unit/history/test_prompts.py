@@ -1,4 +1,4 @@
-"""Requests with prompts of ids or text: one plan for each prompt, whatever happens to the store."""
+"""What a request claimed is released if its plan fails or its client leaves."""
 
 import asyncio
 from types import SimpleNamespace
@@ -9,47 +9,26 @@ import pytest
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.history import History
 from proxy.history.matcher import Match
-from proxy.history.plan import Given, Placement, PromptPlan, Rendered, ServedModel
+from proxy.history.plan import Placement, PromptPlan, ServedModel
 from proxy.turn.request import ChatRequest, EngineRoute, GivenIds
-from tests.support.recording import assistant, chat_request, rendered_plan, session_ref, user
+from tests.support.recording import assistant, chat_request, rendered_plan, user
 from tokenization import ids
 
 _MODEL = ServedModel("m", None, max_model_len=100)
 
 
-def _request(*prompts: list[int] | None, **fields: Any) -> ChatRequest:
-    given = tuple(p if p is None else GivenIds("prompt", ids.dump(p), len(p)) for p in prompts)
-    usual: dict[str, Any] = {"engine_route": EngineRoute.COMPLETIONS, "findable": False}
-    return chat_request(prompts=given, **{**usual, **fields})
-
-
-async def _record(history: History, plan: PromptPlan, *sampled: list[int]) -> None:
-    """Record choices of a plan's prompts, each sampled once."""
-    recording = history.recorder.start(plan)
-    choices = [
-        SampledChoice(at, assistant("x"), own, [-0.5] * len(own), "stop", prompt_ids=prompt.prompt)
-        for at, (prompt, own) in enumerate(zip(plan.prompts, sampled, strict=True))
-        if isinstance(prompt, Given)
-    ]
-    await recording.add(Completion(None, choices, sum(map(len, sampled))))
-
-
-async def test_each_prompt_has_its_plan(history: History) -> None:
-    plan = await history.planner.plan(_request([5, 6], None, [7]), _MODEL)
-    assert [type(prompt) for prompt in plan.prompts] == [Given, Rendered, Given]
-    assert len({prompt.placement.turn_id for prompt in plan.prompts}) == 1
-    assert len({prompt.placement.session.id for prompt in plan.prompts}) == 3
-    assert plan.rollout is None
-    named = await history.planner.plan(_request([5, 6], None, session=session_ref("s")), _MODEL)
-    assert [prompt.placement.session.id for prompt in named.prompts] == ["s", "s"]
-    assert named.rollout == "s"
+def _request(count: int, prompt: list[int]) -> ChatRequest:
+    given = tuple(GivenIds("prompt", ids.dump(prompt), len(prompt)) for _ in range(count))
+    return chat_request(prompts=given, engine_route=EngineRoute.COMPLETIONS, findable=False)
 
 
 async def test_what_was_claimed_is_released_if_another_prompt_fails(
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):  # two rollouts with equal ids
-        await _record(history, await history.planner.plan(_request([5, 6]), _MODEL), [7])
+        plan = await history.planner.plan(_request(1, [5, 6]), _MODEL)
+        choice = SampledChoice(0, assistant("x"), [7], [-0.5], "stop", prompt_ids=b"[5,6]")
+        await history.recorder.start(plan).add(Completion(None, [choice], 1))
     place, placed = history.placer.place, 0
 
     def fail_at_last(*args: Any) -> Placement:
@@ -60,11 +39,10 @@ async def test_what_was_claimed_is_released_if_another_prompt_fails(
         return place(*args)
 
     monkeypatch.setattr(type(history.placer), "place", lambda self, *args: fail_at_last(*args))
-    following = [5, 6, 7, 8]
     with pytest.raises(asyncio.CancelledError):
-        await history.planner.plan(_request(following, following, following), _MODEL)
+        await history.planner.plan(_request(3, [5, 6, 7, 8]), _MODEL)
     monkeypatch.undo()
-    plan = await history.planner.plan(_request(following, following), _MODEL)
+    plan = await history.planner.plan(_request(2, [5, 6, 7, 8]), _MODEL)
     assert len({prompt.placement.claimed for prompt in plan.prompts} - {None}) == 2
 
 
@@ -117,33 +95,11 @@ async def test_what_was_claimed_is_released_if_the_client_leaves_while_it_is_pin
     assert released == ["t"]
 
 
-async def test_a_session_that_the_proxy_named_keeps_to_itself(history: History) -> None:
-    plan = await history.planner.plan(_request([5, 6]), _MODEL)
-    await _record(history, plan, [7])
-    other = await history.planner.plan(_request([5, 6]), _MODEL)
-    await _record(history, other, [7])
-    for own in (plan, other):
-        named = session_ref(own.placement.session.name, explicit=False)
-        again = await history.planner.plan(_request([5, 6, 7, 8], session=named), _MODEL)
-        assert again.placement.parent is not None
-        assert again.placement.parent.rollout == own.placement.session.id
-
-
-async def test_tenants_do_not_continue_each_other(history: History) -> None:
-    await _record(history, await history.planner.plan(_request([5, 6], tenant="a"), _MODEL), [7])
-    for tenant, found in (("a", True), ("b", False), ("", False)):
-        plan = await history.planner.plan(_request([5, 6, 7, 8], tenant=tenant), _MODEL)
-        assert (plan.placement.parent is not None) is found
-    other = await history.planner.plan(_request([5, 6, 7, 8], tenant="a", model="other"), _MODEL)
-    assert other.placement.parent is None
-
-
 async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: History) -> None:
-    plan = await history.planner.plan(_request([5], [6]), _MODEL)
+    plan = await history.planner.plan(_request(2, [5]), _MODEL)
     recording = history.recorder.start(plan)
     gone, kept = (prompt.placement.session.id for prompt in plan.prompts)
     history.recorder.forget(gone)
-    await recording.add(
-        Completion(None, [SampledChoice(at, {}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)], 2)
-    )
+    choices = [SampledChoice(at, {}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)]
+    await recording.add(Completion(None, choices, 2))
     assert (await history.store.turns(gone), len(await history.store.turns(kept))) == ([], 1)

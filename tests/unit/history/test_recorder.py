@@ -78,15 +78,6 @@ def test_each_choice_is_a_turn_and_one_holds_the_prompt() -> None:
     assert [turn.prompt_tokens for turn in turns] == [1, 1, 1]
 
 
-def test_choice_that_ends_later_shares_the_prompt_of_the_first_unless_it_has_another() -> None:
-    plan = _extending()
-    (first,) = new_turns(plan, Completion(b"[5,6,7,8]", [_sampled(1)]), None)
-    (second,) = new_turns(plan, Completion(b"[5,6,7,8]", [_sampled(0)]), first.turn)
-    assert (second.turn.prompt_turn, second.turn.appended) == (first.turn.id, b"")
-    (third,) = new_turns(plan, Completion(b"[5,6]", [_sampled(0)]), first.turn)
-    assert (third.turn.prompt_turn, unpack_ids(third.turn.appended)) == (None, [5, 6])
-
-
 @pytest.mark.parametrize(
     "fields, made",
     [
@@ -99,22 +90,6 @@ def test_choice_that_ends_later_shares_the_prompt_of_the_first_unless_it_has_ano
 def test_choice_without_sampled_ids_gives_no_turn(fields: dict[str, Any], made: int) -> None:
     completion = Completion(b"[1]", [_sampled(0, **fields), _sampled(1)])
     assert len(new_turns(_plan(), completion, None)) == made + 1
-
-
-def test_unreadable_message_is_recorded_and_never_found() -> None:
-    message = {"role": "assistant", "content": 5}
-    choice = _sampled()
-    choice.message = message
-    (new,) = new_turns(_plan(), Completion(b"[1]", [choice], 2), None)
-    (found,) = new_turns(_plan(), Completion(b"[1]", [_sampled()], 2), None)
-    assert json.loads(new.turn.message) == message
-    assert (new.entries, bool(found.entries)) == ([], True)
-
-
-@pytest.mark.parametrize("odd", [[2**40], ["a"]])
-def test_ids_that_cannot_be_packed_make_the_turn_untrainable(odd: list[Any]) -> None:
-    (new,) = new_turns(_plan(), Completion(b"[1]", [_sampled(ids=odd, logprobs=[0.0])], 1), None)
-    assert (new.turn.problem, new.turn.completion) == ("unreadable_evidence", b"")
 
 
 def _completion() -> Completion:
@@ -159,9 +134,3 @@ async def test_error_of_recording_is_counted_and_fails_no_response(
     assert recording.unrecorded or "could not be recorded" in caplog.text
     assert history.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 1
     assert history.metrics.registry.get_sample_value("tokenproxy_turns_total") is None
-
-
-async def test_closing_waits_for_running_recordings(history: History) -> None:
-    history.recorder.start(_plan()).add_later(_completion())
-    await history.aclose()
-    assert len(await history.store.turns("s")) == 1

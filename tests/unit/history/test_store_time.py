@@ -5,29 +5,7 @@ import time
 
 import pytest
 
-from proxy.history.store_time import BACKGROUND_S, abandon_if_cancelled, spending, store_time, within
-
-
-async def _never() -> None:
-    await asyncio.Event().wait()
-
-
-async def test_time_is_spent_over_all_calls_of_all_tasks() -> None:
-    now = 0.0
-
-    async def call(seconds: float, left: float) -> None:
-        nonlocal now
-        with spending() as may_take:
-            assert may_take == pytest.approx(left)
-            now += seconds
-
-    await call(1.0, BACKGROUND_S)
-    with store_time(1.0, clock=lambda: now):
-        await call(0.25, 1.0)
-        await asyncio.create_task(call(0.5, 0.75))
-        await call(0.5, 0.25)
-        await call(0.0, 0.0)
-    await call(1.0, BACKGROUND_S)
+from proxy.history.store_time import abandon_if_cancelled, within
 
 
 async def test_a_result_that_arrived_while_the_loop_was_busy_counts() -> None:
@@ -46,7 +24,7 @@ async def test_work_that_heeds_no_cancellation_is_abandoned() -> None:
 
     async def stubborn() -> None:
         try:
-            await _never()
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             await goes_on.wait()
             ended.set()

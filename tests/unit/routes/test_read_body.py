@@ -1,4 +1,4 @@
-"""The time that a body may take: `body_timeout_s`, and longer for one that arrives fast enough."""
+"""The time that a body may take: `BODY_TIMEOUT_S`, and longer for one that arrives fast enough."""
 
 import asyncio
 

@@ -57,8 +57,9 @@ SAME: list[list[Json]] = [
     # content
     [{"role": "assistant"}, *_variants(_turn, "", None, [], [""], [_text("")], [_text(None)])],
     _variants(_user, "a", ["a"], [_text("a")], [{"text": "a"}], [{"type": None, "text": "a"}]),
-    _variants(_user, "a", [_text("a", cache_control={"type": "ephemeral"})], [_text("a", note=1)]),
-    _variants(_user, "a", [{"type": "input_text", "text": "a"}], [{"type": "output_text", "text": "a"}]),
+    _variants(
+        _user, "a", [_text("a", cache_control={"type": "ephemeral"})], [{"type": "input_text", "text": "a"}]
+    ),
     _variants(_turn, "a", [{"type": "refusal", "refusal": "a"}], [{"type": "thinking", "thinking": "a"}]),
     _variants(_user, "a\nb", ["a", "b"], [_text("a"), _text("b")], ["a", _text(None), "b"]),
     _variants(_user, ["a\nb", _image("x"), "c"], ["a", "b", _image("x"), _text("c")]),
@@ -85,12 +86,9 @@ SAME: list[list[Json]] = [
     ],
     _variants(_calls, "{}", " { } ", {}, "", None),
     [*_variants(_with_x, "1.0", "1.00", "10e-1"), _calls({"x": 1.0})],
-    _variants(_with_x, "0", "-0"),
     [_with_x(str(2**90)), _calls({"x": 2**90})],
     _variants(_calls, '"\\ud83d\\ude00"', '"😀"'),
     _variants(_calls, _nested(MAX_DEPTH), _nested(MAX_DEPTH, " ")),
-    _variants(_calls, '["' + '\\"[' * 200 + '"]', '[ "' + '\\"[' * 200 + '" ]'),
-    _variants(_calls, "[" + "[]," * 200 + "1]", "[" + "[ ], " * 200 + "1]"),
     [
         _turn(tool_calls=(_call("{}"),)),
         _turn(tool_calls=[_call("{}", type=None, index=0)]),
@@ -104,22 +102,18 @@ DIFFERENT: list[list[Json]] = [
     # text
     _variants(_user, "", "a", "a ", " a", "a\n", "A", "a\nb", "a\r\nb", "null", "[]", "é", "e\u0301"),
     _variants(_user, "\ud83d\ude00", "😀", "\ud83d", "\ude00\ud83d"),
-    _variants(_user, ["a", ""], ["a"], ["", "a"]),
     # roles
     _variants(lambda role: {"role": role, "content": "a"}, "system", "developer", "user", "tool", "User"),
     # a text that looks like a part, a call or an encoding differs from it
-    _variants(_user, '[{"type": "text", "text": "a"}]', [_text("a")]),
-    _variants(_user, "s1:a", "a", "s1:as1:b", ["s1:a", "s1:b"]),
+    _variants(_user, '[{"type": "text", "text": "a"}]', [_text("a")], "s1:a", "s1:as1:b", ["s1:a", "s1:b"]),
     [_turn("a", name="bc"), _turn("ab", name="c"), _turn("abc", name=""), _turn("abc")],
     [_turn("a"), _turn("b"), *(_turn("a", **{key: "b"}) for key in ("reasoning", "refusal", "name", "task"))],
     [_turn("", reasoning='b","content":"a'), _turn("a", reasoning="b"), _turn("a", reasoning="b ")],
     [_turn("<think>r</think>a"), _turn("a", reasoning="r")],
-    [_turn("a", reasoning="", reasoning_content="r"), _turn("a", reasoning="r")],
     # other parts
     _variants(_user, [_image("x")], [_image("y")], [_image("x", detail="low")], [_image("x"), _image("x")]),
     _variants(_user, ["x"], ["", _image("x")], ["a", _image("x")], [_image("x"), "a"], [{"image_url": "x"}]),
     _variants(_user, [{**_image("x"), "uuid": "1"}], [{**_image("x"), "uuid": "2"}], [_image("x")]),
-    _variants(_user, *([_text("x", uuid="1", image_url=url)] for url in "xy"), ["x"]),
     # names and ids
     [{"role": "tool", "content": "a", "tool_call_id": call_id} for call_id in ("1", "2", "", 1, None)],
     [{"role": "tool", "content": "a", "name": "1"}, {"role": "tool", "content": "a", "tool_call_id": "1"}],
@@ -138,12 +132,10 @@ DIFFERENT: list[list[Json]] = [
     _variants(_calls, r'"\ud83d"', r'"\ude00"', r'"\ud83d\ude00"', '"\ud83d\ude00"'),
     # arguments that are not JSON, or that lose information when parsed: the text counts
     _variants(_calls, "{'x': False}", "{'x':False}", '{"x": False}', '{"x": false}', " ", "\ufeff{}", "{}"),
-    _variants(_calls, "abc", '"abc"', "abc "),
     _variants(_calls, '{"x":1,"x":2}', '{"x":2,"x":2}', '{"x":2}', '{"x": 2, "x": 2}', r'{"x":2,"\u0078":2}'),
     _variants(_with_x, "NaN", "NaN ", "Infinity", "-Infinity", "1e400", "1e400 ", "1e401", "-1e400"),
     _variants(_calls, "1" * 5000, "1" * 4999 + "2", " " + "1" * 5000),
     _variants(_calls, _nested(MAX_DEPTH + 1), _nested(MAX_DEPTH + 1, " "), _nested(MAX_DEPTH)),
-    _variants(_calls, *('"[' * 1000 + end for end in ("", "\\", '\\"'))),
 ]
 """Each group holds messages that all differ."""
 
@@ -170,15 +162,6 @@ def test_different_messages_differ(messages: list[Json]) -> None:
         assert canonical(first).strict != canonical(second).strict, (first, second)
 
 
-@pytest.mark.parametrize(
-    "leaves",
-    [["", "s", "s0:", "s1:"], [[], [[]], [[], []], {}, {"": ""}], [None, "n", True, "t", 1, 31, 1.0]],
-)
-def test_encoding_of_lists_is_unambiguous(leaves: list[Any]) -> None:
-    values = [values for length in range(4) for values in itertools.product(leaves, repeat=length)]
-    assert len({canonical(_calls(list(items))).strict for items in values}) == len(values)
-
-
 @pytest.mark.parametrize("message, error", INVALID)
 def test_invalid_messages_are_rejected(message: Any, error: str) -> None:
     with pytest.raises(InvalidMessages, match=error):
@@ -186,8 +169,7 @@ def test_invalid_messages_are_rejected(message: Any, error: str) -> None:
 
 
 def test_unclosed_strings_take_linear_time() -> None:
-    # with quadratic time this test runs into its timeout
-    canonical(_calls("[" * 200 + '"' + '\\"' * 1_000_000 + "\\"))
+    canonical(_calls("[" * 200 + '"' + '\\"' * 1_000_000 + "\\"))  # quadratic time is longer than the limit
 
 
 def test_digests_are_stable() -> None:
@@ -207,6 +189,8 @@ def test_digests_are_stable() -> None:
         (_turn("\n\na ", reasoning="r\n"), _turn("a", reasoning_content="r")),
         (_turn("\n", tool_calls=[_call('{"x": 1}')]), _turn(None, tool_calls=[_call('{"x":1}')])),
         (_turn("a", reasoning="\n"), _turn("a")),
+        # a decoder's mark of a character that was cut
+        (_turn("a "), _turn("a \ufffd\ufffd")),
         # JSON.stringify(JSON.parse(text)), which clients in JavaScript do with the arguments of calls
         (_with_x("1.0"), _with_x("1")),
         (_with_x("[[2.50, 3.0]]"), _with_x("[[2.5, 3]]")),
@@ -226,9 +210,11 @@ def test_stripped_content_missing_reasoning_and_whole_floats_make_a_copy(recorde
         (_turn("a", reasoning="r"), _turn("a", reasoning="s"), True),
         (_turn("a"), _turn("a", reasoning="r"), True),
         (_turn("a b"), _turn("a  b"), False),
+        (_turn("a b"), _turn("a \ufffdb"), False),
+        (_user("a"), _user("a\ufffd"), False),
         (_turn("a", refusal="r"), _turn("a"), False),
         (_calls("abc"), _calls("abc "), False),
-        *((_with_x("1.0"), _with_x(edited), False) for edited in ("1.5", "2", "true", '"1"')),
+        *((_with_x("1.0"), _with_x(edited), False) for edited in ("1.5", '"1"')),
         (_user("a"), _user("a "), False),
         ({"role": "tool", "content": "a\n"}, {"role": "tool", "content": "a"}, False),
         (_turn([" a", _image("x")]), _turn(["a", _image("x")]), False),
@@ -251,7 +237,6 @@ _CUT_OFF = '{"city": "Par'
         (['{"a": 1}', _CUT_OFF], ['{"a":2}', "{}"], None),
         ([_CUT_OFF], ['{"city": "Pa'], None),
         (["null"], ["{}"], True),
-        (['{"a": 1}'], ['{"a": 2}'], None),
     ],
 )
 def test_an_object_in_place_of_other_arguments_is_a_repair(
@@ -262,15 +247,6 @@ def test_an_object_in_place_of_other_arguments_is_a_repair(
     assert after.repairs(before.arguments) is repaired
 
 
-def test_without_arguments_ignores_only_arguments_and_reasoning() -> None:
-    plain = canonical(_calls("{}")).without_arguments
-    assert canonical({**_calls('{"a": 1}'), "reasoning": "so"}).without_arguments == plain
-    assert canonical(_turn(tool_calls=[_call("{}", **_NAMED_G)])).without_arguments != plain
-    assert canonical({**_calls("{}"), "content": "text"}).without_arguments != plain
-    assert canonical(_turn("text")).without_arguments == b""
-
-
-MESSAGES = [{"role": "system", "content": "s"}, _user("u"), _turn("a ", reasoning="r"), _user("v")]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": 1, "b": 2}}}
 TOOL_WITH_KEYS_SWAPPED = {"type": "function", "function": {"name": "f", "parameters": {"b": 2, "a": 1}}}
 
@@ -290,8 +266,9 @@ def test_different_arguments_of_start() -> None:
 
 def test_chain_equals_repeated_extend() -> None:
     digest = start(tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s")
-    links = [digest := extend(digest, canonical(message).strict) for message in MESSAGES]
-    assert chain(MESSAGES, tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s") == links
+    messages = [_user("u"), _turn("a ", reasoning="r"), _user("v")]
+    links = [digest := extend(digest, canonical(message).strict) for message in messages]
+    assert chain(messages, tools=[TOOL], template_kwargs={"a": 1}, model="m", session="s") == links
     with pytest.raises(InvalidMessages, match="message 1 needs a role"):
         chain([_user("a"), {"content": "a"}], tools=None, template_kwargs=None)
     with pytest.raises(InvalidMessages, match="type 'set' is not JSON"):

@@ -1,6 +1,7 @@
 """A tokenizer that is loaded from a folder: rendering, appending, its cache and its errors."""
 
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -44,11 +45,9 @@ def _turn(content: str, calls: list[Message] | None = None) -> Message:
 _CALLS = [_call("a", {"city": "Paris"}), _call("b", {"city": "Oslo", "deep": [1, False]})]
 _TWO_RESULTS = (_turn("Both.", _CALLS), [_result("a", "sun"), _result("b", "snow, 四 °C")])
 _SCENARIOS: dict[str, tuple[Message, list[Message], dict[str, Any]]] = {
-    "system and user": (_turn("I see."), [{"role": "system", "content": "Be brief."}, *_USER], {}),
     "exchange": (_turn("I see."), [*_USER, _turn("Well.", _CALLS[:1]), _result("a", "x")], {}),
     "two results": (*_TWO_RESULTS, {"tools": _TOOLS}),
     "no generation prompt": (*_TWO_RESULTS, {"add_generation_prompt": False}),
-    "template argument": (*_TWO_RESULTS, {"template_kwargs": {"enable_thinking": False}}),
     "template arguments named like parameters of append": (
         *_TWO_RESULTS,
         {"template_kwargs": {"finish_reason": "a", "history": 1, "new": 2}},
@@ -78,7 +77,9 @@ def test_append_equals_the_rendering_of_the_whole_history(
 def test_given_ids_are_a_prefix_of_the_next_prompt(
     tokenizer: ChatTokenizer, prompt: list[int], texts: list[str]
 ) -> None:
-    appended = tokenizer.append(prompt, [{"role": "user", "content": text} for text in texts])
+    given = list(prompt)
+    appended = tokenizer.append(given, [{"role": "user", "content": text} for text in texts])
+    given += [7]  # the list stays the caller's own
     assert appended.prompt_ids == prompt + appended.close_ids + appended.suffix_ids
     assert appended.close_ids == ([] if prompt[-1] == END else [END])
 
@@ -145,21 +146,32 @@ def test_properties_of_a_tokenizer(tokenizer: ChatTokenizer, tiny_model: TinyMod
     assert without_line_feed.render(_USER) == tokenizer.render(_USER)[:-1]
 
 
+_CYCLE: dict[str, Any] = {}
+_CYCLE["deep"] = _CYCLE
+_DEEP = reduce(lambda inner, _: [inner], range(5_000), list[Any]())
+
+
 @pytest.mark.parametrize(
-    "prompt, messages, error",
+    "wrong",
     [
-        ([], _USER, InvalidIds),
-        ([1], [], InvalidMessages),
-        ([1], [{"role": "user", "content": [{"type": "image_url"}]}], InvalidMessages),
+        {"ids": []},
+        {"new_messages": []},
+        {"new_messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         # models sometimes write half of a surrogate pair in the JSON arguments of a call
-        ([1], [*_USER, _turn("a", [_call("a", '{"face": "\\ud83d"}')])], InvalidMessages),
+        {"new_messages": [*_USER, _turn("a", [_call("a", '{"face": "\\ud83d"}')])]},
+        {"new_messages": [*_USER, _turn("a", [_call("a", _CYCLE)])]},
+        {"new_messages": [*_USER, _turn("a", [_call("a", _DEEP)])]},
+        {"history": iter([])},
+        {"tools": 5},
+        {"template_kwargs": "abc"},
     ],
 )
-def test_invalid_arguments_of_append_raise_their_error(
-    tokenizer: ChatTokenizer, prompt: list[int], messages: list[Message], error: type[Exception]
+def test_invalid_arguments_of_append_are_typed_errors(
+    tokenizer: ChatTokenizer, wrong: dict[str, Any]
 ) -> None:
-    with pytest.raises(error):
-        tokenizer.append(prompt, messages)
+    arguments = {"new_messages": _USER, "history": [*_USER, _turn("a")], **wrong}
+    with pytest.raises(InvalidIds if "ids" in wrong else InvalidMessages):
+        tokenizer.append(arguments.pop("ids", [1]), **arguments)
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,15 @@ def _loop(body: str, messages: str = "messages") -> str:
     [
         (_loop("{{ m.content }}"), "string"),
         (_loop("{% for part in m.content %}{{ part.text }}{% endfor %}"), "openai"),
-        (_loop("{% for part in m['content'] %}{{ part.text }}{% endfor %}"), "openai"),
         (_loop("{% for part in m.get('content') %}{{ part.text }}{% endfor %}"), "string"),
         (_loop("{% set content = m.content %}{% for part in content %}{% endfor %}"), "openai"),
         ("{% set rest = messages[1:] %}" + _loop("{% for p in m.content %}{% endfor %}", "rest"), "openai"),
         ("{% set a = messages %}{% set messages = a %}" + _loop("{{ m.content }}"), "string"),
         ("{% set ns.rest = messages %}" + _loop("{% for p in m.content %}{% endfor %}"), "string"),
-        (_loop("{% for a, b in m.content %}{% endfor %}"), "string"),
         (_MACRO + _loop("{{ show(m.content) }}"), "openai"),
         (_MACRO.replace("text", "content") + _loop("{{ show(m.name) }}"), "string"),
         (_loop("{% generation %}{% for part in m.content %}{% endfor %}{% endgeneration %}"), "openai"),
         (_loop("{% for part in m.content %}{% break %}{% endfor %}"), "openai"),
-        (_loop("{% for part in m.content %}"), "string"),
         ("{{ " + "(" * 20_000, "string"),
     ],
 )

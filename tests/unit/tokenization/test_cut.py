@@ -60,12 +60,6 @@ _OTHER_STOP = (
     "{% else %}{{ '<|im_end|>' + ('<|answered|>' if m.role == 'assistant' else '') }}{% endif %}{% endfor %}"
     + _PROMPT
 )
-# calls end with a token of their own before that of the turn, as in Apertus
-_TWO_STOPS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% if m.tool_calls %}"
-    "{{ m.tool_calls[0].function.arguments | tojson + '<|called|>' }}{% endif %}{{ '<|im_end|>' }}"
-    "{% endfor %}" + _PROMPT
-)
 # a prompt ends with a token that also stands twice in a close, as in Kimi K3
 _REPEATED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|sep|>' + m.content }}"
@@ -107,7 +101,6 @@ def tokenizers() -> dict[str, ChatTokenizer]:
         ),
         "gptoss": tokenizer_with(_GPTOSS, special=_GPTOSS_TOKENS, stops=["<|return|>", "<|call|>"]),
         "two tokens": tokenizer_with(_TWO_TOKENS, special=[*SPECIAL, "<|answered|>"]),
-        "plain close": tokenizer_with(_PLAIN_CLOSE),
         "header": tokenizer_with(_HEADER, special=[*SPECIAL, "<|user|>"], stops=["<|im_end|>", "<|user|>"]),
         "both": tokenizer_with(_BOTH),
         "announced": tokenizer_with(_ANNOUNCED, special=[*SPECIAL, "<|answered|>"]),
@@ -115,9 +108,6 @@ def tokenizers() -> dict[str, ChatTokenizer]:
             _OTHER_STOP,
             special=[*SPECIAL, "<|answered|>", "<|called|>"],
             stops=["<|eos|>", "<|answered|>", "<|called|>"],
-        ),
-        "two stops": tokenizer_with(
-            _TWO_STOPS, special=[*SPECIAL, "<|called|>"], stops=["<|eos|>", "<|im_end|>", "<|called|>"]
         ),
         "repeated": tokenizer_with(_REPEATED, special=[*SPECIAL, "<|sep|>"]),
     }
@@ -132,7 +122,6 @@ _BOTH_REST = "<|im_end|>user\nAnd?<|im_end|><|im_end|>assistant\n"
 _OTHER_REST = "<|im_start|>user\nAnd?<|im_end|><|im_start|>assistant\n"
 _OTHER_RESULT = "<|im_start|>tool\nsun<|im_end|><|im_start|>assistant\n"
 _REPEATED_REST = "<|im_start|>user<|sep|>And?<|sep|>message<|sep|><|im_end|><|im_start|>assistant<|sep|>"
-_PLAIN_REST = "user: And? END<|im_end|>assistant: "
 _LENGTH = {"finish_reason": "length"}
 
 Row = tuple[str, str, dict[str, Any], str, str]
@@ -143,13 +132,14 @@ _AFTER_TEXT: dict[str, Row] = {
     "alternate stop": ("chatml", "<|eos|>", {}, "", _CHATML_REST),
     "stop that opens the next message": ("header", "<|user|>", {}, "", "<|user|>" + _HEADER_REST),
     "close before a header": ("header", "<|im_end|>", {}, "", "<|user|>" + _HEADER_REST),
+
     "one token for both, as length": ("both", "o", _LENGTH, "<|im_end|>", _BOTH_REST),
     "line feed, as length": (
         "line feed", "\n", _LENGTH, "\n<|im_end|>", _CHATML_REST.replace("And?", "And?\n")
     ),
     "no close": ("glm", "<|user|>", {}, "", _GLM_USER),
     "no close, as length": ("glm", "o", _LENGTH, "", "<|user|>" + _GLM_USER),
-    "no close, stop of another role": ("glm", "<|observation|>", {}, "", "<|user|>" + _GLM_USER),
+
     "replaced stop, length": ("gptoss", "o", _LENGTH, "<|end|>", _GPTOSS_USER),
     "first token of a close": ("two tokens", "<|answered|>", {}, "<|im_end|>", _TWO_REST),
     "no token of a close": ("two tokens", "o", _LENGTH, "<|answered|><|im_end|>", _TWO_REST),
@@ -159,7 +149,7 @@ _AFTER_TEXT: dict[str, Row] = {
     "a token twice in the close": (
         "repeated", "o", _LENGTH, "<|sep|>message<|sep|><|im_end|>", _REPEATED_REST
     ),
-    "plain text in a close, as length": ("plain close", "o", _LENGTH, " END<|im_end|>", _PLAIN_REST),
+
 }  # fmt: skip
 _AFTER_CALLS: dict[str, Row] = {
     "call": ("hermes", "<|im_end|>", {}, "", _HERMES_REST),
@@ -172,7 +162,7 @@ _AFTER_CALLS: dict[str, Row] = {
     "call with the other stop, as length": (
         "other stop", "}", _LENGTH, "<|im_end|><|called|>", _OTHER_RESULT
     ),
-    "call with two stops, as length": ("two stops", "}", _LENGTH, "<|called|><|im_end|>", _OTHER_RESULT),
+
 }  # fmt: skip
 
 

@@ -1,14 +1,12 @@
 """Templates in which something unusual decides what follows a turn: it is seen, or the append is refused."""
 
-import random
 from itertools import count
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from tests.unit.tokenization.in_memory import SPECIAL, appended_text, tokenizer_with
-from tokenization import InvalidMessages, TemplateUnsupported
+from tokenization import TemplateUnsupported
 
 _MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
 _PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -33,9 +31,6 @@ def _talk(*texts: str) -> list[dict[str, Any]]:
 
 _REST = "\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n"
 _NOTED = "\n<|im_start|>system\nSay why: A<|im_end|>" + _REST
-_WITHOUT_REPETITIONS = "{% set ns = namespace(seen=[]) %}" + _chatml(
-    before="{% if m.content not in ns.seen %}", after="{% endif %}"
-).replace("{% endif %}{% endfor %}", "{% endif %}{% set ns.seen = ns.seen + [m.content] %}{% endfor %}")
 
 
 @pytest.mark.parametrize("proved", [False, True])
@@ -48,8 +43,6 @@ _WITHOUT_REPETITIONS = "{% set ns = namespace(seen=[]) %}" + _chatml(
         (_noted_if("messages|length > 4"), _talk("a", "b", "c", "d", "Hi", "A"), _NOTED),
         (_noted_if("messages|length > 4"), _talk("a", "b", "c", "d", "Hi", "B"), _NOTED),
         (_chatml(before="{% if loop.index > 5 %}{% break %}{% endif %}"), _talk(*"abcdef"), None),
-        (_WITHOUT_REPETITIONS, _talk("a", "b"), _REST),
-        (_WITHOUT_REPETITIONS, _talk("why", "b"), None),
     ],
 )
 def test_text_after_the_turn_is_that_of_this_conversation_or_refused(
@@ -115,28 +108,3 @@ def test_time_is_part_of_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(2):
         with pytest.raises(TemplateUnsupported):
             appended_text(exact, "<|im_end|>", _talk("why"), history=_talk("a", "b"))
-
-
-def test_text_like_a_marker_needs_no_more_renderings_or_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, counts = random.getrandbits, set()
-    for text in ("x" + "y" * 30_000, "qZ" + "q" * 30_000, "qZassistantZq" * 2_000):
-        tokenizer = tokenizer_with(_chatml())
-        renderings, candidates = Mock(wraps=tokenizer._tokenizer.apply_chat_template), Mock(wraps=draw)
-        monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", renderings)
-        monkeypatch.setattr(random, "getrandbits", candidates)
-        assert text in appended_text(tokenizer, "<|im_end|>", _talk(text), history=_talk("a", "b"))[1]
-        counts.add((renderings.call_count, candidates.call_count))
-    assert len(counts) == 1
-
-
-_CYCLE: dict[str, Any] = {"role": "user", "content": "why"}
-_CYCLE["extra"] = _CYCLE
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"history": iter([])}, {"new_messages": [_CYCLE]}, {"tools": 5}, {"template_kwargs": "abc"}]
-)
-def test_wrong_types_are_typed_errors(wrong: dict[str, Any]) -> None:
-    arguments = {"new_messages": _talk("why"), "history": _talk("a", "b"), **wrong}
-    with pytest.raises(InvalidMessages):
-        tokenizer_with(_chatml()).append([1], **arguments)

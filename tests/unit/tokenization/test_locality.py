@@ -3,12 +3,11 @@
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from tests.unit.tokenization.in_memory import appended_text, tokenizer_with
-from tokenization import TemplateUnsupported, TokenizationError, locality
+from tests.unit.tokenization.in_memory import tokenizer_with
+from tokenization import locality
 from tokenization.histories import user
 from tokenization.locality import Locality, Proof
 from tokenization.proofs import load_proof, store_proof
@@ -43,12 +42,9 @@ _EARLIER = "earlier messages decide what is printed"
 _CONDITIONS = {
     "messages[0].role == 'system' and '/no_think' in messages[0].content": "tool after system '/no_think'",
     "messages | length == 34": "",
-    "messages[0].content | length > 100": "",
     "mode == 'old' and messages | length > 4": "with mode='old': ",
-    "tools and '/no_think' in messages[0].content": "",
     "messages[0].role == 'system' and messages[-1].content == '/think'": "user after system 'qw'",
     "messages[0].content.count('/x') > 2": "'qw /x /x /x qw'",
-    "messages[0].role == 'context'": "user after context 'qw'",
     "messages | selectattr('reasoning_content', 'equalto', '/x') | list": "",
     "messages[0].content == messages[-1].content": "user after user 'qn'",
 }
@@ -67,9 +63,7 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
     "only the last user message": (
         _LAST_USER + _prompt_if("'/no_think' in ns.text"), HISTORY, NEW, f"{_EARLIER}: tool after"
     ),
-    "parity of loop.index": (
-        _LOOP.replace("m.role", "loop.cycle('a', 'b') + m.role") + _PROMPT, HISTORY, HISTORY, _EARLIER
-    ),
+
     "name of the called function": (
         _next_to_result("loop.previtem.tool_calls[0].function.name if loop.previtem.tool_calls else ''"),
         TURN, NEW, r"the last turn decides what is printed: tool after user 'qw', assistant with calls ''",
@@ -123,17 +117,6 @@ _HISTORY = [_SYSTEM, user("Hi"), {"role": "assistant", "content": "Hello."}]
 _REST = "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("prove_first", [False, True])
-def test_history_is_rendered_where_it_decides(prove_first: bool) -> None:
-    tokenizer = tokenizer_with(_prompt_if("'/no_think' in messages[0].content"))
-    if prove_first:
-        tokenizer.prove()
-    assert appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY) == ("", _REST + "<think>")
-    assert appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY[1:]) == ("", _REST)
-    with pytest.raises(TemplateUnsupported, match=r"give `history` .*user after system '/no_think'"):
-        tokenizer.append([1], [user("And?")])
-
-
 def test_audit_compares_with_the_turn_as_it_is() -> None:
     """What no marker shows and no history of the proof has: here a turn whose text is a number."""
     tokenizer = tokenizer_with(_prompt_if("messages | length > 1 and messages[-2].content.isdigit()"))
@@ -144,30 +127,3 @@ def test_audit_compares_with_the_turn_as_it_is() -> None:
     history[1]["content"] = "17"
     assert tokenizer._discovery.refutation([user("And?")], history, options) is not None
     assert tokenizer.prove().after_messages is HISTORY
-
-
-@pytest.mark.parametrize(
-    "template, prove_first, rendered",
-    [(_CHATML, True, False), (_CHATML, False, True), (_prompt_if("'/x' in messages[0].content"), True, True)],
-)
-def test_history_is_not_rendered_where_that_is_proved(
-    monkeypatch: pytest.MonkeyPatch, template: str, prove_first: bool, rendered: bool
-) -> None:
-    tokenizer = tokenizer_with(template)
-    if prove_first:
-        tokenizer.prove()
-    render = Mock(wraps=tokenizer._tokenizer.apply_chat_template)
-    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", render)
-    tokenizer.append([1], [user("And?")], history=_HISTORY)
-    assert "And?" in repr(render.call_args_list)
-    assert ("/no_think" in repr(render.call_args_list)) is rendered
-
-
-def test_turn_that_is_refused_alone_is_rendered_with_its_history() -> None:
-    tokenizer = tokenizer_with(
-        "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}" + _CHATML
-    )
-    tokenizer.prove()
-    assert appended_text(tokenizer, "<|im_end|>", [user("And?")], history=_HISTORY) == ("", _REST)
-    with pytest.raises(TokenizationError):
-        tokenizer.append([1], [user("And?")], history=_HISTORY[1:])

@@ -4,6 +4,7 @@ import pytest
 
 from tokenization import InvalidMessages
 from tokenization.messages import for_template
+from tokenization.tools import tools_for_template
 
 _CACHED = {"type": "text", "text": "b", "cache_control": 1}
 _REFERENCE = {"type": "tool_reference", "name": "f"}
@@ -23,11 +24,9 @@ def _call(arguments: object) -> dict[str, Any]:
     [
         ({"content": None}, {"content": ""}),
         ({"content": [{"type": "refusal", "refusal": "a"}, _CACHED]}, {"content": "a\nb"}),
-        ({"content": "a", "name": "n", "tool_call_id": "t"}, {"content": "a", "name": "n"}),
-        ({"content": "a", "audio": None, "tool_calls": []}, {"content": "a"}),
+        ({"content": "a", "name": "n", "tool_calls": []}, {"content": "a", "name": "n"}),
         ({"reasoning_content": "r"}, {"content": "", "reasoning": "r", "reasoning_content": "r"}),
         ({"tool_calls": [_call('{"x": 1}')]}, {"content": "", "tool_calls": [_call({"x": 1})]}),
-        ({"tool_calls": [_call("")]}, {"content": "", "tool_calls": [_call({})]}),
         ({"tool_calls": [_call("{not json")]}, {"content": "", "tool_calls": [_call({})]}),
     ],
 )
@@ -45,7 +44,6 @@ def test_conversion(message: dict[str, Any], expected: dict[str, Any]) -> None:
         ({"role": "user", "content": ["a", "", _CACHED]}, "a\nb", [_text("a"), _text(""), _CACHED]),
         ({"role": "tool", "content": ["a", "", "b"]}, "a\nb", "a\n\nb"),
         ({"role": "tool", "content": ["a", _REFERENCE]}, "a\nf", [_text("a"), _REFERENCE]),
-        ({"role": "system", "content": _BILLING}, "", []),
         ({"role": "system", "content": [_BILLING, "Be brief."]}, "Be brief.", [_text("Be brief.")]),
     ],
 )
@@ -118,3 +116,17 @@ def test_system_messages_are_merged_for_templates_without_developer(
 def test_invalid_messages_are_rejected(message: Any, error: str) -> None:
     with pytest.raises(InvalidMessages, match=error):
         for_template([{"role": "user", "content": "a"}, message])
+
+
+def test_tools_have_the_fields_and_the_order_of_vllm() -> None:
+    """Templates print tools as JSON, where the order of fields counts."""
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    odd: Any = {"function": {"parameters": schema, "x": 1, "name": "f"}, "y": 1, "type": "function"}
+    strict: Any = {"function": {"strict": False, "defer_loading": None, "description": "d", "name": "f"}}
+    expected = [
+        {"name": "f", "description": None, "parameters": schema},
+        {"name": "f", "description": "d", "parameters": None, "strict": False},
+    ]
+    converted = [{"type": "function", "function": function} for function in expected]
+    assert repr(tools_for_template([odd, strict])) == repr(converted)
+    assert tools_for_template([]) is None

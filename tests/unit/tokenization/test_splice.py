@@ -11,21 +11,11 @@ _EOS = 2
 _IDS = st.lists(st.integers(3, 50))
 
 
-@pytest.mark.parametrize(
-    "model_prefix, template_prefix, template, expected",
-    [
-        # the example that NeMo-RL documents
-        ([11, 40, 220, 17, 2], [11, 40, 1001, 2], [11, 40, 1001, 2, 21, 22], [11, 40, 220, 17, 2, 21, 22]),
-        # the template prints text after the stop token that the model did not sample
-        ([11, 220, 2], [11, 1001, 2, 198], [11, 1001, 2, 198, 21], [11, 220, 2, 198, 21]),
-        # without model ids the rendering stays as it is
-        ([], [11, 1001, 2], [11, 1001, 2, 21], [11, 1001, 2, 21]),
-    ],
-)
-def test_examples(
-    model_prefix: list[int], template_prefix: list[int], template: list[int], expected: list[int]
-) -> None:
-    assert replace_prefix_tokens(_EOS, model_prefix, template_prefix, template) == expected
+def test_the_example_of_nemo_rl() -> None:
+    spliced = replace_prefix_tokens(_EOS, [11, 40, 220, 17, 2], [11, 40, 1001, 2], [11, 40, 1001, 2, 21, 22])
+    assert spliced == [11, 40, 220, 17, 2, 21, 22]
+    # without model ids the rendering stays as it is
+    assert replace_prefix_tokens(_EOS, [], [11, 1001, 2], [11, 1001, 2, 21]) == [11, 1001, 2, 21]
 
 
 @given(_IDS, _IDS, _IDS, st.booleans())

@@ -44,16 +44,6 @@ def test_errors_of_a_template_are_invalid_messages(load: Load, template: str, er
         tokenizer.append([1], [_USER], history=[_USER, {"role": "assistant", "content": "Hi"}])
 
 
-@pytest.mark.parametrize("content_format, expected", [(None, "Hi"), ("string", "H|i|"), ("openai", "Hi")])
-def test_content_format_is_detected_or_given(load: Load, content_format: Any, expected: str) -> None:
-    template = (
-        "{% for m in messages %}{% for part in m.content %}"
-        "{{ part.text if part is mapping else part + '|' }}{% endfor %}{% endfor %}"
-    )
-    assert load(template, content_format=content_format).text([_USER]) == expected
-    assert load(template).with_content_format(content_format).text([_USER]) == expected
-
-
 def test_fingerprint_covers_format_and_defaults(load: Load) -> None:
     plain = load(_CHATML)
     others = [

@@ -48,11 +48,9 @@ _FALLBACK = {"type": "Sequence", "decoders": [_REPLACE, {"type": "ByteFallback"}
     [
         ({"type": "ByteLevel"}, "Ġcaf\u00c3", b" caf\xc3"),
         (_FALLBACK, "<0xE2>", b"\xe2"),
-        (_FALLBACK, "<0xZZ>", b"<0xZZ>"),
         ({"type": "Metaspace", "replacement": "\u2581"}, "\u2581a\u2581b", b" a b"),
         ({"type": "WordPiece", "prefix": "##"}, "sing", b" sing"),
         ({"type": "BPEDecoder", "suffix": "</w>"}, "end</w>", b"end "),
-        (None, "plain", b"plain"),
     ],
 )
 def test_each_decoder(decoder: object, token: str, expected: bytes) -> None:

@@ -1,14 +1,11 @@
 """An append after a template that is not local: the whole history is rendered as text, once or twice."""
 
-import random
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from tests.support.tiny_model import CHATML, END, TinyModel
 from tokenization import ChatTokenizer
-from tokenization.new_texts import unused_mark
 
 _NUMBERED = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + message.role ~ loop.index")
 _CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"q": "x"}'}}
@@ -43,29 +40,3 @@ def test_prompt_equals_a_rendering(
         sampled = ids[: len(ids) - ids[::-1].index(END)]
         appended = tokenizer.append(sampled, new, history=history)
         assert appended.prompt_ids == tokenizer.render([*history, *new])
-
-
-@pytest.mark.parametrize(
-    "template, times", [(_NUMBERED, 1), (_NUMBERED.replace("loop.index", "messages[0].content"), 2)]
-)
-def test_how_often_the_whole_history_is_rendered(
-    tiny_model: TinyModel, template: str, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once if the same follows as after the last turn alone, but for numbers in the header.
-
-    Otherwise once more, with a marker in the turn.
-    """
-    tokenizer = ChatTokenizer.load(tiny_model.folder, template)
-    render = Mock(wraps=tokenizer._tokenizer.apply_chat_template)
-    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", render)
-    history, new = _history(20, _CALLED), [{"role": "tool", "tool_call_id": "a", "content": "12"}]
-    tokenizer.append([END], new, history=history)
-    counts = [len(call.args[0]) for call in render.call_args_list]
-    assert [count for count in counts if count > 10] == [len(history) + 1] * times
-
-
-def test_mark_that_the_conversation_holds_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    candidates = Mock(side_effect=[1, 2, 3])
-    monkeypatch.setattr(random, "getrandbits", candidates)
-    first = {"role": "user", "content": "qZ0000000001assistantZq"}
-    assert unused_mark([first, {"role": "user", "content": ["0000000002"]}]) == "qZ0000000003assistantZq"

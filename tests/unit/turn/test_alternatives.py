@@ -1,4 +1,4 @@
-"""The most probable tokens at each sampled id, and the prefix cache: read where the engine tells them."""
+"""The most probable tokens at each sampled id are read where the engine tells them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from proxy.history.turn import pack_alternatives, unpack_alternatives
 from proxy.turn.alternatives import read_alternatives
 from proxy.turn.reader import StreamReader, read_completion
-from tests.unit.turn.bodies import ODD, chunk, encoded, piece, whole, whole_choice
+from tests.unit.turn.bodies import chunk, encoded, piece, whole, whole_choice
 
 _HALF = b"\xf0\x9f"
 _TOP = [
@@ -44,13 +44,3 @@ def test_alternatives_are_read_as_bytes_and_at_most_twenty() -> None:
 def test_alternatives_of_another_shape_are_left_out_and_spoil_nothing(odd: object) -> None:
     [choice] = read_completion(encoded(whole(whole_choice(logprobs=_logprobs([odd], []))))).choices
     assert (choice.alternatives, choice.unreadable, choice.logprobs) == ([], "", [-0.5, -0.5])
-
-
-@pytest.mark.parametrize(
-    "details, cached", [({"cached_tokens": 384}, 384), ({"cached_tokens": -1}, None), ("x", None)]
-)
-def test_cached_ids_are_those_of_the_usage(details: object, cached: int | None) -> None:
-    usage = {"completion_tokens": 1, "prompt_tokens_details": details}
-    for odd in ("1", "NaN"):  # the latter body is read field by field
-        completion = read_completion(encoded(whole(usage=usage, odd=ODD), odd))
-        assert (completion.cached_tokens, completion.completion_tokens) == (cached, 1)

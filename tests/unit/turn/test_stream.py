@@ -141,31 +141,22 @@ async def test_the_usage_that_follows_a_turn_is_recorded_with_it(blocks: tuple[_
 
 
 @pytest.mark.parametrize(
-    "late, blocks, after",
+    "blocks, after, broken",
     [
-        (True, (_USAGE, _DONE), [_DONE]),
-        (False, (_DONE,), [_DONE]),
-        (False, (_BROKEN,), [EngineBroken]),
-        (True, (_BROKEN,), [EngineBroken]),
-        (False, (_ERROR,), [_ERROR]),
+        ((asyncio.Event(), _USAGE, _DONE), _DONE, False),
+        ((_DONE,), _DONE, False),
+        ((_BROKEN,), b"", True),
+        ((_ERROR,), _ERROR, False),
     ],
 )
 async def test_a_turn_is_recorded_and_sent_without_its_usage(
-    late: bool, blocks: tuple[_Block, ...], after: list[Any]
+    blocks: tuple[_Block, ...], after: bytes, broken: bool
 ) -> None:
-    waits = (asyncio.Event(),) if late else ()
-    log = await _log(_A, _END, *waits, *blocks, usage_s=0.0 if late else _LONG_S)
+    late = isinstance(blocks[0], asyncio.Event)
+    log = await _log(_A, _END, *blocks, usage_s=0.0 if late else _LONG_S)
     assert log[:2] == [_sent("a"), 1]
-    assert [part for part in log if part is EngineBroken] == [part for part in after if part is EngineBroken]
-    sent, expected = ([part for part in parts if isinstance(part, bytes)] for parts in (log[2:], after))
-    assert b"".join(sent) == b"".join([_SENT_END, *expected])
-
-
-async def test_comments_do_not_prolong_the_wait() -> None:
-    comments = [part for _ in range(20) for part in (0.004, _COMMENT)]
-    log = await _log(_END, *comments, _USAGE + _DONE, usage_s=0.01)
-    assert log[0] == 1
-    assert len(log) > 10  # the comments after the wait are sent one by one
+    assert b"".join(part for part in log[2:] if isinstance(part, bytes)) == _SENT_END + after
+    assert (log[-1] is EngineBroken) is broken
 
 
 async def test_only_the_last_choice_waits_for_the_usage() -> None:

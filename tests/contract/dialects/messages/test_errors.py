@@ -1,11 +1,9 @@
 """Errors have Anthropic's envelope, and the words and headers on which its clients act."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -14,12 +12,10 @@ from proxy.errors import ApiError, EngineBroken, Overloaded, Unsupported
 from proxy.key_command import add_key
 from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, error_body
 from tests.support.talk import user
-from tests.support.tiny_model import TinyModel
 from tests.support.utils import Pair, run_proxy
 
 _PATH = "/v1/messages"
 _BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "messages": [user("Hi")]}
-_PATHS = (f"{_PATH}?beta=true", f"{_PATH}/count_tokens", f"/sessions/s{_PATH}", "/messages", f"{_PATH}/")
 
 
 def _error(response: httpx.Response, status: int, kind: str) -> str:
@@ -33,36 +29,26 @@ def _error(response: httpx.Response, status: int, kind: str) -> str:
     return message
 
 
-@pytest.fixture(scope="module")
-def keyed(
-    tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[httpx.Client, str]]:
-    """A proxy with keys and a small limit for bodies, and a key that may only read."""
-    file = Path(tmp_path_factory.mktemp("keys")) / "keys.yaml"
-    key = add_key(file, "reader", ["read"], "all")
-    settings: Any = {"api_key": ["k"], "admin_key": ["a"], "api_key_file": file, "body_limit_bytes": 500}
-    with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:", **settings) as client:
-        yield client, key
+def test_requests_that_are_refused(mortal: FakeVllm, tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    reader = {"x-api-key": add_key(file, "reader", ["read"], "all")}
+    settings: Any = {"api_key": ["k"], "api_key_file": file, "body_limit_bytes": 500, "store": "memory:"}
+    with run_proxy([mortal], **settings) as client:
+        for path in (f"{_PATH}?beta=true", f"{_PATH}/count_tokens", f"/sessions/s{_PATH}"):
+            assert "X-API-Key" in _error(client.post(path, json=_BODY), 401, "authentication_error")
+            forbidden = client.post(path, json=_BODY, headers=reader)
+            assert "scope" in _error(forbidden, 403, "permission_error")
+            large = client.post(path, json={**_BODY, "x": "y" * 500}, headers={"x-api-key": "k"})
+            assert "body_limit_bytes" in _error(large, 413, "request_too_large")
+            wrong = {**_BODY, "messages": [*_BODY["messages"], {"role": "user", "content": [{"type": "x"}]}]}
+            refused = client.post(path, json=wrong, headers={"x-api-key": "k"})
+            message = _error(refused, 400, "invalid_request_error")
+            assert message.startswith("messages[1].content[0].type: ")
+            assert client.post(path, json=_BODY, headers={"authorization": "Bearer k"}).is_success
+        assert client.head("/", headers={"x-api-key": "k"}).is_success
 
 
-@pytest.mark.parametrize("path", _PATHS)
-def test_requests_that_are_refused(keyed: tuple[httpx.Client, str], path: str) -> None:
-    client, reader = keyed
-    refused = client.post(path, json=_BODY)
-    assert "X-API-Key" in _error(refused, 401, "authentication_error")
-    forbidden = client.post(path, json=_BODY, headers={"x-api-key": reader})
-    assert "scope" in _error(forbidden, 403, "permission_error")
-    large = client.post(path, json={**_BODY, "x": "y" * 500}, headers={"x-api-key": "k"})
-    assert "body_limit_bytes" in _error(large, 413, "request_too_large")
-    wrong = {**_BODY, "messages": [*_BODY["messages"], {"role": "user", "content": [{"type": "x"}]}]}
-    message = _error(client.post(path, json=wrong, headers={"x-api-key": "k"}), 400, "invalid_request_error")
-    assert message.startswith("messages[1].content[0].type: ")
-    assert client.post(path, json=_BODY, headers={"authorization": "Bearer k"}).is_success
-    assert client.head("/", headers={"authorization": "Bearer k"}).status_code == 200
-
-
-@pytest.mark.parametrize("turn", [0, 1])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("turn", "stream"), [(0, False), (1, True)])
 def test_a_prompt_that_is_too_long(pair: Pair, turn: int, stream: bool) -> None:
     """Claude Code compacts the conversation when it reads these words, and these numbers."""
     messages = list(_BODY["messages"])
@@ -83,10 +69,6 @@ def test_a_prompt_that_is_too_long(pair: Pair, turn: int, stream: bool) -> None:
     "message, count",
     [
         ("This model's maximum context length is 80 tokens. But your prompt contains 900 characters", 81),
-        (
-            "This model's maximum context length is 80 tokens. Your prompt contains at least 81 input tokens",
-            81,
-        ),
         ("The decoder prompt (length 99) is longer than the maximum model length of 80.", 99),
         ("something else", 0),
     ],
@@ -98,21 +80,12 @@ def test_the_wording_of_engines(message: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "status, kind, raised",
-    [
-        (400, "invalid_request_error", anthropic.BadRequestError),
-        (403, "permission_error", anthropic.PermissionDeniedError),
-        (429, "rate_limit_error", anthropic.RateLimitError),
-        (500, "api_error", anthropic.InternalServerError),
-    ],
+    "status, kind", [(403, "permission_error"), (429, "rate_limit_error"), (500, "api_error")]
 )
-def test_an_error_of_the_engine(pair: Pair, status: int, kind: str, raised: type[Exception]) -> None:
+def test_an_error_of_the_engine(pair: Pair, status: int, kind: str) -> None:
     canned = Canned(error_body("no", "X", None, status), status, {"content-type": "application/json"})
-    sdk = anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="x", max_retries=0)
-    pair.fake.replies.extend([Reply(error=canned)] * 4)
+    pair.fake.replies.extend([Reply(error=canned)] * 2)
     assert _error(pair.client.post(_PATH, json=_BODY), status, kind) == "no"
-    with pytest.raises(raised):
-        sdk.messages.create(**_BODY)
 
 
 def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
@@ -120,19 +93,9 @@ def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
     chunk = json.dumps({"id": "c", "choices": [{"index": 0, "delta": {"content": "a"}}]}).encode()
     body = b"data: " + chunk + b"\n\ndata: " + failed + b"\n\ndata: [DONE]\n\n"
     pair.fake.canned["/v1/chat/completions"] = Canned(body, 200, {"content-type": "text/event-stream"})
-    sdk = anthropic.Anthropic(base_url=str(pair.client.base_url), api_key="x", max_retries=0)
-    with (
-        pytest.raises(anthropic.APIStatusError, match="the engine is dead"),
-        sdk.messages.stream(**_BODY) as events,
-    ):
-        events.until_done()
-
-
-def test_bodies_that_are_not_utf8(client: httpx.Client) -> None:
-    """Also in values that nobody reads."""
-    tools = b'"messages":[{"role":"user","content":"a"}],"tools":[{"name":"f","input_schema":{"\xff":1}}]'
-    answer = client.post(_PATH, content=b'{"model":"tiny","max_tokens":8,%b}' % tools)
-    assert "UTF-8" in _error(answer, 400, "invalid_request_error")
+    content = pair.client.post(_PATH, json={**_BODY, "stream": True}).content
+    last = content.removesuffix(b"\n\n").rpartition(b"\n\n")[2]
+    assert last.startswith(b"event: error") and b"the engine is dead" in last
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Conversations of Anthropic's clients stay exact: prompts begin with the ids read and sampled before."""
 
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,8 +111,7 @@ def test_four_turns_with_thinking_and_tools(talk: Talk, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampled, sent, why",
-    [('{"a": 1.0, "b": 1e3}', {"a": 1, "b": 1000}, None), ('{"a": "b', {}, "call_repaired")],
+    "sampled, sent, why", [('{"a": 1.0}', {"a": 1}, None), ('{"a": "b', {}, "call_repaired")]
 )
 def test_arguments_that_clients_write_anew(talk: Talk, sampled: str, sent: Fields, why: str | None) -> None:
     """Clients hold objects: in JavaScript 1.0 is 1, and what is no object arrives as an empty one."""
@@ -126,21 +124,15 @@ def test_arguments_that_clients_write_anew(talk: Talk, sampled: str, sent: Field
     assert talk.headers.get("x-prompt-reason") == why
 
 
-@pytest.fixture(scope="module")
-def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A model whose template refuses system messages after the first message."""
-    model = make_tiny_model(Path(tmp_path_factory.mktemp("strict")), _SYSTEM_REFUSED)
-    with FakeVllm(model) as fake, run_proxy([fake], store="memory:") as client:
-        yield Pair(fake, client)
-
-
-def test_system_messages_join_the_users_where_the_template_refuses_them(strict: Pair) -> None:
-    client = anthropic.Anthropic(base_url=str(strict.client.base_url), api_key="x", max_retries=0)
-    talk = Talk(strict.fake, client, fields={"system": "p"})
+def test_system_messages_join_the_users_where_the_template_refuses_them(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, _SYSTEM_REFUSED)
     reminder = {"role": "system", "content": "Be kind."}
-    _first(talk, reminder)
-    talk.ask(user("more"), reminder)
-    talk.ask(user("and more"), reminder, user("again"))
+    with FakeVllm(model) as fake, run_proxy([fake], store="memory:") as proxy:
+        client = anthropic.Anthropic(base_url=str(proxy.base_url), api_key="x", max_retries=0)
+        talk = Talk(fake, client, fields={"system": "p"})
+        _first(talk, reminder)
+        talk.ask(user("more"), reminder)
+        talk.ask(user("and more"), reminder, user("again"))
     messages = talk.fake.last().json["messages"]
     assert [message["role"] for message in messages] == ["system", *["user", "assistant"] * 2, "user", "user"]
     assert messages[0]["content"] == "pBe kind."

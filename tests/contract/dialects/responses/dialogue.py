@@ -80,7 +80,8 @@ class Dialogue:
         else:
             response = client.responses.create(**request)
         self.last = response.id
-        self.items += [*new, *(self._kept(item) for item in response.output)]
+        kept: list[Item] = [item.to_dict() for item in response.output]
+        self.items += [*new, *({**item, "id": None} if self.strip_ids else item for item in kept)]
         self.ids = [*(sent_ids(self.pair.fake) or []), *reply.ids]
         return response
 
@@ -97,9 +98,3 @@ class Dialogue:
         expected = [*before, *appended_after(self.model, before, said, tools=tools)]
         assert sent_ids(self.pair.fake) == expected
         return response
-
-    def _kept(self, item: Any) -> Item:
-        kept: Item = item.to_dict()
-        if self.strip_ids:
-            kept.pop("id")
-        return kept

@@ -6,13 +6,9 @@ import pytest
 
 from tests.contract.dialects.responses.dialogue import FUNCTION, Dialogue, engine_body, result
 from tests.support.fake_vllm import Reply, as_rendered, tools_as_rendered
-from tests.support.talk import call
+from tests.support.talk import call, user
 from tests.support.tiny_model import END, SPLIT, TinyModel
 from tests.support.utils import EVERY_SPELLING, Pair
-
-
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def _calling(*calls: str, **message: Any) -> Reply:
@@ -29,7 +25,7 @@ def test_four_turns_with_reasoning_and_calls(
     fields = {"tools": [FUNCTION], "instructions": "Be brief.", "include": ["reasoning.encrypted_content"]}
     made = Dialogue(pair, tiny_model, fields, stores)
     reply = _calling("c1", "c2", reasoning="so", content="I look")
-    first = made.ask([_user(f"Hi {stores} {stream}")], reply, stream=stream)
+    first = made.ask([user(f"Hi {stores} {stream}")], reply, stream=stream)
     calls = [item for item in first.output if item.type == "function_call"]
     made.ids = [*_rendered(made), *SPLIT]
     new = [result(calls[0], "one"), result(calls[1], "two")]
@@ -40,7 +36,7 @@ def test_four_turns_with_reasoning_and_calls(
     [again] = [item for item in second.output if item.type == "function_call"]
     said = [{"role": "tool", "tool_call_id": "c3", "content": "3"}]
     made.follow([result(again, "3")], said, Reply(SPLIT, message={"reasoning": "at last"}), stream=stream)
-    made.follow([_user("Thanks")], [_user("Thanks")], Reply((*SPLIT[:3],)), stream=stream)
+    made.follow([user("Thanks")], [user("Thanks")], Reply((*SPLIT[:3],)), stream=stream)
 
 
 def _rendered(made: Dialogue) -> list[int]:
@@ -59,11 +55,11 @@ _CLIENTS: dict[str, dict[str, Any]] = {
 def test_what_clients_send_back(pair: Pair, tiny_model: TinyModel, client: dict[str, Any]) -> None:
     fields = {"tools": [FUNCTION], **client.get("fields", {})}
     made = Dialogue(pair, tiny_model, **{**client, "fields": fields})
-    first = made.ask([_user(f"Hi {client}")], _calling("c1", reasoning="so", content=" a "))
+    first = made.ask([user(f"Hi {client}")], _calling("c1", reasoning="so", content=" a "))
     made.ids = [*_rendered(made), *SPLIT]
     said = [{"role": "tool", "tool_call_id": "c1", "content": "1"}]
     made.follow([result(first.output[-1], "1")], said, Reply(SPLIT, message={"reasoning": "r"}))
-    made.follow([_user("more")], [_user("more")], Reply(SPLIT))
+    made.follow([user("more")], [user("more")], Reply(SPLIT))
 
 
 def test_the_echoed_item_decides_between_equal_texts(pair: Pair, tiny_model: TinyModel) -> None:
@@ -71,7 +67,7 @@ def test_the_echoed_item_decides_between_equal_texts(pair: Pair, tiny_model: Tin
     talks = [Dialogue(pair, tiny_model) for _ in range(2)]
     for number, made in enumerate(talks):
         sampled = (*SPLIT[:-1], 90 + number, END)
-        made.ask([_user("Hi, twice the same")], Reply(sampled, message={"content": "same"}))
+        made.ask([user("Hi, twice the same")], Reply(sampled, message={"content": "same"}))
         made.ids = [*_rendered(made), *sampled]
     for made in reversed(talks):
-        made.follow([_user("more")], [_user("more")], Reply(SPLIT))
+        made.follow([user("more")], [user("more")], Reply(SPLIT))

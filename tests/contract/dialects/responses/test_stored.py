@@ -10,7 +10,7 @@ from proxy.history.store import StoreError
 from proxy.stores.memory_documents import MemoryDocuments
 from tests.contract.dialects.responses.dialogue import FUNCTION, engine_body, result, sdk
 from tests.support.fake_vllm import FakeVllm, Reply
-from tests.support.talk import call
+from tests.support.talk import call, user
 from tests.support.tiny_model import SPLIT
 from tests.support.utils import run_proxy
 
@@ -19,21 +19,8 @@ _CALLING = Reply(
 )
 
 
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def _answer(client: httpx.Client, **fields: Any) -> dict[str, Any]:
-    response = client.post("/v1/responses", json={"model": "tiny", **fields})
-    assert response.status_code == 200, response.text
-    body: dict[str, Any] = response.json()
-    return body
-
-
-def _error(response: httpx.Response, status: int) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    error: dict[str, Any] = response.json()["error"]
-    return error
+def _post(client: httpx.Client, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    return client.post("/v1/responses", json={"model": "tiny", **fields}, headers=headers)
 
 
 def test_the_life_of_a_response(client: httpx.Client, fake: FakeVllm) -> None:
@@ -43,7 +30,7 @@ def test_the_life_of_a_response(client: httpx.Client, fake: FakeVllm) -> None:
     first = asking.responses.create(model="tiny", input="Hi", **fields)
     assert asking.responses.retrieve(first.id).to_dict() == first.to_dict()
     assert (first.metadata, first.instructions) == ({"a": "b"}, "Be brief.")
-    new = [result(first.output[-1], "ok"), _user("And?")]
+    new = [result(first.output[-1], "ok"), user("And?")]
     second = asking.responses.create(model="tiny", previous_response_id=first.id, input=new)
     roles = [message["role"] for message in engine_body(fake)["messages"]]
     assert roles == ["user", "assistant", "tool", "user"]
@@ -59,55 +46,50 @@ def test_the_life_of_a_response(client: httpx.Client, fake: FakeVllm) -> None:
 
 
 def test_a_response_that_is_not_stored(client: httpx.Client) -> None:
-    asking = sdk(client)
-    response = asking.responses.create(model="tiny", input="Hi", store=False)
-    with pytest.raises(openai.NotFoundError):
-        asking.responses.retrieve(response.id)
-    with pytest.raises(openai.BadRequestError):
-        asking.responses.create(model="tiny", previous_response_id=response.id, input="more")
+    made = _post(client, input="Hi", store=False).json()
+    assert client.get(f"/v1/responses/{made['id']}").status_code == 404
+    assert _post(client, input="more", previous_response_id=made["id"]).status_code == 400
 
 
 def test_responses_of_other_tenants_are_not_found(mortal: FakeVllm) -> None:
     with run_proxy([mortal], store="memory:", api_key=["one", "two"]) as client:
         one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
-        made = client.post("/v1/responses", json={"model": "tiny", "input": "Hi"}, headers=one).json()
+        made = _post(client, one, input="Hi").json()
         path = f"/v1/responses/{made['id']}"
         for method in ("GET", "DELETE"):
-            assert _error(client.request(method, path, headers=two), 404)["code"] == "response_not_found"
+            assert client.request(method, path, headers=two).json()["error"]["code"] == "response_not_found"
         for param, fields in (
             ("previous_response_id", {"input": "more", "previous_response_id": made["id"]}),
             ("input[0].id", {"input": [{"type": "item_reference", "id": made["output"][0]["id"]}]}),
         ):
-            refused = client.post("/v1/responses", json={"model": "tiny", **fields}, headers=two)
-            assert _error(refused, 400)["param"] == param
+            assert _post(client, two, **fields).json()["error"]["param"] == param
         assert client.get(path, headers=one).status_code == 200
 
 
 def test_references_to_items(client: httpx.Client, fake: FakeVllm) -> None:
     fake.replies.append(_CALLING)
-    made = _answer(client, input="Hi", tools=[FUNCTION])
+    made = _post(client, input="Hi", tools=[FUNCTION]).json()
     references = [{"type": "item_reference", "id": item["id"]} for item in made["output"]]
     answer = {"type": "function_call_output", "call_id": "c1", "output": "ok"}
-    items = [_user("Hi"), *references[:2], {"id": references[2]["id"]}, answer]
-    _answer(client, input=items, tools=[FUNCTION])
+    items = [user("Hi"), *references[:2], {"id": references[2]["id"]}, answer]
+    _post(client, input=items, tools=[FUNCTION])
     assistant = engine_body(fake)["messages"][1]
     assert (assistant["reasoning"], assistant["content"]) == ("so", "I look")
     assert assistant["tool_calls"][0]["id"] == "c1"
     unknown = {"type": "item_reference", "id": f"msg_{'0' * 36}"}
-    more = client.post("/v1/responses", json={"model": "tiny", "input": [unknown]})
-    assert _error(more, 400)["param"] == "input[0].id"
+    assert _post(client, input=[unknown]).json()["error"]["param"] == "input[0].id"
 
 
 def test_a_store_that_does_not_respond(mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*args: object) -> None:
         raise StoreError("out of order")
 
+    for name in ("keep", "read"):
+        monkeypatch.setattr(MemoryDocuments, name, fail)
     with run_proxy([mortal], store="memory:") as client:
-        made = _answer(client, input="Hi")
-        monkeypatch.setattr(MemoryDocuments, "keep", fail)
-        monkeypatch.setattr(MemoryDocuments, "read", fail)
-        unstored = _answer(client, input="Hi")
-        assert unstored["status"] == "completed"
-        more = {"model": "tiny", "input": "more", "previous_response_id": made["id"]}
-        assert _error(client.post("/v1/responses", json=more), 503)
-        assert _error(client.get(f"/v1/responses/{made['id']}"), 503)
+        made = _post(client, input="Hi").json()
+        assert made["status"] == "completed"
+        # a summary that cannot be kept is not sent: the client keeps its conversation
+        assert _post(client, input=[user("Hi"), {"type": "compaction_trigger"}]).status_code == 503
+        assert _post(client, input="more", previous_response_id=made["id"]).status_code == 503
+        assert client.get(f"/v1/responses/{made['id']}").status_code == 503

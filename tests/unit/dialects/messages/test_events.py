@@ -20,11 +20,6 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
         ["0 thinking", "0 thinking: a", "0 thinking: b", f"0 signature: {_SIGNATURE}", "0 stop",
          "1 text", "1 text: c", "1 stop"],
     ),
-    "a call in pieces": (
-        [_ROLE, chunk(tool_calls=[call(0, "c1", "look")]), chunk(tool_calls=[call(0, arguments='{"a"')]),
-         chunk(tool_calls=[call(0, arguments=": 1}")]), _END],
-        ["0 tool_use", '0 input_json: {"a"', "0 input_json: : 1}", "0 stop"],
-    ),
     "parallel calls": (
         [chunk(content="x"), chunk(tool_calls=[call(0, "c1", "look", "{}"), call(1, "c2", "look")]),
          chunk(tool_calls=[call(1, arguments="{}")]), _END],
@@ -32,8 +27,7 @@ _CASES: dict[str, tuple[list[Chat], list[str]]] = {
          "2 tool_use", "2 input_json: {}", "2 stop"],
     ),
     "arguments that are no object": (
-        [chunk(tool_calls=[call(0, "c1", "look", '"')]), chunk(tool_calls=[call(0, arguments='a"')])],
-        ["0 tool_use", "0 stop"],
+        [chunk(tool_calls=[call(0, "c1", "look", '"a"')])], ["0 tool_use", "0 stop"]
     ),
     "text while a call is written": (
         [chunk(tool_calls=[call(0, "c1", "look", "{")]), chunk(content="x"),
@@ -60,7 +54,6 @@ def test_blocks(case: tuple[list[Chat], list[str]], early: bool) -> None:
 @pytest.mark.parametrize(
     "finish, stop, tool, expected",
     [
-        ("stop", 2, "", ("end_turn", None)),
         ("stop", "END", "", ("stop_sequence", "END")),
         ("length", None, "{", ("max_tokens", None)),
         ("stop", "END", "{}", ("tool_use", None)),
@@ -117,17 +110,6 @@ def test_the_call_has_the_ids_of_the_engine() -> None:
     assert made.startswith("toolu_")
 
 
-def test_thinking_of_a_turn_that_is_not_recorded_has_a_signature_too() -> None:
-    found = outline(events(chunk("stop", reasoning="a"), turn_id=""))
-    assert found[2] == "0 signature: unsigned"
-
-
-def test_further_choices_are_left_out() -> None:
-    other = chunk(content="b")
-    other.choices[0].index = 1
-    assert outline(events(chunk(content="a"), other, chunk("stop"))) == ["0 text", "0 text: a", "0 stop"]
-
-
 def _call(arguments: str | None) -> dict[str, Any]:
     return {"id": "call_c1c1c1c1c1c1c1c1", "function": {"name": "look", "arguments": arguments}}
 
@@ -144,12 +126,9 @@ _THINKING = {"type": "thinking", "thinking": "so", "signature": _SIGNATURE}
     "message, content",
     [
         ({"content": None}, [{"type": "text", "text": ""}]),
-        ({"content": "a", "reasoning": "so"}, [_THINKING, _TEXT]),
-        ({"reasoning_content": "so"}, [_THINKING]),
+        ({"content": "a", "reasoning_content": "so"}, [_THINKING, _TEXT]),
         ({"content": "a", "tool_calls": [_call('{"b": 1, "a": 2}')]}, [_TEXT, _use({"b": 1, "a": 2})]),
         ({"tool_calls": [_call('{"a": ')]}, [_use({})]),
-        ({"tool_calls": [_call("[1]")]}, [_use({})]),
-        ({"tool_calls": [_call(None)]}, [_use({})]),
     ],
 )
 def test_content_of_a_whole_answer(message: dict[str, Any], content: list[Any]) -> None:

@@ -13,7 +13,9 @@ from proxy.errors import BadRequest
 _HI = [{"role": "user", "content": "Hi"}]
 _SCHEMA = {"properties": {"b": {"type": "string"}, "a": {}}, "type": "object"}
 _LOOK = {"name": "look", "input_schema": _SCHEMA}
-_CHAT_LOOK = {"type": "function", "function": {"name": "look", "description": None, "parameters": _SCHEMA}}
+_MORE = {"description": "d", "strict": True, "defer_loading": False}
+_STRICT = {**_LOOK, **_MORE, "type": "custom", "cache_control": {"type": "ephemeral"}}
+_CHAT_STRICT = {"type": "function", "function": {"name": "look", "parameters": _SCHEMA, **_MORE}}
 _OFF = {"thinking": {"type": "disabled"}}
 
 
@@ -28,14 +30,12 @@ def _options(effort: str = "none", **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({"temperature": 0, "top_p": 0.5, "top_k": 3}, {"temperature": 0.0, "top_p": 0.5, "top_k": 3}),
-        ({"stop_sequences": ["a", "b"]}, {"stop": ["a", "b"]}),
+        ({"stop_sequences": ["a", "b"], "top_k": 3}, {"stop": ["a", "b"], "top_k": 3}),
         (
             {"stream": True},
             {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         ),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, {"thinking_token_budget": 2000}),
-        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
         ({**_OFF, "output_config": {"effort": "high"}}, {"reasoning_effort": "none"}),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}}},
@@ -48,8 +48,7 @@ def _options(effort: str = "none", **fields: Any) -> dict[str, Any]:
              "container": None, "mcp_servers": [], "betas": ["x"], "speed": "fast"},
             {},
         ),
-        ({"tools": []}, {}),
-        ({"tools": [_LOOK]}, {"tools": [_CHAT_LOOK], "tool_choice": "auto"}),
+        ({"tools": [_STRICT]}, {"tools": [_CHAT_STRICT], "tool_choice": "auto"}),
         ({"tool_choice": {"type": "any"}}, {"tool_choice": "required", "parallel_tool_calls": True}),
     ],
 )  # fmt: skip
@@ -59,15 +58,6 @@ def test_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def test_disabled_thinking_is_an_effort_that_the_template_knows() -> None:
     assert _options("low", **_OFF) == {"reasoning_effort": "low"}
-
-
-def test_the_definition_of_a_tool() -> None:
-    same = {"name": "f", "description": "d", "strict": True, "defer_loading": False}
-    schema = {"input_schema": {"properties": {}}, "cache_control": {"type": "ephemeral"}}
-    [made] = _options(tools=[{**same, "type": "custom", **schema}])["tools"]
-    parameters = {"properties": {}, "type": "object"}
-    assert made == {"type": "function", "function": {**same, "parameters": parameters}}
-    assert list(made["function"]["parameters"]) == ["properties", "type"]
 
 
 def test_tools_that_are_added_and_removed_on_the_way() -> None:
@@ -100,25 +90,18 @@ _WRONG: list[tuple[str, dict[str, Any]]] = [
     ("model", {"model": 5}),
     ("messages", {"messages": []}),
     ("messages[0].role", {"messages": [{"role": "tool", "content": "a"}]}),
-    ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
     ("messages[1].content[1].type", {"messages": [*_HI, _BLOCK]}),
-    ("messages[0].content[0].text", _saying("user", {"type": "text", "text": 1})),
     ("messages[0].content[0].id", _saying("assistant", {"type": "tool_use"})),
     ("messages[0].content[0].type", _saying("user", {"type": "tool_removal", "tool": _REFERENCE})),
     ("chat_template_kwargs", {"chat_template_kwargs": True}),
     ("system[0].type", {"system": [{"type": "image"}]}),
-    ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
     ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 4000}}),
-    ("thinking.type", {"thinking": {"type": "on"}}),
     ("output_config.effort", {"output_config": {"effort": "much"}}),
     ("output_config.format.type", {"output_config": {"format": {"type": "xml"}}}),
     ("stop_sequences[1]", {"stop_sequences": ["a", 1]}),
-    ("top_k", {"top_k": 0.5}),
     ("tool_choice.type", {"tool_choice": {"type": "all"}}),
-    ("tool_choice.name", {"tool_choice": {"type": "tool"}, "tools": [_LOOK]}),
     ("tools[1].input_schema", {"tools": [_LOOK, {"name": "f", "input_schema": 5}]}),
     ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
-    ("tools[0].name", {"tools": [{"input_schema": {}}]}),
 ]  # fmt: skip
 
 

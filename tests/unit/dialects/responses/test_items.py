@@ -36,10 +36,6 @@ def _chat_call(call: str, name: str = "f", arguments: str = "{}") -> Item:
     return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _user(text: Any) -> Item:
-    return {"role": "user", "content": text}
-
-
 def _assistant(**fields: Any) -> Item:
     return {"role": "assistant", **fields}
 
@@ -49,10 +45,6 @@ def _tool(call: str, content: Any = "ok") -> Item:
 
 
 _CASES: dict[str, tuple[list[Item], list[Item]]] = {
-    "parts": (
-        [{"role": "developer", "content": [{"type": "input_text", "text": t} for t in "ab"]}],
-        [{"role": "developer", "content": [{"type": "text", "text": t} for t in "ab"]}],
-    ),
     "a turn of all kinds": (
         [_reasoning("r"), _text("t"), _call("1"), _call("2"), _result("1"), _result("2")],
         [_assistant(reasoning="r", content="t", tool_calls=[_chat_call(n) for n in "12"]), *map(_tool, "12")],
@@ -114,7 +106,7 @@ def test_messages(items: list[Item], messages: list[Item]) -> None:
 def test_a_compaction_is_its_summary(kind: str) -> None:
     item = {"type": kind, "encrypted_content": Names(ONE).encrypted(0)}
     summaries = {Names(ONE).item("compaction", 0): "so far"}
-    assert messages_of([], [item], summaries)[0] == [_user("so far")]
+    assert messages_of([], [item], summaries)[0] == [{"role": "user", "content": "so far"}]
 
 
 def _saying(role: str, **part: Any) -> list[Item]:
@@ -126,18 +118,12 @@ def _saying(role: str, **part: Any) -> list[Item]:
     [
         ([{"type": "web_search_call", "id": "x"}], "input[0].type"),
         ([{"role": "critic", "content": "a"}], "input[0].role"),
-        ([{"role": "user"}], "input[0].content"),
         (_saying("user", type="input_file"), "input[0].content[0].type"),
         (_saying("user", type="input_image", file_id="f"), "input[0].content[0].image_url"),
         (_saying("assistant", type="input_image", image_url="x"), "input[0].content[0].type"),
-        (_saying("user", type="input_text", text=1), "input[0].content[0].text"),
         ([{**_call("1"), "name": None}], "input[0].name"),
         ([{"type": "function_call_output", "call_id": "1"}], "input[0].output"),
         ([{"type": "compaction", "encrypted_content": "gAAAA"}], "input[0].encrypted_content"),
-        (
-            [_text("a"), {"type": "compaction", "encrypted_content": Names(ONE).encrypted(0)}],
-            "input[1].encrypted_content",
-        ),
     ],
 )
 def test_items_that_are_refused(value: Any, param: str) -> None:

@@ -17,9 +17,8 @@ def _call(index: int, call: Any = None, name: Any = None, arguments: Any = None)
     return MessagePart(tool_calls=[CallPart(index, call, FunctionPart(name, arguments))])
 
 
-def _output(*parts: MessagePart, **options: Any) -> tuple[Output, list[dict[str, Any]]]:
-    defaults = {"tools": Tools(), "summary": False, "encrypted": False}
-    made = Output(OutputOptions(**{**defaults, **options}), Names(_BASE))
+def _output(*parts: MessagePart) -> tuple[Output, list[dict[str, Any]]]:
+    made = Output(OutputOptions(tools=Tools(), summary=False, encrypted=False), Names(_BASE))
     events = [event for part in parts for event in made.add(part, [])]
     return made, [*events, *made.end("completed")]
 
@@ -40,24 +39,15 @@ def test_arguments_in_pieces() -> None:
     assert [event["delta"] for event in events if event["type"].endswith("delta")] == ['{"a"', ": 1}"]
 
 
-def test_nothing_is_an_empty_message() -> None:
-    """A client that sends it back sends a turn."""
-    assert _shown(_output()[0]) == [("message", "")]
-
-
 def test_a_call_that_goes_on_after_the_next_one() -> None:
     with pytest.raises(EngineBroken):
         _output(_call(0, "c1", "f", "{"), _call(1, "c2", "f", "{}"), _call(0, None, None, "}"))
 
 
 def test_a_text_after_a_call() -> None:
+    """Nothing at all is an empty message: a client that sends it back sends a turn."""
+    assert _shown(_output()[0]) == [("message", "")]
     output, _ = _output(MessagePart(content="a"), _call(0, "c", "f", "{}"), MessagePart(content="\n"))
     assert _shown(output) == [("message", "a"), ("function_call", "{}"), ("message", "\n")]
-
-
-def test_ids_hold_the_turn_and_the_position() -> None:
-    output, _ = _output(
-        MessagePart(reasoning="r"), MessagePart(content="a"), _call(0, "c", "f"), encrypted=True
-    )
-    assert [item["id"] for item in output.items] == [f"rs_{_BASE}0000", f"msg_{_BASE}0001", f"fc_{_BASE}0002"]
-    assert output.items[0]["encrypted_content"] == f"{_BASE}0000"
+    ids = [f"msg_{_BASE}0000", f"fc_{_BASE}0001", f"msg_{_BASE}0002"]
+    assert [item["id"] for item in output.items] == ids
