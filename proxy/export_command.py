@@ -13,13 +13,11 @@ from proxy.export_options import STDOUT, UsageError, chosen_store, forget_stdout
 from proxy.follow_command import run_follow
 from proxy.history.store import Store, StoreError
 from proxy.samples.export import (
+    ExportRefused,
     JsonLines,
-    NameNotUnique,
     Parquet,
-    ParquetMissing,
     Report,
     Rows,
-    UnknownSession,
     export,
     table,
     whole_file,
@@ -48,7 +46,7 @@ def run_export(options: argparse.Namespace) -> int:
         with _output(options.out) as file:
             rows: Rows = Parquet(file, LAYOUTS[options.layout]) if parquet else JsonLines(file)
             report = asyncio.run(_export(store, rows, options))
-    except (ParquetMissing, UnknownSession, NameNotUnique) as error:
+    except ExportRefused as error:
         raise UsageError(str(error)) from error
     except BrokenPipeError:
         forget_stdout()

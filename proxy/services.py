@@ -23,7 +23,6 @@ from proxy.stores.urls import make_store
 from proxy.turn.model_aliases import ModelAliases, parse_alias
 from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
-from proxy.viewer.session_index import SessionIndexes
 
 
 def make_services(
@@ -58,7 +57,6 @@ def make_services(
         ),
         WeightCalls(fleet, metrics, salted=settings.cache_salt_by_version),
         encoders,
-        SessionIndexes(guarded),
         settings.body_limit_bytes,
         store_timeout_s=settings.store_timeout_s,
         cache_salt_by_version=settings.cache_salt_by_version,

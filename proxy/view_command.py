@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,13 +17,13 @@ from proxy.errors import BadRequest
 from proxy.export_options import STDOUT, UsageError, chosen_store
 from proxy.history.store import Store, StoreError
 from proxy.routes.session_names import check_name
-from proxy.samples.export import NameNotUnique, UnknownSession, chosen_rollouts, whole_file
+from proxy.samples.export import ExportRefused, chosen_rollouts, whole_file
 from proxy.viewer.exported import NotAnExport, read_export
 from proxy.viewer.page import single_file
-from proxy.viewer.recording import LeafData, PageData, Recording, add_recording
+from proxy.viewer.recording import Leaf, PageData, Recording, add_recording
 from tokenization import ChatTokenizer, TokenizerUnavailable
 
-_WRONG_USE = (BadRequest, UnknownSession, NameNotUnique, NotAnExport, TokenizerUnavailable, ValueError)
+_WRONG_USE = (BadRequest, ExportRefused, NotAnExport, TokenizerUnavailable, ValueError)
 _QUIET_S = 2.0
 """Seconds before the command shows its progress."""
 _NO_TOKENIZER = "pass --tokenizer MODEL to see the texts of the ids"
@@ -129,16 +128,16 @@ def page_from_server(url: str, api_key: str | None, names: Sequence[str]) -> Pag
     with httpx.Client(base_url=base_url, headers=headers, timeout=120.0, trust_env=False) as client:
         for name in _with_progress([check_name(name, "SESSION") for name in names]):
             tree = msgspec.json.decode(_get(client, f"/viewer/sessions/{quote(name)}"))
-            page.add(name, tree, list(_leaves(tree)), partial(_leaf, client, quote(name)))
+            page.add(name, tree, {leaf: _leaf(client, quote(name), leaf) for leaf in _leaves(tree)})
     return page
 
 
-def _leaf(client: httpx.Client, name: str, leaf: str) -> LeafData:
+def _leaf(client: httpx.Client, name: str, leaf: str) -> Leaf:
     path = f"/viewer/sessions/{name}"
     lanes = [msgspec.json.decode(_get(client, f"{path}/drift?turn={leaf}"))]
     if lanes[0]["basis"] != "template":
         lanes.append(msgspec.json.decode(_get(client, f"{path}/drift?turn={leaf}&basis=template")))
-    return LeafData(_get(client, f"{path}/tokens?turn={leaf}"), lanes)
+    return _get(client, f"{path}/tokens?turn={leaf}"), lanes
 
 
 def _leaves(tree: dict[str, Any]) -> Iterator[str]:

@@ -26,7 +26,6 @@ from tests.support.store_fixtures import (  # noqa: F401
 from tests.support.talk import Talk
 from tests.support.tiny_model import TinyModel, make_tiny_model
 from tests.support.utils import Pair, run_proxy
-from tests.support.viewer.model import make_viewer_model
 
 pytest_plugins = ["tests.support.hangs"]
 
@@ -63,12 +62,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny_model(Path(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="session")
-def viewer_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """The model of all recorded sessions."""
-    return make_viewer_model(tmp_path_factory.mktemp("viewer-model"))
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,7 @@
 It needs httpx and msgspec only, and nothing else of this package.
 """
 
-from proxy.client.async_client import AsyncClient
-from proxy.client.client import Client
+from proxy.client.client import AsyncClient, Client
 from proxy.client.errors import (
     AccessDenied,
     ErrorResponse,

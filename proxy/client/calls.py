@@ -46,7 +46,7 @@ class Call(Generic[T]):
     path: str
     """Percent-encoded."""
     read: Callable[[httpx.Response], T]
-    """Raises msgspec.DecodeError, UnicodeDecodeError or IndexError."""
+    """Raises msgspec.DecodeError, UnicodeDecodeError or LookupError."""
     query: Sequence[tuple[str, str]] = ()
     body: Mapping[str, Any] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Call(Generic[T]):
             raise error_of(response)
         try:
             return self.read(response)
-        except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, LookupError) as error:
             raise UnreadableResponse(f"{self.method} {response.url}: {error}") from error
 
 
@@ -99,32 +99,13 @@ class Address:
             raise UnreadableResponse(f"{self.url}: {error}") from error
 
 
-class FeedPosition:
-    """Where a loop over the feed reads next."""
-
-    def __init__(
-        self, consumer: str, after: str | None, wait_s: float, acknowledge: bool, selection: FeedSelection
-    ) -> None:
-        """The arguments of `Client.feed`."""
-        self._consumer = consumer
-        self._after = after
-        self._wait_s = wait_s
-        self._acknowledge = acknowledge
-        self._selection = selection
-        # an iterator gives its values only once
-        if "weight_versions" in selection:
-            self._selection = {**self._selection, "weight_versions": tuple(selection["weight_versions"])}
-        if "classes" in selection:
-            self._selection = {**self._selection, "classes": tuple(selection["classes"])}
-
-    def next_page(self) -> Call[FeedPage]:
-        """Read the rollouts after this position."""
-        return read_feed(self._consumer, self._after, self._wait_s, **self._selection)
-
-    def move_after(self, page: FeedPage) -> Call[str] | None:
-        """Move to the end of a page that was processed; the call that acknowledges it, if one is needed."""
-        moved, self._after = page.cursor != self._after, page.cursor
-        return acknowledge(self._consumer, page.cursor) if moved and self._acknowledge else None
+def repeatable(selection: FeedSelection) -> FeedSelection:
+    """A selection that many requests can read: an iterator gives its values only once."""
+    if "weight_versions" in selection:
+        selection = {**selection, "weight_versions": tuple(selection["weight_versions"])}
+    if "classes" in selection:
+        selection = {**selection, "classes": tuple(selection["classes"])}
+    return selection
 
 
 class Patience:
@@ -152,11 +133,7 @@ class Patience:
 
 def list_models() -> Call[list[ModelInfo]]:
     """The models that the engines serve."""
-    return Call(
-        "GET",
-        "/v1/models",
-        lambda response: msgspec.json.decode(response.content, type=_Models).data,
-    )
+    return Call("GET", "/v1/models", _field("data", list[ModelInfo]))
 
 
 def save_session(
@@ -185,17 +162,13 @@ def delete_session(session: str) -> Call[None]:
 
 def end_session(session: str) -> Call[bool]:
     """End a session; whether it is newly in the feed."""
-    kind = dict[str, Any]
-    return Call(
-        "POST",
-        _session_path(session, "/end"),
-        lambda response: bool(msgspec.json.decode(response.content, type=kind).get("finished")),
-    )
+    return Call("POST", _session_path(session, "/end"), _field("finished", bool))
 
 
 def set_rewards(session: str, rewards: Mapping[str, float]) -> Call[dict[str, float]]:
     """Set the rewards of turns, or of the whole rollout by ""; all rewards of the session."""
-    return Call("POST", _session_path(session, "/reward"), _read_rewards, body={"rewards": dict(rewards)})
+    path, body = _session_path(session, "/reward"), {"rewards": dict(rewards)}
+    return Call("POST", path, _field("rewards", dict[str, float]), body=body)
 
 
 def session_samples(
@@ -232,21 +205,13 @@ def read_feed(
 
 def acknowledge(consumer: str, cursor: str) -> Call[str]:
     """Acknowledge everything up to a cursor; the cursor that is acknowledged now."""
-    return Call(
-        "POST",
-        "/v1/samples/ack",
-        lambda response: msgspec.json.decode(response.content, type=_Acknowledged).cursor,
-        body={"consumer": consumer, "cursor": cursor},
-    )
+    body = {"consumer": consumer, "cursor": cursor}
+    return Call("POST", "/v1/samples/ack", _field("cursor", str), body=body)
 
 
 def list_consumers() -> Call[list[FeedConsumer]]:
     """The consumers of the feed."""
-    return Call(
-        "GET",
-        "/v1/samples/consumers",
-        lambda response: msgspec.json.decode(response.content, type=_Consumers).data,
-    )
+    return Call("GET", "/v1/samples/consumers", _field("data", list[FeedConsumer]))
 
 
 def forget_consumer(consumer: str) -> Call[None]:
@@ -275,22 +240,6 @@ def token_turn(
         headers={} if session is None else {"x-session-id": session},
         timeout_s=timeout_s,
     )
-
-
-class _Acknowledged(msgspec.Struct):
-    cursor: str
-
-
-class _Consumers(msgspec.Struct):
-    data: list[FeedConsumer]
-
-
-class _Models(msgspec.Struct):
-    data: list[ModelInfo]
-
-
-class _Rewards(msgspec.Struct):
-    rewards: dict[str, float]
 
 
 class _Logprob(msgspec.Struct):
@@ -328,12 +277,18 @@ def _read_turn(response: httpx.Response) -> TokenTurn:
     )
 
 
-def _read_rewards(response: httpx.Response) -> dict[str, float]:
-    return msgspec.json.decode(response.content, type=_Rewards).rewards
-
-
 def _reader(kind: type[T]) -> Callable[[httpx.Response], T]:
     return lambda response: msgspec.json.decode(response.content, type=kind)
+
+
+def _field(name: str, kind: type[T]) -> Callable[[httpx.Response], T]:
+    """Reads one field of a JSON object."""
+
+    def read(response: httpx.Response) -> T:
+        fields = msgspec.json.decode(response.content, type=dict[str, msgspec.Raw])
+        return msgspec.json.decode(fields[name], type=kind)
+
+    return read
 
 
 def _nothing(response: httpx.Response) -> None:

@@ -23,10 +23,10 @@ from proxy.routes.viewer import (
     ViewerFile,
     ViewerPage,
     ViewerSession,
+    ViewerSessions,
     ViewerSlash,
     ViewerTokens,
 )
-from proxy.routes.viewer_list import ViewerSessions
 
 
 def all_routes() -> list[Route]:

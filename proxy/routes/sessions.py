@@ -16,8 +16,7 @@ from proxy.routes.session_names import check_name, session_in_path, unknown_sess
 from proxy.routes.store_route import StoreRoute, number
 from proxy.samples.classes import agents_of, classes_of
 from proxy.samples.samples import samples_of
-from proxy.samples.traces import traces_of
-from proxy.samples.turn_fields import turn_fields
+from proxy.samples.turn_json import traces_of, turn_fields
 from proxy.turn.services import Services
 from proxy.types import Fields
 
@@ -44,17 +43,12 @@ class Sessions(StoreRoute):
         """POST: `{"id", "defaults", "overrides", "metadata"}`, all optional. GET: `?limit=&before=`."""
         if request.method == "POST":
             return await _save(request, services)
-        limit = number("limit", query_value(request, "limit", "100"))
-        if not 1 <= limit <= _MOST_LISTED:
-            raise BadRequest(f"`limit` must be between 1 and {_MOST_LISTED}", param="limit")
-        before = _cursor(request, query_value(request, "before", ""))
-        sessions = await services.history.store.sessions(
-            limit=int(limit), tenant=request.tenant, before=before
-        )
+        limit, before = requested_page(request)
+        sessions = await services.history.store.sessions(limit=limit, tenant=request.tenant, before=before)
         return 200, {
             "object": "list",
             "data": [_described(session) for session in sessions],
-            "next": _next_page(sessions, int(limit)),
+            "next": next_page(sessions[-1]) if len(sessions) == limit else None,
         }
 
 
@@ -258,15 +252,18 @@ def _shown(turn: Turn, request_class: str, reward: float | None, with_ids: bool)
     return shown
 
 
-def _cursor(request: Request, text: str) -> Cursor | None:
-    """A position in the list: `USED:ID` from the field `next`, or a time alone. None is the beginning."""
-    used, _, last = text.partition(":")
+def requested_page(request: Request) -> tuple[int, Cursor | None]:
+    """The parameters `limit` and `before`, which is the field `next` or a time. Raises BadRequest."""
+    limit = number("limit", query_value(request, "limit", "100"))
+    if not 1 <= limit <= _MOST_LISTED:
+        raise BadRequest(f"`limit` must be between 1 and {_MOST_LISTED}", param="limit")
+    used, _, last = query_value(request, "before", "").partition(":")
     seconds = number("before", used or "inf")
-    return None if math.isinf(seconds) else Cursor(seconds, session_id(request.tenant, last) if last else "")
+    if math.isinf(seconds):
+        return int(limit), None
+    return int(limit), Cursor(seconds, session_id(request.tenant, last) if last else "")
 
 
-def _next_page(sessions: list[Session], limit: int) -> str | None:
-    """The `before` of the next page, or None where there is none."""
-    if len(sessions) < limit:
-        return None
-    return f"{sessions[-1].used!r}:{sessions[-1].name}"
+def next_page(last: Session) -> str:
+    """The `before` of the page after a session."""
+    return f"{last.used!r}:{last.name}"

@@ -8,6 +8,7 @@ import asyncio
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -20,13 +21,15 @@ from proxy.routes.base import Route
 from proxy.routes.parameters import check_parameters
 from proxy.routes.scopes import KeyScope
 from proxy.routes.session_names import session_in_path, unknown_session
-from proxy.routes.store_route import number
+from proxy.routes.sessions import next_page, requested_page
+from proxy.routes.store_route import StoreRoute, number
 from proxy.samples.tree import TurnTree, path_of
 from proxy.turn.services import Services
 from proxy.types import Headers
 from proxy.viewer.drift import Basis, drift_lane
-from proxy.viewer.files import PAGE, StaticFile, load_files
+from proxy.viewer.page import PAGE, StaticFile, load_files
 from proxy.viewer.recording import Recording
+from proxy.viewer.session_list import list_sessions, rows_of
 from proxy.viewer.tokens import encode_tokens
 from proxy.viewer.tree import session_tree
 from tokenization import ChatTokenizer
@@ -40,7 +43,7 @@ _PAGE_HEADERS: Headers = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-cache"),
 ]
-DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+_DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 """Of responses that hold recorded data."""
 
 
@@ -109,6 +112,25 @@ class ViewerFile(Route):
         if file is None:
             raise NotFound("the viewer has no such file", param="file", code="file_not_found")
         return _file_response(file, request, 200)
+
+
+class ViewerSessions(StoreRoute):
+    """Lists the most recently used sessions."""
+
+    path = "/viewer/sessions"
+    is_public = False
+    methods = ("GET",)
+    response_headers: ClassVar[Headers] = [*_DATA_HEADERS, *JSON_HEADERS]
+    summary = "The list of sessions with a search, for the page"
+
+    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+        """`?search=&limit=&before=`. See `proxy.viewer.session_list`."""
+        check_parameters(request, ("search", "limit", "before"))
+        store, (limit, before) = services.history.store, requested_page(request)
+        search = query_value(request, "search", "")
+        found, last = await list_sessions(store, request.tenant, search, before, limit)
+        following = next_page(last) if last is not None else None
+        return 200, {"object": "list", "data": await rows_of(store, found), "next": following}
 
 
 class ViewerDataRoute(Route):
@@ -181,7 +203,7 @@ class ViewerTokens(ViewerDataRoute):
         path = _path(request, found.turns)
         tokenizer, note = _tokenizer(services, path[-1])
         body = await asyncio.to_thread(lambda: encode_tokens(path, TurnTree(found.turns), tokenizer, note))
-        return BytesResponse(200, [*DATA_HEADERS, (b"content-type", b"application/octet-stream")], body)
+        return BytesResponse(200, [*_DATA_HEADERS, (b"content-type", b"application/octet-stream")], body)
 
 
 class ViewerDrift(ViewerDataRoute):
@@ -225,7 +247,7 @@ def _tokenizer(services: Services, turn: Turn) -> tuple[ChatTokenizer | None, st
 
 
 def _data(body: bytes) -> Response:
-    return BytesResponse(200, [*DATA_HEADERS, *JSON_HEADERS], body)
+    return BytesResponse(200, [*_DATA_HEADERS, *JSON_HEADERS], body)
 
 
 def _file_response(file: StaticFile, request: Request, status: int) -> Response:

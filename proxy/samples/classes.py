@@ -19,6 +19,7 @@ import msgspec
 
 from proxy.history.origin import RequestClass
 from proxy.history.turn import Turn
+from proxy.samples.tree import parsed
 
 UNKNOWN = "unknown"
 """The word that selects turns without a class."""
@@ -111,7 +112,7 @@ class _Opening(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, turn: Turn) -> "_Opening | None":
         """The opening of a first turn; None if its messages cannot be read."""
-        messages = _messages(turn)
+        messages = parsed(turn.messages, list[dict[str, Any]])
         if messages is None:
             return None
         system = [_text(each) for each in messages if each.get("role") in _SYSTEM_ROLES]
@@ -154,18 +155,11 @@ def _asks_for_summary(turn: Turn) -> bool:
     # most turns need not be parsed: the words are ASCII without quotes, so JSON holds them as they are
     if not any(words.encode() in turn.messages for words in _SUMMARIES):
         return False
-    messages = _messages(turn)
+    messages = parsed(turn.messages, list[dict[str, Any]])
     if not messages or messages[-1].get("role") != "user":
         return False
     last = _text(messages[-1])
     return any(words in last for words in _SUMMARIES)
-
-
-def _messages(turn: Turn) -> list[dict[str, Any]] | None:
-    try:
-        return msgspec.json.decode(turn.messages, type=list[dict[str, Any]])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 def _text(message: dict[str, Any]) -> str:

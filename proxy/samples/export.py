@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -29,28 +29,11 @@ IDS_AT_ONCE = 2**20
 _MEANINGS = {str(problem): problem.meaning for problem in Problem}
 
 
-class ParquetMissing(Exception):
-    """Parquet needs pyarrow, which is not installed; the message names the command that installs it."""
+class ExportRefused(Exception):
+    """The export cannot be made as requested; the message says what to change.
 
-
-class UnknownSession(Exception):
-    """The store holds no session with a requested id or name; the message lists these."""
-
-
-class NameNotUnique(Exception):
-    """Several tenants have a session of this name; the message lists the ids to choose from."""
-
-
-class Rows(Protocol):
-    """Writes rows to a file."""
-
-    def write(self, row: Row) -> None:
-        """Add a row."""
-        ...
-
-    def finish(self) -> None:
-        """Write the rows that are still in memory. The file itself stays open."""
-        ...
+    A requested session is unknown or has the name of another tenant's, or Parquet needs pyarrow.
+    """
 
 
 class JsonLines:
@@ -75,13 +58,13 @@ class Parquet:
         """Prepare a file with the layout's columns.
 
         Raises:
-            ParquetMissing: pyarrow is not installed.
+            ExportRefused: pyarrow is not installed.
         """
         try:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
-            raise ParquetMissing(
+            raise ExportRefused(
                 "Parquet files need pyarrow: pip install 'tokenproxy[parquet]', or use --format jsonl"
             ) from error
         types: dict[Kind, Any] = {
@@ -96,10 +79,10 @@ class Parquet:
             "json": pyarrow.string(),
         }
         self._table = pyarrow.Table
-        self._schema = pyarrow.schema([(name, types[kind]) for name, kind in layout.columns.items()])
+        fields = [(name, types[column.kind]) for name, column in layout.columns.items()]
+        self._schema = pyarrow.schema(fields)
         self._writer = pyarrow.parquet.ParquetWriter(file, self._schema, compression="zstd")
-        self._nested = [name for name, kind in layout.columns.items() if kind == "json"]
-        self._ids = [name for name, kind in layout.columns.items() if kind == "ids"]
+        self._nested, self._ids = layout.named("json"), layout.named("ids")
         self._rows: list[Row] = []
         self._held = 0
 
@@ -120,6 +103,10 @@ class Parquet:
         if self._rows:
             self._writer.write_table(self._table.from_pylist(self._rows, schema=self._schema))
             self._rows, self._held = [], 0
+
+
+Rows = JsonLines | Parquet
+"""Writes rows to a file."""
 
 
 @dataclass(slots=True)
@@ -184,11 +171,12 @@ async def export(
         on_rollout: called after each rollout.
 
     Raises:
-        UnknownSession, NameNotUnique: `only` does not name existing sessions uniquely; nothing was written.
+        ExportRefused: `only` does not name existing sessions uniquely; nothing was written.
         StoreError, OSError: reading or writing failed.
     """
     report = Report()
-    for rollout in await (chosen_rollouts(store, only) if only else _all(store)):
+    rollouts = await chosen_rollouts(store, only) if only else [each.id async for each in _listed(store)]
+    for rollout in rollouts:
         session = await store.session(rollout)
         turns = await store.turns(rollout) if session else []  # deleted since the export began
         rewards = await store.rewards(rollout)
@@ -202,13 +190,8 @@ async def export(
     return report
 
 
-async def _all(store: Store) -> list[str]:
-    """The ids of all sessions, the most recently used first."""
-    return [session.id async for session in _listed(store)]
-
-
 async def chosen_rollouts(store: Store, only: Sequence[str]) -> list[str]:
-    """The ids of sessions that are given by id or name, in this order."""
+    """The ids of sessions that are given by id or name, in this order. Raises ExportRefused."""
     ids = {word: [word] if await store.session(word) else [] for word in only}
     names = {word for word, found in ids.items() if not found}
     if names:
@@ -216,36 +199,29 @@ async def chosen_rollouts(store: Store, only: Sequence[str]) -> list[str]:
             if session.name in names:
                 ids[session.name].append(session.id)
     if unknown := [word for word, found in ids.items() if not found]:
-        raise UnknownSession(f"unknown session {', '.join(unknown)}: never used, deleted, or evicted")
+        raise ExportRefused(f"unknown session {', '.join(unknown)}: never used, deleted, or evicted")
     if shared := [f"{word}: {', '.join(sorted(found))}" for word, found in ids.items() if len(found) > 1]:
-        raise NameNotUnique(f"several tenants have a session of this name, pass an id - {'; '.join(shared)}")
+        raise ExportRefused(f"several tenants have a session of this name, pass an id - {'; '.join(shared)}")
     return list(dict.fromkeys(found[0] for found in ids.values()))
 
 
 async def _listed(store: Store) -> AsyncIterator[Session]:
     """Yield each session once, the most recently used first."""
     listed: set[str] = set()
-    newest: float | None = None
-    async for session in _pages(store, since=-math.inf):
-        newest = session.used if newest is None else newest
-        listed.add(session.id)
-        yield session
-    # A session used between two pages moves to the front, which has been read: read as much of it again.
-    async for session in _pages(store, since=math.inf if newest is None else newest):
-        if session.id not in listed:
-            listed.add(session.id)
-            yield session
-
-
-async def _pages(store: Store, since: float) -> AsyncIterator[Session]:
-    """Sessions used at `since` or later (seconds since the epoch), page by page, the latest first."""
-    before: Cursor | None = None
-    while page := await store.sessions(limit=SESSIONS_AT_ONCE, before=before):
-        for session in page:
-            if session.used < since:
-                return
-            yield session
-        before = Cursor(page[-1].used, page[-1].id)
+    since = -math.inf
+    for _ in range(2):  # a session used between two pages moves to the front: read as much of it again
+        before: Cursor | None = None
+        newest: float | None = None
+        while page := await store.sessions(limit=SESSIONS_AT_ONCE, before=before):
+            newest = page[0].used if newest is None else newest
+            for session in page:
+                if session.used >= since and session.id not in listed:
+                    listed.add(session.id)
+                    yield session
+            if page[-1].used < since:
+                break
+            before = Cursor(page[-1].used, page[-1].id)
+        since = math.inf if newest is None else newest
 
 
 def table(report: Report, out: str) -> str:

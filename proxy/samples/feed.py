@@ -5,17 +5,16 @@ with its next revision.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 
 from proxy.history.feed import FinishedRollout
 from proxy.history.store import Session, Store
-from proxy.samples.samples import Refused, Sample, Shared, TurnSpan, samples_of
-
-T = TypeVar("T")
+from proxy.samples.samples import Refused, Sample, Samples, Shared, samples_of
+from proxy.samples.tree import parsed
 
 ENTRIES_AT_ONCE = 100
 """Entries of the feed that are read from the store at a time."""
@@ -26,12 +25,8 @@ MOST_IDS = 2**19
 _CURSOR = re.compile(r"[0-9]{1,18}")
 
 
-class InThread(Protocol):
-    """Runs work in a thread."""
-
-    async def __call__(self, work: Callable[[], T], /) -> T:
-        """The result of `work`."""
-        ...
+InThread = Callable[[Callable[[], Samples]], Awaitable[Samples]]
+"""Runs work in a thread, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +50,8 @@ class FeedFilter:
 
     def selects_sample(self, sample: Sample) -> bool:
         """Whether the weights of a sample are as required."""
-        return not self.weight_versions or all(
-            bool(versions := weights_of(turn)) and versions <= self.weight_versions for turn in sample.turns
-        )
+        versions = [{span.version for span in turn.weight_versions} for turn in sample.turns]
+        return not self.weight_versions or all(each and each <= self.weight_versions for each in versions)
 
 
 def metadata_matches(metadata: bytes, conditions: Iterable[str]) -> bool:
@@ -68,11 +62,8 @@ def metadata_matches(metadata: bytes, conditions: Iterable[str]) -> bool:
             compared as JSON: `1` equals `1.0`. Keys may hold "=" too: `a=b=c` is met by the value `c` of the
             key `a=b` and by the value `b=c` of the key `a`.
     """
-    try:
-        values = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    return all(
+    values = parsed(metadata, dict[str, msgspec.Raw])
+    return values is not None and all(
         any(
             condition.startswith(f"{key}=") and _is_value(value, condition[len(key) + 1 :])
             for key, value in values.items()
@@ -167,11 +158,6 @@ async def _read(
     if (selected.weight_versions or selected.classes) and not samples:
         return None
     return ReadRollout(entry, samples, found.refused)
-
-
-def weights_of(turn: TurnSpan) -> set[str]:
-    """The versions of the weights that sampled a turn; empty if they are unknown."""
-    return {span.version for span in turn.weight_versions}
 
 
 def _is_value(value: msgspec.Raw, text: str) -> bool:

@@ -4,7 +4,8 @@ import asyncio
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO, TypeVar
+from dataclasses import dataclass, field
+from typing import BinaryIO
 
 import msgspec
 
@@ -14,36 +15,25 @@ from proxy.samples.feed import FeedFilter, read_step
 from proxy.samples.layouts import Layout
 from proxy.samples.samples import Shared
 
-T = TypeVar("T")
-
 POLL_S = 0.5
 """Seconds between two reads of a feed that has not grown."""
 _ROLLOUTS_AT_ONCE = 16
 _TAIL_BYTES = 2**16
 
 
+@dataclass
 class Follower:
     """Reads the feed of a store and writes its samples, one JSON object a line."""
 
-    def __init__(
-        self,
-        store: Store,
-        layout: Layout,
-        selected: FeedFilter,
-        shared: Shared,
-        after: int,
-        poll_s: float = POLL_S,
-    ) -> None:
-        """Nothing is read yet. `after` is the position after which the first step reads."""
-        self.position = after
-        """Everything up to here was written and flushed."""
-        self.report = Report()
-        self._store = store
-        self._layout = layout
-        self._selected = selected
-        self._shared = shared
-        self._poll_s = poll_s
-        self._stopped = asyncio.Event()
+    store: Store
+    layout: Layout
+    selected: FeedFilter
+    shared: Shared
+    position: int
+    """Everything up to here was written and flushed; the first step reads after it."""
+    poll_s: float = POLL_S
+    report: Report = field(default_factory=Report)
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self) -> None:
         """End `run` before the next rollout."""
@@ -72,30 +62,26 @@ class Follower:
                 grown = works = False
             if not grown:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._poll_s):
+                    async with asyncio.timeout(self.poll_s):
                         await self._stopped.wait()
 
     async def _step(self, file: BinaryIO) -> bool:
         """Write the next rollouts; False if there are no more for now."""
         # a position beyond the end, as after the loss of a store, counts as the end
-        self.position = min(self.position, await self._store.feed.end())
+        self.position = min(self.position, await self.store.feed.end())
         step = await read_step(
-            self._store, self.position, _ROLLOUTS_AT_ONCE, self._selected, self._shared, _at_once
+            self.store, self.position, _ROLLOUTS_AT_ONCE, self.selected, self.shared, asyncio.to_thread
         )
         for rollout in step.rollouts:
             if self._stopped.is_set():
                 return True
-            rows = [self._layout.row(sample) for sample in rollout.samples]
+            rows = [self.layout.row(sample) for sample in rollout.samples]
             file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
             file.flush()
             self.position = rollout.entry.position
             self.report.add(rollout.samples, rollout.refused)
         self.position = step.position
         return step.more
-
-
-async def _at_once(work: Callable[[], T]) -> T:
-    return work()
 
 
 def end_last_line(file: BinaryIO) -> None:

@@ -1,6 +1,6 @@
-"""Rows of training samples in the field names of trainers: for each trainer a function from sample to row.
+"""Rows of training samples in the field names of trainers: for each trainer the fields of a row.
 
-A row holds only the fields of the trainer's own type, unless the function's docstring names others. All
+A row holds only the fields of the trainer's own type, unless the layout's docstring names others. All
 per-token lists of a row have the length of its ids. For trainers that need a number for ids that were not
 sampled, the log-probability is 0.0, as they write it themselves: their mask excludes these positions. Only
 the plain layout distinguishes "not sampled" (null) from a log-probability of 0.0.
@@ -8,6 +8,7 @@ the plain layout distinguishes "not sampled" (null) from a log-probability of 0.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -25,113 +26,27 @@ _ENGINE_STOP = frozenset({"tool_calls", "function_call"})
 
 
 @dataclass(frozen=True, slots=True)
+class Column:
+    """One field of a row."""
+
+    kind: Kind
+    value: Callable[[Sample], Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """How samples become rows."""
 
-    columns: Mapping[str, Kind]
+    columns: Mapping[str, Column]
     """Every field of a row, in order."""
-    row: Callable[[Sample], Row]
 
+    def row(self, sample: Sample) -> Row:
+        """The row of a sample."""
+        return {name: column.value(sample) for name, column in self.columns.items()}
 
-def plain(sample: Sample) -> Row:
-    """The fields of `proxy.samples.samples.Sample`, all of them."""
-    nested = {name: msgspec.to_builtins(getattr(sample, name)) for name in ("turns", "images")}
-    return {**msgspec.structs.asdict(sample), **nested}
-
-
-def trl(sample: Sample) -> Row:
-    """One completion of what a `rollout_func` of TRL's GRPOTrainer returns.
-
-    The function returns a dict of lists: collect the rows column by column. TRL requires `prompt_ids`,
-    `completion_ids` and `logprobs`; `env_mask` is 1 on ids to train on, and `logprobs` 0.0 on ids that were
-    not sampled. The other fields reach the reward functions as arguments of the same name: a reward function
-    that returns `reward` trains on the recorded rewards (None means "cannot be scored" there too).
-
-    Source: trl 1.16.0, trl/trainer/grpo_trainer.py: `RolloutFunc`, `GRPOTrainer._generate`.
-    """
-    return {
-        "prompt_ids": sample.prompt_ids,
-        "completion_ids": sample.completion_ids,
-        "logprobs": _or_zero(sample),
-        "env_mask": sample.loss_mask,
-        "reward": sample.reward,
-        "rollout": sample.rollout,
-        "leaf": sample.leaf,
-        "finish_reason": sample.finish_reason,
-    }
-
-
-def verl(sample: Sample) -> Row:
-    """The arguments of verl's `AgentLoopOutput`: `AgentLoopOutput(**row)`.
-
-    `response_logprobs` is 0.0 where nothing was sampled. `num_turns` counts, as verl does, the prompt, each
-    turn of the model and the messages between them. In `extra_fields`, `turn_scores` holds the rewards of
-    those turns that have one; the other entries identify the sample.
-
-    Source: verl 0.9.1, verl/experimental/agent_loop/agent_loop.py: `AgentLoopOutput`;
-    verl/experimental/agent_loop/tool_agent_loop.py: `num_turns`, `turn_scores`.
-    """
-    return {
-        "prompt_ids": sample.prompt_ids,
-        "response_ids": sample.completion_ids,
-        "response_mask": sample.loss_mask,
-        "response_logprobs": _or_zero(sample),
-        "reward_score": sample.reward,
-        "num_turns": 2 * len(sample.turns),
-        "metrics": {},
-        "extra_fields": {
-            "turn_scores": [turn.reward for turn in sample.turns if turn.reward is not None],
-            **_origin(sample),
-        },
-    }
-
-
-def prime_rl(sample: Sample) -> Row:
-    """The arguments of prime-rl's `TrainingSample`, and the trace's reward.
-
-    prime-rl does not separate prompt and completion: `token_ids` is the whole sequence, `mask` is true on ids
-    to train on, `logprobs` 0.0 on ids that were not sampled. `temperatures` is empty, as prime-rl's own
-    `trace_to_samples` leaves it: the orchestrator fills it in. The orchestrator also computes `advantages`
-    from the reward, which is not a field of the struct: `reward = row.pop("reward")`. `env_name` is taken
-    from the session's metadata.
-
-    Source: prime-rl, src/prime_rl/transport/types.py: `TrainingSample`;
-    src/prime_rl/orchestrator/trajectories.py: `trace_to_samples`; src/prime_rl/orchestrator/train_sink.py;
-    verifiers, verifiers/v1/trace.py: `Branch.logprobs`.
-    """
-    prompt = len(sample.prompt_ids)
-    return {
-        "token_ids": sample.prompt_ids + sample.completion_ids,
-        "mask": [False] * prompt + [bool(trained) for trained in sample.loss_mask],
-        "logprobs": [0.0] * prompt + _or_zero(sample),
-        "temperatures": [],
-        "env_name": str((sample.metadata or {}).get("env_name", "")),
-        "trace_id": sample.rollout,
-        "branch_index": sample.index,
-        "reward": sample.reward,
-    }
-
-
-def skyrl(sample: Sample) -> Row:
-    """One entry of each list of SkyRL's `GeneratorOutput`.
-
-    That type holds a batch as a dict of lists: collect the rows column by column. `rollout_logprobs` is 0.0
-    where nothing was sampled. `stop_reasons` are the engine's own: a turn that ended with tool calls has
-    `stop`, because SkyRL treats every other value as truncated. `env_metrics` identifies the sample.
-
-    Source: skyrl 0.3.0, skyrl/train/generators/base.py: `GeneratorOutput`;
-    skyrl/train/utils/trainer_utils.py: `validate_generator_output`.
-    """
-    stop_reason = "stop" if sample.finish_reason in _ENGINE_STOP else sample.finish_reason
-    return {
-        "prompt_token_ids": sample.prompt_ids,
-        "response_ids": sample.completion_ids,
-        "rewards": sample.reward,
-        "loss_masks": sample.loss_mask,
-        "stop_reasons": stop_reason,
-        "rollout_logprobs": _or_zero(sample),
-        "env_metrics": _origin(sample),
-    }
+    def named(self, kind: Kind) -> list[str]:
+        """The fields of this kind."""
+        return [name for name, column in self.columns.items() if column.kind == kind]
 
 
 def _or_zero(sample: Sample) -> list[float]:
@@ -158,88 +73,134 @@ def _origin(sample: Sample) -> Row:
     }
 
 
+def _verl_fields(sample: Sample) -> Row:
+    scores = [turn.reward for turn in sample.turns if turn.reward is not None]
+    return {"turn_scores": scores, **_origin(sample)}
+
+
+def _prime_rl_mask(sample: Sample) -> list[bool]:
+    return [False] * len(sample.prompt_ids) + [bool(trained) for trained in sample.loss_mask]
+
+
+def _plain_kind(name: str, kind: Any) -> Kind:
+    """The kind of a field of `Sample`, by its type."""
+    kinds: dict[Any, Kind] = {
+        str: "text",
+        str | None: "text",
+        int: "integer",
+        bool: "flag",
+        float | None: "number",
+        list[int]: "mask" if name == "loss_mask" else "ids",
+        list[float | None]: "floats",
+    }
+    return kinds.get(kind, "json")
+
+
+PLAIN = Layout(
+    {
+        field.name: Column(_plain_kind(field.name, field.type), attrgetter(field.name))
+        for field in msgspec.structs.fields(Sample)
+    }
+)
+"""The fields of `proxy.samples.samples.Sample`, all of them."""
+
+TRL = Layout(
+    {
+        "prompt_ids": Column("ids", lambda sample: sample.prompt_ids),
+        "completion_ids": Column("ids", lambda sample: sample.completion_ids),
+        "logprobs": Column("floats", _or_zero),
+        "env_mask": Column("mask", lambda sample: sample.loss_mask),
+        "reward": Column("number", lambda sample: sample.reward),
+        "rollout": Column("text", lambda sample: sample.rollout),
+        "leaf": Column("text", lambda sample: sample.leaf),
+        "finish_reason": Column("text", lambda sample: sample.finish_reason),
+    }
+)
+"""One completion of what a `rollout_func` of TRL's GRPOTrainer returns.
+
+The function returns a dict of lists: collect the rows column by column. TRL requires `prompt_ids`,
+`completion_ids` and `logprobs`; `env_mask` is 1 on ids to train on, and `logprobs` 0.0 on ids that were
+not sampled. The other fields reach the reward functions as arguments of the same name: a reward function
+that returns `reward` trains on the recorded rewards (None means "cannot be scored" there too).
+
+Source: trl 1.16.0, trl/trainer/grpo_trainer.py: `RolloutFunc`, `GRPOTrainer._generate`.
+"""
+
+VERL = Layout(
+    {
+        "prompt_ids": Column("ids", lambda sample: sample.prompt_ids),
+        "response_ids": Column("ids", lambda sample: sample.completion_ids),
+        "response_mask": Column("mask", lambda sample: sample.loss_mask),
+        "response_logprobs": Column("floats", _or_zero),
+        "reward_score": Column("number", lambda sample: sample.reward),
+        "num_turns": Column("integer", lambda sample: 2 * len(sample.turns)),
+        "metrics": Column("json", lambda sample: {}),
+        "extra_fields": Column("json", _verl_fields),
+    }
+)
+"""The arguments of verl's `AgentLoopOutput`: `AgentLoopOutput(**row)`.
+
+`response_logprobs` is 0.0 where nothing was sampled. `num_turns` counts, as verl does, the prompt, each
+turn of the model and the messages between them. In `extra_fields`, `turn_scores` holds the rewards of
+those turns that have one; the other entries identify the sample.
+
+Source: verl 0.9.1, verl/experimental/agent_loop/agent_loop.py: `AgentLoopOutput`;
+verl/experimental/agent_loop/tool_agent_loop.py: `num_turns`, `turn_scores`.
+"""
+
+PRIME_RL = Layout(
+    {
+        "token_ids": Column("ids", lambda sample: sample.prompt_ids + sample.completion_ids),
+        "mask": Column("flags", _prime_rl_mask),
+        "logprobs": Column("floats", lambda sample: [0.0] * len(sample.prompt_ids) + _or_zero(sample)),
+        "temperatures": Column("floats", lambda sample: []),
+        "env_name": Column("text", lambda sample: str((sample.metadata or {}).get("env_name", ""))),
+        "trace_id": Column("text", lambda sample: sample.rollout),
+        "branch_index": Column("integer", lambda sample: sample.index),
+        "reward": Column("number", lambda sample: sample.reward),
+    }
+)
+"""The arguments of prime-rl's `TrainingSample`, and the trace's reward.
+
+prime-rl does not separate prompt and completion: `token_ids` is the whole sequence, `mask` is true on ids
+to train on, `logprobs` 0.0 on ids that were not sampled. `temperatures` is empty, as prime-rl's own
+`trace_to_samples` leaves it: the orchestrator fills it in. The orchestrator also computes `advantages`
+from the reward, which is not a field of the struct: `reward = row.pop("reward")`. `env_name` is taken
+from the session's metadata.
+
+Source: prime-rl, src/prime_rl/transport/types.py: `TrainingSample`;
+src/prime_rl/orchestrator/trajectories.py: `trace_to_samples`; src/prime_rl/orchestrator/train_sink.py;
+verifiers, verifiers/v1/trace.py: `Branch.logprobs`.
+"""
+
+SKYRL = Layout(
+    {
+        "prompt_token_ids": Column("ids", lambda sample: sample.prompt_ids),
+        "response_ids": Column("ids", lambda sample: sample.completion_ids),
+        "rewards": Column("number", lambda sample: sample.reward),
+        "loss_masks": Column("mask", lambda sample: sample.loss_mask),
+        "stop_reasons": Column(
+            "text", lambda sample: "stop" if sample.finish_reason in _ENGINE_STOP else sample.finish_reason
+        ),
+        "rollout_logprobs": Column("floats", _or_zero),
+        "env_metrics": Column("json", _origin),
+    }
+)
+"""One entry of each list of SkyRL's `GeneratorOutput`.
+
+That type holds a batch as a dict of lists: collect the rows column by column. `rollout_logprobs` is 0.0
+where nothing was sampled. `stop_reasons` are the engine's own: a turn that ended with tool calls has
+`stop`, because SkyRL treats every other value as truncated. `env_metrics` identifies the sample.
+
+Source: skyrl 0.3.0, skyrl/train/generators/base.py: `GeneratorOutput`;
+skyrl/train/utils/trainer_utils.py: `validate_generator_output`.
+"""
+
 LAYOUTS: Mapping[str, Layout] = {
-    "plain": Layout(
-        {
-            "rollout": "text",
-            "tenant": "text",
-            "leaf": "text",
-            "index": "integer",
-            "whole": "flag",
-            "session": "flag",
-            "ambiguous": "flag",
-            "model": "text",
-            "prompt_ids": "ids",
-            "completion_ids": "ids",
-            "loss_mask": "mask",
-            "logprobs": "floats",
-            "logprobs_mode": "text",
-            "turns": "json",
-            "finish_reason": "text",
-            "reward": "number",
-            "messages": "json",
-            "tools": "json",
-            "template_kwargs": "json",
-            "metadata": "json",
-            "images": "json",
-            "image_data": "json",
-            "revision": "integer",
-            "request_class": "text",
-            "agent": "text",
-            "parent_agent": "text",
-        },
-        plain,
-    ),
-    "trl": Layout(
-        {
-            "prompt_ids": "ids",
-            "completion_ids": "ids",
-            "logprobs": "floats",
-            "env_mask": "mask",
-            "reward": "number",
-            "rollout": "text",
-            "leaf": "text",
-            "finish_reason": "text",
-        },
-        trl,
-    ),
-    "verl": Layout(
-        {
-            "prompt_ids": "ids",
-            "response_ids": "ids",
-            "response_mask": "mask",
-            "response_logprobs": "floats",
-            "reward_score": "number",
-            "num_turns": "integer",
-            "metrics": "json",
-            "extra_fields": "json",
-        },
-        verl,
-    ),
-    "prime-rl": Layout(
-        {
-            "token_ids": "ids",
-            "mask": "flags",
-            "logprobs": "floats",
-            "temperatures": "floats",
-            "env_name": "text",
-            "trace_id": "text",
-            "branch_index": "integer",
-            "reward": "number",
-        },
-        prime_rl,
-    ),
-    "skyrl": Layout(
-        {
-            "prompt_token_ids": "ids",
-            "response_ids": "ids",
-            "rewards": "number",
-            "loss_masks": "mask",
-            "stop_reasons": "text",
-            "rollout_logprobs": "floats",
-            "env_metrics": "json",
-        },
-        skyrl,
-    ),
+    "plain": PLAIN,
+    "trl": TRL,
+    "verl": VERL,
+    "prime-rl": PRIME_RL,
+    "skyrl": SKYRL,
 }
 """Every layout by its name on the command line."""

@@ -19,18 +19,14 @@ in the samples too, with a mask of 0; turns that no selected one continues are l
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from proxy.history.prompt_image import PromptImage
 from proxy.history.store import Session
 from proxy.history.turn import Turn, WeightSpan, unpack_ids, unpack_logprobs
 from proxy.samples.classes import UNKNOWN, classes_of, selected
-from proxy.samples.conversation import messages_of, parsed, template_kwargs_of, tools_of
-from proxy.samples.tree import TurnTree
-
-T = TypeVar("T")
+from proxy.samples.tree import TurnTree, last_request, parsed
 
 Shared = Literal["once", "each"]
 """Whether a turn that several samples share is trained in one of them or in each."""
@@ -77,6 +73,13 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """The client's id of the agent that sent it; empty for the first agent of a session, or if unknown."""
     requested_model: str = ""
     """The client's name for the model, if that is another one than the model's own."""
+
+
+UNCHANGED = (
+    *("source", "reason", "finish_reason", "stop_reason", "temperature", "logprobs_mode"),
+    *("weights_uncertain", "routed_experts", "routed_experts_start", "agent", "requested_model"),
+)
+"""The fields of a turn that its span holds as they are."""
 
 
 class SampleImage(msgspec.Struct, frozen=True):
@@ -198,7 +201,7 @@ def samples_of(
     tree = TurnTree(selected(turns, classes, wanted) if wanted else turns)
     rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
     trainable = {turn.id for turn in turns if not wanted or (classes[turn.id] or UNKNOWN) in wanted}
-    paths = [path for path in map(tree.path, tree.ends()) if any(turn.id in trainable for turn in path)]
+    paths = [path for path in tree.sound_paths() if any(turn.id in trainable for turn in path)]
     leaf_of = _leaf_that_trains(sorted(paths, key=lambda path: _preference(path[-1], tree, rewards)))
     samples = []
     delivered: set[str] = set()
@@ -260,7 +263,10 @@ def _sample(
         delivered: digests of the images that earlier samples hold; those of this sample are added.
     """
     joined = _join(path, trained, classes, rewards)
+    messages, tools, template_kwargs = last_request(path)
     images = [image for turn in path for image in turn.images]
+    image_data = {image.digest: image.image.url for image in images if image.digest not in delivered}
+    delivered.update(image_data)
     last = path[-1]
     modes = {turn.logprobs_mode for turn in path}
     return Sample(
@@ -280,12 +286,12 @@ def _sample(
         turns=joined.spans,
         finish_reason=joined.spans[-1].finish_reason,
         reward=rewards.get(last.id, rewards.get(WHOLE_ROLLOUT)),
-        messages=messages_of(path),
-        tools=tools_of(path),
-        template_kwargs=template_kwargs_of(path),
+        messages=messages,
+        tools=tools,
+        template_kwargs=template_kwargs,
         metadata=parsed(session.metadata, dict) if session else {},
         images=[SampleImage(image.digest, image.offset, image.length) for image in images],
-        image_data=_new_image_data(images, delivered),
+        image_data=image_data,
         revision=revision,
         request_class=classes[last.id],
         agent=last.agent,
@@ -320,55 +326,29 @@ def _join(
     return joined
 
 
-def _new_image_data(images: Iterable[PromptImage], delivered: set[str]) -> dict[str, str]:
-    """`Sample.image_data`; the digests are added to `delivered`."""
-    new = {image.digest: image.image.url for image in images if image.digest not in delivered}
-    delivered.update(new)
-    return new
-
-
 def _name(session: Session | None, turn: Turn) -> str:
     return session.name if session else turn.rollout
 
 
 def _span(turn: Turn, start: int, trained: bool, request_class: str, reward: float | None) -> TurnSpan:
-    # Other fields that the engine returned are exported but not relied on: None if their shape is unknown.
     return TurnSpan(
         id=turn.id,
         start=start,
         end=start + turn.completion_tokens,
         trained=trained,
-        source=turn.source,
-        reason=turn.reason,
-        finish_reason=_if_typed(turn.finish_reason, str),
-        stop_reason=_if_typed(turn.stop_reason, str, int),
-        temperature=_if_typed(turn.temperature, float, int),
         reward=reward,
-        logprobs_mode=turn.logprobs_mode,
         weight_versions=[
             WeightSpan(span.version, start + span.start, start + span.end) for span in turn.weight_versions
         ],
-        weights_uncertain=turn.weights_uncertain,
-        routed_experts=_if_typed(turn.routed_experts, str),
-        routed_experts_start=turn.routed_experts_start,
         sampling_mask=_mask(turn),
         request_class=request_class,
-        agent=turn.agent,
-        requested_model=turn.requested_model,
+        **{name: getattr(turn, name) for name in UNCHANGED},
     )
 
 
 def _mask(turn: Turn) -> list[list[int]] | None:
-    """The sampling mask of a turn; None if there is none, or if its lengths do not agree."""
-    if turn.sampling_mask is None or any(len(packed) % 4 for packed in turn.sampling_mask):
+    """The sampling mask of a turn; None if there is none."""
+    if turn.sampling_mask is None:
         return None
     counts, kept = map(unpack_ids, turn.sampling_mask)
-    ends = list(accumulate(counts, initial=0))
-    if len(counts) != turn.completion_tokens or min(counts, default=0) < 0 or ends[-1] != len(kept):
-        return None
-    return [kept[start:end] for start, end in pairwise(ends)]
-
-
-def _if_typed(value: T, *types: type) -> T | None:
-    """The value, or None if it has another type. True is not an integer here."""
-    return value if type(value) in types else None
+    return [kept[start:end] for start, end in pairwise(accumulate(counts, initial=0))]

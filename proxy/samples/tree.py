@@ -1,12 +1,17 @@
-"""The turns of a rollout as a tree: which turn continues which, and which of them can be trained on."""
+"""The turns of a rollout as a tree: which turn continues which, which of them can be trained on, and the last
+request of a path: its messages, tools and template arguments, as they were recorded.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from proxy.history.turn import Turn, unpack_logprobs
 from proxy.history.vocabulary import Problem
+
+T = TypeVar("T")
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -28,21 +33,15 @@ class TurnTree:
         self._faults = self._find_faults()
 
     def _find_faults(self) -> dict[str, Fault | None]:
-        faults: dict[str, Fault | None] = {}
-        first_turns = [turn for turn in self._turns.values() if self._parent(turn) is None]
-        # Turns that continue each other in a circle (the store is corrupt) have no first turn: take one.
-        for first in [*first_turns, *self._turns.values()]:
-            if first.id in faults:
-                continue
-            if (parent := self._parent(first)) is not None:
-                self._children[parent.id].remove(first)
-            reached = [first]
-            for turn in reached:  # grows: parents come before their children, in any order of ids
-                parent = None if turn is first else self._parent(turn)
-                inherited = faults[parent.id] if parent else None
-                reason = "" if inherited else _untrainable_reason(turn, parent)
-                faults[turn.id] = Fault(turn.id, reason) if reason else inherited
-                reached += self._children.get(turn.id, ())
+        # turns that continue each other in a circle (the store is corrupt) are not reached from a first turn
+        faults: dict[str, Fault | None] = {name: Fault(name, Problem.MISSING_PARENT) for name in self._turns}
+        reached = [turn for turn in self._turns.values() if self._parent(turn) is None]
+        for turn in reached:  # grows: parents come before their children, in any order of ids
+            parent = self._parent(turn)
+            inherited = faults[parent.id] if parent else None
+            reason = "" if inherited else _untrainable_reason(turn, parent)
+            faults[turn.id] = Fault(turn.id, reason) if reason else inherited
+            reached += self._children.get(turn.id, ())
         return faults
 
     def _parent(self, turn: Turn) -> Turn | None:
@@ -56,17 +55,12 @@ class TurnTree:
         """Whether no turn continues this one."""
         return not self._children.get(turn.id)
 
-    def path(self, turn: Turn) -> list[Turn]:
-        """A turn and all turns that it continues, the first one first."""
-        return path_of(turn, self._turns)
-
-    def ends(self) -> list[Turn]:
-        """Sound turns that no sound turn continues, by id: first the leaves, then ends of refused paths."""
+    def sound_paths(self) -> list[list[Turn]]:
+        """Paths to sound turns that no sound turn continues, by id: those of leaves first."""
         sound = [turn for turn in self._turns.values() if self._faults[turn.id] is None]
         continued = {turn.parent for turn in sound}
-        return sorted(
-            (turn for turn in sound if turn.id not in continued), key=lambda turn: not self.is_leaf(turn)
-        )
+        ends = [turn for turn in sound if turn.id not in continued]
+        return [path_of(turn, self._turns) for turn in sorted(ends, key=lambda turn: not self.is_leaf(turn))]
 
     def faulty_leaves(self) -> Iterator[tuple[Turn, Fault]]:
         """The leaves with a fault on their path, in the order of their ids."""
@@ -87,6 +81,40 @@ def path_of(turn: Turn, turns: Mapping[str, Turn]) -> list[Turn]:
     while (parent := turns.get(turn.parent or "")) is not None and parent.id not in path:
         path[parent.id] = turn = parent
     return list(path.values())[::-1]
+
+
+def last_request(path: Sequence[Turn]) -> tuple[list[Any] | None, list[Any] | None, dict[str, Any] | None]:
+    """What the last request of a path holds.
+
+    Returns:
+        all messages, the last turn's answer included; the tools; the chat template's arguments. None for what
+        cannot be read.
+    """
+    conversation: list[Any] | None = []
+    for turn in path:
+        messages, message = parsed(turn.messages, list), parsed(turn.message, dict)
+        if conversation is None or messages is None or message is None:
+            conversation = None
+        else:
+            conversation += [*messages, message]
+    tools = parsed(_last_stated(turn.tools for turn in path) or b"[]", list)
+    return conversation, tools, parsed(_last_stated(turn.template_kwargs for turn in path) or b"{}", dict)
+
+
+def parsed(stored: bytes, kind: type[T]) -> T | None:
+    """Stored JSON of this type; None if it cannot be read."""
+    try:
+        return msgspec.json.decode(stored, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _last_stated(values: Iterable[bytes | None]) -> bytes:
+    """The last value that is not None, which means "as in the turn before"; b"" if all are."""
+    stated = b""
+    for value in values:
+        stated = stated if value is None else value
+    return stated
 
 
 def _untrainable_reason(turn: Turn, parent: Turn | None) -> str:

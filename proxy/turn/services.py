@@ -13,7 +13,6 @@ from proxy.history.store_time import REQUEST_S
 from proxy.stores.guarded import GuardedStore
 from proxy.turn.model_aliases import ModelAliases
 from proxy.turn.running import RunningRequests
-from proxy.viewer.session_index import SessionIndexes
 
 T = TypeVar("T")
 
@@ -30,8 +29,6 @@ class Services:
     """Sends the engine's admin routes to all replicas."""
     encoders: EncoderPool
     """Threads for tokenising, which would block the event loop."""
-    session_indexes: SessionIndexes
-    """What `/viewer` lists."""
     body_limit_bytes: int
     membership: Membership | None = None
     """Adds and removes replicas; None inside vLLM, where there is one engine."""

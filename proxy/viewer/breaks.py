@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from itertools import islice
 
 import msgspec
-import numpy as np
 
 from proxy.history.turn import Turn
 from proxy.history.vocabulary import Reason
-from proxy.samples.conversation import parsed
-from proxy.samples.tree import path_of
-from proxy.viewer.tokens import packed_ids, prompt_ids
+from proxy.samples.tree import parsed, path_of
+from proxy.viewer.tokens import ids_of, packed_ids
 from tokenization.ids_difference import common_prefix
 
 _CANDIDATES = 16
@@ -33,12 +31,7 @@ class Break(msgspec.Struct, frozen=True):
     equal: int
     """Number of ids with which both begin."""
     total: int
-    """Number of ids of the earlier turn."""
-
-    @property
-    def drifted(self) -> bool:
-        """Whether an id of the earlier turn is another one in the prompt."""
-        return self.equal < self.total
+    """Number of ids of the earlier turn. The prompt drifted if it holds fewer of them."""
 
 
 def breaks_of(turns: Sequence[Turn]) -> dict[str, Break]:
@@ -50,7 +43,8 @@ def breaks_of(turns: Sequence[Turn]) -> dict[str, Break]:
         if turn.parent is not None or not turn.appended or turn.reason == Reason.FIRST_TURN:
             continue
         compared = (_compare(turn, each, by_id) for each in _candidates(in_order, position))
-        found = max((each for each in compared if each is not None), key=_nearness, default=None)
+        comparable = [each for each in compared if each is not None]
+        found = max(comparable, key=lambda each: (each.equal, each.turn), default=None)
         if found is None:
             continue
         if _answers(turn) or found.equal > by_id[found.turn].prompt_tokens:
@@ -74,18 +68,11 @@ def _answers(turn: Turn) -> bool:
     return any(isinstance(each, dict) and each.get("role") == "assistant" for each in messages)
 
 
-def _nearness(found: Break) -> tuple[int, str]:
-    return found.equal, found.turn
-
-
 def _compare(turn: Turn, earlier: Turn, by_id: dict[str, Turn]) -> Break | None:
     """The comparison with one earlier turn; None if it tells nothing."""
     path = path_of(earlier, by_id)
     if path[0].parent is not None:
         return None
-    prompt, before = (
-        packed_ids(turn.appended),
-        np.concatenate([prompt_ids(path), packed_ids(earlier.completion)]),
-    )
+    prompt, before = packed_ids(turn.appended), ids_of(path)
     equal = common_prefix(prompt, before)
     return Break(earlier.id, equal, len(before)) if equal < len(prompt) else None

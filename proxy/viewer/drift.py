@@ -10,16 +10,13 @@ Two comparisons with the recorded prompt:
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from proxy.history.turn import Turn
-from proxy.samples.conversation import messages_of, template_kwargs_of, tools_of
-from proxy.samples.tree import path_of
+from proxy.samples.tree import last_request, path_of
 from proxy.viewer.breaks import breaks_of
-from proxy.viewer.tokens import Vocabulary, packed_ids, prompt_ids, spell
+from proxy.viewer.tokens import ids_of, prompt_ids, spell
 from tokenization import ChatTokenizer, TokenizationError
 from tokenization.ids_difference import Hunk, difference
 
@@ -75,44 +72,24 @@ def drift_lane(
         basis: a `Basis`; empty for the earlier turn if the prompt broke with one, else the template.
         note: why there is no tokenizer.
     """
-    turn = path[-1]
+    turn, recorded = path[-1], prompt_ids(path).tolist()
     found = breaks_of(turns).get(turn.id)
     if basis == Basis.TEMPLATE or (not basis and found is None):
-        return template_lane(path, tokenizer, note)
+        rendered = _rendered(path, tokenizer) if tokenizer is not None else note
+        if isinstance(rendered, str):
+            return Lane(basis=Basis.TEMPLATE, turn=turn.id, count=turn.prompt_tokens, reason=rendered)
+        hunks = difference(recorded, rendered)
+        return _lane(Basis.TEMPLATE, turn, recorded, len(rendered), hunks, tokenizer)
     if found is None:
         return Lane(basis=Basis.BEFORE, turn=turn.id, reason="the prompt did not break with an earlier turn")
     by_id = {each.id: each for each in turns}
-    return before_lane(path, path_of(by_id[found.turn], by_id), tokenizer)
-
-
-def template_lane(path: Sequence[Turn], tokenizer: ChatTokenizer | None, note: str) -> Lane:
-    """Compare the prompt of a path's last turn with the template's rendering of its messages.
-
-    Args:
-        note: why there is no tokenizer.
-    """
-    turn = path[-1]
-    rendered = _rendered(path, tokenizer) if tokenizer is not None else note
-    if isinstance(rendered, str):
-        return Lane(basis=Basis.TEMPLATE, turn=turn.id, count=turn.prompt_tokens, reason=rendered)
-    recorded = prompt_ids(path)
-    hunks = difference(recorded.tolist(), rendered)
-    return _lane(Basis.TEMPLATE, turn, recorded, len(rendered), hunks, tokenizer)
-
-
-def before_lane(path: Sequence[Turn], earlier: Sequence[Turn], vocabulary: Vocabulary | None) -> Lane:
-    """Compare the prompt of a path's last turn with the ids of an earlier turn, completion included.
-
-    What the prompt holds after the earlier turn's end is new, and no difference.
-    """
-    recorded = prompt_ids(path)
-    before = np.concatenate([prompt_ids(earlier), packed_ids(earlier[-1].completion)])
-    hunks = difference(recorded.tolist(), before.tolist())
-    if hunks and hunks[-1].end == len(recorded):
+    before = ids_of(path_of(by_id[found.turn], by_id)).tolist()
+    hunks = difference(recorded, before)
+    if hunks and hunks[-1].end == len(recorded):  # what the prompt holds after the earlier turn's end is new
         last = hunks.pop()
         if last.ids:  # the earlier turn ends differently: mark as many ids as it has there
             hunks.append(Hunk(last.start, min(last.end, last.start + len(last.ids)), last.ids))
-    return _lane(Basis.BEFORE, path[-1], recorded, len(before), hunks, vocabulary)
+    return _lane(Basis.BEFORE, turn, recorded, len(before), hunks, tokenizer)
 
 
 def _rendered(path: Sequence[Turn], tokenizer: ChatTokenizer) -> list[int] | str:
@@ -121,14 +98,13 @@ def _rendered(path: Sequence[Turn], tokenizer: ChatTokenizer) -> list[int] | str
         return "the first turns of this conversation are missing: deleted, or evicted"
     if any(turn.images for turn in path):
         return "the prompt holds images, which the template alone does not render to ids"
-    messages, tools, kwargs = messages_of(path), tools_of(path), template_kwargs_of(path)
+    messages, tools, kwargs = last_request(path)
     if messages is None or tools is None or kwargs is None:
         return "the recorded messages, tools or template arguments cannot be read"
     if not messages[:-1]:
         return "the messages of this prompt were not recorded"
-    variables: dict[str, Any] = {
-        name: kwargs[name] for name in kwargs if name not in tokenizer.reserved(kwargs)
-    }
+    reserved = tokenizer.reserved(kwargs)
+    variables = {name: value for name, value in kwargs.items() if name not in reserved}
     try:
         return tokenizer.render(messages[:-1], tools=tools or None, template_kwargs=variables)
     except TokenizationError as error:
@@ -138,13 +114,14 @@ def _rendered(path: Sequence[Turn], tokenizer: ChatTokenizer) -> list[int] | str
 def _lane(
     basis: Basis,
     turn: Turn,
-    recorded: "np.ndarray[tuple[int], np.dtype[np.int32]]",
+    recorded: Sequence[int],
     other: int,
     hunks: Sequence[Hunk],
-    vocabulary: Vocabulary | None,
+    tokenizer: ChatTokenizer | None,
 ) -> Lane:
-    texts = spell([token for hunk in hunks for token in hunk.ids], vocabulary)
-    own = spell([token for hunk in hunks for token in recorded[hunk.start : hunk.end].tolist()], vocabulary)
+    replaced = [recorded[hunk.start : hunk.end] for hunk in hunks]
+    own = spell([token for ids in replaced for token in ids], tokenizer)
+    texts = spell([token for hunk in hunks for token in hunk.ids], tokenizer)
     return Lane(
         basis=basis,
         turn=turn.id,
@@ -152,13 +129,8 @@ def _lane(
         other=other,
         first=hunks[0].start if hunks else None,
         hunks=[
-            (
-                hunk.start,
-                hunk.end,
-                hunk.ids,
-                _change(_text(recorded[hunk.start : hunk.end].tolist(), own), _text(hunk.ids, texts)),
-            )
-            for hunk in hunks
+            (hunk.start, hunk.end, hunk.ids, _change(_text(ids, own), _text(hunk.ids, texts)))
+            for hunk, ids in zip(hunks, replaced, strict=True)
         ],
         texts=texts,
     )

@@ -4,8 +4,7 @@ A sample holds all ids of its path and the span of ids that each turn sampled. S
 turns, so together they are a tree. An export does not contain refused turns.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import msgspec
 from proxy.history.prompt_image import PromptImage
 from proxy.history.store import Session
 from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, request_time
-from proxy.samples.layouts import LAYOUTS
-from proxy.samples.samples import Sample, TurnSpan
+from proxy.samples.layouts import PLAIN
+from proxy.samples.samples import UNCHANGED, Sample
 from proxy.viewer.recording import Recording
 
 _PARQUET = b"PAR1"
-_IDS = 2**31
 
 
 class NotAnExport(Exception):
@@ -66,7 +64,7 @@ def _from_parquet(file: Path) -> Iterator[Sample]:
         raise NotAnExport(
             f"{file} is a Parquet file: pip install 'tokenproxy[parquet]', or export with --format jsonl"
         ) from error
-    nested = [name for name, kind in LAYOUTS["plain"].columns.items() if kind == "json"]
+    nested = PLAIN.named("json")
     for row in pyarrow.parquet.read_table(file).to_pylist():
         try:
             yield msgspec.convert(row | {name: msgspec.json.decode(row[name]) for name in nested}, Sample)
@@ -90,8 +88,6 @@ def _fault(sample: Sample) -> str:
         mask[span.start : span.end] = [int(span.trained)] * (span.end - span.start)
     if sample.loss_mask != mask:
         return "`loss_mask` is not what `trained` of its turns says"
-    if not all(0 <= token < _IDS for token in chain(sample.prompt_ids, sample.completion_ids)):
-        return "an id is negative, or does not fit in 32 bits"
     return ""
 
 
@@ -120,56 +116,35 @@ def _recording(samples: Sequence[Sample]) -> Recording:
 
 def _turns(sample: Sample) -> Iterator[Turn]:
     """The turns of a sample's path."""
-    parts = _messages(sample)
     end = 0
-    for index, span in enumerate(sample.turns):
-        appended = sample.prompt_ids if index == 0 else sample.completion_ids[end : span.start]
-        parent = sample.turns[index - 1].id if index else None
-        yield _turn(sample, span, parent, appended, *parts[index])
-        end = span.end
-
-
-def _turn(
-    sample: Sample,
-    span: TurnSpan,
-    parent: str | None,
-    appended: Sequence[int],
-    messages: Sequence[Any],
-    message: Mapping[str, Any],
-) -> Turn:
-    logprobs = [value for value in sample.logprobs[span.start : span.end] if value is not None]
-    first, prompt_tokens = parent is None, len(sample.prompt_ids) + span.start
-    return Turn(
-        id=span.id,
-        rollout=sample.rollout,
-        parent=parent,
-        request=span.id,
-        created=request_time(span.id),
-        model=sample.model,
-        tools=msgspec.json.encode(sample.tools or []) if first else None,
-        template_kwargs=msgspec.json.encode(sample.template_kwargs or {}) if first else None,
-        messages=msgspec.json.encode(messages),
-        message=msgspec.json.encode(message),
-        appended=pack_ids(appended),
-        completion=pack_ids(sample.completion_ids[span.start : span.end]),
-        logprobs=pack_logprobs(logprobs),
-        prompt_tokens=prompt_tokens,
-        source=span.source,
-        reason=span.reason,
-        images=_images(sample, prompt_tokens - len(appended), prompt_tokens),
-        finish_reason=span.finish_reason,
-        stop_reason=span.stop_reason,
-        temperature=span.temperature,
-        logprobs_mode=span.logprobs_mode,
-        weight_versions=tuple(
-            WeightSpan(each.version, each.start - span.start, each.end - span.start)
-            for each in span.weight_versions
-        ),
-        weights_uncertain=span.weights_uncertain,
-        request_class=span.request_class,
-        agent=span.agent,
-        requested_model=span.requested_model,
-    )
+    for index, (span, (messages, message)) in enumerate(zip(sample.turns, _messages(sample), strict=True)):
+        first = index == 0
+        appended = sample.prompt_ids if first else sample.completion_ids[end : span.start]
+        logprobs = [value for value in sample.logprobs[span.start : span.end] if value is not None]
+        prompt_tokens, end = len(sample.prompt_ids) + span.start, span.end
+        yield Turn(
+            id=span.id,
+            rollout=sample.rollout,
+            parent=None if first else sample.turns[index - 1].id,
+            request=span.id,
+            created=request_time(span.id),
+            model=sample.model,
+            tools=msgspec.json.encode(sample.tools or []) if first else None,
+            template_kwargs=msgspec.json.encode(sample.template_kwargs or {}) if first else None,
+            messages=msgspec.json.encode(messages),
+            message=msgspec.json.encode(message),
+            appended=pack_ids(appended),
+            completion=pack_ids(sample.completion_ids[span.start : span.end]),
+            logprobs=pack_logprobs(logprobs),
+            prompt_tokens=prompt_tokens,
+            images=_images(sample, prompt_tokens - len(appended), prompt_tokens),
+            weight_versions=tuple(
+                WeightSpan(each.version, each.start - span.start, each.end - span.start)
+                for each in span.weight_versions
+            ),
+            request_class=span.request_class,
+            **{name: getattr(span, name) for name in UNCHANGED},
+        )
 
 
 def _images(sample: Sample, start: int, end: int) -> tuple[PromptImage, ...]:

@@ -1,7 +1,7 @@
 """Sessions as the data of a page that is one file: what the page would else read from a server."""
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
@@ -16,6 +16,9 @@ from proxy.viewer.drift import Basis, drift_lane
 from proxy.viewer.tokens import encode_tokens
 from proxy.viewer.tree import session_tree
 from tokenization import ChatTokenizer
+
+Leaf = tuple[bytes, Sequence[Any]]
+"""What belongs to one path: the body of `encode_tokens`, and its comparisons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +45,25 @@ class PageData(msgspec.Struct):
     drift: dict[str, list[Any]] = {}
     """Comparisons by `SESSION/TURN`; the first is shown unless another is chosen."""
 
-    def add(self, name: str, tree: Any, leaves: Sequence[str], read: "Callable[[str], LeafData]") -> None:
+    def add(self, name: str, tree: Any, leaves: Mapping[str, Leaf]) -> None:
         """Add a session.
 
         Args:
             tree: as `session_tree` returns it.
-            leaves: ids of the turns that no turn continues.
-            read: returns the data for one of them.
+            leaves: by the ids of the turns that no turn continues.
         """
         name = self._unused(name)
         session = {**tree["session"], "id": name}
-        self.sessions.append({**session, "summary": tree.get("summary")})
+        self.sessions.append(session)
         self.trees[name] = {**tree, "session": session}
-        for leaf in leaves:
-            data = read(leaf)
-            self.tokens[f"{name}/{leaf}"] = base64.b64encode(data.tokens).decode()
-            self.drift[f"{name}/{leaf}"] = list(data.lanes)
+        for leaf, (tokens, lanes) in leaves.items():
+            self.tokens[f"{name}/{leaf}"] = base64.b64encode(tokens).decode()
+            self.drift[f"{name}/{leaf}"] = list(lanes)
 
     def _unused(self, name: str) -> str:
         """A name that no session of the page has: sessions of two tenants may have one name."""
         numbers = (f"{name}~{number}" for number in count(2))
         return next(each for each in chain([name], numbers) if each not in self.trees)
-
-
-@dataclass(frozen=True, slots=True)
-class LeafData:
-    """What belongs to one path."""
-
-    tokens: bytes
-    lanes: Sequence[Any]
 
 
 def add_recording(page: PageData, recording: Recording, tokenizer: ChatTokenizer | None, note: str) -> None:
@@ -81,12 +74,10 @@ def add_recording(page: PageData, recording: Recording, tokenizer: ChatTokenizer
     """
     turns = recording.turns
     by_id, tree, breaks = {turn.id: turn for turn in turns}, TurnTree(turns), breaks_of(turns)
-
-    def read(leaf: str) -> LeafData:
-        path = path_of(by_id[leaf], by_id)
-        bases = [Basis.BEFORE, Basis.TEMPLATE] if leaf in breaks else [Basis.TEMPLATE]
+    leaves: dict[str, Leaf] = {}
+    for leaf in filter(tree.is_leaf, turns):
+        path = path_of(leaf, by_id)
+        bases = [Basis.BEFORE, Basis.TEMPLATE] if leaf.id in breaks else [Basis.TEMPLATE]
         lanes = [drift_lane(turns, path, basis, tokenizer, note) for basis in bases]
-        return LeafData(encode_tokens(path, tree, tokenizer, note, recording.untrained), lanes)
-
-    leaves = [turn.id for turn in turns if tree.is_leaf(turn)]
-    page.add(recording.session.name, session_tree(recording.session, turns, recording.rewards), leaves, read)
+        leaves[leaf.id] = encode_tokens(path, tree, tokenizer, note, recording.untrained), lanes
+    page.add(recording.session.name, session_tree(recording.session, turns, recording.rewards), leaves)

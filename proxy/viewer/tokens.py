@@ -11,7 +11,6 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 from proxy.history.turn import Turn, unpack_alternatives
 from proxy.history.vocabulary import Source
 from proxy.samples.tree import TurnTree
+from tokenization import ChatTokenizer
 
 TRAINED = 4
 """The flag of ids whose loss mask is 1 in the turn's sample."""
@@ -37,24 +37,11 @@ class Provenance(IntEnum):
     """The client gave it."""
 
 
-_PROVENANCE = {
+_PROVENANCE: dict[str, Provenance] = {
     Source.RENDERED: Provenance.RENDERED,
     Source.EXTENDED: Provenance.APPENDED,
     Source.GIVEN: Provenance.GIVEN,
 }
-
-
-class Vocabulary(Protocol):
-    """What spells ids: a `ChatTokenizer`."""
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids of special tokens."""
-        ...
-
-    def token_bytes(self, ids: Iterable[int]) -> dict[int, bytes]:
-        """What each of the ids stands for; those without a token are missing."""
-        ...
 
 
 class TurnIds(msgspec.Struct, frozen=True):
@@ -87,14 +74,14 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 def encode_tokens(
     path: Sequence[Turn],
     tree: TurnTree,
-    vocabulary: Vocabulary | None,
+    tokenizer: ChatTokenizer | None,
     note: str = "",
     untrained: Collection[str] = (),
 ) -> bytes:
     """The body for the path that ends with its last turn.
 
     Args:
-        vocabulary: None if the ids cannot be spelled.
+        tokenizer: None if the ids cannot be spelled.
         note: see `Header.note`.
         untrained: ids of turns that are not trained on although they can be.
     """
@@ -106,27 +93,30 @@ def encode_tokens(
         appended, completion = packed_ids(turn.appended), packed_ids(turn.completion)
         sampled = start + len(appended)
         end = sampled + len(completion)
+        provenance = _PROVENANCE.get(turn.source, Provenance.RENDERED)
+        trained = 0 if turn.id in untrained or tree.fault(turn) else TRAINED
         ids += [appended, completion]
         logprobs += [np.full(len(appended), np.nan, "<f4"), _logprobs(turn, len(completion))]
-        trained = 0 if turn.id in untrained or tree.fault(turn) else TRAINED
-        flags.append(np.full(len(appended), _provenance(turn), np.uint8))
+        flags.append(np.full(len(appended), provenance, np.uint8))
         flags.append(np.full(len(completion), Provenance.SAMPLED | trained, np.uint8))
         for index, found in enumerate(unpack_alternatives(turn.alternatives), start=sampled):
             alternatives.append((index, [(text.decode("latin-1"), logprob) for text, logprob in found]))
         spans = [(span.version, sampled + span.start, sampled + span.end) for span in turn.weight_versions]
         turns.append(TurnIds(turn.id, start, sampled, end, spans, turn.weights_uncertain))
         start = end
-    all_ids = np.concatenate([np.empty(0, "<i4"), *ids])
+    all_ids = np.concatenate(ids)
     header = Header(
         count=len(all_ids),
         turns=turns,
-        texts=spell(all_ids, vocabulary),
-        special=sorted(set(np.unique(all_ids).tolist()) & vocabulary.special_ids) if vocabulary else [],
+        texts=spell(all_ids, tokenizer),
+        special=sorted(set(np.unique(all_ids).tolist()) & tokenizer.special_ids) if tokenizer else [],
         note=note,
         alternatives=alternatives,
     )
-    arrays = [all_ids.tobytes(), np.concatenate([np.empty(0, "<f4"), *logprobs]).tobytes()]
-    return b"".join([_framed(header), *arrays, np.concatenate([np.empty(0, np.uint8), *flags]).tobytes()])
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 4)
+    arrays = (all_ids, np.concatenate(logprobs), np.concatenate(flags))
+    return b"".join([len(encoded).to_bytes(4, "little"), encoded, *(each.tobytes() for each in arrays)])
 
 
 def packed_ids(packed: bytes) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
@@ -140,21 +130,17 @@ def prompt_ids(path: Sequence[Turn]) -> "np.ndarray[tuple[int], np.dtype[np.int3
     return np.concatenate([*parts, packed_ids(path[-1].appended)])
 
 
-def spell(ids: Iterable[int], vocabulary: Vocabulary | None) -> dict[str, str]:
+def ids_of(path: Sequence[Turn]) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+    """The whole prompt of the last turn of a path, and what it sampled."""
+    return np.concatenate([prompt_ids(path), packed_ids(path[-1].completion)])
+
+
+def spell(ids: Iterable[int], tokenizer: ChatTokenizer | None) -> dict[str, str]:
     """The texts of ids, as `Header.texts`."""
-    if vocabulary is None:
+    if tokenizer is None:
         return {}
-    spelled = vocabulary.token_bytes(
-        each for each in np.unique(np.asarray(ids, np.int64)).tolist() if each >= 0
-    )
-    return {str(token): text.decode("latin-1") for token, text in spelled.items()}
-
-
-def _provenance(turn: Turn) -> Provenance:
-    try:
-        return _PROVENANCE[Source(turn.source)]
-    except ValueError:
-        return Provenance.RENDERED
+    known = (token for token in np.unique(np.asarray(ids, np.int64)).tolist() if token >= 0)
+    return {str(token): text.decode("latin-1") for token, text in tokenizer.token_bytes(known).items()}
 
 
 def _logprobs(turn: Turn, count: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
@@ -162,9 +148,3 @@ def _logprobs(turn: Turn, count: int) -> "np.ndarray[tuple[int], np.dtype[np.flo
     if len(turn.logprobs) != 4 * count:
         return np.full(count, np.nan, "<f4")
     return np.frombuffer(turn.logprobs, "<f4")
-
-
-def _framed(header: Header) -> bytes:
-    encoded = msgspec.json.encode(header)
-    encoded += b" " * (-len(encoded) % 4)
-    return len(encoded).to_bytes(4, "little") + encoded

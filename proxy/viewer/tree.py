@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from proxy.history.store import Session
@@ -11,9 +10,9 @@ from proxy.history.turn import Turn, request_time
 from proxy.history.vocabulary import Problem, Reason
 from proxy.samples.classes import agents_of, classes_of
 from proxy.samples.tree import TurnTree
-from proxy.samples.turn_fields import turn_fields
+from proxy.samples.turn_json import turn_fields
 from proxy.viewer.breaks import Break, breaks_of
-from proxy.viewer.summaries import summarize, summary_row
+from proxy.viewer.session_list import describe, stored_json
 
 
 def session_tree(
@@ -29,37 +28,11 @@ def session_tree(
     classes, tree, breaks = classes_of(turns), TurnTree(turns), breaks_of(turns)
     return {
         "session": describe(session, rewards.get("")),
-        "summary": summary_row(summarize(turns)),
         "rewards": {turn: reward for turn, reward in rewards.items() if turn},
         "agents": agents_of(turns, classes),
         "meanings": _meanings(turns),
         "turns": [_turn(turn, tree, classes[turn.id], breaks) for turn in turns if turn.created >= since],
     }
-
-
-def describe(session: Session, reward: float | None) -> dict[str, Any]:
-    """A session without its turns."""
-    return {
-        "id": session.name,
-        "explicit": session.explicit,
-        "ambiguous": session.ambiguous,
-        "created": session.created,
-        "used": session.used,
-        "turn_count": session.turns,
-        "bytes": session.size,
-        "metadata": stored_json(session.metadata, b"{}"),
-        "reward": reward,
-    }
-
-
-def stored_json(stored: bytes, instead: bytes) -> msgspec.Raw:
-    """Stored JSON as it is; something else if it is damaged: the rest of the page can be read."""
-    try:
-        stored.decode()
-        msgspec.json.decode(stored, type=msgspec.Raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return msgspec.Raw(instead)
-    return msgspec.Raw(stored)
 
 
 def _turn(turn: Turn, tree: TurnTree, request_class: str, breaks: Mapping[str, Break]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
+from proxy.history.store import Session, Store
 from proxy.history.turn import Turn, pack_ids, pack_logprobs
 
 ROLLOUT = "r"
@@ -26,6 +27,14 @@ def rollout(name: str) -> list[Turn]:
     b = child(f"{name}-b", a, [5], [6], rollout=name)
     c = child(f"{name}-c", a, [5], [7], rollout=name)
     return [a, b, c, child(f"{name}-d", a, [5], [8], rollout=name, logprobs=b"")]
+
+
+async def add_rollouts(store: Store, *ids: str) -> None:
+    """Record `rollout(id)` for each id, which is `tenant/name` or a name."""
+    for name in ids:
+        session = Session(id=name, tenant=name.rpartition("/")[0], created=1.0, used=1.0)
+        turns = rollout(name)
+        await store.add(session, turns, [[] for _ in turns])
 
 
 _DRAWN = st.tuples(

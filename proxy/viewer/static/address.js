@@ -1,6 +1,6 @@
 // The part of the address after `#`: every view, turn and token has one that can be kept and sent.
 //
-//   #/?sort=reward&reason=no_match           the list
+//   #/?search=NAME&before=PLACE              the list
 //   #/s/SESSION                              a session
 //   #/s/SESSION/TURN/VIEW?token=N            a turn in a view: conversation, tokens or plots
 //   #/compare/SESSION/TURN/SESSION/TURN      paths side by side

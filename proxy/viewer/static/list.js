@@ -1,52 +1,29 @@
-// The list of sessions: filters, order and page are in the address, the server does the work.
+// The list of sessions, the most recently used first: search and page are in the address, the server searches.
 
 import { compareAddress, listAddress, parse, sessionAddress } from "./address.js";
 import { MOST } from "./compare.js";
-import { button, el, renew, select, setOptions, show } from "./dom.js";
-import { ago, count, reward, time } from "./format.js";
-import { reasonsPlot, rewardPlot } from "./plots.js";
+import { button, el, renew } from "./dom.js";
+import { ago, count, plural, reward, time } from "./format.js";
 import { badge } from "./turn.js";
 import { WindowedRows } from "./windowed.js";
 
 const EVERY_MS = 2000;
-const SOON_MS = 150; // while the server is still reading sessions
-const PAGE = 200;
+const PAGE = 100;
 const ROW = 46;
 const TYPING_MS = 250;
-const SORTS = [
-  ["used", "last used"],
-  ["created", "created"],
-  ["reward", "reward"],
-  ["drift", "drift"],
-  ["turns", "turns"],
-  ["ids", "longest path"],
-  ["sampled", "sampled ids"],
-  ["id", "name"],
-];
-const FACETS = [
-  ["model", "models"],
-  ["reason", "reasons"],
-  ["problem", "problems"],
-  ["class", "classes"],
-  ["weight_version", "weight_versions"],
-];
 
 export class ListView {
   constructor(app) {
     this.app = app;
     this.chosen = new Map();
     this.rowsData = [];
-    this.controls = new Map(); // by the name of the parameter that they set
-    this.tools = el("form", { class: "tools", role: "search", onsubmit: (event) => event.preventDefault() });
-    this.#makeTools();
-    this.status = el("p", { class: "status", role: "status" });
-    this.plots = el("div", { class: "plots" });
-    this.plotsBox = el(
-      "details",
-      { class: "plots-box", ontoggle: () => this.#showPlots() },
-      el("summary", {}, "Plots of these sessions"),
-      this.plots,
+    this.search = this.#makeSearch();
+    this.tools = el(
+      "form",
+      { class: "tools", role: "search", onsubmit: (event) => event.preventDefault() },
+      this.search,
     );
+    this.status = el("p", { class: "status", role: "status" });
     this.pager = el("div", { class: "pager" });
     this.rows = new WindowedRows({
       height: ROW,
@@ -61,31 +38,22 @@ export class ListView {
       },
       onmark: (index, row) => row.querySelector("input").click(),
     });
-    this.element = el(
-      "div",
-      { class: "list" },
-      this.tools,
-      this.status,
-      this.plotsBox,
-      this.rows.element,
-      this.pager,
-    );
+    this.element = el("div", { class: "list" }, this.tools, this.status, this.rows.element, this.pager);
   }
 
   async open(address) {
     this.query = new URLSearchParams(address.query);
-    this.#fillTools();
+    this.#fillSearch();
     await this.#load();
   }
 
   async move(address) {
     const query = new URLSearchParams(address.query);
     if (query.toString() === this.query.toString()) return;
-    const before = this.query;
     this.query = query;
     this.rows.activate(-1);
     this.rows.element.scrollTop = 0;
-    this.#fillTools(before);
+    this.#fillSearch();
     await this.#load();
   }
 
@@ -105,15 +73,12 @@ export class ListView {
     return true;
   }
 
-  /** Change one parameter; the first page follows. */
-  #set(name, value) {
+  /** Show the page of the search that begins after a place; the first one if there is none. */
+  #go(before = null) {
     // what was typed last is searched for a moment later
     if (this.closed || parse(location.hash).kind !== "list") return;
-    const query = new URLSearchParams(this.query);
-    if (value) query.set(name, value);
-    else query.delete(name);
-    if (name !== "offset") query.delete("offset");
-    location.hash = listAddress(query);
+    const search = this.search.value;
+    location.hash = listAddress({ ...(search && { search }), ...(before && { before }) });
   }
 
   /** Show what the address asks for, and ask again from then on, also after a failure. */
@@ -143,7 +108,7 @@ export class ListView {
       if (document.hidden) this.timer = setTimeout(next, EVERY_MS);
       else this.#poll();
     };
-    this.timer = setTimeout(next, this.answer && !this.answer.complete ? SOON_MS : EVERY_MS);
+    this.timer = setTimeout(next, EVERY_MS);
   }
 
   async #poll() {
@@ -157,20 +122,23 @@ export class ListView {
   }
 
   #showAnswer(answer) {
-    const text = JSON.stringify(answer);
+    const text = JSON.stringify([this.query.toString(), answer]);
     if (text === this.shown) return;
     this.shown = text;
     this.answer = answer;
     this.rowsData = answer.data;
-    const reading = answer.complete ? "" : `, reading ${count(answer.read)} of ${count(answer.sessions)}…`;
-    this.status.textContent =
-      answer.sessions === 0
-        ? "No sessions yet: send a request to /v1/chat/completions, and it appears here."
-        : `${count(answer.matching)} of ${count(answer.sessions)} sessions${reading}`;
+    this.status.textContent = this.#statusText(answer);
     this.rows.update(this.rowsData.length);
-    if (this.app.source.live) this.#showFacets(answer.facets);
     this.#showPager(answer);
-    this.#showPlots();
+  }
+
+  #statusText({ data, next }) {
+    const search = this.query.get("search");
+    if (data.length === 0 && !search && !this.query.get("before"))
+      return "No sessions yet: send a request to /v1/chat/completions, and it appears here.";
+    const found = plural(data.length, "session");
+    if (!next) return found;
+    return search ? `${found}, older ones are not searched yet` : `${found}, there are older ones`;
   }
 
   /** Rows that do not change stay in the document, and grow older there. */
@@ -179,8 +147,8 @@ export class ListView {
       age.textContent = ago(Number(age.dataset.used));
   }
 
-  #makeTools() {
-    this.search = el("input", {
+  #makeSearch() {
+    return el("input", {
       type: "search",
       placeholder: "name or metadata",
       "aria-label": "Search sessions",
@@ -188,95 +156,23 @@ export class ListView {
         clearTimeout(this.typing);
         this.typing = setTimeout(() => {
           this.typing = null;
-          this.#set("search", this.search.value);
+          this.#go();
         }, TYPING_MS);
       },
     });
-    if (!this.app.source.live) {
-      show(this.tools, this.search); // a file has few sessions, and no server that filters them
-      return;
-    }
-    const field = (name, label, properties) => {
-      const input = el("input", { "aria-label": label, ...properties });
-      input.addEventListener("change", () => this.#set(name, input.value));
-      this.controls.set(name, input);
-      return input;
-    };
-    const choice = (name, label, options) => {
-      const made = select(label, options, "", (value) => this.#set(name, value));
-      this.controls.set(name, made);
-      return made;
-    };
-    const bound = { type: "number", step: "any" };
-    this.order = button("", () => this.#set("order", this.query.get("order") === "asc" ? "" : "asc"));
-    show(
-      this.tools,
-      this.search,
-      field("metadata", "Metadata, as KEY=VALUE", { type: "text", placeholder: "group=7", size: "12" }),
-      FACETS.map(([name]) => choice(name, name.replace("_", " "), [])),
-      choice("drift", "Drift", [
-        ["", "drift or not"],
-        ["true", "only with drift"],
-      ]),
-      field("reward_min", "reward from", { ...bound, placeholder: "reward from" }),
-      field("reward_max", "reward to", { ...bound, placeholder: "reward to" }),
-      choice("sort", "Order by", SORTS),
-      this.order,
-      button("clear", () => {
-        location.hash = "#/";
-      }),
-    );
   }
 
-  /** Show in the controls what the address asks for; what a reader types or has opened meanwhile stays. */
-  #fillTools(before = new URLSearchParams()) {
+  /** Show what the address searches for; what a reader types meanwhile stays. */
+  #fillSearch() {
     if (!this.typing) this.search.value = this.query.get("search") ?? "";
-    if (!this.app.source.live) return;
-    this.#showFacets(this.answer?.facets ?? {});
-    for (const [name, control] of this.controls) {
-      const value = this.query.get(name) ?? "";
-      if (value !== (before.get(name) ?? "")) control.value = value;
-    }
-    this.controls.get("sort").value = this.query.get("sort") ?? SORTS[0][0];
-    const isUp = this.query.get("order") === "asc";
-    this.order.textContent = isUp ? "↑" : "↓";
-    this.order.setAttribute("aria-label", isUp ? "Ascending" : "Descending");
   }
 
-  #showFacets(facets) {
-    for (const [name, plural] of FACETS) {
-      const choice = this.controls.get(name);
-      const found = Object.entries(facets[plural] ?? {}).sort((a, b) => b[1] - a[1]);
-      const chosen = this.query.get(name) ?? "";
-      if (chosen && !found.some(([value]) => value === chosen)) found.push([chosen, 0]);
-      choice.hidden = found.length === 0;
-      const isThere = [...choice.options].some((option) => option.value === chosen);
-      if (choice === document.activeElement && isThere) continue; // its list may be open
-      const options = found.map(([value, sessions]) => [value, `${value} (${count(sessions)})`]);
-      setOptions(choice, [["", `any ${name.replace("_", " ")}`], ...options], chosen);
-    }
-  }
-
-  #showPager({ matching }) {
-    const offset = Number(this.query.get("offset") ?? 0);
+  #showPager({ next }) {
     const chosen = [...this.chosen.values()];
     renew(
       this.pager,
-      matching > PAGE
-        ? [
-            button("previous", () => this.#set("offset", String(Math.max(0, offset - PAGE) || "")), {
-              disabled: offset === 0,
-            }),
-            el(
-              "span",
-              {},
-              `${count(offset + 1)} to ${count(Math.min(matching, offset + PAGE))} of ${count(matching)}`,
-            ),
-            button("next", () => this.#set("offset", String(offset + PAGE)), {
-              disabled: offset + PAGE >= matching,
-            }),
-          ]
-        : [],
+      this.query.get("before") ? button("newest", () => this.#go()) : null,
+      next ? button("older", () => this.#go(next)) : null,
       chosen.length > 0
         ? button(
             `compare ${chosen.length}`,
@@ -289,15 +185,7 @@ export class ListView {
     );
   }
 
-  #showPlots() {
-    if (!this.plotsBox.open || !this.answer) return;
-    const { rewards, reasons_over_time: reasons } = this.answer;
-    const made = [rewards && rewardPlot(rewards), reasons && reasonsPlot(reasons)].filter(Boolean);
-    show(this.plots, made.length ? made : el("p", { class: "hint" }, "No rewards and no reasons yet."));
-  }
-
   #row(row) {
-    const { summary } = row;
     const metadata = Object.entries(row.metadata ?? {}).map(
       ([name, value]) => `${name}=${typeof value === "string" ? value : JSON.stringify(value)}`,
     );
@@ -323,38 +211,19 @@ export class ListView {
           "div",
           { class: "list-name" },
           el("a", { href: sessionAddress(row.id), tabindex: "-1" }, row.id),
-          ...this.#badges(row, summary),
+          row.explicit ? null : badge("no name", "", "a conversation for which no client named a session"),
+          row.ambiguous ? badge("ambiguous", "problem", "another rollout held an equal conversation") : null,
         ),
         el(
           "div",
           { class: "list-numbers" },
           el("span", { title: time(row.used), data: { used: row.used } }, ago(row.used)),
-          el("span", {}, `${count(row.turn_count)} turns`),
-          summary ? el("span", {}, `${count(summary.ids)} ids`) : el("span", {}, "…"),
-          summary ? el("span", {}, `${count(summary.sampled)} sampled`) : null,
-          summary ? el("span", {}, summary.models.join(", ")) : null,
+          el("span", {}, plural(row.turn_count, "turn")),
+          row.bytes ? el("span", { title: "in the store" }, `${count(Math.ceil(row.bytes / 1000))} kB`) : null,
           el("span", { class: "metadata" }, metadata.join(" ")),
         ),
       ),
       el("span", { class: "list-reward", role: "gridcell" }, row.reward === null ? "" : reward(row.reward)),
     );
-  }
-
-  #badges(row, summary) {
-    if (!summary) return [];
-    const words = (table, kind) =>
-      Object.entries(table)
-        .filter(([word]) => word !== "first_turn" && word !== "unknown")
-        .map(([word, turns]) => badge(turns > 1 ? `${word} ${turns}` : word, kind));
-    return [
-      summary.drift
-        ? badge(`drift ${summary.drift}`, "drift", "turns whose prompt broke with the recorded ids")
-        : null,
-      ...words(summary.reasons, "reason"),
-      ...words(summary.problems, "problem"),
-      ...words(summary.classes, "class"),
-      summary.aborted ? badge(`aborted ${summary.aborted}`, "ended") : null,
-      summary.leaves > 1 ? badge(`${summary.leaves} paths`, "") : null,
-    ];
   }
 }

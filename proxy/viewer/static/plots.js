@@ -1,7 +1,7 @@
 // Plots as SVG. Each has a title, an axis with its largest value, and a text for screen readers.
 
 import { el, svg } from "./dom.js";
-import { count, decimal, reward, time } from "./format.js";
+import { count, decimal } from "./format.js";
 
 const WIDTH = 640;
 const HEIGHT = 140;
@@ -26,24 +26,6 @@ export function pathPlots(path, onturn) {
       onturn,
     ),
   ];
-}
-
-/** The rewards of the sessions of a group, in rising order; of very many, some of them. */
-export function rewardPlot({ count: sessions, mean, values }) {
-  const title = `Rewards of ${count(sessions)} sessions, mean ${reward(mean)}`;
-  return values.length ? barPlot(title, [["reward", values]]) : null;
-}
-
-/** How often each reason occurred, over time. */
-export function reasonsPlot({ start, step, counts }) {
-  const names = Object.keys(counts).sort((a, b) => sum(counts[b]) - sum(counts[a]));
-  if (names.length === 0) return null;
-  const length = counts[names[0]].length;
-  const title = `Reasons of prompts from ${time(start)} to ${time(start + step * length)}`;
-  return barPlot(
-    title,
-    names.map((name) => [name, counts[name]]),
-  );
 }
 
 function sum(values) {
@@ -84,15 +66,11 @@ function linePlot(title, values) {
 }
 
 /** Stacked bars; `series` are [name, values] pairs of equal length. */
-function barPlot(title, series, onturn = null) {
+function barPlot(title, series, onturn) {
   const length = series[0][1].length;
-  const stacked = Array.from({ length }, (_, index) =>
-    sum(series.map(([, values]) => Math.max(0, values[index]))),
-  );
-  const lowest = Math.min(0, ...series[0][1]);
-  const highest = Math.max(...stacked, lowest < 0 ? 0 : 1e-9);
-  const scale = (HEIGHT - BOTTOM) / (highest - lowest);
-  const zero = 4 + highest * scale;
+  const stacked = Array.from({ length }, (_, index) => sum(series.map(([, values]) => values[index])));
+  const highest = Math.max(...stacked, 1e-9);
+  const scale = (HEIGHT - BOTTOM) / highest;
   const width = (WIDTH - LEFT) / length;
   const base = new Float64Array(length);
   const marks = series.map(([name, values], number) => {
@@ -101,9 +79,9 @@ function barPlot(title, series, onturn = null) {
     for (let index = 0; index < length; index += 1) {
       const value = values[index];
       if (!value) continue;
-      const size = Math.abs(value) * scale;
-      const top = value < 0 ? zero : zero - base[index] - size;
-      if (value > 0) base[index] += size;
+      const size = value * scale;
+      const top = HEIGHT - BOTTOM + 4 - base[index] - size;
+      base[index] += size;
       const x = LEFT + index * width;
       const shape = `M${x.toFixed(2)} ${top.toFixed(2)}h${Math.max(0.5, width * 0.85).toFixed(2)}v${size.toFixed(2)}h${(-Math.max(0.5, width * 0.85)).toFixed(2)}z`;
       if (length > SHOWN_AS_BARS) path += shape;
@@ -111,15 +89,15 @@ function barPlot(title, series, onturn = null) {
         bars.push(
           svg(
             "path",
-            { d: shape, class: `bar series-${number % 8}`, onclick: onturn && (() => onturn(index)) },
-            svg("title", {}, `${index + 1}: ${name} ${reward(value)}`),
+            { d: shape, class: `bar series-${number % 8}`, onclick: () => onturn(index) },
+            svg("title", {}, `${index + 1}: ${name} ${count(value)}`),
           ),
         );
     }
     return length > SHOWN_AS_BARS ? [svg("path", { d: path, class: `bar series-${number % 8}` })] : bars;
   });
   const names = series.length > 1 ? series.map(([name]) => name) : [];
-  return frame(title, marks.flat(), lowest < 0 ? reward(lowest) : "0", reward(highest), length, names);
+  return frame(title, marks.flat(), "0", count(Math.round(highest)), length, names);
 }
 
 function frame(title, marks, low, high, length, names) {

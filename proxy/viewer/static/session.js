@@ -116,7 +116,7 @@ export class SessionView {
   #metadataLink(name, value) {
     const text = typeof value === "string" ? value : JSON.stringify(value);
     if (!this.app.source.live) return el("span", {}, `${name} ${text}`);
-    return el("a", { href: listAddress({ metadata: `${name}=${text}` }) }, `${name} ${text}`);
+    return el("a", { href: listAddress({ search: `${name}=${text}` }) }, `${name} ${text}`);
   }
 
   async #refresh() {

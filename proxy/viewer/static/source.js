@@ -67,18 +67,11 @@ export class FileSource {
   }
 
   async sessions(parameters) {
-    const given = Object.fromEntries(parameters);
-    const words = (given.search || "").toLowerCase();
+    const words = (parameters.get("search") || "").toLowerCase();
     const rows = this.data.sessions.filter(
       (row) => !words || `${row.id} ${JSON.stringify(row.metadata)}`.toLowerCase().includes(words),
     );
-    return {
-      data: rows,
-      matching: rows.length,
-      sessions: this.data.sessions.length,
-      complete: true,
-      facets: {},
-    };
+    return { data: rows, next: null };
   }
 
   async session(name) {

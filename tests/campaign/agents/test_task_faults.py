@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.campaign.agents.installed import CLAUDE, CODEX, needs, run_program
+from tests.campaign.agents.installed import CLAUDE, CODEX, needs, run_task
 from tests.campaign.agents.recorded import check_recorded
 from tests.campaign.agents.scripted_engine import Call, Script, ScriptedEngine, Step
 from tests.support.tiny_model import TinyModel
@@ -46,7 +46,7 @@ def _script(program: Path, *faults: dict[str, Any]) -> Script:
 def _run(program: Path, url: str, home: Path) -> None:
     """Run the task to its end."""
     flags = ["--allowedTools", "Bash"] if program == CLAUDE else []
-    assert "All is done." in run_program(url, home, "task", program, _TASK, *flags)
+    assert "All is done." in run_task(url, home, program, _TASK, *flags)
     assert (home / "done.txt").read_text() == "omega\n"
 
 
@@ -57,7 +57,7 @@ def _check(client: httpx.Client, script: Script, cuts: int, *, killed: bool = Fa
         cuts: how many answers ended after their first ids.
         killed: see `check_recorded`.
     """
-    turns = check_recorded(str(client.base_url), "task", script, killed=killed)
+    turns = check_recorded(str(client.base_url), script, killed=killed)
     first, second, last = (turn for turn in turns if turn["finish_reason"] != "abort")
     assert [turn["parent"] for turn in (first, second, last)] == [None, first["id"], second["id"]]
     aborted = [turn for turn in turns if turn["finish_reason"] == "abort"]

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.campaign.agents.installed import CLAUDE, CODEX, needs, run_program
+from tests.campaign.agents.installed import CLAUDE, CODEX, needs, run_task
 from tests.campaign.agents.recorded import Turn, check_recorded
 from tests.campaign.agents.scripted_engine import Call, Script, ScriptedEngine, Step
 from tests.support.talk import CHAT
@@ -72,8 +72,8 @@ def _work(
     script = Script(steps)
     with ScriptedEngine(model, script) as engine, run_proxy([engine], store="memory:") as client:
         url = str(client.base_url)
-        assert "All is done." in run_program(url, home, "task", program, *flags)
-        turns = check_recorded(url, "task", script)
+        assert "All is done." in run_task(url, home, program, *flags)
+        turns = check_recorded(url, script)
     assert (home / "notes.txt").read_text() == "alpha\ngamma\n"
     assert (home / "done.txt").read_text() == "finished\n"
     assert len(script.cut) == 1

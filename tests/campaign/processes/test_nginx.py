@@ -28,44 +28,36 @@ pytestmark = pytest.mark.skipif(_NGINX is None, reason="nginx is not installed (
 @contextmanager
 def run_nginx(folder: Path, upstream: int) -> Iterator[httpx.Client]:
     """nginx with the example, on a port of its own; yields a client that trusts its certificate."""
-    with held_port() as port, _run_nginx(folder, upstream, port) as client:
-        yield client
-
-
-@contextmanager
-def _run_nginx(folder: Path, upstream: int, port: int) -> Iterator[httpx.Client]:
     cert, key = folder / "cert.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     command += ["-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
     subprocess.run([*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
-    text = _EXAMPLE.read_text()
-    for name, value in {
-        "listen 443 ssl": f"listen 127.0.0.1:{port} ssl",
-        "127.0.0.1:8100": f"127.0.0.1:{upstream}",
-        "/etc/tokenproxy/cert.pem": str(cert),
-        "/etc/tokenproxy/key.pem": str(key),
-        "/run/nginx.pid": str(folder / "nginx.pid"),
-    }.items():
-        assert text.count(name) == 1 or name == "127.0.0.1:8100", name
-        text = text.replace(name, value)
-    (folder / "nginx.conf").write_text(text)
-    temporary = "".join(
-        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
-    (folder / "nginx.conf").write_text(text.replace("http {", f"http {{ access_log off; {temporary}", 1))
-    base = [str(_NGINX), "-c", str(folder / "nginx.conf"), "-p", str(folder), "-e", str(folder / "error.log")]
-    subprocess.run([*base, "-t"], check=True, capture_output=True, timeout=60)
-    process = subprocess.Popen([*base, "-g", "daemon off; master_process off;"])
-    try:
-        wait_until(lambda: _listens(port))
-        context = ssl.create_default_context(cafile=str(cert))
-        with httpx.Client(
-            base_url=f"https://127.0.0.1:{port}", verify=context, trust_env=False, timeout=30
-        ) as client:
-            yield client
-    finally:
-        process.terminate()
-        process.wait(20)
+    with held_port() as port:
+        text = _EXAMPLE.read_text()
+        for name, value in {
+            "listen 443 ssl": f"listen 127.0.0.1:{port} ssl",
+            "127.0.0.1:8100": f"127.0.0.1:{upstream}",
+            "/etc/tokenproxy/cert.pem": str(cert),
+            "/etc/tokenproxy/key.pem": str(key),
+            "/run/nginx.pid": str(folder / "nginx.pid"),
+        }.items():
+            assert name in text
+            text = text.replace(name, value)
+        kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        temporary = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
+        config = folder / "nginx.conf"
+        config.write_text(text.replace("http {", f"http {{ access_log off; {temporary}", 1))
+        base = [str(_NGINX), "-c", str(config), "-p", str(folder), "-e", str(folder / "error.log")]
+        process = subprocess.Popen([*base, "-g", "daemon off; master_process off;"])
+        try:
+            wait_until(lambda: _listens(port))
+            context = ssl.create_default_context(cafile=str(cert))
+            url = f"https://127.0.0.1:{port}"
+            with httpx.Client(base_url=url, verify=context, trust_env=False, timeout=30) as client:
+                yield client
+        finally:
+            process.terminate()
+            process.wait(20)
 
 
 def _listens(port: int) -> bool:

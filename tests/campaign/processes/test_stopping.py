@@ -10,12 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.contract.test_stopping import (
-    ENDLESS,
-    check_streams_end_or_are_cut,
-    recorded,
-    stream,
-)
+from tests.contract.test_stopping import check_streams_end_or_are_cut, stream
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.serve_process import ServeProcess, is_process, metrics_folder
 from tests.support.tiny_model import END, HI
@@ -30,31 +25,13 @@ def store(tmp_path: Path) -> str:
     return f"sqlite://{tmp_path}/rollouts.db"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_streams_of_workers_end_or_are_cut(
-    mortal: FakeVllm, tmp_path: Path, store: str, number: signal.Signals
-) -> None:
+async def test_streams_of_workers_end_or_are_cut(mortal: FakeVllm, tmp_path: Path, store: str) -> None:
     flags = ("--store", store, "--drain-s", "600", "--workers", "2")
     with ServeProcess([mortal.url], tmp_path / "proxy.log", *flags) as proxy:
         proxy.wait_workers_ready(2)
         processes = proxy.workers
-        await check_streams_end_or_are_cut(mortal, proxy, store, number)
+        await check_streams_end_or_are_cut(mortal, proxy, store, signal.SIGINT)
     assert not any(map(is_process, processes))
-
-
-async def test_streams_are_cut_after_the_drain(mortal: FakeVllm, tmp_path: Path, store: str) -> None:
-    mortal.replies.append(ENDLESS)
-    flags = ("--store", store, "--drain-s", "2", "--workers", "2")
-    with ServeProcess([mortal.url], tmp_path / "proxy.log", *flags) as proxy:
-        proxy.wait_workers_ready(2)
-        begun = asyncio.Semaphore(0)
-        task = asyncio.create_task(stream(proxy.url, "s", begun))
-        await begun.acquire()
-        proxy.signal()
-        got = await task
-        assert await asyncio.to_thread(proxy.wait) == 0
-    assert got.error is not None and got.error["code"] == "stopping"
-    assert len(await recorded(store, ["s"])) == 1
 
 
 def test_clients_that_do_not_read_do_not_hold_the_end(mortal: FakeVllm, tmp_path: Path, store: str) -> None:
@@ -93,10 +70,7 @@ async def test_workers_drain_when_their_parent_is_killed(
     assert proxy.text.count("the parent process has ended") == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_parent_and_workers_at_once_drains(
-    mortal: FakeVllm, tmp_path: Path, store: str, number: signal.Signals
-) -> None:
+def test_a_signal_to_parent_and_workers_at_once_drains(mortal: FakeVllm, tmp_path: Path, store: str) -> None:
     """As Ctrl-C in a terminal, or systemd: it counts once."""
     mortal.replies.append(Reply(hold_at=0))
     body = json.dumps({"messages": _HI}).encode()
@@ -106,7 +80,7 @@ def test_a_signal_to_parent_and_workers_at_once_drains(
         with send_and_keep(httpx.URL(proxy.url), _CHAT, body) as connection:
             wait_until(lambda: mortal.running)
             for process in [*proxy.workers, proxy.pid]:
-                os.kill(process, number)
+                os.kill(process, signal.SIGTERM)
             wait_until(lambda: proxy.text.count("up to 30 s for 1 requests to end") == 1)
             time.sleep(0.5)  # nothing shows that a signal changed nothing
             with pytest.raises(httpx.ConnectError):

@@ -83,17 +83,16 @@ class Cluster:
 
     def replicas_of(self, requests: list[str]) -> list[str]:
         """Which replica of the proxy handled each request, by Ray Serve's own log, which may lag behind."""
-        wait_until(lambda: set(requests) <= set(self.handled()), 30)
-        handled = self.handled()
-        return [handled[request] for request in requests]
-
-    def handled(self) -> dict[str, str]:
-        """The replica of the proxy that handled each request so far."""
         handled: dict[str, str] = {}
-        for file in self.folder.glob("session_*/logs/serve/replica_default_Proxy_*.log"):
-            for found in _HANDLED.finditer(file.read_text()):
-                handled[found["request"]] = found["replica"]
-        return handled
+
+        def all_found() -> bool:
+            for file in self.folder.glob("session_*/logs/serve/replica_default_Proxy_*.log"):
+                for found in _HANDLED.finditer(file.read_text()):
+                    handled[found["request"]] = found["replica"]
+            return set(requests) <= set(handled)
+
+        wait_until(all_found, 30)
+        return [handled[request] for request in requests]
 
 
 @contextmanager

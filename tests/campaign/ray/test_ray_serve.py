@@ -68,11 +68,11 @@ class _Conversation:
     messages: list[Any] = field(default_factory=list)
     consumed: list[int] = field(default_factory=list)
     """The ids of the last prompt and of its answer."""
-    drifts: int = 0
     requests: list[str] = field(default_factory=list)
     sessions: set[str] = field(default_factory=set)
 
     def turn(self) -> None:
+        """One turn, whose prompt begins with all ids of the one before."""
         self.messages.append(user(f"{self.name}: tell me more."))
         raw = self.client.chat.completions.with_raw_response.create(
             model="smollm2",
@@ -84,15 +84,15 @@ class _Conversation:
         answer = raw.parse().model_dump()
         [choice] = answer["choices"]
         prompt = answer["prompt_token_ids"]
-        self.drifts += prompt[: len(self.consumed)] != self.consumed
+        assert prompt[: len(self.consumed)] == self.consumed
         self.consumed = prompt + choice["token_ids"]
         self.messages.append({"role": "assistant", "content": choice["message"]["content"]})
         self.requests.append(raw.headers["x-request-id"])
         self.sessions.add(raw.headers["x-session-id"])
 
 
-def _client(cluster: Cluster, retries: int = 2) -> OpenAI:
-    return OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=retries, timeout=120)
+def _client(cluster: Cluster) -> OpenAI:
+    return OpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=120)
 
 
 def _all(conversations: list[_Conversation], turns: int) -> None:
@@ -111,7 +111,6 @@ def test_a_replica_is_killed_between_turns(cluster: Cluster, arguments: dict[str
     kill(before[0], signal.SIGKILL)
     _all(conversations, _TURNS - _TURNS // 2)
 
-    assert [each.drifts for each in conversations] == [0] * _CONVERSATIONS
     both = 0
     for each in conversations:
         [session] = each.sessions
@@ -158,31 +157,20 @@ def test_a_client_leaves(cluster: Cluster, arguments: dict[str, Any], servers: M
 
 def test_engines_that_ray_serve_runs(cluster: Cluster, model: Path, store: str) -> None:
     flags = "--served-model-name smollm2 --dtype float32 --enforce-eager --max-model-len 8192"
-    small = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": "1",
+    environment = {
+        **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+        **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"},
     }
     engine = {
-        "model": str(model),
-        "gpus": 0,
-        "cpus": 1,
+        **{"model": str(model), "gpus": 0, "cpus": 1, "environment": environment},
         "flags": f"{flags} --gpu-memory-utilization 0.3",
-        "environment": small | {"HF_HUB_OFFLINE": "1"},
     }
-    arguments = {
-        "engines": engine,
-        "store": store,
-        "store_timeout_s": 30,
-        "cpus": 0.1,
-        "watch_interval_s": 0.5,
-    }
+    proxy = {"store": store, "store_timeout_s": 30, "cpus": 0.1, "watch_interval_s": 0.5}
+    arguments = {"engines": engine, **proxy}
     cluster.run({"args": arguments})
     wait_ready(cluster.url)
     conversation = _Conversation(_client(cluster), "engine")
     _all([conversation], 3)
-    assert conversation.drifts == 0
     [vllm] = [state["engine"] for state in httpx.get(f"{cluster.url}/ready").json()["engines"]]
 
     # it ends with its replica, however that ends, and another one takes its place
@@ -192,7 +180,6 @@ def test_engines_that_ray_serve_runs(cluster: Cluster, model: Path, store: str) 
     wait_until(lambda: _engines(cluster) not in ([], [vllm]), 240)
     wait_ready(cluster.url)
     _all([conversation], 2)
-    assert conversation.drifts == 0
     [second] = _engines(cluster)
     cluster.run({"args": arguments | {"engines": None, "upstreams": [second]}})
     wait_until(lambda: not _answers(second), 120)
@@ -242,7 +229,6 @@ def test_engines_that_are_found_by_name(
     wait_until(lambda: _engines(cluster) == [servers["in front"].engine.url], 60)
     conversation = _Conversation(_client(cluster), "named")
     _all([conversation], 2)
-    assert conversation.drifts == 0
     [actor] = cluster.processes("Server")
     kill(actor, signal.SIGKILL)
     wait_until(lambda: not httpx.get(f"{cluster.url}/ready", timeout=30).json()["engines"], 60)

@@ -1,24 +1,30 @@
 """Real engines for the long tests: those of the acceptance tests, and others that a test starts itself."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import httpx
 import pytest
 
 from proxy.demo.checkpoint import ensure_checkpoint
-from tests.acceptance.conftest import START_TIMEOUT_S, can_append, server, servers, start_engine
+from tests.acceptance.conftest import START_TIMEOUT_S, WAYS, can_append, server, servers, start_engine
 from tests.support.quiet import quiet
 from tests.support.serve_process import ServeProcess
 from tests.support.utils import wait_until
 
-__all__ = ["START_TIMEOUT_S", "run_proxy", "server", "servers", "start_engine", "wait_ready"]
+__all__ = [
+    "START_TIMEOUT_S",
+    "WAYS",
+    "run_proxy",
+    "run_way",
+    "server",
+    "servers",
+    "start_engine",
+    "wait_ready",
+]
 
-INSIDE, FRONT = "inside", "in front"
+INSIDE, FRONT = WAYS
 only_inside = pytest.mark.parametrize("server", [INSIDE], indirect=True)
 only_in_front = pytest.mark.parametrize("server", [FRONT], indirect=True)
 """For long tests of a client. That both ways answer alike is shown by the acceptance tests."""
@@ -30,45 +36,39 @@ def model() -> Path:
     return ensure_checkpoint(progress=quiet)
 
 
-def checkpoint_with(model: Path, folder: Path, name: str, content: dict[str, Any]) -> Path:
-    """A checkpoint in `folder` with the files of another, of which one JSON file has other content."""
-    folder.mkdir(exist_ok=True)
-    for file in model.iterdir():
-        if file.name != name:
-            (folder / file.name).symlink_to(file)
-    (folder / name).write_text(json.dumps(content))
-    return folder
-
-
 @contextmanager
-def run_proxy(upstream: str, *flags: str, client_key: str | None = None) -> Iterator[str]:
-    """`tokenproxy serve` as a process of its own; the value is its URL, once it is ready.
-
-    Args:
-        client_key: a key that the engine or the proxy wants. It reaches the proxy with a request.
-    """
+def run_proxy(upstream: str, *flags: str) -> Iterator[str]:
+    """`tokenproxy serve` as a process of its own; the value is its URL, once it is ready."""
     with TemporaryDirectory() as folder, ServeProcess([upstream], Path(folder) / "log", *flags) as proxy:
-        if client_key is not None:
-            headers = {"authorization": f"Bearer {client_key}"}
-            wait_until(lambda: httpx.get(f"{proxy.url}/v1/sessions", headers=headers).is_success, 60)
-        wait_ready(proxy.url, client_key)
+        wait_ready(proxy.url)
         yield proxy.url
 
 
-def wait_ready(url: str, key: str | None = None) -> None:
-    """Wait until every engine of a server answers, and messages can be appended.
+@contextmanager
+def run_way(
+    way: str,
+    model: Path,
+    log: Path,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    proxy_flags: tuple[str, ...] = (),
+) -> Iterator[str]:
+    """An engine of the test's own with the plugin, or a proxy in front of it; the value is the URL.
 
     Args:
-        key: one with the scope `read`, where the proxy has keys of its own.
+        flags: for vLLM.
+        proxy_flags: for `tokenproxy serve`; inside vLLM, `environment` has the settings.
     """
-    wait_until(lambda: can_append(url, key), START_TIMEOUT_S)
+    with start_engine(model, log, *flags, plugin=way == INSIDE, environment=environment) as engine:
+        engine.wait_ready(START_TIMEOUT_S)
+        if way == INSIDE:
+            wait_ready(engine.url)
+            yield engine.url
+        else:
+            with run_proxy(engine.url, "--store", "memory:", *proxy_flags) as url:
+                yield url
 
 
-def replicas(http: httpx.Client) -> dict[str, dict[str, Any]]:
-    """The state of each replica of a proxy, by its URL."""
-    return {each["engine"]: each for each in http.get("/admin/replicas").json()["replicas"]}
-
-
-def ready(http: httpx.Client) -> int:
-    """How many replicas of a proxy are ready."""
-    return sum(each["ready"] for each in replicas(http).values())
+def wait_ready(url: str) -> None:
+    """Wait until every engine of a server answers, and messages can be appended."""
+    wait_until(lambda: can_append(url), START_TIMEOUT_S)

@@ -1,26 +1,70 @@
 """Clients that nobody here wrote hold conversations, with only their base URL changed: no id drifts."""
 
+import asyncio
+import json
+import shutil
 import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
+from proxy.demo.tools import TOOLS
 from tests.acceptance.conftest import Server
-from tests.campaign.real_vllm.clients.programs import run_program
-from tests.campaign.real_vllm.clients.sdks import hold_openai
-from tests.campaign.real_vllm.clients.table import ROOT, Target, clients
+from tests.campaign.real_vllm.clients import agents_sdk, langchain, sdks, trainers, verifiers_client
+from tests.campaign.real_vllm.clients.target import Target
 from tests.campaign.real_vllm.conftest import only_in_front, only_inside
 from tests.support.recorded import record_of
 
-RLLM = ROOT / ".cache" / "rllm-model-gateway" / "bin" / "python"
-TRL = ROOT / ".cache" / "trl-1.10"
+_CACHE = Path(__file__).parents[3] / ".cache"
+_NODE, _TRL = _CACHE / "openai-node", _CACHE / "trl-1.10"
+_RLLM = _CACHE / "rllm-model-gateway" / "bin" / "python"
 _SCRIPTS = Path(__file__).parent / "clients"
-_CLIENTS = clients()
-_CALLS_NO_TOOLS = ("TRL",)
+_needs_node = pytest.mark.skipif(
+    not ((_NODE / "node_modules").exists() and shutil.which("node")),
+    reason="scripts/install-programs openai-node was not run",
+)
 
 
-@pytest.mark.parametrize("name", _CLIENTS)
+async def _output(*command: object) -> Any:
+    """The last line that a program prints, decoded as JSON. Fails with what it wrote to stderr."""
+    process = await asyncio.create_subprocess_exec(
+        *map(str, command), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    output, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    return json.loads(output.splitlines()[-1])
+
+
+async def _hold_node(target: Target, *flags: str) -> None:
+    arguments = (_NODE, f"{target.root}/v1", target.session, json.dumps(list(TOOLS)))
+    await _output("node", _SCRIPTS / "openai_node.mjs", *arguments, *flags)
+
+
+_CLIENTS: dict[str, Callable[[Target], Awaitable[None]]] = {
+    "OpenAI SDK": sdks.hold_openai,
+    "Responses": partial(sdks.hold_responses, stores=False),
+    "Responses, stored": partial(sdks.hold_responses, stores=True),
+    "Anthropic SDK": sdks.hold_anthropic,
+    "OpenAI Agents SDK": agents_sdk.hold,
+    "LangChain, calls that are cut": langchain.hold_cut,
+    "LangGraph": langchain.hold_react,
+    "verifiers": verifiers_client.hold,
+    "NeMo-Gym": partial(trainers.hold_nemo_gym, ids=False),
+    "NeMo-Gym, ids in both places": partial(trainers.hold_nemo_gym, ids=True),
+    "TRL": trainers.hold_trl,
+    "Node": _hold_node,
+    "Node, streamed": lambda target: _hold_node(target, "stream"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=_needs_node if "Node" in name else ()) for name in _CLIENTS],
+)
 async def test_no_turn_of_a_client_drifts(server: Server, name: str) -> None:
     target = Target(server.url, f"client-{uuid4().hex}")
     await _CLIENTS[name](target)
@@ -32,8 +76,8 @@ async def test_no_turn_of_a_client_drifts(server: Server, name: str) -> None:
     follow_ups = [turn["reason"] for turn in record.turns[1:] if turn["source"] != "given"]
     # a call that was cut within its arguments comes back with its JSON completed
     assert set(follow_ups) <= {None, "call_repaired"}
-    called = any(turn["message"].get("tool_calls") for turn in record.turns)
-    assert called or name in _CALLS_NO_TOOLS
+    # TRL's client sends ids, and calls no tools
+    assert name == "TRL" or any(turn["message"].get("tool_calls") for turn in record.turns)
 
 
 @only_in_front
@@ -50,26 +94,25 @@ async def test_how_far_the_same_drifts_on_a_stock_engine(
 
 
 @only_inside
-@pytest.mark.skipif(not RLLM.exists(), reason="scripts/install-programs rllm-model-gateway was not run")
+@pytest.mark.skipif(not _RLLM.exists(), reason="scripts/install-programs rllm-model-gateway was not run")
 async def test_a_session_of_rllm(server: Server) -> None:
     """rLLM's gateway client, unmodified: a session for an agent, and its turns for the trainer."""
     session = f"rllm-{uuid4().hex}"
-    script = _SCRIPTS / "rllm_traces.py"
-    url = await run_program(RLLM, script, server.url, session, "create")
-    assert url == f"{server.url}/sessions/{session}/v1"
+    client = (_RLLM, _SCRIPTS / "rllm_traces.py", server.url, session)
+    assert await _output(*client, "create") == f"{server.url}/sessions/{session}/v1"
     target = Target(server.url, session)
-    await hold_openai(target)
-    traces = await run_program(RLLM, script, server.url, session, "traces")
+    await sdks.hold_openai(target)
+    traces = await _output(*client, "traces")
     assert [(trace["prompt_token_ids"], trace["completion_token_ids"]) for trace in traces] == target.ids
     assert target.drifted() == 0
     assert all(len(trace["logprobs"]) == len(trace["completion_token_ids"]) for trace in traces)
 
 
 @only_in_front
-@pytest.mark.skipif(not TRL.exists(), reason="scripts/install-programs trl-1.10 was not run")
+@pytest.mark.skipif(not _TRL.exists(), reason="scripts/install-programs trl-1.10 was not run")
 async def test_the_client_of_trl_1_10(server: Server, model: Path) -> None:
     """The last whose client calls the routes of `trl vllm-serve`."""
-    results = await run_program(sys.executable, _SCRIPTS / "trl_1_10.py", TRL, server.url, model)
+    results = await _output(sys.executable, _SCRIPTS / "trl_1_10.py", _TRL, server.url, model)
     for name in ("ids", "text", "second"):
         rows = zip(results[name]["completion_ids"], results[name]["logprob_token_ids"], strict=True)
         for sampled, ranked in rows:

@@ -7,104 +7,66 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.campaign.real_vllm.conftest import (
-    FRONT,
-    INSIDE,
-    START_TIMEOUT_S,
-    run_proxy,
-    start_engine,
-    wait_ready,
-)
+from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, WAYS, run_way
 from tests.campaign.real_vllm.plain import TOKENS, Conversation, Message, continues, user
 from tests.campaign.real_vllm.vision import make_vision_model, picture
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 300)
 
-_FLAGS = ("--limit-mm-per-prompt", '{"image": 8}', "--max-model-len", "2048")
+_FLAGS = ("--limit-mm-per-prompt", '{"image": 8}', "--max-model-len", "2048", "--enable-scale-out")
 _FEW: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 1.0, "seed": 7}
 RED, BLUE = picture("red"), picture("blue", (64, 64), "JPEG")
 
 
-def image(url: str) -> dict[str, Any]:
-    """An image part."""
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def text(value: str) -> dict[str, Any]:
-    """A text part."""
-    return {"type": "text", "text": value}
-
-
-@pytest.fixture(scope="module", params=[INSIDE, FRONT])
-def url(
+@pytest.fixture(scope="module", params=WAYS)
+def http(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
+) -> Iterator[httpx.Client]:
     """Each of the ways to run in turn, with the model of images."""
     folder = tmp_path_factory.mktemp("vision")
-    inside = request.param == INSIDE
     vision_model = make_vision_model(model, folder / "model")
-    with start_engine(
-        vision_model, folder / "vllm.log", *_FLAGS, "--enable-scale-out", plugin=inside
-    ) as engine:
-        engine.wait_ready(START_TIMEOUT_S)
-        if inside:
-            wait_ready(engine.url)
-            yield engine.url
-        else:
-            with run_proxy(engine.url, "--store", "memory:") as front:
-                yield front
-
-
-@pytest.fixture
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with (
+        run_way(request.param, vision_model, folder / "vllm.log", *_FLAGS) as url,
+        httpx.Client(base_url=url, timeout=120) as client,
+    ):
         yield client
 
 
-def _placeholder(http: httpx.Client) -> int:
+@pytest.fixture(scope="module")
+def pad(http: httpx.Client) -> int:
     """The id of `<image>`."""
     [token] = http.post("/tokenize", json={"prompt": "<image>", "add_special_tokens": False}).json()["tokens"]
     return int(token)
 
 
+def _image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
+
+
 _NEW: list[Message] = [
-    {"role": "user", "content": [text("What is this? "), image(RED)]},
+    {"role": "user", "content": [_text("What is this? "), _image(RED)]},
     user("And now?"),
-    {"role": "user", "content": [image(BLUE), text("or "), image(RED), text("?")]},
-    user("Thanks."),
+    {"role": "user", "content": [_image(BLUE), _text("or "), _image(RED), _text("?")]},
+    {"role": "tool", "tool_call_id": "c", "content": [_image(BLUE)]},
 ]
 
 
-def test_plain_chat_is_exact(http: httpx.Client) -> None:
+def test_plain_chat_is_exact(http: httpx.Client, pad: int) -> None:
     talk = Conversation(http, [])
     turns = [talk.ask(message, **_FEW) for message in _NEW]
-    assert [turn.source for turn in turns] == ["rendered: first_turn", *["extended"] * 3]
+    assert turns[0].source == "rendered: first_turn"
     for turn, before in zip(turns[1:], turns, strict=False):
         assert continues(turn, before)
-    placeholder = _placeholder(http)
-    assert [turn.prompt_ids.count(placeholder) for turn in turns] == [4, 4, 12, 12]
+    assert [turn.prompt_ids.count(pad) for turn in turns] == [4, 4, 12, 16]
 
 
-def test_an_image_as_a_tool_result_is_exact(http: httpx.Client) -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "screenshot", "arguments": "{}"}}
-    talk = Conversation(http, [])
-    first = talk.ask(user("Take a screenshot."), **_FEW)
-    second = talk.ask({"role": "tool", "tool_call_id": call["id"], "content": [image(RED)]}, **_FEW)
-    third = talk.ask(user("What is on it?"), **_FEW)
-    assert [turn.source for turn in (second, third)] == ["extended", "extended"]
-    assert continues(second, first)
-    assert continues(third, second)
-    assert second.prompt_ids.count(_placeholder(http)) == 4
-
-
-# --- the token route
-
-
-def _complete(http: httpx.Client, status: int = 200, **fields: Any) -> dict[str, Any]:
-    session = fields.pop("session", None)
-    headers = {"x-session-id": session} if session else {}
+def _complete(http: httpx.Client, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
     response = http.post(TOKENS, json={**_FEW, **fields}, headers=headers)
-    assert response.status_code == status, response.text
+    assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
 
@@ -113,27 +75,26 @@ def _next(answer: dict[str, Any]) -> list[int]:
     return [*answer["prompt_token_ids"], *answer["choices"][0]["token_ids"]]
 
 
-def test_appended_images_are_exact(http: httpx.Client) -> None:
+def test_appended_images_are_exact(http: httpx.Client, pad: int) -> None:
     """With a session: the images of earlier turns are those that were recorded."""
-    answer = _complete(http, messages=_NEW[:1], session="s1")
-    for message in (*_NEW[1:], {"role": "tool", "tool_call_id": "c", "content": [image(BLUE)]}):
+    session = {"x-session-id": "s1"}
+    answer = _complete(http, session, messages=_NEW[:1])
+    for message in _NEW[1:]:
         ids = _next(answer)
-        answer = _complete(http, prompt_ids=ids, append_messages=[message], session="s1")
+        answer = _complete(http, session, prompt_ids=ids, append_messages=[message])
         assert answer["prompt_token_ids"][: len(ids)] == ids
-    assert answer["prompt_token_ids"].count(_placeholder(http)) == 16
     [sample] = http.get("/v1/sessions/s1/samples").json()["samples"]
     whole = sample["prompt_ids"] + sample["completion_ids"]
     assert whole == _next(answer)
     spans = [(each["offset"], each["length"]) for each in sample["images"]]
-    assert [whole[start : start + length].count(_placeholder(http)) for start, length in spans] == [4] * 4
+    assert [whole[start : start + length].count(pad) for start, length in spans] == [4] * 4
     red, blue = (sample["images"][index]["digest"] for index in (0, 1))
     assert [each["digest"] for each in sample["images"]] == [red, blue, red, blue]
     assert sample["image_data"] == {red: RED, blue: BLUE}
     assert sample["messages"][0]["content"][1]["image_url"] == {"url": f"image:{red}"}
 
 
-def test_images_of_given_ids_come_single_or_expanded(http: httpx.Client) -> None:
-    pad = _placeholder(http)
+def test_images_of_given_ids_come_single_or_expanded(http: httpx.Client, pad: int) -> None:
     expanded = _complete(http, messages=_NEW[:1])["prompt_token_ids"]
     start = expanded.index(pad) - 2
     single = [*expanded[:start], pad, *expanded[start + 7 :]]

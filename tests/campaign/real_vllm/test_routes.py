@@ -1,7 +1,6 @@
-"""What the acceptance tests leave out: the generate route, two processes at once, unusual requests."""
+"""What the acceptance tests leave out: the generate route behind every format, and unusual requests."""
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -14,19 +13,18 @@ from proxy.settings import Settings
 from tests.acceptance.conftest import Server
 from tests.acceptance.formats import CHAT, CHAT_TOOL, FORMATS, TURNS, Chat, user
 from tests.campaign.real_vllm.conftest import wait_ready
-from tests.campaign.real_vllm.plain import Conversation
 from tests.support.recorded import record_of
 from tests.support.utils import run_app
 
 _CALL: dict[str, Any] = {"tools": [CHAT_TOOL], "tool_choice": "required", "max_tokens": 60}
-_NAMED = {"type": "function", "function": {"name": "look"}}
+_STOP: dict[str, Any] = {"stop": ["a", "e"], "max_tokens": 40}
 UNUSUAL: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True, "top_logprobs": 3},
     "one_token": {"max_tokens": 1},
-    "stop_string": {"stop": ["a", "e"], "max_tokens": 40},
-    "stop_string_kept": {"stop": ["a", "e"], "max_tokens": 40, "include_stop_str_in_output": True},
+    "stop_string": _STOP,
+    "stop_string_kept": {**_STOP, "include_stop_str_in_output": True},
     "call_cut_short": {**_CALL, "max_tokens": 12},
-    "named_call": {**_CALL, "tool_choice": _NAMED},
+    "named_call": {**_CALL, "tool_choice": {"type": "function", "function": {"name": "look"}}},
     "two_choices_with_calls": {**_CALL, "n": 2},
     "hidden_reasoning": {"include_reasoning": False},
 }
@@ -55,53 +53,26 @@ def test_every_follow_up_is_exact_by_the_generate_route(by_generate: httpx.Clien
     record_of(by_generate, conversation.session(), TURNS).check_exact()
 
 
-def test_a_stop_string_is_answered_where_ids_cannot_be_given(by_generate: httpx.Client) -> None:
-    """The generate route has no exact way with it: the engine renders, and a reason is reported."""
-    talk = Conversation(by_generate, [user(f"Hi {uuid4().hex}")], {"max_tokens": 6})
-    talk.ask()
-    assert talk.ask(user("And?"), stop=["a", "e"]).source == "rendered: special_request"
-    assert talk.ask(user("And then?")).source == "extended"
-
-
-def test_no_turn_drifts_in_two_processes(servers: Mapping[str, Server]) -> None:
-    """16 conversations at once; each request is answered by whichever process takes its connection."""
-    server = servers["inside"]
-
-    def converse(number: int) -> Chat:
-        chat = Chat(f"both-{number}-{uuid4().hex}")
-        for _ in range(TURNS):
-            chat.ask(server.http)
-        return chat
-
-    with ThreadPoolExecutor(16) as threads:
-        chats = list(threads.map(converse, range(16)))
-    for chat in chats:
-        exact = record_of(server.http, chat.session(), TURNS).check_exact()
-        assert exact == [(seen.prompt_ids, seen.ids) for seen in chat.seen]
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_requests_are_recorded_and_continued(server: Server, name: str, stream: bool) -> None:
     """A turn with some options, and one after its first choice; all evidence of both is recorded."""
     options, session = UNUSUAL[name], f"unusual-{uuid4().hex}"
-    tools = {"tools": options["tools"]} if "tools" in options else {}
     headers = {"x-session-id": session}
-    messages: list[Any] = [user(f"Look at {session}, please.")]
-    first = Chat(session)
-    body = {"messages": messages, "max_tokens": 12, **options, "stream": stream}
+    chat = Chat(session)
+    chat.messages = [user(f"Look at {session}, please.")]
+    body = {"messages": chat.messages, "max_tokens": 12, **options, "stream": stream}
     response = server.http.post(CHAT, json=body, headers=headers)
     assert response.status_code == 200, response.text
     count = options.get("n", 1)
     sampled = record_of(server.http, session, count).turns
     assert len(sampled) == count
-    assert all(
-        turn["problem"] is None and len(turn["logprobs"]) == turn["completion_tokens"] for turn in sampled
-    )
-    first.messages = [*messages, sampled[0]["message"]]
-    messages = [*first.messages, *first.new_messages(1)]
-    asked = {"messages": messages, "max_tokens": 6, **tools, "tool_choice": "none"}
-    after = server.http.post(CHAT, json=asked if tools else {**asked, "tool_choice": None}, headers=headers)
+    for turn in sampled:
+        assert (turn["problem"], len(turn["logprobs"])) == (None, turn["completion_tokens"])
+    chat.messages.append(sampled[0]["message"])
+    tools = {"tools": [CHAT_TOOL], "tool_choice": "none"} if "tools" in options else {}
+    asked = {"messages": [*chat.messages, *chat.new_messages(1)], "max_tokens": 6, **tools}
+    after = server.http.post(CHAT, json=asked, headers=headers)
     assert after.headers["x-prompt-source"] == "extended", after.text
     *_, last = record_of(server.http, session, count + 1).turns
     assert (last["parent"], last["problem"]) == (sampled[0]["id"], None)

@@ -4,18 +4,17 @@ import pytest
 
 from tests.contract.viewer.conftest import (  # noqa: F401
     browser,
-    open_page,
     page_options,
     pytest_collection_modifyitems,
     recorded,
-    recorded_proxies,
     recorded_store,
-    started_proxies,
+    run_recorded,
+    small,
     viewer,
 )
 
 
 @pytest.fixture
-def recordings() -> str:
-    """See `recordings` there."""
+def usual() -> str:
+    """See `usual` there."""
     return "few"

@@ -6,21 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-import pytest
-
 from proxy.history.store import Session, Store
-from tests.support.tiny_model import TinyModel
+from proxy.history.turn import new_id
 from tests.support.trees import child, root
 from tests.support.viewer.browser import Viewer
-from tests.support.viewer.small_session import SMALL, SmallSession, small_session
+from tests.support.viewer.small_session import SMALL, SmallSession
 
 if TYPE_CHECKING:
     from playwright.async_api import Route
-
-
-@pytest.fixture(scope="module")
-def small(viewer_model: TinyModel) -> SmallSession:
-    return small_session(viewer_model)
 
 
 @asynccontextmanager
@@ -62,8 +55,8 @@ async def test_a_late_failure_of_another_path_is_dropped(viewer: Viewer, small: 
 
 async def test_a_turn_that_the_session_does_not_have_is_told(viewer: Viewer, recorded_store: Store) -> None:
     name, page = "missing", viewer.page
-    first = root(f"{1:032x}", [1], [5], rollout=name, message=b"{}", messages=b"[]")
-    second = root(f"{2:032x}", [2], [6], rollout=name, message=b"{}", messages=b"[]")
+    first = root(new_id(), [1], [5], rollout=name, message=b"{}", messages=b"[]")
+    second = root(new_id(), [2], [6], rollout=name, message=b"{}", messages=b"[]")
     await recorded_store.add(Session(id=name, created=1.0, used=1.0), [first], [[]])
     await viewer.open(f"#/s/{name}/{second.id}/tokens?token=1")
     await page.wait_for_selector(".token.sampled")
@@ -79,15 +72,13 @@ async def test_a_turn_that_the_session_does_not_have_is_told(viewer: Viewer, rec
     await page.wait_for_selector(".token.focused[data-i='1']")
     await notice.wait_for(state="hidden")
     assert await page.locator(f".tree-row.on-path[data-turn='{second.id}']").count() == 1
-    await page.goto("about:blank")
-    await recorded_store.delete(name)
 
 
 async def test_a_reader_of_tokens_keeps_the_place_while_the_path_grows(
     viewer: Viewer, recorded_store: Store
 ) -> None:
     name = "growing-tokens"
-    first = root("1" * 32, [*range(3, 60)] * 60, [5, 6], rollout=name, message=b"{}", messages=b"[]")
+    first = root(new_id(), [*range(3, 60)] * 60, [5, 6], rollout=name, message=b"{}", messages=b"[]")
     session = Session(id=name, created=1.0, used=1.0)
     await recorded_store.add(session, [first], [[]])
     await viewer.open(f"#/s/{name}/-/tokens")
@@ -95,7 +86,7 @@ async def test_a_reader_of_tokens_keeps_the_place_while_the_path_grows(
     await viewer.page.get_by_label("Colours").select_option("mask")
     await viewer.page.get_by_label("Find text").fill("find me")
     top = await viewer.page.evaluate("() => document.querySelector('.tokens').scrollTop = 900")
-    second = child("2" * 32, first, [7], [8, 9], rollout=name, message=b"{}", messages=b"[]")
+    second = child(new_id(), first, [7], [8, 9], rollout=name, message=b"{}", messages=b"[]")
     await recorded_store.add(Session(id=name, created=1.0, used=2.0), [second], [[]])
     await viewer.page.wait_for_function(
         "() => document.querySelector('.total').textContent.includes('3,425')"
@@ -106,4 +97,3 @@ async def test_a_reader_of_tokens_keeps_the_place_while_the_path_grows(
     assert await viewer.page.get_by_label("Find text").input_value() == "find me"
     assert await viewer.page.locator(".tokens .token.plain").count() > 0
     assert await viewer.page.locator(".tokens .token:not(.plain)").count() == 0
-    await recorded_store.delete(name)

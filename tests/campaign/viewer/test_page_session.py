@@ -6,30 +6,17 @@ from typing import Any
 import pytest
 
 from proxy.history.store import Session, Store
-from proxy.history.turn import WeightSpan, pack_alternatives
+from proxy.history.turn import WeightSpan, new_id, pack_alternatives
 from tests.support.tiny_model import TinyModel
 from tests.support.trees import child, root
 from tests.support.viewer.browser import DARK, PHONE, PageOptions, Viewer, axe_is_installed
-from tests.support.viewer.small_session import SMALL, SmallSession, small_session
+from tests.support.viewer.small_session import SMALL, SmallSession
 
 _SERIOUS = ("serious", "critical")
 
 
-@pytest.fixture(scope="module")
-def small(viewer_model: TinyModel) -> SmallSession:
-    return small_session(viewer_model)
-
-
-async def _open_tokens(viewer: Viewer, turn: str, token: int | None = None) -> None:
-    await viewer.open(f"#/s/{SMALL}/{turn}/tokens" + ("" if token is None else f"?token={token}"))
-    await viewer.page.wait_for_selector(".token.sampled")
-    await viewer.page.wait_for_function(
-        "() => document.querySelector('.token-panel > .status').textContent !== ''"
-    )
-
-
 async def test_a_broken_prompt_is_compared_with_the_turn_before(viewer: Viewer, small: SmallSession) -> None:
-    await _open_tokens(viewer, small.broken.id)
+    await viewer.open_tokens(SMALL, small.broken.id)
     await viewer.page.get_by_label("Prompt compared").select_option(small.broken.id)
     await viewer.page.wait_for_function(
         "() => document.querySelector('.token-panel > .status').textContent.includes('turn before')"
@@ -41,9 +28,9 @@ async def test_a_broken_prompt_is_compared_with_the_turn_before(viewer: Viewer, 
 async def test_uncertain_weights_are_not_shown_as_one_version(viewer: Viewer, recorded_store: Store) -> None:
     spans, name = (WeightSpan("7", 0, 2), WeightSpan("8", 0, 2)), "7 or 8"
     known = (WeightSpan("7", 0, 1), WeightSpan("8", 1, 2))
-    first = root(f"{1:032x}", [1], [74, 75], rollout="updated", weight_versions=known, message=b"{}")
+    first = root(new_id(), [1], [74, 75], rollout="updated", weight_versions=known, message=b"{}")
     fields: dict[str, Any] = {"rollout": "updated", "weight_versions": spans, "weights_uncertain": True}
-    second = child(f"{2:032x}", first, [76], [77, 78], message=b"{}", **fields)
+    second = child(new_id(), first, [76], [77, 78], message=b"{}", **fields)
     await recorded_store.add(Session(id="updated", created=1.0, used=1.0), [first, second], [[], []])
     await viewer.open("#/s/updated/-/tokens?token=5")
     await viewer.page.wait_for_selector("#token-5")
@@ -59,15 +46,13 @@ async def test_uncertain_weights_are_not_shown_as_one_version(viewer: Viewer, re
     assert f"{name}: not known which" in await viewer.text(".details")
     await viewer.page.hover("#token-5")
     assert f"weights {name}, not known which" in await viewer.text(".tip")
-    await viewer.page.goto("about:blank")
-    await recorded_store.delete("updated")
 
 
 async def test_alternatives_are_in_the_details(
-    viewer: Viewer, recorded_store: Store, viewer_model: TinyModel
+    viewer: Viewer, recorded_store: Store, tiny_model: TinyModel
 ) -> None:
     found = pack_alternatives([[(b" the", -0.25), (b"\xf0\x9f", -1.5)]])
-    turn = root("0" * 32, [1, 74], [75], rollout="alternatives", alternatives=found, messages=b"[]")
+    turn = root(new_id(), [1, 74], [75], rollout="alternatives", alternatives=found, messages=b"[]")
     session = Session(id="alternatives", created=1.0, used=1.0)
     await recorded_store.add(session, [turn], [[]])
     await viewer.open("#/s/alternatives/-/tokens?token=2")
@@ -75,12 +60,11 @@ async def test_alternatives_are_in_the_details(
     rows = await viewer.page.locator(".details tr").all_inner_texts()
     half = "\u2039f0\u203a\u20399f\u203a"
     assert [row.split("\t")[:2] for row in rows] == [["·the", "-0.250"], [half, "-1.500"]]
-    await recorded_store.delete("alternatives")
 
 
 async def test_find_copies_and_permalinks(viewer: Viewer, small: SmallSession) -> None:
     await viewer.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    await _open_tokens(viewer, small.fork.id)
+    await viewer.open_tokens(SMALL, small.fork.id)
     page = viewer.page
     await page.get_by_label("Find text").fill("coding AGENT")
     await page.keyboard.press("Enter")

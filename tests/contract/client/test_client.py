@@ -1,18 +1,26 @@
 """The client against the real application on a real socket, blocking and with asyncio."""
 
+import inspect
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
-from proxy import client as module
-from proxy.client import Client, InvalidRequest, NoResponse, UnknownResource, UnreadableResponse
-from proxy.key_command import add_key
-from tests.contract.client.blocking import BlockingClient
+from proxy.client import (
+    AsyncClient,
+    Client,
+    ErrorResponse,
+    InvalidRequest,
+    NoResponse,
+    UnknownResource,
+    UnreadableResponse,
+)
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.ports import held_port
 from tests.support.scraping import Scrape
@@ -23,7 +31,33 @@ from tests.support.utils import run_proxy, wait_until
 Open = Callable[..., Any]
 
 
-@pytest.fixture(params=[Client, BlockingClient], ids=["blocking", "asyncio"])
+class _BlockingClient(ExitStack):
+    """Runs the methods of an `AsyncClient` in an event loop of another thread, for tests of both."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__()
+        self._portal = self.enter_context(start_blocking_portal())
+        opened = self._portal.wrap_async_context_manager(AsyncClient(url, **options))
+        self._client = self.enter_context(opened)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            return self._iterate(result) if inspect.isasyncgen(result) else self._portal.call(lambda: result)
+
+        return call
+
+    def _iterate(self, values: AsyncIterator[Any]) -> Iterator[Any]:
+        while True:
+            try:
+                yield self._portal.call(anext, values)
+            except StopAsyncIteration:
+                return
+
+
+@pytest.fixture(params=[Client, _BlockingClient], ids=["blocking", "asyncio"])
 def open_client(request: pytest.FixtureRequest) -> Open:
     """Makes a client of either kind."""
     return lambda url, **options: request.param(str(url), **options)
@@ -70,15 +104,6 @@ def test_models_and_sessions(client: Any) -> None:
     assert missing.value.message == "unknown session 's': never used, deleted, or evicted"
 
 
-def test_classes(client: Any) -> None:
-    client.token_turn(messages=[user("Hi")], session="s")
-    assert len(client.samples("s", classes=["unknown"]).samples) == 1
-    assert client.samples("s", classes=["main", "subagent"]).samples == []
-    client.end_session("s")
-    assert client.read_feed(classes=["main"]).data == []
-    assert [each.rollout for each in client.read_feed(classes=["main", "unknown"]).data] == ["s"]
-
-
 def test_token_turns(client: Any, engine: FakeVllm) -> None:
     engine.replies.append(Reply((74, 71, END)))
     first = client.token_turn(messages=[user("Hi")], session="s", model="tiny", temperature=0.7)
@@ -86,9 +111,7 @@ def test_token_turns(client: Any, engine: FakeVllm) -> None:
     assert first.logprobs == pytest.approx([-74 / 8, -71 / 8, -END / 8])
     assert (first.session, first.finish_reason, first.message["role"]) == ("s", "stop", "assistant")
     second = client.token_turn(first.ids, [user("More")], session="s", logprobs=False)
-    assert second.prompt_ids[: len(first.ids)] == first.ids
-    assert len(second.prompt_ids) > len(first.ids)
-    assert second.logprobs is None
+    assert second.prompt_ids[: len(first.ids)] == first.ids and second.logprobs is None
     exact = client.token_turn(second.ids)
     assert (exact.prompt_ids, exact.session) == (second.ids, None)
     [sample] = client.samples("s").samples
@@ -99,18 +122,19 @@ def test_token_turns(client: Any, engine: FakeVllm) -> None:
             client.token_turn(first.ids, **options)
 
 
-def test_rewards(client: Any) -> None:
+def test_rewards_and_samples(client: Any) -> None:
     turn = client.token_turn(messages=[user("Hi")], session="s")
     assert client.set_reward("s", 0.5, turn=turn.turn) == {turn.turn: 0.5}
-    assert client.read_feed().data == []
     assert client.set_reward("s", 1) == {"": 1.0, turn.turn: 0.5}
     assert client.set_rewards("s", {"": 2.0, turn.turn: 0.0}) == {"": 2.0, turn.turn: 0.0}
     assert client.session("s").reward == 2.0
-    [rollout] = client.read_feed().data
+    [rollout] = client.read_feed(classes=["main", "unknown"]).data
     assert (rollout.rollout, rollout.revision, rollout.cause) == ("s", 2, "reward")
+    assert client.read_feed(classes=["main"]).data == []
+    assert len(client.samples("s", classes=["unknown"]).samples) == 1
+    assert client.samples("s", classes=["main", "subagent"]).samples == []
     with pytest.raises(InvalidRequest) as refused:
         client.set_rewards("s", {"": 9.0, "missing": 1.0})
-    assert client.session("s").reward == 2.0
     assert (refused.value.status, refused.value.param) == (400, "turn")
 
 
@@ -174,9 +198,6 @@ def test_no_request_waits_for_another(open_client: Open, engine: FakeVllm) -> No
         assert {each.result().data[0].rollout for each in waiting} == {"a"}
 
 
-# --- errors
-
-
 def test_a_proxy_that_is_down(open_client: Open) -> None:
     with held_port() as port, open_client(f"http://127.0.0.1:{port}/v1") as client:
         with pytest.raises(NoResponse, match=r"no response of http://127\.0\.0\.1:"):
@@ -187,30 +208,15 @@ def test_a_proxy_that_is_down(open_client: Open) -> None:
         assert time.monotonic() - began > 0.1
 
 
-def test_keys_and_scopes(open_client: Open, engine: FakeVllm, tmp_path: Any) -> None:
-    file = tmp_path / "keys.yaml"
-    reads = add_key(file, "reads", ["read"], None)
-    with run_proxy([engine], store="memory:", api_key_file=file, admin_key="all") as http:
-        with open_client(http.base_url, api_key="wrong") as client, pytest.raises(module.KeyRefused):
-            client.read_feed()
-        with open_client(http.base_url, api_key=reads) as client:
-            assert client.acknowledge("c", "0") == "0"
-            with pytest.raises(module.AccessDenied) as lacking:
-                client.create_session("s")
-            assert lacking.value.code == "insufficient_scope"
-
-
-def test_errors_of_the_engine_and_of_another_server(client: Any, open_client: Open, engine: FakeVllm) -> None:
-    engine.replies.append(Reply(error=Canned(b'{"error": {"message": "too long"}}', 400)))
-    with pytest.raises(InvalidRequest, match="too long"):
-        client.token_turn([1, 74])
-    engine.replies.append(Reply(error=Canned(b"oops", 500)))
-    with pytest.raises(module.ServerFailure):
-        client.token_turn([1, 74])
-    with open_client(engine.url) as other, pytest.raises(module.ErrorResponse):
-        other.consumers()
-    for canned in (Canned(b"<html>"), Canned(b"{}", headers={"content-encoding": "gzip"})):
-        engine.canned["/v1/samples"] = canned
-        with open_client(engine.url) as other, pytest.raises(UnreadableResponse, match=str(engine.port)):
-            other.read_feed()
+def test_responses_that_are_not_of_the_proxy(open_client: Open, engine: FakeVllm) -> None:
+    with open_client(engine.url) as client:
+        with pytest.raises(ErrorResponse):
+            client.consumers()
+        for canned in (Canned(b"<html>"), Canned(b"{}", headers={"content-encoding": "gzip"})):
+            engine.canned["/v1/samples"] = canned
+            with pytest.raises(UnreadableResponse, match=str(engine.port)):
+                client.read_feed()
+        engine.canned["/v1/samples/consumers"] = Canned(b"{}")
+        with pytest.raises(UnreadableResponse, match="data"):
+            client.consumers()
     engine.reset()

@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 
 from proxy.key_command import add_key
-from proxy.viewer.files import FOLDER
+from proxy.viewer.page import FOLDER
 from tests.support.fake_vllm import FakeVllm
 from tests.support.talk import CHAT, user
 from tests.support.utils import run_proxy
@@ -56,3 +56,14 @@ def test_data_need_the_scope_read_of_their_tenant(engine: FakeVllm, tmp_path: Pa
         assert client.get("/viewer/sessions", headers=headers["other"]).json()["data"] == []
         shown = client.get("/viewer/sessions", headers=headers["read"])
         assert name in shown.text and shown.headers["cache-control"] == "no-store"
+
+
+def test_a_wrong_parameter_is_named(client: httpx.Client, fake: FakeVllm, name: str) -> None:
+    client.post(CHAT, json={"messages": [user("Hi")]}, headers={"x-session-id": name})
+    wrong = "limit=0 limit=1001 limit=x limit=%D9%A3 before=x sort=reward search=a&search=b"
+    paths = {f"?{query}": query.partition("=")[0] for query in wrong.split()}
+    paths |= {f"/{name}/tokens": "turn", f"/{name}/tokens?turn=x": "turn", f"/{name}/drift?turn=x": "turn"}
+    paths |= {f"/{name}?since=x": "since", f"/{name}/tokens?basis=before": "basis"}
+    for path, param in paths.items():
+        answer = client.get(f"/viewer/sessions{path}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), path

@@ -9,11 +9,11 @@ import pyarrow.parquet
 import pytest
 
 from proxy.cli import main
-from proxy.history.store import Session, StoreError
+from proxy.history.store import StoreError
 from proxy.samples.layouts import LAYOUTS
 from proxy.stores.sqlite import SqliteStore
 from tests.support.store_utils import opened
-from tests.support.trees import rollout
+from tests.support.trees import add_rollouts
 
 Capture = pytest.CaptureFixture[str]
 
@@ -23,11 +23,7 @@ def _stored(folder: Path, *ids: str) -> str:
 
     async def fill() -> None:
         async with opened(url) as store:
-            for session_id in ids:
-                turns = rollout(session_id)
-                tenant = session_id.rpartition("/")[0]
-                session = Session(id=session_id, tenant=tenant, created=1.0, used=1.0)
-                await store.add(session, turns, [[] for _ in turns])
+            await add_rollouts(store, *ids)
 
     asyncio.run(fill())
     return url
@@ -54,6 +50,10 @@ def test_the_command(url: str, out: Path, capsys: Capture, tmp_path: Path) -> No
     assert (len(out.read_text().splitlines()), list(out.parent.iterdir())) == (4, [out])
     printed = capsys.readouterr()
     assert "no_logprobs" in printed.out and str(out) in printed.out and printed.err == ""
+    assert main(["export", "--store", url, "--out", "-", "--session", "y"]) == 0
+    printed = capsys.readouterr()
+    assert [json.loads(line)["rollout"] for line in printed.out.splitlines()] == ["y", "y"]
+    assert "rollouts" in printed.err
 
 
 def test_every_flag_of_the_command(url: str, out: Path) -> None:
@@ -68,18 +68,10 @@ def test_every_flag_of_the_command(url: str, out: Path) -> None:
     assert pyarrow.parquet.read_metadata(named).num_rows == 4
 
 
-def test_stdout_holds_only_rows(url: str, capsys: Capture) -> None:
-    assert main(["export", "--store", url, "--out", "-", "--session", "y"]) == 0
-    printed = capsys.readouterr()
-    assert [json.loads(line)["rollout"] for line in printed.out.splitlines()] == ["y", "y"]
-    assert "rollouts" in printed.err
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--out", "-", "--format", "parquet"], "--out FILE.parquet"),
-        (["--out", "OUT", "--session", "nobody"], "unknown session nobody"),
         (["--out", "OUT", "--session", "same"], "same: t/same, u/same"),
         (["--out", "OUT", "--store", "sqlite:missing.db"], "missing.db"),
         (["--out", "OUT", "--store", "memory:"], "/v1/sessions/{session}/samples"),

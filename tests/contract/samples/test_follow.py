@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +65,25 @@ def _cursor(err: str) -> str:
     return str(cursor)
 
 
-def _run(url: str, out: str, *flags: str) -> "subprocess.Popen[str]":
+@contextmanager
+def _run(url: str, out: str, *flags: str) -> Iterator["subprocess.Popen[str]"]:
     command = [*_COMMAND, "--store", url, "--out", out, *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_signal_ends_it_and_the_cursor_continues_it(url: str, tmp_path: Path) -> None:
     out, cursor = tmp_path / "out.jsonl", "0"
     for number, name, seen in ((signal.SIGINT, "t/y", 2), (signal.SIGTERM, "u/z", 4)):
         with _run(url, str(out), "--after", cursor) as process:
-            try:
-                _await_rows(out, seen)
-                _finish(url, name)
-                _await_rows(out, seen + 2)
-                process.send_signal(number)
-                printed, err = process.communicate(timeout=30)
-            finally:
-                process.kill()
+            _await_rows(out, seen)
+            _finish(url, name)
+            _await_rows(out, seen + 2)
+            process.send_signal(number)
+            printed, err = process.communicate(timeout=30)
         assert (process.returncode, printed) == (0, "")
         assert re.search(rf"rollouts +{2 if number == signal.SIGINT else 1}", err) and str(out) in err
         cursor = _cursor(err)
@@ -93,13 +97,10 @@ def test_to_stdout_with_filters_and_a_layout(url: str) -> None:
     _finish(url, "t/z", version="7")
     flags = ["--layout", "trl", "--metadata", "env=math", "--weight-version", "7", "--shared", "each"]
     with _run(url, "-", *flags) as process:
-        try:
-            assert process.stdout is not None
-            lines = [process.stdout.readline() for _ in range(2)]
-            process.send_signal(signal.SIGINT)
-            rest, _ = process.communicate(timeout=30)
-        finally:
-            process.kill()
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=30)
     assert (process.returncode, rest) == (0, "")
     assert [list(json.loads(line)) for line in lines] == [list(LAYOUTS["trl"].columns)] * 2
     assert {json.loads(line)["rollout"] for line in lines} == {"y"}

@@ -24,24 +24,17 @@ def test_the_rollout_func_of_the_page(talk: Callable[..., Talk], monkeypatch: py
         messages = [user(prompt)]
         for reply in ((74, 71, 2), (90, 2)):
             pair.fake.replies.append(Reply(reply))
-            path = base_url.removeprefix("http://127.0.0.1:8000") + "/chat/completions"
-            answer = pair.client.post(path, json={"messages": messages}).json()
+            answer = pair.client.post(f"{base_url}/chat/completions", json={"messages": messages}).json()
             messages += [answer["choices"][0]["message"], user("more")]
             sampled.append(list(reply))
         return float(base_url.split("/")[-2].split("-")[-1])
 
-    def through_the_proxy(method: str) -> Callable[..., httpx.Response]:
-        def send(url: str, **options: Any) -> httpx.Response:
-            return pair.client.request(method, url.removeprefix("http://127.0.0.1:8000"), **options)
-
-        return send
-
-    for method in ("post", "get"):
-        monkeypatch.setattr(httpx, method, through_the_proxy(method))
+    monkeypatch.setattr(httpx, "post", pair.client.post)
+    monkeypatch.setattr(httpx, "get", pair.client.get)
     blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     [code] = [block for block in blocks if "trainer" in block]
     names: dict[str, Any] = {"run_agent": run_agent}
-    exec(code, names)
+    exec(code.replace("http://127.0.0.1:8000", str(pair.client.base_url).rstrip("/")), names)
     trainer = SimpleNamespace(state=SimpleNamespace(global_step=4))
     output = names["rollout_func"](["One, says TRL", "Two, says TRL"], trainer)
 

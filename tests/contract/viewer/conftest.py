@@ -7,8 +7,8 @@ A test takes `viewer`, a page in a context of its own: `async def test_x(viewer:
     @pytest.mark.parametrize("recorded", ["many"], indirect=True)       another proxy: see `recorded`
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,13 +17,15 @@ import pytest_asyncio
 from tests.support.store_utils import opened
 from tests.support.tiny_model import TinyModel
 from tests.support.viewer.browser import PageOptions, Viewer, missing_program, run_browser, watched_page
-from tests.support.viewer.proxies import RecordedProxy, run_recorded_proxy
-from tests.support.viewer.recordings import LIMITS, RECORDINGS, write
+from tests.support.viewer.recordings import LIMITS, RecordedProxy, recordings, run_recorded_proxy, write
+from tests.support.viewer.small_session import SmallSession, small_session
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser
 
     from proxy.history.store import Store
+
+RunRecorded = Callable[[str], Awaitable[RecordedProxy]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,46 +45,39 @@ async def browser() -> AsyncIterator["Browser"]:
 
 
 @pytest.fixture(scope="session")
-def recorded_proxies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExitStack]:
-    """Ends the proxies that `recorded` starts."""
+def run_recorded(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRecorded]:
+    """Runs a proxy over the recordings of a name, once in a run. What a test adds to it stays."""
+    started: dict[str, RecordedProxy] = {}
     with ExitStack() as stack:
-        yield stack
 
+        async def run(name: str) -> RecordedProxy:
+            if name not in started:
+                folder = tmp_path_factory.mktemp(f"recorded-{name}")
+                store = f"sqlite://{folder / 'rollouts.db'}"
+                async with opened(store, LIMITS) as opened_store:
+                    await write(opened_store, recordings(name, tiny_model))
+                proxy = run_recorded_proxy(tiny_model, store, folder / "proxy.log")
+                started[name] = stack.enter_context(proxy)
+            return started[name]
 
-@pytest.fixture(scope="session")
-def started_proxies() -> dict[str, RecordedProxy]:
-    """The proxies that run, by the name of what was recorded."""
-    return {}
+        yield run
 
 
 @pytest.fixture
-def recordings() -> str:
-    """What the proxies of these tests have recorded, of `RECORDINGS`."""
+def usual() -> str:
+    """What the proxies of these tests have recorded, as `recordings` names it."""
     return "two"
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def recorded(
-    request: pytest.FixtureRequest,
-    recordings: str,
-    viewer_model: TinyModel,
-    started_proxies: dict[str, RecordedProxy],
-    recorded_proxies: ExitStack,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> RecordedProxy:
-    """A proxy over the recordings that the parameter names in `RECORDINGS`: `recordings` if there is none.
+async def recorded(request: pytest.FixtureRequest, usual: str, run_recorded: RunRecorded) -> RecordedProxy:
+    """A proxy over the recordings that the parameter names: the usual ones if there is none."""
+    return await run_recorded(getattr(request, "param", usual))
 
-    It is started once in a run. What a test adds to it stays.
-    """
-    name = getattr(request, "param", recordings)
-    if name not in started_proxies:
-        folder = tmp_path_factory.mktemp(f"recorded-{name}")
-        store = f"sqlite://{folder / 'rollouts.db'}"
-        async with opened(store, LIMITS) as opened_store:
-            await write(opened_store, RECORDINGS[name](viewer_model))
-        proxy = run_recorded_proxy(viewer_model, store, folder / "proxy.log")
-        started_proxies[name] = recorded_proxies.enter_context(proxy)
-    return started_proxies[name]
+
+@pytest.fixture(scope="session")
+def small(tiny_model: TinyModel) -> SmallSession:
+    return small_session(tiny_model)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -105,13 +100,3 @@ async def viewer(
     """The viewer of `recorded`. The test fails at its end if anything went wrong in the page."""
     async with watched_page(browser, recorded.url, page_options) as viewer:
         yield viewer
-
-
-@pytest.fixture
-def open_page(browser: "Browser") -> Callable[..., AbstractAsyncContextManager[Viewer]]:
-    """Opens more pages in one test: `async with open_page(url, DARK) as viewer`."""
-
-    def open_page(url: str, options: PageOptions | None = None) -> AbstractAsyncContextManager[Viewer]:
-        return watched_page(browser, url, options)
-
-    return open_page

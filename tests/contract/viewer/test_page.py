@@ -1,9 +1,8 @@
 """The viewer's page in Chromium: the list, a session, its tokens and drift, a comparison, keys, one file."""
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -14,76 +13,56 @@ from proxy.key_command import add_key
 from tests.support.fake_vllm import FakeVllm
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
-from tests.support.viewer.browser import Viewer, missing_program
-from tests.support.viewer.proxies import RecordedProxy
-from tests.support.viewer.recordings import HOSTILE
-from tests.support.viewer.small_session import SMALL, SmallSession, small_session
+from tests.support.viewer.browser import Viewer, missing_program, watched_page
+from tests.support.viewer.recordings import HOSTILE, RecordedProxy
+from tests.support.viewer.small_session import SMALL, SmallSession
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
 
 if missing := missing_program():
     pytest.skip(missing, allow_module_level=True)
-
-OpenPage = Callable[..., AbstractAsyncContextManager[Viewer]]
-
-
-@pytest.fixture(scope="module")
-def small(viewer_model: TinyModel) -> SmallSession:
-    return small_session(viewer_model)
-
-
-async def _open_tokens(viewer: Viewer, turn: str, token: int | None = None) -> None:
-    await viewer.open(f"#/s/{SMALL}/{turn}/tokens" + ("" if token is None else f"?token={token}"))
-    await viewer.page.wait_for_selector(".token.sampled")
-    await viewer.page.wait_for_function(
-        "() => document.querySelector('.token-panel > .status').textContent !== ''"
-    )
 
 
 async def test_the_tree_tells_what_became_of_each_turn(viewer: Viewer, small: SmallSession) -> None:
     await viewer.open(f"#/s/{SMALL}")
     await viewer.page.wait_for_selector(".tree-row")
 
-    async def row(turn: str) -> str:
-        text: str = await viewer.page.locator(f".tree-row[data-turn='{turn}']").inner_text()
-        return text
-
     assert await viewer.page.locator(".tree-row").count() == 11
-    assert "abort" in await row(small.aborted.id) and "reward -0.5" in await row(small.aborted.id)
-    assert "choice 2" in await row(small.other_choice.id)
-    assert "usage_mismatch" in await row(small.refused.id)
-    assert "not trained" in await row(small.special.id)
-    assert "agent-1" in await row(small.subagent.id) and "subagent" in await row(small.subagent.id)
-    assert "length" in await row(small.subagent_end.id)
-    broken = await row(small.broken.id)
-    assert "history_edited" in broken and "drift at" in broken
-    title = await viewer.page.locator(f".tree-row[data-turn='{small.broken.id}'] .reason").get_attribute(
-        "title"
-    )
-    assert title is not None and "differs from the recorded one" in title
+    for turn, words in (
+        (small.aborted, ("abort", "reward -0.5")),
+        (small.other_choice, ("choice 2",)),
+        (small.refused, ("usage_mismatch",)),
+        (small.special, ("not trained",)),
+        (small.subagent, ("agent-1", "subagent")),
+        (small.subagent_end, ("length",)),
+        (small.broken, ("history_edited", "drift at")),
+    ):
+        row = await viewer.text(f".tree-row[data-turn='{turn.id}']")
+        assert all(word in row for word in words), row
+    reason = viewer.page.locator(f".tree-row[data-turn='{small.broken.id}'] .reason")
+    assert "differs from the recorded one" in (await reason.get_attribute("title") or "")
 
 
 async def test_a_path_is_chosen_in_the_tree_and_in_its_menu(viewer: Viewer, small: SmallSession) -> None:
     await viewer.open(f"#/s/{SMALL}")
     await viewer.page.click(f".tree-row[data-turn='{small.other_choice.id}']")
-    on_path = await viewer.page.locator(".tree-row.on-path").evaluate_all(
-        "rows => rows.map(r => r.dataset.turn)"
-    )
-    assert on_path == [small.first.id, small.other_choice.id, small.aborted.id]
+    path = [small.first.id, small.other_choice.id, small.aborted.id]
+    assert await viewer.shown(".tree-row.on-path", "turn") == path
     assert small.other_choice.id in viewer.page.url
     await viewer.page.get_by_label("Path", exact=True).first.select_option(small.special.id)
     await viewer.page.wait_for_selector(f".conversation [data-turn='{small.special.id}']")
-    shown = await viewer.page.locator(".conversation .turn").evaluate_all(
-        "turns => turns.map(t => t.dataset.turn)"
-    )
-    assert shown == [small.first.id, small.fork.id, small.emoji.id, small.refused.id, small.special.id]
+    path = [small.first.id, small.fork.id, small.emoji.id, small.refused.id, small.special.id]
+    assert await viewer.shown(".conversation .turn", "turn") == path
     text = await viewer.text(".conversation")
     for part in ("I read the file first.", "read_file", "tests/test_list.py", "assert sum([1, 2]) == 4"):
         assert part in text
 
 
 async def test_tokens_are_those_of_the_record(
-    viewer: Viewer, small: SmallSession, viewer_model: TinyModel
+    viewer: Viewer, small: SmallSession, tiny_model: TinyModel
 ) -> None:
-    await _open_tokens(viewer, small.fork.id)
+    await viewer.open_tokens(SMALL, small.fork.id)
     page = viewer.page
     await page.evaluate("document.querySelector('.tokens').scrollTop = 0")
     await page.wait_for_selector("#token-0")
@@ -98,22 +77,19 @@ async def test_tokens_are_those_of_the_record(
 
 
 async def test_half_characters_and_white_space_are_visible(viewer: Viewer, small: SmallSession) -> None:
-    await _open_tokens(viewer, small.emoji.id, small.emoji.prompt_tokens)
+    await viewer.open_tokens(SMALL, small.emoji.id, small.emoji.prompt_tokens)
     text = await viewer.text(".tokens")
     assert "\u2039f0\u203a\u20399f\u203a" in text.replace("\n", "") and "·" in text and "⏎" in text
 
 
 async def test_the_drift_lane_shows_what_a_template_renders(viewer: Viewer, small: SmallSession) -> None:
-    await _open_tokens(viewer, small.aborted.id)
-    status = await viewer.text(".token-panel > .status")
-    assert "differs from the template's own rendering" in status
+    await viewer.open_tokens(SMALL, small.aborted.id)
+    assert "differs from the template's own rendering" in await viewer.text(".token-panel > .status")
     await viewer.page.click("text=next difference")
-    lane = viewer.page.locator(".lane").first
-    await lane.wait_for()
+    await viewer.page.wait_for_selector(".lane")
     assert await viewer.page.locator(".token.differs").count() > 0
     assert await viewer.page.locator(".token.first-difference").count() == 1
-    details = await viewer.text(".details")
-    assert "Difference" in details
+    assert "Difference" in await viewer.text(".details")
 
 
 async def test_hostile_text_is_only_text(viewer: Viewer) -> None:
@@ -131,7 +107,7 @@ async def test_hostile_text_is_only_text(viewer: Viewer) -> None:
 
 
 async def test_an_open_session_grows(
-    viewer: Viewer, recorded: RecordedProxy, recorded_store: Store, viewer_model: TinyModel
+    viewer: Viewer, recorded: RecordedProxy, recorded_store: Store, tiny_model: TinyModel
 ) -> None:
     headers = {"x-session-id": "growing"}
     messages = [{"role": "user", "content": "Hi"}]
@@ -152,10 +128,8 @@ async def test_an_open_session_grows(
         await client.delete("/v1/sessions/growing")
 
 
-async def test_a_problem_is_told(
-    open_page: Callable[..., AbstractAsyncContextManager[Viewer]], recorded: RecordedProxy
-) -> None:
-    async with open_page(recorded.url) as viewer:
+async def test_a_problem_is_told(browser: "Browser", recorded: RecordedProxy) -> None:
+    async with watched_page(browser, recorded.url) as viewer:
         await viewer.open("#/s/never-used")
         await viewer.page.wait_for_selector(".problem-bar:not([hidden])")
         assert "unknown session 'never-used'" in await viewer.text(".problem-bar")
@@ -165,49 +139,23 @@ async def test_a_problem_is_told(
         assert await viewer.page.locator(".problem-bar").is_hidden()
 
 
-async def _listed(viewer: Viewer, fragment: str) -> list[str]:
-    """The names in the list, once all sessions were read."""
-    await viewer.page.goto("about:blank")  # nothing of another list is left
-    await viewer.open(fragment)
-    await viewer.page.wait_for_function(
-        "() => /sessions$|^No sessions/.test(document.querySelector('.list > .status')?.textContent ?? '')"
-    )
-    names: list[str] = await viewer.page.locator(".list-row").evaluate_all(
-        "rows => rows.map((row) => row.dataset.session)"
-    )
-    return names
-
-
-async def test_filters_and_order_are_in_the_address(viewer: Viewer) -> None:
-    assert SMALL in await _listed(viewer, "#/")
-    assert await _listed(viewer, "#/?reason=history_edited&search=small") == [SMALL]
-    assert await _listed(viewer, "#/?metadata=task%3Dfix-test") == [SMALL]
-    assert SMALL in await _listed(viewer, "#/?drift=true")
-    assert SMALL in await _listed(viewer, "#/?problem=usage_mismatch")
-    assert await _listed(viewer, "#/?reward_min=0.7&reward_max=0.8&search=small") == [SMALL]
-    by_turns = await _listed(viewer, "#/?sort=turns&order=desc")
-    assert by_turns == [SMALL, HOSTILE]
-    assert await _listed(viewer, "#/?sort=turns&order=asc") == by_turns[::-1]
-
-
-async def test_a_row_tells_what_is_in_the_session(viewer: Viewer) -> None:
-    await _listed(viewer, "#/?search=small")
+async def test_the_list_is_searched_and_opened(viewer: Viewer) -> None:
+    page = viewer.page
+    await viewer.open("#/?search=task%3Dfix-test")
+    await page.wait_for_selector(".status:text-is('1 session')")
     row = await viewer.text(f".list-row[data-session='{SMALL}']")
-    for part in (
-        "drift 1",
-        "history_edited",
-        "usage_mismatch",
-        "subagent",
-        "aborted 1",
-        "11 turns",
-        "0.75",
-        "task=fix-test",
-    ):
-        assert part in row
-    await viewer.page.locator(".windowed").focus()
-    await viewer.page.keyboard.press("ArrowDown")
-    await viewer.page.keyboard.press("Enter")
-    await viewer.page.wait_for_selector(".tree-row")
+    assert all(part in row for part in ("11 turns", "0.75", "task=fix-test", " kB")), row
+    await page.get_by_label("Search sessions").fill("")
+    await page.wait_for_selector(f".list-row[data-session='{HOSTILE}']")
+    await page.get_by_label("Search sessions").fill(SMALL)
+    await page.wait_for_selector(".status:text-is('1 session')")
+    assert "search=small" in page.url
+    await page.locator(".windowed").focus()
+    await page.keyboard.press("ArrowDown")
+    await page.keyboard.press("Enter")
+    await page.click(".facts a:text('split train')")  # the other sessions of its split
+    await page.wait_for_selector(f".list-row[data-session='{SMALL}']")
+    assert await page.get_by_label("Search sessions").input_value() == "split=train"
 
 
 async def test_two_paths_side_by_side(viewer: Viewer, small: SmallSession) -> None:
@@ -219,10 +167,7 @@ async def test_two_paths_side_by_side(viewer: Viewer, small: SmallSession) -> No
     fork, other = small.fork.completion, small.other_choice.completion
     while fork[:4] == other[:4]:
         fork, other, differs = fork[4:], other[4:], differs + 1
-    marked = await page.locator(".token.first-difference").evaluate_all(
-        "tokens => tokens.map((token) => Number(token.dataset.i))"
-    )
-    assert marked == [differs, differs]
+    assert await viewer.shown(".token.first-difference", "i") == [str(differs)] * 2
     assert await page.locator("[id$='-token-0']").count() == 0
     assert "reward -0.5" in await viewer.text(".columns")
     await page.click(".compare .tools button:has-text('equal ids before')")
@@ -236,13 +181,13 @@ async def test_two_paths_side_by_side(viewer: Viewer, small: SmallSession) -> No
     assert active is not None and await page.locator(f".column:last-child .focused#{active}").count() == 1
 
 
-async def test_the_page_asks_for_a_key(open_page: OpenPage, viewer_model: TinyModel, tmp_path: Path) -> None:
+async def test_the_page_asks_for_a_key(browser: "Browser", tiny_model: TinyModel, tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     key = add_key(file, "reader", ["read"], None)
     settings = {"api_key_file": file, "store": f"sqlite://{tmp_path / 'rollouts.db'}"}
-    with FakeVllm(viewer_model) as engine, run_proxy([engine], reader=key, **settings) as client:
+    with FakeVllm(tiny_model) as engine, run_proxy([engine], reader=key, **settings) as client:
         url = str(client.base_url).rstrip("/")
-        async with open_page(url) as viewer:
+        async with watched_page(browser, url) as viewer:
             response = await viewer.page.goto(f"{url}/viewer")
             assert response is not None and response.status == 401
             await viewer.page.wait_for_selector(".problem-bar input:focus")
@@ -257,11 +202,11 @@ async def test_the_page_asks_for_a_key(open_page: OpenPage, viewer_model: TinyMo
 
 
 async def test_one_file_shows_the_same_and_contacts_nobody(
-    open_page: OpenPage, recorded: RecordedProxy, small: SmallSession, tmp_path: Path
+    browser: "Browser", recorded: RecordedProxy, small: SmallSession, tmp_path: Path
 ) -> None:
     out = tmp_path / "page.html"
     assert main(["view", SMALL, HOSTILE, "--url", recorded.url, "-o", str(out)]) == 0
-    async with open_page("file://") as viewer:
+    async with watched_page(browser, "file://") as viewer:
         page = viewer.page
         await page.goto(out.as_uri())
         await page.wait_for_selector(".list-row")

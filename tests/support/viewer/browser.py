@@ -94,6 +94,19 @@ class Viewer:
         # None if only the fragment differs from that of the open page
         assert response is None or response.ok, f"{path}: {response.status} {await response.text()}"
 
+    async def open_tokens(self, session: str, turn: str, token: int | None = None) -> None:
+        """Open the ids of the path to a turn, and wait for its drift lane."""
+        await self.open(f"#/s/{session}/{turn}/tokens" + ("" if token is None else f"?token={token}"))
+        await self.page.wait_for_selector(".token.sampled")
+        await self.page.wait_for_selector(".token-panel > .status:not(:empty)")
+
+    async def shown(self, selector: str, name: str) -> list[str]:
+        """What the elements that a selector matches have in their `data-` attribute of a name."""
+        values: list[str] = await self.page.locator(selector).evaluate_all(
+            "(elements, name) => elements.map((element) => element.dataset[name])", name
+        )
+        return values
+
     async def text(self, selector: str = "body") -> str:
         """The visible text of the first element that a selector matches."""
         text: str = await self.page.locator(selector).first.inner_text()

@@ -9,7 +9,7 @@ from the name and the start, so that each run records equal sessions.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,16 +17,25 @@ import msgspec
 
 from proxy.history.cached_turn import hash_ids
 from proxy.history.store import Session
-from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, turn_id
+from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, turn_id, unpack_ids
 from proxy.history.vocabulary import ABORTED, Reason, Source
 from tests.support.fake_wire import as_rendered, tools_as_rendered
+from tests.support.talk import appended_after
 from tests.support.tiny_model import END, TinyModel
 
 START = 1_780_000_000.0
 """When the first recorded session began, in seconds since the epoch: 28 May 2026, 20:26:40 UTC."""
 MODEL = "tiny"
+EMOJI = "😀😁😂😃😄😅😆😇😈😉😊😋😌😍😎😏"
+"""Each is several ids, none of which is a character."""
 
 Message = dict[str, Any]
+
+_OF_A_REQUEST = (
+    *("parent", "request", "messages", "appended", "tools", "template_kwargs", "prompt_tokens", "source"),
+    "reason",
+)
+"""Fields of a turn that all choices of its request share."""
 
 
 @dataclass
@@ -74,20 +83,6 @@ def cut_answer(model: TinyModel, ids: Sequence[int], finish_reason: str = ABORTE
     return Answer({"role": "assistant", "content": model.decode(list(ids))}, list(ids), finish_reason)
 
 
-def tool_call(name: str, number: int = 1, **arguments: Any) -> Message:
-    """A tool call of an assistant message; `number` tells the calls of a session apart."""
-    spelled = msgspec.json.encode(arguments).decode()
-    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": spelled}}
-
-
-def tool_result(content: str, number: int = 1) -> Message:
-    return {"role": "tool", "tool_call_id": f"call_{number}", "content": content}
-
-
-def user(content: str) -> Message:
-    return {"role": "user", "content": content}
-
-
 def system(content: str) -> Message:
     return {"role": "system", "content": content}
 
@@ -117,7 +112,7 @@ class SessionRecorder:
     def turn(
         self,
         new: Sequence[Message],
-        sampled: Answer | Callable[[int], Answer],
+        sampled: Answer,
         *,
         parent: Turn | None = None,
         **fields: Any,
@@ -126,10 +121,13 @@ class SessionRecorder:
 
         Args:
             new: the messages after the parent's conversation; the whole conversation if there is no parent.
-            sampled: or what makes it of the number of ids in the prompt.
             fields: of `Turn`, in place of the usual ones.
         """
-        appended = self._appended(new, parent)
+        if parent is None:
+            tools = tools_as_rendered(self._tools) if self._tools else None
+            appended = self._model.render(as_rendered(list(new)), tools=tools)
+        else:
+            appended = appended_after(self._model, unpack_ids(parent.completion), list(new))
         began, self._now = self._now, self._now + self._random.uniform(0.5, 6.0)
         request = f"{round(began * 1e9):016x}{self._random.getrandbits(48):012x}0000"
         before = parent.prompt_tokens + parent.completion_tokens if parent else 0
@@ -145,29 +143,15 @@ class SessionRecorder:
             "source": Source.EXTENDED if parent else Source.RENDERED,
             "reason": "" if parent else Reason.FIRST_TURN,
         }
-        if not isinstance(sampled, Answer):
-            sampled = sampled(before + len(appended))
         return self._keep(parent, sampled, {**usual, **fields})
 
-    def choice(self, holder: Turn, sampled: Answer, **fields: Any) -> Turn:
+    def choice(self, holder: Turn, sampled: Answer) -> Turn:
         """Record another choice of the request of a turn, which holds the prompt of both."""
         index = sum(turn.request == holder.request for turn in self.turns.values())
-        shared = {
-            "id": turn_id(holder.request, index),
-            "parent": holder.parent,
-            "request": holder.request,
-            "choice": index,
-            "prompt_turn": holder.id,
-            "messages": holder.messages,
-            "appended": holder.appended,
-            "tools": holder.tools,
-            "template_kwargs": holder.template_kwargs,
-            "prompt_tokens": holder.prompt_tokens,
-            "source": holder.source,
-            "reason": holder.reason,
-        }
+        shared = {name: getattr(holder, name) for name in _OF_A_REQUEST}
         parent = self.turns[holder.parent] if holder.parent else None
-        return self._keep(parent, sampled, {**shared, **fields})
+        own = {"id": turn_id(holder.request, index), "choice": index, "prompt_turn": holder.id}
+        return self._keep(parent, sampled, {**shared, **own})
 
     def recorded(self) -> Recorded:
         """The session with all turns so far."""
@@ -202,22 +186,3 @@ class SessionRecorder:
         self._hashes[turn.id] = hasher
         self.turns[turn.id] = turn
         return turn
-
-    def _appended(self, new: Sequence[Message], parent: Turn | None) -> list[int]:
-        """What the chat template puts after the parent's ids; the whole prompt if there is no parent."""
-        if parent is None:
-            tools = tools_as_rendered(self._tools) if self._tools else None
-            return self._model.render(as_rendered(list(new)), tools=tools)
-        # the template prints each message alike whatever came before the last one
-        last: Message = msgspec.json.decode(parent.message)
-        before = self._text([last], prompt=False)
-        after = self._text([last, *new], prompt=True)
-        assert after.startswith(before)
-        closed = parent.completion[-4:] == pack_ids([END])
-        return self._model.encode(("\n" if closed else "<|im_end|>\n") + after[len(before) :])
-
-    def _text(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        text: str = self._model.reference.apply_chat_template(
-            as_rendered(list(messages)), tokenize=False, add_generation_prompt=prompt
-        )
-        return text

@@ -1,19 +1,19 @@
-"""The recorded sessions that the page is tested with, and how they get into a store.
+"""The recorded sessions that the page is tested with, how they get into a store, and proxies over it.
 
     small     every kind of turn once: see `small_session`
     hostile   HTML and scripts in everything that a model or a client chooses
-    empty     a session that was described and has no turns
-    long      one path of 128,000 ids
+    long      one path of more than 128,000 ids
     deep      2,000 turns with forks and sub-agents
 
-and 100,000 small sessions, in a store of their own.
+and 10,000 sessions without turns, in a store of their own.
 """
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -21,34 +21,30 @@ import msgspec
 from proxy.history.origin import RequestClass
 from proxy.history.store import Limits, Session, Store
 from proxy.history.turn import Turn, WeightSpan
-from proxy.history.vocabulary import Reason
-from tests.support.tiny_model import END, TinyModel
-from tests.support.viewer.model import EMOJI, WORDS
+from tests.support.fake_vllm import FakeVllm
+from tests.support.serve_process import ServeProcess
+from tests.support.talk import call, result, user
+from tests.support.tiny_model import TinyModel
 from tests.support.viewer.recorder import (
+    EMOJI,
     START,
-    Answer,
     Recorded,
     SessionRecorder,
     answer,
     system,
-    tool_call,
-    tool_result,
-    user,
 )
 from tests.support.viewer.small_session import READ_FILE, small_session
 
-HOSTILE, EMPTY, LONG, DEEP = "hostile", "empty", "long", "deep"
+HOSTILE, LONG, DEEP = "hostile", "long", "deep"
 """The names of sessions."""
-LONG_IDS = 128_000
-LONG_TURNS = 64
-DEEP_TURNS = 2_000
-MANY_SESSIONS = 100_000
+MANY_SESSIONS = 10_000
+FIRST_OF_MANY = "step-0000-000"
+"""The one of them that was used first."""
 LIMITS: Final = Limits(max_bytes=2**34, max_age_s=1e10)
 """Of stores with recordings: nothing is evicted."""
 _HOUR_S = 3600.0
-_WRITTEN_TOGETHER = 2_000
-"""Sessions that are written at the same time: SQLite commits them in groups."""
-"""Different sessions among the many."""
+_WORDS = "there what is the in today user tool call think"
+"""Words of one or two ids."""
 _SECONDS_BETWEEN = 7.0
 """From the start of one of the many sessions to that of the next."""
 
@@ -65,21 +61,6 @@ HOSTILE_TEXTS = (
 )
 """If one of them runs, it sets `window.hostileRan`, opens a dialog, asks another server, or makes an element
 with the id `injected`."""
-
-
-def two_sessions(model: TinyModel) -> Iterator[Recorded]:
-    """The sessions `small` and `hostile`."""
-    yield small_session(model).recorded
-    yield hostile_session(model)
-
-
-def few_sessions(model: TinyModel) -> Iterator[Recorded]:
-    """The named sessions."""
-    yield from two_sessions(model)
-    started = START + _HOUR_S
-    yield Recorded(Session(id=EMPTY, created=started, used=started, metadata=b'{"task":"none"}'), [])
-    yield long_session(model)
-    yield deep_session(model)
 
 
 def hostile_session(model: TinyModel) -> Recorded:
@@ -101,34 +82,26 @@ def hostile_session(model: TinyModel) -> Recorded:
     }
     turn: Turn | None = None
     for number, text in enumerate(HOSTILE_TEXTS):
-        calls = [tool_call(text, number, path=text, **{"__proto__": text})]
+        arguments = msgspec.json.encode({"path": text, "__proto__": text}).decode()
+        calls = [call(text, arguments, f"call_{number}")]
         sampled = answer(model, text, thinking=text, calls=calls)
-        new = [tool_result(text, number - 1), user(text)] if turn else [system(text), user(text)]
+        new = [result({"id": f"call_{number - 1}"}, text), user(text)] if turn else [system(text), user(text)]
         versions = (WeightSpan(text, 0, len(sampled.ids)),)
         turn = record.turn(new, sampled, parent=turn, weight_versions=versions, **named)
     return record.recorded()
 
 
-def long_session(model: TinyModel, ids: int = LONG_IDS, turns: int = LONG_TURNS) -> Recorded:
-    """One path whose last turn ends after exactly so many ids."""
+def long_session(model: TinyModel, words: int = 1_240, turns: int = 64) -> Recorded:
+    """One path of so many words in each turn, together more than 128,000 ids."""
     drawn = random.Random("long")
     record = SessionRecorder(model, LONG, start=START + 3 * _HOUR_S, metadata={"task": LONG})
     turn: Turn | None = None
-    for number in range(1, turns + 1):
-        asked = user(_sentence(drawn, 20))
-        new = [asked] if turn else [system("You are a coding agent."), asked]
-        text = model.encode(_sentence(drawn, 2 * ids // turns))
-        end = ids * number // turns
-
-        def sampled(prompt: int, text: list[int] = text, end: int = end) -> Answer:
-            ended = [*text[: end - prompt - 1], END]
-            return Answer({"role": "assistant", "content": model.decode(ended)}, ended)
-
-        turn = record.turn(new, sampled, parent=turn)
+    for _ in range(turns):
+        turn = record.turn([user(_sentence(drawn, 20))], answer(model, _sentence(drawn, words)), parent=turn)
     return record.recorded()
 
 
-def deep_session(model: TinyModel, turns: int = DEEP_TURNS) -> Recorded:
+def deep_session(model: TinyModel, turns: int = 2_000) -> Recorded:
     """Many short turns: every 20th is a fork, every 50th begins a sub-agent."""
     drawn = random.Random("deep")
     record = SessionRecorder(model, DEEP, start=START + 4 * _HOUR_S, metadata={"task": DEEP})
@@ -150,52 +123,34 @@ def deep_session(model: TinyModel, turns: int = DEEP_TURNS) -> Recorded:
     return record.recorded()
 
 
-def many_sessions(model: TinyModel, count: int = MANY_SESSIONS) -> Iterator[Recorded]:
-    """Sessions of two turns, which differ in name, time, metadata, reward, class and weight version."""
-    drawn = random.Random("many")
-    prototype = SessionRecorder(model, "prototype")
-    first = prototype.turn([user(_sentence(drawn, 6))], answer(model, _sentence(drawn, 30)))
-    second = prototype.turn([user(_sentence(drawn, 6))], answer(model, _sentence(drawn, 30)), parent=first)
-    for number in range(count):
-        name, later = f"step-{number // 256:04d}-{number % 256:03d}", _SECONDS_BETWEEN * number
-        ids = [f"{round((turn.created + later) * 1e9):016x}{number:012x}0000" for turn in (first, second)]
-        versions = (WeightSpan(str(number % 5), 0, second.completion_tokens),)
-        fields: dict[str, Any] = {
-            "rollout": name,
-            "request_class": drawn.choice(["", RequestClass.MAIN]),
-            "reason": drawn.choice([Reason.FIRST_TURN, Reason.NO_MATCH]),
-            "weight_versions": versions,
-        }
-        turns = [
-            msgspec.structs.replace(turn, id=own, request=own, created=turn.created + later, **fields)
-            for turn, own in zip((first, second), ids, strict=True)
-        ]
-        turns[1] = msgspec.structs.replace(turns[1], parent=ids[0], reason="")
+def many_sessions() -> Iterator[Recorded]:
+    """Sessions without turns: the list reads none."""
+    for number in range(MANY_SESSIONS):
         metadata = msgspec.json.encode({"step": number // 256, "task": f"task-{number % 40}"})
-        session = Session(id=name, metadata=metadata, created=START + later, used=turns[1].created)
-        rewards = {"": round(drawn.betavariate(0.6, 0.8), 3)} if drawn.random() < 0.8 else {}
-        yield Recorded(session, turns, rewards)
+        used = START + _SECONDS_BETWEEN * number
+        name = f"step-{number // 256:04d}-{number % 256:03d}"
+        yield Recorded(Session(id=name, metadata=metadata, created=used, used=used), [])
 
 
 def _sentence(drawn: random.Random, words: int) -> str:
     """So many words, and an emoji now and then."""
-    chosen = drawn.choices(WORDS, k=words)
+    chosen = drawn.choices(_WORDS.split(), k=words)
     if drawn.random() < 0.2:
         chosen.append(drawn.choice(EMOJI))
     return " ".join(chosen).capitalize() + "."
 
 
-RECORDINGS: Final[Mapping[str, Callable[[TinyModel], Iterable[Recorded]]]] = MappingProxyType(
-    {"two": two_sessions, "few": few_sessions, "many": many_sessions}
-)
-"""What the proxies of the tests have recorded."""
+def recordings(name: str, model: TinyModel) -> Iterable[Recorded]:
+    """What a proxy has recorded: `two` sessions, a `few` or `many`."""
+    if name == "many":
+        return many_sessions()
+    two = [small_session(model).recorded, hostile_session(model)]
+    return two if name == "two" else [*two, long_session(model), deep_session(model)]
 
 
 async def write(store: Store, recordings: Iterable[Recorded]) -> None:
     """Write sessions into an open store, with the times at which they were used."""
-    remaining = iter(recordings)
-    while group := list(islice(remaining, _WRITTEN_TOGETHER)):
-        await asyncio.gather(*(_write(store, recorded) for recorded in group))
+    await asyncio.gather(*(_write(store, recorded) for recorded in recordings))
 
 
 async def _write(store: Store, recorded: Recorded) -> None:
@@ -205,3 +160,21 @@ async def _write(store: Store, recorded: Recorded) -> None:
     await store.save_session(recorded.session)
     if recorded.rewards:
         await store.set_rewards(recorded.session.id, recorded.rewards)
+
+
+@dataclass(frozen=True)
+class RecordedProxy:
+    """A running proxy whose store holds recorded sessions."""
+
+    url: str
+    store: str
+    """The URL of its store. Other processes may write to it while the proxy runs."""
+
+
+@contextmanager
+def run_recorded_proxy(model: TinyModel, store: str, log: Path) -> Iterator[RecordedProxy]:
+    """Serve over a store, in a process of its own before a fake engine; nothing in it becomes too old."""
+    kept = ("--store", store, "--store-max-age-s", "1e10", "--finish-after-s", "0")
+    with FakeVllm(model) as engine, ServeProcess([engine.url], log, *kept) as process:
+        process.wait_ready()
+        yield RecordedProxy(process.url, store)

@@ -1,10 +1,19 @@
-"""Addresses, errors and patience of the client, without any input or output."""
+"""The client without any input or output: its members, addresses, errors and patience."""
+
+import inspect
+import subprocess
+import sys
+import types
+from pathlib import Path
 
 import httpx
 import pytest
 
+import proxy.client
 from proxy.client import (
     AccessDenied,
+    AsyncClient,
+    Client,
     ErrorResponse,
     InvalidRequest,
     KeyRefused,
@@ -14,8 +23,49 @@ from proxy.client import (
     TooManyRequests,
     UnknownResource,
 )
-from proxy.client.calls import Address, FeedPosition, Patience
+from proxy.client.calls import Address, Patience, list_models, read_feed, repeatable
 from proxy.client.errors import error_of
+
+_ROOT = Path(__file__).parents[3]
+
+
+def test_all_is_every_public_name() -> None:
+    public = [
+        name
+        for name, value in vars(proxy.client).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    ]
+    assert sorted(public) == proxy.client.__all__
+
+
+def test_errors_and_methods_are_documented() -> None:
+    page = (_ROOT / "docs" / "feed.md").read_text()
+    errors = [name for name in proxy.client.__all__ if issubclass(getattr(proxy.client, name), Exception)]
+    methods = [name for name in vars(Client) if not name.startswith("_") and name != "close"]
+    assert [name for name in [*errors, *methods] if f"`{name}`" not in page and name != "ErrorResponse"] == []
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def signatures(kind: type) -> dict[str, str]:
+        methods = {name: value for name, value in vars(kind).items() if not name.startswith("_")}
+        return {
+            name: str(inspect.signature(value)).replace("AsyncIterator", "Iterator")
+            for name, value in methods.items()
+            if name not in ("close", "aclose")
+        }
+
+    assert signatures(Client) == signatures(AsyncClient)
+
+
+def test_import_loads_nothing_else_of_the_proxy() -> None:
+    names = ["fastapi", "transformers", "uvicorn", "redis", "aiohttp"]
+    program = (
+        "import sys, proxy.client;"
+        f"print([n for n in {names} if n in sys.modules],"
+        "[n for n in sys.modules if n.startswith('proxy.') and not n.startswith('proxy.client')])"
+    )
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[] []"
 
 
 @pytest.mark.parametrize(
@@ -38,13 +88,15 @@ def test_statuses(status: int, kind: type[ErrorResponse]) -> None:
 def test_base_urls() -> None:
     urls = ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/")
     assert {Address(url, None).url for url in urls} == {"http://h:1"}
+    assert Address("http://h:1", "key").arguments(list_models())["headers"] == {"authorization": "Bearer key"}
 
 
 def test_every_page_of_a_feed_is_selected_by_the_same_weights() -> None:
-    position = FeedPosition("trainer", None, 0.0, True, {"weight_versions": iter(["7", "8"])})
+    selection = repeatable({"weight_versions": iter(["7", "8"]), "classes": iter(["main"])})
     for _ in range(2):
-        weights = [value for name, value in position.next_page().query if name == "weight_version"]
-        assert weights == ["7", "8"]
+        query = read_feed("trainer", None, 0.0, **selection).query
+        selected = [value for name, value in query if name in ("weight_version", "class")]
+        assert selected == ["7", "8", "main"]
 
 
 def test_patience_ends_and_waits_as_long_as_the_proxy_asks() -> None:

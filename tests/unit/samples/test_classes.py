@@ -120,22 +120,15 @@ def test_a_refused_leaf_leaves_the_wanted_turns_before_it() -> None:
 @settings(derandomize=True, max_examples=15)
 @given(random_trees(), st.data())
 def test_classes_divide_what_is_trained(drawn: Any, data: st.DataObject) -> None:
-    """With one class at a time, the same ids are trained as with all, and each of them once."""
+    """With one class at a time, the same turns are trained as with all, and each of them once."""
     turns, rewards = drawn
     names = st.sampled_from(["main", "subagent", ""])
     turns = [msgspec.structs.replace(turn, request_class=data.draw(names)) for turn in turns]
+
+    def trained(*wanted: str) -> list[str]:
+        samples = samples_of(turns, rewards, wanted=frozenset(wanted)).samples
+        return sorted(span.id for sample in samples for span in sample.turns if span.trained)
+
     everything = ("main", "subagent", "unknown")
-    alone = [_trained(samples_of(turns, rewards, wanted=frozenset({name}))) for name in everything]
-    whole = sorted(_trained(samples_of(turns, rewards)))
-    assert sorted(token for ids in alone for token in ids) == whole
-    assert sorted(_trained(samples_of(turns, rewards, wanted=frozenset(everything)))) == whole
-
-
-def _trained(found: Samples) -> list[int]:
-    """The trained ids; no two turns of the random trees share one."""
-    return [
-        token
-        for sample in found.samples
-        for token, trained in zip(sample.completion_ids, sample.loss_mask, strict=True)
-        if trained
-    ]
+    assert sorted(turn for name in everything for turn in trained(name)) == trained()
+    assert trained(*everything) == trained()

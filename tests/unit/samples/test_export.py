@@ -4,69 +4,47 @@ import io
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
 
-from proxy.history.store import Cursor, Limits, Session, Store
-from proxy.history.turn import Turn
+from proxy.history.store import Limits, Session, Store
 from proxy.samples import export as module
 from proxy.samples.export import (
+    ExportRefused,
     JsonLines,
-    NameNotUnique,
     Parquet,
-    ParquetMissing,
     Report,
-    UnknownSession,
     export,
     table,
 )
 from proxy.samples.layouts import LAYOUTS
 from proxy.stores.memory import MemoryStore
-from tests.support.trees import rollout, root
+from tests.support.trees import add_rollouts
 
 
-async def _filled(ids: Iterable[str]) -> Store:
-    """A store that holds `rollout(id)` for each id, which is `tenant/name` or a name."""
+async def _filled(*ids: str) -> Store:
     store = MemoryStore(Limits())
-    for session_id in ids:
-        turns = rollout(session_id)
-        tenant = session_id.rpartition("/")[0]
-        session = Session(id=session_id, tenant=tenant, created=1.0, used=1.0)
-        await store.add(session, turns, [[] for _ in turns])
+    await add_rollouts(store, *ids)
     return store
 
 
-class _Timed:
-    """A store of one turn per session whose times of use are given."""
+class _Moving(MemoryStore):
+    """A store in which sessions are used between the pages of the list."""
 
-    def __init__(self, used: dict[str, float], *, on_page: dict[int, str] | None = None) -> None:
+    def __init__(self, on_page: dict[int, str]) -> None:
         """`on_page`: which session is used before the page of this number is read."""
-        self.used = used
-        self._on_page = on_page or {}
-        self.pages = 0
+        super().__init__(Limits(max_age_s=1e10))
+        self._on_page = on_page
+        self._pages = 0
 
-    async def sessions(
-        self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
-    ) -> list[Session]:
-        if self.pages in self._on_page:
-            self.used[self._on_page[self.pages]] = 1000.0 + self.pages
-        self.pages += 1
-        places = sorted(((used, name) for name, used in self.used.items()), reverse=True)
-        listed = [name for used, name in places if before is None or (used, name) < before]
-        return [Session(id=name, created=1.0, used=self.used[name]) for name in listed[:limit]]
-
-    async def session(self, rollout: str) -> Session | None:
-        return Session(id=rollout, created=1.0, used=self.used[rollout]) if rollout in self.used else None
-
-    async def turns(self, rollout: str) -> list[Turn]:
-        return [root(f"{rollout}-a", [1], [2], rollout=rollout)]
-
-    async def rewards(self, rollout: str) -> dict[str, float]:
-        return {"": 1.0}
+    async def sessions(self, **which: Any) -> list[Session]:
+        if (name := self._on_page.get(self._pages)) is not None:
+            await self.save_session(Session(id=name, created=1.0, used=1000.0 + self._pages))
+        self._pages += 1
+        return await super().sessions(**which)
 
 
 async def _exported(store: Any, **options: Any) -> tuple[list[dict[str, Any]], Report]:
@@ -76,7 +54,7 @@ async def _exported(store: Any, **options: Any) -> tuple[list[dict[str, Any]], R
 
 
 async def test_all_rollouts_of_a_store() -> None:
-    store = await _filled(["x", "y"])
+    store = await _filled("x", "y")
     await store.set_rewards("y", {"": 0.5})
     rows, report = await _exported(store)
     assert {(row["leaf"], row["reward"]) for row in rows} == {
@@ -88,22 +66,28 @@ async def test_all_rollouts_of_a_store() -> None:
 
 
 async def test_a_session_by_id_or_by_the_name_that_only_a_single_tenant_has() -> None:
-    store = await _filled(["t/x", "u/x", "t/y", "z", "t/z", "u/z"])
+    store = await _filled("t/x", "u/x", "t/y", "z", "t/z", "u/z")
     for word, expected in {"t/x": "t/x", "y": "t/y", "z": "/z", "t/z": "t/z"}.items():
         rows, _ = await _exported(store, only=[word])
         assert {f"{row['tenant']}/{row['rollout']}" for row in rows} == {expected}
     rows, report = await _exported(store, only=["z", "y", "t/y", "z"])
     assert list(dict.fromkeys(row["rollout"] for row in rows)) == ["z", "y"] and report.rollouts == 2
-    with pytest.raises(UnknownSession, match="unknown session t/"):
+    with pytest.raises(ExportRefused, match="unknown session t/"):
         await _exported(store, only=["z", "t/"])
-    with pytest.raises(NameNotUnique, match="x: t/x, u/x"):
+    with pytest.raises(ExportRefused, match="x: t/x, u/x"):
         await _exported(store, only=["z", "x"])
 
 
-async def test_sessions_deleted_meanwhile_are_not_counted() -> None:
-    store = _Timed({"x": 2.0, "y": 1.0})
-    rows, report = await _exported(store, on_rollout=lambda: store.used.pop("y", None))
-    assert ([row["rollout"] for row in rows], report.rollouts) == (["x"], 1)
+async def test_sessions_deleted_meanwhile_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await _filled("x", "y")
+
+    async def rewards(rollout: str) -> dict[str, float]:
+        await store.delete({"x": "y", "y": "x"}[rollout])
+        return {}
+
+    monkeypatch.setattr(store, "rewards", rewards)
+    _, report = await _exported(store)
+    assert report.rollouts == 1
 
 
 @pytest.mark.parametrize("on_page", [{}, {1: "s0", 2: "s9"}, {1: "s1", 2: "s0", 3: "s2"}])
@@ -111,10 +95,14 @@ async def test_a_session_used_while_sessions_are_listed_is_exported_once(
     on_page: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SESSIONS_AT_ONCE", 3)
+    store = _Moving(on_page)
     # "t" was used last, in the instant in which the first of `on_page` will be
-    store = _Timed({f"s{i}": float(i) for i in range(10)} | {"t": 1001.0}, on_page=on_page)
+    names = {**{f"s{i}": float(i) for i in range(10)}, "t": 1001.0}
+    for name, used in names.items():
+        await add_rollouts(store, name)
+        await store.save_session(Session(id=name, created=1.0, used=used))
     rows, _ = await _exported(store)
-    assert sorted(row["rollout"] for row in rows) == sorted(store.used)
+    assert sorted(row["leaf"] for row in rows) == sorted(f"{name}-{leaf}" for name in names for leaf in "bc")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -122,7 +110,7 @@ async def test_parquet_holds_what_json_holds(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "IDS_AT_ONCE", 8)
-    store = await _filled(["x", "y"])
+    store = await _filled("x", "y")
     path, lines = tmp_path / "x.parquet", io.BytesIO()
     layout = LAYOUTS[name]
     with path.open("wb") as file:
@@ -133,12 +121,12 @@ async def test_parquet_holds_what_json_holds(
         types = {"prompt_ids": "int32", "loss_mask": "int8", "logprobs": "float"}
         assert {name: str(read.schema_arrow.field(name).type.value_type) for name in types} == types
     assert read.metadata.num_row_groups > 1
-    nested = [field for field, kind in layout.columns.items() if kind == "json"]
+    nested = layout.named("json")
     rows = [{**row, **{field: json.loads(row[field]) for field in nested}} for row in read.read().to_pylist()]
     assert rows == [json.loads(line) for line in lines.getvalue().splitlines()]
 
 
 def test_without_pyarrow_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ParquetMissing, match=r"pip install 'tokenproxy\[parquet\]'"):
+    with pytest.raises(ExportRefused, match=r"pip install 'tokenproxy\[parquet\]'"):
         Parquet(io.BytesIO(), LAYOUTS["plain"])

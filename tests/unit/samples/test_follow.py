@@ -9,23 +9,17 @@ from typing import Any
 import pytest
 
 from proxy.history.feed import Cause
-from proxy.history.store import Limits, Session, Store, StoreError
+from proxy.history.store import Limits, Store, StoreError
 from proxy.samples.feed import FeedFilter
 from proxy.samples.follow import Follower, end_last_line
 from proxy.samples.layouts import LAYOUTS
 from proxy.stores.memory import MemoryStore
-from tests.support.trees import rollout
+from tests.support.trees import add_rollouts
 
 
-async def _finish(store: Store, *names: str) -> None:
-    for name in names:
-        turns = rollout(name)
-        await store.add(Session(id=name, created=1.0, used=1.0), turns, [[] for _ in turns])
-        assert await store.feed.finish(name, Cause.END)
-
-
-def _follower(store: Store, after: int = 0) -> Follower:
-    return Follower(store, LAYOUTS["plain"], FeedFilter(), "once", after, poll_s=0.001)
+async def _finish(store: Store, name: str) -> None:
+    await add_rollouts(store, name)
+    assert await store.feed.finish(name, Cause.END)
 
 
 async def _until(condition: Any) -> None:
@@ -48,7 +42,7 @@ async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -
         return await read(*args, **kwargs)
 
     monkeypatch.setattr(store.feed, "read", fail_at_times)
-    follower = _follower(store)
+    follower = Follower(store, LAYOUTS["plain"], FeedFilter(), "once", 0, poll_s=0.001)
     running = asyncio.create_task(follower.run(file, errors.append))
     await _until(lambda: reads > 6)
     await _finish(store, "b")

@@ -83,11 +83,3 @@ def test_choices_share_only_their_prompt_and_the_turns_before_it() -> None:
     found = [(sample.prompt_ids, sample.completion_ids, sample.loss_mask) for sample in samples]
     assert found == [([1, 2], [3], [1]), ([1, 2], [4], [1])]
     assert [sample.messages and sample.messages[0]["content"] for sample in samples] == ["to a", "to a"]
-    a = root("a", [1], [2])
-    choices = [
-        child(name, a, [3], [4 + i], request="q", choice=i, prompt_turn="b" if i else None)
-        for i, name in enumerate("bcd")
-    ]
-    samples = samples_of([a, *choices], {}).samples
-    assert [sample.completion_ids for sample in samples] == [[2, 3, 4], [2, 3, 5], [2, 3, 6]]
-    assert [sample.loss_mask for sample in samples] == [[1, 0, 1], [0, 0, 1], [0, 0, 1]]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from proxy.cli import main
-from proxy.viewer.exported import NotAnExport, read_export
-from proxy.viewer.page import single_file
+from proxy.viewer.exported import read_export
+from proxy.viewer.page import bundle, single_file
 from proxy.viewer.recording import PageData
 from tests.support.store_utils import opened
 from tests.support.tiny_model import TinyModel
@@ -26,8 +26,8 @@ _KEPT = (
 
 
 @pytest.fixture(scope="module")
-def small(viewer_model: TinyModel) -> SmallSession:
-    return small_session(viewer_model)
+def small(tiny_model: TinyModel) -> SmallSession:
+    return small_session(tiny_model)
 
 
 @pytest.fixture
@@ -56,6 +56,12 @@ def test_the_policy_allows_exactly_its_script_and_style() -> None:
         assert f"'sha256-{digest}'" in policy[1]
 
 
+def test_the_script_is_whole() -> None:
+    script = bundle()
+    assert re.search(r"^(import|export)\b", script, re.MULTILINE) is None
+    assert "</script" not in script.lower()
+
+
 def test_no_text_of_a_recording_ends_the_data() -> None:
     text = "</script><script>alert(1)</script><!--"
     html = single_file(PageData(sessions=[{"id": text}]))
@@ -64,31 +70,17 @@ def test_no_text_of_a_recording_ends_the_data() -> None:
 
 
 def test_sessions_of_a_store(
-    store_url: str,
-    small: SmallSession,
-    viewer_model: TinyModel,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    store_url: str, small: SmallSession, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     out = tmp_path / "page.html"
-    flags = ["--store", store_url, "--tokenizer", str(viewer_model.folder), "-o", str(out)]
+    flags = ["--store", store_url, "--tokenizer", str(tiny_model.folder), "-o", str(out)]
     assert main(["view", SMALL, *flags]) == 0
-    assert out.as_uri() in capsys.readouterr().out
     data = _data(out.read_text())
     assert [row["id"] for row in data["sessions"]] == [SMALL]
     leaves = {small.aborted.id, small.special.id, small.subagent_end.id, small.after_break.id}
     assert {name.partition("/")[2] for name in data["tokens"]} == leaves
     [lane] = data["drift"][f"{SMALL}/{small.aborted.id}"]
     assert (lane["basis"], lane["reason"]) == ("template", "")
-
-
-def test_without_a_tokenizer_the_page_says_so(store_url: str, tmp_path: Path) -> None:
-    out = tmp_path / "page.html"
-    assert main(["view", SMALL, "--store", store_url, "-o", str(out)]) == 0
-    data = _data(out.read_text())
-    body = base64.b64decode(next(iter(data["tokens"].values())))
-    header = json.loads(body[4 : 4 + int.from_bytes(body[:4], "little")])
-    assert header["texts"] == {} and "--tokenizer" in header["note"]
 
 
 @pytest.mark.parametrize("name", ["samples.jsonl", "samples.parquet"])
@@ -110,25 +102,11 @@ def test_an_export_gives_the_turns_again(
     assert recording.rewards == {"": 0.75, small.emoji.id: 1.0, small.aborted.id: -0.5}
     assert json.loads(recording.session.metadata) == {"task": "fix-test", "step": 3, "split": "train"}
     assert main(["view", str(file), "-o", str(out)]) == 0
-    assert [row["id"] for row in _data(out.read_text())["sessions"]] == [SMALL]
-
-
-@pytest.mark.parametrize("content", [b"not JSON\n", b'{"prompt": 1}\n', b"[]\n", b"\xff\xfe\n"])
-def test_what_is_no_export_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "other.jsonl"
-    file.write_bytes(content)
-    with pytest.raises(NotAnExport, match=r"other\.jsonl, line 1"):
-        read_export(file)
-
-
-def test_another_layout_is_refused(
-    store_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "verl.jsonl"
-    assert main(["export", "--store", store_url, "--out", str(file), "--layout", "verl"]) == 0
-    assert main(["view", str(file), "-o", str(tmp_path / "page.html")]) == 2
-    assert "--layout plain" in capsys.readouterr().err
-    assert not (tmp_path / "page.html").exists()
+    data = _data(out.read_text())
+    assert [row["id"] for row in data["sessions"]] == [SMALL]
+    body = base64.b64decode(next(iter(data["tokens"].values())))
+    header = json.loads(body[4 : 4 + int.from_bytes(body[:4], "little")])
+    assert header["texts"] == {} and "--tokenizer" in header["note"]
 
 
 def test_wrong_use_is_told(
@@ -136,6 +114,7 @@ def test_wrong_use_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     store = ["--store", store_url]
+    assert main(["export", *store, "--out", "read.jsonl"]) == 0
     for arguments, code, message in (
         (["never", *store], 2, "unknown session never"),
         ([SMALL, "--store", "memory:"], 2, "memory:"),
@@ -146,6 +125,7 @@ def test_wrong_use_is_told(
         ([SMALL, *store, "--url", "http://127.0.0.1:9"], 2, "--store has no effect"),
         ([SMALL, "--api-key", "a\nb", "--url", "http://127.0.0.1:9"], 2, "printable"),
         ([SMALL, *store, "-o", ""], 2, "-o must name a file"),
+        (["read.jsonl", "-o", f"../{tmp_path.name}/read.jsonl"], 2, "read.jsonl is read"),
     ):
         assert main(["view", *arguments]) == code, arguments
         assert message in capsys.readouterr().err

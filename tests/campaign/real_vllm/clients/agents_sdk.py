@@ -17,9 +17,10 @@ from agents import (
 )
 from pydantic import Field
 
-from tests.campaign.real_vllm.clients.table import MODEL, Target
+from tests.campaign.real_vllm.clients.target import MODEL, Target
 
 _TOOL_ROUNDS = 2
+_QUIET = RunConfig(tracing_disabled=True)
 
 
 @function_tool
@@ -43,8 +44,8 @@ def enough_rounds(
     return ToolsToFinalOutputResult(context.context.done == _TOOL_ROUNDS, "enough")
 
 
-async def hold(target: Target, *, stream: bool) -> None:
-    """For each question two turns that must call tools, then one in words."""
+async def hold(target: Target) -> None:
+    """For each question two streamed turns that must call tools, then one in words as a whole."""
     async with target.sdk() as client:
         settings = ModelSettings(
             temperature=1.2,
@@ -66,20 +67,16 @@ async def hold(target: Target, *, stream: bool) -> None:
         items: list[TResponseInputItem] = []
         for question in ("Is it warmer in Paris or in Rome?", "And how is the weather in Reykjavík?"):
             items.append({"role": "user", "content": question})
-            items = await _run(caller, items, stream)
+            items = await _streamed(caller, items)
             if items[-1].get("role") == "assistant":
                 # A call was cut short, and became text.
                 items.append({"role": "user", "content": "Please go on."})
-            items = await _run(speaker, items, stream)
+            result = await Runner.run(speaker, items, context=Rounds(), run_config=_QUIET)
+            items = result.to_input_list()
 
 
-async def _run(
-    agent: Agent[Rounds], items: list[TResponseInputItem], stream: bool
-) -> list[TResponseInputItem]:
-    config = RunConfig(tracing_disabled=True)
-    if not stream:
-        return (await Runner.run(agent, items, context=Rounds(), run_config=config)).to_input_list()
-    streamed = Runner.run_streamed(agent, items, context=Rounds(), run_config=config)
+async def _streamed(agent: Agent[Rounds], items: list[TResponseInputItem]) -> list[TResponseInputItem]:
+    streamed = Runner.run_streamed(agent, items, context=Rounds(), run_config=_QUIET)
     async for _ in streamed.stream_events():
         pass
     return streamed.to_input_list()

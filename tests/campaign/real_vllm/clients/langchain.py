@@ -15,7 +15,7 @@ from langgraph.runtime import Runtime
 from langgraph.warnings import LangGraphDeprecatedSinceV10
 from pydantic import Field
 
-from tests.campaign.real_vllm.clients.table import MODEL, Target
+from tests.campaign.real_vllm.clients.target import MODEL, Target
 
 _ROUNDS = 2
 """Turns that must call tools, for each question."""

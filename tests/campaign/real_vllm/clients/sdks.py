@@ -1,46 +1,23 @@
 """OpenAI's and Anthropic's SDKs for Python, as applications use them."""
 
-import json
-from collections.abc import Callable
 from typing import Any
 
 import anthropic
 
 from proxy.demo.tools import TOOLS, call_tool
 from tests.acceptance.formats import add_delta
-from tests.campaign.real_vllm.clients.table import MODEL, QUESTIONS, Target
+from tests.campaign.real_vllm.clients.target import MODEL, QUESTIONS, Target
 
 Message = dict[str, Any]
 _SAMPLING: dict[str, Any] = {"model": MODEL, "temperature": 1.2}
 _FUNCTIONS: list[Any] = [tool["function"] for tool in TOOLS]
 
 
-def rewritten(message: Message) -> Message:
-    """As clients send messages back that know OpenAI's first fields only, in another spelling of JSON."""
-    changed = {name: value for name, value in message.items() if not name.startswith("reasoning")}
-    if text := message.get("content"):
-        changed["content"] = [{"type": "text", "text": text.strip() if "role" in message else text}]
-    if "tool_calls" in message:
-        changed["tool_calls"] = [_respelled(call) for call in message["tool_calls"]]
-    return changed
-
-
-def _respelled(call: Message) -> Message:
-    try:
-        arguments = json.loads(call["function"]["arguments"])
-    except ValueError:  # a call that was cut short
-        return call
-    turned = dict(sorted(arguments.items(), reverse=True))
-    return {**call, "function": {**call["function"], "arguments": json.dumps(turned, indent=3)}}
-
-
-async def hold_openai(
-    target: Target, *, stream: bool = False, habit: Callable[[Message], Message] = dict
-) -> None:
-    """The chat route; `habit` is what the client does to messages before it sends them again."""
+async def hold_openai(target: Target) -> None:
+    """The chat route."""
     messages: list[Any] = []
     async with target.sdk() as client:
-        for text, choice in QUESTIONS:
+        for text, choice, stream in QUESTIONS:
             messages.append({"role": "user", "content": text})
             asked: dict[str, Any] = {**_SAMPLING, "messages": messages, "tools": TOOLS, "tool_choice": choice}
             asked |= {"max_tokens": 64, "extra_body": {"return_token_ids": True}}
@@ -52,20 +29,20 @@ async def hold_openai(
             else:
                 whole = await client.chat.completions.create(**asked)
                 message = whole.choices[0].message.to_dict()
-            messages.append(habit(message))
+            messages.append(message)
             for call in message.get("tool_calls") or []:
                 said = call_tool(call["function"]["name"], call["function"]["arguments"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
 
 
-async def hold_responses(target: Target, *, stores: bool, stream: bool) -> None:
+async def hold_responses(target: Target, *, stores: bool) -> None:
     """Responses, with all items sent again, or with `previous_response_id`."""
     items: list[Any] = []
     last: str | None = None
     tools = [{"type": "function", **function} for function in _FUNCTIONS]
     async with target.sdk() as client:
         responses: Any = client.responses
-        for text, choice in QUESTIONS:
+        for text, choice, stream in QUESTIONS:
             items.append({"role": "user", "content": text})
             asked: dict[str, Any] = {**_SAMPLING, "store": stores, "tools": tools, "tool_choice": choice}
             asked |= {"input": items, "max_output_tokens": 64, "stream": stream}
@@ -88,7 +65,7 @@ async def hold_responses(target: Target, *, stores: bool, stream: bool) -> None:
             items = results if stores else [*items, *(i.to_dict() for i in response.output), *results]
 
 
-async def hold_anthropic(target: Target, *, stream: bool) -> None:
+async def hold_anthropic(target: Target) -> None:
     """Messages, with a system prompt in cached blocks."""
     tools: list[Any] = [
         {**{n: f[n] for n in ("name", "description", "strict")}, "input_schema": f["parameters"]}
@@ -98,7 +75,7 @@ async def hold_anthropic(target: Target, *, stream: bool) -> None:
     messages: list[Any] = []
     results: list[Any] = []
     async with anthropic.AsyncAnthropic(base_url=target.root, api_key="none", max_retries=0) as client:
-        for text, choice in QUESTIONS:
+        for text, choice, stream in QUESTIONS:
             messages.append({"role": "user", "content": [*results, {"type": "text", "text": text}]})
             asked: dict[str, Any] = {"model": MODEL, "max_tokens": 64, "system": system, "tools": tools}
             asked |= {

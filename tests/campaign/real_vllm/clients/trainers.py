@@ -9,7 +9,7 @@ import pytest
 
 from proxy.demo.tools import TOOLS, call_tool
 from tests.acceptance.formats import CHAT
-from tests.campaign.real_vllm.clients.table import MODEL, QUESTIONS, Target
+from tests.campaign.real_vllm.clients.target import MODEL, QUESTIONS, Target
 from tests.support.trl_client import load_client
 
 
@@ -18,19 +18,13 @@ async def hold_nemo_gym(target: Target, *, ids: bool) -> None:
 
     It keeps whole messages, sends the request fields below, and reads the ids from the message of the answer.
     """
-    asked: dict[str, Any] = {
-        "model": MODEL,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "tools": TOOLS,
-        "max_tokens": 64,
-    }
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 1.0, "top_p": 1.0, "max_tokens": 64}
     asked |= {"tools": TOOLS, "logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": True}
     if ids:  # `request_prompt_and_generation_token_ids` of its configuration
         asked["return_token_ids"] = True
     messages: list[dict[str, Any]] = []
     async with httpx.AsyncClient(base_url=target.root, timeout=280) as http:
-        for text, choice in QUESTIONS:
+        for text, choice, _ in QUESTIONS:
             messages.append({"role": "user", "content": text})
             body = {**asked, "messages": messages, "tool_choice": choice}
             answer = (await http.post(CHAT, json=body)).raise_for_status().json()

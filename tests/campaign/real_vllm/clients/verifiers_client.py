@@ -14,7 +14,7 @@ from verifiers.utils.message_utils import concat_messages
 from verifiers.utils.response_utils import parse_response_message, parse_response_tokens
 
 from proxy.demo.tools import TOOLS, call_tool
-from tests.campaign.real_vllm.clients.table import MODEL, Target
+from tests.campaign.real_vllm.clients.target import MODEL, Target
 
 _TOOLS = [
     Tool(name=f["name"], description=f["description"], parameters=f["parameters"], strict=True)

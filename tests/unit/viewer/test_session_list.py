@@ -1,0 +1,89 @@
+"""The viewer's list and one session: a page of the store at a time, a limited search, damaged JSON."""
+
+import json
+
+import msgspec
+import pytest
+
+from proxy.history.store import Cursor, Session, Store, session_id
+from proxy.stores.memory import MemoryStore
+from proxy.viewer import session_list
+from proxy.viewer.session_list import list_sessions, rows_of
+from proxy.viewer.tree import session_tree
+from tests.support.trees import child, root
+from tests.support.viewer.recordings import LIMITS
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(LIMITS)
+
+
+async def _add(store: Store, *names: str, tenant: str = "", metadata: bytes = b"{}") -> None:
+    """Sessions, each used after the one before."""
+    for name in names:
+        used = float(len(await store.sessions(limit=1000)) + 1)
+        key = session_id(tenant, name)
+        await store.save_session(Session(id=key, tenant=tenant, created=1.0, used=used, metadata=metadata))
+
+
+async def _pages(store: Store, search: str = "", limit: int = 2, tenant: str = "") -> list[list[str]]:
+    """The names of all pages."""
+    pages, before = [], None
+    while True:
+        found, last = await list_sessions(store, tenant, search, before, limit)
+        pages.append([session.name for session in found])
+        if last is None:
+            return pages
+        before = Cursor(last.used, last.id)
+
+
+async def test_pages_are_in_order_of_use(store: Store) -> None:
+    assert await _pages(store) == [[]]
+    await _add(store, *"abcde")
+    assert await _pages(store) == [["e", "d"], ["c", "b"], ["a"]]
+
+
+async def test_a_search_is_limited_and_finds_an_exact_name_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_list, "_SEARCHED", 2)
+    monkeypatch.setattr(session_list, "_MOST_SEARCHED", 4)
+    await _add(store, "run", "run-2", *"abc", "Run-1", "d")
+    assert await _pages(store, "run", limit=9) == [["run", "Run-1"], ["run-2"]]
+
+
+@pytest.mark.parametrize("search", ["MATH", "kind=math", "group=7", 'größe=say "hi"'])
+async def test_a_search_finds_metadata(store: Store, search: str) -> None:
+    metadata = {"group": 7, "kind": "Math", "Größe": 'say "hi"'}
+    await _add(store, "found", metadata=json.dumps(metadata).encode())
+    await _add(store, "damaged", metadata=b"broken")
+    assert await _pages(store, search) == [["found"]]
+    assert await _pages(store, "damaged") == [["damaged"]]
+
+
+async def test_tenants_are_apart(store: Store) -> None:
+    await _add(store, "a", tenant="one")
+    await _add(store, "b", tenant="two")
+    assert await _pages(store, tenant="one") == [["a"]]
+    for search in ("b", "two/b"):
+        assert await _pages(store, search, tenant="one") == [[]]
+    assert await _pages(store, "two/b") == [[]]
+
+
+async def test_rows_have_the_rewards(store: Store) -> None:
+    await _add(store, "a", "b")
+    await store.set_rewards("a", {"": 0.5})
+    rows = await rows_of(store, await store.sessions(limit=9))
+    assert [(row["id"], row["reward"]) for row in rows] == [("b", None), ("a", 0.5)]
+
+
+@pytest.mark.parametrize("damaged", [b"broken", b'["\xff"]', b"[" * 5000 + b"]" * 5000])
+@pytest.mark.parametrize("field, empty", [("messages", []), ("message", {})])
+def test_other_turns_are_shown_next_to_damaged_json(field: str, empty: object, damaged: bytes) -> None:
+    sound = root("a", [1, 2], [3])
+    session = Session(id="s", created=1.0, used=2.0, metadata=damaged)
+    tree = session_tree(session, [sound, child("b", sound, [4], [5], **{field: damaged})], {})
+    read = json.loads(msgspec.json.encode(tree))
+    assert read["turns"][0]["message"]["content"] == "from a"
+    assert (read["turns"][1][field], read["session"]["metadata"]) == (empty, {})
