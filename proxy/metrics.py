@@ -33,6 +33,8 @@ class ReplicaState(StrEnum):
     """It gets requests."""
     DRAINING = "draining"
     """It completes its running requests and gets no new ones."""
+    DIFFERENT = "different"
+    """It responds, and gets no requests, because its model or rendering is not that of the fleet."""
     STALE = "stale"
     """It responds, and gets no requests, because its weights are not those of the fleet."""
     EJECTED = "ejected"

@@ -8,7 +8,7 @@ import msgspec
 
 from proxy.engine.generate import DERENDER_PATH, GENERATE_PATH, RENDER_PATH, GenerateTokenIn
 from proxy.engine.images import EngineImages, find_images
-from proxy.engine.protocol import Engine
+from proxy.engine.protocol import Engine, examine, fetch
 from proxy.engine.token_in import CHAT_PATH, ChatTokenIn, TokenIn, json_request
 from proxy.errors import EngineBroken, EngineUnavailable, Unsupported
 from proxy.http import Request
@@ -106,19 +106,6 @@ async def discover(engine: Engine) -> Capabilities:
     )
 
 
-async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:
-    """Send a request; returns the status and body of the response.
-
-    Raises:
-        ApiError: the engine does not respond.
-    """
-    response = await engine.send(request)
-    try:
-        return response.status, await response.read()
-    finally:
-        await response.aclose()
-
-
 async def list_models(engine: Engine) -> list[Model]:
     """The models an engine serves, base model first.
 
@@ -126,7 +113,7 @@ async def list_models(engine: Engine) -> list[Model]:
         CredentialRequired: the engine refuses the API key, or the lack of one.
         ApiError: the engine does not respond.
     """
-    status, body = await fetch(engine, Request("GET", "/v1/models"))
+    status, body = await examine(engine, Request("GET", "/v1/models"))
     if status in (401, 403):
         raise CredentialRequired(
             f"{engine.name} requires an API key: set `upstream_api_key`, or send requests with a valid key"
@@ -182,13 +169,13 @@ async def _prompt_ids(engine: Engine, fields: dict[str, object]) -> object:
         "return_token_ids": True,
         **fields,
     }
-    status, body = await fetch(engine, json_request(CHAT_PATH, request))
+    status, body = await examine(engine, json_request(CHAT_PATH, request))
     return _json(body).get("prompt_token_ids") if status == 200 else None
 
 
 async def _logprobs_mode(engine: Engine) -> str:
     """The engine's `--logprobs-mode`; empty unless it runs with VLLM_SERVER_DEV_MODE=1, which exposes it."""
-    status, body = await fetch(engine, Request("GET", "/server_info?config_format=json"))
+    status, body = await examine(engine, Request("GET", "/server_info?config_format=json"))
     config = _json(body).get("vllm_config") if status == 200 else None
     model = config.get("model_config") if isinstance(config, dict) else None
     mode = model.get("logprobs_mode") if isinstance(model, dict) else None
@@ -203,22 +190,20 @@ async def _takes_ids_in_chat(engine: Engine) -> bool:
         "max_tokens": 1,
         "return_token_ids": True,
     }
-    status, body = await fetch(engine, json_request(CHAT_PATH, request))
-    if status in (429, 500, 502, 503, 504):
-        raise EngineBroken(
-            f"{engine.name} returned status {status} for a chat request of one token; retrying later"
-        )
+    status, body = await examine(engine, json_request(CHAT_PATH, request))
+    if status == 500:
+        raise EngineBroken(f"{engine.name} returned status 500 for {CHAT_PATH}; retrying later")
     return status == 200 and _json(body).get("prompt_token_ids") == _PROBE_IDS
 
 
 async def _takes_ids_in_generate(engine: Engine) -> bool:
     """Whether the render, generate and derender routes all respond with status 200."""
     chat = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1}
-    status, _ = await fetch(engine, json_request(RENDER_PATH, chat))
+    status, _ = await examine(engine, json_request(RENDER_PATH, chat))
     if status != 200:
         return False
     generate_request = {"token_ids": _PROBE_IDS, "sampling_params": {"max_tokens": 1}}
-    status, generated = await fetch(engine, json_request(GENERATE_PATH, generate_request))
+    status, generated = await examine(engine, json_request(GENERATE_PATH, generate_request))
     if status != 200:
         return False
     derender_request = {
@@ -226,7 +211,7 @@ async def _takes_ids_in_generate(engine: Engine) -> bool:
         "chat_request": chat,
         "prompt_token_ids": _PROBE_IDS,
     }
-    status, _ = await fetch(engine, json_request(DERENDER_PATH, derender_request))
+    status, _ = await examine(engine, json_request(DERENDER_PATH, derender_request))
     return status == 200
 
 

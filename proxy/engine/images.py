@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from proxy.engine.generate import GENERATE_PATH, RENDER_PATH, GenerateTokenIn
-from proxy.engine.protocol import Engine
+from proxy.engine.generate import GENERATE_PATH, RENDER_PATH
+from proxy.engine.protocol import Engine, examine
 from proxy.engine.token_in import json_request
 from proxy.errors import EngineBroken
 from proxy.images import Image, InvalidImage
@@ -54,10 +54,15 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 class EngineImages:
     """How one engine takes images with exact ids."""
 
-    def __init__(self, engine: Engine, placeholder: int) -> None:
-        """`placeholder`: the id that stands for an image before it is expanded."""
+    def __init__(self, engine: Engine, placeholder: int, probe_count: int) -> None:
+        """Images that an engine takes.
+
+        Args:
+            placeholder: the id that stands for an image before it is expanded.
+            probe_count: number of ids that the image of `find_images` takes.
+        """
         self.placeholder = placeholder
-        self.token_in = GenerateTokenIn()
+        self.probe_count = probe_count
         self._engine = engine
         self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._running: dict[str, asyncio.Task[tuple[int, ...]]] = {}
@@ -86,7 +91,7 @@ class EngineImages:
             done.exception()  # retrieved: its callers may all have left
 
     async def _ask(self, image: Image) -> tuple[int, ...]:
-        status, body = await _fetch(self._engine, RENDER_PATH, _render_request(image.url))
+        status, body = await examine(self._engine, json_request(RENDER_PATH, _render_request(image.url)))
         if status in (400, 413, 422):
             raise InvalidImage(f"the engine refuses it: {_message(body)}")
         rendered = _read_rendered(body) if status == 200 else None
@@ -114,7 +119,7 @@ async def find_images(engine: Engine) -> EngineImages | None:
         ApiError: the engine does not respond.
     """
     url = probe_image()
-    status, body = await _fetch(engine, RENDER_PATH, _render_request(url))
+    status, body = await examine(engine, json_request(RENDER_PATH, _render_request(url)))
     found = _read_rendered(body) if status == 200 else None
     if found is None:
         return None
@@ -128,9 +133,9 @@ async def find_images(engine: Engine) -> EngineImages | None:
             "sampling_params": {"max_tokens": 1},
             "return_token_ids": True,
         }
-        status, body = await _fetch(engine, GENERATE_PATH, request)
+        status, body = await examine(engine, json_request(GENERATE_PATH, request))
         if status == 200 and _expanded(body) == prompt:
-            return EngineImages(engine, placeholder)
+            return EngineImages(engine, placeholder, len(span))
     log.warning("%s takes images, but it was not found out how to send one with exact ids", engine.name)
     return None
 
@@ -176,14 +181,6 @@ def _expanded(body: bytes) -> list[int] | None:
 
 def _index(prompt: list[int], span: tuple[int, ...]) -> int:
     return next(at for at in range(len(prompt)) if tuple(prompt[at : at + len(span)]) == span)
-
-
-async def _fetch(engine: Engine, path: str, value: object) -> tuple[int, bytes]:
-    response = await engine.send(json_request(path, value))
-    try:
-        return response.status, await response.read()
-    finally:
-        await response.aclose()
 
 
 def _message(body: bytes) -> str:

@@ -4,7 +4,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from proxy.errors import EngineBroken
 from proxy.http import Request, Response
+
+_TELLS_NOTHING = frozenset({429, 502, 503, 504})
 
 
 class Engine(Protocol):
@@ -60,3 +63,29 @@ class EngineWithCredential:
 
     async def aclose(self) -> None:
         """Does nothing: the owner of the wrapped engine closes it."""
+
+
+async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:
+    """Send a request; returns the status and body of the response.
+
+    Raises:
+        ApiError: the engine does not respond.
+    """
+    response = await engine.send(request)
+    try:
+        return response.status, await response.read()
+    finally:
+        await response.aclose()
+
+
+async def examine(engine: Engine, request: Request) -> tuple[int, bytes]:
+    """Send a request that finds out what an engine supports; returns the status and body of the response.
+
+    Raises:
+        EngineBroken: the status does not tell it, for example because the engine is busy.
+        ApiError: the engine does not respond.
+    """
+    status, body = await fetch(engine, request)
+    if status in _TELLS_NOTHING:
+        raise EngineBroken(f"{engine.name} returned status {status} for {request.path}; retrying later")
+    return status, body

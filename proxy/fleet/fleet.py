@@ -7,26 +7,20 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from proxy.engine.discovery import NO_TOKEN_IN
-from proxy.errors import (
-    ApiError,
-    EngineBroken,
-    EngineTimeout,
-    EngineUnavailable,
-    NotFound,
-    Unsupported,
-)
+from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, NotFound
 from proxy.fleet.choosing import Candidate, Choose, Preference, StickyLeastLoaded
 from proxy.fleet.conversations import Conversations
 from proxy.fleet.dispatch import Dispatch, Work
 from proxy.fleet.health import BreakerState
 from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Lease
+from proxy.fleet.model import FleetModel, choose_model
 from proxy.fleet.pace import ExpectedLength
 from proxy.fleet.place import Place, end_lease, give_back
 from proxy.fleet.prefix_caches import PrefixCaches
 from proxy.fleet.queue import FairQueue
 from proxy.fleet.replica import Replica
+from proxy.fleet.replica_report import report
 from proxy.fleet.routing import Routing
 from proxy.fleet.silence import SilenceWatch
 from proxy.fleet.suspects import Suspects
@@ -70,6 +64,8 @@ class Fleet:
         """
         self.clock = clock
         self.replicas: list[Replica] = []
+        self.model: FleetModel | None = None
+        """The model that it serves; None before the first replica responds."""
         self.watch_interval_s = watch_interval_s
         self.weights = Weights(self, weight_update_timeout_s)
         self.leaving: list[Replica] = []
@@ -95,6 +91,7 @@ class Fleet:
         """Add a replica; it gets requests once it was discovered and its weights are those of the fleet."""
         self.replicas.append(replica)
         replica.weights = self.weights
+        replica.changed = self.settle_model
         if self._started:
             replica.start(self.lateness)
 
@@ -104,6 +101,7 @@ class Fleet:
             return
         self.replicas.remove(replica)
         self.leaving.append(replica)
+        self.settle_model()
         task = asyncio.create_task(self._close_when_idle(replica))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -118,6 +116,34 @@ class Fleet:
             await replica.stop()
             if all(other.name != replica.name for other in self.replicas):
                 replica.forget_state()
+
+    def settle_model(self) -> None:
+        """Decide which model the fleet serves, and which replicas differ from it and get no requests.
+
+        Call it after a replica begins or ceases to respond, is drained, or leaves.
+        """
+        usable = [replica for replica in self.replicas if replica.responds and not replica.draining]
+        earlier, model = self.model, choose_model(self.model, usable)
+        self.model = model
+        if model is not earlier:
+            log.info("the fleet serves a model with %s", model)
+        for replica in self.replicas:
+            difference = model.difference(replica) if model is not None and replica.responds else ""
+            if difference and difference != replica.difference:
+                log.warning("%s gets no requests: %s", replica.name, difference)
+            replica.difference = difference
+            replica.report_state()
+
+    async def served_model(self) -> FleetModel:
+        """The model that the fleet serves, once a replica is ready.
+
+        Raises:
+            EngineUnavailable: no replica responds.
+        """
+        usable = await self._usable(samples=False)
+        if not usable or self.model is None:
+            raise self.nothing_responds()
+        return self.model
 
     def start(self) -> None:
         """Start watching all replicas."""
@@ -169,7 +195,6 @@ class Fleet:
             Overloaded: too many requests wait for a replica, or this one waited for too long.
             EngineTimeout: no replica accepted a connection in time, or one did not answer in time.
             EngineBroken: a replica broke under the request, and it may not run again.
-            Unsupported: replicas respond, but none accepts exact prompts.
         """
         return await Dispatch(self, routing, work).run()
 
@@ -199,28 +224,19 @@ class Fleet:
         for replica in self.replicas:
             await replica.lend_credential(credential)
 
-    async def ask(
-        self, work: Callable[[Replica], Awaitable[T]], *, token_in: bool = False, images_first: bool = False
-    ) -> T:
+    async def ask(self, work: Callable[[Replica], Awaitable[T]]) -> T:
         """Run `work` on a ready replica, whichever; if that accepts no connection, on the next one.
 
         For what is short and the same everywhere: rendering, questions about the model.
 
-        Args:
-            token_in: whether only replicas that take prompt ids are asked.
-            images_first: whether replicas that take images with exact ids are asked before others.
-
         Raises: as `send`.
         """
-        ready = await self._usable(token_in, samples=False)
+        ready = await self._usable(samples=False)
         self._next += 1
         start = self._next  # other requests count on while this one waits
         last: EngineTimeout | EngineBroken | None = None
         broken = 0
-        order = [ready[(start + offset) % len(ready)] for offset in range(len(ready))]
-        if images_first:
-            order.sort(key=lambda replica: not replica.takes_images)
-        for replica in order:
+        for replica in [ready[(start + offset) % len(ready)] for offset in range(len(ready))]:
             try:
                 return await work(replica)
             except EngineUnavailable as error:
@@ -240,21 +256,18 @@ class Fleet:
         """A place for a request on the replica that the policy chooses, waited for in the fair queue.
 
         Raises:
-            Unsupported: replicas respond, but none accepts exact prompts.
             EngineUnavailable: no replica responds.
             Overloaded: too many requests wait, or this one waited for too long.
         """
         held = self.weights.hold
         if not (held.active and routing.samples):
-            await self._usable(routing.token_in, samples=routing.samples)  # the first discovery may still run
+            await self._usable(samples=routing.samples)  # the first discovery may still run
 
         def take() -> Place | None:
             if held.active and routing.samples:
                 return None
-            capable = self._capable(routing.token_in, samples=routing.samples)
-            if routing.images and self._takes_images:
-                capable = [replica for replica in capable if replica.takes_images]
-            usable = _in_service(capable)
+            ready = self._ready(samples=routing.samples)
+            usable = _in_service(ready)
             if not usable:
                 raise self.nothing_responds()
             free = [replica for replica in usable if replica.load.requests < self._replica_requests]
@@ -263,7 +276,7 @@ class Fleet:
             if not free:
                 return None
             first = self._chosen(free, routing)
-            others = [replica for replica in capable if replica is not first]
+            others = [replica for replica in ready if replica is not first]
             others.sort(key=lambda replica: (not replica.breaker.allows, replica.load.requests))
             lease = first.load.begin(routing.ids)
             first.breaker.started(lease)  # at once: the next in the queue must not be a second trial
@@ -273,8 +286,7 @@ class Fleet:
         if overtakes and (place := take()) is not None:
             return place
         with queued():
-            kind = (routing.token_in, routing.images)
-            return await self.queue.acquire(routing.tenant, routing.ids, take, kind)
+            return await self.queue.acquire(routing.tenant, routing.ids, take, routing.samples)
 
     def _chosen(self, replicas: Sequence[Replica], routing: Routing) -> Replica:
         """The replica that the policy chooses."""
@@ -337,16 +349,6 @@ class Fleet:
         others = [other for other in self._ready() if other is not replica]
         return any(other.breaker.state is BreakerState.CLOSED for other in others)
 
-    @property
-    def _takes_images(self) -> bool:
-        """Whether some replicas take images with exact ids, or did before they went down."""
-        return any(replica.takes_images for replica in self.replicas)
-
-    @property
-    def lost_images(self) -> bool:
-        """Whether replicas take images with exact ids, but none of them gets requests now."""
-        return self._takes_images and not any(replica.takes_images for replica in self._ready())
-
     def nothing_responds(self) -> EngineUnavailable:
         """The error where no replica responds that can serve a request."""
         problems = [str(problem) for report in self.report() if (problem := report.get("problem"))]
@@ -355,7 +357,7 @@ class Fleet:
     def report(self) -> list[dict[str, Any]]:
         """The state of every replica, as `GET /ready` returns it."""
         return [
-            replica.report() | {"conversations": self.conversations.count(replica.name)}
+            report(replica) | {"conversations": self.conversations.count(replica.name)}
             for replica in self.replicas
         ]
 
@@ -370,32 +372,17 @@ class Fleet:
             return ready
         return [replica for replica in self.replicas if self._takes(replica, samples=False)]
 
-    async def _usable(self, token_in: bool, *, samples: bool = True) -> list[Replica]:
-        """The replicas that may get a request; waits until the first discovery of all of them ended."""
-        usable = self._usable_now(token_in, samples=samples)
-        if usable:
-            return usable
-        with queued():
-            await self.wait_discovered()
-        return self._usable_now(token_in, samples=samples)
-
-    def _usable_now(self, token_in: bool, *, samples: bool = True) -> list[Replica]:
+    async def _usable(self, *, samples: bool = True) -> list[Replica]:
         """The replicas that may get a request; those with an open breaker only if there are no others.
 
-        Raises:
-            Unsupported: exact prompts are needed, and no replica that is ready takes them.
+        Waits until the first discovery of all of them ended.
         """
-        return _in_service(self._capable(token_in, samples=samples))
-
-    def _capable(self, token_in: bool, *, samples: bool = True) -> list[Replica]:
-        """The replicas that are ready and can serve a request. Raises as `_usable_now`."""
         ready = self._ready(samples=samples)
-        if not token_in:
-            return ready
-        capable = [r for r in ready if r.capabilities is not None and r.capabilities.token_in is not None]
-        if ready and not capable:
-            raise Unsupported(NO_TOKEN_IN, param="prompt_ids", code="no_token_in")
-        return capable
+        if not ready:
+            with queued():
+                await self.wait_discovered()
+            ready = self._ready(samples=samples)
+        return _in_service(ready)
 
 
 def _in_service(replicas: list[Replica]) -> list[Replica]:

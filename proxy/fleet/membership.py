@@ -163,7 +163,7 @@ class Membership:
                     "gets no more requests: it is drained" if draining else "gets requests again",
                 )
                 replica.draining = draining
-                replica.report_state()
+                self.fleet.settle_model()
 
     async def _watch(self) -> None:
         while True:

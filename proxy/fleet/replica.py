@@ -6,24 +6,20 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from proxy.engine.discovery import (
     NO_TOKEN_IN,
     Capabilities,
     CredentialRequired,
     discover,
-    fetch,
     list_models,
 )
-from proxy.engine.protocol import Engine, EngineWithCredential
-from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, OutOfSockets
+from proxy.engine.protocol import Engine, EngineWithCredential, fetch
+from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, OutOfSockets, Unsupported
 from proxy.fleet.breaks import Breaks
 from proxy.fleet.health import Breaker
 from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Load
-from proxy.fleet.replica_report import report
-from proxy.fleet.replica_tokenizer import ReplicaTokenizer
 from proxy.fleet.tokenizers import Tokenizers
 from proxy.fleet.weight_state import ReplicaWeights
 from proxy.http import Request
@@ -34,6 +30,11 @@ log = logging.getLogger("tokenproxy")
 
 DISCOVERY_TIMEOUT_S = 60.0
 HEALTH_TIMEOUT_S = 5.0
+"""Also for another attempt to load the tokenizer, which health checks wait for."""
+TOKENIZER_TIMEOUT_S = 20.0
+"""Longer than it takes to load a tokenizer; a hub that does not respond must not block every request."""
+TOKENIZER_RETRY_S = 30.0
+"""After loading failed, seconds until the next attempt: a hub may have been unreachable."""
 CONFIRM_TIMEOUT_S = 2.0
 MISSES = 2
 """Health checks in a row without an answer that take a replica out of use; a refused connection is enough."""
@@ -45,8 +46,9 @@ _NO_ROUTE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, e
 class Replica:
     """An engine and the task that watches it.
 
-    It is ready if it responds and discovery found its capabilities. After an outage discovery runs again,
-    because the engine may have been restarted as another version or with other flags.
+    It responds if discovery found its capabilities, and is ready if these are also those of the model that
+    its fleet serves. After an outage discovery runs again, because the engine may have been restarted as
+    another version or with other flags.
     """
 
     def __init__(
@@ -78,7 +80,17 @@ class Replica:
         """Whether it gets no more requests, and those that run end."""
         self.breaks = Breaks(clock)
         self.capabilities: Capabilities | None = None
-        self.chat_tokenizer = ReplicaTokenizer(engine.name, tokenizers, clock)
+        self.tokenizer: ChatTokenizer | None = None
+        """The tokenizer that renders the same ids as the engine; None if there is none."""
+        self.tokenizer_problem: Unsupported | None = None
+        """Why there is none; the message names what to set."""
+        self._tokenizers = tokenizers
+        self._tokenizer_retry_at = 0.0
+        self.difference = ""
+        """How it differs from the model that its fleet serves; empty if it does not."""
+        self.changed: Callable[[], None] = self.report_state
+        """Called when it begins or ceases to respond."""
+        self._clock = clock
         self._interval_s = watch_interval_s
         self.problem = "not checked yet"
         """Why it is not ready."""
@@ -89,8 +101,6 @@ class Replica:
         self._check_due = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._lateness = Lateness(clock)
-        self.takes_images = False
-        """Whether its engine takes images with exact ids, as the last discovery found out."""
         self.weights: ReplicaWeights | None = None
         """What decides by its weights whether it gets requests; None if all weights do."""
         self.weight_version: str | None = None
@@ -104,9 +114,14 @@ class Replica:
         return self.engine.name
 
     @property
+    def responds(self) -> bool:
+        """Whether the engine responds, and discovery found its capabilities."""
+        return self.capabilities is not None
+
+    @property
     def ready(self) -> bool:
         """Whether requests may be sent to the engine."""
-        return self.capabilities is not None
+        return self.capabilities is not None and not self.difference
 
     def require_capabilities(self) -> Capabilities:
         """The engine's capabilities.
@@ -150,7 +165,6 @@ class Replica:
         if self._confirmation is not None:
             self._confirmation.cancel()
             await asyncio.wait([self._confirmation])
-        await self.chat_tokenizer.stop()
         await self.engine.aclose()
 
     async def wait_discovered(self) -> None:
@@ -159,14 +173,15 @@ class Replica:
 
     def mark_down(self, problem: ApiError) -> None:
         """Take the replica out of use until discovery succeeds again: the engine accepts no connections."""
-        if self.capabilities is not None:
-            log.warning("%s is down: %s", self.engine.name, problem.message)
-            self.count_ejection("unreachable")
-        self.capabilities = None
-        self.engine.verify(None)
-        self.report_state()
         self.problem = problem.message
         self._check_due.set()
+        if self.capabilities is None:
+            return
+        log.warning("%s is down: %s", self.engine.name, problem.message)
+        self.count_ejection("unreachable")
+        self.capabilities = None
+        self.engine.verify(None)
+        self.changed()
 
     def check_now(self) -> None:
         """Check the engine's health now instead of at the next interval: a request to it failed."""
@@ -242,20 +257,6 @@ class Replica:
             self.capabilities = replace(capabilities, models=tuple(m.name for m in models))
         return any(m.name == model for m in models)
 
-    async def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer for this engine's model, checked against the engine.
-
-        Raises:
-            Unsupported: it cannot be loaded, or differs from the engine's; the message names what to set.
-            EngineUnavailable: the engine stopped responding.
-        """
-        capabilities = self.require_capabilities()
-        return await self.chat_tokenizer.get(self.questions, capabilities.model)
-
-    def report(self) -> dict[str, Any]:
-        """This replica's part of `GET /ready`."""
-        return report(self)
-
     @property
     def weight_problem(self) -> str:
         """Why its weights keep it from getting requests; empty if they do not."""
@@ -265,14 +266,14 @@ class Replica:
         while True:
             if self.capabilities is None:
                 await self._discover()
-            pause = self._interval_s if self.ready and not self._misses else self._retry_s
+            pause = self._interval_s if self.responds and not self._misses else self._retry_s
             try:
                 async with asyncio.timeout(pause):
                     await self._check_due.wait()
             except TimeoutError:
                 pass
             self._check_due.clear()
-            if self.ready:
+            if self.responds:
                 try:
                     await self._check()
                 except Exception:  # the boundary of the task: an engine's response must not end the watch
@@ -283,12 +284,16 @@ class Replica:
         try:
             if await self._is_healthy():
                 self._misses = 0
+                capabilities = self.capabilities
+                if capabilities and not self.tokenizer and self._clock() >= self._tokenizer_retry_at:
+                    await self._find_tokenizer(capabilities, HEALTH_TIMEOUT_S)
+                    self.changed()
                 return
         except EngineUnavailable as error:
             self.mark_down(error)
             return
-        except OutOfSockets:
-            return  # that tells nothing of the engine
+        except ApiError:
+            return  # no socket is left, or the engine is busy: that tells nothing of its health
         if self._missed():
             self.mark_down(EngineUnavailable(f"{self.name} does not respond to /health"))
 
@@ -323,13 +328,15 @@ class Replica:
         return status == 200
 
     async def _discover(self) -> None:
-        """Run discovery. On success the replica is ready and loads its tokenizer; else `problem` is set."""
+        """Run discovery, and find the tokenizer. On success the replica responds; else `problem` is set."""
         try:
             async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
                 if not await self._is_healthy():
                     self._missed()
                     raise EngineUnavailable(f"{self.engine.name} does not respond to /health")
                 capabilities = await discover(self.questions)
+            self.problem = f"the tokenizer for {self.engine.name} is still loading"
+            await self._find_tokenizer(capabilities, TOKENIZER_TIMEOUT_S)
         except CredentialRequired as error:
             self.problem, self.wants_credential = error.message, True
         except ApiError as error:
@@ -348,18 +355,24 @@ class Replica:
             if self.weights is not None:
                 await self.weights.greet(self)  # it may have been restarted with other weights
             self.capabilities = capabilities
-            self.takes_images = capabilities.images is not None
             self.engine.verify(self._verify)
             self.breaker.reset()
             self.load.responded = False
             self._misses = 0
-            self.chat_tokenizer.load(self.questions, capabilities.model)
-            self.report_state()
-        if self.capabilities is None:
-            self.report_state()
+            self.changed()
+        self.report_state()
         if self.capabilities is None and not self._discovered.is_set():
             log.warning("%s is not ready: %s", self.engine.name, self.problem)
         self._discovered.set()
+
+    async def _find_tokenizer(self, capabilities: Capabilities, timeout_s: float) -> None:
+        """Set the tokenizer of the engine's model, or why there is none. Raises as `Tokenizers.find`."""
+        earlier, model = self.tokenizer_problem, capabilities.model
+        self.tokenizer, problem = await self._tokenizers.find(self.questions, model, timeout_s)
+        self.tokenizer_problem = problem
+        self._tokenizer_retry_at = self._clock() + TOKENIZER_RETRY_S
+        if problem is not None and str(problem) != str(earlier):
+            log.warning("%s: messages cannot be appended to ids: %s", self.name, problem)
 
     @property
     def state(self) -> ReplicaState:
@@ -368,6 +381,8 @@ class Replica:
             return ReplicaState.DOWN if self._discovered.is_set() else ReplicaState.STARTING
         if self.draining:
             return ReplicaState.DRAINING
+        if self.difference:
+            return ReplicaState.DIFFERENT
         if self.weight_problem:
             return ReplicaState.STALE
         return ReplicaState.EJECTED if self.breaker.ejected else ReplicaState.READY
@@ -391,13 +406,7 @@ class Replica:
         self.report_state()
 
     def _log_capabilities(self, capabilities: Capabilities) -> None:
-        spelling = capabilities.token_in.name if capabilities.token_in else "none"
-        log.info(
-            "%s is ready: vLLM %s, model %s, exact prompts by route: %s",
-            self.engine.name,
-            capabilities.version,
-            capabilities.model.name if capabilities.model else "unknown",
-            spelling,
-        )
+        name = capabilities.model.name if capabilities.model else "unknown"
+        log.info("%s responds: vLLM %s, model %s", self.name, capabilities.version, name)
         if capabilities.token_in is None:
             log.warning("%s: %s", self.engine.name, NO_TOKEN_IN)

@@ -19,7 +19,7 @@ def report(replica: "Replica") -> dict[str, Any]:
             "draining": replica.draining,
             "requests": replica.load.requests,
         }
-    problem = replica.weight_problem
+    problem = replica.difference or replica.weight_problem
     report: dict[str, Any] = {
         "engine": replica.engine.name,
         "ready": not problem,
@@ -38,4 +38,24 @@ def report(replica: "Replica") -> dict[str, Any]:
         report["problem"] = f"no requests for {replica.breaker.opens_for_s():.0f} s: {replica.breaker.reason}"
     elif capabilities.token_in is None:
         report["problem"] = NO_TOKEN_IN
-    return report | replica.chat_tokenizer.report()
+    return report | _append_report(replica)
+
+
+def _append_report(replica: "Replica") -> dict[str, Any]:
+    """Whether messages can be appended, what the template's proof found, and the use of the cache."""
+    tokenizer = replica.tokenizer
+    if tokenizer is None:
+        return {"append": str(replica.tokenizer_problem)}
+    proof, cache = tokenizer.proof, tokenizer.cache_info()
+    template = {}  # empty until the template was examined
+    if proof is not None:
+        template = {
+            "after_messages": str(proof.after_messages),
+            "after_results": str(proof.after_results),
+            "reason": proof.reason,
+        }
+    return {
+        "append": "ready",
+        "template": template,
+        "append_cache": {"hits": cache.hits, "misses": cache.misses},
+    }

@@ -20,10 +20,6 @@ class Routing:
     reused: int = 0
     """Number of these ids in the holder's prefix cache."""
     tenant: str = ""
-    token_in: bool = False
-    """Whether only a replica that takes prompt ids can serve it."""
-    images: bool = False
-    """Whether only a replica that takes images with exact ids can serve it."""
     repeatable: bool = True
     """Whether it may run again if no byte of a response was sent to the client."""
     samples: bool = True

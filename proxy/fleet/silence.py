@@ -10,7 +10,7 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
-from proxy.engine.discovery import fetch
+from proxy.engine.protocol import fetch
 from proxy.engine.token_in import CHAT_PATH, json_request
 from proxy.errors import ApiError, OutOfSockets
 from proxy.fleet.replica import Replica

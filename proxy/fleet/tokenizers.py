@@ -10,16 +10,17 @@ import asyncio
 import gc
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from proxy.engine.discovery import Model, fetch
-from proxy.engine.protocol import Engine
+from proxy.engine.discovery import Model
+from proxy.engine.protocol import Engine, examine
 from proxy.engine.token_in import json_request
-from proxy.errors import EngineBroken, Unsupported
+from proxy.errors import Unsupported
 from tokenization import ChatTokenizer, TokenizationError
 from tokenization.content_format import ContentFormat
 
@@ -90,21 +91,41 @@ class Tokenizers:
         `proof_folder` is the folder for proofs about chat templates; None keeps them in memory.
         """
         self._source = source
-        self._chat_template = chat_template
-        self._trust_remote_code = trust_remote_code
-        self._revision = revision
-        self._content_format = content_format
-        self._default_template_kwargs = default_template_kwargs
+        self._load_one = partial(
+            ChatTokenizer.load,
+            chat_template=chat_template,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            content_format=content_format,
+            default_template_kwargs=default_template_kwargs,
+        )
+        self._other_formats = _CONTENT_FORMATS if content_format is None else ()
         self._proof_folder = proof_folder
-        self._loading: dict[str, asyncio.Task[ChatTokenizer]] = {}
+        self._loading: dict[str, asyncio.Task[list[ChatTokenizer]]] = {}
         self._examined: dict[int, ChatTokenizer] = {}
-        self._in_format: dict[tuple[str, ContentFormat], ChatTokenizer] = {}
+
+    async def find(
+        self, engine: Engine, model: Model | None, timeout_s: float
+    ) -> tuple[ChatTokenizer | None, Unsupported | None]:
+        """The tokenizer of the model that an engine serves; or None, and why there is none or none yet.
+
+        Raises:
+            ApiError: the engine does not respond.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.for_engine(engine, model), None
+        except TimeoutError:  # loading goes on
+            return None, Unsupported("the model's tokenizer is still loading", code="no_tokenizer")
+        except Unsupported as error:
+            return None, error
 
     async def for_engine(self, engine: Engine, model: Model | None) -> ChatTokenizer:
         """The tokenizer of the model that an engine serves, compared with that engine.
 
         Raises:
             Unsupported: the tokenizer cannot be loaded, or renders other ids than the engine.
+            ApiError: the engine does not respond.
         """
         source = self._source or (model.root if model else None)
         if source is None:
@@ -117,7 +138,7 @@ class Tokenizers:
         if source not in self._loading:
             self._loading[source] = asyncio.create_task(asyncio.to_thread(self._load, source))
         try:
-            tokenizer = await asyncio.shield(self._loading[source])
+            candidates = await asyncio.shield(self._loading[source])
         except Exception as error:
             # the boundary of loading: a model's files or the hub may raise anything. The request gets the
             # reason, and the next one loads again
@@ -127,26 +148,20 @@ class Tokenizers:
                 param="append_messages",
                 code="no_tokenizer",
             ) from error
-        tokenizer = await self._check(engine, source, tokenizer)
+        tokenizer = await _find_alike(candidates, engine)
         if id(tokenizer) not in self._examined:
             self._examined[id(tokenizer)] = tokenizer
             # a daemon, because the end of the process must not wait for a proof
             threading.Thread(target=self._prove, args=(tokenizer,), name="prove", daemon=True).start()
         return tokenizer
 
-    def _load(self, source: str) -> ChatTokenizer:
-        tokenizer = ChatTokenizer.load(
-            source,
-            self._chat_template,
-            revision=self._revision,
-            trust_remote_code=self._trust_remote_code,
-            content_format=self._content_format,
-            default_template_kwargs=self._default_template_kwargs,
-        )
+    def _load(self, source: str) -> list[ChatTokenizer]:
+        """The tokenizer; if no content format is configured, followed by one with each format."""
+        tokenizer = self._load_one(source)
         # a vocabulary and the libraries that read it are a million objects that live as long as the process:
         # a full garbage collection that visits them blocks the event loop for 0.2 s
         gc.freeze()
-        return tokenizer
+        return [tokenizer, *map(tokenizer.with_content_format, self._other_formats)]
 
     def _prove(self, tokenizer: ChatTokenizer) -> None:
         try:
@@ -162,56 +177,45 @@ class Tokenizers:
             f" ({proof.reason})" if proof.reason else "",
         )
 
-    async def _check(self, engine: Engine, source: str, tokenizer: ChatTokenizer) -> ChatTokenizer:
-        """The tokenizer, with the content format with which it renders the same ids as the engine.
 
-        Raises:
-            Unsupported: it renders other ids with each format, or there is no rendering to compare.
-        """
-        renderings = [
-            (request, ids) for request in _REQUESTS if (ids := await _rendered(engine, request)) is not None
-        ]
-        if not renderings:
-            raise Unsupported(
-                f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
-                "its /tokenize route and chat template must accept a conversation",
-                param="append_messages",
-                code="tokenizer_unchecked",
-            )
-        for candidate in self._candidates(source, tokenizer):
-            if await asyncio.to_thread(_agrees, candidate, renderings):
-                return candidate
+async def _find_alike(candidates: list[ChatTokenizer], engine: Engine) -> ChatTokenizer:
+    """The first tokenizer that renders the same ids as the engine.
+
+    Raises:
+        Unsupported: there is none, or no rendering to compare.
+    """
+    renderings = [(request, ids) for request in _REQUESTS if (ids := await _rendered(engine, request))]
+    if not renderings:
         raise Unsupported(
-            f"the tokenizer or template in {tokenizer.source!r} renders other ids than the engine "
-            f"{engine.name}: set `tokenizer` and `chat_template` to what the engine uses",
+            f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
+            "its /tokenize route and chat template must accept a conversation",
             param="append_messages",
-            code="tokenizer_mismatch",
+            code="tokenizer_unchecked",
         )
-
-    def _candidates(self, source: str, tokenizer: ChatTokenizer) -> Iterator[ChatTokenizer]:
-        """Yield the tokenizer, and if no content format is configured, one with each format."""
-        yield tokenizer
-        for content_format in _CONTENT_FORMATS if self._content_format is None else ():
-            key = (source, content_format)
-            if key not in self._in_format:
-                self._in_format[key] = tokenizer.with_content_format(content_format)
-            yield self._in_format[key]
+    for candidate in candidates:
+        if await asyncio.to_thread(_agrees, candidate, renderings):
+            return candidate
+    raise Unsupported(
+        f"the tokenizer or template in {candidates[0].source!r} renders other ids than the engine "
+        f"{engine.name}: set `tokenizer` and `chat_template` to what the engine uses",
+        param="append_messages",
+        code="tokenizer_mismatch",
+    )
 
 
 async def _rendered(engine: Engine, request: dict[str, Any]) -> list[int] | None:
     """The ids to which an engine renders a conversation; None if it refuses the request.
 
     Raises:
-        EngineBroken: the response is malformed.
         ApiError: the engine does not respond.
     """
-    status, body = await fetch(engine, json_request("/tokenize", request))
+    status, body = await examine(engine, json_request("/tokenize", request))
     if status != 200:
         return None
     try:
         return msgspec.json.decode(body, type=_Rendered).tokens
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise EngineBroken(f"{engine.name} returned no list of `tokens` for /tokenize") from error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _agrees(tokenizer: ChatTokenizer, renderings: list[tuple[dict[str, Any], list[int]]]) -> bool:

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from msgspec.structs import replace
 
-from proxy.engine.discovery import fetch
+from proxy.engine.protocol import fetch
 from proxy.errors import ApiError
 from proxy.fleet.fan_out import Outcome
 from proxy.fleet.hold import Hold

@@ -18,9 +18,6 @@ from proxy.turn.request import ChatRequest, GivenIds
 from tokenization import InvalidIds, ids
 from tokenization.placeholders import PlaceholdersDiffer
 
-NO_IMAGES = "no_images"
-"""The code of errors about images next to ids on an engine that takes none so."""
-
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _parse = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -81,7 +78,7 @@ def no_images(field: str) -> BadRequest:
         "images whose chat template takes parts, start vLLM with --enable-scale-out, and send no `stop` "
         "strings",
         param=field,
-        code=NO_IMAGES,
+        code="no_images",
     )
 
 

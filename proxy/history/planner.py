@@ -4,7 +4,7 @@ Law, for every plan that continues a recorded turn:
 
     plan.prompt == ids of that turn + ids that the chat template adds after it
 
-Planning changes nothing in the request: after a failure it is planned anew for another engine.
+A prompt is planned once, for the model of the fleet; after a failure another replica gets the same plan.
 """
 
 import threading

@@ -39,15 +39,13 @@ class Recorder:
         self.tasks = tasks
         self._recordings: WeakSet[Recording] = WeakSet()
 
-    def start(
-        self, plan: PromptPlan, replica: str = "", before_recording: BeforeRecording | None = None
-    ) -> "Recording":
-        """The recording of one request's turns, which the named replica serves.
+    def start(self, plan: PromptPlan, before_recording: BeforeRecording | None = None) -> "Recording":
+        """The recording of one request's turns.
 
         Args:
             before_recording: adds evidence to a completion that does not come from its engine's answer.
         """
-        recording = Recording(self, plan, replica, before_recording)
+        recording = Recording(self, plan, before_recording)
         self._recordings.add(recording)
         return recording
 
@@ -77,15 +75,12 @@ class Recording:
     """Records the turns of one request, as its choices end."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        plan: PromptPlan,
-        replica: str,
-        before_recording: BeforeRecording | None = None,
+        self, recorder: Recorder, plan: PromptPlan, before_recording: BeforeRecording | None
     ) -> None:
         self._before_recording = before_recording
         self.plan = plan
-        self._replica = replica
+        self.replica = ""
+        """Name of the replica that serves the turns; set before the first one is added."""
         self._recorder = recorder
         self._prompts = [_PromptRecord(prompt) for prompt in plan.prompts]
         self._lock = asyncio.Lock()
@@ -170,7 +165,7 @@ class Recording:
         recorder = self._recorder
 
         def make() -> list[list[NewTurn]]:
-            return [new_turns(prompt.plan, part, prompt.holder, self._replica) for prompt, part in parts]
+            return [new_turns(prompt.plan, part, prompt.holder, self.replica) for prompt, part in parts]
 
         if sum(_size(part) for _, part in parts) < WORTH_A_THREAD_BYTES:
             by_prompt = make()

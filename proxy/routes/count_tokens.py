@@ -6,7 +6,7 @@ from proxy.dialects.error_formats import anthropic_error
 from proxy.dialects.messages.dialect import MessagesDialect
 from proxy.dialects.messages.template import FleetTemplate
 from proxy.dialects.translated import problem_of
-from proxy.engine.discovery import fetch
+from proxy.engine.protocol import fetch
 from proxy.errors import BadRequest
 from proxy.fields import join, raw
 from proxy.fleet.replica import Replica

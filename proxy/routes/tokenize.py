@@ -16,7 +16,6 @@ from proxy.dialects.prompt_fields import (
 )
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import join, parse, raw_value, read
-from proxy.fleet.replica import Replica
 from proxy.history.given import append_messages
 from proxy.history.given_images import place_images
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
@@ -47,14 +46,12 @@ class Tokenize(Route):
             request = dataclasses.replace(request, body=join(fields))
         prefix = await parsed(request, services, lambda: take_prefix(fields))
         if prefix is not None:
-            return await services.fleet.ask(
-                lambda replica: _keep_prefix(prefix, fields, request.headers, replica, services)
-            )
+            return await _keep_prefix(prefix, fields, request.headers, services)
         chat = await parsed(request, services, lambda: _chat_request(request, fields))
         if chat is None:
             call = Request("POST", _PATH, request.headers, request.body, repeatable=True)
             return await services.fleet.ask(lambda replica: replica.engine.send(call))
-        return await services.fleet.ask(lambda replica: _append(chat, replica, services), images_first=True)
+        return await _append(chat, services)
 
 
 def _chat_request(request: Request, fields: Fields) -> ChatRequest | None:
@@ -85,14 +82,15 @@ def _chat_request(request: Request, fields: Fields) -> ChatRequest | None:
     )
 
 
-async def _append(request: ChatRequest, replica: Replica, services: Services) -> Response:
+async def _append(request: ChatRequest, services: Services) -> Response:
     """The whole next prompt, and the number of appended ids."""
-    ids, fields = request.given, request.fields
+    ids, fields, fleet, name = request.given, request.fields, services.fleet, request.model
     assert ids is not None  # checked by the caller
-    if request.model is not None and not await replica.serves(request.model):
-        raise NotFound(f"The model `{request.model}` does not exist.", param="model", code="model_not_found")
-    tokenizer = await replica.tokenizer()
-    model = await served_model(replica, request)
+    if name is not None and not await fleet.ask(lambda replica: replica.serves(name)):
+        raise NotFound(f"The model `{name}` does not exist.", param="model", code="model_not_found")
+    fleet_model = await fleet.served_model()
+    tokenizer = fleet_model.require_tokenizer()
+    model = served_model(fleet_model, request, services)
     placer = services.history.placer
     if request.images is not None or (request.media and model.images is None):
         ids, _ = await place_images(placer, request, ids, model)
@@ -104,13 +102,10 @@ async def _append(request: ChatRequest, replica: Replica, services: Services) ->
         return tokenizer.token_strings(values) if strings else None
 
     token_strs = await services.in_thread(check)
-    capabilities = replica.capabilities
     return _json(
         {
             "count": ids.count + len(made.appended),
-            "max_model_len": capabilities.model.max_model_len
-            if capabilities and capabilities.model
-            else None,
+            "max_model_len": model.max_model_len,
             "tokens": msgspec.Raw(made.prompt),
             "token_strs": token_strs,
             "appended": len(made.appended),
@@ -119,17 +114,18 @@ async def _append(request: ChatRequest, replica: Replica, services: Services) ->
 
 
 async def _keep_prefix(
-    prefix: RequiredPrefix, fields: Fields, headers: Headers, replica: Replica, services: Services
+    prefix: RequiredPrefix, fields: Fields, headers: Headers, services: Services
 ) -> Response:
     """The template's rendering of a history, with the model's own tokens up to the last assistant turn."""
+    model = await services.fleet.served_model()
     try:
-        spliced = await render_with_prefix(prefix, fields, headers, replica, services)
+        spliced = await render_with_prefix(prefix, fields, headers, model, services)
     except PrefixRefused as refused:
         return refused.response
     tokens = msgspec.json.decode(spliced.prompt, type=list[int])
     token_strs = None
     if read(fields, "return_token_strs", bool):
-        tokenizer = await replica.tokenizer()
+        tokenizer = model.require_tokenizer()
         token_strs = await services.in_thread(lambda: tokenizer.token_strings(tokens))
     return _json(
         {

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from proxy.dialects.trl import Prompt, TrlAnswer, parse_batch, turn_of
-from proxy.engine.discovery import fetch
+from proxy.engine.protocol import fetch
 from proxy.errors import ApiError, EngineBroken
 from proxy.fields import join, parse
 from proxy.history.store_time import store_time

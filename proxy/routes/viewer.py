@@ -236,16 +236,14 @@ def _path(request: Request, turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _tokenizer(services: Services, turn: Turn) -> tuple[ChatTokenizer | None, str]:
-    """A tokenizer of the fleet, and why there is none or why its texts may be wrong for this turn."""
-    replicas = services.fleet.replicas
-    loaded = [found for replica in replicas if (found := replica.chat_tokenizer.loaded) is not None]
-    if not loaded:
-        reports = (replica.chat_tokenizer.report()["append"] for replica in replicas)
-        return None, f"the tokenizer is not there: {next(reports, 'no engine')}"
-    for tokenizer in loaded:
-        if recorded_with(turn, tokenizer.fingerprint):
-            return tokenizer, ""
-    return loaded[0], "recorded with another tokenizer or chat template: texts may be wrong"
+    """The tokenizer of the fleet, and why there is none or why its texts may be wrong for this turn."""
+    model = services.fleet.model
+    if model is None or model.tokenizer is None:
+        problem = model.tokenizer_problem if model is not None else "no engine responds"
+        return None, f"the tokenizer is not there: {problem}"
+    if recorded_with(turn, model.tokenizer.fingerprint):
+        return model.tokenizer, ""
+    return model.tokenizer, "recorded with another tokenizer or chat template: texts may be wrong"
 
 
 def _data(body: bytes) -> Response:

@@ -13,6 +13,7 @@ _STATES = {
     "ready": "green",
     "starting": "yellow",
     "draining": "yellow",
+    "different": "red",
     "stale": "red",
     "ejected": "red",
     "down": "red",

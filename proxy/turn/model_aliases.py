@@ -99,7 +99,8 @@ class ModelAliases:
         return True
 
     async def _serves(self, name: str, fleet: Fleet) -> bool:
-        if any(replica.capabilities and name in replica.capabilities.models for replica in fleet.replicas):
+        ready = [replica.capabilities for replica in fleet.replicas if replica.ready and replica.capabilities]
+        if any(name in capabilities.models for capabilities in ready):
             return True
         if self._clock() < self._asked.get(name, -math.inf) + _UNKNOWN_S:
             return False

@@ -11,6 +11,7 @@ import msgspec
 
 from proxy.errors import BadRequest, EngineBroken, Unsupported
 from proxy.fields import join, raw, read_messages
+from proxy.fleet.model import FleetModel
 from proxy.fleet.replica import Replica
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.turn.request import RequiredPrefix
@@ -51,13 +52,14 @@ async def render_with_prefix(
     prefix: RequiredPrefix,
     fields: Mapping[str, msgspec.Raw],
     headers: Headers,
-    replica: Replica,
+    model: FleetModel,
     services: Services,
 ) -> RenderedPrefix:
     """The template's rendering of a history, with the model's own ids up to the end of the prefix.
 
     Args:
         fields: of a request with messages.
+        model: the model of the fleet.
 
     Raises:
         BadRequest: the ids or messages are wrong, or do not belong together.
@@ -78,14 +80,14 @@ async def render_with_prefix(
             f"`{prefix.field}` ends with an assistant turn, and `messages` has none", param="messages"
         )
     end = turns[-1] if prefix.end is None else prefix.end
-    whole = await _render(rendering, headers, replica)
+    whole = await services.fleet.ask(lambda replica: _render(rendering, headers, replica))
     earlier = {
         **rendering,
         "messages": raw(messages[: end + 1]),
         "add_generation_prompt": msgspec.Raw(b"false"),
     }
-    before = await _render(earlier, headers, replica)
-    tokenizer = await replica.tokenizer()
+    before = await services.fleet.ask(lambda replica: _render(earlier, headers, replica))
+    tokenizer = model.require_tokenizer()
 
     def splice() -> tuple[bytes, int]:
         required = msgspec.json.decode(prefix.raw, type=list[int])

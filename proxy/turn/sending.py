@@ -1,27 +1,24 @@
-"""Sends the planned prompt of one turn to a replica.
+"""Plans the prompt of one turn, and sends it to a replica.
 
-The prompt is planned with any replica, because all serve one model. The replica that runs it is chosen after
-that, because the plan holds the conversation and the replica that has its ids cached. If the chosen replica
-differs (another tokenizer, another way to send ids), the prompt is planned anew for it.
+The prompt is planned once, for the model that the fleet serves. The replica that runs it is chosen after
+that, because the plan holds the conversation and the replica that has its ids cached.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import time
 from typing import NamedTuple
 
-from proxy.engine.images import EngineImages
-from proxy.engine.token_in import CHAT_PATH, TokenIn, TokenRequest, rename_errors
-from proxy.errors import BadRequest, Unsupported
+from proxy.engine.generate import GenerateTokenIn
+from proxy.engine.token_in import CHAT_PATH, TokenRequest, rename_errors
+from proxy.errors import Unavailable
 from proxy.fields import join, raw, raw_value
+from proxy.fleet.model import FleetImages, FleetModel
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
 from proxy.fleet.weight_tags import WeightTag
 from proxy.history.completion import Batch, Completion
-from proxy.history.given_images import NO_IMAGES
 from proxy.history.images import single_placeholders
 from proxy.history.plan import Extended, Given, PromptPlan, Rendered, ServedModel, images_of, prompt_of
 from proxy.history.turn import WeightSpan
@@ -34,10 +31,7 @@ from proxy.turn.request import ChatRequest, EngineRoute
 from proxy.turn.required_prefix import render_with_prefix
 from proxy.turn.services import Services
 from proxy.types import Headers
-from tokenization import ChatTokenizer
 
-TOKENIZER_TIMEOUT_S = 30.0
-"""Longer than it takes to load a tokenizer; a hub that does not respond must not block every request."""
 _IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that change what a model's processor makes of an image."""
 _BAD_REQUEST = 400
@@ -47,30 +41,28 @@ _SESSION_HEADER = b"x-session-id"
 
 @dataclass(slots=True)
 class PlannedTurn:
-    """A turn, its plan, and the replica for which it was planned or to which it was sent."""
+    """A turn, its plan, and the replica to which it was sent last."""
 
     request: ChatRequest
     services: Services
     plan: PromptPlan
-    model: ServedModel
-    replica: Replica
+    model: FleetModel
+    """The model for which it was planned."""
+    replica: Replica = field(init=False)
+    """Only after it was sent."""
     tag: WeightTag = field(init=False)
     """The versions of the weights that sample it; only after it was sent."""
-    _request_end: AsyncExitStack | None = None
-
-    def hold_until(self, request_end: AsyncExitStack) -> None:
-        """Keep the turn's rollout from eviction until the request ends, also that of a new plan."""
-        self._request_end = request_end
-        for prompt in self.plan.prompts:
-            request_end.enter_context(self.services.history.pins.hold(prompt.placement.session.id))
 
     async def send(self, replica: Replica) -> Response:
-        """Send the turn to a replica; plan it anew if the replica differs from the previous one.
+        """Send the turn to a replica.
 
-        Raises: as `Engine.send` and `plan_turn`.
+        Raises:
+            Unavailable: the fleet serves another model since the turn was planned.
+            ApiError: as `Engine.send`.
         """
-        if replica is not self.replica:
-            await self._plan_for(replica)
+        if self.model.difference(replica):
+            raise Unavailable("the fleet serves another model since this request began: send it again")
+        self.replica = replica
         self.tag = self.services.fleet.weights.begin(replica, stream=self.request.stream)
         return await _send(self.request, self.plan, replica, self.services)
 
@@ -81,21 +73,6 @@ class PlannedTurn:
             if not choice.weight_versions:
                 spans, choice.weights_uncertain = self.tag.spans(choice.index, len(choice.ids or ()))
                 choice.weight_versions = tuple(WeightSpan(*span) for span in spans)
-
-    async def _plan_for(self, replica: Replica) -> None:
-        model = await served_model(replica, self.request)
-        if model != self.model:
-            await self.services.history.planner.release(self.plan)
-            # released once: if planning fails now, there is nothing more to release
-            first, *others = [
-                replace(prompt, placement=replace(prompt.placement, claimed=None), others=())
-                for prompt in self.plan.prompts
-            ]
-            self.plan = replace(first, others=tuple(others))
-            self.plan = await _plan(self.request, replica, model, self.services)
-            if self._request_end is not None:
-                self.hold_until(self._request_end)
-        self.replica, self.model = replica, model
 
     def routing(self) -> Routing:
         """The facts by which the fleet chooses a replica."""
@@ -110,8 +87,6 @@ class PlannedTurn:
             ids=held.ids,
             reused=held.reused,
             tenant=request.tenant,
-            token_in=request.needs_token_in,
-            images=any(map(_holds_images, plan.prompts)),
             completion=True,
             digest=lambda: body_digest(request.retry.path, request.retry.body),
         )
@@ -165,93 +140,56 @@ def batch_of(request: ChatRequest, plan: PromptPlan) -> Batch | None:
 
 
 async def plan_turn(request: ChatRequest, services: Services) -> PlannedTurn:
-    """Plan a turn with any replica that can serve it.
+    """Plan a turn for the model that the fleet serves.
 
     Raises:
         BadRequest, Unsupported, NotReady: the prompt cannot be made; see `Planner.plan`.
         PrefixRefused: the engine refuses to render the messages.
         EngineUnavailable, EngineTimeout, EngineBroken: no replica responds.
     """
-
-    async def plan(replica: Replica) -> PlannedTurn:
-        model = await served_model(replica, request)
-        with span("plan", {}) as planning:
-            plan = await _plan(request, replica, model, services)
-            describe_plan(planning, plan)
-        describe_request(request, plan)
-        return PlannedTurn(request, services, plan, model, replica)
-
-    fleet = services.fleet
-    try:
-        # images first: what is planned on one of these may run on the others, unless it holds images
-        return await fleet.ask(plan, token_in=request.needs_token_in, images_first=True)
-    except BadRequest as error:
-        if error.code == NO_IMAGES and fleet.lost_images:
-            raise fleet.nothing_responds() from error
-        raise
+    model = await services.fleet.served_model()
+    if request.needs_token_in:
+        model.capabilities.require_token_in()
+    with span("plan", {}) as planning:
+        plan = await _plan(request, model, services)
+        describe_plan(planning, plan)
+    describe_request(request, plan)
+    return PlannedTurn(request, services, plan, model)
 
 
-def _holds_images(plan: PromptPlan) -> bool:
-    """Whether a planned prompt holds images whose ids are known."""
-    return bool(plan.images) if isinstance(plan, Extended | Given | Rendered) else False
-
-
-async def served_model(replica: Replica, request: ChatRequest) -> ServedModel:
-    """The model of a replica, as planning needs it.
-
-    Raises:
-        EngineUnavailable: the replica went away.
-    """
-    capabilities = replica.require_capabilities()
-    tokenizer, problem = await loaded_tokenizer(replica)
+def served_model(model: FleetModel, request: ChatRequest, services: Services) -> ServedModel:
+    """The model of the fleet, as planning needs it for a request."""
+    capabilities, problem = model.capabilities, model.tokenizer_problem
     refused = None
     if capabilities.token_in is None:
         refused = Reason.NO_TOKEN_IN
     elif not capabilities.token_in.supports(request.fields):
         refused = Reason.SPECIAL_REQUEST
-    images = capabilities.images
-    placeholder = images.placeholder if images is not None else None
-    if images is not None and not _images_fit(request, images):
-        images = None
+    images = placeholder = None
+    if capabilities.images is not None:
+        placeholder = capabilities.images.placeholder
+        images = FleetImages(services.fleet, placeholder) if _images_fit(request) else None
     name = capabilities.model.name if capabilities.model else ""
     length = capabilities.model.max_model_len if capabilities.model else None
     rendered, mode = capabilities.rendered_fields, capabilities.logprobs_mode
-    return ServedModel(name, tokenizer, problem, refused, rendered, mode, images, placeholder, length)
+    return ServedModel(name, model.tokenizer, problem, refused, rendered, mode, images, placeholder, length)
 
 
-async def loaded_tokenizer(replica: Replica) -> tuple[ChatTokenizer | None, Unsupported | None]:
-    """The tokenizer of a replica's model; or None, and why there is none or none yet.
-
-    Raises:
-        EngineUnavailable: the replica went away.
-    """
-    tokenizer = replica.chat_tokenizer.loaded
-    if tokenizer is not None:
-        return tokenizer, None
-    try:
-        async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
-            return await replica.tokenizer(), None
-    except TimeoutError:
-        return None, Unsupported("the model's tokenizer is still loading", code=Reason.NO_TOKENIZER)
-    except Unsupported as error:
-        return None, error
-
-
-def _images_fit(request: ChatRequest, images: EngineImages) -> bool:
+def _images_fit(request: ChatRequest) -> bool:
     """Whether images of a request can be sent with exact ids: its fields fit, and change no image's ids."""
-    return images.token_in.supports(request.fields) and not any(
+    return GenerateTokenIn().supports(request.fields) and not any(
         raw_value(request.fields, name) for name in _IMAGE_OPTIONS
     )
 
 
-async def _plan(request: ChatRequest, replica: Replica, model: ServedModel, services: Services) -> PromptPlan:
-    planner = services.history.planner
+async def _plan(request: ChatRequest, model: FleetModel, services: Services) -> PromptPlan:
+    planner, served = services.history.planner, served_model(model, request, services)
     if request.required_prefix is None:
-        return await planner.plan(request, model)
+        return await planner.plan(request, served)
     rendered = await render_with_prefix(
-        request.required_prefix, request.fields, request.headers, replica, services
+        request.required_prefix, request.fields, request.headers, model, services
     )
-    return await planner.plan_prefix(request, rendered.prompt, rendered.prefix, model)
+    return await planner.plan_prefix(request, rendered.prompt, rendered.prefix, served)
 
 
 async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:
@@ -270,15 +208,13 @@ async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, servic
     name = request.given.field if request.given else "messages"
     if request.required_prefix is not None:
         name = request.required_prefix.field
-    capabilities, images = replica.require_capabilities(), images_of(plan)
-    token_in: TokenIn | None = capabilities.token_in
-    single = b""
+    capabilities, images, single = replica.require_capabilities(), images_of(plan), b""
+    token_in = GenerateTokenIn() if images else capabilities.require_token_in()
     if images:
-        by_images = capabilities.require_images()
-        token_in, placeholder = by_images.token_in, by_images.placeholder
+        placeholder = capabilities.require_images().placeholder
         single = await services.in_thread(lambda: single_placeholders(prompt, placeholder, images))
     completion = TokenRequest(prompt, fields, headers, name, single, [each.image for each in images])
-    response = await (token_in or capabilities.require_token_in()).complete(replica.engine, completion)
+    response = await token_in.complete(replica.engine, completion)
     _note_prefixes(plan, replica, response, services)
     return response
 

@@ -1,8 +1,7 @@
 """Serves one chat turn of any wire format; a completions request with several prompts is a turn for each.
 
 1. A retry gets the response of the request it repeats.
-2. The prompt is planned, then a replica is chosen that completes it. After a failure another replica gets it,
-   planned anew if that replica differs.
+2. The prompt is planned, then a replica is chosen that completes it. After a failure another replica gets it.
 3. What was sampled is recorded before the client gets the end of its response.
 """
 
@@ -67,21 +66,17 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
         try:
             request = await history.echoes.resolve(request)
             turn = await plan_turn(request, services)
-            turn.hold_until(stack)
-            try:
-                response = opened.response = await services.fleet.send(turn.send, turn.routing())
-            except BaseException:
-                # cancellation too: no other request could use a turn that stays claimed. The plan is that for
-                # the last replica
-                await history.planner.release(turn.plan)
-                raise
+            recording = history.recorder.start(turn.plan, turn.add_weights)
+            stack.push_async_callback(_release_unless_recorded, recording, services)
+            for prompt in turn.plan.prompts:  # keep its rollouts from eviction until the request ends
+                stack.enter_context(history.pins.hold(prompt.placement.session.id))
+            response = opened.response = await services.fleet.send(turn.send, turn.routing())
         except PrefixRefused as refused:
             await attempt.fail(refused.response.status)
             return refused.response
         plan = turn.plan
         turn.tag.progress = unknown  # until the stream is read
-        recording = history.recorder.start(plan, turn.replica.name, turn.add_weights)
-        stack.push_async_callback(_release_unless_recorded, recording, services)
+        recording.replica = turn.replica.name
         count_plan(plan, history.metrics)
         add_prompt_headers(response, plan)
         if response.status >= 400:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from proxy.fleet.replica import Replica
-from proxy.turn.sending import loaded_tokenizer
 from proxy.turn.services import Services
 from tokenization import ChatTokenizer
 
@@ -28,24 +26,20 @@ class FleetTemplate:
         self._facts = TemplateFacts()
 
     async def facts(self, services: Services) -> TemplateFacts:
-        """The facts about the template of a ready replica.
+        """The facts about the template of the model that the fleet serves.
 
         Raises:
-            EngineUnavailable, EngineTimeout, EngineBroken: no replica responds.
+            EngineUnavailable: no replica responds.
         """
-
-        async def read(replica: Replica) -> TemplateFacts:
-            model = replica.require_capabilities().model
-            length = model.max_model_len if model else None
-            tokenizer, _ = await loaded_tokenizer(replica)
-            if tokenizer is None:
-                return TemplateFacts(max_model_len=length)
-            if tokenizer is not self._tokenizer or length != self._facts.max_model_len:
-                self._facts = await services.in_thread(lambda: _facts(tokenizer, length))
-                self._tokenizer = tokenizer
-            return self._facts
-
-        return await services.fleet.ask(read)
+        served = await services.fleet.served_model()
+        model, tokenizer = served.capabilities.model, served.tokenizer
+        length = model.max_model_len if model else None
+        if tokenizer is None:
+            return TemplateFacts(max_model_len=length)
+        if tokenizer is not self._tokenizer or length != self._facts.max_model_len:
+            self._facts = await services.in_thread(lambda: _facts(tokenizer, length))
+            self._tokenizer = tokenizer
+        return self._facts
 
 
 def _facts(tokenizer: ChatTokenizer, max_model_len: int | None) -> TemplateFacts:

@@ -169,8 +169,10 @@ def in_order(candidates: Sequence[Candidate], preference: Preference) -> Candida
     return candidates[0]
 
 
-def replica_of(engine: MemoryEngine, interval_s: float = 5.0) -> Replica:
-    return Replica(engine, _NoTokenizers(), interval_s, clock=now)
+def replica_of(
+    engine: MemoryEngine, interval_s: float = 5.0, tokenizers: Tokenizers | None = None
+) -> Replica:
+    return Replica(engine, tokenizers or _NoTokenizers(), interval_s, clock=now)
 
 
 @asynccontextmanager

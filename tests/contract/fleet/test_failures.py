@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Overloaded, Unsupported
+from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Overloaded
 from proxy.fleet.health import BreakerState
 from tests.contract.fleet.memory_engine import (
     Answer,
@@ -113,22 +113,6 @@ async def test_dead_engines_cost_nothing_and_without_any_all_requests_get_503() 
         results = await asyncio.gather(*(ask(fleet) for _ in range(24)), return_exceptions=True)
         assert {type(result) for result in results} == {EngineUnavailable}
         assert all(engine.name in str(results[0]) for engine in all_engines)
-
-
-@stepped
-async def test_ids_are_sent_only_to_engines_that_take_them() -> None:
-    without, other = all_engines = engines(2)
-    without.takes_ids = other.takes_ids = False
-    async with fleet_of(without, interval_s=1.0) as fleet:
-        with pytest.raises(Unsupported) as refused:
-            await ask(fleet, token_in=True)
-        assert refused.value.code == "no_token_in"
-        assert (await ask(fleet))[0] == 200
-        other.takes_ids = True
-        fleet.add(replica_of(other))
-        await settled()
-        assert (await ask(fleet, token_in=True))[0] == 200
-        assert _started(*all_engines) == [1, 1]
 
 
 # --- requests under which an engine dies

@@ -44,9 +44,9 @@ def _sent(engine: FakeVllm) -> int:
 
 
 def test_engines_die_and_come_back_as_others(start: Callable[..., FakeVllm]) -> None:
-    first, second = start(), start(Variant.NEITHER)
+    first, second = start(), start()
     with run_proxy([first, second]) as client:
-        assert _state(client) == ["chat", "None"]
+        assert _state(client) == ["chat", "chat"]
         first.kill()
         second.kill()
         for path, body in [(_TOKENS, _IDS), (_CHAT, _HI), (_TOKENS, {**_IDS, "stream": True})]:
@@ -55,8 +55,9 @@ def test_engines_die_and_come_back_as_others(start: Callable[..., FakeVllm]) -> 
             assert response.json()["error"]["type"] == "ServiceUnavailableError"
         assert _state(client) == ["down", "down"]
         start(Variant.SCALE_OUT, port=first.port)
-        start(Variant.CHAT, port=second.port)
-        wait_until(lambda: _state(client) == ["generate", "chat"])
+        wait_until(lambda: _state(client) == ["generate", "down"])
+        start(Variant.SCALE_OUT, port=second.port)
+        wait_until(lambda: _state(client) == ["generate", "generate"])
         assert client.post(_TOKENS, json=_IDS).json()["prompt_token_ids"] == [1, 74]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from proxy.engine.discovery import Model
 from proxy.engine.http import HttpEngine
-from proxy.errors import ApiError, Unsupported
+from proxy.errors import EngineBroken, Unsupported
 from proxy.fleet.tokenizers import Tokenizers
 from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.tiny_model import CHATML, TinyModel
@@ -85,12 +85,13 @@ async def test_conversations_that_the_template_refuses_are_skipped(
 async def test_engine_that_renders_nothing_or_nonsense_is_refused(
     engine: HttpEngine, model: Model, mortal: FakeVllm
 ) -> None:
-    mortal.canned["/tokenize"] = Canned(b"", 404)
-    with pytest.raises(Unsupported, match="renders no conversation") as caught:
-        await Tokenizers().for_engine(engine, model)
-    assert caught.value.code == "tokenizer_unchecked"
-    mortal.canned["/tokenize"] = Canned(b'{"tokens": "1"}')
-    with pytest.raises(ApiError):
+    for answer in (Canned(b"", 404), Canned(b'{"tokens": "1"}')):
+        mortal.canned["/tokenize"] = answer
+        with pytest.raises(Unsupported, match="renders no conversation") as caught:
+            await Tokenizers().for_engine(engine, model)
+        assert caught.value.code == "tokenizer_unchecked"
+    mortal.canned["/tokenize"] = Canned(b"", 503)
+    with pytest.raises(EngineBroken, match="503 for /tokenize; retrying later"):
         await Tokenizers().for_engine(engine, model)
 
 
