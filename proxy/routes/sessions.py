@@ -16,7 +16,7 @@ from proxy.routes.session_names import check_name, session_in_path, unknown_sess
 from proxy.routes.store_route import StoreRoute, number
 from proxy.samples.classes import agents_of, classes_of
 from proxy.samples.samples import samples_of
-from proxy.samples.turn_json import traces_of, turn_fields
+from proxy.samples.turn_json import session_fields, traces_of, turn_fields
 from proxy.turn.services import Services
 from proxy.types import Fields
 
@@ -224,15 +224,9 @@ async def _session(request: Request, name: str, services: Services) -> Session:
 
 def _described(session: Session) -> dict[str, Any]:
     return {
-        "id": session.name,
+        **session_fields(session),
         "session_id": session.name,
         "object": "session",
-        "explicit": session.explicit,
-        "ambiguous": session.ambiguous,
-        "created": session.created,
-        "used": session.used,
-        "turn_count": session.turns,
-        "bytes": session.size,
         "defaults": msgspec.Raw(session.defaults),
         "overrides": msgspec.Raw(session.overrides),
         "metadata": msgspec.Raw(session.metadata),

@@ -1,14 +1,28 @@
-"""Turns as JSON: what `/v1/sessions/{session}` and the viewer's page show, and what rLLM's trainers read."""
+"""Sessions and turns as JSON: what `/v1/sessions/{session}` and the viewer's page show, and what rLLM's trainers read."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from proxy.history.store import Session
 from proxy.history.turn import Turn, unpack_ids, unpack_logprobs
 from proxy.samples.tree import path_of
 
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def session_fields(session: Session) -> dict[str, Any]:
+    """The fields of a session that every list of sessions shows."""
+    return {
+        "id": session.name,
+        "explicit": session.explicit,
+        "ambiguous": session.ambiguous,
+        "created": session.created,
+        "used": session.used,
+        "turn_count": session.turns,
+        "bytes": session.size,
+    }
 
 
 def turn_fields(turn: Turn, request_class: str) -> dict[str, Any]:

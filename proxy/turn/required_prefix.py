@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
+from proxy.engine.protocol import fetch
 from proxy.errors import BadRequest, EngineBroken, Unsupported
 from proxy.fields import join, raw, read_messages
 from proxy.fleet.model import FleetModel
-from proxy.fleet.replica import Replica
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.turn.request import RequiredPrefix
 from proxy.turn.services import Services
@@ -80,13 +80,13 @@ async def render_with_prefix(
             f"`{prefix.field}` ends with an assistant turn, and `messages` has none", param="messages"
         )
     end = turns[-1] if prefix.end is None else prefix.end
-    whole = await services.fleet.ask(lambda replica: _render(rendering, headers, replica))
+    whole = await _render(rendering, headers, services)
     earlier = {
         **rendering,
         "messages": raw(messages[: end + 1]),
         "add_generation_prompt": msgspec.Raw(b"false"),
     }
-    before = await services.fleet.ask(lambda replica: _render(earlier, headers, replica))
+    before = await _render(earlier, headers, services)
     tokenizer = model.require_tokenizer()
 
     def splice() -> tuple[bytes, int]:
@@ -111,18 +111,13 @@ async def render_with_prefix(
     return RenderedPrefix(prompt, count, whole)
 
 
-async def _render(fields: Fields, headers: Headers, replica: Replica) -> dict[str, Any]:
-    """The engine's rendering of messages. Raises PrefixRefused, EngineBroken."""
+async def _render(fields: Fields, headers: Headers, services: Services) -> dict[str, Any]:
+    """An engine's rendering of messages. Raises PrefixRefused, EngineBroken, and as `Fleet.ask`."""
     readable = [pair for pair in headers if pair[0] != b"accept-encoding"]
-    response = await replica.engine.send(
-        Request("POST", _TOKENIZE_PATH, readable, join(fields), repeatable=True)
-    )
-    try:
-        body = await response.read()
-    finally:
-        await response.aclose()
-    if response.status != 200:
-        raise PrefixRefused(BytesResponse(response.status, list(JSON_HEADERS), body))
+    request = Request("POST", _TOKENIZE_PATH, readable, join(fields), repeatable=True)
+    status, body = await services.fleet.ask(lambda replica: fetch(replica.engine, request))
+    if status != 200:
+        raise PrefixRefused(BytesResponse(status, list(JSON_HEADERS), body))
     try:
         rendered = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -60,7 +60,7 @@ class PlannedTurn:
             Unavailable: the fleet serves another model since the turn was planned.
             ApiError: as `Engine.send`.
         """
-        if self.model.difference(replica):
+        if self.model is not self.services.fleet.model and self.model.difference(replica):
             raise Unavailable("the fleet serves another model since this request began: send it again")
         self.replica = replica
         self.tag = self.services.fleet.weights.begin(replica, stream=self.request.stream)

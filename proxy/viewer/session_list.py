@@ -11,6 +11,7 @@ import msgspec
 
 from proxy.history.store import Cursor, Session, Store, session_id
 from proxy.samples.tree import parsed
+from proxy.samples.turn_json import session_fields
 
 _SEARCHED = 1000
 """Sessions that a search reads from the store at a time."""
@@ -59,13 +60,7 @@ async def rows_of(store: Store, sessions: Sequence[Session]) -> list[dict[str, A
 def describe(session: Session, reward: float | None) -> dict[str, Any]:
     """A session without its turns."""
     return {
-        "id": session.name,
-        "explicit": session.explicit,
-        "ambiguous": session.ambiguous,
-        "created": session.created,
-        "used": session.used,
-        "turn_count": session.turns,
-        "bytes": session.size,
+        **session_fields(session),
         "metadata": stored_json(session.metadata, b"{}"),
         "reward": reward,
     }

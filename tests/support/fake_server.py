@@ -107,10 +107,6 @@ class FakeServer:
         """Continue the answers that are held."""
         self._loop.call_soon_threadsafe(self._released.set)
 
-    def close_idle(self) -> None:
-        """Close all connections, as vLLM closes those that were idle for 5 s."""
-        self._call(self._close_connections())
-
     def seen(self, path: str) -> list[Seen]:
         """The requests for a path, oldest first."""
         return [request for request in self.requests if request.path == path]
