@@ -7,7 +7,6 @@ from pathlib import Path
 
 from proxy.history.store import Limits, Store
 from proxy.settings import SettingsError, load_settings
-from proxy.stores.memory import MemoryStore
 from proxy.stores.sqlite import SqliteStore
 from proxy.stores.urls import make_store
 
@@ -26,12 +25,12 @@ def chosen_store(options: argparse.Namespace) -> Store:
         store = make_store(settings.store, limits)
     except (SettingsError, ValueError) as error:
         raise UsageError(str(error)) from error
-    if isinstance(store, MemoryStore):
+    if isinstance(store, SqliteStore) and store.file is None:
         raise UsageError(
             "the store memory: exists only inside the proxy: request /v1/sessions/{session}/samples or "
             "/v1/samples from it, or pass --store URL"
         )
-    if isinstance(store, SqliteStore) and not store.file.exists():
+    if isinstance(store, SqliteStore) and store.file and not store.file.exists():
         raise UsageError(f"no store at {store.file}: pass --store URL with the proxy's own setting `store`")
     return store
 

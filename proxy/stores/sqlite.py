@@ -1,4 +1,4 @@
-"""A store in a file that all processes of one machine share: the default."""
+"""A store in a file that all processes of one machine share: the default. Or in the memory of one process."""
 
 import asyncio
 import logging
@@ -53,29 +53,30 @@ from proxy.stores.sqlite_tables import (
     save_session,
     steady_since,
 )
-from proxy.stores.sqlite_threads import Database
+from proxy.stores.sqlite_threads import Database, MemoryDatabase
 from proxy.stores.turn_files import TurnFiles
 
 log = logging.getLogger("tokenproxy")
 
 
 class SqliteStore:
-    """A file on a local disk. Its folder is created if it does not exist."""
+    """A file on a local disk, whose folder is created if it does not exist; or a database in memory."""
 
-    def __init__(self, path: Path, limits: Limits) -> None:
+    def __init__(self, path: Path | None, limits: Limits) -> None:
+        """`path`: of the file; None for a database in memory, which needs no `open`."""
         self.file = path
         self._limits = limits
-        self._database = Database(path)
+        self._files = TurnFiles(path)
+        self._database = Database(path) if path else MemoryDatabase(self._prepare)
         self.feed = SqliteFeed(self._database)
         self.documents = SqliteDocuments(self._database, limits)
-        self._files = TurnFiles(path)
         self._clock = AgeClock(limits.max_age_s)
         self._eviction = asyncio.Lock()
 
     async def open(self) -> None:
         """See `Store.open`."""
         self._clock.was_set(time.time())
-        await self._database.open(lambda connection: prepare(connection, self.file, self._files))
+        await self._database.open(self._prepare)
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
@@ -319,6 +320,9 @@ class SqliteStore:
             return removed.evicted
 
         return await evict_in_steps(self._eviction, step)
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        prepare(connection, self.file, self._files)
 
     def _delete_files(self, removed: Removed) -> None:
         self._files.delete(removed.files)

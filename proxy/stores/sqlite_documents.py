@@ -8,7 +8,7 @@ from proxy.history.store import Limits
 from proxy.stores.eviction import STEP
 from proxy.stores.packed import pack_document, unpack_document
 from proxy.stores.sqlite_index import in_chunks, question_marks
-from proxy.stores.sqlite_threads import Database
+from proxy.stores.sqlite_threads import Database, MemoryDatabase
 
 DOCUMENT_TABLES = (
     """CREATE TABLE IF NOT EXISTS documents (
@@ -24,7 +24,7 @@ DOCUMENT_TABLES = (
 class SqliteDocuments:
     """The documents in the database of a store."""
 
-    def __init__(self, database: Database, limits: Limits) -> None:
+    def __init__(self, database: Database | MemoryDatabase, limits: Limits) -> None:
         self._database = database
         self._limits = limits
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from proxy.history.feed import Acknowledged, Cause, Consumer, FinishedRollout
 from proxy.stores.sqlite_index import in_chunks, question_marks
 from proxy.stores.sqlite_sessions import SESSION_COLUMNS, session_from
-from proxy.stores.sqlite_threads import Database
+from proxy.stores.sqlite_threads import Database, MemoryDatabase
 
 FEED_TABLES = (
     """CREATE TABLE IF NOT EXISTS feed (
@@ -46,7 +46,7 @@ ON CONFLICT (tenant, name) DO UPDATE SET position = max(position, excluded.posit
 class SqliteFeed:
     """The feed in the database of a store."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database | MemoryDatabase) -> None:
         self._database = database
 
     async def finish(self, rollout: str, cause: Cause) -> bool:

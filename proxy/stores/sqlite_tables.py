@@ -109,7 +109,7 @@ class TurnRow(NamedTuple):
     """Whether it makes its session ambiguous by itself."""
 
 
-def prepare(connection: sqlite3.Connection, path: Path, files: TurnFiles) -> None:
+def prepare(connection: sqlite3.Connection, path: Path | None, files: TurnFiles) -> None:
     """Make the tables where there are none, and delete the files that killed processes left.
 
     Raises:

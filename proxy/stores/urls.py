@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from proxy.history.store import Limits, Store
-from proxy.stores.memory import MemoryStore
 from proxy.stores.sqlite import SqliteStore
 
 STORE_URLS = {
@@ -29,7 +28,7 @@ def make_store(url: str, limits: Limits) -> Store:
     """
     scheme, colon, rest = url.partition(":")
     if colon and scheme == "memory" and not rest:
-        return MemoryStore(limits)
+        return SqliteStore(None, limits)
     if colon and scheme == "sqlite" and (path := _path(rest)):
         return SqliteStore(path, limits)
     if colon and scheme in _REDIS:

@@ -14,7 +14,7 @@ from proxy.history.plan import Extended, Placement, PromptPlan, Rendered
 from proxy.history.scope import Scope, scope_parts
 from proxy.history.store import Limits, Session, session_id
 from proxy.history.turn import new_id
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef
 from proxy.turn.visible import Visible
 from tokenization import ids
@@ -68,7 +68,7 @@ class Record:
     """A store with what was sampled, and a matcher with an empty cache."""
 
     def __init__(self) -> None:
-        self.store = MemoryStore(Limits())
+        self.store = SqliteStore(None, Limits())
 
     async def add(
         self,

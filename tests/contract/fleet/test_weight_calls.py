@@ -19,7 +19,7 @@ from proxy.history.store import Limits
 from proxy.http import BytesResponse, Request
 from proxy.metrics import Metrics
 from proxy.stores.fleet_state import StoredState
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from tests.contract.fleet.memory_engine import ask, engines, fleet_of, waits
 from tests.support.fake_trained import FakeTrained, Rendezvous, update
 from tests.support.stepped import elapse, settled, stepped
@@ -362,7 +362,7 @@ def test_a_call_that_clears_the_prefix_cache_is_known() -> None:
 
 
 async def test_the_state_in_a_store() -> None:
-    store = MemoryStore(Limits())
+    store = SqliteStore(None, Limits())
     stored = StoredState(store, "fleet", shared=True)
     assert await stored.read() == FleetState()
     state = FleetState(failures={"a": Failure("/resume", "why", 3)}, group=("a", "b")).with_version("7")

@@ -22,7 +22,7 @@ from proxy.history.turn import Turn
 from proxy.metrics import Metrics
 from proxy.stores.guarded import GuardedStore
 from proxy.stores.guarded_calls import GuardLimits
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn
 
 _STALLED_S = 0.01
@@ -34,7 +34,7 @@ class Patient:
     """A store in memory whose calls can be held up, or fail; those of its feed are `feed_...`."""
 
     def __init__(self, part: Any = None, prefix: str = "", whole: "Patient | None" = None) -> None:
-        self.store = part or MemoryStore(Limits())
+        self.store = part or SqliteStore(None, Limits())
         self.prefix, self.whole = prefix, whole or self
         if whole is None:
             self.feed = Patient(self.store.feed, "feed_", self)

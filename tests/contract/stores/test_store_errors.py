@@ -9,7 +9,6 @@ import pytest
 import redis
 
 from proxy.history.store import Limits, Store, StoreError
-from proxy.stores.memory import MemoryStore
 from proxy.stores.redis import RedisStore
 from proxy.stores.redis_partitions import PartitionedStore
 from proxy.stores.sqlite import SqliteStore
@@ -22,7 +21,7 @@ from tests.support.store_utils import add, digest_of, make_turn, opened
 @pytest.mark.parametrize(
     "url, kind",
     [
-        ("memory:", MemoryStore),
+        ("memory:", SqliteStore),
         ("sqlite:x/y.db", SqliteStore),
         ("redis://user:word@localhost:6379/1?socket_timeout=3", RedisStore),
         ("rediss+cluster://user:word@a:1,b:2,[::1]:3/0?socket_timeout=3", PartitionedStore),

@@ -8,7 +8,7 @@ import pytest
 from proxy.history.feed import Cause
 from proxy.history.feed_watch import FeedWatch
 from proxy.history.store import Limits, StoreError
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from tests.support.store_utils import add, make_turn
 
 
@@ -20,7 +20,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("notified", [False, True])
 async def test_all_who_wait_share_the_polls_also_after_the_store_failed(notified: bool) -> None:
-    store, polls, fails = MemoryStore(Limits()), 0, True
+    store, polls, fails = SqliteStore(None, Limits()), 0, True
     end = store.feed.end
 
     async def count() -> int:

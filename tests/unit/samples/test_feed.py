@@ -11,7 +11,7 @@ from proxy.history.store import Limits, Store
 from proxy.history.turn import Turn, WeightSpan
 from proxy.samples import feed
 from proxy.samples.feed import FeedFilter, FeedStep, metadata_matches, read_step
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from tests.support.store_utils import make_session
 from tests.support.trees import child, root
 
@@ -23,7 +23,7 @@ _NESTED = 'nested={"a": [1, {"b": 2.0}]}'
 @pytest.fixture
 async def store() -> AsyncIterator[Store]:
     """An empty store; the law of its feed is tested in `tests/contract/stores`."""
-    store = MemoryStore(Limits())
+    store = SqliteStore(None, Limits())
     await store.open()
     yield store
     await store.aclose()

@@ -13,7 +13,7 @@ from proxy.history.store import Limits, Store, StoreError
 from proxy.samples.feed import FeedFilter
 from proxy.samples.follow import Follower, end_last_line
 from proxy.samples.layouts import LAYOUTS
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from tests.support.trees import add_rollouts
 
 
@@ -29,7 +29,7 @@ async def _until(condition: Any) -> None:
 
 
 async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore(Limits())
+    store = SqliteStore(None, Limits())
     await _finish(store, "a")
     file, errors, reads = io.BytesIO(), list[StoreError](), 0
     read = store.feed.read

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from proxy.history.store import StoreError
-from proxy.stores.memory_documents import MemoryDocuments
+from proxy.stores.sqlite_documents import SqliteDocuments
 from tests.contract.dialects.responses.dialogue import FUNCTION, engine_body, result, sdk
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import call, user
@@ -85,7 +85,7 @@ def test_a_store_that_does_not_respond(mortal: FakeVllm, monkeypatch: pytest.Mon
         raise StoreError("out of order")
 
     for name in ("keep", "read"):
-        monkeypatch.setattr(MemoryDocuments, name, fail)
+        monkeypatch.setattr(SqliteDocuments, name, fail)
     with run_proxy([mortal], store="memory:") as client:
         made = _post(client, input="Hi").json()
         assert made["status"] == "completed"
